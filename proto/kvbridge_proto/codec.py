@@ -1,0 +1,79 @@
+"""Bytes <-> messages: first unpacked under hard limits, then typed. Pure.
+
+A frame that is too large, too deep or too long is refused before anything of its size is built: msgpack unpacks with
+its max_* limits, msgspec converts what came out. Nothing here imports by name or runs what it was sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgpack
+import msgspec
+
+T = TypeVar("T")
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much one frame may hold."""
+
+    frame_bytes: int = 16 << 20
+    text_bytes: int = 1 << 16
+    binary_bytes: int = 1 << 17
+    array_items: int = 1 << 20
+    map_items: int = 4096
+
+
+LIMITS = Limits()
+
+
+class BadFrame(ValueError):
+    """The bytes are not a message we accept; `code` is stable, the text says what and where."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def encode(message: Any) -> bytes:
+    """One message as msgpack."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(frame: bytes | bytearray | memoryview, kind: type[T] | Any, limits: Limits = LIMITS) -> T:
+    """The message in `frame`, of type `kind` (a struct or a tagged union).
+
+    Raises BadFrame with code `frame_too_large`, `frame_malformed`, `frame_too_deep` or `message_invalid`.
+    """
+    return typed(unpack(frame, limits), kind)
+
+
+def unpack(frame: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Any:
+    """The plain values in `frame`; bounded in size, depth and length. Raises BadFrame."""
+    size = len(frame)
+    if size > limits.frame_bytes:
+        raise BadFrame("frame_too_large", f"frame_bytes: got {size}, limit {limits.frame_bytes}")
+    try:
+        return msgpack.unpackb(
+            frame,
+            raw=False,
+            use_list=False,
+            strict_map_key=True,
+            max_str_len=min(limits.text_bytes, size),
+            max_bin_len=min(limits.binary_bytes, size),
+            max_array_len=min(limits.array_items, size),
+            max_map_len=min(limits.map_items, size),
+            max_ext_len=0,
+        )
+    except msgpack.StackError:
+        raise BadFrame("frame_too_deep", "nested deeper than msgpack's own limit") from None
+    except (ValueError, msgpack.UnpackException) as error:
+        raise BadFrame("frame_malformed", f"not a frame: {type(error).__name__}: {error}"[:300]) from None
+
+
+def typed(value: Any, kind: type[T] | Any) -> T:
+    """`value` as `kind`. Raises BadFrame(`message_invalid`) naming the field."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise BadFrame("message_invalid", str(error)[:500]) from None

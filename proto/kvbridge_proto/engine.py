@@ -1,0 +1,128 @@
+"""Engine <-> agent messages, over the agent's unix socket. Pure.
+
+One engine rank holds one connection; its EOF is the engine's death certificate. Requests are named by the
+engine's own request ids, rooms by whatever both engines were told (for vLLM the prefill request's id).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from .pool import Count, Handle, Name, Pool
+from .status import Status, StatusQuery
+from .words import Address, Agent, Blocks, Code, Rank, Reasons, Room, Seconds, VersionRange
+
+Request = Annotated[str, Meta(min_length=1, max_length=256)]
+Tables = Annotated[tuple[Blocks, ...], Meta(max_length=256)]
+
+
+class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
+    """Here is my memory. Answered by Attached or Refused."""
+
+    versions: VersionRange
+    pool: Pool
+    handles: Annotated[tuple[Handle, ...], Meta(max_length=4096)]
+
+
+class Directory(Struct, frozen=True, kw_only=True, tag="directory"):
+    """Where all ranks of my engine have their agents; replaces what was said before."""
+
+    ranks: Annotated[tuple[Rank, ...], Meta(min_length=1, max_length=65536)]
+
+
+class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
+    """These tokens are computed and may be read. Repeated as the prompt grows.
+
+    `tokens` counts from the request's start. `blocks` appends to the tables offered before. `is_last` says that no
+    more will come. The agent answers Released once nobody will read the blocks again, `hold_s` after the last
+    Offer at the latest.
+    """
+
+    room: Room
+    request: Request
+    tokens: Count
+    blocks: Tables
+    is_last: bool
+    hold_s: Seconds
+
+
+class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
+    """The offer is over (abort, preemption). Answered by Released once no read is under way."""
+
+    request: Request
+    reason: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class Want(Struct, frozen=True, kw_only=True, tag="want"):
+    """Put tokens [first_token, end_token) of the room into these blocks. Answered once, by Done or Failed.
+
+    `source` is the agent of any rank of the prefilling engine; the others are found through it. An empty range
+    tells the source that nothing is needed.
+    """
+
+    request: Request
+    room: Room
+    source: Address
+    first_token: Count
+    end_token: Count
+    blocks: Tables
+    deadline_s: Seconds
+
+
+class Abandon(Struct, frozen=True, kw_only=True, tag="abandon"):
+    """I no longer want this. Still answered once, by Done or Failed, after which the blocks are the engine's again."""
+
+    request: Request
+    reason: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class Detach(Struct, frozen=True, kw_only=True, tag="detach"):
+    """I am leaving, or my memory is about to change. The agent unmaps it and answers Detached."""
+
+
+class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
+    version: int
+    epoch: Count
+    agent: Agent
+
+
+class Detached(Struct, frozen=True, kw_only=True, tag="detached"):
+    epoch: Count
+
+
+class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
+    """Your last message was not accepted; `about` names the request, or is empty for the connection."""
+
+    code: Code
+    reasons: Reasons
+    about: Name = ""
+
+
+class Released(Struct, frozen=True, kw_only=True, tag="released"):
+    """The offered blocks of this request are yours again. `code` is empty when every sink had what it wanted."""
+
+    request: Request
+    code: Code = ""
+    reason: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class Done(Struct, frozen=True, kw_only=True, tag="done"):
+    """All wanted rows are in your blocks."""
+
+    request: Request
+    moved_bytes: Count
+    seconds: Seconds
+
+
+class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
+    """The want ended without its rows; nothing will write its blocks any more."""
+
+    request: Request
+    code: Code
+    reason: Annotated[str, Meta(max_length=1024)]
+
+
+ToAgent = Attach | Directory | Offer | Withdraw | Want | Abandon | Detach | StatusQuery
+ToEngine = Attached | Detached | Refused | Released | Done | Failed | Status

@@ -1,0 +1,193 @@
+"""Agent <-> agent messages, over ZeroMQ, and the notice that travels with the data. Pure.
+
+The sink's agent dials the source's; every message goes in an `Envelope` that names both incarnations.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from .pool import Bytes, Count, Name, Pool, Positive
+from .words import Agent, Boot, Code, Rank, Reasons, Room, Seconds, VersionRange
+
+TransferId = Annotated[str, Meta(min_length=1, max_length=64)]
+Digest = Annotated[str, Meta(max_length=64)]
+
+
+class FabricCard(Struct, frozen=True, kw_only=True):
+    """How to reach an agent's staging. `descriptor` is the fabric's own; slot i starts at `base + i * slot_bytes`."""
+
+    kind: Name
+    descriptor: Annotated[bytes, Meta(max_length=1 << 16)]
+    base: Bytes
+    slot_bytes: Positive
+    slots: Positive
+
+
+class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
+    """Sink to source: who I am, my engine's pool, where you may write. Answered by Welcome or Refuse."""
+
+    versions: VersionRange
+    agent: Agent
+    epoch: Count
+    pool: Pool
+    fabric: FabricCard
+    digests: Annotated[tuple[Name, ...], Meta(max_length=16)]
+
+
+class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
+    """Source to sink: agreed. `ranks` are the agents of my whole engine, so far as it has told me."""
+
+    version: int
+    agent: Agent
+    epoch: Count
+    pool: Pool
+    digest: Name
+    ranks: Annotated[tuple[Rank, ...], Meta(max_length=65536)]
+
+
+class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
+    """No, and why. `about` names a transfer, or is empty for the session."""
+
+    code: Code
+    reasons: Reasons
+    about: Name = ""
+
+
+class Take(Struct, frozen=True, array_like=True):
+    """Rows a sink takes from one source: layers [first_layer, end_layer) x global heads [first_head, end_head)."""
+
+    first_layer: Count
+    end_layer: Count
+    first_head: Count
+    end_head: Count
+
+
+class Lease(Struct, frozen=True, array_like=True):
+    """A slot of the sink's staging, lent for one write under one generation."""
+
+    slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
+    generation: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
+Leases = Annotated[tuple[Lease, ...], Meta(max_length=4096)]
+
+
+class Claim(Struct, frozen=True, kw_only=True, tag="claim"):
+    """Sink to source: I take these rows of this room. Sent to every rank of the source engine.
+
+    `want` is one name for all `sinks` ranks of the sink engine, so that the source knows when everybody has claimed;
+    no takes means this sink needs nothing from you. `plan` is the digest of the plan the sink derived.
+    `token` must come back in every notice.
+    """
+
+    transfer: TransferId
+    want: Name
+    sink: Count
+    sinks: Positive
+    room: Room
+    source_epoch: Count
+    sink_epoch: Count
+    first_token: Count
+    end_token: Count
+    takes: Annotated[tuple[Take, ...], Meta(max_length=4096)]
+    plan: Digest
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    leases: Leases
+    deadline_s: Seconds
+
+
+class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
+    """Source to sink: chunks [0, chunks) of this transfer can be gathered; lend slots."""
+
+    transfer: TransferId
+    chunks: Count
+
+
+class Grant(Struct, frozen=True, kw_only=True, tag="grant"):
+    """Sink to source: more slots for this transfer."""
+
+    transfer: TransferId
+    leases: Leases
+
+
+class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Sink to source: stop. Answered by Drained, once no write of this transfer is under way."""
+
+    transfer: TransferId
+    code: Code
+    reason: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class Drained(Struct, frozen=True, kw_only=True, tag="drained"):
+    """Source to sink: nothing of this transfer will be written any more; all its leases are void.
+
+    A source says this only when every write it posted has ended. With a code it is also the transfer's failure.
+    """
+
+    transfer: TransferId
+    code: Code = ""
+    reason: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class Failing(Struct, frozen=True, kw_only=True, tag="failing"):
+    """Source to sink: this transfer fails, but writes may still be under way; Drained follows when they ended."""
+
+    transfer: TransferId
+    code: Code
+    reason: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class Settled(Struct, frozen=True, kw_only=True, tag="settled"):
+    """Sink to source: every chunk of this transfer landed and was taken over."""
+
+    transfer: TransferId
+
+
+class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
+    """Answered by Pong with the same number."""
+
+    number: Count
+
+
+class Pong(Struct, frozen=True, kw_only=True, tag="pong"):
+    number: Count
+
+
+class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
+    """I am stopping, or my engine left: the session ends here."""
+
+    reason: Annotated[str, Meta(max_length=1024)] = ""
+
+
+ToSource = Hello | Claim | Grant | Cancel | Settled | Ping | Goodbye
+ToSink = Welcome | Refuse | Ready | Drained | Failing | Pong | Goodbye
+Body = Hello | Welcome | Refuse | Claim | Ready | Grant | Cancel | Drained | Failing | Settled | Ping | Pong | Goodbye
+
+
+class Envelope(Struct, frozen=True, kw_only=True):
+    """One message between two incarnations. `receiver` is empty while it is not known (Hello)."""
+
+    version: int
+    sender: Boot
+    receiver: Boot
+    number: Count
+    body: Body
+
+
+class Notice(Struct, frozen=True, array_like=True):
+    """Travels with a chunk on the fabric. Everything in it must match before the chunk counts."""
+
+    transfer: TransferId
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    source_boot: Boot
+    sink_boot: Boot
+    source_epoch: Count
+    sink_epoch: Count
+    slot: Count
+    generation: Count
+    chunk: Count
+    chunk_bytes: Count
+    digest: Annotated[int, Meta(ge=0, lt=1 << 64)]

@@ -1,0 +1,151 @@
+"""What an engine's KV memory looks like: pools of planes, planes of strides. Pure.
+
+A pool never names a layout. NHD, HND, cross-layer, K|V packed in a row, a column-major K cache, AMX tiles:
+all are the same `Plane` record with other numbers. Units are bytes unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+Positive = Annotated[int, Meta(ge=1, le=1 << 40)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
+Name = Annotated[str, Meta(max_length=256)]
+
+CodecName = Literal[
+    "bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8", "int8_row_scale", "fp8_row_scale", "fp8_ds_mla", "opaque"
+]
+LayerKind = Literal["full", "sliding", "chunked", "mla", "state"]
+HandleKind = Literal["shm_fd", "cuda_ipc", "vmm_fd"]
+
+
+class Step(Struct, frozen=True, array_like=True):
+    """One step of an axis: `count` places, `stride` bytes apart."""
+
+    count: Positive
+    stride: Bytes
+
+
+class Codec(Struct, frozen=True, kw_only=True):
+    """How `width` numbers become one row of `row_bytes` bytes.
+
+    scales: empty (none), one for the plane, or one per head of the plane; value = stored * scale.
+    Inline scales are part of the row and belong to the codec's name. `element_bytes` is the unit that the
+    plane's element axis counts; a packed row (`fp8_ds_mla`, `opaque`) counts single bytes.
+    """
+
+    name: CodecName
+    width: Positive
+    element_bytes: Positive
+    row_bytes: Positive
+    scales: Annotated[tuple[float, ...], Meta(max_length=4096)] = ()
+
+
+class Plane(Struct, frozen=True, kw_only=True):
+    """One (layer, part) of a pool: a strided field of rows, block x token x head x element.
+
+    The byte of (block b, token t, head h, element e) is at
+    `offset + b*block_stride + at(token_axis, t) + h*head_stride + at(element_axis, e)` of the region, where an
+    axis is a mixed radix number, outermost step first: most have one step, tiled caches two.
+    The token axis counts to the group's `block_tokens`, the element axis to `row_bytes / element_bytes`.
+    """
+
+    layer: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    part: Annotated[str, Meta(max_length=32)]
+    group: Annotated[int, Meta(ge=0, lt=256)] = 0
+    region: Annotated[int, Meta(ge=0, lt=4096)] = 0
+    offset: Bytes
+    block_stride: Bytes
+    token_axis: Annotated[tuple[Step, ...], Meta(min_length=1, max_length=4)]
+    head_stride: Bytes
+    element_axis: Annotated[tuple[Step, ...], Meta(min_length=1, max_length=4)]
+    first_head: Count
+    heads: Positive
+    total_heads: Positive
+    codec: Codec
+    name: Name = ""
+
+
+class Group(Struct, frozen=True, kw_only=True):
+    """Planes that share a block table. `window` is in tokens, 0 for none."""
+
+    kind: LayerKind
+    block_tokens: Positive
+    blocks: Positive
+    window: Count = 0
+
+
+class Shard(Struct, frozen=True, kw_only=True):
+    """Which rank of its engine this is. Layers and heads are spelled on the planes; tokens are split here.
+
+    With `cp_size` > 1, token i belongs to rank `(i // cp_interleave) % cp_size`.
+    """
+
+    tp_rank: Count = 0
+    tp_size: Positive = 1
+    pp_rank: Count = 0
+    pp_size: Positive = 1
+    cp_rank: Count = 0
+    cp_size: Positive = 1
+    cp_interleave: Positive = 1
+
+
+class Layer(Struct, frozen=True, kw_only=True):
+    """What must be the same on both sides for one layer; widths are in numbers, not bytes."""
+
+    kind: LayerKind
+    kv_heads: Positive
+    key_width: Positive
+    value_width: Count
+    rope_width: Count = 0
+    window: Count = 0
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    """The identity of a cache: two pools are of one model when these are equal."""
+
+    name: Name
+    layers: Annotated[tuple[Layer, ...], Meta(max_length=4096)]
+
+
+class Engine(Struct, frozen=True, kw_only=True):
+    """Who attached; only `id` means anything to kvbridge, the rest is for people."""
+
+    kind: Name
+    version: Name
+    id: Name
+
+
+class Region(Struct, frozen=True):
+    """One contiguous allocation."""
+
+    size_bytes: Positive
+
+
+class Pool(Struct, frozen=True, kw_only=True):
+    """All KV memory of one engine rank, in words that may be sent to anyone (no handles)."""
+
+    engine: Engine
+    model: Model
+    shard: Shard
+    groups: Annotated[tuple[Group, ...], Meta(min_length=1, max_length=256)]
+    regions: Annotated[tuple[Region, ...], Meta(min_length=1, max_length=4096)]
+    planes: Annotated[tuple[Plane, ...], Meta(min_length=1, max_length=65536)]
+
+
+class Handle(Struct, frozen=True, kw_only=True):
+    """How to open one region; never leaves the host. fds ride beside the message, in the order of `fd`.
+
+    shm_fd: `fd` indexes the passed descriptors. cuda_ipc: `payload` is the 64-byte handle of the allocation
+    `device` (a UUID) holds, `offset` bytes before the region. vmm_fd: `fd` and `device`.
+    """
+
+    region: Annotated[int, Meta(ge=0, lt=4096)]
+    kind: HandleKind
+    device: Name = "cpu"
+    payload: Annotated[bytes, Meta(max_length=4096)] = b""
+    offset: Bytes = 0
+    fd: Annotated[int, Meta(ge=0, lt=64)] | None = None

@@ -1,0 +1,66 @@
+"""What `kvbridge status` asks over the unix socket, and what it is told. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from .pool import Count, Name
+from .words import Agent, Seconds
+
+
+class StatusQuery(Struct, frozen=True, kw_only=True, tag="status?"):
+    """Answered by Status on the same connection; needs no Attach."""
+
+
+class EngineStatus(Struct, frozen=True, kw_only=True):
+    engine: Name
+    epoch: Count
+    pid: Count
+    model: Name
+    shard: Name
+    pool_bytes: Count
+    planes: Count
+
+
+class PeerStatus(Struct, frozen=True, kw_only=True):
+    name: Name
+    address: Name
+    boot: Name
+    state: Name
+    verdict: Annotated[str, Meta(max_length=4096)]
+
+
+class TransferStatus(Struct, frozen=True, kw_only=True):
+    """One transfer under way. `role` is source or sink."""
+
+    role: Name
+    request: Name
+    room: Name
+    peer: Name
+    state: Name
+    chunks_done: Count
+    chunks: Count
+    age_s: Seconds
+
+
+class SlotCounts(Struct, frozen=True, kw_only=True):
+    free: Count
+    lent: Count
+    landed: Count
+    quarantined: Count
+
+
+class Status(Struct, frozen=True, kw_only=True, tag="status"):
+    agent: Agent
+    state: Name
+    uptime_s: Annotated[float, Meta(ge=0)]
+    fabric: Name
+    slot_bytes: Count
+    inbound: SlotCounts
+    outbound: SlotCounts
+    engine: EngineStatus | None
+    peers: tuple[PeerStatus, ...]
+    transfers: tuple[TransferStatus, ...]
+    counters: dict[Name, float]

@@ -1,0 +1,53 @@
+"""Messages on a byte stream: a 4-byte big-endian length, then one msgpack frame. Pure.
+
+Both ends of the engine's unix socket use it; who reads and writes the bytes is their business.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+from .codec import LIMITS, BadFrame, Limits, decode, encode
+
+T = TypeVar("T")
+HEADER = struct.Struct(">I")
+
+
+def pack(message: Any) -> bytes:
+    """One message, ready for the stream."""
+    body = encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+class StreamReader(Generic[T]):
+    """Cuts received bytes into messages of one kind (a tagged union).
+
+    A frame longer than the limit is refused as soon as its length is read. After BadFrame the stream has no known
+    place to go on from: close it.
+    """
+
+    def __init__(self, kind: Any, limits: Limits = LIMITS) -> None:
+        self._kind = kind
+        self._limits = limits
+        self._buffer = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[T]:
+        """The messages that `received` completes. Raises BadFrame."""
+        self._buffer += received
+        while (frame := self._cut()) is not None:
+            yield decode(frame, self._kind, self._limits)
+
+    def _cut(self) -> bytes | None:
+        if len(self._buffer) < HEADER.size:
+            return None
+        (size,) = HEADER.unpack_from(self._buffer)
+        if size > self._limits.frame_bytes:
+            raise BadFrame("frame_too_large", f"frame_bytes: got {size}, limit {self._limits.frame_bytes}")
+        end = HEADER.size + size
+        if len(self._buffer) < end:
+            return None
+        frame = bytes(self._buffer[HEADER.size : end])
+        del self._buffer[:end]
+        return frame

@@ -1,0 +1,59 @@
+"""Records that several messages share. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from .pool import Count, Name
+
+MAX_BLOCKS = 1 << 20
+BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Room = Annotated[str, Meta(min_length=1, max_length=256)]
+Address = Annotated[str, Meta(min_length=1, max_length=256)]
+Boot = Annotated[str, Meta(max_length=64)]
+Seconds = Annotated[float, Meta(ge=0, le=86400)]
+Reasons = Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=64)]
+Code = Annotated[str, Meta(max_length=64)]
+
+
+class VersionRange(Struct, frozen=True, array_like=True):
+    """Protocol versions that a side speaks, both ends included."""
+
+    oldest: Annotated[int, Meta(ge=1, lt=1 << 16)]
+    newest: Annotated[int, Meta(ge=1, lt=1 << 16)]
+
+
+OURS = VersionRange(1, 1)
+
+
+def negotiate(ours: VersionRange, theirs: VersionRange) -> int | None:
+    """The newest version both speak, or None."""
+    version = min(ours.newest, theirs.newest)
+    return version if version >= max(ours.oldest, theirs.oldest) else None
+
+
+class Blocks(Struct, frozen=True, array_like=True):
+    """A piece of one group's block table: `ids` are entries `first`, `first`+1, ... of the request."""
+
+    group: Annotated[int, Meta(ge=0, lt=256)]
+    first: Count
+    ids: Annotated[tuple[BlockId, ...], Meta(max_length=MAX_BLOCKS)]
+
+
+class Agent(Struct, frozen=True, kw_only=True):
+    """One start of one agent. `boot` is new at every start and part of its fabric name."""
+
+    name: Name
+    boot: Boot
+    address: Address
+    version: Name
+
+
+class Rank(Struct, frozen=True, kw_only=True):
+    """Where one rank of an engine has its agent."""
+
+    tp_rank: Count
+    pp_rank: Count
+    address: Address
