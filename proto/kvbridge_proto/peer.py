@@ -38,13 +38,17 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
-    """Source to sink: agreed. `ranks` are the agents of my whole engine, so far as it has told me."""
+    """Source to sink: agreed. `ranks` are the agents of my whole engine, so far as it has told me.
+
+    `slot_bytes` bounds the chunks of every plan of this session: the smaller of both stagings' slots.
+    """
 
     version: int
     agent: Agent
     epoch: Count
     pool: Pool
     digest: Name
+    slot_bytes: Positive
     ranks: Annotated[tuple[Rank, ...], Meta(max_length=65536)]
 
 

@@ -1,0 +1,71 @@
+"""What the exchange asks its shell to do. Records only; the shell does them in order. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvbridge_proto.engine import ToEngine
+from kvbridge_proto.peer import Body, Lease
+
+from ..geometry.plan import Plan
+from ..geometry.tokens import BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Open a session with the agent at this address, or say at once that there is one."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send Hello again to a peer whose engine had not yet named all its ranks."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send to the peer: an address we dialled (sink), or the boot of one that dialled us (source)."""
+
+    peer: str
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send to our engine."""
+
+    message: ToEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Check the digest of a landed slot and put its rows into the engine's blocks."""
+
+    transfer: str
+    plan: Plan
+    tables: Mapping[int, BlockTable]
+    chunk: int
+    slot: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ship:
+    """Gather a chunk into our slot `local`, then write it into the peer's leased slot, notice with it."""
+
+    transfer: str
+    boot: str
+    plan: Plan
+    tables: Mapping[int, BlockTable]
+    chunk: int
+    local: int
+    lease: Lease
+    token: bytes
+    sink_epoch: int
+
+
+Action = Reach | Ask | Send | Tell | Scatter | Ship

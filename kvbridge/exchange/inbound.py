@@ -1,0 +1,359 @@
+"""The sink's half: wants of our engine, satisfied by chunks that land in our slots. Pure.
+
+A want needs every rank of the prefilling engine. It reaches them, claims its rows from each, lends slots as chunks
+become ready, and ends once: Done when everything was scattered, Failed otherwise, and never while a scatter of it
+is under way. Slots whose lease is still out when a transfer ends are quarantined (see slots.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvbridge_proto.engine import Done, Failed, Want
+from kvbridge_proto.peer import Cancel, Claim, Grant, Lease, Notice, Settled, Take
+
+from ..errors import KVBridgeError
+from ..geometry.plan import Plan, plan
+from ..geometry.shard import assign
+from .actions import Action, Ask, Reach, Scatter, Send, Tell
+from .intake import INTAKE_TABLE, WANT_TABLE, Intake, IntakeEvent, IntakeState, WantEvent, Wanted, WantState, matches
+from .lease import Deadlines
+from .session import Home, Session, engine_ranks, rank_index
+from .slots import SlotPool
+from .tables import tables_of
+
+ASK_AGAIN_S = 0.05
+
+
+class Inbound:
+    """All wants of this agent's engine."""
+
+    def __init__(self, slots: SlotPool, new_id: Callable[[], str], new_token: Callable[[], bytes]) -> None:
+        self.slots = slots
+        self.wants: dict[str, Wanted] = {}
+        self.late_writes = 0
+        self._new_id = new_id
+        self._new_token = new_token
+        self._sessions: dict[str, Session] = {}
+        self._boots: dict[str, str] = {}
+        self._wanted_by: dict[str, Wanted] = {}  # transfer -> its want
+        self._in_doubt: dict[str, tuple[str, str]] = {}  # transfer -> (address, boot) that has not drained it
+        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
+
+    # -- from our engine -----------------------------------------------------------------------------------------
+
+    def want(self, want: Want, home: Home, now: float) -> list[Action]:
+        """Our engine wants these tokens."""
+        if want.request in self.wants:
+            return [_failed(want.request, "duplicate_request", f"request: {want.request} is already wanted")]
+        try:
+            if want.end_token < want.first_token:
+                reason = f"end_token: got {want.end_token}, first_token {want.first_token}"
+                return [_failed(want.request, "bad_range", reason)]
+            tables = tables_of(home.pool, want.blocks, want.first_token, want.end_token)
+        except KVBridgeError as error:
+            return [_failed(want.request, error.code, str(error))]
+        wanted = Wanted(want, home, tables, now)
+        self.wants[want.request] = wanted
+        self._deadlines.set(("want", want.request), now + want.deadline_s)
+        return self._advance(wanted, now)
+
+    def abandon(self, request: str, now: float) -> list[Action]:
+        """Our engine no longer wants it."""
+        wanted = self.wants.get(request)
+        return [] if wanted is None else self._fail(wanted, "aborted", "abandoned by the engine", now)
+
+    def engine_left(self, now: float) -> list[Action]:
+        """Our engine is gone, and so is everything it wanted."""
+        actions: list[Action] = []
+        for wanted in list(self.wants.values()):
+            actions += self._fail(wanted, "engine_left", "the engine left", now)
+        return [action for action in actions if not isinstance(action, Tell)]
+
+    # -- sessions ------------------------------------------------------------------------------------------------
+
+    def opened(self, address: str, session: Session, now: float) -> list[Action]:
+        """A session with the agent at `address` is open (or open again, knowing more ranks)."""
+        boot = self._boots.get(address)
+        if boot is not None and boot != session.peer.boot:
+            self.slots.boot_gone(boot)
+            self._in_doubt = {t: (a, b) for t, (a, b) in self._in_doubt.items() if b != boot}
+        self._boots[address] = session.peer.boot
+        self._sessions[address] = session
+        actions: list[Action] = [
+            Send(address, Cancel(transfer=transfer, code="forgotten"))
+            for transfer, (_, doubted) in self._in_doubt.items()
+            if doubted == session.peer.boot and transfer not in self._wanted_by
+        ]
+        for wanted in list(self.wants.values()):
+            if wanted.state is WantState.REACHING:
+                actions += self._advance(wanted, now)
+        return actions + self._pump()
+
+    def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
+        """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
+        waiting = [w for w in self.wants.values() if w.state is WantState.REACHING and address in self._needed(w)]
+        self._sessions.pop(address, None)
+        hurt = {wanted.want.request: wanted for wanted in waiting}
+        for transfer, wanted in list(self._wanted_by.items()):
+            intake = wanted.intakes[transfer]
+            if intake.address == address and intake.state is not IntakeState.ENDED:
+                self._end_intake(intake, IntakeEvent.LOSE)
+                hurt[wanted.want.request] = wanted
+                self._forget_if_over(transfer)
+        actions: list[Action] = []
+        for wanted in hurt.values():
+            actions += self._fail(wanted, code, reason, now)
+        return actions
+
+    # -- from a source -------------------------------------------------------------------------------------------
+
+    def ready(self, address: str, transfer: str, chunks: int) -> list[Action]:
+        """The source could gather this many chunks."""
+        intake = self._intake(address, transfer)
+        if intake is None or intake.state is not IntakeState.CLAIMED:
+            return []
+        intake.ready = max(intake.ready, min(chunks, intake.plan.chunks))
+        return self._pump()
+
+    def landed(self, notice: Notice) -> list[Action]:
+        """A chunk came in. It counts only if everything matches; anything else is counted and dropped."""
+        wanted = self._wanted_by.get(notice.transfer)
+        intake = wanted.intakes.get(notice.transfer) if wanted else None
+        if wanted is None or intake is None or not matches(notice, wanted, intake):
+            self.late_writes += 1
+            return []
+        if not self.slots.land(notice.slot, notice.generation, notice.transfer):
+            self.late_writes += 1
+            return []
+        intake.landed.add(notice.chunk)
+        wanted.scattering += 1
+        return [
+            Scatter(notice.transfer, intake.plan, wanted.tables, notice.chunk, notice.slot, notice.digest)
+        ]
+
+    def scattered(self, transfer: str, slot: int, failure: tuple[str, str] | None, now: float) -> list[Action]:
+        """The mover is through with a landed slot; `failure` is (code, reason) if its rows were not taken over."""
+        self.slots.settle(slot)
+        wanted = self._wanted_by[transfer]
+        wanted.scattering -= 1
+        if wanted.state is WantState.ENDING:
+            return (self._end_failed(wanted, WantEvent.QUIET) if wanted.scattering == 0 else []) + self._pump()
+        if failure is not None:
+            return self._fail(wanted, *failure, now) + self._pump()
+        intake = wanted.intakes[transfer]
+        intake.scattered += 1
+        actions: list[Action] = []
+        if intake.scattered == intake.plan.chunks:
+            self._end_intake(intake, IntakeEvent.FINISH)
+            actions.append(Send(intake.address, Settled(transfer=transfer)))
+        return actions + self._finish_if_complete(wanted, now) + self._pump()
+
+    def failing(self, address: str, transfer: str, code: str, reason: str, now: float) -> list[Action]:
+        """The source gives up; writes may still be under way."""
+        intake = self._intake(address, transfer)
+        if intake is None or intake.state is not IntakeState.CLAIMED:
+            return []
+        return self._fail(self._wanted_by[transfer], code or "source_failed", reason, now)
+
+    def drained(self, address: str, transfer: str, code: str, reason: str, now: float) -> list[Action]:
+        """The source will not write anything of this transfer any more: its slots are free again."""
+        doubt = self._in_doubt.get(transfer)
+        intake = self._intake(address, transfer)
+        if intake is None and (doubt is None or doubt[0] != address):
+            return []
+        self._in_doubt.pop(transfer, None)
+        self.slots.drain(transfer)
+        actions: list[Action] = []
+        if intake is not None and intake.state is not IntakeState.ENDED:
+            was_claimed = intake.state is IntakeState.CLAIMED
+            self._end_intake(intake, IntakeEvent.DRAIN)
+            if was_claimed:
+                actions = self._fail(self._wanted_by[transfer], code or "source_failed", reason, now)
+        self._forget_if_over(transfer)
+        return actions + self._pump()
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        actions: list[Action] = []
+        for kind, key in self._deadlines.due(now):
+            if kind == "want" and key in self.wants:
+                wanted = self.wants[key]
+                actions += self._fail(wanted, "deadline", self._where(wanted), now)
+            elif kind == "ask" and key in self._sessions:
+                actions.append(Ask(key))
+        return actions
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next()
+
+    # -- how a want goes on --------------------------------------------------------------------------------------
+
+    def _needed(self, wanted: Wanted) -> list[str]:
+        """Addresses of all ranks of the source engine, as far as they are known."""
+        first = self._sessions.get(wanted.want.source)
+        if first is None:
+            return [wanted.want.source]
+        own = rank_index(first.peer_pool)
+        size = first.peer_pool.shard.tp_size
+        others = [rank.address for rank in first.ranks if rank.pp_rank * size + rank.tp_rank != own]
+        return [wanted.want.source, *others]
+
+    def _advance(self, wanted: Wanted, now: float) -> list[Action]:
+        needed = self._needed(wanted)
+        missing = [address for address in needed if address not in self._sessions]
+        if missing:
+            return [Reach(address) for address in missing]
+        if len(needed) < engine_ranks(self._sessions[wanted.want.source].peer_pool):
+            self._deadlines.set(("ask", wanted.want.source), now + ASK_AGAIN_S)
+            return []
+        sessions = {address: self._sessions[address] for address in needed}
+        try:
+            return self._claim(wanted, sessions, now)
+        except KVBridgeError as error:
+            return self._fail(wanted, error.code, str(error), now)
+
+    def _claim(self, wanted: Wanted, sessions: Mapping[str, Session], now: float) -> list[Action]:
+        """Everybody is there: say who gives what. Raises KVBridgeError before anything has changed."""
+        want, home = wanted.want, wanted.home
+        takes = assign([session.peer_pool for session in sessions.values()], home.pool)
+        if want.first_token == want.end_token:
+            takes = tuple(() for _ in takes)
+        plans = [
+            plan(session.peer_pool, home.pool, taken, want.first_token, want.end_token, session.slot_bytes)
+            for session, taken in zip(sessions.values(), takes, strict=True)
+        ]
+        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.CLAIM)
+        actions: list[Action] = []
+        for (address, session), taken, planned in zip(sessions.items(), takes, plans, strict=True):
+            actions.append(self._claim_from(wanted, address, session, taken, planned, now))
+        return actions + self._finish_if_complete(wanted, now)
+
+    def _claim_from(
+        self, wanted: Wanted, address: str, session: Session, takes: tuple[Take, ...], planned: Plan, now: float
+    ) -> Action:
+        intake = Intake(self._new_id(), address, session, planned, self._new_token())
+        leases: tuple[Lease, ...] = ()
+        if planned.chunks:
+            wanted.intakes[intake.transfer] = intake
+            self._wanted_by[intake.transfer] = wanted
+            if self.slots.free * 2 > len(self.slots):  # plenty: save the round trip of asking when ready
+                leases = self.slots.lend(min(2, planned.chunks), intake.transfer, session.peer.boot)
+        want, home = wanted.want, wanted.home
+        claim = Claim(
+            transfer=intake.transfer,
+            want=f"{home.pool.engine.id}/{want.request}"[:256],
+            sink=rank_index(home.pool),
+            sinks=engine_ranks(home.pool),
+            room=want.room,
+            source_epoch=session.peer_epoch,
+            sink_epoch=home.epoch,
+            first_token=want.first_token,
+            end_token=want.end_token,
+            takes=takes,
+            plan=planned.digest,
+            token=intake.token,
+            leases=leases,
+            deadline_s=max(0.0, wanted.started + want.deadline_s - now),
+        )
+        return Send(address, claim)
+
+    def _finish_if_complete(self, wanted: Wanted, now: float) -> list[Action]:
+        if wanted.state is not WantState.FLOWING:
+            return []
+        if any(intake.state is not IntakeState.ENDED for intake in wanted.intakes.values()):
+            return []
+        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FINISH)
+        moved = sum(intake.plan.total_bytes for intake in wanted.intakes.values())
+        self._forget(wanted)
+        return [
+            Tell(Done(request=wanted.want.request, moved_bytes=moved, seconds=max(0.0, now - wanted.started)))
+        ]
+
+    def _fail(self, wanted: Wanted, code: str, reason: str, now: float) -> list[Action]:
+        """End the want without its rows: cancel what flows, doubt what is lent."""
+        if wanted.state in (WantState.ENDING, WantState.ENDED):
+            return []
+        wanted.failure = (code, reason)
+        actions: list[Action] = []
+        for intake in wanted.intakes.values():
+            if intake.state is IntakeState.CLAIMED:
+                self._end_intake(intake, IntakeEvent.STOP)
+                actions.append(Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024])))
+        if wanted.scattering:
+            wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
+            return actions
+        return actions + self._end_failed(wanted, WantEvent.FAIL)
+
+    def _end_failed(self, wanted: Wanted, event: WantEvent) -> list[Action]:
+        wanted.state = WANT_TABLE.after(wanted.state, event)
+        self._forget(wanted)
+        return [_failed(wanted.want.request, *wanted.failure)]
+
+    def _end_intake(self, intake: Intake, event: IntakeEvent) -> None:
+        """Move an intake on; leases that are still out when it stops or is lost become doubtful."""
+        intake.state = INTAKE_TABLE.after(intake.state, event)
+        if event in (IntakeEvent.STOP, IntakeEvent.LOSE):
+            doubted = self.slots.doubt(intake.transfer)
+            if doubted:
+                self._in_doubt[intake.transfer] = (intake.address, intake.session.peer.boot)
+        elif event is IntakeEvent.FINISH:
+            self.slots.drain(intake.transfer)  # leases it never used: the source has written every chunk it will
+
+    def _forget(self, wanted: Wanted) -> None:
+        del self.wants[wanted.want.request]
+        self._deadlines.clear(("want", wanted.want.request))
+        for transfer in wanted.intakes:
+            self._forget_if_over(transfer)
+
+    def _forget_if_over(self, transfer: str) -> None:
+        wanted = self._wanted_by.get(transfer)
+        if wanted is None or wanted.state is not WantState.ENDED:
+            return
+        if wanted.intakes[transfer].state is IntakeState.ENDED:
+            del self._wanted_by[transfer]
+
+    def _intake(self, address: str, transfer: str) -> Intake | None:
+        wanted = self._wanted_by.get(transfer)
+        intake = wanted.intakes.get(transfer) if wanted else None
+        return intake if intake is not None and intake.address == address else None
+
+    def _pump(self) -> list[Action]:
+        """Lend free slots to transfers whose chunks are ready, one each in turn."""
+        granted: dict[str, tuple[Lease, ...]] = {}
+        while self.slots.free:
+            hungry = [i for i in self._flowing() if self._hunger(i) > 0]
+            if not hungry:
+                break
+            for intake in hungry:
+                lent = self.slots.lend(1, intake.transfer, intake.session.peer.boot)
+                granted[intake.transfer] = granted.get(intake.transfer, ()) + lent
+        return [
+            Send(self._wanted_by[transfer].intakes[transfer].address, Grant(transfer=transfer, leases=leases))
+            for transfer, leases in granted.items()
+            if leases
+        ]
+
+    def _flowing(self) -> list[Intake]:
+        return [
+            intake
+            for wanted in self.wants.values()
+            if wanted.state is WantState.FLOWING
+            for intake in wanted.intakes.values()
+            if intake.state is IntakeState.CLAIMED
+        ]
+
+    def _hunger(self, intake: Intake) -> int:
+        return intake.ready - len(intake.landed) - self.slots.lent_to(intake.transfer)
+
+    def _where(self, wanted: Wanted) -> str:
+        if wanted.state is WantState.REACHING:
+            missing = [a for a in self._needed(wanted) if a not in self._sessions]
+            return f"deadline_s: {wanted.want.deadline_s} passed while reaching {', '.join(missing) or 'all ranks'}"
+        done = sum(intake.scattered for intake in wanted.intakes.values())
+        total = sum(intake.plan.chunks for intake in wanted.intakes.values())
+        return f"deadline_s: {wanted.want.deadline_s} passed with {done} of {total} chunks"
+
+
+def _failed(request: str, code: str, reason: str) -> Tell:
+    return Tell(Failed(request=request, code=code[:64], reason=reason[:1024]))

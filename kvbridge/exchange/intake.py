@@ -1,0 +1,112 @@
+"""One want as the sink keeps it: its states, and those of the transfers that satisfy it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvbridge_proto.engine import Want
+from kvbridge_proto.peer import Notice
+
+from ..geometry.plan import Plan
+from ..geometry.tokens import BlockTable
+from .session import Home, Session
+from .table import Table
+
+
+class WantState(Enum):
+    REACHING = auto()  # sessions with all ranks of the source engine are being opened
+    FLOWING = auto()  # claimed; chunks land and are scattered
+    ENDING = auto()  # failed, but a scatter still runs
+    ENDED = auto()
+
+
+class WantEvent(Enum):
+    CLAIM = auto()
+    FINISH = auto()
+    FAIL_BUSY = auto()  # failed while scatters run
+    FAIL = auto()
+    QUIET = auto()  # the last scatter is over
+
+
+WANT_TABLE = Table(
+    {
+        (WantState.REACHING, WantEvent.CLAIM): WantState.FLOWING,
+        (WantState.REACHING, WantEvent.FAIL): WantState.ENDED,
+        (WantState.FLOWING, WantEvent.FINISH): WantState.ENDED,
+        (WantState.FLOWING, WantEvent.FAIL): WantState.ENDED,
+        (WantState.FLOWING, WantEvent.FAIL_BUSY): WantState.ENDING,
+        (WantState.ENDING, WantEvent.QUIET): WantState.ENDED,
+    }
+)
+
+
+class IntakeState(Enum):
+    CLAIMED = auto()
+    STOPPING = auto()  # cancelled; the source has not said Drained yet
+    ENDED = auto()
+
+
+class IntakeEvent(Enum):
+    FINISH = auto()
+    STOP = auto()
+    DRAIN = auto()
+    LOSE = auto()  # the source is gone; what it may still write stays quarantined
+
+
+INTAKE_TABLE = Table(
+    {
+        (IntakeState.CLAIMED, IntakeEvent.FINISH): IntakeState.ENDED,
+        (IntakeState.CLAIMED, IntakeEvent.STOP): IntakeState.STOPPING,
+        (IntakeState.CLAIMED, IntakeEvent.DRAIN): IntakeState.ENDED,
+        (IntakeState.CLAIMED, IntakeEvent.LOSE): IntakeState.ENDED,
+        (IntakeState.STOPPING, IntakeEvent.DRAIN): IntakeState.ENDED,
+        (IntakeState.STOPPING, IntakeEvent.LOSE): IntakeState.ENDED,
+    }
+)
+
+
+@dataclass(slots=True)
+class Intake:
+    """One transfer as the sink sees it: what one source gives to one want."""
+
+    transfer: str
+    address: str
+    session: Session
+    plan: Plan
+    token: bytes
+    state: IntakeState = IntakeState.CLAIMED
+    ready: int = 0
+    landed: set[int] = field(default_factory=set)
+    scattered: int = 0
+
+
+@dataclass(slots=True)
+class Wanted:
+    """One want and how far it is."""
+
+    want: Want
+    home: Home
+    tables: Mapping[int, BlockTable]
+    started: float
+    state: WantState = WantState.REACHING
+    intakes: dict[str, Intake] = field(default_factory=dict)
+    scattering: int = 0
+    failure: tuple[str, str] = ("", "")
+
+
+def matches(notice: Notice, wanted: Wanted, intake: Intake) -> bool:
+    """Whether a notice is what we are waiting for, in every field."""
+    return (
+        wanted.state is WantState.FLOWING
+        and intake.state is IntakeState.CLAIMED
+        and notice.token == intake.token
+        and notice.source_boot == intake.session.peer.boot
+        and notice.sink_boot == wanted.home.agent.boot
+        and notice.source_epoch == intake.session.peer_epoch
+        and notice.sink_epoch == wanted.home.epoch
+        and notice.chunk < intake.plan.chunks
+        and notice.chunk not in intake.landed
+        and notice.chunk_bytes == intake.plan.chunk(notice.chunk).size_bytes
+    )

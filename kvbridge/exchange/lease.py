@@ -1,0 +1,45 @@
+"""Deadlines by name: every wait has one. Pure; the caller brings the clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Deadlines(Generic[K]):
+    """Times at which something ends. Setting a key again moves it."""
+
+    def __init__(self) -> None:
+        self._at: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._count = 0
+
+    def set(self, key: K, at: float) -> None:
+        self._at[key] = at
+        self._count += 1
+        heapq.heappush(self._heap, (at, self._count, key))
+
+    def clear(self, key: K) -> None:
+        self._at.pop(key, None)
+
+    def due(self, now: float) -> list[K]:
+        """The keys whose time has come; they are cleared."""
+        keys = []
+        while (first := self._first()) is not None and first[0] <= now:
+            heapq.heappop(self._heap)
+            del self._at[first[2]]
+            keys.append(first[2])
+        return keys
+
+    def next(self) -> float | None:
+        """When the next one is due, or None."""
+        first = self._first()
+        return None if first is None else first[0]
+
+    def _first(self) -> tuple[float, int, K] | None:
+        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None

@@ -1,0 +1,388 @@
+"""The source's half: what our engine offers, and the transfers that carry it away. Pure.
+
+An offer and the claims on it may come in either order; they meet in a room. Chunks are shipped (gathered, then
+pushed) as soon as their tokens are computed and the sink has lent a slot. The engine's blocks are its own again when
+no gather of them is or will be under way; that does not wait for the network.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvbridge_proto.engine import Offer, Released
+from kvbridge_proto.peer import Claim, Drained, Failing, Grant, Lease, Ready, Refuse
+
+from ..errors import EngineError, KVBridgeError
+from ..geometry.plan import Plan, plan
+from ..geometry.tokens import BlockTable
+from .actions import Action, Send, Ship, Tell
+from .lease import Deadlines
+from .session import Home, Session
+from .slots import LocalSlots
+from .table import Table
+from .tables import extended, ready_chunks
+
+
+class OutState(Enum):
+    WAITING = auto()  # claimed; nothing offered in that room yet
+    FLOWING = auto()
+    STOPPING = auto()  # over, but writes are under way
+    ENDED = auto()
+
+
+class OutEvent(Enum):
+    BIND = auto()
+    FINISH = auto()  # the last chunk is written
+    STOP_BUSY = auto()
+    STOP = auto()
+    QUIET = auto()  # the last write under way has ended
+
+
+OUT_TABLE = Table(
+    {
+        (OutState.WAITING, OutEvent.BIND): OutState.FLOWING,
+        (OutState.WAITING, OutEvent.STOP): OutState.ENDED,
+        (OutState.FLOWING, OutEvent.FINISH): OutState.ENDED,
+        (OutState.FLOWING, OutEvent.STOP): OutState.ENDED,
+        (OutState.FLOWING, OutEvent.STOP_BUSY): OutState.STOPPING,
+        (OutState.STOPPING, OutEvent.QUIET): OutState.ENDED,
+    }
+)
+
+
+@dataclass(slots=True)
+class Offered:
+    """One request of our engine whose KV may be read. `want` is the sinks' name for what it was given to."""
+
+    request: str
+    room: str
+    tables: Mapping[int, BlockTable]
+    tokens: int = 0
+    is_last: bool = False
+    want: str | None = None
+    sinks: int = 0
+    served: set[int] = field(default_factory=set)
+    gathering: int = 0
+    over: tuple[str, str] | None = None  # (code, reason): no new gathers
+
+
+@dataclass(slots=True)
+class Outlet:
+    """One transfer as the source sees it: what one claim takes."""
+
+    claim: Claim
+    boot: str
+    plan: Plan
+    leases: deque[Lease]
+    state: OutState = OutState.WAITING
+    offered: Offered | None = None
+    next_chunk: int = 0
+    lent: int = 0
+    gathering: int = 0
+    writing: int = 0  # shipped and not ended, gathers included
+    shipped: int = 0
+    told_ready: int = 0
+    says: tuple[str, str] = ("", "")
+    is_lost: bool = False
+
+    @property
+    def transfer(self) -> str:
+        return self.claim.transfer
+
+
+class Outbound:
+    """All offers of this agent's engine and all transfers out of them."""
+
+    def __init__(self, local: LocalSlots) -> None:
+        self.local = local
+        self.offers: dict[str, Offered] = {}
+        self.outlets: dict[str, Outlet] = {}
+        self._rooms: dict[str, list[Offered]] = {}
+        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
+
+    # -- from our engine -----------------------------------------------------------------------------------------
+
+    def offer(self, offer: Offer, home: Home, now: float) -> list[Action]:
+        """Tokens are ready, the first time or more of them."""
+        offered = self.offers.get(offer.request)
+        if offered is not None and offered.over is not None:
+            return []
+        if offered is None:
+            offered = Offered(offer.request, offer.room, {})
+            self.offers[offer.request] = offered
+            self._rooms.setdefault(offer.room, []).append(offered)
+        try:
+            self._grow(offered, offer, home)
+        except KVBridgeError as error:
+            return self._end_offer(offered, error.code, str(error))
+        self._deadlines.set(("offer", offer.request), now + offer.hold_s)
+        actions = self._bind_waiting(offer.room)
+        return actions + self._short_of(offered) + self._ready_all(offered) + self._pump()
+
+    def withdraw(self, request: str, reason: str) -> list[Action]:
+        """Our engine takes an offer back. Released follows when no gather is under way."""
+        offered = self.offers.get(request)
+        if offered is None:
+            return [Tell(Released(request=request, code="unknown_offer"))]
+        return self._end_offer(offered, "withdrawn", reason)
+
+    def engine_left(self) -> list[Action]:
+        """Our engine is gone: its memory must not be read any more."""
+        actions: list[Action] = []
+        for offered in list(self.offers.values()):
+            actions += self._end_offer(offered, "engine_left", "the engine left")
+        for out in list(self.outlets.values()):
+            actions += self._stop(out, "engine_left", "the engine left")
+        return [action for action in actions if not isinstance(action, Tell)]
+
+    # -- from a sink ---------------------------------------------------------------------------------------------
+
+    def claim(self, claim: Claim, session: Session, home: Home, now: float) -> list[Action]:
+        """A sink takes rows of a room."""
+        boot = session.peer.boot
+        if claim.transfer in self.outlets:
+            return [_refuse(boot, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
+        for name, ours, theirs in (
+            ("source_epoch", home.epoch, claim.source_epoch),
+            ("sink_epoch", session.peer_epoch, claim.sink_epoch),
+        ):
+            if ours != theirs:
+                return [_refuse(boot, claim, "stale_epoch", f"{name}: ours {ours}, theirs {theirs}")]
+        try:
+            planned = plan(
+                home.pool, session.peer_pool, claim.takes, claim.first_token, claim.end_token, session.slot_bytes
+            )
+        except KVBridgeError as error:
+            return [_refuse(boot, claim, error.code, str(error))]
+        if planned.digest != claim.plan:
+            return [_refuse(boot, claim, "plan_mismatch", f"plan: ours {planned.digest}, theirs {claim.plan}")]
+        out = Outlet(claim, boot, planned, deque(claim.leases), lent=len(claim.leases))
+        self.outlets[claim.transfer] = out
+        self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
+        return self._bind_waiting(claim.room) + self._pump()
+
+    def grant(self, boot: str, grant: Grant) -> list[Action]:
+        """The sink lends more slots."""
+        out = self.outlets.get(grant.transfer)
+        if out is None or out.boot != boot or out.state not in (OutState.WAITING, OutState.FLOWING):
+            return []
+        out.leases.extend(grant.leases)
+        out.lent += len(grant.leases)
+        return self._pump()
+
+    def cancel(self, boot: str, transfer: str, code: str, reason: str) -> list[Action]:
+        """The sink gives up. Drained follows when nothing is being written; at once for what we do not know."""
+        out = self.outlets.get(transfer)
+        if out is None:
+            return [Send(boot, Drained(transfer=transfer))]
+        if out.boot != boot:
+            return []
+        return self._stop(out, code or "cancelled", reason) + self._pump()
+
+    def lost(self, boot: str) -> list[Action]:
+        """The session with this sink is over."""
+        actions: list[Action] = []
+        for out in list(self.outlets.values()):
+            if out.boot == boot:
+                out.is_lost = True
+                actions += self._stop(out, "peer_lost", "the sink's agent is gone")
+        return actions + self._pump()
+
+    # -- from the mover ------------------------------------------------------------------------------------------
+
+    def gathered(self, transfer: str) -> list[Action]:
+        """A chunk has left the engine's blocks."""
+        out = self.outlets[transfer]
+        out.gathering -= 1
+        offered = out.offered
+        assert offered is not None
+        offered.gathering -= 1
+        if out.state is OutState.FLOWING and out.next_chunk == out.plan.chunks and out.gathering == 0:
+            offered.served.add(out.claim.sink)
+        return self._release_if_over(offered)
+
+    def shipped(self, transfer: str, local: int, failure: tuple[str, str] | None) -> list[Action]:
+        """A write has ended; `failure` is (code, reason) if the chunk did not arrive."""
+        self.local.give_back(local)
+        out = self.outlets[transfer]
+        out.writing -= 1
+        if out.state is OutState.STOPPING:
+            return (self._end(out, OutEvent.QUIET) if out.writing == 0 else []) + self._pump()
+        if failure is not None:
+            return self._stop(out, *failure) + self._pump()
+        out.shipped += 1
+        if out.shipped == out.plan.chunks:
+            out.state = OUT_TABLE.after(out.state, OutEvent.FINISH)
+            self._forget(out)
+        return self._pump()
+
+    def late(self, transfer: str, reason: str) -> list[Action]:
+        """A write has passed its deadline. It may still land, so its slots stay as they are until it ends."""
+        out = self.outlets.get(transfer)
+        return [] if out is None else self._stop(out, "write_timeout", reason)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        actions: list[Action] = []
+        for kind, key in self._deadlines.due(now):
+            if kind == "offer" and key in self.offers:
+                reason = "nobody took the offer in time" if not self.offers[key].want else "not all sinks came in time"
+                actions += self._end_offer(self.offers[key], "offer_expired", reason)
+            elif kind == "claim" and key in self.outlets:
+                out = self.outlets[key]
+                what = f"nothing was offered in room {out.claim.room}" if out.offered is None else "not all was offered"
+                actions += self._stop(out, "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}")
+        return actions + (self._pump() if actions else [])
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next()
+
+    # -- rooms ---------------------------------------------------------------------------------------------------
+
+    def _grow(self, offered: Offered, offer: Offer, home: Home) -> None:
+        if offer.room != offered.room:
+            raise EngineError("room_changed", f"room: first {offered.room}, now {offer.room}")
+        if offer.tokens < offered.tokens:
+            raise EngineError("tokens_shrank", f"tokens: first {offered.tokens}, now {offer.tokens}")
+        offered.tables = extended(offered.tables, home.pool, offer.blocks, offer.tokens)
+        offered.tokens, offered.is_last = offer.tokens, offer.is_last
+
+    def _bind_waiting(self, room: str) -> list[Action]:
+        """Let claims and offers of a room find each other, oldest first; one want's claims all get one offer."""
+        actions: list[Action] = []
+        for out in [o for o in self.outlets.values() if o.state is OutState.WAITING and o.claim.room == room]:
+            offered = self._offer_for(out.claim)
+            if offered is None:
+                continue
+            offered.want, offered.sinks = out.claim.want, out.claim.sinks
+            out.offered = offered
+            out.state = OUT_TABLE.after(out.state, OutEvent.BIND)
+            if out.plan.chunks == 0:
+                offered.served.add(out.claim.sink)
+                out.state = OUT_TABLE.after(out.state, OutEvent.FINISH)
+                self._forget(out)
+                actions += self._release_if_over(offered)
+            else:
+                actions += self._short_of(offered) + self._ready(out)
+        return actions
+
+    def _offer_for(self, claim: Claim) -> Offered | None:
+        open_offers = [o for o in self._rooms.get(claim.room, ()) if o.over is None]
+        same = [o for o in open_offers if o.want == claim.want]
+        return next(iter(same or [o for o in open_offers if o.want is None]), None)
+
+    def _short_of(self, offered: Offered) -> list[Action]:
+        """Fail what an offer that has said its last word can never satisfy."""
+        actions: list[Action] = []
+        for out in list(self.outlets.values()):
+            if out.offered is offered and offered.is_last and out.claim.end_token > offered.tokens:
+                reason = f"end_token: wanted {out.claim.end_token}, offered {offered.tokens}"
+                actions += self._stop(out, "tokens_missing", reason)
+        return actions
+
+    def _end_offer(self, offered: Offered, code: str, reason: str) -> list[Action]:
+        if offered.over is not None:
+            return []
+        offered.over = (code, reason)
+        actions: list[Action] = []
+        for out in list(self.outlets.values()):
+            unread = out.next_chunk < out.plan.chunks
+            if out.offered is offered and out.state is OutState.FLOWING and unread:
+                actions += self._stop(out, code, reason)
+        return actions + self._release_if_over(offered)
+
+    def _release_if_over(self, offered: Offered) -> list[Action]:
+        """Give the blocks back once nobody reads or will read them."""
+        all_served = offered.want is not None and len(offered.served) == offered.sinks
+        if offered.gathering or not (offered.over or all_served) or offered.request not in self.offers:
+            return []
+        del self.offers[offered.request]
+        self._deadlines.clear(("offer", offered.request))
+        room = self._rooms[offered.room]
+        room.remove(offered)
+        if not room:
+            del self._rooms[offered.room]
+        code, reason = offered.over or ("", "")
+        return [Tell(Released(request=offered.request, code=code[:64], reason=reason[:1024]))]
+
+    # -- how a transfer goes on ----------------------------------------------------------------------------------
+
+    def _ready_all(self, offered: Offered) -> list[Action]:
+        return [a for out in self.outlets.values() if out.offered is offered for a in self._ready(out)]
+
+    def _ready(self, out: Outlet) -> list[Action]:
+        """Tell the sink how many chunks wait, if it has not lent slots for all of them."""
+        if out.state is not OutState.FLOWING or out.offered is None:
+            return []
+        ready = ready_chunks(out.plan, out.offered.tokens)
+        if ready <= max(out.told_ready, out.lent):
+            return []
+        out.told_ready = ready
+        return [Send(out.boot, Ready(transfer=out.transfer, chunks=ready))]
+
+    def _pump(self) -> list[Action]:
+        """Ship what can be shipped, one chunk of each transfer in turn, while we have slots to gather into."""
+        actions: list[Action] = []
+        while self.local.free:
+            able = [out for out in self.outlets.values() if self._can_ship(out)]
+            if not able:
+                break
+            for out in able:
+                local = self.local.take()
+                if local is None:
+                    break
+                actions.append(self._ship(out, local))
+        return actions
+
+    def _can_ship(self, out: Outlet) -> bool:
+        if out.state is not OutState.FLOWING or not out.leases or out.next_chunk == out.plan.chunks:
+            return False
+        offered = out.offered
+        assert offered is not None
+        return offered.over is None and out.plan.chunk(out.next_chunk).end_token <= offered.tokens
+
+    def _ship(self, out: Outlet, local: int) -> Ship:
+        offered = out.offered
+        assert offered is not None
+        chunk, lease = out.next_chunk, out.leases.popleft()
+        out.next_chunk += 1
+        out.gathering += 1
+        out.writing += 1
+        offered.gathering += 1
+        claim = out.claim
+        return Ship(
+            out.transfer, out.boot, out.plan, offered.tables, chunk, local, lease, claim.token, claim.sink_epoch
+        )
+
+    def _stop(self, out: Outlet, code: str, reason: str) -> list[Action]:
+        """End a transfer early; the sink hears Drained only when no write of it is under way."""
+        if out.state in (OutState.STOPPING, OutState.ENDED):
+            return []
+        out.says = (code[:64], reason[:1024])
+        offered = out.offered
+        if offered is not None:
+            offered.served.add(out.claim.sink)
+        released = self._release_if_over(offered) if offered is not None else []
+        if out.writing:
+            out.state = OUT_TABLE.after(out.state, OutEvent.STOP_BUSY)
+            return [*self._send(out, Failing(transfer=out.transfer, code=out.says[0], reason=out.says[1])), *released]
+        return self._end(out, OutEvent.STOP) + released
+
+    def _end(self, out: Outlet, event: OutEvent) -> list[Action]:
+        out.state = OUT_TABLE.after(out.state, event)
+        self._forget(out)
+        return self._send(out, Drained(transfer=out.transfer, code=out.says[0], reason=out.says[1]))
+
+    def _send(self, out: Outlet, body: Failing | Drained) -> list[Action]:
+        return [] if out.is_lost else [Send(out.boot, body)]
+
+    def _forget(self, out: Outlet) -> None:
+        del self.outlets[out.transfer]
+        self._deadlines.clear(("claim", out.transfer))
+
+
+def _refuse(boot: str, claim: Claim, code: str, reason: str) -> Send:
+    return Send(boot, Refuse(code=code, reasons=(reason[:1024],), about=claim.transfer))

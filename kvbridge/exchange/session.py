@@ -1,0 +1,165 @@
+"""What two agents agree on before anything moves: version, identity, verdict, digest. Pure.
+
+The sink's agent says Hello and gets Welcome or Refuse. A session binds one start of each agent to one epoch of each
+engine: when any of the four changes, it is over and another one is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kvbridge_proto.peer import FabricCard, Hello, Refuse, Welcome
+from kvbridge_proto.pool import Pool
+from kvbridge_proto.words import OURS, Agent, Rank, negotiate
+
+from ..geometry.compat import Incompatible, Verdict, verdict
+from .table import Table
+
+
+class SessionState(Enum):
+    NEW = auto()
+    GREETING = auto()
+    OPEN = auto()
+    ENDED = auto()
+
+
+class SessionEvent(Enum):
+    HELLO = auto()
+    WELCOME = auto()
+    REFUSE = auto()
+    LOSE = auto()
+
+
+SESSION_TABLE = Table(
+    {
+        (SessionState.NEW, SessionEvent.HELLO): SessionState.GREETING,
+        (SessionState.NEW, SessionEvent.LOSE): SessionState.ENDED,
+        (SessionState.GREETING, SessionEvent.WELCOME): SessionState.OPEN,
+        (SessionState.GREETING, SessionEvent.REFUSE): SessionState.ENDED,
+        (SessionState.GREETING, SessionEvent.LOSE): SessionState.ENDED,
+        (SessionState.OPEN, SessionEvent.HELLO): SessionState.GREETING,  # asked again, for the missing ranks
+        (SessionState.OPEN, SessionEvent.LOSE): SessionState.ENDED,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Our side of every session: this start of the agent and what its engine attached."""
+
+    agent: Agent
+    epoch: int
+    pool: Pool
+    fabric: FabricCard
+    digests: tuple[str, ...]
+    ranks: tuple[Rank, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """An agreed relation with one peer; `peer` is its incarnation, `verdict` what has to be converted."""
+
+    peer: Agent
+    version: int
+    peer_epoch: int
+    peer_pool: Pool
+    our_epoch: int
+    digest: str
+    slot_bytes: int
+    verdict: Verdict
+    ranks: tuple[Rank, ...] = ()
+    fabric: FabricCard | None = None
+
+    @property
+    def knows_all_ranks(self) -> bool:
+        return len(self.ranks) >= engine_ranks(self.peer_pool)
+
+
+def engine_ranks(pool: Pool) -> int:
+    """How many ranks, each with its own agent, the engine of this pool has."""
+    return pool.shard.tp_size * pool.shard.pp_size
+
+
+def rank_index(pool: Pool) -> int:
+    return pool.shard.pp_rank * pool.shard.tp_size + pool.shard.tp_rank
+
+
+def hello(home: Home) -> Hello:
+    return Hello(
+        versions=OURS, agent=home.agent, epoch=home.epoch, pool=home.pool, fabric=home.fabric, digests=home.digests
+    )
+
+
+def answer(greeting: Hello, home: Home | None) -> Session | Refuse:
+    """What a source makes of a Hello; a Session is told to the peer with `welcome`."""
+    if home is None:
+        return Refuse(code="no_engine", reasons=("no engine is attached to this agent",))
+    if greeting.agent.boot == home.agent.boot:
+        return Refuse(code="same_agent", reasons=(f"agent: ours {home.agent.name}, theirs the same",))
+    version = negotiate(OURS, greeting.versions)
+    if version is None:
+        return Refuse(code="version_mismatch", reasons=(version_reason(greeting),))
+    digest = next((name for name in home.digests if name in greeting.digests), None)
+    if digest is None:
+        return Refuse(code="no_common_digest", reasons=(f"digests: ours {home.digests}, theirs {greeting.digests}",))
+    if greeting.fabric.kind != home.fabric.kind:
+        reason = f"fabric.kind: ours {home.fabric.kind}, theirs {greeting.fabric.kind}"
+        return Refuse(code="fabric_mismatch", reasons=(reason,))
+    found = verdict(home.pool, greeting.pool)
+    if isinstance(found, Incompatible):
+        return Refuse(code="incompatible", reasons=found.reasons)
+    return Session(
+        peer=greeting.agent,
+        version=version,
+        peer_epoch=greeting.epoch,
+        peer_pool=greeting.pool,
+        our_epoch=home.epoch,
+        digest=digest,
+        slot_bytes=min(home.fabric.slot_bytes, greeting.fabric.slot_bytes),
+        verdict=found,
+        fabric=greeting.fabric,
+    )
+
+
+def version_reason(greeting: Hello) -> str:
+    ours, theirs = OURS, greeting.versions
+    return f"versions: ours {ours.oldest}-{ours.newest}, theirs {theirs.oldest}-{theirs.newest}"
+
+
+def welcome(session: Session, home: Home) -> Welcome:
+    return Welcome(
+        version=session.version,
+        agent=home.agent,
+        epoch=home.epoch,
+        pool=home.pool,
+        digest=session.digest,
+        slot_bytes=session.slot_bytes,
+        ranks=home.ranks,
+    )
+
+
+def accept(greeting: Welcome, home: Home) -> Session | Refuse:
+    """What a sink makes of a Welcome; Refuse says why it cannot go on, in the words it would tell its engine."""
+    if not OURS.oldest <= greeting.version <= OURS.newest:
+        reason = f"version: ours {OURS.oldest}-{OURS.newest}, theirs {greeting.version}"
+        return Refuse(code="version_mismatch", reasons=(reason,))
+    if greeting.digest not in home.digests:
+        return Refuse(code="no_common_digest", reasons=(f"digest: ours {home.digests}, theirs {greeting.digest}",))
+    if greeting.slot_bytes > home.fabric.slot_bytes:
+        reason = f"slot_bytes: ours {home.fabric.slot_bytes}, theirs {greeting.slot_bytes}"
+        return Refuse(code="slot_mismatch", reasons=(reason,))
+    found = verdict(greeting.pool, home.pool)
+    if isinstance(found, Incompatible):
+        return Refuse(code="incompatible", reasons=found.reasons)
+    return Session(
+        peer=greeting.agent,
+        version=greeting.version,
+        peer_epoch=greeting.epoch,
+        peer_pool=greeting.pool,
+        our_epoch=home.epoch,
+        digest=greeting.digest,
+        slot_bytes=greeting.slot_bytes,
+        verdict=found,
+        ranks=greeting.ranks,
+    )

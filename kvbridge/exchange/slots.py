@@ -1,0 +1,171 @@
+"""Who may write which slot of our staging, and when a slot may be used again. Pure.
+
+A slot that may still be written is never lent to anybody else: it is quarantined until there is proof that no write
+of its lease can land any more. No timer is a proof.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kvbridge_proto.peer import Lease
+from kvbridge_proto.status import SlotCounts
+
+from .table import Table
+
+
+class SlotState(Enum):
+    FREE = auto()
+    LENT = auto()
+    LANDED = auto()
+    QUARANTINED = auto()
+
+
+class SlotEvent(Enum):
+    LEND = auto()
+    LAND = auto()  # the one write of this lease has arrived whole
+    SETTLE = auto()  # its rows are in the engine's blocks, or were thrown away
+    DOUBT = auto()  # the transfer ended while the lease was out
+    DRAIN = auto()  # the source says that it will not write under this lease any more
+    PEER_GONE = auto()  # the source's incarnation is gone and so is its connection
+    REBUILD = auto()  # our side of the fabric was torn down
+
+
+_F, _L, _D, _Q = SlotState.FREE, SlotState.LENT, SlotState.LANDED, SlotState.QUARANTINED
+SLOT_TABLE = Table(
+    {
+        (_F, SlotEvent.LEND): _L,
+        (_L, SlotEvent.LAND): _D,
+        (_L, SlotEvent.DRAIN): _F,
+        (_L, SlotEvent.DOUBT): _Q,
+        (_D, SlotEvent.SETTLE): _F,
+        (_Q, SlotEvent.DRAIN): _F,
+        (_Q, SlotEvent.PEER_GONE): _F,
+        (_Q, SlotEvent.REBUILD): _F,
+    }
+)
+
+
+@dataclass(slots=True)
+class _Slot:
+    state: SlotState = SlotState.FREE
+    generation: int = 0
+    transfer: str = ""
+    boot: str = ""
+
+
+class SlotPool:
+    """The slots of one staging area that remote agents write."""
+
+    def __init__(self, count: int) -> None:
+        self._slots = [_Slot() for _ in range(count)]
+        self._free = deque(range(count))
+        self._of_transfer: dict[str, set[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def counts(self) -> SlotCounts:
+        states = [slot.state for slot in self._slots]
+        return SlotCounts(
+            free=states.count(_F), lent=states.count(_L), landed=states.count(_D), quarantined=states.count(_Q)
+        )
+
+    def lend(self, count: int, transfer: str, boot: str) -> tuple[Lease, ...]:
+        """Up to `count` leases for the agent start `boot`, each under a new generation."""
+        leases = []
+        for _ in range(min(count, len(self._free))):
+            index = self._free.popleft()
+            slot = self._slots[index]
+            slot.state = SLOT_TABLE.after(slot.state, SlotEvent.LEND)
+            slot.generation += 1
+            slot.transfer, slot.boot = transfer, boot
+            self._of_transfer.setdefault(transfer, set()).add(index)
+            leases.append(Lease(index, slot.generation))
+        return tuple(leases)
+
+    def land(self, index: int, generation: int, transfer: str) -> bool:
+        """Whether a write that claims this lease counts; if not, nothing changed and it must be dropped."""
+        if not 0 <= index < len(self._slots):
+            return False
+        slot = self._slots[index]
+        if slot.state is not _L or slot.generation != generation or slot.transfer != transfer:
+            return False
+        slot.state = SLOT_TABLE.after(slot.state, SlotEvent.LAND)
+        return True
+
+    def settle(self, index: int) -> None:
+        self._step(index, SlotEvent.SETTLE)
+
+    def doubt(self, transfer: str) -> int:
+        """The transfer ended: what it still has out is quarantined. Returns how many slots that is."""
+        return self._step_all(transfer, (_L,), SlotEvent.DOUBT)
+
+    def drain(self, transfer: str) -> int:
+        """The source has proven that the transfer writes no more. Returns how many slots became free."""
+        return self._step_all(transfer, (_L, _Q), SlotEvent.DRAIN)
+
+    def boot_gone(self, boot: str) -> int:
+        """The agent start `boot` and its connection are gone. Returns how many slots became free."""
+        gone = [i for i, slot in enumerate(self._slots) if slot.boot == boot and slot.state is _Q]
+        for index in gone:
+            self._step(index, SlotEvent.PEER_GONE)
+        return len(gone)
+
+    def rebuilt(self) -> int:
+        """Our fabric was torn down and made anew. Returns how many slots became free."""
+        quarantined = [i for i, slot in enumerate(self._slots) if slot.state is _Q]
+        for index in quarantined:
+            self._step(index, SlotEvent.REBUILD)
+        return len(quarantined)
+
+    def lent_to(self, transfer: str) -> int:
+        return sum(1 for i in self._of_transfer.get(transfer, ()) if self._slots[i].state is _L)
+
+    def _step_all(self, transfer: str, states: tuple[SlotState, ...], event: SlotEvent) -> int:
+        indexes = [i for i in self._of_transfer.get(transfer, ()) if self._slots[i].state in states]
+        for index in indexes:
+            self._step(index, event)
+        return len(indexes)
+
+    def _step(self, index: int, event: SlotEvent) -> None:
+        slot = self._slots[index]
+        slot.state = SLOT_TABLE.after(slot.state, event)
+        if slot.state is _F:
+            self._free.append(index)
+            held = self._of_transfer[slot.transfer]
+            held.discard(index)
+            if not held:
+                del self._of_transfer[slot.transfer]
+            slot.transfer = slot.boot = ""
+
+
+class LocalSlots:
+    """The slots we gather into: only we write them, so free or busy is all there is."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free = deque(range(count))
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int | None:
+        return self._free.popleft() if self._free else None
+
+    def give_back(self, index: int) -> None:
+        assert index not in self._free
+        self._free.append(index)
+
+    def counts(self) -> SlotCounts:
+        return SlotCounts(free=self.free, lent=self._count - self.free, landed=0, quarantined=0)
