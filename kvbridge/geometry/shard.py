@@ -1,0 +1,101 @@
+"""Who gives which rows: an exact cover of the sink's layers x heads by the sources' holdings. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvbridge_proto.peer import Take
+from kvbridge_proto.pool import Pool
+
+from ..errors import PeerError
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Layers [first_layer, end_layer) x heads [first_head, end_head), each layer with these parts."""
+
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+    parts: frozenset[str]
+
+
+def holdings(pool: Pool) -> list[Holding]:
+    """What a pool holds, in layer order; neighbouring layers that are held alike make one holding."""
+    parts: dict[tuple[int, int, int], set[str]] = {}
+    for plane in pool.planes:
+        parts.setdefault((plane.layer, plane.first_head, plane.heads), set()).add(plane.part)
+    held: list[Holding] = []
+    for (layer, first_head, heads), names in sorted(parts.items()):
+        last = held[-1] if held else None
+        row = (layer, first_head, first_head + heads, frozenset(names))
+        if last and (last.end_layer, last.first_head, last.end_head, last.parts) == row:
+            held[-1] = Holding(last.first_layer, layer + 1, last.first_head, last.end_head, last.parts)
+        else:
+            held.append(Holding(layer, layer + 1, first_head, first_head + heads, frozenset(names)))
+    return held
+
+
+def assign(sources: Sequence[Pool], sink: Pool) -> tuple[tuple[Take, ...], ...]:
+    """For each source the rows that the sink takes from it: together every row of the sink, none twice.
+
+    Where several sources hold a head, the sinks spread over them by their tensor-parallel rank.
+    Raises PeerError naming the rows that nobody holds.
+    """
+    held = [holdings(pool) for pool in sources]
+    takes: list[list[Take]] = [[] for _ in sources]
+    for need in holdings(sink):
+        borders = {need.first_layer, need.end_layer}
+        for each in held:
+            for have in each:
+                borders |= {have.first_layer, have.end_layer}
+        layers = sorted(layer for layer in borders if need.first_layer <= layer <= need.end_layer)
+        for first_layer, end_layer in pairwise(layers):
+            cell = Holding(first_layer, end_layer, need.first_head, need.end_head, need.parts)
+            for index, take in _cut_heads(held, cell, sink.shard.tp_rank):
+                _append(takes[index], take)
+    return tuple(tuple(each) for each in takes)
+
+
+def _cut_heads(held: Sequence[Sequence[Holding]], cell: Holding, sink_rank: int) -> list[tuple[int, Take]]:
+    """The takes of one run of layers in which every source holds the same heads throughout."""
+    holders: list[tuple[int, int, int]] = []
+    for index, each in enumerate(held):
+        for have in each:
+            if have.first_layer <= cell.first_layer < have.end_layer and have.parts >= cell.parts:
+                first, end = max(have.first_head, cell.first_head), min(have.end_head, cell.end_head)
+                if first < end:
+                    holders.append((index, first, end))
+    borders = {cell.first_head, cell.end_head}
+    for _, first, end in holders:
+        borders |= {first, end}
+    heads = sorted(borders)
+    cut: list[tuple[int, Take]] = []
+    for first_head, end_head in pairwise(heads):
+        able = sorted({index for index, first, end in holders if first <= first_head and end_head <= end})
+        if not able:
+            raise PeerError(
+                "rows_not_held",
+                f"layers: the sink needs [{cell.first_layer}, {cell.end_layer}), heads [{first_head}, {end_head}), "
+                f"parts {' '.join(sorted(cell.parts))}; none of {len(held)} sources holds them",
+            )
+        cut.append(
+            (able[sink_rank % len(able)], Take(cell.first_layer, cell.end_layer, first_head, end_head))
+        )
+    return cut
+
+
+def _append(takes: list[Take], take: Take) -> None:
+    """Add a take, grown into the last one where the two make a rectangle."""
+    last = takes[-1] if takes else take
+    same_layers = (last.first_layer, last.end_layer) == (take.first_layer, take.end_layer)
+    same_heads = (last.first_head, last.end_head) == (take.first_head, take.end_head)
+    if takes and same_layers and last.end_head == take.first_head:
+        takes[-1] = Take(last.first_layer, last.end_layer, last.first_head, take.end_head)
+    elif takes and same_heads and last.end_layer == take.first_layer:
+        takes[-1] = Take(last.first_layer, take.end_layer, last.first_head, last.end_head)
+    else:
+        takes.append(take)

@@ -1,0 +1,92 @@
+"""Where the tokens of one request are: block ids in, places in a plane out. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from kvbridge_proto.pool import Group
+from kvbridge_proto.words import Blocks
+
+from ..errors import EngineError
+
+Places = npt.NDArray[np.int64]
+
+
+def _nothing() -> Places:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTable:
+    """The blocks of one request in one group: `ids[i]` holds tokens from `(first_block + i) * block_tokens` on.
+
+    A value: growing makes a new one, so a table that the mover thread reads never changes under it.
+    """
+
+    group: Group
+    first_block: int = 0
+    ids: Places = field(default_factory=_nothing)
+
+    @classmethod
+    def of(cls, group: Group, *pieces: Blocks) -> BlockTable:
+        """The table that these pieces make; it begins at the first piece's first entry. Raises EngineError."""
+        table = cls(group, pieces[0].first if pieces else 0)
+        for piece in pieces:
+            table = table.extended(piece)
+        return table
+
+    def extended(self, piece: Blocks) -> BlockTable:
+        """This table with a piece appended. Raises EngineError for a gap or a block that is not there."""
+        first = self.first_block if len(self.ids) else piece.first
+        expected = first + len(self.ids)
+        if piece.first != expected:
+            raise EngineError(
+                "blocks_not_contiguous",
+                f"first: group {piece.group} goes on at entry {piece.first}, expected {expected}",
+            )
+        ids = np.array(piece.ids, np.int64)
+        outside = ids[(ids < 0) | (ids >= self.group.blocks)]
+        if len(outside):
+            raise EngineError(
+                "block_out_of_range",
+                f"block id: group {piece.group} got {outside[0]}, the pool has {self.group.blocks} blocks",
+            )
+        return BlockTable(self.group, first, np.concatenate((self.ids, ids)))
+
+    @property
+    def first_token(self) -> int:
+        """The first token that has a block."""
+        return self.first_block * self.group.block_tokens
+
+    @property
+    def end_token(self) -> int:
+        """One past the last token that has a block."""
+        return (self.first_block + len(self.ids)) * self.group.block_tokens
+
+    def check(self, first_token: int, end_token: int) -> None:
+        """Raises EngineError unless every token of [first_token, end_token) has a block."""
+        if end_token > first_token and (first_token < self.first_token or end_token > self.end_token):
+            raise EngineError(
+                "blocks_too_few",
+                f"tokens: [{first_token}, {end_token}) asked for, "
+                f"the blocks hold [{self.first_token}, {self.end_token})",
+            )
+
+    def places(self, first_token: int, end_token: int, unit_tokens: int = 1) -> Places:
+        """The place of every unit of `unit_tokens` tokens in [first_token, end_token), in token order.
+
+        A unit divides the block and `first_token` lies on its border; the last unit counts whole. Place p is
+        unit `p % units` of block `p // units`, where a block has `units = block_tokens / unit_tokens`.
+        Raises EngineError where a token has no block.
+        """
+        assert self.group.block_tokens % unit_tokens == 0 and first_token % unit_tokens == 0
+        self.check(first_token, end_token)
+        units = self.group.block_tokens // unit_tokens
+        first, end = first_token // unit_tokens, -(-end_token // unit_tokens)
+        if units == 1:
+            return self.ids[first - self.first_block : end - self.first_block]
+        unit = np.arange(first, end, dtype=np.int64)
+        block = unit // units
+        return self.ids[block - self.first_block] * units + (unit - block * units)

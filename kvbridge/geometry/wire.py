@@ -1,0 +1,39 @@
+"""Which codec crosses the wire, and when two codecs mean the same bytes. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+from kvbridge_proto.pool import Codec
+
+# One number per element, with a scale at most: any of these can become any other.
+PLAIN = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
+
+
+def scales_of(codec: Codec, first_head: int, heads: int) -> tuple[float, ...]:
+    """The scales of some heads of a plane: none, one for all, or one each."""
+    scales = codec.scales
+    return scales[first_head : first_head + heads] if len(scales) > 1 else scales
+
+
+def is_same_row(ours: Codec, theirs: Codec) -> bool:
+    """True if a row has the same form on both sides, scales aside."""
+    return ours is theirs or (
+        (ours.name, ours.width, ours.element_bytes, ours.row_bytes)
+        == (theirs.name, theirs.width, theirs.element_bytes, theirs.row_bytes)
+    )
+
+
+def is_same_scales(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
+    """True if every head has the same scale, however it is spelled."""
+    return ours == theirs or len(set(ours or (1.0,)) | set(theirs or (1.0,))) == 1
+
+
+def wire_codec(source: Codec, source_head: int, sink: Codec, sink_head: int, heads: int) -> Codec:
+    """The narrower of two codecs (the source's if equally wide) with the scales of just these heads."""
+    if sink.row_bytes < source.row_bytes:
+        codec, first_head = sink, sink_head
+    else:
+        codec, first_head = source, source_head
+    if len(codec.scales) <= 1 or len(codec.scales) == heads:
+        return codec
+    return msgspec.structs.replace(codec, scales=scales_of(codec, first_head, heads))
