@@ -2,6 +2,9 @@
 
 A frame that is too large, too deep or too long is refused before anything of its size is built: msgpack unpacks with
 its max_* limits, msgspec converts what came out. Nothing here imports by name or runs what it was sent.
+
+The frame is walked once before it is unpacked: msgpack (up to 1.2.0) makes room for every array at its announced
+length, so that 1 MiB of nested array headers with nothing behind them would cost 4 GB.
 """
 
 from __future__ import annotations
@@ -54,6 +57,9 @@ def unpack(frame: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> An
     if size > limits.frame_bytes:
         raise BadFrame("frame_too_large", f"frame_bytes: got {size}, limit {limits.frame_bytes}")
     try:
+        walker = msgpack.Unpacker(max_buffer_size=max(size, 1))
+        walker.feed(frame)
+        walker.skip()
         return msgpack.unpackb(
             frame,
             raw=False,

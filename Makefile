@@ -1,0 +1,57 @@
+# make demo    two synthetic engines that disagree, two agents, real ZeroMQ and NIXL, checked bit for bit
+# make test    lint, types and every test that needs no engine
+# make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
+# make bench   what is measured, written to bench/results
+# Each makes the environment it needs (.venv, .venv-vllm) from the constraints files; a second call finds it ready.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PIP = python -m pip --disable-pip-version-check --quiet
+AGENT = .venv/.ready
+ENGINE = .venv-vllm/.ready
+export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
+
+.PHONY: demo demo-vllm test lint unit test-vllm bench golden clean
+
+demo: $(AGENT)
+	.venv/bin/kvbridge demo
+
+demo-vllm: $(AGENT) $(ENGINE)
+	.venv/bin/kvbridge demo --vllm --vllm-python .venv-vllm/bin/python
+
+test: lint unit
+
+lint: $(AGENT)
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+unit: $(AGENT)
+	.venv/bin/python -m pytest -m "not vllm"
+
+test-vllm: $(AGENT) $(ENGINE)
+	.venv-vllm/bin/python -m pytest -m vllm
+
+bench: $(AGENT)
+	for file in bench/*.py; do .venv/bin/python $$file || exit 1; done
+
+golden: $(AGENT)
+	.venv/bin/python tests/proto/write_golden.py
+
+# torch first, with its dependencies (on a GPU machine those are CUDA's); the rest exactly as listed.
+$(AGENT): constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "kvbridge needs Python 3.11 or newer; none found (set PYTHON=...)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	.venv/bin/$(PIP) install -c constraints.txt torch
+	.venv/bin/$(PIP) install --no-deps -r constraints.txt -e .
+	touch $@
+
+$(ENGINE): constraints-vllm.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "kvbridge needs Python 3.11 or newer; none found (set PYTHON=...)"; exit 1; }
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/$(PIP) install --no-deps -r constraints-vllm.txt -e .
+	touch $@
+
+clean:
+	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
