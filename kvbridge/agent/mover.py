@@ -26,7 +26,7 @@ from ..device.memory import AttachedPool
 from ..device.staging import Staging
 from ..errors import FabricError
 from ..exchange.actions import Scatter, Ship
-from ..transport.fabric import Fabric, Noticed, Wrote, WriteFailed, WriteLate
+from ..transport.fabric import Fabric, Noticed, WriteFailed, WriteLate, Wrote
 
 log = logging.getLogger("kvbridge.mover")
 
@@ -246,7 +246,10 @@ class Mover:
         if target is None:
             return "peer_lost", f"peer: {ship.boot} is not connected"
         if ship.lease.slot >= target.slots or size > target.slot_bytes:
-            return "bad_lease", f"lease: slot {ship.lease.slot} of {target.slots}, {size} of {target.slot_bytes} bytes"
+            return (
+                "bad_lease",
+                f"lease: slot {ship.lease.slot} of {target.slots}, {size} of {target.slot_bytes} bytes",
+            )
         notice = Notice(
             transfer=ship.transfer,
             token=ship.token,

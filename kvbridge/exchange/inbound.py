@@ -16,7 +16,17 @@ from ..errors import KVBridgeError
 from ..geometry.plan import Plan, plan
 from ..geometry.shard import assign
 from .actions import Action, Ask, Reach, Scatter, Send, Tell
-from .intake import INTAKE_TABLE, WANT_TABLE, Intake, IntakeEvent, IntakeState, WantEvent, Wanted, WantState, matches
+from .intake import (
+    INTAKE_TABLE,
+    WANT_TABLE,
+    Intake,
+    IntakeEvent,
+    IntakeState,
+    Wanted,
+    WantEvent,
+    WantState,
+    matches,
+)
 from .lease import Deadlines
 from .session import Home, Session, engine_ranks, rank_index
 from .slots import SlotPool
@@ -92,7 +102,9 @@ class Inbound:
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
-        waiting = [w for w in self.wants.values() if w.state is WantState.REACHING and address in self._needed(w)]
+        waiting = [
+            w for w in self.wants.values() if w.state is WantState.REACHING and address in self._needed(w)
+        ]
         self._sessions.pop(address, None)
         hurt = {wanted.want.request: wanted for wanted in waiting}
         for transfer, wanted in list(self._wanted_by.items()):
@@ -132,13 +144,17 @@ class Inbound:
             Scatter(notice.transfer, intake.plan, wanted.tables, notice.chunk, notice.slot, notice.digest)
         ]
 
-    def scattered(self, transfer: str, slot: int, failure: tuple[str, str] | None, now: float) -> list[Action]:
+    def scattered(
+        self, transfer: str, slot: int, failure: tuple[str, str] | None, now: float
+    ) -> list[Action]:
         """The mover is through with a landed slot; `failure` is (code, reason) if its rows were not taken over."""
         self.slots.settle(slot)
         wanted = self._wanted_by[transfer]
         wanted.scattering -= 1
         if wanted.state is WantState.ENDING:
-            return (self._end_failed(wanted, WantEvent.QUIET) if wanted.scattering == 0 else []) + self._pump()
+            return (
+                self._end_failed(wanted, WantEvent.QUIET) if wanted.scattering == 0 else []
+            ) + self._pump()
         if failure is not None:
             return self._fail(wanted, *failure, now) + self._pump()
         intake = wanted.intakes[transfer]
@@ -230,7 +246,13 @@ class Inbound:
         return actions + self._finish_if_complete(wanted, now)
 
     def _claim_from(
-        self, wanted: Wanted, address: str, session: Session, takes: tuple[Take, ...], planned: Plan, now: float
+        self,
+        wanted: Wanted,
+        address: str,
+        session: Session,
+        takes: tuple[Take, ...],
+        planned: Plan,
+        now: float,
     ) -> Action:
         intake = Intake(self._new_id(), address, session, planned, self._new_token())
         leases: tuple[Lease, ...] = ()
@@ -279,7 +301,9 @@ class Inbound:
         for intake in wanted.intakes.values():
             if intake.state is IntakeState.CLAIMED:
                 self._end_intake(intake, IntakeEvent.STOP)
-                actions.append(Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024])))
+                actions.append(
+                    Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024]))
+                )
         if wanted.scattering:
             wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
             return actions
@@ -298,7 +322,9 @@ class Inbound:
             if doubted:
                 self._in_doubt[intake.transfer] = (intake.address, intake.session.peer.boot)
         elif event is IntakeEvent.FINISH:
-            self.slots.drain(intake.transfer)  # leases it never used: the source has written every chunk it will
+            self.slots.drain(
+                intake.transfer
+            )  # leases it never used: the source has written every chunk it will
 
     def _forget(self, wanted: Wanted) -> None:
         del self.wants[wanted.want.request]

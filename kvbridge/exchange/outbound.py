@@ -77,6 +77,7 @@ class Outlet:
     boot: str
     plan: Plan
     leases: deque[Lease]
+    started: float
     state: OutState = OutState.WAITING
     offered: Offered | None = None
     next_chunk: int = 0
@@ -144,7 +145,9 @@ class Outbound:
         """A sink takes rows of a room."""
         boot = session.peer.boot
         if claim.transfer in self.outlets:
-            return [_refuse(boot, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
+            return [
+                _refuse(boot, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")
+            ]
         for name, ours, theirs in (
             ("source_epoch", home.epoch, claim.source_epoch),
             ("sink_epoch", session.peer_epoch, claim.sink_epoch),
@@ -153,13 +156,20 @@ class Outbound:
                 return [_refuse(boot, claim, "stale_epoch", f"{name}: ours {ours}, theirs {theirs}")]
         try:
             planned = plan(
-                home.pool, session.peer_pool, claim.takes, claim.first_token, claim.end_token, session.slot_bytes
+                home.pool,
+                session.peer_pool,
+                claim.takes,
+                claim.first_token,
+                claim.end_token,
+                session.slot_bytes,
             )
         except KVBridgeError as error:
             return [_refuse(boot, claim, error.code, str(error))]
         if planned.digest != claim.plan:
-            return [_refuse(boot, claim, "plan_mismatch", f"plan: ours {planned.digest}, theirs {claim.plan}")]
-        out = Outlet(claim, boot, planned, deque(claim.leases), lent=len(claim.leases))
+            return [
+                _refuse(boot, claim, "plan_mismatch", f"plan: ours {planned.digest}, theirs {claim.plan}")
+            ]
+        out = Outlet(claim, boot, planned, deque(claim.leases), now, lent=len(claim.leases))
         self.outlets[claim.transfer] = out
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
         return self._bind_waiting(claim.room) + self._pump()
@@ -229,11 +239,19 @@ class Outbound:
         actions: list[Action] = []
         for kind, key in self._deadlines.due(now):
             if kind == "offer" and key in self.offers:
-                reason = "nobody took the offer in time" if not self.offers[key].want else "not all sinks came in time"
+                reason = (
+                    "nobody took the offer in time"
+                    if not self.offers[key].want
+                    else "not all sinks came in time"
+                )
                 actions += self._end_offer(self.offers[key], "offer_expired", reason)
             elif kind == "claim" and key in self.outlets:
                 out = self.outlets[key]
-                what = f"nothing was offered in room {out.claim.room}" if out.offered is None else "not all was offered"
+                what = (
+                    f"nothing was offered in room {out.claim.room}"
+                    if out.offered is None
+                    else "not all was offered"
+                )
                 actions += self._stop(out, "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}")
         return actions + (self._pump() if actions else [])
 
@@ -354,7 +372,15 @@ class Outbound:
         offered.gathering += 1
         claim = out.claim
         return Ship(
-            out.transfer, out.boot, out.plan, offered.tables, chunk, local, lease, claim.token, claim.sink_epoch
+            out.transfer,
+            out.boot,
+            out.plan,
+            offered.tables,
+            chunk,
+            local,
+            lease,
+            claim.token,
+            claim.sink_epoch,
         )
 
     def _stop(self, out: Outlet, code: str, reason: str) -> list[Action]:
@@ -368,7 +394,10 @@ class Outbound:
         released = self._release_if_over(offered) if offered is not None else []
         if out.writing:
             out.state = OUT_TABLE.after(out.state, OutEvent.STOP_BUSY)
-            return [*self._send(out, Failing(transfer=out.transfer, code=out.says[0], reason=out.says[1])), *released]
+            return [
+                *self._send(out, Failing(transfer=out.transfer, code=out.says[0], reason=out.says[1])),
+                *released,
+            ]
         return self._end(out, OutEvent.STOP) + released
 
     def _end(self, out: Outlet, event: OutEvent) -> list[Action]:

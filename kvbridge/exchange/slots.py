@@ -74,7 +74,10 @@ class SlotPool:
     def counts(self) -> SlotCounts:
         states = [slot.state for slot in self._slots]
         return SlotCounts(
-            free=states.count(_F), lent=states.count(_L), landed=states.count(_D), quarantined=states.count(_Q)
+            free=states.count(_F),
+            lent=states.count(_L),
+            landed=states.count(_D),
+            quarantined=states.count(_Q),
         )
 
     def lend(self, count: int, transfer: str, boot: str) -> tuple[Lease, ...]:

@@ -17,27 +17,30 @@ def extended(
     tables: Mapping[int, BlockTable], pool: Pool, pieces: Sequence[Blocks], end_token: int
 ) -> dict[int, BlockTable]:
     """`tables` with `pieces` appended. Raises EngineError if they are not whole up to `end_token` in every group."""
+    grown = _appended(tables, pool, pieces)
+    _check(grown, pool, 0, end_token)
+    return grown
+
+
+def tables_of(
+    pool: Pool, pieces: Sequence[Blocks], first_token: int, end_token: int
+) -> dict[int, BlockTable]:
+    """The tables of a want. Raises EngineError if they do not cover tokens [first_token, end_token)."""
+    tables = _appended({}, pool, pieces)
+    _check(tables, pool, first_token, end_token)
+    return tables
+
+
+def _appended(
+    tables: Mapping[int, BlockTable], pool: Pool, pieces: Sequence[Blocks]
+) -> dict[int, BlockTable]:
     grown = dict(tables)
     for piece in pieces:
         if piece.group >= len(pool.groups):
             raise EngineError("unknown_group", f"group: got {piece.group}, the pool has {len(pool.groups)}")
         table = grown.get(piece.group) or BlockTable.of(pool.groups[piece.group])
         grown[piece.group] = table.extended(piece)
-    _check(grown, pool, 0, end_token)
     return grown
-
-
-def tables_of(pool: Pool, pieces: Sequence[Blocks], first_token: int, end_token: int) -> dict[int, BlockTable]:
-    """The tables of a want. Raises EngineError if they do not cover tokens [first_token, end_token)."""
-    tables: dict[int, BlockTable] = {}
-    for piece in pieces:
-        if piece.group >= len(pool.groups):
-            raise EngineError("unknown_group", f"group: got {piece.group}, the pool has {len(pool.groups)}")
-        if piece.group in tables:
-            raise EngineError("duplicate_group", f"group: {piece.group} has two block tables")
-        tables[piece.group] = BlockTable.of(pool.groups[piece.group], piece)
-    _check(tables, pool, first_token, end_token)
-    return tables
 
 
 def _check(tables: Mapping[int, BlockTable], pool: Pool, first_token: int, end_token: int) -> None:

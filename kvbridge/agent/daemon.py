@@ -1,0 +1,248 @@
+"""The agent's life: start, serve, drain with a deadline, stop.
+
+Everything that decides lives in exchange/; this file puts the parts together and takes them apart again, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import sys
+import time
+from contextlib import AsyncExitStack
+from importlib.metadata import version
+
+import torch
+import uvloop
+from kvbridge_proto.peer import FabricCard, Notice
+from kvbridge_proto.status import Status
+from kvbridge_proto.words import Agent as AgentCard
+
+from ..config import AgentConfig
+from ..device.staging import Staging
+from ..exchange.actions import Scatter, Ship
+from ..exchange.inbound import Inbound
+from ..exchange.outbound import Outbound
+from ..exchange.slots import LocalSlots, SlotPool
+from ..transport.control import Control
+from ..transport.fabric import Fabric
+from ..transport.fabric_nixl import NixlFabric
+from ..transport.local import LocalConnection, LocalServer
+from .engines import Engines
+from .metrics import Gauges, Metrics
+from .mover import Mover
+from .peers import Peers
+from .sink import Sink
+from .source import Source
+from .status import transfers
+
+log = logging.getLogger("kvbridge.agent")
+
+TICK_S = 0.02
+
+
+def run(config: AgentConfig) -> None:
+    """Run one agent until SIGTERM or SIGINT. Raises OperatorError or FabricError when it cannot start."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=config.log_level.upper(),
+        format="%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+    )
+    torch.set_num_threads(1)
+    uvloop.run(Agent(config).run())
+
+
+class Agent:
+    """One start of one agent."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self.boot = secrets.token_hex(8)
+        self.metrics = Metrics()
+        self.state = "starting"
+        self._started = time.monotonic()
+        self._stop = asyncio.Event()
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def stop(self) -> None:
+        """Begin to drain; `run` returns when that is over."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        async with AsyncExitStack() as stack:
+            await self._start(stack)
+            async with asyncio.TaskGroup() as tasks:
+                serving = [
+                    tasks.create_task(self.peers.serve()),
+                    tasks.create_task(self._tick()),
+                    tasks.create_task(self._serve_local(tasks)),
+                ]
+                self.state = "serving"
+                log.info(
+                    "serving: name=%s boot=%s address=%s socket=%s fabric=%s",
+                    self.card.name,
+                    self.boot,
+                    self.card.address,
+                    self.config.socket,
+                    self.mover.kind,
+                )
+                await self._stop.wait()
+                await self._drain()
+                for task in [*serving, *self._connections]:
+                    task.cancel()
+        self.state = "stopped"
+        log.info("stopped")
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        config, loop = self.config, asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        self._build_staging(stack)
+        await self.mover.start()
+        stack.push_async_callback(self.mover.stop)
+        self.control = await stack.enter_async_context(self._control())
+        self.local = await stack.enter_async_context(
+            LocalServer(config.socket, allowed_uids=config.allowed_uids or None)
+        )
+        self.card = AgentCard(
+            name=config.name,
+            boot=self.boot,
+            address=config.advertise or self.control.address,
+            version=version("kvbridge"),
+        )
+        self._assemble()
+        if config.metrics:
+            stack.callback(self.metrics.serve(config.metrics))
+
+    def _build_staging(self, stack: AsyncExitStack) -> None:
+        config = self.config
+        self.slots, self.local_slots = SlotPool(config.inbound_slots), LocalSlots(config.outbound_slots)
+        self.landing = Staging(config.slot_bytes, config.inbound_slots)
+        leaving = Staging(config.slot_bytes, config.outbound_slots)
+        stack.callback(leaving.close)
+        stack.callback(self.landing.close)
+        self.mover = Mover(self._fabric, self.landing, leaving, self.boot, self, config.write_timeout_s)
+
+    def _fabric(self) -> Fabric:
+        return NixlFabric(self.boot, net_devices=self.config.net_devices)
+
+    def _control(self) -> Control:
+        config = self.config
+        return Control(
+            self.boot, listen=config.listen, connect_s=config.connect_s, silence_s=config.silence_s
+        )
+
+    def _assemble(self) -> None:
+        clock = asyncio.get_running_loop().time
+        self.inbound = Inbound(self.slots, lambda: secrets.token_hex(8), lambda: secrets.token_bytes(16))
+        self.outbound = Outbound(self.local_slots)
+        self.engines = Engines(lambda: self.card, self._fabric_card, self.mover, self.metrics, self.status)
+        home = lambda: self.engines.home  # noqa: E731
+        self.peers = Peers(self.control, self.mover, home, self.metrics, self.config.connect_s)
+        self.sink = Sink(self.inbound, self.peers, self.mover, self.metrics, self.engines.tell, clock)
+        self.source = Source(
+            self.outbound, self.peers, self.mover, self.metrics, self.engines.tell, home, clock
+        )
+        self.peers.sink = self.engines.sink = self.sink
+        self.peers.source = self.engines.source = self.source
+        self.engines.peers = self.peers
+        self.metrics.watch(
+            Gauges(
+                inbound=self.slots.counts,
+                outbound=self.local_slots.counts,
+                wants=lambda: len(self.inbound.wants),
+                offers=lambda: len(self.outbound.offers),
+                peers=lambda: sum(1 for _ in self.peers.statuses()),
+                is_attached=lambda: self.engines.home is not None,
+            )
+        )
+
+    def _fabric_card(self) -> FabricCard:
+        return FabricCard(
+            kind=self.mover.kind,
+            descriptor=self.mover.descriptor,
+            base=self.landing.base,
+            slot_bytes=self.config.slot_bytes,
+            slots=self.config.inbound_slots,
+        )
+
+    # -- serve ---------------------------------------------------------------------------------------------------
+
+    async def _serve_local(self, tasks: asyncio.TaskGroup) -> None:
+        async for connection in self.local.connections():
+            task = tasks.create_task(self._serve_connection(connection))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve_connection(self, connection: LocalConnection) -> None:
+        try:
+            await self.engines.serve_connection(connection)
+        except Exception:
+            log.exception("a client's connection failed: pid=%d", connection.pid)
+        finally:
+            connection.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = asyncio.get_running_loop().time()
+            self.peers.tick(now)
+            self.sink.tick()
+            self.source.tick()
+
+    def on_gathered(self, ship: Ship, size_bytes: int, seconds: float) -> None:
+        self.source.on_gathered(ship, size_bytes, seconds)
+
+    def on_shipped(self, ship: Ship, size_bytes: int, failure: tuple[str, str] | None) -> None:
+        self.source.on_shipped(ship, size_bytes, failure)
+
+    def on_late(self, ship: Ship, reason: str) -> None:
+        self.source.on_late(ship, reason)
+
+    def on_landed(self, notice: Notice) -> None:
+        self.sink.on_landed(notice)
+
+    def on_foreign_notice(self, code: str) -> None:
+        self.metrics.rejected(code)
+
+    def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None:
+        self.sink.on_scattered(scatter, size_bytes, failure)
+
+    # -- drain ---------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """Take nothing new, let what flows finish, then say goodbye."""
+        self.state = "draining"
+        self.engines.is_closing = self.peers.is_closing = True
+        log.info("draining: wants=%d transfers=%d", len(self.inbound.wants), len(self.outbound.outlets))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_s):
+                while self.inbound.wants or self.outbound.outlets:
+                    await asyncio.sleep(TICK_S)
+        await self.engines.leave("the agent is stopping")
+        self.peers.end_all("the agent is stopping")
+        await self.mover.flush()
+
+    # -- status --------------------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        now = asyncio.get_running_loop().time()
+        return Status(
+            agent=self.card,
+            state=self.state,
+            uptime_s=time.monotonic() - self._started,
+            fabric=self.mover.kind,
+            slot_bytes=self.config.slot_bytes,
+            inbound=self.slots.counts(),
+            outbound=self.local_slots.counts(),
+            engine=self.engines.engine_status(),
+            peers=tuple(self.peers.statuses()),
+            transfers=transfers(self.inbound, self.outbound, now),
+            counters=self.metrics.values(),
+        )

@@ -1,0 +1,213 @@
+"""Our engine's side of the agent: who is attached, what it says, and its end.
+
+One connection is one client. The first that attaches is the engine; others may only ask for the status. The end of the
+engine's connection is the end of the engine: its memory is unmapped as soon as nothing touches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+
+from kvbridge_proto.codec import BadFrame
+from kvbridge_proto.engine import (
+    Abandon,
+    Attach,
+    Attached,
+    Detach,
+    Detached,
+    Directory,
+    Offer,
+    Refused,
+    Released,
+    ToAgent,
+    ToEngine,
+    Want,
+    Withdraw,
+)
+from kvbridge_proto.engine import Failed as WantFailed
+from kvbridge_proto.peer import FabricCard
+from kvbridge_proto.status import EngineStatus, Status, StatusQuery
+from kvbridge_proto.words import OURS, Agent, Rank, negotiate
+
+from ..device.memory import AttachedPool
+from ..errors import KVBridgeError
+from ..exchange.session import Home
+from ..transport.local import LocalConnection
+from .metrics import Metrics
+from .mover import Mover
+from .peers import Peers
+from .sink import Sink
+from .source import Source
+
+log = logging.getLogger("kvbridge.engine")
+
+DIGESTS = ("xxh3",)
+
+
+class Engines:
+    """Runs on the loop; `serve_connection` is one task per client."""
+
+    def __init__(
+        self,
+        agent: Callable[[], Agent],
+        card: Callable[[], FabricCard],
+        mover: Mover,
+        metrics: Metrics,
+        status: Callable[[], Status],
+    ) -> None:
+        self.peers: Peers
+        self.sink: Sink
+        self.source: Source
+        self.is_closing = False
+        self._agent = agent
+        self._card = card
+        self._mover = mover
+        self._metrics = metrics
+        self._status = status
+        self._connection: LocalConnection | None = None
+        self._memory: AttachedPool | None = None
+        self._home: Home | None = None
+        self._epoch = 0
+
+    @property
+    def home(self) -> Home | None:
+        """What sessions are about, while an engine is attached."""
+        return self._home
+
+    def tell(self, message: ToEngine) -> None:
+        """To the attached engine; nobody else hears of its requests."""
+        if self._connection is not None:
+            self._connection.send(message)
+
+    async def serve_connection(self, connection: LocalConnection) -> None:
+        """One client, from its first byte to its end."""
+        try:
+            while (received := await connection.receive()) is not None:
+                message, fds = received
+                try:
+                    await self._hear(connection, message, fds)
+                finally:
+                    for fd in fds:
+                        with contextlib.suppress(OSError):
+                            os.close(fd)
+        except BadFrame as error:
+            self._metrics.rejected(error.code)
+            log.warning("rejected a client: pid=%d code=%s %s", connection.pid, error.code, error)
+            connection.send(Refused(code=error.code, reasons=(str(error)[:1024],)))
+        finally:
+            if connection is self._connection:
+                await self.leave("the engine's connection ended")
+
+    async def leave(self, reason: str) -> None:
+        """The engine is gone: forget its requests, end its sessions, unmap its memory."""
+        if self._home is None:
+            return
+        epoch, self._connection = self._home.epoch, None
+        self.source.engine_left()
+        self.sink.engine_left()
+        self.peers.end_all(reason)
+        self._home = None
+        memory, self._memory = self._memory, None
+        self.sink.memory = self.source.memory = None
+        await self._mover.flush()  # what was begun is finished; nothing new can begin
+        if memory is not None:
+            memory.close()
+        log.info("engine left: epoch=%d %s", epoch, reason)
+
+    # -- what clients say ----------------------------------------------------------------------------------------
+
+    async def _hear(self, connection: LocalConnection, message: ToAgent, fds: list[int]) -> None:
+        home = self._home
+        match message:
+            case StatusQuery():
+                connection.send(self._status())
+            case Attach():
+                self._attach(connection, message, fds)
+            case _ if home is None or connection is not self._connection:
+                about = getattr(message, "request", "")
+                connection.send(Refused(code="not_attached", reasons=("attach first",), about=about))
+            case Directory(ranks=ranks):
+                self._directory(home, ranks)
+            case Offer() if self.is_closing:
+                connection.send(Released(request=message.request, code="draining"))
+            case Offer():
+                self.source.offer(message, home)
+            case Withdraw(request=request, reason=reason):
+                self.source.withdraw(request, reason)
+            case Want() if self.is_closing:
+                reason = "this agent is stopping"
+                connection.send(WantFailed(request=message.request, code="draining", reason=reason))
+            case Want():
+                self.sink.want(message, home)
+            case Abandon(request=request):
+                self.sink.abandon(request)
+            case Detach():
+                await self.leave("detached")
+                connection.send(Detached(epoch=home.epoch))
+
+    def _attach(self, connection: LocalConnection, attach: Attach, fds: list[int]) -> None:
+        try:
+            version = self._check_attach(attach)
+            memory = AttachedPool.open(attach.pool, attach.handles, fds)
+        except KVBridgeError as error:
+            log.warning("refused an engine: pid=%d code=%s %s", connection.pid, error.code, error)
+            self._metrics.refused(error.code)
+            reasons = tuple(reason[:1024] for reason in error.reasons[:64])
+            connection.send(Refused(code=error.code, reasons=reasons))
+            return
+        self._epoch += 1
+        self._connection, self._memory = connection, memory
+        self.sink.memory = self.source.memory = memory
+        pool, agent = attach.pool, self._agent()
+        own = Rank(tp_rank=pool.shard.tp_rank, pp_rank=pool.shard.pp_rank, address=agent.address)
+        self._home = Home(agent, self._epoch, pool, self._card(), DIGESTS, (own,))
+        log.info(
+            "attached: %s epoch=%d pid=%d planes=%d",
+            _name(attach),
+            self._epoch,
+            connection.pid,
+            len(pool.planes),
+        )
+        connection.send(Attached(version=version, epoch=self._epoch, agent=agent))
+
+    def _check_attach(self, attach: Attach) -> int:
+        if self.is_closing:
+            raise KVBridgeError("draining", "this agent is stopping")
+        if self._home is not None and self._connection is not None:
+            holder = self._home.pool.engine
+            reason = (
+                f"engine: {holder.kind} {holder.id} (pid {self._connection.pid}) is attached to this agent"
+            )
+            raise KVBridgeError("engine_present", reason)
+        version = negotiate(OURS, attach.versions)
+        if version is None:
+            theirs = attach.versions
+            reason = f"versions: ours {OURS.oldest}-{OURS.newest}, theirs {theirs.oldest}-{theirs.newest}"
+            raise KVBridgeError("version_mismatch", reason)
+        return version
+
+    def _directory(self, home: Home, ranks: tuple[Rank, ...]) -> None:
+        self._home = Home(home.agent, home.epoch, home.pool, home.fabric, home.digests, ranks)
+
+    def engine_status(self) -> EngineStatus | None:
+        home = self._home
+        if home is None or self._connection is None:
+            return None
+        pool = home.pool
+        return EngineStatus(
+            engine=f"{pool.engine.kind} {pool.engine.version} {pool.engine.id}"[:256],
+            epoch=home.epoch,
+            pid=self._connection.pid,
+            model=pool.model.name,
+            shard=f"tp {pool.shard.tp_rank}/{pool.shard.tp_size} pp {pool.shard.pp_rank}/{pool.shard.pp_size}",
+            pool_bytes=sum(region.size_bytes for region in pool.regions),
+            planes=len(pool.planes),
+        )
+
+
+def _name(attach: Attach) -> str:
+    pool = attach.pool
+    return f"{pool.engine.kind} {pool.engine.version} model={pool.model.name} tp={pool.shard.tp_rank}/{pool.shard.tp_size}"

@@ -1,0 +1,121 @@
+"""What Prometheus sees. One registry per agent; served on the address the operator names, loopback by default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbridge_proto.status import SlotCounts
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from ..errors import OperatorError
+
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """Read when Prometheus asks."""
+
+    inbound: Callable[[], SlotCounts]
+    outbound: Callable[[], SlotCounts]
+    wants: Callable[[], int]
+    offers: Callable[[], int]
+    peers: Callable[[], int]
+    is_attached: Callable[[], bool]
+
+
+class Metrics:
+    """Counted where it happens; every method is cheap and never raises."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self._chunks = Counter("kvbridge_chunks", "Chunks moved", ["role"], registry=registry)
+        self._bytes = Counter(
+            "kvbridge_wire_bytes", "Bytes moved, in the wire's codec", ["role"], registry=registry
+        )
+        self._wants = Counter("kvbridge_wants", "Wants that ended", ["outcome"], registry=registry)
+        self._want_s = Histogram(
+            "kvbridge_want_seconds", "From want to done", buckets=SECONDS, registry=registry
+        )
+        self._offers = Counter("kvbridge_offers_released", "Offers that ended", ["code"], registry=registry)
+        self._settled = Counter("kvbridge_transfers_settled", "Transfers a sink confirmed", registry=registry)
+        self._gather_s = Counter("kvbridge_gather_seconds", "Time spent gathering", registry=registry)
+        self._late = Counter(
+            "kvbridge_late_writes", "Landed writes that counted for nothing", registry=registry
+        )
+        self._rejected = Counter(
+            "kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry
+        )
+        self._refused = Counter("kvbridge_refused", "Engines and peers refused", ["code"], registry=registry)
+
+    def watch(self, gauges: Gauges) -> None:
+        """Add what is read at scrape time."""
+        for role, counts in (("inbound", gauges.inbound), ("outbound", gauges.outbound)):
+            slots = Gauge(
+                f"kvbridge_{role}_slots", f"Slots of the {role} staging", ["state"], registry=self.registry
+            )
+            for state in SlotCounts.__struct_fields__:
+                slots.labels(state).set_function(lambda state=state, counts=counts: getattr(counts(), state))
+        for name, text, read in (
+            ("wants_open", "Wants under way", gauges.wants),
+            ("offers_open", "Offers not yet released", gauges.offers),
+            ("sessions_open", "Sessions with other agents", gauges.peers),
+            ("engine_attached", "1 while an engine is attached", lambda: int(gauges.is_attached())),
+        ):
+            Gauge(f"kvbridge_{name}", text, registry=self.registry).set_function(read)
+
+    def serve(self, address: str) -> Callable[[], None]:
+        """Serve on `host:port` (the library's own thread); returns what stops it. Raises OperatorError."""
+        host, _, port = address.rpartition(":")
+        try:
+            server, thread = start_http_server(int(port), addr=host, registry=self.registry)
+        except (OSError, ValueError, OverflowError) as error:
+            raise OperatorError("metrics_address", f"metrics: cannot serve on {address}: {error}") from None
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return stop
+
+    def values(self) -> dict[str, float]:
+        """All counters, for `kvbridge status`."""
+        found = {}
+        for family in self.registry.collect():
+            if family.type == "counter":
+                for sample in family.samples:
+                    if sample.name.endswith("_total"):
+                        labels = ",".join(f"{k}={v}" for k, v in sample.labels.items())
+                        found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+        return found
+
+    def chunk(self, role: str, size_bytes: int) -> None:
+        self._chunks.labels(role).inc()
+        self._bytes.labels(role).inc(size_bytes)
+
+    def gathered(self, seconds: float) -> None:
+        self._gather_s.inc(seconds)
+
+    def want_done(self, seconds: float) -> None:
+        self._wants.labels("done").inc()
+        self._want_s.observe(seconds)
+
+    def want_failed(self, code: str) -> None:
+        self._wants.labels(code).inc()
+
+    def offer_released(self, code: str) -> None:
+        self._offers.labels(code or "served").inc()
+
+    def transfer_settled(self) -> None:
+        self._settled.inc()
+
+    def late_write(self) -> None:
+        self._late.inc()
+
+    def rejected(self, code: str) -> None:
+        self._rejected.labels(code).inc()
+
+    def refused(self, code: str) -> None:
+        self._refused.labels(code).inc()

@@ -1,0 +1,297 @@
+"""Our sessions with other agents: those we dialled to fetch from (by address), those that dialled us (by boot)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvbridge_proto.peer import (
+    Body,
+    Cancel,
+    Claim,
+    Drained,
+    Failing,
+    Goodbye,
+    Grant,
+    Hello,
+    Ready,
+    Refuse,
+    Settled,
+    Welcome,
+)
+from kvbridge_proto.status import PeerStatus
+
+from ..errors import FabricError
+from ..exchange.lease import Deadlines
+from ..exchange.session import (
+    SESSION_TABLE,
+    Home,
+    Session,
+    SessionEvent,
+    SessionState,
+    accept,
+    answer,
+    hello,
+    welcome,
+)
+from ..geometry.compat import Convertible
+from ..transport.control import Arrived, Control, Link, Lost, Rejected
+from .metrics import Metrics
+from .mover import Mover, Target
+
+log = logging.getLogger("kvbridge.peers")
+
+
+class SinkSide(Protocol):
+    """What the sink hears of sessions and sources."""
+
+    def opened(self, address: str, session: Session) -> None: ...
+    def unreachable(self, address: str, code: str, reason: str) -> None: ...
+    def from_source(self, address: str, body: Ready | Failing | Drained | Refuse) -> None: ...
+
+
+class SourceSide(Protocol):
+    """What the source hears of sessions and sinks."""
+
+    def from_sink(self, session: Session, body: Claim | Grant | Cancel | Settled) -> None: ...
+    def lost(self, boot: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Dialled:
+    """An agent we fetch from."""
+
+    address: str
+    link: Link
+    state: SessionState = SessionState.NEW
+    session: Session | None = None
+
+    def step(self, event: SessionEvent) -> None:
+        self.state = SESSION_TABLE.after(self.state, event)
+
+
+@dataclass(slots=True)
+class Accepted:
+    """An agent that fetches from us."""
+
+    link: Link
+    session: Session
+
+
+class Peers:
+    """Sessions come and go here; what they are for is the sink's and the source's business."""
+
+    def __init__(
+        self,
+        control: Control,
+        mover: Mover,
+        home: Callable[[], Home | None],
+        metrics: Metrics,
+        connect_s: float,
+    ) -> None:
+        self.sink: SinkSide
+        self.source: SourceSide
+        self.is_closing = False
+        self._control = control
+        self._mover = mover
+        self._home = home
+        self._metrics = metrics
+        self._connect_s = connect_s
+        self._dialled: dict[str, Dialled] = {}
+        self._accepted: dict[str, Accepted] = {}
+        self._deadlines: Deadlines[str] = Deadlines()
+
+    async def serve(self) -> None:
+        """Hear what comes in until cancelled."""
+        async for event in self._control.events():
+            match event:
+                case Arrived(link=link, envelope=envelope):
+                    home = self._home()
+                    if envelope.receiver and home is not None and envelope.receiver != home.agent.boot:
+                        self._metrics.rejected("stale_boot")
+                        continue
+                    await self._hear(link, envelope.sender, envelope.body)
+                case Lost(link=link, reason=reason):
+                    self._lose(link, reason)
+                case Rejected(code=code, text=text):
+                    self._metrics.rejected(code)
+                    log.warning("rejected a message: code=%s %s", code, text)
+
+    # -- as sink -------------------------------------------------------------------------------------------------
+
+    def reach(self, address: str) -> None:
+        """See to it that `opened` or `unreachable` is heard for this address."""
+        dialled = self._dialled.get(address)
+        if dialled is not None and dialled.state is SessionState.OPEN and dialled.session is not None:
+            self.sink.opened(address, dialled.session)
+        elif dialled is None:
+            self._dialled[address] = Dialled(address, self._control.dial(address))
+            self.ask(address)
+
+    def ask(self, address: str) -> None:
+        """Say Hello, the first time or again."""
+        home, dialled = self._home(), self._dialled.get(address)
+        if home is None or dialled is None or dialled.state is SessionState.GREETING:
+            return
+        dialled.step(SessionEvent.HELLO)
+        dialled.link.send(hello(home))
+        self._deadlines.set(address, asyncio.get_running_loop().time() + self._connect_s)
+
+    def send_to_source(self, address: str, body: Body) -> None:
+        if (dialled := self._dialled.get(address)) is not None:
+            dialled.link.send(body)
+
+    def tick(self, now: float) -> None:
+        for address in self._deadlines.due(now):
+            self._end(
+                address, "peer_unreachable", f"connect_s: no Welcome from {address} in {self._connect_s}"
+            )
+
+    def _end(self, address: str, code: str, reason: str) -> None:
+        """A dialled session is over."""
+        dialled = self._dialled.pop(address, None)
+        if dialled is None:
+            return
+        self._deadlines.clear(address)
+        dialled.step(SessionEvent.LOSE)
+        log.info("session over: peer=%s code=%s %s", address, code, reason)
+        self.sink.unreachable(address, code, reason)
+
+    def _welcomed(self, address: str, greeting: Welcome) -> None:
+        home, dialled = self._home(), self._dialled.get(address)
+        if home is None or dialled is None or dialled.state is not SessionState.GREETING:
+            return
+        session = accept(greeting, home)
+        if isinstance(session, Refuse):
+            self._end(address, session.code, "; ".join(session.reasons))
+            return
+        self._deadlines.clear(address)
+        dialled.step(SessionEvent.WELCOME)
+        if dialled.session is None:
+            log.info("session open: peer=%s boot=%s %s", address, session.peer.boot, _describe(session))
+        dialled.session = session
+        self.sink.opened(address, session)
+
+    # -- as source -----------------------------------------------------------------------------------------------
+
+    def send_to_sink(self, boot: str, body: Body) -> None:
+        if (accepted := self._accepted.get(boot)) is not None:
+            accepted.link.send(body)
+
+    async def _greeted(self, link: Link, greeting: Hello) -> None:
+        """Somebody wants to fetch from us."""
+        home = self._home()
+        if self.is_closing:
+            link.send(Refuse(code="draining", reasons=("this agent is stopping",)))
+            return
+        session = answer(greeting, home)
+        if isinstance(session, Refuse) or home is None:
+            assert isinstance(session, Refuse)
+            log.warning(
+                "refused a peer: peer=%s code=%s %s", greeting.agent.name, session.code, session.reasons
+            )
+            self._metrics.refused(session.code)
+            link.send(session)
+            return
+        boot = session.peer.boot
+        if boot not in self._accepted:
+            card = greeting.fabric
+            try:
+                await self._mover.connect(
+                    boot, card.descriptor, Target(card.base, card.slot_bytes, card.slots)
+                )
+            except FabricError as error:
+                link.send(Refuse(code=error.code, reasons=(str(error)[:1024],)))
+                return
+            log.info("session open: sink=%s boot=%s %s", session.peer.name, boot, _describe(session))
+        elif self._accepted[boot].session.peer_epoch != session.peer_epoch:
+            self.source.lost(boot)
+        self._accepted[boot] = Accepted(link, session)
+        link.send(welcome(session, home))
+
+    def _lose_sink(self, boot: str, reason: str) -> None:
+        accepted = self._accepted.pop(boot, None)
+        if accepted is None:
+            return
+        log.info("session over: sink=%s boot=%s %s", accepted.session.peer.name, boot, reason)
+        self.source.lost(boot)
+        self._mover.disconnect(boot)
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    async def _hear(self, link: Link, sender: str, body: Body) -> None:
+        address = link.address if link.is_dialled else None
+        match body:
+            case Hello():
+                await self._greeted(link, body)
+            case Goodbye() if address is not None:
+                self._end(address, "peer_left", body.reason)
+            case Goodbye():
+                self._lose_sink(sender, body.reason)
+            case Welcome() if address is not None:
+                self._welcomed(address, body)
+            case Refuse(about="") if address is not None:
+                self._end(address, body.code, "; ".join(body.reasons))
+            case Ready() | Failing() | Drained() | Refuse() if address is not None:
+                self.sink.from_source(address, body)
+            case Claim() | Grant() | Cancel() | Settled() if (
+                accepted := self._accepted.get(sender)
+            ) is not None:
+                self.source.from_sink(accepted.session, body)
+            case Claim():
+                link.send(
+                    Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer)
+                )
+            case Cancel():  # we hold nothing of a sink we do not know: nothing of it can be written
+                link.send(Drained(transfer=body.transfer))
+            case _:
+                self._metrics.rejected("unexpected_message")
+
+    def _lose(self, link: Link, reason: str) -> None:
+        if link.is_dialled:
+            dialled = self._dialled.get(link.address)
+            if dialled is not None and dialled.link is link:
+                code = "peer_lost" if dialled.session else "peer_unreachable"
+                self._end(link.address, code, f"{link.address}: {reason}")
+            return
+        for boot in [boot for boot, accepted in self._accepted.items() if accepted.link is link]:
+            self._lose_sink(boot, reason)
+
+    def end_all(self, reason: str) -> None:
+        """Our engine left or we are stopping: every session names an epoch that is over."""
+        for address, dialled in list(self._dialled.items()):
+            dialled.link.send(Goodbye(reason=reason))
+            self._end(address, "engine_left", reason)
+        for boot, accepted in list(self._accepted.items()):
+            accepted.link.send(Goodbye(reason=reason))
+            self._lose_sink(boot, reason)
+
+    def statuses(self) -> Iterator[PeerStatus]:
+        for address, dialled in self._dialled.items():
+            session = dialled.session
+            yield PeerStatus(
+                name=session.peer.name if session else "",
+                address=address,
+                boot=session.peer.boot if session else "",
+                state=f"source {dialled.state.name.lower()}",
+                verdict=_describe(session) if session else "",
+            )
+        for boot, accepted in self._accepted.items():
+            session = accepted.session
+            yield PeerStatus(
+                name=session.peer.name,
+                address=session.peer.address,
+                boot=boot,
+                state="sink open",
+                verdict=_describe(session),
+            )
+
+
+def _describe(session: Session) -> str:
+    found = session.verdict
+    return (
+        "converting " + "; ".join(found.changes) if isinstance(found, Convertible) else "same on both sides"
+    )

@@ -1,0 +1,128 @@
+"""The sink's story: our engine wants tokens, other agents bring them, we put them into its blocks.
+
+A want comes in (`want`), sessions open (`opened`), chunks land in our slots (`on_landed`), are scattered
+(`on_scattered`), and the engine is told. What to do is decided by exchange.inbound; here it is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvbridge_proto.engine import Done, Failed, ToEngine, Want
+from kvbridge_proto.peer import Drained, Failing, Notice, Ready, Refuse
+
+from ..device.memory import AttachedPool
+from ..exchange.actions import Action, Ask, Reach, Scatter, Send, Tell
+from ..exchange.inbound import Inbound
+from ..exchange.session import Home, Session
+from .metrics import Metrics
+from .mover import Mover
+from .peers import Peers
+
+log = logging.getLogger("kvbridge.sink")
+
+
+class Sink:
+    """Runs on the loop. `memory` is what the engine attached, or None."""
+
+    def __init__(
+        self,
+        inbound: Inbound,
+        peers: Peers,
+        mover: Mover,
+        metrics: Metrics,
+        tell: Callable[[ToEngine], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.memory: AttachedPool | None = None
+        self._inbound = inbound
+        self._peers = peers
+        self._mover = mover
+        self._metrics = metrics
+        self._tell = tell
+        self._clock = clock
+
+    # -- the engine ----------------------------------------------------------------------------------------------
+
+    def want(self, want: Want, home: Home) -> None:
+        log.info(
+            "want: request=%s room=%s tokens=[%d,%d) source=%s",
+            want.request,
+            want.room,
+            want.first_token,
+            want.end_token,
+            want.source,
+        )
+        self._do(self._inbound.want(want, home, self._clock()))
+
+    def abandon(self, request: str) -> None:
+        self._do(self._inbound.abandon(request, self._clock()))
+
+    def engine_left(self) -> None:
+        self._do(self._inbound.engine_left(self._clock()))
+
+    # -- other agents --------------------------------------------------------------------------------------------
+
+    def opened(self, address: str, session: Session) -> None:
+        self._do(self._inbound.opened(address, session, self._clock()))
+
+    def unreachable(self, address: str, code: str, reason: str) -> None:
+        self._do(self._inbound.unreachable(address, code, reason, self._clock()))
+
+    def from_source(self, address: str, body: Ready | Failing | Drained | Refuse) -> None:
+        now = self._clock()
+        match body:
+            case Ready(transfer=transfer, chunks=chunks):
+                self._do(self._inbound.ready(address, transfer, chunks))
+            case Failing(transfer=transfer, code=code, reason=reason):
+                self._do(self._inbound.failing(address, transfer, code, reason, now))
+            case Drained(transfer=transfer, code=code, reason=reason):
+                self._do(self._inbound.drained(address, transfer, code, reason, now))
+            case Refuse(about=transfer, code=code, reasons=reasons):  # a refused claim is never written for
+                self._do(self._inbound.drained(address, transfer, code, "; ".join(reasons), now))
+
+    # -- the mover -----------------------------------------------------------------------------------------------
+
+    def on_landed(self, notice: Notice) -> None:
+        actions = self._inbound.landed(notice)
+        if not actions:
+            log.warning("late or foreign write dropped: transfer=%s slot=%d", notice.transfer, notice.slot)
+            self._metrics.late_write()
+        self._do(actions)
+
+    def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None:
+        if failure is None:
+            self._metrics.chunk("sink", size_bytes)
+        self._do(self._inbound.scattered(scatter.transfer, scatter.slot, failure, self._clock()))
+
+    def tick(self) -> None:
+        self._do(self._inbound.tick(self._clock()))
+
+    # -- doing ---------------------------------------------------------------------------------------------------
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Reach(address=address):
+                    self._peers.reach(address)
+                case Ask(address=address):
+                    self._peers.ask(address)
+                case Send(peer=address, body=body):
+                    self._peers.send_to_source(address, body)
+                case Tell(message=message):
+                    self._told(message)
+                    self._tell(message)
+                case Scatter():
+                    assert self.memory is not None
+                    self._mover.scatter(action, self.memory)
+        self._mover.expecting = self._inbound.slots.counts().lent
+
+    def _told(self, message: ToEngine) -> None:
+        match message:
+            case Done(request=request, moved_bytes=moved, seconds=seconds):
+                log.info("done: request=%s bytes=%d ms=%.1f", request, moved, seconds * 1e3)
+                self._metrics.want_done(seconds)
+            case Failed(request=request, code=code, reason=reason):
+                log.warning("failed: request=%s code=%s %s", request, code, reason)
+                self._metrics.want_failed(code)

@@ -1,0 +1,127 @@
+"""The source's story: our engine offers tokens, other agents claim them, we gather and push.
+
+An offer comes in (`offer`) as the prompt is computed; a claim comes in (`from_sink`), before or after it; chunks are
+shipped by the mover (`on_gathered`, `on_shipped`); the engine gets its blocks back. What to do is decided by
+exchange.outbound; here it is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvbridge_proto.engine import Offer, Released, ToEngine
+from kvbridge_proto.peer import Cancel, Claim, Grant, Refuse, Settled
+
+from ..device.memory import AttachedPool
+from ..exchange.actions import Action, Send, Ship, Tell
+from ..exchange.outbound import Outbound
+from ..exchange.session import Home, Session
+from .metrics import Metrics
+from .mover import Mover
+from .peers import Peers
+
+log = logging.getLogger("kvbridge.source")
+
+
+class Source:
+    """Runs on the loop. `memory` is what the engine attached, or None."""
+
+    def __init__(
+        self,
+        outbound: Outbound,
+        peers: Peers,
+        mover: Mover,
+        metrics: Metrics,
+        tell: Callable[[ToEngine], None],
+        home: Callable[[], Home | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.memory: AttachedPool | None = None
+        self._outbound = outbound
+        self._peers = peers
+        self._mover = mover
+        self._metrics = metrics
+        self._tell = tell
+        self._home = home
+        self._clock = clock
+
+    # -- the engine ----------------------------------------------------------------------------------------------
+
+    def offer(self, offer: Offer, home: Home) -> None:
+        log.info(
+            "offer: request=%s room=%s tokens=%d%s",
+            offer.request,
+            offer.room,
+            offer.tokens,
+            " (last)" if offer.is_last else "",
+        )
+        self._do(self._outbound.offer(offer, home, self._clock()))
+
+    def withdraw(self, request: str, reason: str) -> None:
+        self._do(self._outbound.withdraw(request, reason))
+
+    def engine_left(self) -> None:
+        self._do(self._outbound.engine_left())
+
+    # -- other agents --------------------------------------------------------------------------------------------
+
+    def from_sink(self, session: Session, body: Claim | Grant | Cancel | Settled) -> None:
+        boot, home = session.peer.boot, self._home()
+        match body:
+            case Claim() if home is None:
+                refuse = Refuse(
+                    code="no_engine", reasons=("no engine is attached to this agent",), about=body.transfer
+                )
+                self._peers.send_to_sink(boot, refuse)
+            case Claim():
+                assert home is not None
+                log.info("claim: transfer=%s want=%s room=%s", body.transfer, body.want, body.room)
+                self._do(self._outbound.claim(body, session, home, self._clock()))
+            case Grant():
+                self._do(self._outbound.grant(boot, body))
+            case Cancel(transfer=transfer, code=code, reason=reason):
+                self._do(self._outbound.cancel(boot, transfer, code, reason))
+            case Settled(transfer=transfer):
+                log.info("settled: transfer=%s", transfer)
+                self._metrics.transfer_settled()
+
+    def lost(self, boot: str) -> None:
+        self._do(self._outbound.lost(boot))
+
+    # -- the mover -----------------------------------------------------------------------------------------------
+
+    def on_gathered(self, ship: Ship, size_bytes: int, seconds: float) -> None:
+        self._metrics.gathered(seconds)
+        self._do(self._outbound.gathered(ship.transfer))
+
+    def on_shipped(self, ship: Ship, size_bytes: int, failure: tuple[str, str] | None) -> None:
+        if failure is None:
+            self._metrics.chunk("source", size_bytes)
+        else:
+            log.warning("chunk not shipped: transfer=%s code=%s %s", ship.transfer, *failure)
+        self._do(self._outbound.shipped(ship.transfer, ship.local, failure))
+
+    def on_late(self, ship: Ship, reason: str) -> None:
+        log.warning("write is late: transfer=%s chunk=%d %s", ship.transfer, ship.chunk, reason)
+        self._do(self._outbound.late(ship.transfer, reason))
+
+    def tick(self) -> None:
+        self._do(self._outbound.tick(self._clock()))
+
+    # -- doing ---------------------------------------------------------------------------------------------------
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(peer=boot, body=body):
+                    self._peers.send_to_sink(boot, body)
+                case Tell(message=message):
+                    if isinstance(message, Released):
+                        log.info("released: request=%s %s %s", message.request, message.code, message.reason)
+                        self._metrics.offer_released(message.code)
+                    self._tell(message)
+                case Ship():
+                    home = self._home()
+                    assert home is not None and self.memory is not None
+                    self._mover.ship(action, self.memory, home.epoch)

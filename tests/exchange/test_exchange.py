@@ -1,0 +1,220 @@
+"""Two machines (or more) back to back, through every order of events that a seed can make."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvbridge_proto.engine import Done, Failed
+
+from .world import World
+
+SEEDS = range(25)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("sources", "sinks"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_carries_requests_whatever_the_order(sources: int, sinks: int, seed: int) -> None:
+    world = World(sources, sinks, seed=seed)
+    for i in range(6):
+        if (seed + i) % 2:
+            world.want(f"r{i}", 40 + i)
+        world.offer(f"r{i}", 40 + i, 12)
+        if not (seed + i) % 2:
+            world.want(f"r{i}", 40 + i)
+    world.run()
+    for sink in range(sinks):
+        assert all(isinstance(answer, Done) for answer in world.answers(sink).values())
+        assert len(world.answers(sink)) == 6
+    for source in range(sources):
+        assert len(world.released(source)) == 6
+    world.check_rest()
+
+
+def test_ships_while_the_prompt_is_computed() -> None:
+    world = World(slots=8)
+    world.want("r", 64)
+    world.offer("r", 32, 8, last=False)
+    world.run()
+    early = sum(world.scatters.values())
+    assert early > 0 and not world.answers()
+    world.offer("r", 64, 8, first=8)
+    world.run()
+    assert isinstance(world.answers()["r"], Done) and sum(world.scatters.values()) > early
+    world.check_rest()
+
+
+def test_blocks_are_released_before_the_network_is_through() -> None:
+    world = World(slots=8, local=8)
+    world.offer("r", 8, 2)
+    world.want("r", 8)
+    world.hold = {"write"}
+    world.run()
+    assert "r" in world.released() and not world.answers()
+    world.hold = set()
+    world.run()
+    world.check_rest()
+
+
+def test_an_empty_want_releases_the_offer() -> None:
+    world = World(sources=2)
+    world.offer("r", 16, 4)
+    world.want("r", 16, first=16)
+    world.run()
+    assert isinstance(world.answers()["r"], Done) and world.released(0) and world.released(1)
+    world.check_rest()
+
+
+def test_a_prefix_on_the_sink_is_not_sent() -> None:
+    world = World()
+    world.offer("r", 48, 12)
+    world.want("r", 48, first=32)
+    world.run()
+    done = world.answers()["r"]
+    assert isinstance(done, Done) and done.moved_bytes == 16 * 2 * 2 * 4 * 16
+    world.check_rest()
+
+
+def test_equal_rooms_are_served_one_offer_each() -> None:
+    world = World()
+    for i in range(3):
+        world.offer(f"p{i}", 16, 4, room="same")
+        world.want(f"d{i}", 16, room="same")
+    world.run()
+    assert all(isinstance(a, Done) for a in world.answers().values()) and len(world.released()) == 3
+    world.check_rest()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_abandoned_want_is_answered_once_and_quarantines_until_drained(seed: int) -> None:
+    world = World(seed=seed)
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"write"}
+    world.run()
+    world.abandon("r")
+    world.hold = {"write", "message"}
+    world.run()
+    counts = world.sinks[0].inbound.slots.counts()
+    assert isinstance(world.answers()["r"], Failed) and counts.quarantined > 0 and counts.lent == 0
+    world.hold = set()
+    world.run()
+    world.check_rest()
+
+
+def test_quarantined_slots_are_not_lent_again_by_time() -> None:
+    world = World(slots=2)
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"write"}
+    world.run()
+    world.abandon("r")
+    world.run()
+    world.offer("s", 16, 4)
+    world.want("s", 16)
+    world.run()
+    world.pass_time(40)
+    world.run()
+    assert "s" not in world.answers() and world.sinks[0].inbound.slots.free == 0
+    world.hold = set()
+    world.run()
+    assert isinstance(world.answers()["s"], Done)
+    world.check_rest()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_dead_source_fails_the_want_and_its_slots_wait_for_proof(seed: int) -> None:
+    world = World(sources=2, seed=seed)
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"write"}
+    world.run()
+    world.kill("P1")
+    world.hold = set()
+    world.run()
+    answer = world.answers()["r"]
+    assert isinstance(answer, Failed) and answer.code == "peer_lost"
+    inbound = world.sinks[0].inbound
+    assert not inbound.wants
+    boot = world.nodes["P1"].home.agent.boot
+    inbound.slots.boot_gone(boot)
+    world.check_rest()
+
+
+def test_a_want_without_offer_ends_by_its_deadline() -> None:
+    world = World()
+    world.want("r", 16, deadline=5)
+    world.run()
+    world.pass_time(6)
+    world.run()
+    answer = world.answers()["r"]
+    assert isinstance(answer, Failed) and answer.code == "deadline"
+    world.check_rest()
+
+
+def test_an_offer_nobody_wants_is_released_by_its_hold() -> None:
+    world = World()
+    world.offer("r", 16, 4)
+    world.run()
+    world.pass_time(101)
+    assert world.released()["r"].code == "offer_expired"
+    world.check_rest()
+
+
+def test_a_want_for_more_than_was_offered_fails_with_both_numbers() -> None:
+    world = World()
+    world.offer("r", 16, 4)
+    world.want("r", 20)
+    world.run()
+    answer = world.answers()["r"]
+    assert isinstance(answer, Failed) and answer.code == "tokens_missing" and "20" in answer.reason
+    world.check_rest() if not world.sources[0].outbound.offers else world.pass_time(101)
+
+
+def test_withdrawn_offer_waits_for_its_gathers() -> None:
+    world = World()
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"gather"}
+    world.run()
+    world.withdraw("r")
+    world.run()
+    assert not world.released()
+    world.hold = set()
+    world.run()
+    assert world.released()["r"].code == "withdrawn"
+    assert isinstance(world.answers()["r"], Failed)
+    world.check_rest()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 3).filter(lambda n: n != 3),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 6),
+    st.integers(0, 10**9),
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["abandon", "withdraw", "time"])), max_size=4),
+)
+def test_every_request_ends_once_and_nothing_leaks(
+    sources: int, sinks: int, slots: int, seed: int, faults: list[tuple[int, str]]
+) -> None:
+    world = World(sources, sinks, slots=slots, seed=seed)
+    for i in range(6):
+        steps = (lambda: world.offer(f"r{i}", 24, 6), lambda: world.want(f"r{i}", 24))
+        for step in steps if seed % 2 else reversed(steps):
+            step()
+        for at, fault in faults:
+            if at == i and fault == "abandon":
+                world.abandon(f"r{i}")
+            elif at == i and fault == "withdraw":
+                world.withdraw(f"r{i}")
+            elif at == i:
+                world.pass_time(1)
+    world.run()
+    world.pass_time(200)
+    world.run()
+    for sink in range(sinks):
+        assert len(world.answers(sink)) == 6
+    for source in range(sources):
+        assert len(world.released(source)) == 6
+    world.check_rest()

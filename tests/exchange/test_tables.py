@@ -1,0 +1,123 @@
+"""Every (state, event) pair of every machine: it is in the table, or it raises and changes nothing."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from kvbridge_proto.peer import Refuse
+from kvbridge_proto.words import VersionRange
+from msgspec.structs import replace
+
+from kvbridge.exchange.intake import INTAKE_TABLE, WANT_TABLE, IntakeEvent, IntakeState, WantEvent, WantState
+from kvbridge.exchange.lease import Deadlines
+from kvbridge.exchange.outbound import OUT_TABLE, OutEvent, OutState
+from kvbridge.exchange.session import (
+    SESSION_TABLE,
+    SessionEvent,
+    SessionState,
+    accept,
+    answer,
+    hello,
+    welcome,
+)
+from kvbridge.exchange.slots import SLOT_TABLE, SlotEvent, SlotPool, SlotState
+from kvbridge.exchange.table import IllegalEvent, Table
+
+from .world import World
+
+MACHINES = [
+    (SLOT_TABLE, SlotState, SlotEvent, SlotState.FREE),
+    (SESSION_TABLE, SessionState, SessionEvent, SessionState.NEW),
+    (WANT_TABLE, WantState, WantEvent, WantState.REACHING),
+    (INTAKE_TABLE, IntakeState, IntakeEvent, IntakeState.CLAIMED),
+    (OUT_TABLE, OutState, OutEvent, OutState.WAITING),
+]
+
+
+@pytest.mark.parametrize(("table", "states", "events", "first"), MACHINES)
+def test_illegal_events_raise_and_all_states_are_reached(table: Table, states, events, first) -> None:
+    reached = {first}
+    for _ in states:
+        for state, event in product(states, events):
+            if table.allows(state, event) and state in reached:
+                reached.add(table.after(state, event))
+            elif not table.allows(state, event):
+                with pytest.raises(IllegalEvent, match=f"{event.name} in state {state.name}"):
+                    table.after(state, event)
+    assert reached == set(states)
+
+
+def test_a_slot_counts_only_under_its_own_lease() -> None:
+    slots = SlotPool(2)
+    (lease,) = slots.lend(1, "a", "boot")
+    assert not slots.land(lease.slot, lease.generation + 1, "a")
+    assert not slots.land(lease.slot, lease.generation, "b")
+    assert not slots.land(7, 1, "a") and not slots.land(-1, 1, "a")
+    assert slots.land(lease.slot, lease.generation, "a")
+    assert not slots.land(lease.slot, lease.generation, "a")
+    slots.settle(lease.slot)
+    assert slots.free == 2
+
+
+def test_a_quarantined_slot_needs_its_own_proof() -> None:
+    slots = SlotPool(3)
+    for transfer, boot in (("a", "x"), ("b", "x"), ("c", "y")):
+        slots.lend(1, transfer, boot)
+        assert slots.doubt(transfer) == 1
+    assert slots.free == 0 and slots.lend(1, "d", "x") == ()
+    assert slots.drain("a") == 1 and slots.drain("a") == 0 and slots.free == 1
+    assert slots.boot_gone("x") == 1 and slots.free == 2
+    assert slots.rebuilt() == 1 and slots.free == 3
+
+
+def test_generations_never_repeat() -> None:
+    slots = SlotPool(1)
+    seen = set()
+    for i in range(50):
+        (lease,) = slots.lend(1, f"t{i}", "boot")
+        seen.add(lease.generation)
+        slots.drain(f"t{i}")
+    assert len(seen) == 50
+
+
+def test_deadlines_move_and_clear() -> None:
+    deadlines: Deadlines[str] = Deadlines()
+    deadlines.set("a", 5)
+    deadlines.set("b", 3)
+    deadlines.set("a", 2)
+    deadlines.clear("b")
+    assert deadlines.next() == 2 and deadlines.due(1.9) == [] and deadlines.due(10) == ["a"]
+    assert deadlines.next() is None and deadlines.due(100) == []
+
+
+def _refusal(**changes: object) -> Refuse:
+    world = World()
+    ours, theirs = world.sources[0].home, world.sinks[0].home
+    found = answer(replace(hello(theirs), **changes), ours)
+    assert isinstance(found, Refuse)
+    return found
+
+
+def test_refuses_other_versions_digests_fabrics_models_and_itself() -> None:
+    world = World()
+    source, sink = world.sources[0].home, world.sinks[0].home
+    assert "ours 1-1, theirs 7-9" in _refusal(versions=VersionRange(7, 9)).reasons[0]
+    assert _refusal(digests=("other",)).code == "no_common_digest"
+    assert _refusal(fabric=replace(sink.fabric, kind="other")).code == "fabric_mismatch"
+    assert answer(hello(source), source).code == "same_agent"
+    assert answer(hello(sink), None).code == "no_engine"
+    layers = tuple(replace(layer, key_width=96) for layer in sink.pool.model.layers)
+    refused = _refusal(pool=replace(sink.pool, model=replace(sink.pool.model, layers=layers)))
+    assert refused.code == "incompatible" and any("96" in r and "8" in r for r in refused.reasons)
+
+
+def test_a_sink_refuses_a_welcome_it_cannot_keep() -> None:
+    world = World()
+    source, sink = world.sources[0].home, world.sinks[0].home
+    session = answer(hello(sink), source)
+    good = welcome(session, source)
+    assert accept(good, sink).peer == source.agent
+    assert accept(replace(good, version=9), sink).code == "version_mismatch"
+    assert accept(replace(good, digest="other"), sink).code == "no_common_digest"
+    assert accept(replace(good, slot_bytes=1 << 30), sink).code == "slot_mismatch"

@@ -1,0 +1,325 @@
+"""Real exchange machines wired back to back: messages, writes and moves are events that happen in any order.
+
+The world plays both shells, the movers and the network. It also watches: no slot is written under two leases at once,
+no chunk of the wrong lease is scattered, every want and offer ends exactly once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvbridge_proto.engine import Done, Failed, Offer, Released, Want
+from kvbridge_proto.peer import (
+    Cancel,
+    Claim,
+    Drained,
+    FabricCard,
+    Failing,
+    Grant,
+    Notice,
+    Ready,
+    Refuse,
+    Settled,
+)
+from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+from kvbridge_proto.words import Agent, Blocks, Rank
+
+from kvbridge.exchange.actions import Action, Ask, Reach, Scatter, Send, Ship, Tell
+from kvbridge.exchange.inbound import Inbound
+from kvbridge.exchange.outbound import Outbound
+from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
+from kvbridge.exchange.slots import LocalSlots, SlotPool
+
+LAYERS, HEADS, WIDTH, BLOCKS = 2, 4, 8, 64
+SLOT_BYTES = 1024
+
+
+def make_pool(engine: str, rank: int, ranks: int, block_tokens: int) -> Pool:
+    """One rank of a small bf16 engine; heads are split evenly."""
+    heads, row = HEADS // ranks, WIDTH * 2
+    block = block_tokens * heads * row
+    codec = Codec(name="bf16", width=WIDTH, element_bytes=2, row_bytes=row)
+    planes = tuple(
+        Plane(
+            layer=layer,
+            part=part,
+            offset=(2 * layer + i) * BLOCKS * block,
+            block_stride=block,
+            token_axis=(Step(block_tokens, heads * row),),
+            head_stride=row,
+            element_axis=(Step(WIDTH, 2),),
+            first_head=rank * heads,
+            heads=heads,
+            total_heads=HEADS,
+            codec=codec,
+        )
+        for layer in range(LAYERS)
+        for i, part in enumerate(("k", "v"))
+    )
+    layer = Layer(kind="full", kv_heads=HEADS, key_width=WIDTH, value_width=WIDTH)
+    return Pool(
+        engine=Engine(kind="test", version="1", id=engine),
+        model=Model(name="tiny", layers=(layer,) * LAYERS),
+        shard=Shard(tp_rank=rank, tp_size=ranks),
+        groups=(Group(kind="full", block_tokens=block_tokens, blocks=BLOCKS),),
+        regions=(Region(2 * LAYERS * BLOCKS * block),),
+        planes=planes,
+    )
+
+
+@dataclass
+class Node:
+    """One agent: both machines and what its shell would hold."""
+
+    name: str
+    home: Home
+    inbound: Inbound
+    outbound: Outbound
+    told: list[object] = field(default_factory=list)
+    accepted: dict[str, Session] = field(default_factory=dict)
+    is_dead: bool = False
+
+
+class World:
+    """`run` makes everything happen that is under way, in an order the seed decides."""
+
+    def __init__(
+        self, sources: int = 1, sinks: int = 1, slots: int = 4, local: int = 2, seed: int = 0
+    ) -> None:
+        self.now = 0.0
+        self.random = random.Random(seed)
+        self.events: list[tuple[str, Callable[[], None]]] = []
+        self.numbers = count(1)
+        self.writing: dict[tuple[str, int], Ship] = {}  # (sink boot, slot) -> the write under way
+        self.scatters: Counter[tuple[str, int]] = Counter()
+        self.hold: set[str] = set()  # kinds of events that do not happen now
+        ranks = tuple(Rank(tp_rank=r, pp_rank=0, address=f"P{r}") for r in range(sources))
+        self.nodes: dict[str, Node] = {}
+        for r in range(sources):
+            self._add(f"P{r}", make_pool("prefill", r, sources, 4), ranks, slots, local)
+        sink_ranks = tuple(Rank(tp_rank=r, pp_rank=0, address=f"D{r}") for r in range(sinks))
+        for r in range(sinks):
+            self._add(f"D{r}", make_pool("decode", r, sinks, 16), sink_ranks, slots, local)
+
+    def _add(self, name: str, pool: Pool, ranks: tuple[Rank, ...], slots: int, local: int) -> None:
+        agent = Agent(name=name, boot=f"boot-{name}-{next(self.numbers)}", address=name, version="1")
+        card = FabricCard(kind="world", descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=slots)
+        inbound = Inbound(
+            SlotPool(slots), lambda: f"t{next(self.numbers)}", lambda: next(self.numbers).to_bytes(16, "big")
+        )
+        home = Home(agent, 1, pool, card, ("sum",), ranks)
+        self.nodes[name] = Node(name, home, inbound, Outbound(LocalSlots(local)))
+
+    @property
+    def sources(self) -> list[Node]:
+        return [node for name, node in self.nodes.items() if name[0] == "P"]
+
+    @property
+    def sinks(self) -> list[Node]:
+        return [node for name, node in self.nodes.items() if name[0] == "D"]
+
+    # -- what engines say ----------------------------------------------------------------------------------------
+
+    def offer(
+        self, request: str, tokens: int, blocks: int, first: int = 0, last: bool = True, room: str = ""
+    ) -> None:
+        pieces = (Blocks(0, first, tuple(range(first, first + blocks))),) if blocks else ()
+        message = Offer(
+            room=room or request, request=request, tokens=tokens, blocks=pieces, is_last=last, hold_s=100.0
+        )
+        for node in self.sources:
+            self.do(node, node.outbound.offer(message, node.home, self.now))
+
+    def want(self, request: str, end: int, first: int = 0, room: str = "", deadline: float = 50.0) -> None:
+        begin = first // 16
+        ids = tuple(range(begin, -(-end // 16)))
+        message = Want(
+            request=request,
+            room=room or request,
+            source="P0",
+            first_token=first,
+            end_token=end,
+            blocks=(Blocks(0, begin, ids),),
+            deadline_s=deadline,
+        )
+        for node in self.sinks:
+            self.do(node, node.inbound.want(message, node.home, self.now))
+
+    def abandon(self, request: str) -> None:
+        for node in self.sinks:
+            self.do(node, node.inbound.abandon(request, self.now))
+
+    def withdraw(self, request: str) -> None:
+        for node in self.sources:
+            self.do(node, node.outbound.withdraw(request, "test"))
+
+    # -- the network and the movers ------------------------------------------------------------------------------
+
+    def do(self, node: Node, actions: list[Action]) -> None:
+        if node.is_dead:
+            return
+        for action in actions:
+            match action:
+                case Reach(address=address) | Ask(address=address):
+                    self.later("hello", lambda a=address: self._greet(node, a))
+                case Send(peer=peer, body=body) if node.name[0] == "D":
+                    self.later("message", lambda p=peer, b=body: self._to_source(node, self.nodes[p], b))
+                case Send(peer=boot, body=body):
+                    sink = next(n for n in self.nodes.values() if n.home.agent.boot == boot)
+                    self.later("message", lambda s=sink, b=body: self._to_sink(node, s, b))
+                case Tell(message=message):
+                    node.told.append(message)
+                case Ship():
+                    self.later("gather", lambda s=action: self._gathered(node, s))
+                case Scatter():
+                    self.later("scatter", lambda s=action: self._scattered(node, s))
+
+    def later(self, kind: str, event: Callable[[], None]) -> None:
+        self.events.append((kind, event))
+
+    def run(self, steps: int = 100_000) -> None:
+        """Let events happen until none is left that may."""
+        for _ in range(steps):
+            able = [i for i, (kind, _) in enumerate(self.events) if kind not in self.hold]
+            if not able:
+                return
+            # messages of one link keep their order, as ZeroMQ does: the oldest message first
+            index = self.random.choice(able)
+            kind = self.events[index][0]
+            if kind in ("message", "hello"):
+                index = next(i for i in able if self.events[i][0] in ("message", "hello"))
+            self.events.pop(index)[1]()
+        raise AssertionError("the world does not come to rest")
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for node in self.nodes.values():
+            self.do(node, node.inbound.tick(self.now))
+            self.do(node, node.outbound.tick(self.now))
+
+    def _greet(self, node: Node, address: str) -> None:
+        peer = self.nodes[address]
+        if peer.is_dead:
+            self.do(node, node.inbound.unreachable(address, "peer_unreachable", "dead", self.now))
+            return
+        session = answer(hello(node.home), peer.home)
+        assert isinstance(session, Session)
+        peer.accepted[node.home.agent.boot] = session
+        agreed = accept(welcome(session, peer.home), node.home)
+        assert isinstance(agreed, Session)
+        self.do(node, node.inbound.opened(address, agreed, self.now))
+
+    def _to_source(self, sink: Node, source: Node, body: object) -> None:
+        boot, machine = sink.home.agent.boot, source.outbound
+        if source.is_dead or sink.is_dead:
+            return
+        match body:
+            case Claim():
+                self.do(source, machine.claim(body, source.accepted[boot], source.home, self.now))
+            case Grant():
+                self.do(source, machine.grant(boot, body))
+            case Cancel(transfer=transfer, code=code, reason=reason):
+                self.do(source, machine.cancel(boot, transfer, code, reason))
+            case Settled():
+                pass
+            case _:
+                raise AssertionError(body)
+
+    def _to_sink(self, source: Node, sink: Node, body: object) -> None:
+        if source.is_dead or sink.is_dead:
+            return
+        name, machine = source.name, sink.inbound
+        match body:
+            case Ready(transfer=transfer, chunks=chunks):
+                self.do(sink, machine.ready(name, transfer, chunks))
+            case Failing(transfer=transfer, code=code, reason=reason):
+                self.do(sink, machine.failing(name, transfer, code, reason, self.now))
+            case Drained(transfer=transfer, code=code, reason=reason):
+                self.do(sink, machine.drained(name, transfer, code, reason, self.now))
+            case Refuse(about=transfer, code=code, reasons=reasons):
+                self.do(sink, machine.drained(name, transfer, code, "; ".join(reasons), self.now))
+            case _:
+                raise AssertionError(body)
+
+    def _gathered(self, source: Node, ship: Ship) -> None:
+        if source.is_dead:
+            return
+        key = (ship.boot, ship.lease.slot)
+        assert key not in self.writing, f"slot {key} is written under two leases"
+        self.writing[key] = ship
+        self.later("write", lambda: self._written(source, ship))
+        self.do(source, source.outbound.gathered(ship.transfer))
+
+    def _written(self, source: Node, ship: Ship) -> None:
+        """The write has landed: the sink may see the notice before or after the source sees the end."""
+        del self.writing[ship.boot, ship.lease.slot]
+        sink = next(n for n in self.nodes.values() if n.home.agent.boot == ship.boot)
+        notice = Notice(
+            transfer=ship.transfer,
+            token=ship.token,
+            source_boot=source.home.agent.boot,
+            sink_boot=ship.boot,
+            source_epoch=source.home.epoch,
+            sink_epoch=ship.sink_epoch,
+            slot=ship.lease.slot,
+            generation=ship.lease.generation,
+            chunk=ship.chunk,
+            chunk_bytes=ship.plan.chunk(ship.chunk).size_bytes,
+            digest=0,
+        )
+        self.later("notice", lambda: self.do(sink, sink.inbound.landed(notice)))
+        if not source.is_dead:
+            self.later(
+                "end", lambda: self.do(source, source.outbound.shipped(ship.transfer, ship.local, None))
+            )
+
+    def _scattered(self, sink: Node, scatter: Scatter) -> None:
+        self.scatters[scatter.transfer, scatter.chunk] += 1
+        self.do(sink, sink.inbound.scattered(scatter.transfer, scatter.slot, None, self.now))
+
+    def kill(self, name: str) -> None:
+        """The agent process is gone, and with it its writes; others see their link end."""
+        dead = self.nodes[name]
+        dead.is_dead = True
+        for node in self.nodes.values():
+            if node is not dead:
+                self.later("message", lambda n=node: self._lose(n, dead))
+
+    def _lose(self, node: Node, dead: Node) -> None:
+        self.do(node, node.outbound.lost(dead.home.agent.boot))
+        self.do(node, node.inbound.unreachable(dead.name, "peer_lost", "link ended", self.now))
+
+    # -- what must be true ---------------------------------------------------------------------------------------
+
+    def answers(self, sink: int = 0) -> dict[str, object]:
+        """The last word on each want; asserts that there is one word on each."""
+        found: dict[str, object] = {}
+        for message in self.sinks[sink].told:
+            if isinstance(message, Done | Failed):
+                assert message.request not in found, f"two answers: {found[message.request]}, {message}"
+                found[message.request] = message
+        return found
+
+    def released(self, source: int = 0) -> dict[str, Released]:
+        found: dict[str, Released] = {}
+        for message in self.sources[source].told:
+            if isinstance(message, Released) and message.code != "unknown_offer":
+                assert message.request not in found, f"released twice: {message}"
+                found[message.request] = message
+        return found
+
+    def check_rest(self) -> None:
+        """Nothing is left over anywhere: no slot, no transfer, no want, no offer."""
+        for node in self.nodes.values():
+            if node.is_dead:
+                continue
+            inbound, outbound = node.inbound, node.outbound
+            assert not inbound.wants and not outbound.offers and not outbound.outlets
+            counts = inbound.slots.counts()
+            assert counts.free == len(inbound.slots), counts
+            assert outbound.local.free == len(outbound.local)
+        assert all(times == 1 for times in self.scatters.values())
