@@ -117,7 +117,7 @@ class Engines:
             memory.close()
         log.info("engine left: epoch=%d %s", epoch, reason)
 
-    # -- what clients say ----------------------------------------------------------------------------------------
+    # What clients say:
 
     async def _hear(self, connection: LocalConnection, message: ToAgent, fds: list[int]) -> None:
         home = self._home
@@ -178,9 +178,7 @@ class Engines:
             raise KVBridgeError("draining", "this agent is stopping")
         if self._home is not None and self._connection is not None:
             holder = self._home.pool.engine
-            reason = (
-                f"engine: {holder.kind} {holder.id} (pid {self._connection.pid}) is attached to this agent"
-            )
+            reason = f"engine: {holder.kind} {holder.id} (pid {self._connection.pid}) is attached to this agent"
             raise KVBridgeError("engine_present", reason)
         version = negotiate(OURS, attach.versions)
         if version is None:
@@ -210,4 +208,6 @@ class Engines:
 
 def _name(attach: Attach) -> str:
     pool = attach.pool
-    return f"{pool.engine.kind} {pool.engine.version} model={pool.model.name} tp={pool.shard.tp_rank}/{pool.shard.tp_size}"
+    return (
+        f"{pool.engine.kind} {pool.engine.version} model={pool.model.name} tp={pool.shard.tp_rank}/{pool.shard.tp_size}"
+    )

@@ -31,30 +31,20 @@ class Metrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         self._chunks = Counter("kvbridge_chunks", "Chunks moved", ["role"], registry=registry)
-        self._bytes = Counter(
-            "kvbridge_wire_bytes", "Bytes moved, in the wire's codec", ["role"], registry=registry
-        )
+        self._bytes = Counter("kvbridge_wire_bytes", "Bytes moved, in the wire's codec", ["role"], registry=registry)
         self._wants = Counter("kvbridge_wants", "Wants that ended", ["outcome"], registry=registry)
-        self._want_s = Histogram(
-            "kvbridge_want_seconds", "From want to done", buckets=SECONDS, registry=registry
-        )
+        self._want_s = Histogram("kvbridge_want_seconds", "From want to done", buckets=SECONDS, registry=registry)
         self._offers = Counter("kvbridge_offers_released", "Offers that ended", ["code"], registry=registry)
         self._settled = Counter("kvbridge_transfers_settled", "Transfers a sink confirmed", registry=registry)
         self._gather_s = Counter("kvbridge_gather_seconds", "Time spent gathering", registry=registry)
-        self._late = Counter(
-            "kvbridge_late_writes", "Landed writes that counted for nothing", registry=registry
-        )
-        self._rejected = Counter(
-            "kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry
-        )
+        self._late = Counter("kvbridge_late_writes", "Landed writes that counted for nothing", registry=registry)
+        self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)
         self._refused = Counter("kvbridge_refused", "Engines and peers refused", ["code"], registry=registry)
 
     def watch(self, gauges: Gauges) -> None:
         """Add what is read at scrape time."""
         for role, counts in (("inbound", gauges.inbound), ("outbound", gauges.outbound)):
-            slots = Gauge(
-                f"kvbridge_{role}_slots", f"Slots of the {role} staging", ["state"], registry=self.registry
-            )
+            slots = Gauge(f"kvbridge_{role}_slots", f"Slots of the {role} staging", ["state"], registry=self.registry)
             for state in SlotCounts.__struct_fields__:
                 slots.labels(state).set_function(lambda state=state, counts=counts: getattr(counts(), state))
         for name, text, read in (

@@ -86,7 +86,7 @@ class Mover:
         self._fabric: Fabric
         self._loop: asyncio.AbstractEventLoop
 
-    # -- on the loop ---------------------------------------------------------------------------------------------
+    # On the loop:
 
     async def start(self) -> None:
         """Start the thread and the fabric. Raises FabricError."""
@@ -159,7 +159,7 @@ class Mover:
         self._put(run)
         await done
 
-    # -- on the thread -------------------------------------------------------------------------------------------
+    # On the thread:
 
     def _run(self) -> None:
         last_move = 0.0

@@ -120,7 +120,7 @@ class Peers:
                     self._metrics.rejected(code)
                     log.warning("rejected a message: code=%s %s", code, text)
 
-    # -- as sink -------------------------------------------------------------------------------------------------
+    # As sink:
 
     def reach(self, address: str) -> None:
         """See to it that `opened` or `unreachable` is heard for this address."""
@@ -146,9 +146,7 @@ class Peers:
 
     def tick(self, now: float) -> None:
         for address in self._deadlines.due(now):
-            self._end(
-                address, "peer_unreachable", f"connect_s: no Welcome from {address} in {self._connect_s}"
-            )
+            self._end(address, "peer_unreachable", f"connect_s: no Welcome from {address} in {self._connect_s}")
 
     def _end(self, address: str, code: str, reason: str) -> None:
         """A dialled session is over."""
@@ -175,7 +173,7 @@ class Peers:
         dialled.session = session
         self.sink.opened(address, session)
 
-    # -- as source -----------------------------------------------------------------------------------------------
+    # As source:
 
     def send_to_sink(self, boot: str, body: Body) -> None:
         if (accepted := self._accepted.get(boot)) is not None:
@@ -190,9 +188,7 @@ class Peers:
         session = answer(greeting, home)
         if isinstance(session, Refuse) or home is None:
             assert isinstance(session, Refuse)
-            log.warning(
-                "refused a peer: peer=%s code=%s %s", greeting.agent.name, session.code, session.reasons
-            )
+            log.warning("refused a peer: peer=%s code=%s %s", greeting.agent.name, session.code, session.reasons)
             self._metrics.refused(session.code)
             link.send(session)
             return
@@ -200,9 +196,7 @@ class Peers:
         if boot not in self._accepted:
             card = greeting.fabric
             try:
-                await self._mover.connect(
-                    boot, card.descriptor, Target(card.base, card.slot_bytes, card.slots)
-                )
+                await self._mover.connect(boot, card.descriptor, Target(card.base, card.slot_bytes, card.slots))
             except FabricError as error:
                 link.send(Refuse(code=error.code, reasons=(str(error)[:1024],)))
                 return
@@ -220,7 +214,7 @@ class Peers:
         self.source.lost(boot)
         self._mover.disconnect(boot)
 
-    # -- both ----------------------------------------------------------------------------------------------------
+    # Both:
 
     async def _hear(self, link: Link, sender: str, body: Body) -> None:
         address = link.address if link.is_dialled else None
@@ -237,14 +231,10 @@ class Peers:
                 self._end(address, body.code, "; ".join(body.reasons))
             case Ready() | Failing() | Drained() | Refuse() if address is not None:
                 self.sink.from_source(address, body)
-            case Claim() | Grant() | Cancel() | Settled() if (
-                accepted := self._accepted.get(sender)
-            ) is not None:
+            case Claim() | Grant() | Cancel() | Settled() if (accepted := self._accepted.get(sender)) is not None:
                 self.source.from_sink(accepted.session, body)
             case Claim():
-                link.send(
-                    Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer)
-                )
+                link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))
             case Cancel():  # we hold nothing of a sink we do not know: nothing of it can be written
                 link.send(Drained(transfer=body.transfer))
             case _:
@@ -292,6 +282,4 @@ class Peers:
 
 def _describe(session: Session) -> str:
     found = session.verdict
-    return (
-        "converting " + "; ".join(found.changes) if isinstance(found, Convertible) else "same on both sides"
-    )
+    return "converting " + "; ".join(found.changes) if isinstance(found, Convertible) else "same on both sides"

@@ -43,7 +43,7 @@ class Sink:
         self._tell = tell
         self._clock = clock
 
-    # -- the engine ----------------------------------------------------------------------------------------------
+    # The engine:
 
     def want(self, want: Want, home: Home) -> None:
         log.info(
@@ -62,7 +62,7 @@ class Sink:
     def engine_left(self) -> None:
         self._do(self._inbound.engine_left(self._clock()))
 
-    # -- other agents --------------------------------------------------------------------------------------------
+    # Other agents:
 
     def opened(self, address: str, session: Session) -> None:
         self._do(self._inbound.opened(address, session, self._clock()))
@@ -82,7 +82,7 @@ class Sink:
             case Refuse(about=transfer, code=code, reasons=reasons):  # a refused claim is never written for
                 self._do(self._inbound.drained(address, transfer, code, "; ".join(reasons), now))
 
-    # -- the mover -----------------------------------------------------------------------------------------------
+    # The mover:
 
     def on_landed(self, notice: Notice) -> None:
         actions = self._inbound.landed(notice)
@@ -99,7 +99,7 @@ class Sink:
     def tick(self) -> None:
         self._do(self._inbound.tick(self._clock()))
 
-    # -- doing ---------------------------------------------------------------------------------------------------
+    # Doing:
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:

@@ -46,7 +46,7 @@ class Source:
         self._home = home
         self._clock = clock
 
-    # -- the engine ----------------------------------------------------------------------------------------------
+    # The engine:
 
     def offer(self, offer: Offer, home: Home) -> None:
         log.info(
@@ -64,15 +64,13 @@ class Source:
     def engine_left(self) -> None:
         self._do(self._outbound.engine_left())
 
-    # -- other agents --------------------------------------------------------------------------------------------
+    # Other agents:
 
     def from_sink(self, session: Session, body: Claim | Grant | Cancel | Settled) -> None:
         boot, home = session.peer.boot, self._home()
         match body:
             case Claim() if home is None:
-                refuse = Refuse(
-                    code="no_engine", reasons=("no engine is attached to this agent",), about=body.transfer
-                )
+                refuse = Refuse(code="no_engine", reasons=("no engine is attached to this agent",), about=body.transfer)
                 self._peers.send_to_sink(boot, refuse)
             case Claim():
                 assert home is not None
@@ -89,7 +87,7 @@ class Source:
     def lost(self, boot: str) -> None:
         self._do(self._outbound.lost(boot))
 
-    # -- the mover -----------------------------------------------------------------------------------------------
+    # The mover:
 
     def on_gathered(self, ship: Ship, size_bytes: int, seconds: float) -> None:
         self._metrics.gathered(seconds)
@@ -109,7 +107,7 @@ class Source:
     def tick(self) -> None:
         self._do(self._outbound.tick(self._clock()))
 
-    # -- doing ---------------------------------------------------------------------------------------------------
+    # Doing:
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:

@@ -50,7 +50,7 @@ class Inbound:
         self._in_doubt: dict[str, tuple[str, str]] = {}  # transfer -> (address, boot) that has not drained it
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
 
-    # -- from our engine -----------------------------------------------------------------------------------------
+    # From our engine:
 
     def want(self, want: Want, home: Home, now: float) -> list[Action]:
         """Our engine wants these tokens."""
@@ -80,7 +80,7 @@ class Inbound:
             actions += self._fail(wanted, "engine_left", "the engine left", now)
         return [action for action in actions if not isinstance(action, Tell)]
 
-    # -- sessions ------------------------------------------------------------------------------------------------
+    # Sessions:
 
     def opened(self, address: str, session: Session, now: float) -> list[Action]:
         """A session with the agent at `address` is open (or open again, knowing more ranks)."""
@@ -102,9 +102,7 @@ class Inbound:
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
-        waiting = [
-            w for w in self.wants.values() if w.state is WantState.REACHING and address in self._needed(w)
-        ]
+        waiting = [w for w in self.wants.values() if w.state is WantState.REACHING and address in self._needed(w)]
         self._sessions.pop(address, None)
         hurt = {wanted.want.request: wanted for wanted in waiting}
         for transfer, wanted in list(self._wanted_by.items()):
@@ -118,7 +116,7 @@ class Inbound:
             actions += self._fail(wanted, code, reason, now)
         return actions
 
-    # -- from a source -------------------------------------------------------------------------------------------
+    # From a source:
 
     def ready(self, address: str, transfer: str, chunks: int) -> list[Action]:
         """The source could gather this many chunks."""
@@ -140,21 +138,15 @@ class Inbound:
             return []
         intake.landed.add(notice.chunk)
         wanted.scattering += 1
-        return [
-            Scatter(notice.transfer, intake.plan, wanted.tables, notice.chunk, notice.slot, notice.digest)
-        ]
+        return [Scatter(notice.transfer, intake.plan, wanted.tables, notice.chunk, notice.slot, notice.digest)]
 
-    def scattered(
-        self, transfer: str, slot: int, failure: tuple[str, str] | None, now: float
-    ) -> list[Action]:
+    def scattered(self, transfer: str, slot: int, failure: tuple[str, str] | None, now: float) -> list[Action]:
         """The mover is through with a landed slot; `failure` is (code, reason) if its rows were not taken over."""
         self.slots.settle(slot)
         wanted = self._wanted_by[transfer]
         wanted.scattering -= 1
         if wanted.state is WantState.ENDING:
-            return (
-                self._end_failed(wanted, WantEvent.QUIET) if wanted.scattering == 0 else []
-            ) + self._pump()
+            return (self._end_failed(wanted, WantEvent.QUIET) if wanted.scattering == 0 else []) + self._pump()
         if failure is not None:
             return self._fail(wanted, *failure, now) + self._pump()
         intake = wanted.intakes[transfer]
@@ -203,7 +195,7 @@ class Inbound:
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
-    # -- how a want goes on --------------------------------------------------------------------------------------
+    # How a want goes on:
 
     def _needed(self, wanted: Wanted) -> list[str]:
         """Addresses of all ranks of the source engine, as far as they are known."""
@@ -288,9 +280,7 @@ class Inbound:
         wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FINISH)
         moved = sum(intake.plan.total_bytes for intake in wanted.intakes.values())
         self._forget(wanted)
-        return [
-            Tell(Done(request=wanted.want.request, moved_bytes=moved, seconds=max(0.0, now - wanted.started)))
-        ]
+        return [Tell(Done(request=wanted.want.request, moved_bytes=moved, seconds=max(0.0, now - wanted.started)))]
 
     def _fail(self, wanted: Wanted, code: str, reason: str, now: float) -> list[Action]:
         """End the want without its rows: cancel what flows, doubt what is lent."""
@@ -301,9 +291,7 @@ class Inbound:
         for intake in wanted.intakes.values():
             if intake.state is IntakeState.CLAIMED:
                 self._end_intake(intake, IntakeEvent.STOP)
-                actions.append(
-                    Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024]))
-                )
+                actions.append(Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024])))
         if wanted.scattering:
             wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
             return actions
@@ -322,9 +310,7 @@ class Inbound:
             if doubted:
                 self._in_doubt[intake.transfer] = (intake.address, intake.session.peer.boot)
         elif event is IntakeEvent.FINISH:
-            self.slots.drain(
-                intake.transfer
-            )  # leases it never used: the source has written every chunk it will
+            self.slots.drain(intake.transfer)  # leases it never used: the source has written every chunk it will
 
     def _forget(self, wanted: Wanted) -> None:
         del self.wants[wanted.want.request]

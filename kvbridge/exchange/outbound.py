@@ -104,7 +104,7 @@ class Outbound:
         self._rooms: dict[str, list[Offered]] = {}
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
 
-    # -- from our engine -----------------------------------------------------------------------------------------
+    # From our engine:
 
     def offer(self, offer: Offer, home: Home, now: float) -> list[Action]:
         """Tokens are ready, the first time or more of them."""
@@ -139,15 +139,13 @@ class Outbound:
             actions += self._stop(out, "engine_left", "the engine left")
         return [action for action in actions if not isinstance(action, Tell)]
 
-    # -- from a sink ---------------------------------------------------------------------------------------------
+    # From a sink:
 
     def claim(self, claim: Claim, session: Session, home: Home, now: float) -> list[Action]:
         """A sink takes rows of a room."""
         boot = session.peer.boot
         if claim.transfer in self.outlets:
-            return [
-                _refuse(boot, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")
-            ]
+            return [_refuse(boot, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
         for name, ours, theirs in (
             ("source_epoch", home.epoch, claim.source_epoch),
             ("sink_epoch", session.peer_epoch, claim.sink_epoch),
@@ -166,9 +164,7 @@ class Outbound:
         except KVBridgeError as error:
             return [_refuse(boot, claim, error.code, str(error))]
         if planned.digest != claim.plan:
-            return [
-                _refuse(boot, claim, "plan_mismatch", f"plan: ours {planned.digest}, theirs {claim.plan}")
-            ]
+            return [_refuse(boot, claim, "plan_mismatch", f"plan: ours {planned.digest}, theirs {claim.plan}")]
         out = Outlet(claim, boot, planned, deque(claim.leases), now, lent=len(claim.leases))
         self.outlets[claim.transfer] = out
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
@@ -201,7 +197,7 @@ class Outbound:
                 actions += self._stop(out, "peer_lost", "the sink's agent is gone")
         return actions + self._pump()
 
-    # -- from the mover ------------------------------------------------------------------------------------------
+    # From the mover:
 
     def gathered(self, transfer: str) -> list[Action]:
         """A chunk has left the engine's blocks."""
@@ -239,26 +235,18 @@ class Outbound:
         actions: list[Action] = []
         for kind, key in self._deadlines.due(now):
             if kind == "offer" and key in self.offers:
-                reason = (
-                    "nobody took the offer in time"
-                    if not self.offers[key].want
-                    else "not all sinks came in time"
-                )
+                reason = "nobody took the offer in time" if not self.offers[key].want else "not all sinks came in time"
                 actions += self._end_offer(self.offers[key], "offer_expired", reason)
             elif kind == "claim" and key in self.outlets:
                 out = self.outlets[key]
-                what = (
-                    f"nothing was offered in room {out.claim.room}"
-                    if out.offered is None
-                    else "not all was offered"
-                )
+                what = f"nothing was offered in room {out.claim.room}" if out.offered is None else "not all was offered"
                 actions += self._stop(out, "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}")
         return actions + (self._pump() if actions else [])
 
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
-    # -- rooms ---------------------------------------------------------------------------------------------------
+    # Rooms:
 
     def _grow(self, offered: Offered, offer: Offer, home: Home) -> None:
         if offer.room != offered.room:
@@ -326,7 +314,7 @@ class Outbound:
         code, reason = offered.over or ("", "")
         return [Tell(Released(request=offered.request, code=code[:64], reason=reason[:1024]))]
 
-    # -- how a transfer goes on ----------------------------------------------------------------------------------
+    # How a transfer goes on:
 
     def _ready_all(self, offered: Offered) -> list[Action]:
         return [a for out in self.outlets.values() if out.offered is offered for a in self._ready(out)]

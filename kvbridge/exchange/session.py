@@ -107,9 +107,7 @@ def answer(greeting: Hello, home: Home | None) -> Session | Refuse:
         return Refuse(code="version_mismatch", reasons=(version_reason(greeting),))
     digest = next((name for name in home.digests if name in greeting.digests), None)
     if digest is None:
-        return Refuse(
-            code="no_common_digest", reasons=(f"digests: ours {home.digests}, theirs {greeting.digests}",)
-        )
+        return Refuse(code="no_common_digest", reasons=(f"digests: ours {home.digests}, theirs {greeting.digests}",))
     if greeting.fabric.kind != home.fabric.kind:
         reason = f"fabric.kind: ours {home.fabric.kind}, theirs {greeting.fabric.kind}"
         return Refuse(code="fabric_mismatch", reasons=(reason,))
@@ -152,9 +150,7 @@ def accept(greeting: Welcome, home: Home) -> Session | Refuse:
         reason = f"version: ours {OURS.oldest}-{OURS.newest}, theirs {greeting.version}"
         return Refuse(code="version_mismatch", reasons=(reason,))
     if greeting.digest not in home.digests:
-        return Refuse(
-            code="no_common_digest", reasons=(f"digest: ours {home.digests}, theirs {greeting.digest}",)
-        )
+        return Refuse(code="no_common_digest", reasons=(f"digest: ours {home.digests}, theirs {greeting.digest}",))
     if greeting.slot_bytes > home.fabric.slot_bytes:
         reason = f"slot_bytes: ours {home.fabric.slot_bytes}, theirs {greeting.slot_bytes}"
         return Refuse(code="slot_mismatch", reasons=(reason,))

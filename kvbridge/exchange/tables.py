@@ -22,18 +22,14 @@ def extended(
     return grown
 
 
-def tables_of(
-    pool: Pool, pieces: Sequence[Blocks], first_token: int, end_token: int
-) -> dict[int, BlockTable]:
+def tables_of(pool: Pool, pieces: Sequence[Blocks], first_token: int, end_token: int) -> dict[int, BlockTable]:
     """The tables of a want. Raises EngineError if they do not cover tokens [first_token, end_token)."""
     tables = _appended({}, pool, pieces)
     _check(tables, pool, first_token, end_token)
     return tables
 
 
-def _appended(
-    tables: Mapping[int, BlockTable], pool: Pool, pieces: Sequence[Blocks]
-) -> dict[int, BlockTable]:
+def _appended(tables: Mapping[int, BlockTable], pool: Pool, pieces: Sequence[Blocks]) -> dict[int, BlockTable]:
     grown = dict(tables)
     for piece in pieces:
         if piece.group >= len(pool.groups):

@@ -87,9 +87,7 @@ class Node:
 class World:
     """`run` makes everything happen that is under way, in an order the seed decides."""
 
-    def __init__(
-        self, sources: int = 1, sinks: int = 1, slots: int = 4, local: int = 2, seed: int = 0
-    ) -> None:
+    def __init__(self, sources: int = 1, sinks: int = 1, slots: int = 4, local: int = 2, seed: int = 0) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
         self.events: list[tuple[str, Callable[[], None]]] = []
@@ -122,15 +120,11 @@ class World:
     def sinks(self) -> list[Node]:
         return [node for name, node in self.nodes.items() if name[0] == "D"]
 
-    # -- what engines say ----------------------------------------------------------------------------------------
+    # What engines say:
 
-    def offer(
-        self, request: str, tokens: int, blocks: int, first: int = 0, last: bool = True, room: str = ""
-    ) -> None:
+    def offer(self, request: str, tokens: int, blocks: int, first: int = 0, last: bool = True, room: str = "") -> None:
         pieces = (Blocks(0, first, tuple(range(first, first + blocks))),) if blocks else ()
-        message = Offer(
-            room=room or request, request=request, tokens=tokens, blocks=pieces, is_last=last, hold_s=100.0
-        )
+        message = Offer(room=room or request, request=request, tokens=tokens, blocks=pieces, is_last=last, hold_s=100.0)
         for node in self.sources:
             self.do(node, node.outbound.offer(message, node.home, self.now))
 
@@ -157,7 +151,7 @@ class World:
         for node in self.sources:
             self.do(node, node.outbound.withdraw(request, "test"))
 
-    # -- the network and the movers ------------------------------------------------------------------------------
+    # The network and the movers:
 
     def do(self, node: Node, actions: list[Action]) -> None:
         if node.is_dead:
@@ -273,9 +267,7 @@ class World:
         )
         self.later("notice", lambda: self.do(sink, sink.inbound.landed(notice)))
         if not source.is_dead:
-            self.later(
-                "end", lambda: self.do(source, source.outbound.shipped(ship.transfer, ship.local, None))
-            )
+            self.later("end", lambda: self.do(source, source.outbound.shipped(ship.transfer, ship.local, None)))
 
     def _scattered(self, sink: Node, scatter: Scatter) -> None:
         self.scatters[scatter.transfer, scatter.chunk] += 1
@@ -293,7 +285,7 @@ class World:
         self.do(node, node.outbound.lost(dead.home.agent.boot))
         self.do(node, node.inbound.unreachable(dead.name, "peer_lost", "link ended", self.now))
 
-    # -- what must be true ---------------------------------------------------------------------------------------
+    # What must be true:
 
     def answers(self, sink: int = 0) -> dict[str, object]:
         """The last word on each want; asserts that there is one word on each."""
