@@ -112,9 +112,7 @@ class Plan:
 
     def source_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
         """How the source gathers the chunk into a slot; `tables` are its block tables, by group."""
-        sides = [
-            (strip.source, strip.source_head) for strip in self.strips[chunk.first_strip : chunk.end_strip]
-        ]
+        sides = [(strip.source, strip.source_head) for strip in self.strips[chunk.first_strip : chunk.end_strip]]
         return self._moves(chunk, sides, tables)
 
     def sink_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
@@ -133,9 +131,7 @@ class Plan:
         for strip, (plane, first_head), offset in zip(strips, sides, offsets, strict=True):
             key = (plane.group, strip.unit_tokens)
             if key not in places:
-                places[key] = tables[plane.group].places(
-                    chunk.first_token, chunk.end_token, strip.unit_tokens
-                )
+                places[key] = tables[plane.group].places(chunk.first_token, chunk.end_token, strip.unit_tokens)
             moves.append(Move(plane, first_head, strip.heads, strip.wire, offset, places[key]))
         return tuple(moves)
 
@@ -143,9 +139,7 @@ class Plan:
         return _sizes(self.unit_tokens[first_strip:end_strip], self.unit_bytes[first_strip:end_strip], tokens)
 
 
-def plan(
-    source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int
-) -> Plan:
+def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
     """The plan by which `source` gives the rows `takes` of tokens [first_token, end_token) to `sink`.
 
     Raises PeerError for takes or tokens that cannot be, OperatorError if a slot is too small for a row.

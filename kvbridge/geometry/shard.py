@@ -82,9 +82,7 @@ def _cut_heads(held: Sequence[Sequence[Holding]], cell: Holding, sink_rank: int)
                 f"layers: the sink needs [{cell.first_layer}, {cell.end_layer}), heads [{first_head}, {end_head}), "
                 f"parts {' '.join(sorted(cell.parts))}; none of {len(held)} sources holds them",
             )
-        cut.append(
-            (able[sink_rank % len(able)], Take(cell.first_layer, cell.end_layer, first_head, end_head))
-        )
+        cut.append((able[sink_rank % len(able)], Take(cell.first_layer, cell.end_layer, first_head, end_head)))
     return cut
 
 
