@@ -36,7 +36,7 @@ bench: $(AGENT)
 	for file in bench/*.py; do .venv/bin/python $$file || exit 1; done
 
 golden: $(AGENT)
-	.venv/bin/python tests/proto/write_golden.py
+	.venv/bin/python -m tests.proto.write_golden
 
 # torch first, with its dependencies (on a GPU machine those are CUDA's); the rest exactly as listed.
 $(AGENT): constraints.txt pyproject.toml

@@ -34,8 +34,11 @@ class StreamReader(Generic[T]):
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> Iterator[T]:
-        """The messages that `received` completes. Raises BadFrame."""
+        """The messages that `received` completes, decoded as they are asked for: BadFrame is raised by the iterator."""
         self._buffer += received
+        return self._messages()
+
+    def _messages(self) -> Iterator[T]:
         while (frame := self._cut()) is not None:
             yield decode(frame, self._kind, self._limits)
 

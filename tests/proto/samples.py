@@ -1,0 +1,191 @@
+"""One sample of every message, as it looks on the wire; the golden frames are made from these. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvbridge_proto import engine, peer, status
+from kvbridge_proto.pool import Codec, Engine, Group, Handle, Layer, Model, Plane, Pool, Region, Shard, Step
+from kvbridge_proto.words import OURS, Agent, Blocks, Rank
+
+BF16 = Codec(name="bf16", width=64, element_bytes=2, row_bytes=128)
+FP8 = Codec(name="fp8_e4m3", width=64, element_bytes=1, row_bytes=64, scales=(0.5, 0.25))
+
+
+def _plane(layer: int, part: str, offset: int, token_axis: tuple[Step, ...], codec: Codec) -> Plane:
+    return Plane(
+        layer=layer,
+        part=part,
+        offset=offset,
+        block_stride=16 * 4 * codec.row_bytes,
+        token_axis=token_axis,
+        head_stride=codec.row_bytes,
+        element_axis=(Step(codec.width, codec.element_bytes),),
+        first_head=2,
+        heads=2,
+        total_heads=4,
+        codec=codec,
+        name=f"model.layers.{layer}.attn",
+    )
+
+
+POOL = Pool(
+    engine=Engine(kind="vllm", version="0.32.0", id="prefill-7f3a"),
+    model=Model(
+        name="tiny",
+        layers=(
+            Layer(kind="full", kv_heads=4, key_width=64, value_width=64),
+            Layer(kind="sliding", kv_heads=4, key_width=64, value_width=64, window=1024),
+        ),
+    ),
+    shard=Shard(tp_rank=1, tp_size=2),
+    groups=(
+        Group(kind="full", block_tokens=16, blocks=100),
+        Group(kind="sliding", block_tokens=16, blocks=8, window=1024),
+    ),
+    regions=(Region(1 << 20),),
+    planes=(
+        _plane(0, "k", 0, (Step(16, 256),), BF16),
+        _plane(0, "v", 8192, (Step(2, 8), Step(8, 16)), FP8),
+    ),
+)
+AGENT = Agent(name="prefill-0", boot="b00d5eed", address="tcp://127.0.0.1:7700", version="0.1.0")
+RANKS = (
+    Rank(tp_rank=0, pp_rank=0, address="tcp://127.0.0.1:7700"),
+    Rank(tp_rank=1, pp_rank=0, address="tcp://127.0.0.1:7701"),
+)
+BLOCKS = (Blocks(0, 0, (17, 4, 99)), Blocks(1, 2, (7,)))
+TOKEN = bytes(range(16))
+SLOTS = status.SlotCounts(free=29, lent=1, landed=1, quarantined=1)
+
+TO_AGENT: tuple[Any, ...] = (
+    engine.Attach(
+        versions=OURS,
+        pool=POOL,
+        handles=(
+            Handle(region=0, kind="shm_fd", fd=0),
+            Handle(region=0, kind="cuda_ipc", device="GPU-5d2e", payload=TOKEN * 4, offset=512),
+        ),
+    ),
+    engine.Directory(ranks=RANKS),
+    engine.Offer(room="cmpl-1", request="cmpl-1-a", tokens=40, blocks=BLOCKS, is_last=True, hold_s=480.0),
+    engine.Withdraw(request="cmpl-1-a", reason="preempted"),
+    engine.Want(
+        request="cmpl-1-b",
+        room="cmpl-1",
+        source="tcp://127.0.0.1:7700",
+        first_token=16,
+        end_token=40,
+        blocks=BLOCKS,
+        deadline_s=30.0,
+    ),
+    engine.Abandon(request="cmpl-1-b", reason="aborted by the client"),
+    engine.Detach(),
+    status.StatusQuery(),
+)
+TO_ENGINE: tuple[Any, ...] = (
+    engine.Attached(version=1, epoch=3, agent=AGENT),
+    engine.Detached(epoch=3),
+    engine.Refused(code="version_mismatch", reasons=("versions: ours 1-1, theirs 2-3",)),
+    engine.Released(request="cmpl-1-a", code="deadline", reason="hold_s: 480 s are over"),
+    engine.Done(request="cmpl-1-b", moved_bytes=49152, seconds=0.004),
+    engine.Failed(request="cmpl-1-b", code="peer_lost", reason="tcp://127.0.0.1:7700 is silent for 5 s"),
+    status.Status(
+        agent=AGENT,
+        state="serving",
+        uptime_s=12.5,
+        fabric="nixl",
+        slot_bytes=4 << 20,
+        inbound=SLOTS,
+        outbound=status.SlotCounts(free=16, lent=0, landed=0, quarantined=0),
+        engine=status.EngineStatus(
+            engine="vllm 0.32.0", epoch=3, pid=4242, model="tiny", shard="tp 1/2", pool_bytes=1 << 20, planes=2
+        ),
+        peers=(
+            status.PeerStatus(
+                name="decode-0", address="tcp://127.0.0.1:7702", boot="feed", state="open", verdict="Same"
+            ),
+        ),
+        transfers=(
+            status.TransferStatus(
+                role="source",
+                request="cmpl-1-a",
+                room="cmpl-1",
+                peer="feed",
+                state="flowing",
+                chunks_done=1,
+                chunks=3,
+                age_s=0.25,
+            ),
+        ),
+        counters={"kvbridge_chunks_total{role=source}": 1.0},
+    ),
+)
+BODIES: tuple[Any, ...] = (
+    peer.Hello(
+        versions=OURS,
+        agent=AGENT,
+        epoch=3,
+        pool=POOL,
+        fabric=peer.FabricCard(kind="nixl", descriptor=b"\x00nixl\xff", base=1 << 45, slot_bytes=4 << 20, slots=32),
+        digests=("xxh3",),
+    ),
+    peer.Welcome(version=1, agent=AGENT, epoch=3, pool=POOL, digest="xxh3", ranks=RANKS, slot_bytes=4 << 20),
+    peer.Refuse(code="incompatible", reasons=("key_width: ours 64, theirs 96",)),
+    peer.Claim(
+        transfer="2f6c1d",
+        want="decode-9c/cmpl-1-b",
+        sink=0,
+        sinks=1,
+        room="cmpl-1",
+        source_epoch=3,
+        sink_epoch=1,
+        first_token=16,
+        end_token=40,
+        takes=(peer.Take(0, 2, 2, 4),),
+        plan="9f86d081",
+        token=TOKEN,
+        leases=(peer.Lease(5, 12), peer.Lease(6, 1)),
+        deadline_s=29.5,
+    ),
+    peer.Ready(transfer="2f6c1d", chunks=2),
+    peer.Grant(transfer="2f6c1d", leases=(peer.Lease(7, 3),)),
+    peer.Cancel(transfer="2f6c1d", code="aborted", reason="abandoned by the engine"),
+    peer.Drained(transfer="2f6c1d"),
+    peer.Failing(transfer="2f6c1d", code="write_failed", reason="the peer disconnected"),
+    peer.Settled(transfer="2f6c1d"),
+    peer.Ping(number=7),
+    peer.Pong(number=7),
+    peer.Goodbye(reason="the agent is stopping"),
+)
+NOTICE = peer.Notice(
+    transfer="2f6c1d",
+    token=TOKEN,
+    source_boot="b00d5eed",
+    sink_boot="feed",
+    source_epoch=3,
+    sink_epoch=1,
+    slot=5,
+    generation=12,
+    chunk=0,
+    chunk_bytes=3 << 20,
+    digest=(1 << 64) - 2,
+)
+
+
+def enveloped(body: Any) -> peer.Envelope:
+    return peer.Envelope(version=1, sender="feed", receiver="b00d5eed", number=11, body=body)
+
+
+def tag(message: Any) -> str:
+    """The tag a message travels under, as a file name."""
+    return str(message.__struct_config__.tag).replace("status?", "status_query")
+
+
+def frames() -> dict[str, tuple[Any, Any]]:
+    """Golden name -> (the message a frame holds, the type to decode it as)."""
+    named: dict[str, tuple[Any, Any]] = {}
+    named |= {f"engine/{tag(message)}": (message, engine.ToAgent) for message in TO_AGENT}
+    named |= {f"engine/{tag(message)}": (message, engine.ToEngine) for message in TO_ENGINE}
+    named |= {f"peer/{tag(body)}": (enveloped(body), peer.Envelope) for body in BODIES}
+    return named | {"notice": (NOTICE, peer.Notice)}
