@@ -171,7 +171,8 @@ class Agent:
     # Serve:
 
     async def _serve_local(self, tasks: asyncio.TaskGroup) -> None:
-        async for connection in self.local.connections():
+        while True:
+            connection = await self.local.accept()
             task = tasks.create_task(self._serve_connection(connection))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)

@@ -31,9 +31,8 @@ from ..transport.fabric import Fabric, Noticed, WriteFailed, WriteLate, Wrote
 log = logging.getLogger("kvbridge.mover")
 
 IDLE_S = 1.0
-EXPECTING_S = 0.001
-BUSY_S = 0.00005
-SPIN_S = 0.0005
+SHORTEST_S = 0.00005
+LONGEST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +171,8 @@ class Mover:
             now = time.monotonic()
             if moved:
                 last_move = now
-            elif self._writes or self.expecting:
-                self._sleep(BUSY_S if now - last_move < SPIN_S else EXPECTING_S)
+            elif self._writes or self.expecting:  # the longer nothing comes, the longer until we look again
+                self._sleep(min(max((now - last_move) / 10, SHORTEST_S), LONGEST_S))
             else:
                 self._sleep(IDLE_S)
         if hasattr(self, "_fabric"):
@@ -195,7 +194,7 @@ class Mover:
     def _open(self) -> None:
         fabric = self._make_fabric()
         fabric.register(self._inbound.base, self._inbound.size_bytes)
-        fabric.register(self._outbound.base, self._outbound.size_bytes)
+        fabric.register(self._outbound.base, self._outbound.size_bytes, is_target=False)
         self.kind, self.descriptor = fabric.kind, fabric.descriptor()
         self._fabric = fabric
 

@@ -24,7 +24,7 @@ from kvbridge_proto.peer import (
 )
 from kvbridge_proto.status import PeerStatus
 
-from ..errors import FabricError
+from ..errors import FabricError, PeerError
 from ..exchange.lease import Deadlines
 from ..exchange.session import (
     SESSION_TABLE,
@@ -114,8 +114,8 @@ class Peers:
                         self._metrics.rejected("stale_boot")
                         continue
                     await self._hear(link, envelope.sender, envelope.body)
-                case Lost(link=link, reason=reason):
-                    self._lose(link, reason)
+                case Lost(link=link, code=code, reason=reason):
+                    self._lose(link, f"{code}: {reason}")
                 case Rejected(code=code, text=text):
                     self._metrics.rejected(code)
                     log.warning("rejected a message: code=%s %s", code, text)
@@ -128,7 +128,12 @@ class Peers:
         if dialled is not None and dialled.state is SessionState.OPEN and dialled.session is not None:
             self.sink.opened(address, dialled.session)
         elif dialled is None:
-            self._dialled[address] = Dialled(address, self._control.dial(address))
+            try:
+                link = self._control.dial(address)
+            except PeerError as error:
+                self.sink.unreachable(address, error.code, str(error))
+                return
+            self._dialled[address] = Dialled(address, link)
             self.ask(address)
 
     def ask(self, address: str) -> None:

@@ -1,0 +1,203 @@
+"""Real agents carry requests between pools that disagree: every row by the oracle, nothing else written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+from kvbridge_proto.engine import Abandon, Done, Failed, Withdraw
+
+from ..oracle import Held, Shape, build_all, fill, mismatch
+from .harness import AgentProcess, SyntheticEngine, agent
+
+
+
+class Bench:
+    """Engines of two shapes, each rank beside an agent of its own."""
+
+    def __init__(self, folder: Path, stack: ExitStack, source: Shape, sink: Shape, **options: object) -> None:
+        self.sources = self._engine(folder, stack, "p", source, options)
+        self.sinks = self._engine(folder, stack, "d", sink, options)
+        self.source_shape, self.sink_shape = source, sink
+        self.before = [engine.held.copy() for engine in self.sinks]
+
+    def _engine(
+        self, folder: Path, stack: ExitStack, name: str, shape: Shape, options: dict[str, object]
+    ) -> list[SyntheticEngine]:
+        engines = []
+        for i, held in enumerate(build_all(shape)):
+            running = stack.enter_context(agent(folder, f"{name}{i}", **options))
+            engines.append(stack.enter_context(closing(SyntheticEngine(running, held))))
+            engines[-1].attach()
+        for engine in engines:
+            engine.directory(*(each.agent for each in engines))
+        return engines
+
+    @property
+    def address(self) -> str:
+        return self.sources[0].agent.address
+
+    def fill(self, table: list[int], tokens: range) -> None:
+        for engine in self.sources:
+            fill(engine.held, table, tokens)
+
+    def offer(self, request: str, table: list[int], tokens: int, **more: object) -> None:
+        for engine in self.sources:
+            engine.offer(request, table, tokens, **more)
+
+    def want(self, request: str, table: list[int], tokens: range, **more: object) -> None:
+        address = self.address
+        for engine in self.sinks:
+            engine.want(request, address, table, tokens, **more)
+
+    def done(self, request: str) -> None:
+        for engine in self.sinks:
+            answer = engine.answer(request)
+            assert isinstance(answer, Done), answer
+        for engine in self.sources:
+            assert engine.released(request).code == ""
+
+    def check(self, table: list[int], tokens: range) -> None:
+        size = self.sink_shape.block_tokens
+        tail = range(tokens.stop, -(-tokens.stop // size) * size)
+        for engine, before in zip(self.sinks, self.before, strict=True):
+            wrong = mismatch(engine.held, before, table, tokens, tail)
+            assert not wrong, wrong
+
+
+PAIRS = {
+    "nhd 16 tp2 -> hnd 64 tp1": (Shape("nhd", tp_size=2), Shape("hnd", block_tokens=64, blocks=8)),
+    "cross-layer 64 tp1 -> packed 16 tp2": (
+        Shape("cross_layer", block_tokens=64, blocks=8),
+        Shape("packed", tp_size=2),
+    ),
+    "column-major 32 -> column-major 128": (
+        Shape("cpu_vec", block_tokens=32, key_width=32, value_width=32, blocks=16),
+        Shape("cpu_vec", block_tokens=128, key_width=32, value_width=32, blocks=6),
+    ),
+    "equal (folded)": (Shape("cpu_vec", block_tokens=32), Shape("cpu_vec", block_tokens=32)),
+    "pp2 -> tp2": (Shape("nhd", pp_size=2), Shape("hnd", tp_size=2)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_carries_every_row_and_writes_nothing_else(name: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        bench = Bench(tmp_path, stack, *PAIRS[name])
+        source_table, sink_table = _tables(bench, 90)
+        bench.fill(source_table, range(90))
+        bench.offer("r", source_table, 90)
+        bench.want("r", sink_table, range(90))
+        bench.done("r")
+        bench.check(sink_table, range(90))
+
+
+def _tables(bench: Bench, tokens: int) -> tuple[list[int], list[int]]:
+    """Block tables in no order, of which no block is the first of its pool."""
+    tables = []
+    for shape in (bench.source_shape, bench.sink_shape):
+        needed = -(-tokens // shape.block_tokens)
+        tables.append([shape.blocks - 1 - i for i in range(needed)])
+    return tables[0], tables[1]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with ExitStack() as stack:
+        yield Bench(tmp_path, stack, Shape("nhd", blocks=200), Shape("hnd", block_tokens=64, blocks=60))
+
+
+def test_want_before_offer_and_chunks_while_the_prompt_is_computed(bench: Bench) -> None:
+    table, wanted = list(range(100, 164)), list(range(5, 21))
+    bench.want("r", wanted, range(1000))
+    time.sleep(0.2)
+    bench.fill(table, range(1000))
+    bench.offer("r", table[:32], 500, is_last=False)
+    deadline = time.monotonic() + 10
+    while "role=sink" not in str(bench.sinks[0].agent.status.counters):
+        assert time.monotonic() < deadline, "no chunk moved before the prompt was computed"
+        time.sleep(0.02)
+    bench.offer("r", table[32:], 1000, first=32)
+    bench.done("r")
+    bench.check(wanted, range(1000))
+
+
+def test_a_prefix_that_is_there_already_is_left_alone(bench: Bench) -> None:
+    table, wanted = list(range(10)), list(range(50, 53))
+    bench.fill(table, range(150))
+    bench.offer("r", table, 150)
+    bench.want("r", wanted, range(37, 150))
+    bench.done("r")
+    bench.check(wanted, range(37, 150))
+
+
+def test_many_requests_at_once(bench: Bench) -> None:
+    for i in range(32):
+        tokens = range(1 + 3 * i)
+        table, wanted = list(range(6 * i, 6 * i + 6)), [i, 59 - i] if i < 30 else [i, i]
+        bench.fill(table, tokens)
+        if i % 2:
+            bench.want(f"r{i}", wanted[: -(-len(tokens) // 64)], tokens)
+        bench.offer(f"r{i}", table, len(tokens))
+        if not i % 2:
+            bench.want(f"r{i}", wanted[: -(-len(tokens) // 64)], tokens)
+    for i in range(32):
+        bench.done(f"r{i}")
+    status = bench.sinks[0].agent.status
+    assert not status.transfers and status.inbound.free == 8
+
+
+def test_abandoned_and_withdrawn_requests_end_once_and_leave_nothing(bench: Bench) -> None:
+    bench.want("gone", list(range(4)), range(200))
+    bench.sinks[0].client.send(Abandon(request="gone"))
+    answer = bench.sinks[0].answer("gone")
+    assert isinstance(answer, Failed) and answer.code == "aborted"
+    bench.offer("back", list(range(4)), 64)
+    bench.sources[0].client.send(Withdraw(request="back"))
+    assert bench.sources[0].released("back").code == "withdrawn"
+    bench.fill([7], range(16))
+    bench.offer("r", [7], 16)
+    bench.want("r", [9], range(16))
+    bench.done("r")
+    for engine in (*bench.sources, *bench.sinks):
+        status = engine.agent.status
+        assert not status.transfers and status.inbound.free == 8 and status.outbound.free == 4
+
+
+def test_drains_what_flows_and_then_stops(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd"))
+        bench.want("r", [3], range(16))
+        time.sleep(0.3)
+        sink: AgentProcess = bench.sinks[0].agent
+        sink.process.terminate()
+        time.sleep(0.3)
+        assert sink.status.state == "draining"
+        bench.sinks[0].want("late", bench.address, [4], range(16))
+        late = bench.sinks[0].answer("late")
+        assert isinstance(late, Failed) and late.code == "draining"
+        bench.fill([5], range(16))
+        bench.offer("r", [5], 16)
+        bench.done("r")
+        bench.check([3], range(16))
+        assert sink.process.wait(10) == 0
+
+
+def test_one_agent_can_be_source_and_sink(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        bench = Bench(tmp_path, stack, Shape("nhd"), Shape("nhd"))
+        bench.fill([1], range(16))
+        bench.offer("r", [1], 16)
+        bench.want("r", [2], range(16))
+        bench.done("r")
+        before: Held = bench.sources[0].held.copy()
+        fill(bench.sinks[0].held, [7], range(16))
+        bench.sinks[0].offer("back", [7], 16)
+        bench.sources[0].want("back", bench.sinks[0].agent.address, [9], range(16))
+        assert isinstance(bench.sources[0].answer("back"), Done)
+        assert not mismatch(bench.sources[0].held, before, [9], range(16))
+
+
