@@ -1,0 +1,146 @@
+"""Conversions between the codecs that hold one number per element, in fp32 arithmetic and plain torch.
+
+value = stored * scale; stored = round to nearest even(clamp(value / scale)). A finite value never becomes an
+infinity: it is clamped to the largest number of the codec. Infinities stay in fp16, bf16 and fp32 and are clamped
+in 8 bits; NaN stays NaN where the codec has one and is 0 in int8. Equal codecs are never cast, but moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .scratch import Scratch
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+LARGEST = {
+    "bf16": torch.finfo(torch.bfloat16).max,
+    "fp16": 65504.0,
+    "fp32": torch.finfo(torch.float32).max,
+    "fp8_e4m3": 448.0,
+    "fp8_e5m2": 57344.0,
+    "int8": 127.0,
+}
+# fp32 working tile: 256 KiB stays in a core's L2 beside its source (1 MiB on the machines measured).
+TILE_ELEMENTS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """How one number is stored. `scale` is None, or fp32 [planes or 1, heads or 1]."""
+
+    name: str
+    scale: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """The two ends of a conversion: the engine's memory and the wire."""
+
+    memory: Number
+    wire: Number
+
+    def wire_bytes(self, memory_bytes: int) -> int:
+        return memory_bytes // self.memory.dtype.itemsize * self.wire.dtype.itemsize
+
+
+def cast(source: torch.Tensor, target: torch.Tensor, old: Number, new: Number, scratch: Scratch | None = None) -> None:
+    """Fill `target` with the numbers of `source`, both uint8 [planes, heads, bytes], the last two axes dense."""
+    scratch = scratch or Scratch()
+    scales = [number.scale for number in (old, new)]
+    if all(scale is None or scale.shape[1] == 1 for scale in scales):
+        source, target = source.flatten(1).unsqueeze(1), target.flatten(1).unsqueeze(1)
+    stored, wanted = source.view(old.dtype), target.view(new.dtype)
+    for tile in _tiles(*stored.shape):
+        old_scale, new_scale = (None if scale is None else _of_tile(scale, tile) for scale in scales)
+        values = _work("values", torch.float32, stored[tile], scratch)
+        decode(stored[tile], old.name, old_scale, values, scratch)
+        encode(values, new.name, new_scale, wanted[tile], _may_overflow(old, new))
+
+
+def decode(stored: torch.Tensor, name: str, scale: torch.Tensor | None, values: torch.Tensor, scratch: Scratch) -> None:
+    """values (fp32) = stored * scale. Exact before the scale."""
+    if name == "fp8_e4m3":
+        _decode_e4m3(stored, values, scratch)
+    elif name == "fp8_e5m2":  # the upper byte of an fp16
+        halves = _work("halves", torch.int16, stored, scratch)
+        values.copy_(halves.copy_(stored.view(torch.int8)).bitwise_left_shift_(8).view(torch.float16))
+    else:
+        values.copy_(stored)
+    if scale is not None:
+        values.mul_(scale)
+
+
+def _decode_e4m3(stored: torch.Tensor, values: torch.Tensor, scratch: Scratch) -> None:
+    """Sign, exponent and mantissa moved into an fp16 whose bias is 8 greater: six times faster than torch's cast."""
+    signed = stored.view(torch.int8)
+    halves = _work("halves", torch.int16, stored, scratch)
+    halves.copy_(signed).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    values.copy_(halves.view(torch.float16)).mul_(256.0)
+    # 0x7f and 0xff, 480 by that reading, are NaN.
+    values.masked_fill_(values.abs() == 480.0, torch.nan)
+
+
+def encode(
+    values: torch.Tensor, name: str, scale: torch.Tensor | None, stored: torch.Tensor, may_overflow: bool = True
+) -> None:
+    """stored = round(clamp(values / scale)); `values` is used up."""
+    largest = LARGEST[name]
+    if scale is not None:
+        values.div_(scale)
+    if name == "int8":
+        stored.copy_(values.nan_to_num_(0.0, torch.inf, -torch.inf).clamp_(-128.0, 127.0).round_())
+        return
+    if DTYPES[name].itemsize == 1:
+        values.clamp_(-largest, largest)
+    elif may_overflow:
+        infinite = values.isinf()
+        clamped = values.clamp(-largest, largest)
+        torch.where(infinite, values, clamped, out=values)
+    stored.copy_(values)
+
+
+def _may_overflow(old: Number, new: Number) -> bool:
+    """Whether a finite number of `old` can be too large for `new`."""
+    largest = LARGEST[old.name] * (1.0 if old.scale is None else float(old.scale.max()))
+    return largest > LARGEST[new.name] * (1.0 if new.scale is None else float(new.scale.min()))
+
+
+def _of_tile(scale: torch.Tensor, tile: tuple[slice, slice, slice]) -> torch.Tensor:
+    """The scales of a tile, [planes or 1, heads or 1, 1]."""
+    planes, heads = (part if count > 1 else slice(None) for part, count in zip(tile[:2], scale.shape, strict=True))
+    return scale[planes, heads].unsqueeze(2)
+
+
+def _tiles(planes: int, heads: int, columns: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Boxes of at most TILE_ELEMENTS, as long in the last axis as can be."""
+    width = max(1, min(columns, TILE_ELEMENTS))
+    height = max(1, min(heads, TILE_ELEMENTS // width))
+    depth = max(1, min(planes, TILE_ELEMENTS // (width * height)))
+    for i_plane in range(0, planes, depth):
+        for i_head in range(0, heads, height):
+            for i_column in range(0, columns, width):
+                yield (
+                    slice(i_plane, i_plane + depth),
+                    slice(i_head, i_head + height),
+                    slice(i_column, i_column + width),
+                )
+
+
+def _work(purpose: str, dtype: torch.dtype, like: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """An uninitialised tensor of the shape of `like`."""
+    kept = scratch.take(purpose, like.numel() * dtype.itemsize, like.device)
+    return kept.view(dtype).view(like.shape)

@@ -1,0 +1,74 @@
+"""The memory a kernel moves: a strided field of rows. Pure.
+
+Knows nothing of pools or engines; the mover makes these from planes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """`count` places, `stride` bytes apart."""
+
+    count: int
+    stride: int
+
+    @property
+    def reach(self) -> int:
+        """Bytes from the first place to the last."""
+        return (self.count - 1) * self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Planes x blocks x tokens x heads x elements inside `memory`, a 1-D uint8 tensor.
+
+    `tokens` and `elements` are mixed radix, outermost step first. A place is `block * block_tokens + token`.
+    In a slot, uint8 [planes, bytes], the rows of each plane lie densely as [head][place][row].
+    """
+
+    memory: torch.Tensor
+    offset: int
+    planes: Axis
+    blocks: Axis
+    tokens: tuple[Axis, ...]
+    heads: Axis
+    elements: tuple[Axis, ...]
+    element_bytes: int
+
+    @property
+    def block_tokens(self) -> int:
+        return prod(axis.count for axis in self.tokens)
+
+    @property
+    def row_bytes(self) -> int:
+        return prod(axis.count for axis in self.elements) * self.element_bytes
+
+    @property
+    def places(self) -> int:
+        return self.blocks.count * self.block_tokens
+
+    @property
+    def end(self) -> int:
+        """One past the last byte of the field."""
+        axes = (self.planes, self.blocks, *self.tokens, self.heads, *self.elements)
+        return self.offset + sum(axis.reach for axis in axes) + self.element_bytes
+
+    def plane_bytes(self, places: int) -> int:
+        """What one plane's rows take in a slot, unconverted."""
+        return self.heads.count * places * self.row_bytes
+
+    def check(self, places: torch.Tensor) -> None:
+        """ValueError unless the field lies inside its memory and `places` inside the field."""
+        if self.offset < 0 or self.end > self.memory.numel():
+            raise ValueError(f"field ends at byte {self.end}, its memory has {self.memory.numel()}")
+        if places.dtype != torch.int64 or places.dim() != 1:
+            raise ValueError(f"places must be int64 [n], got {places.dtype} {list(places.shape)}")
+        if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < self.places:
+            low, high = int(places.min()), int(places.max())
+            raise ValueError(f"places reach from {low} to {high}, the field has {self.places}")

@@ -1,0 +1,101 @@
+"""Looks at one piece of a move from both ends and finds the widest words that fit. Pure.
+
+Every axis is walked with one stride on the near end and another on the far end. Axes that are dense on both fold
+into a longer run; what is left is a pair of strided views that one indexed copy joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+
+from .field import Field
+from .pieces import Piece
+
+# complex128 is the widest element torch copies; words are only moved, never computed with.
+WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """`count` places: `near` bytes apart on one end, `far` bytes apart on the other."""
+
+    count: int
+    near: int
+    far: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end of a copy: bytes of a tensor from `offset` on, `count` index positions `stride` bytes apart."""
+
+    memory: torch.Tensor
+    offset: int
+    count: int
+    stride: int
+
+
+def walks(field: Field, piece: Piece, places: int, plane_pitch: int) -> list[Walk]:
+    """The axes of a piece below its index, memory near and slot far, the outermost in memory first."""
+    row = field.row_bytes
+    found = [
+        Walk(field.planes.count, field.planes.stride, plane_pitch),
+        Walk(field.heads.count, field.heads.stride, places * row),
+        Walk(field.element_bytes, 1, 1),
+    ]
+    far = field.element_bytes
+    for axis in (*reversed(field.elements), *reversed(piece.tokens)):
+        found.append(Walk(axis.count, axis.stride, far))
+        far *= axis.count
+    return sorted((walk for walk in found if walk.count > 1), key=lambda walk: -walk.near)
+
+
+def fold(axes: Sequence[Walk]) -> list[Walk]:
+    """The same bytes with as few axes as possible; the last one counts bytes that are dense on both ends."""
+    kept = [Walk(1, 1, 1)]
+    for axis in reversed(axes):
+        inner = kept[-1]
+        if (axis.near, axis.far) == (inner.count * inner.near, inner.count * inner.far):
+            kept[-1] = Walk(axis.count * inner.count, inner.near, inner.far)
+        else:
+            kept.append(axis)
+    return kept[::-1]
+
+
+def through_scratch(axes: Sequence[Walk]) -> tuple[list[Walk], list[Walk], int]:
+    """Memory to scratch, scratch to slot, and the bytes between: a dense scratch in memory's own order."""
+    first, second, size = [], [], 1
+    for axis in reversed(axes):
+        first.append(Walk(axis.count, axis.near, size))
+        second.append(Walk(axis.count, size, axis.far))
+        size *= axis.count
+    return first[::-1], second[::-1], size
+
+
+def views(near: End, far: End, axes: Sequence[Walk]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both ends as [index, axes..., words], in the widest word that every stride and address is a multiple of."""
+    *outer, run = axes
+    strides = [stride for axis in outer for stride in (axis.near, axis.far)]
+    starts = [step for end in (near, far) for step in (end.offset, end.stride, end.memory.data_ptr())]
+    word = gcd(16, run.count, *strides, *starts)
+    return (
+        _strided(near, word, [axis.count for axis in outer], [axis.near for axis in outer], run.count),
+        _strided(far, word, [axis.count for axis in outer], [axis.far for axis in outer], run.count),
+    )
+
+
+def flat(slot: torch.Tensor) -> torch.Tensor:
+    """The bytes of a [planes, bytes] slot from its first to its last, gaps included."""
+    if not slot.numel():
+        return slot.new_empty(0)
+    return slot.as_strided([(slot.shape[0] - 1) * slot.stride(0) + slot.shape[1]], [1])
+
+
+def _strided(end: End, word: int, counts: list[int], strides: list[int], run: int) -> torch.Tensor:
+    words = end.memory[: end.memory.numel() // word * word].view(WORDS[word])
+    sizes = [end.count, *counts, run // word]
+    steps = [end.stride // word, *(stride // word for stride in strides), 1]
+    return words.as_strided(sizes, steps, words.storage_offset() + end.offset // word)

@@ -1,0 +1,164 @@
+"""An engine's memory as this process sees it: mapped regions, every plane checked against them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from kvbridge_kernels.scratch import Scratch
+from kvbridge_proto.pool import Handle, Plane, Pool
+
+from ..errors import EngineError, OperatorError
+from ..geometry.compat import check_pool, extent
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """One region. `memory` is a view of `pages` that torch does not keep alive: never use it once they are closed."""
+
+    pages: mmap.mmap
+    memory: torch.Tensor
+
+
+@dataclass(slots=True)
+class Regions:
+    """What a move works with while the pool is held: a uint8 tensor per region, and working memory."""
+
+    memories: Sequence[torch.Tensor]
+    scratch: Scratch = field(default_factory=Scratch)
+
+
+class AttachedPool:
+    """The pool of one engine rank, mapped. Used by one thread at a time; `close` may come from another."""
+
+    def __init__(self, pool: Pool, mappings: Sequence[Mapping]) -> None:
+        self.pool = pool
+        self._mappings = list(mappings)
+        self._regions: Regions | None = Regions([mapping.memory for mapping in mappings])
+        self._in_use = threading.Lock()
+
+    @classmethod
+    def open(cls, pool: Pool, handles: Sequence[Handle], fds: Sequence[int]) -> Self:
+        """Map every region of `pool`. The fds stay the caller's, to close in any case.
+
+        EngineError for a pool, handle or fd that cannot be, OperatorError for a kind of handle not served here.
+        """
+        _check_planes(pool)
+        by_region = _by_region(pool, handles)
+        mappings: list[Mapping] = []
+        try:
+            for region, handle in enumerate(by_region):
+                mappings.append(_map(handle, pool.regions[region].size_bytes, fds))
+        except BaseException:
+            _unmap(mappings)
+            raise
+        return cls(pool, mappings)
+
+    @property
+    def is_open(self) -> bool:
+        return self._regions is not None
+
+    @contextmanager
+    def hold(self) -> Iterator[Regions]:
+        """The regions, which stay mapped inside the block; nothing of them may be kept after it."""
+        with self._in_use:
+            if self._regions is None:
+                raise EngineError("detached", f"engine {self.pool.engine.id}: its memory is unmapped")
+            yield self._regions
+
+    def close(self) -> None:
+        """Unmap. Waits for a move under way, a chunk at most; every later use is an EngineError."""
+        with self._in_use:
+            self._regions = None
+            _unmap(self._mappings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        size_bytes = sum(region.size_bytes for region in self.pool.regions)
+        state = "open" if self.is_open else "closed"
+        return f"<AttachedPool {self.pool.engine.id} {len(self.pool.planes)} planes {size_bytes} bytes {state}>"
+
+
+def check_plane(pool: Pool, plane: Plane) -> None:
+    """EngineError unless all of `plane`, one of the pool's or folded from them, lies inside its region."""
+    if plane.region >= len(pool.regions) or plane.group >= len(pool.groups):
+        raise EngineError(
+            "bad_plane",
+            f"{_spell(plane)}: region {plane.region} of {len(pool.regions)}, group {plane.group} of {len(pool.groups)}",
+        )
+    end, size_bytes = extent(plane, pool.groups[plane.group]), pool.regions[plane.region].size_bytes
+    if end > size_bytes:
+        raise EngineError(
+            "plane_outside_region",
+            f"{_spell(plane)}: ends at byte {end}, region {plane.region} has {size_bytes} bytes",
+        )
+
+
+def _spell(plane: Plane) -> str:
+    return plane.name or f"layer {plane.layer} {plane.part}"
+
+
+def _check_planes(pool: Pool) -> None:
+    for plane in pool.planes:
+        check_plane(pool, plane)
+    if reasons := check_pool(pool):
+        raise EngineError("bad_pool", *reasons)
+
+
+def _by_region(pool: Pool, handles: Sequence[Handle]) -> list[Handle]:
+    found: dict[int, Handle] = {}
+    for handle in handles:
+        if handle.region in found:
+            raise EngineError("handle_repeated", f"region {handle.region}: 2 handles, must be 1")
+        found[handle.region] = handle
+    if sorted(found) != list(range(len(pool.regions))):
+        raise EngineError(
+            "handle_missing", f"handles: for regions {sorted(found)}, the pool has {len(pool.regions)} regions"
+        )
+    return [found[region] for region in range(len(pool.regions))]
+
+
+def _map(handle: Handle, size_bytes: int, fds: Sequence[int]) -> Mapping:
+    if handle.kind != "shm_fd":
+        raise OperatorError(
+            "handle_kind_unsupported",
+            f"handle kind: {handle.kind}, this agent opens shm_fd; keep the engine's KV cache in CPU memory",
+        )
+    if handle.fd is None or handle.fd >= len(fds):
+        raise EngineError("fd_missing", f"fd of region {handle.region}: {handle.fd}, {len(fds)} came with the message")
+    fd = fds[handle.fd]
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise EngineError("region_unmappable", f"fd of region {handle.region}: is no shared memory")
+        if handle.offset + size_bytes > status.st_size:
+            raise EngineError(
+                "region_too_small",
+                f"region {handle.region}: ends at byte {handle.offset + size_bytes}, its fd has {status.st_size}",
+            )
+        lead = handle.offset % mmap.ALLOCATIONGRANULARITY
+        pages = mmap.mmap(fd, lead + size_bytes, mmap.MAP_SHARED, offset=handle.offset - lead)
+    except (OSError, ValueError, OverflowError) as error:
+        raise EngineError("region_unmappable", f"region {handle.region}: {error}") from error
+    return Mapping(pages, torch.frombuffer(pages, dtype=torch.uint8, count=size_bytes, offset=lead))
+
+
+def _unmap(mappings: list[Mapping]) -> None:
+    while mappings:
+        mappings.pop().pages.close()

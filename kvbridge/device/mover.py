@@ -1,0 +1,178 @@
+"""Moves a chunk: engine memory -> slot and back, converting on the way.
+
+Called on one thread; the copies release the GIL. Everything is checked before the first byte is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
+from kvbridge_kernels.digest_ref import digest as digest
+from kvbridge_kernels.field import Axis, Field
+from kvbridge_kernels.gather_ref import gather as gather_rows
+from kvbridge_kernels.scatter_ref import scatter as scatter_rows
+from kvbridge_proto.pool import Codec
+
+from ..errors import EngineError
+from ..geometry.check import places_of
+from ..geometry.plan import Move
+from ..geometry.wire import scales_of
+from .memory import AttachedPool, Regions, check_plane
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Moves alike but for where they begin: `count` planes, `pitch` bytes apart in memory, `slot_pitch` in the slot.
+
+    A model's layers mostly are; moved as one they cost one call.
+    """
+
+    moves: tuple[Move, ...]
+    pitch: int
+    slot_pitch: int
+
+
+def gather(attached: AttachedPool, moves: Sequence[Move], slot: torch.Tensor) -> int:
+    """Fill `slot` (uint8, exactly the chunk) from the engine's blocks and return its digest; gaps become zeros.
+
+    EngineError when the engine is gone or a move is not right.
+    """
+    with attached.hold() as regions:
+        _check(attached, moves, slot)
+        for batch in _batches(moves):
+            field, places = _field(attached, regions, batch), torch.from_numpy(batch.moves[0].places)
+            gather_rows(field, places, _rows(slot, batch), _conversion(batch), regions.scratch)
+    _zero_gaps(moves, slot)
+    return digest(slot)
+
+
+def scatter(attached: AttachedPool, moves: Sequence[Move], slot: torch.Tensor) -> None:
+    """Write the rows in `slot` to the engine's blocks; EngineError when the engine is gone or a move is not right."""
+    with attached.hold() as regions:
+        _check(attached, moves, slot)
+        for batch in _batches(moves):
+            field, places = _field(attached, regions, batch), torch.from_numpy(batch.moves[0].places)
+            scatter_rows(field, places, _rows(slot, batch), _conversion(batch), regions.scratch)
+
+
+def _check(attached: AttachedPool, moves: Sequence[Move], slot: torch.Tensor) -> None:
+    checked: set[tuple[int, int]] = set()
+    for move in moves:
+        plane = move.plane
+        check_plane(attached.pool, plane)
+        if not 0 <= move.first_head < move.first_head + move.heads <= plane.heads:
+            raise EngineError(
+                "heads_outside_plane",
+                f"heads: {move.heads} from {move.first_head} on, layer {plane.layer} {plane.part} has {plane.heads}",
+            )
+        end = move.slot_offset + move.size_bytes
+        if move.slot_offset < 0 or end > slot.numel():
+            raise EngineError("move_outside_slot", f"move: ends at byte {end}, the slot has {slot.numel()}")
+        if not move.is_bitwise and not {plane.codec.name, move.wire.name} <= DTYPES.keys():
+            raise EngineError("codec_not_convertible", f"codec: {plane.codec.name}, on the wire {move.wire.name}")
+        places = attached.pool.groups[plane.group].blocks * places_of(plane.token_axis)
+        if (id(move.places), places) not in checked:
+            _check_places(move, places)
+            checked.add((id(move.places), places))
+
+
+def _check_places(move: Move, places: int) -> None:
+    if not len(move.places):
+        return
+    low, high = int(move.places.min()), int(move.places.max())
+    if low < 0 or high >= places:
+        raise EngineError(
+            "place_outside_plane",
+            f"places: from {low} to {high}, layer {move.plane.layer} {move.plane.part} has {places}",
+        )
+
+
+def _batches(moves: Sequence[Move]) -> Iterator[Batch]:
+    """The moves in groups that differ in offsets only, each cut where the distances change."""
+    alike: dict[object, list[Move]] = {}
+    for move in moves:
+        if len(move.places):
+            alike.setdefault(_form(move), []).append(move)
+    for group in alike.values():
+        start = 0
+        while start < len(group):
+            end, pitch, slot_pitch = start + 1, 0, 0
+            while end < len(group):
+                step, slot_step = _distance(group[end - 1], group[end])
+                if end == start + 1:
+                    pitch, slot_pitch = step, slot_step
+                if (step, slot_step) != (pitch, slot_pitch) or step <= 0 or slot_step <= 0:
+                    break
+                end += 1
+            yield Batch(tuple(group[start:end]), pitch, slot_pitch)
+            start = end
+
+
+def _form(move: Move) -> object:
+    """Everything a batch has in common."""
+    plane = move.plane
+    strides = (plane.block_stride, plane.token_axis, plane.head_stride, plane.element_axis)
+    codecs = [
+        (codec.name, codec.element_bytes, codec.row_bytes, len(codec.scales)) for codec in (plane.codec, move.wire)
+    ]
+    where = (plane.region, plane.group, move.first_head, move.heads, id(move.places))
+    return (*where, *strides, *codecs, move.is_bitwise)
+
+
+def _distance(one: Move, other: Move) -> tuple[int, int]:
+    return other.plane.offset - one.plane.offset, other.slot_offset - one.slot_offset
+
+
+def _field(attached: AttachedPool, regions: Regions, batch: Batch) -> Field:
+    move = batch.moves[0]
+    plane = move.plane
+    return Field(
+        memory=regions.memories[plane.region],
+        offset=plane.offset + move.first_head * plane.head_stride,
+        planes=Axis(len(batch.moves), batch.pitch),
+        blocks=Axis(attached.pool.groups[plane.group].blocks, plane.block_stride),
+        tokens=tuple(Axis(step.count, step.stride) for step in plane.token_axis),
+        heads=Axis(move.heads, plane.head_stride),
+        elements=tuple(Axis(step.count, step.stride) for step in plane.element_axis),
+        element_bytes=plane.codec.element_bytes,
+    )
+
+
+def _rows(slot: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The batch's part of the slot, [planes, bytes]."""
+    first = batch.moves[0]
+    offset = slot.storage_offset() + first.slot_offset
+    return slot.as_strided([len(batch.moves), first.size_bytes], [batch.slot_pitch, 1], offset)
+
+
+def _conversion(batch: Batch) -> Cast | None:
+    first = batch.moves[0]
+    if first.is_bitwise:
+        return None
+    memory = [scales_of(move.plane.codec, move.first_head, move.heads) for move in batch.moves]
+    wire = [move.wire.scales for move in batch.moves]
+    return Cast(_number(first.plane.codec, memory), _number(first.wire, wire))
+
+
+def _number(codec: Codec, scales: Sequence[tuple[float, ...]]) -> Number:
+    """The codec with the scales of all planes: none if they are all 1, one where they are all equal."""
+    distinct = {scale for each in scales for scale in each}
+    if distinct <= {1.0}:
+        return Number(codec.name)
+    if len(distinct) == 1:
+        scales = [(distinct.pop(),)]
+    return Number(codec.name, torch.tensor(scales, dtype=torch.float32))
+
+
+def _zero_gaps(moves: Sequence[Move], slot: torch.Tensor) -> None:
+    """Padding travels too; it must not carry what the slot held before."""
+    end = 0
+    for move in sorted(moves, key=lambda move: move.slot_offset):
+        if move.slot_offset > end:
+            slot[end : move.slot_offset].zero_()
+        end = max(end, move.slot_offset + move.size_bytes)
+    slot[end:].zero_()
