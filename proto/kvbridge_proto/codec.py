@@ -48,7 +48,8 @@ def decode(frame: bytes | bytearray | memoryview, kind: type[T] | Any, limits: L
 
     Raises BadFrame with code `frame_too_large`, `frame_malformed`, `frame_too_deep` or `message_invalid`.
     """
-    return typed(unpack(frame, limits), kind)
+    message: T = typed(unpack(frame, limits), kind)
+    return message
 
 
 def unpack(frame: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Any:

@@ -16,7 +16,16 @@ Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
 Name = Annotated[str, Meta(max_length=256)]
 
 CodecName = Literal[
-    "bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8", "int8_row_scale", "fp8_row_scale", "fp8_ds_mla", "opaque"
+    "bf16",
+    "fp16",
+    "fp32",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "int8",
+    "int8_row_scale",
+    "fp8_row_scale",
+    "fp8_ds_mla",
+    "opaque",
 ]
 LayerKind = Literal["full", "sliding", "chunked", "mla", "state"]
 HandleKind = Literal["shm_fd", "cuda_ipc", "vmm_fd"]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from kvbridge_proto import engine, peer, words
 
 SCHEMA = Path(__file__).parents[2] / "proto" / "schema"

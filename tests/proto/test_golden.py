@@ -8,7 +8,6 @@ from typing import get_args
 
 import msgspec
 import pytest
-
 from kvbridge_proto import codec, engine, peer, words
 
 from .samples import BODIES, TO_AGENT, TO_ENGINE, frames

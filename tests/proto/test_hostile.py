@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
 from kvbridge_proto import engine, peer
 from kvbridge_proto.codec import BadFrame, Limits, decode, encode, unpack
 from kvbridge_proto.words import MAX_BLOCKS, Blocks
@@ -184,7 +183,7 @@ def test_random_bytes_give_nothing_but_bad_frames(frame: bytes, kind: Any) -> No
 @given(st.sampled_from([*TO_AGENT, *map(enveloped, BODIES)]), st.data())
 def test_a_message_with_a_field_of_any_value_gives_nothing_but_bad_frames(message: Any, data: Any) -> None:
     value = plain(message)
-    inner = value["body"] if "body" in value else value
+    inner = value.get("body", value)
     inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(VALUES)
     _only_bad_frame(msgpack.packb(value), peer.Envelope if inner is not value else engine.ToAgent)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from kvbridge_proto import engine
 from kvbridge_proto.codec import BadFrame, Limits
 from kvbridge_proto.stream import HEADER, StreamReader, pack
@@ -35,7 +35,7 @@ def test_one_byte_at_a_time() -> None:
 def test_any_split_gives_the_same_messages(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(BYTES)]
     reader: StreamReader[engine.ToAgent] = StreamReader(engine.ToAgent)
-    pieces = [BYTES[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [BYTES[a:b] for a, b in itertools.pairwise(edges)]
     assert tuple(m for piece in pieces for m in reader.feed(piece)) == THREE
 
 
