@@ -78,12 +78,18 @@ def split(count: int, rank: int, size: int) -> range:
 
 def build(shape: Shape, tp_rank: int = 0, pp_rank: int = 0) -> Held:
     """One rank's pool, all poison."""
+    pool = describe(shape, tp_rank, pp_rank)
+    return Held(pool, tuple(np.full(region.size_bytes, POISON, np.uint8) for region in pool.regions))
+
+
+def describe(shape: Shape, tp_rank: int = 0, pp_rank: int = 0) -> Pool:
+    """The record of one rank's pool."""
     heads = split(shape.kv_heads, tp_rank, shape.tp_size)
     layers = split(shape.layers, pp_rank, shape.pp_size)
     assert shape.pp_size <= shape.layers
     planes, sizes = _planes(shape, heads, layers)
     kept = Layer(kind="full", kv_heads=shape.kv_heads, key_width=shape.key_width, value_width=shape.value_width)
-    pool = Pool(
+    return Pool(
         engine=Engine(kind="oracle", version="0", id=f"{shape.layout}-{tp_rank}-{pp_rank}"),
         model=Model(name=shape.model, layers=(kept,) * shape.layers),
         shard=Shard(tp_rank=tp_rank, tp_size=shape.tp_size, pp_rank=pp_rank, pp_size=shape.pp_size),
@@ -91,7 +97,6 @@ def build(shape: Shape, tp_rank: int = 0, pp_rank: int = 0) -> Held:
         regions=tuple(Region(size) for size in sizes),
         planes=tuple(planes),
     )
-    return Held(pool, tuple(np.full(size, POISON, np.uint8) for size in sizes))
 
 
 def build_all(shape: Shape) -> list[Held]:

@@ -146,9 +146,9 @@ def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_
     """
     if not 0 <= first_token <= end_token:
         raise PeerError("bad_tokens", f"end_token: {end_token}, first_token: {first_token}")
-    rows = pair(source, sink, takes)
-    if not rows or first_token == end_token:
+    if not takes or first_token == end_token:
         return _sealed(first_token, first_token, [], slot_bytes, 1, (0,))
+    rows = pair(source, sink, takes)
     usable = slot_bytes // ALIGN * ALIGN
     folded = fold(rows, source, sink, first_token, usable)
     strips = _fitted(folded, usable) or _fitted(rows, usable)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,18 +25,33 @@ class Holding:
 
 def holdings(pool: Pool) -> list[Holding]:
     """What a pool holds, in layer order; neighbouring layers that are held alike make one holding."""
-    parts: dict[tuple[int, int, int], set[str]] = {}
+    rows: dict[str, list[tuple[int, int, int]]] = {}
     for plane in pool.planes:
-        parts.setdefault((plane.layer, plane.first_head, plane.heads), set()).add(plane.part)
+        rows.setdefault(plane.part, []).append((plane.layer, plane.first_head, plane.heads))
     held: list[Holding] = []
-    for (layer, first_head, heads), names in sorted(parts.items()):
-        last = held[-1] if held else None
-        row = (layer, first_head, first_head + heads, frozenset(names))
-        if last and (last.end_layer, last.first_head, last.end_head, last.parts) == row:
-            held[-1] = Holding(last.first_layer, layer + 1, last.first_head, last.end_head, last.parts)
-        else:
-            held.append(Holding(layer, layer + 1, first_head, first_head + heads, frozenset(names)))
+    for parts, held_alike in _alike(rows):
+        first = before = held_alike[0]
+        for row in held_alike[1:]:
+            if row != (before[0] + 1, *first[1:]):
+                held.append(Holding(first[0], before[0] + 1, first[1], first[1] + first[2], parts))
+                first = row
+            before = row
+        held.append(Holding(first[0], before[0] + 1, first[1], first[1] + first[2], parts))
     return held
+
+
+def _alike(rows: dict[str, list[tuple[int, int, int]]]) -> Iterator[tuple[frozenset[str], list[tuple[int, int, int]]]]:
+    """The rows (layer, first head, heads) that the same parts have: mostly all of them, which is quick to see."""
+    lists = [sorted(each) for each in rows.values()]
+    if all(each == lists[0] for each in lists):
+        yield frozenset(rows), lists[0]
+        return
+    parts: dict[tuple[int, int, int], set[str]] = {}
+    for part, each in rows.items():
+        for row in each:
+            parts.setdefault(row, set()).add(part)
+    for names in sorted({frozenset(names) for names in parts.values()}, key=sorted):
+        yield names, sorted(row for row in parts if parts[row] == names)
 
 
 def assign(sources: Sequence[Pool], sink: Pool) -> tuple[tuple[Take, ...], ...]:
