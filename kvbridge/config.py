@@ -1,0 +1,132 @@
+"""The agent's options, each spelled once: name, default, bounds and what it is for. Reads file, environment, flags.
+
+A flag beats `KVBRIDGE_<NAME>` in the environment, which beats the file, which beats the default here.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from .errors import OperatorError
+
+ENVIRONMENT_PREFIX = "KVBRIDGE_"
+SOCKET_PATH_BYTES = 107  # what the kernel takes for a unix socket
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything an operator may set."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64, description="What this agent is called in logs")] = "agent-0"
+    socket: Annotated[str, Meta(description="Unix socket for the engine and `kvbridge status`")] = (
+        "/run/kvbridge/agent-0.sock"
+    )
+    listen: Annotated[str, Meta(description="Where other agents reach us; port 0 takes any")] = "tcp://127.0.0.1:7700"
+    advertise: Annotated[str, Meta(description="The address told to others; empty: the one we listen on")] = ""
+    allow_wildcard: Annotated[bool, Meta(description="Let `listen` name every interface (0.0.0.0, *, ::)")] = False
+    allowed_uids: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...],
+        Meta(max_length=64, description="Users whose engines may attach; empty: our own and root"),
+    ] = ()
+    slot_bytes: Annotated[
+        int, Meta(ge=1 << 16, le=1 << 30, description="Size of a staging slot, the largest piece in flight")
+    ] = 4 << 20
+    inbound_slots: Annotated[int, Meta(ge=1, le=4096, description="Slots that other agents write into")] = 32
+    outbound_slots: Annotated[int, Meta(ge=1, le=4096, description="Slots that we send from")] = 16
+    net_devices: Annotated[
+        str, Meta(max_length=256, description="Network devices for the data, as UCX names them; empty: all")
+    ] = ""
+    connect_s: Annotated[float, Meta(gt=0, le=600, description="How long to try to reach another agent")] = 5.0
+    silence_s: Annotated[float, Meta(ge=1, le=600, description="A peer silent for so long is lost")] = 5.0
+    write_timeout_s: Annotated[
+        float, Meta(gt=0, le=600, description="A write that takes longer fails its transfer; its slots stay locked")
+    ] = 10.0
+    drain_s: Annotated[float, Meta(ge=0, le=3600, description="How long transfers may go on after SIGTERM")] = 10.0
+    metrics: Annotated[str, Meta(description="host:port for Prometheus; empty: off")] = "127.0.0.1:9400"
+    log_level: Annotated[LogLevel, Meta(description="debug, info, warning or error")] = "info"
+
+
+def load(
+    path: str | None = None,
+    flags: Mapping[str, str | None] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> AgentConfig:
+    """What the operator said, checked. Raises OperatorError naming the option, the value and its origin."""
+    environment = os.environ if environment is None else environment
+    said: dict[str, tuple[Any, str]] = {}
+    if path is not None:
+        said |= {name: (value, path) for name, value in _file(path).items()}
+    for name in options():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if variable in environment:
+            said[name] = (environment[variable], variable)
+        flag = (flags or {}).get(name)
+        if flag is not None:
+            said[name] = (flag, flag_of(name))
+    config = AgentConfig(**{name: _typed(name, value, origin) for name, (value, origin) in said.items()})
+    _check(config)
+    return config
+
+
+def options() -> dict[str, str]:
+    """Every option's name and what it is for."""
+    hints = get_type_hints(AgentConfig, include_extras=True)
+    return {name: get_args(hints[name])[-1].description for name in AgentConfig.__struct_fields__}
+
+
+def defaults() -> dict[str, Any]:
+    """Every option's default."""
+    return msgspec.structs.asdict(AgentConfig())
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _file(path: str) -> dict[str, Any]:
+    try:
+        said = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise OperatorError("bad_config_file", f"config: cannot read {path}: {error}") from None
+    for name in said:
+        if name not in AgentConfig.__struct_fields__:
+            known = ", ".join(AgentConfig.__struct_fields__)
+            raise OperatorError("bad_option", f"{name}: no such option in {path}; there are {known}")
+    return said
+
+
+def _typed(name: str, value: Any, origin: str) -> Any:
+    """`value` as the option's type; text is read leniently where it comes from a flag or the environment."""
+    hint = get_type_hints(AgentConfig, include_extras=True)[name]
+    is_text = isinstance(value, str)
+    plain: Any = value
+    if is_text and name == "allowed_uids":
+        plain = [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        return msgspec.convert(plain, hint, strict=not is_text or origin.endswith(".toml"))
+    except msgspec.ValidationError as error:
+        raise OperatorError("bad_option", f"{name}: got {value!r} from {origin}: {error}") from None
+
+
+def _check(config: AgentConfig) -> None:
+    """What no single option can know. Addresses are checked where they are bound."""
+    path = config.socket
+    if not path.startswith("/"):
+        raise OperatorError("bad_option", f"socket: got {path!r}, must be an absolute path")
+    if len(path.encode()) > SOCKET_PATH_BYTES:
+        raise OperatorError("bad_option", f"socket: got {len(path.encode())} bytes, limit {SOCKET_PATH_BYTES}: {path}")
+    if config.slot_bytes % 4096:
+        raise OperatorError("bad_option", f"slot_bytes: got {config.slot_bytes}, must be a multiple of 4096")
+    if config.allow_wildcard and not config.advertise:
+        raise OperatorError("bad_option", "advertise: got '', must be set with allow_wildcard: others need one address")
+    if config.metrics:
+        host, _, port = config.metrics.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise OperatorError("bad_option", f"metrics: got {config.metrics!r}, must be host:port or empty")

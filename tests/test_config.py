@@ -1,0 +1,113 @@
+"""Options come from defaults, file, environment and flags, in that order, and bad ones are named with their value."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvbridge.config import AgentConfig, defaults, flag_of, load, options
+from kvbridge.errors import OperatorError
+
+DEPLOYED = Path(__file__).parents[1] / "deploy" / "kvbridge.toml"
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "kvbridge.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_nothing_said_gives_the_defaults() -> None:
+    assert load(environment={}) == AgentConfig()
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    path = write(tmp_path, 'name = "file"\ninbound_slots = 3\noutbound_slots = 4\ndrain_s = 1\n')
+    environment = {"KVBRIDGE_NAME": "environment", "KVBRIDGE_OUTBOUND_SLOTS": "5", "OTHER": "x"}
+    config = load(path, {"name": "flag", "socket": None}, environment)
+    assert (config.name, config.inbound_slots, config.outbound_slots, config.drain_s) == ("flag", 3, 5, 1.0)
+    assert config.socket == AgentConfig().socket
+
+
+def test_text_of_flags_and_environment_becomes_what_it_should_be() -> None:
+    flags = {"slot_bytes": "1048576", "connect_s": "2.5", "allowed_uids": "0, 1000", "allow_wildcard": "true"}
+    config = load(None, flags | {"advertise": "tcp://10.0.0.1:7700"}, {})
+    assert (config.slot_bytes, config.connect_s, config.allowed_uids) == (1 << 20, 2.5, (0, 1000))
+    assert config.allow_wildcard is True
+
+
+def test_every_option_can_be_given_in_every_way(tmp_path: Path) -> None:
+    said = {name: value for name, value in defaults().items() if name != "allow_wildcard"}
+    text = {n: ",".join(map(str, v)) if isinstance(v, tuple) else str(v) for n, v in said.items()}
+    assert load(None, text, {}) == AgentConfig()
+    assert load(None, None, {f"KVBRIDGE_{name.upper()}": value for name, value in text.items()}) == AgentConfig()
+
+
+BAD = {
+    "no number": ("slot_bytes", "abc"),
+    "too small": ("slot_bytes", "100"),
+    "not whole pages": ("slot_bytes", "70000"),
+    "no slots": ("inbound_slots", "0"),
+    "negative time": ("drain_s", "-1"),
+    "no time": ("connect_s", "nan"),
+    "unknown level": ("log_level", "loud"),
+    "no name": ("name", ""),
+    "relative socket": ("socket", "agent.sock"),
+    "socket too long": ("socket", "/" + "x" * 120),
+    "metrics without port": ("metrics", "127.0.0.1"),
+    "metrics on port 70000": ("metrics", "127.0.0.1:70000"),
+    "no user": ("allowed_uids", "root"),
+    "wildcard without an address to tell": ("allow_wildcard", "true"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refuses_a_bad_value_naming_option_and_value(case: str) -> None:
+    name, value = BAD[case]
+    with pytest.raises(OperatorError) as caught:
+        load(None, {name: value}, {})
+    told = str(caught.value)
+    assert caught.value.code == "bad_option"
+    assert (name in told and (value[:20] in told or str(len(value)) in told)) or "allow_wildcard" in told
+
+
+def test_says_where_the_bad_value_came_from(tmp_path: Path) -> None:
+    path = write(tmp_path, 'inbound_slots = "8"\n')
+    with pytest.raises(OperatorError, match=r"inbound_slots: got '8' from .*kvbridge\.toml: Expected `int`"):
+        load(path, None, {})
+    with pytest.raises(OperatorError, match=r"drain_s: got 'x' from KVBRIDGE_DRAIN_S"):
+        load(None, None, {"KVBRIDGE_DRAIN_S": "x"})
+    with pytest.raises(OperatorError, match="drain_s: got 'x' from --drain-s"):
+        load(None, {"drain_s": "x"}, {})
+
+
+def test_refuses_an_option_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="slot_byte: no such option"):
+        load(write(tmp_path, "slot_byte = 4096\n"), None, {})
+
+
+@pytest.mark.parametrize("text", ["name = \n", "\x00", 'name = "a"\nname = "b"\n'])
+def test_refuses_a_file_that_is_not_toml(tmp_path: Path, text: str) -> None:
+    with pytest.raises(OperatorError, match="cannot read"):
+        load(write(tmp_path, text), None, {})
+
+
+def test_refuses_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match=r"nowhere\.toml"):
+        load(str(tmp_path / "nowhere.toml"), None, {})
+
+
+def test_deployed_file_loads_and_names_every_option_with_its_default() -> None:
+    text = DEPLOYED.read_text()
+    assert load(str(DEPLOYED), None, {}) is not None
+    shown = "\n".join(line.removeprefix("# ") for line in text.splitlines() if " = " in line)
+    named = tomllib.loads(shown)
+    assert list(named) == list(options())
+    assert {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()} == defaults()
+
+
+def test_every_option_says_what_it_is_for() -> None:
+    assert all(len(text) > 10 for text in options().values())
+    assert flag_of("slot_bytes") == "--slot-bytes"
