@@ -1,0 +1,138 @@
+"""KVBridgeConnector: what vLLM loads. Hands each hook to the scheduler's or the worker's half; holds no logic.
+
+Load it by its short name (the `vllm.general_plugins` entry point registers it) or by module path:
+`{"kv_connector": "KVBridgeConnector", "kv_connector_module_path": "kvbridge.adapters.vllm", "kv_role": "kv_producer"}`.
+Written against vLLM 0.32.0; options are in `vllm_options.Options`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from .vllm_options import Options
+from .vllm_scheduler import SchedulerSide
+from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
+from .vllm_worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+Finished = tuple[bool, dict[str, Any] | None]
+
+
+class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One in the scheduler's process and one in each worker; `role` says which half is there."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = Options.read(self._kv_transfer_config.kv_connector_extra_config)
+        self._load_errors: set[int] = set()
+        if role is KVConnectorRole.SCHEDULER:
+            self.scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
+        else:
+            self.worker = WorkerSide(vllm_config, kv_cache_config, options)
+
+    # Scheduler:
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.bind(kv_cache_manager)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[RankKey, KVConnectorHandshakeMetadata]) -> None:
+        addresses = {rank: said for rank, said in metadata.items() if isinstance(said, AgentAddress)}
+        self.scheduler.agents_at_start(addresses)
+
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler.matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self.scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler.next_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.scheduler.heard(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
+        return self.scheduler.finished(request)
+
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Finished:
+        return self.scheduler.finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.has_words
+
+    # Worker:
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker.handshake()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, Step)
+        self.worker.before_forward(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing: the agent writes between steps."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs only once all its layers are there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Nothing: the agent reads the cache itself."""
+
+    def wait_for_save(self) -> None:
+        """After the forward; waits for nothing."""
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
+        self.worker.after_forward(step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        reports = self.worker.results()
+        return KVConnectorTransferResults(reports.sent, reports.received, reports.failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """For callers that know no failed receives: those show as blocks with load errors instead."""
+        reports = self.worker.results()
+        self._load_errors |= reports.failed_blocks
+        return reports.sent or None, reports.received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        errors, self._load_errors = self._load_errors, set()
+        return errors
+
+    def build_connector_worker_meta(self) -> AgentAddresses | None:
+        return self.worker.changed_address()
+
+    def shutdown(self) -> None:
+        if self.role is KVConnectorRole.WORKER:
+            self.worker.close()

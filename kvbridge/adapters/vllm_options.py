@@ -1,0 +1,54 @@
+"""What an operator may set in `kv_connector_extra_config`; read once, at the door. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..errors import OperatorError
+
+PREFIX = "kvbridge_"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Spelled with `kvbridge_` in front.
+
+    socket       the agent's unix socket; `{rank}` is the rank's number among this engine's ranks on this host
+    hold_s       how long a prefilled request waits to be fetched
+    deadline_s   how long a decoding request waits for its KV before the engine's failure policy applies
+    connect_s    how long start-up waits for the agent; without one the engine starts all the same
+    model_name   what both engines call the model; the last part of the model's path if not set
+    prefill      the prefilling side's agent (tcp://host:port), for proxies that hand over no kv_transfer_params
+    """
+
+    socket: str = "/run/kvbridge/agent-{rank}.sock"
+    hold_s: float = 480.0
+    deadline_s: float = 60.0
+    connect_s: float = 30.0
+    model_name: str = ""
+    prefill: str = ""
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any]) -> Options:
+        """Raises OperatorError for a name nobody knows or a value of the wrong kind."""
+        known = {field.name: field for field in fields(cls)}
+        ours = {name.removeprefix(PREFIX): value for name, value in extra.items() if name.startswith(PREFIX)}
+        for name, value in ours.items():
+            if name not in known:
+                spelled = ", ".join(PREFIX + name for name in known)
+                raise OperatorError("option_unknown", f"{PREFIX}{name}: not an option, known are {spelled}")
+            wanted = type(known[name].default)
+            if wanted is float and not isinstance(value, bool) and isinstance(value, int | float):
+                if not 0 < value <= 86400:
+                    raise OperatorError("option_invalid", f"{PREFIX}{name}: {value}, must be in (0, 86400]")
+            elif not isinstance(value, wanted):
+                raise OperatorError(
+                    "option_invalid", f"{PREFIX}{name}: {value!r} is {type(value).__name__}, must be {wanted.__name__}"
+                )
+        return cls(**ours)
+
+    def socket_of(self, rank: int) -> str:
+        """The socket of one rank's agent."""
+        return self.socket.replace("{rank}", str(rank))

@@ -1,0 +1,14 @@
+"""Makes `"kv_connector": "KVBridgeConnector"` known to vLLM by its short name (entry point `vllm.general_plugins`)."""
+
+from __future__ import annotations
+
+NAME = "KVBridgeConnector"
+MODULE = "kvbridge.adapters.vllm"
+
+
+def register() -> None:
+    """vLLM calls this in every process, and may call it twice."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, MODULE, NAME)

@@ -1,0 +1,291 @@
+"""The scheduler's half of the vLLM connector: which requests are offered or wanted, and what the workers must say.
+
+It speaks only through `Step`: messages for the agents, in the order in which things happened. Prefill side: a request
+with `do_remote_decode` is offered piece by piece as its prompt is computed, and its blocks are kept until the workers
+report them sent. Decode side: a request with `do_remote_prefill` waits for its prompt, and is wanted once it has
+blocks. A request that will not fetch what it could still says so (an empty want), so that the other side may free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from kvbridge_proto.engine import Abandon, Directory, Offer, Want, Withdraw
+from kvbridge_proto.words import Blocks, Rank
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+from .vllm_options import Options
+from .vllm_rooms import message_name, offered_room, prompt_room, wanted_room
+from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+# Not under `kvbridge`: only vLLM's own loggers are shown by default.
+log = init_logger("vllm.kvbridge.scheduler")
+
+PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+@dataclass(slots=True)
+class Sending:
+    """A request whose prompt is offered. `name` is "" until the first offer; `attempt` counts preemptions."""
+
+    request: Request
+    room: str
+    is_named: bool
+    name: str = ""
+    attempt: int = 0
+    tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.name) and self.tokens == self.request.num_prompt_tokens
+
+
+@dataclass(slots=True)
+class Receiving:
+    """A request whose prompt is to be fetched; `first_token` is where the local prefix ends."""
+
+    room: str
+    source: str
+    first_token: int = 0
+
+
+class SchedulerSide:
+    """Called by vLLM's scheduler, on its thread."""
+
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig, options: Options) -> None:
+        transfer, parallel = config.kv_transfer_config, config.parallel_config
+        assert transfer is not None
+        self._options = options
+        self._cache = cache
+        self._engine_id = transfer.engine_id
+        self._tp_size = parallel.tensor_parallel_size
+        self._pp_size = parallel.pipeline_parallel_size
+        # Proxies that hand over no parameters tell the sides apart by role only.
+        self._offers_all = transfer.kv_role == "kv_producer"
+        self._wants_all = transfer.kv_role == "kv_consumer" and bool(options.prefill)
+        self._block_tokens = [group.kv_cache_spec.block_size for group in cache.transfer_groups]
+        self._manager: KVCacheManager | None = None
+        self._agents: dict[RankKey, str] = {}
+        self._sending: dict[str, Sending] = {}
+        self._receiving: dict[str, Receiving] = {}
+        self._awaited: set[str] = set()
+        self._step = Step()
+
+    # Who has an agent:
+
+    def agents_at_start(self, addresses: dict[RankKey, AgentAddress]) -> None:
+        self._agents_are({rank: said.address for rank, said in addresses.items()})
+
+    def _agents_are(self, changed: dict[RankKey, str]) -> None:
+        self._agents |= changed
+        if not self._has_agents:
+            return
+        ranks = (
+            Rank(tp_rank=tp_rank, pp_rank=pp_rank, address=address)
+            for (pp_rank, tp_rank), address in sorted(self._agents.items())
+        )
+        self._step.before.append(Directory(ranks=tuple(ranks)))
+
+    @property
+    def _has_agents(self) -> bool:
+        """A transfer needs all ranks: without one agent we neither offer nor want."""
+        return len(self._agents) == self._tp_size * self._pp_size and all(self._agents.values())
+
+    @property
+    def has_words(self) -> bool:
+        """Whether a step is due only to tell the workers something. One step clears it: never a reason to spin."""
+        return bool(self._step.before)
+
+    # A request's life:
+
+    def new_request(self, request: Request) -> None:
+        params = request.kv_transfer_params or {}
+        prompt = request.prompt_token_ids or [0] * request.num_prompt_tokens
+        if params.get("do_remote_decode"):
+            room = offered_room(request.request_id, prompt)
+            self._sending[request.request_id] = Sending(request, room, True)
+        elif params.get("do_remote_prefill"):
+            self._expect(request, params, prompt)
+        elif not request.kv_transfer_params and (self._offers_all or self._wants_all):
+            self._new_unnamed(request)
+
+    def _expect(self, request: Request, params: dict[str, Any], prompt: Sequence[int]) -> None:
+        remote, host, port = (params.get(key) for key in ("remote_request_id", "remote_host", "remote_port"))
+        if not (remote and host and port):
+            log.warning("%s: kv_transfer_params without request, host or port: computed here", request.request_id)
+            return
+        source = f"tcp://[{host}]:{port}" if ":" in str(host) else f"tcp://{host}:{port}"
+        room = wanted_room(str(remote), request.request_id, prompt)
+        if room is None:
+            log.warning("%s: prefilled from other tokens (%s): computed here", request.request_id, remote)
+            self._decline(request.request_id, Receiving(str(remote), source))
+            return
+        self._receiving[request.request_id] = Receiving(room, source)
+
+    def _new_unnamed(self, request: Request) -> None:
+        room = prompt_room(request)
+        if room is None:
+            return
+        if self._wants_all:
+            self._receiving[request.request_id] = Receiving(room, self._options.prefill)
+        elif request.max_tokens == 1:
+            self._sending[request.request_id] = Sending(request, room, False)
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
+        """How much of the prompt to fetch beyond `computed`: all but its last token.
+
+        vLLM computes the last token itself in any case, to have something to sample from (0.32 takes one token off
+        a hit of the whole prompt). Fetching it would rewrite a block that the prefix cache already shares.
+        """
+        receiving = self._receiving.get(request.request_id)
+        if receiving is None or not self._has_agents:
+            return 0, False
+        receiving.first_token = computed
+        count = request.num_prompt_tokens - 1 - computed
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        receiving = self._receiving.pop(request.request_id, None)
+        if receiving is None:
+            return
+        # Also on vLLM's own record: a retry after a failed receive must not fetch again.
+        if request.kv_transfer_params:
+            request.kv_transfer_params["do_remote_prefill"] = False
+        if external_tokens == 0:
+            self._decline(request.request_id, receiving)
+            return
+        name = message_name(request.request_id)
+        first, end = receiving.first_token, receiving.first_token + external_tokens
+        table = self._cache.select_transfer_block_ids(blocks.get_block_ids())
+        self._step.before.append(
+            self._want(name, receiving, first, end, tuple(self._pieces(table, [first] * len(table), end)))
+        )
+        self._step.awaited[name] = request.request_id
+        self._awaited.add(request.request_id)
+
+    def _pieces(self, table: Sequence[Sequence[int]], firsts: Sequence[int], end: int) -> list[Blocks]:
+        """The blocks that hold tokens [first, end) of each group."""
+        pieces = []
+        for group, (ids, first, size) in enumerate(zip(table, firsts, self._block_tokens, strict=True)):
+            entry, last = first // size, -(-end // size)
+            pieces.append(Blocks(group, entry, tuple(ids[entry:last])))
+        return pieces
+
+    def _want(self, name: str, what: Receiving, first: int, end: int, blocks: tuple[Blocks, ...]) -> Want:
+        return Want(
+            request=name,
+            room=what.room,
+            source=what.source,
+            first_token=first,
+            end_token=end,
+            blocks=blocks,
+            deadline_s=self._options.deadline_s,
+        )
+
+    def _decline(self, request_id: str, receiving: Receiving) -> None:
+        """Nothing is needed; the other side may free. Nobody waits for the answer."""
+        self._step.before.append(self._want(message_name(request_id), receiving, 0, 0, ()))
+
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request's blocks must stay, and what a proxy should hand to the decode side."""
+        request_id = request.request_id
+        receiving = self._receiving.pop(request_id, None)
+        if receiving is not None:
+            self._decline(request_id, receiving)  # it never came to have blocks
+        if request_id in self._awaited:
+            self._step.before.append(Abandon(request=message_name(request_id), reason=request.status.name.lower()))
+        sending = self._sending.pop(request_id, None)
+        if sending is None or not sending.name:
+            return False, None
+        self._step.held[sending.name] = request_id
+        if request.status in PREFILLED and sending.is_whole:
+            return True, self._params(sending) if sending.is_named else None
+        # Blocks stay even now: the agent may be reading them until it answers the withdrawal.
+        self._step.before.append(Withdraw(request=sending.name, reason=request.status.name.lower()))
+        return True, None
+
+    def _params(self, sending: Sending) -> dict[str, Any]:
+        agent = urlsplit(self._agents.get((0, 0), ""))
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": sending.room,
+            "remote_host": agent.hostname,
+            "remote_port": agent.port,
+            "remote_block_ids": [],
+            "remote_num_tokens": sending.tokens,
+            "tp_size": self._tp_size,
+            "pp_size": self._pp_size,
+        }
+
+    # A step:
+
+    def next_step(self, output: SchedulerOutput) -> Step:
+        for request_id in output.preempted_req_ids or ():
+            self._withdraw(request_id)
+        if self._has_agents:
+            for request_id, count in output.num_scheduled_tokens.items():
+                sending = self._sending.get(request_id)
+                if sending is not None and not sending.is_whole:
+                    self._offer(sending, sending.request.num_computed_tokens + count)
+        step, self._step = self._step, Step()
+        return step
+
+    def _withdraw(self, request_id: str) -> None:
+        """Preempted: its blocks are already somebody else's, what was offered is void and starts anew."""
+        sending = self._sending.get(request_id)
+        if sending is None or not sending.name:
+            return
+        self._step.before.append(Withdraw(request=sending.name, reason="preempted"))
+        sending.name, sending.tokens, sending.blocks = "", 0, []
+        sending.attempt += 1
+
+    def _offer(self, sending: Sending, computed: int) -> None:
+        """What this step's forward will have computed, with the blocks that were not offered yet."""
+        assert self._manager is not None
+        request = sending.request
+        tokens = min(computed, request.num_prompt_tokens)
+        if tokens <= sending.tokens:
+            return
+        if not sending.name:
+            sending.name = message_name(request.request_id, sending.attempt)
+            sending.blocks = [0] * len(self._block_tokens)
+        table = self._cache.select_transfer_block_ids(self._manager.get_block_ids(request.request_id))
+        firsts = [count * size for count, size in zip(sending.blocks, self._block_tokens, strict=True)]
+        pieces = self._pieces(table, firsts, tokens)
+        sending.tokens = tokens
+        sending.blocks = [piece.first + len(piece.ids) for piece in pieces]
+        self._step.after.append(
+            Offer(
+                room=sending.room,
+                request=sending.name,
+                tokens=tokens,
+                blocks=tuple(piece for piece in pieces if piece.ids),
+                is_last=sending.is_whole,
+                hold_s=self._options.hold_s,
+            )
+        )
+
+    def heard(self, output: KVConnectorOutput) -> None:
+        """What the workers report, before the scheduler acts on it."""
+        self._awaited.difference_update(output.finished_recving or ())
+        said = output.kv_connector_worker_meta
+        if isinstance(said, AgentAddresses):
+            self._agents_are(said.addresses)
+
+    def bind(self, manager: KVCacheManager) -> None:
+        self._manager = manager

@@ -1,0 +1,48 @@
+"""What passes between the scheduler's and the workers' half of the connector, each step and at start-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvbridge_proto.engine import ToAgent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+RankKey = tuple[int, int]
+"""(pipeline rank, tensor rank)."""
+
+
+@dataclass
+class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """Scheduler to every worker, once a step: messages for the agents, and what will be waited for.
+
+    `before` goes out before the forward pass, `after` when it has written what the messages speak of. `awaited` maps
+    the names of wants to requests whose receive must be reported, `held` those of offers to requests whose blocks
+    are kept until reported as sent.
+    """
+
+    before: list[ToAgent] = field(default_factory=list)
+    after: list[ToAgent] = field(default_factory=list)
+    awaited: dict[str, str] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class AgentAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """One worker to the scheduler, at start-up: its agent's control address, or "" without an agent."""
+
+    address: str
+
+
+@dataclass
+class AgentAddresses(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Workers to the scheduler: the agents that came, moved or went (""), by rank."""
+
+    addresses: dict[RankKey, str]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> AgentAddresses:
+        assert isinstance(other, AgentAddresses)
+        return AgentAddresses(self.addresses | other.addresses)

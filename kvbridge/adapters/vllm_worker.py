@@ -1,0 +1,216 @@
+"""The worker's half of the vLLM connector: hands the step's messages to the agent and reports what the agent answered.
+
+No thread, no waiting: everything happens in the hooks of the engine's own steps. Block ids are the engine's; the agent
+alone touches memory.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from kvbridge_proto.engine import (
+    Abandon,
+    Attach,
+    Directory,
+    Done,
+    Failed,
+    Offer,
+    Refused,
+    Released,
+    ToAgent,
+    Want,
+    Withdraw,
+)
+from kvbridge_proto.pool import Handle, Shard
+from kvbridge_proto.words import OURS
+from vllm.logger import init_logger
+
+from ..device.handles import export
+from ..errors import KVBridgeError
+from .client import EngineClient
+from .link import AgentLink, Over
+from .vllm_ledger import Ledger, Receive, Reports
+from .vllm_options import Options
+from .vllm_pool import Memory, describe
+from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = init_logger("vllm.kvbridge.worker")
+
+GRACE_S = 10.0  # what an agent gets beyond its own deadline, and again after being asked to stop
+LOOK_S = 0.5  # how often deadlines are looked at
+
+
+class WorkerSide:
+    """Called by vLLM's model runner, on its thread."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        cache: KVCacheConfig,
+        options: Options,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._options = options
+        self._clock = clock
+        self._ledger = Ledger()
+        self._link: AgentLink | None = None
+        self._directory: Directory | None = None
+        self._told = ""  # the agent address that the scheduler knows
+        self._look_at = 0.0
+        self._key: RankKey = (0, 0)
+
+    # Start-up:
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Describe and share the memory, and attach. Without an agent the engine starts all the same."""
+        shard, rank = _place(self._config)
+        self._key = (shard.pp_rank, shard.tp_rank)
+        name = self._options.model_name or self._config.model_config.model.rstrip("/").rpartition("/")[2]
+        memory = describe(kv_caches, self._config, self._cache, shard, name)
+        _, fds = _export(memory)  # once now: moving the storage later would be a surprise in the middle of serving
+        _close(fds)
+        self.attach(self._options.socket_of(rank), memory)
+
+    def attach(self, path: str, memory: Memory) -> None:
+        handles, fds = _export(memory)
+        _close(fds)
+        attach = Attach(versions=OURS, pool=memory.pool, handles=handles)
+        self._link = AgentLink(EngineClient(path), attach, lambda: _export(memory)[1], log, self._clock)
+        self._link.start(self._options.connect_s)
+        self._told = self._link.address
+
+    def handshake(self) -> AgentAddress:
+        return AgentAddress(self._told)
+
+    def changed_address(self) -> AgentAddresses | None:
+        """For the scheduler, when our agent came or went."""
+        address = self._link.address if self._link is not None else ""
+        if address == self._told:
+            return None
+        self._told = address
+        return AgentAddresses({self._key: address})
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    # A step:
+
+    def before_forward(self, step: Step) -> None:
+        """Say what need not wait for this step's forward. Withdrawals must leave before it overwrites blocks."""
+        self._turn()
+        for message in step.before:
+            match message:
+                case Directory():
+                    self._directory = message
+                    self._say(message)
+                case Want() if message.request in step.awaited:
+                    self._want(message, step.awaited[message.request])
+                case Withdraw():
+                    self._say(message)
+                    if message.request not in step.held:
+                        self._ledger.forgotten(message.request)
+                case _:
+                    self._say(message)
+
+    def after_forward(self, step: Step) -> None:
+        """Offer what the forward has written; then what the scheduler keeps can be settled."""
+        for message in step.after:
+            if isinstance(message, Offer) and self._say(message):
+                self._ledger.offered(message.request, self._clock() + message.hold_s + GRACE_S)
+        for name, request_id in step.held.items():
+            self._ledger.held(name, request_id)
+
+    def results(self) -> Reports:
+        """What was finished since the last step."""
+        self._turn()
+        if self._clock() >= self._look_at:
+            self._look_at = self._clock() + LOOK_S
+            self._look_for_late()
+        return self._ledger.take()
+
+    def _want(self, want: Want, request_id: str) -> None:
+        blocks = tuple(block for piece in want.blocks for block in piece.ids)
+        self._ledger.wanted(want.request, Receive(request_id, self._clock() + want.deadline_s + GRACE_S, blocks))
+        if not self._say(want):
+            self._ledger.failed(want.request)  # nobody was told of its blocks
+
+    def _say(self, message: ToAgent) -> bool:
+        return self._link is not None and self._link.send(message)
+
+    def _turn(self) -> None:
+        if self._link is None:
+            return
+        was_attached = self._link.is_attached
+        for message in self._link.turn():
+            match message:
+                case Done(request=name):
+                    self._ledger.received(name)
+                case Failed(request=name, code=code, reason=reason):
+                    if name in self._ledger.receives:
+                        log.warning("%s: KV not received: %s: %s", name, code, reason)
+                    self._ledger.failed(name)
+                case Released(request=name, code=code, reason=reason):
+                    if code:
+                        log.info("%s: released: %s: %s", name, code, reason)
+                    self._ledger.released(name)
+                case Refused(about=name, code=code, reasons=reasons):
+                    log.warning("%s: refused by the agent: %s: %s", name, code, "; ".join(reasons))
+                    self._ledger.failed(name)
+                    self._ledger.released(name)
+                case Over():
+                    self._ledger.over()
+        if self._link.is_attached and not was_attached and self._directory is not None:
+            self._say(self._directory)
+
+    def _look_for_late(self) -> None:
+        """An agent that is alive but silent is asked to stop, then given up. Blocks stay ours until it has let go."""
+        now = self._clock()
+        for name, late in self._ledger.next_late(now):
+            if late.is_nudged:
+                if self._link is not None:
+                    self._link.give_up(f"{name}: no answer within {GRACE_S} s of asking it to stop")
+                return
+            reason = "no answer in time"
+            is_receive = isinstance(late, Receive)
+            self._say(Abandon(request=name, reason=reason) if is_receive else Withdraw(request=name, reason=reason))
+            late.is_nudged, late.late_at = True, now + GRACE_S
+
+
+def _place(config: VllmConfig) -> tuple[Shard, int]:
+    """Which rank this is, and its number among this engine's ranks on this host (what `{rank}` in the path means)."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+
+    parallel, tp, pp = config.parallel_config, get_tp_group(), get_pp_group()
+    shard = Shard(tp_rank=tp.rank_in_group, tp_size=tp.world_size, pp_rank=pp.rank_in_group, pp_size=pp.world_size)
+    replica = parallel.data_parallel_rank_local or 0
+    return shard, replica * parallel.local_world_size + get_world_group().local_rank
+
+
+def _export(memory: Memory) -> tuple[tuple[Handle, ...], list[int]]:
+    handles: list[Handle] = []
+    fds: list[int] = []
+    try:
+        for index, storage in enumerate(memory.storages):
+            handle, fd = export(storage, index, index)
+            handles.append(handle)
+            fds.append(fd)
+    except KVBridgeError:
+        _close(fds)
+        raise
+    return tuple(handles), fds
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
