@@ -1,0 +1,31 @@
+"""The `kvbridge` command. Works far enough in the base install to say which packages a command still needs."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+
+EXTRA = "this needs the packages of the agent: pip install 'kvbridge[agent]' (missing: {})"
+
+
+def main() -> None:
+    """Run what the command line says. Exit codes: 0 done, 1 it failed and said why, 2 the command line is wrong."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"kvbridge {version('kvbridge')}")
+        return
+    try:
+        from .commands import app
+    except ModuleNotFoundError as error:
+        sys.exit(missing(error))
+    app.build()(prog_name="kvbridge")
+
+
+def missing(error: ModuleNotFoundError) -> str:
+    """What to tell the operator. Raises the error again if a module of ours is not there: that is a bug."""
+    if error.name is None or error.name.partition(".")[0].startswith("kvbridge"):
+        raise error
+    return f"kvbridge: {EXTRA.format(error.name)}"
+
+
+if __name__ == "__main__":
+    main()

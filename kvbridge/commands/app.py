@@ -1,0 +1,127 @@
+"""Which commands there are. Each imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..cli import missing
+from ..config import AgentConfig, defaults, flag_of, load, options
+from ..errors import KVBridgeError
+
+JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def build() -> typer.Typer:
+    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    app.callback()(_root)
+    for name, command in (("agent", _agent_command()), ("status", status), ("plan", plan), ("demo", demo)):
+        app.command(name)(command)
+    return app
+
+
+def _root(
+    is_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Carries a request's KV cache from the GPU that prefilled it to the GPU that decodes it."""
+    if is_version:
+        typer.echo(f"kvbridge {version('kvbridge')}")
+        raise typer.Exit
+
+
+@contextmanager
+def _told(command: str) -> Iterator[None]:
+    """An error of ours, or a package that is not there, becomes a line on stderr and exit code 1."""
+    try:
+        yield
+    except KVBridgeError as error:
+        typer.echo(f"kvbridge {command}: {error.code}: {error}", err=True)
+        raise typer.Exit(1) from None
+    except ModuleNotFoundError as error:
+        typer.echo(missing(error), err=True)
+        raise typer.Exit(1) from None
+
+
+def _agent_command() -> Callable[..., None]:
+    """`agent`, with a flag for every option that config.py spells."""
+
+    def agent(config: str | None = None, **flags: Any) -> None:
+        """Run one agent, until SIGTERM or Ctrl-C."""
+        with _told("agent"):
+            said = {name: None if value is None else str(value) for name, value in flags.items()}
+            loaded = load(config, said)
+            from ..agent.daemon import run
+
+            run(loaded)
+
+    parameters = [_flag("config", str, typer.Option("--config", help="TOML file with any of the options below."))]
+    shown = defaults()
+    for name, meaning in options().items():
+        kind = bool if isinstance(shown[name], bool) else str
+        text = f"{meaning}. Default: {_shown(shown[name])}"
+        shape = None if kind is bool else type(shown[name]).__name__.upper()
+        parameters.append(_flag(name, kind, typer.Option(flag_of(name), help=text, metavar=shape)))
+    assert len(parameters) == 1 + len(AgentConfig.__struct_fields__)
+    agent.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    agent.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return agent
+
+
+def _flag(name: str, kind: type, option: Any) -> inspect.Parameter:
+    annotation: Any = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple | str) and not value:
+        return "empty"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def status(
+    socket: Annotated[str, typer.Option(help="The agent's unix socket.")] = AgentConfig().socket,
+    as_json: JSON = False,
+) -> None:
+    """Show what an agent is doing."""
+    with _told("status"):
+        from .status import show
+
+        show(socket, as_json)
+
+
+def plan(
+    source: Annotated[Path, typer.Argument(help="Pool of the prefilling engine, JSON; or a list, one per rank.")],
+    sink: Annotated[Path, typer.Argument(help="Pool of one decoding rank, JSON.")],
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens of the request.")] = 1024,
+    slot_bytes: Annotated[int, typer.Option(min=1, help="Slot size of both agents.")] = AgentConfig().slot_bytes,
+    as_json: JSON = False,
+) -> None:
+    """Say whether two pools fit, why not, and what would move. Needs no agent."""
+    with _told("plan"):
+        from .plan import show
+
+        show(source, sink, tokens, slot_bytes, as_json)
+
+
+def demo(
+    vllm: Annotated[bool, typer.Option("--vllm", help="Two real vLLM engines instead of synthetic ones.")] = False,
+    vllm_python: Annotated[
+        Path | None, typer.Option(help="A Python that has vLLM and kvbridge. Default: .venv-vllm/bin/python.")
+    ] = None,
+) -> None:
+    """Two engines that disagree, two agents, real ZeroMQ and NIXL on this machine; every element is checked."""
+    with _told("demo"):
+        if vllm:
+            from ..demo.vllm import run as run_vllm
+
+            run_vllm(vllm_python)
+        else:
+            from ..demo.run import run
+
+            run()

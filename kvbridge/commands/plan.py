@@ -1,0 +1,139 @@
+"""`kvbridge plan`: verdict and chunks for the pools of two engines, read from JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from kvbridge_proto.peer import Take
+from kvbridge_proto.pool import Pool
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import KVBridgeError, OperatorError
+from ..geometry.compat import Convertible, Incompatible, Verdict, verdict
+from ..geometry.plan import Chunk, Plan, plan
+from ..geometry.shard import assign
+
+SHOWN_CHUNKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank of the source gives."""
+
+    pool: Pool
+    takes: tuple[Take, ...]
+    plan: Plan
+
+
+def show(source: Path, sink: Path, tokens: int, slot_bytes: int, as_json: bool) -> None:
+    """Print it. Raises OperatorError for a file that is no pool, and for pools that do not fit (`incompatible`)."""
+    sources, (target, *others) = pools(source), pools(sink)
+    if others:
+        raise OperatorError("bad_pool_file", f"{sink}: holds {1 + len(others)} pools, the sink is one rank")
+    found = verdict(sources[0], target)
+    parts = [] if isinstance(found, Incompatible) else parts_of(sources, target, tokens, slot_bytes)
+    if as_json:
+        sys.stdout.write(json.dumps(_plain(found, parts), indent=2) + "\n")
+    else:
+        _print(found, parts)
+    if isinstance(found, Incompatible):
+        raise OperatorError("incompatible", *found.reasons)
+
+
+def pools(path: Path) -> Sequence[Pool]:
+    """The pool, or the pools, in a file. Raises OperatorError (`bad_pool_file`)."""
+    try:
+        read = msgspec.json.decode(path.read_bytes(), type=Pool | tuple[Pool, ...])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise OperatorError("bad_pool_file", f"{path}: {error}") from None
+    found: tuple[Pool, ...] = read if isinstance(read, tuple) else (read,)
+    if not found:
+        raise OperatorError("bad_pool_file", f"{path}: an empty list of pools")
+    return found
+
+
+def parts_of(sources: Sequence[Pool], sink: Pool, tokens: int, slot_bytes: int) -> list[Part]:
+    """Who gives what. Raises OperatorError (`rows_not_held`) when the sources are not the whole engine."""
+    try:
+        takes = assign(sources, sink)
+    except KVBridgeError as error:
+        reason = f"{error}; give every rank of the source as a JSON list"
+        raise OperatorError(error.code, reason if len(sources) == 1 else str(error)) from None
+    return [
+        Part(pool, taken, plan(pool, sink, taken, 0, tokens, slot_bytes))
+        for pool, taken in zip(sources, takes, strict=True)
+    ]
+
+
+def _reasons(found: Verdict) -> tuple[str, ...]:
+    if isinstance(found, Convertible):
+        return found.changes
+    return found.reasons if isinstance(found, Incompatible) else ()
+
+
+def _plain(found: Verdict, parts: Sequence[Part]) -> dict[str, Any]:
+    return {
+        "verdict": type(found).__name__,
+        "reasons": list(_reasons(found)),
+        "sources": [
+            {
+                "rank": _rank(part.pool),
+                "takes": [dict(zip(Take.__struct_fields__, msgspec.to_builtins(t), strict=True)) for t in part.takes],
+                "chunks": part.plan.chunks,
+                "bytes": part.plan.total_bytes,
+                "digest": part.plan.digest,
+            }
+            for part in parts
+        ],
+    }
+
+
+def _print(found: Verdict, parts: Sequence[Part]) -> None:
+    console = Console()
+    console.print(f"[bold]{type(found).__name__}[/bold]")
+    if not isinstance(found, Incompatible):  # its reasons are the error's text
+        for reason in _reasons(found):
+            console.print(f"  {reason}", markup=False, highlight=False)
+    for part in parts:
+        console.print(f"\nfrom {_rank(part.pool)}", markup=False, highlight=False)
+        console.print(_takes(part))
+        console.print(f"{part.plan.chunks} chunks, {part.plan.total_bytes:,} bytes, plan {part.plan.digest}")
+        console.print(_chunks(part.plan))
+
+
+def _takes(part: Part) -> Table:
+    table = Table()
+    for column in ("layers", "heads"):
+        table.add_column(column)
+    for take in part.takes:
+        table.add_row(f"{take.first_layer}-{take.end_layer - 1}", f"{take.first_head}-{take.end_head - 1}")
+    return table
+
+
+def _chunks(plan: Plan) -> Table:
+    table = Table()
+    for column in ("chunk", "tokens", "strips", "bytes"):
+        table.add_column(column, justify="right")
+    for index in range(min(plan.chunks, SHOWN_CHUNKS)):
+        table.add_row(*_row(plan.chunk(index)))
+    if plan.chunks > SHOWN_CHUNKS:
+        table.add_row("...", "", "", "")
+        table.add_row(*_row(plan.chunk(plan.chunks - 1)))
+    return table
+
+
+def _row(chunk: Chunk) -> tuple[str, str, str, str]:
+    tokens = f"{chunk.first_token}-{chunk.end_token - 1}"
+    return str(chunk.index), tokens, f"{chunk.first_strip}-{chunk.end_strip - 1}", f"{chunk.size_bytes:,}"
+
+
+def _rank(pool: Pool) -> str:
+    shard = pool.shard
+    return f"{pool.engine.id} tp {shard.tp_rank}/{shard.tp_size} pp {shard.pp_rank}/{shard.pp_size}"
