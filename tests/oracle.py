@@ -90,7 +90,7 @@ def describe(shape: Shape, tp_rank: int = 0, pp_rank: int = 0) -> Pool:
     planes, sizes = _planes(shape, heads, layers)
     kept = Layer(kind="full", kv_heads=shape.kv_heads, key_width=shape.key_width, value_width=shape.value_width)
     return Pool(
-        engine=Engine(kind="oracle", version="0", id=f"{shape.layout}-{tp_rank}-{pp_rank}"),
+        engine=Engine(kind="oracle", version="0", id=shape.layout),
         model=Model(name=shape.model, layers=(kept,) * shape.layers),
         shard=Shard(tp_rank=tp_rank, tp_size=shape.tp_size, pp_rank=pp_rank, pp_size=shape.pp_size),
         groups=(Group(kind="full", block_tokens=shape.block_tokens, blocks=shape.blocks),),

@@ -121,7 +121,7 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 class Engine(Struct, frozen=True, kw_only=True):
-    """Who attached; only `id` means anything to kvbridge, the rest is for people."""
+    """Who attached. `id` is one for all ranks of an engine and no other; the rest is for people."""
 
     kind: Name
     version: Name
