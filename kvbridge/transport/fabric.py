@@ -1,0 +1,94 @@
+"""The data side's contract: one-sided writes into a peer's staging, each with a notice that follows its data.
+
+What NIXL really does shaped it: a posted write cannot be recalled, has no deadline of its own, and its notice leaves
+only when the initiator polls it to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """The write ended well: data and notice are at the peer, the local bytes are ours again."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The write ended with some, all or none of its bytes at the peer and no notice; the local bytes are ours again."""
+
+    id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteLate:
+    """The write's deadline passed, said once. It still reads the local and writes the remote bytes: reuse neither.
+
+    Wrote or WriteFailed follows, perhaps minutes later, or the fabric is closed.
+    """
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """A notice reached us, and the data it came with before it. Anyone who knows our descriptor can send one."""
+
+    payload: bytes
+
+
+FabricEvent = Wrote | WriteFailed | WriteLate | Noticed
+
+
+class Fabric(Protocol):
+    """One agent's end of the data side.
+
+    Every call is made on the thread that made the fabric. Whatever fails raises FabricError with a stable code;
+    `poll` and `disconnect` never raise. Addresses are of this process, sizes in bytes, times in seconds of one
+    monotonic clock.
+    """
+
+    @property
+    def kind(self) -> str:
+        """Both sides of a write are of one kind: `nixl`, `loopback`."""
+
+    def register(self, address: int, size: int, *, is_target: bool = True) -> None:
+        """Let writes read from this memory and, if `is_target`, let peers write into it. No two may overlap."""
+
+    def descriptor(self) -> bytes:
+        """What a peer needs to write here; names our boot and the targets registered before this call."""
+
+    def connect(self, boot: str, descriptor: bytes) -> None:
+        """Make the peer's targets writable, anew if its connection had failed. Nothing is sent yet.
+
+        `descriptor_of_another_boot` if it does not belong to `boot`, `descriptor_malformed`, `peer_busy` while
+        writes of a failed or replaced connection are still under way.
+        """
+
+    def disconnect(self, boot: str) -> None:
+        """No more writes to this peer. Its connection is dropped once those under way have ended."""
+
+    def write(
+        self, boot: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
+    ) -> int:
+        """Post one write; its id comes back in the events of `poll`. May block while the bytes move.
+
+        `peer_not_connected`, `peer_lost` (connect again), `memory_not_registered`, `write_refused`: nothing was
+        posted.
+        """
+
+    def poll(self, now: float) -> Sequence[FabricEvent]:
+        """What happened since the last call. Nothing moves on, and no notice leaves, without it."""
+
+    @property
+    def is_busy(self) -> bool:
+        """A write is under way: poll hard."""
+
+    def close(self) -> None:
+        """Tear the fabric down: afterwards nothing of ours is read or sent any more. Idempotent."""

@@ -1,0 +1,152 @@
+"""A fabric inside one process: writes are memmoves, and the network between can be told to stall or fail."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from ..errors import FabricError
+from .fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote
+
+PREFIX = b"loopback:"
+
+
+class LoopbackNetwork:
+    """Joins the loopback fabrics of one process, each on a thread of its own if need be."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.fabrics: dict[str, LoopbackFabric] = {}
+        self.stalled: set[str] = set()
+        self.failing: dict[str, str] = {}
+
+    def stall(self, boot: str) -> None:
+        """Writes to `boot` neither end nor land until `resume`, and then with the source's bytes of that time."""
+        self.stalled.add(boot)
+
+    def resume(self, boot: str) -> None:
+        self.stalled.discard(boot)
+
+    def fail(self, boot: str, reason: str = "peer_gone") -> None:
+        """Writes to `boot` under way and yet to come fail until `heal`; half of each one's bytes land."""
+        self.failing[boot] = reason
+
+    def heal(self, boot: str) -> None:
+        self.failing.pop(boot, None)
+
+
+@dataclass(slots=True)
+class _Write:
+    boot: str
+    local_address: int
+    remote_address: int
+    size: int
+    notice: bytes
+    deadline: float
+    is_late: bool = False
+
+
+class LoopbackFabric:
+    """Keeps the contract of `fabric.Fabric`; `boot` is unique in its network."""
+
+    kind = "loopback"
+
+    def __init__(self, network: LoopbackNetwork, boot: str) -> None:
+        self._network = network
+        self._boot = boot
+        self._regions: list[tuple[int, int, bool]] = []
+        self._peers: set[str] = set()
+        self._lost: set[str] = set()
+        self._writes: dict[int, _Write] = {}
+        self._count = 0
+        self._notices: deque[bytes] = deque()
+        with network.lock:
+            if boot in network.fabrics:
+                raise FabricError("boot_taken", f"boot: {boot} is in the network already")
+            network.fabrics[boot] = self
+
+    def register(self, address: int, size: int, *, is_target: bool = True) -> None:
+        if size < 1 or any(address < end and begin < address + size for begin, end, _ in self._regions):
+            raise FabricError("region_overlaps", f"region: {size} bytes at {address:#x} are empty or overlap another")
+        self._regions.append((address, address + size, is_target))
+
+    def descriptor(self) -> bytes:
+        return PREFIX + self._boot.encode()
+
+    def connect(self, boot: str, descriptor: bytes) -> None:
+        if not descriptor.startswith(PREFIX):
+            raise FabricError("descriptor_malformed", f"descriptor: not of a {self.kind} fabric")
+        named = descriptor.removeprefix(PREFIX).decode(errors="replace")
+        if named != boot:
+            raise FabricError("descriptor_of_another_boot", f"boot: peer says {boot}, its descriptor {named}")
+        if boot in self._lost and any(write.boot == boot for write in self._writes.values()):
+            raise FabricError("peer_busy", f"peer: writes to {boot} are still under way")
+        self._lost.discard(boot)
+        self._peers.add(boot)
+
+    def disconnect(self, boot: str) -> None:
+        self._peers.discard(boot)
+        self._lost.discard(boot)
+
+    def write(
+        self, boot: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
+    ) -> int:
+        if boot in self._lost:
+            raise FabricError("peer_lost", f"peer: {boot} failed before; connect again")
+        if boot not in self._peers:
+            raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
+        target = self._network.fabrics.get(boot)
+        if not self._covers(local_address, size) or (target and not target._covers(remote_address, size, True)):
+            raise FabricError(
+                "memory_not_registered", f"write: {size} bytes, {local_address:#x} to {remote_address:#x} of {boot}"
+            )
+        self._count += 1
+        self._writes[self._count] = _Write(boot, local_address, remote_address, size, notice, deadline)
+        return self._count
+
+    def poll(self, now: float) -> list[FabricEvent]:
+        events: list[FabricEvent] = []
+        for number, write in list(self._writes.items()):
+            if event := self._advance(number, write, now):
+                events.append(event)
+        while self._notices:
+            events.append(Noticed(self._notices.popleft()))
+        return events
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._writes)
+
+    def close(self) -> None:
+        with self._network.lock:
+            if self._network.fabrics.get(self._boot) is self:
+                del self._network.fabrics[self._boot]
+        self._writes.clear()
+        self._notices.clear()
+
+    def _advance(self, number: int, write: _Write, now: float) -> FabricEvent | None:
+        if write.boot in self._network.stalled:
+            if now < write.deadline or write.is_late:
+                return None
+            write.is_late = True
+            return WriteLate(number)
+        del self._writes[number]
+        with self._network.lock:  # so that the target's memory is not taken away under us by its `close`
+            target = self._network.fabrics.get(write.boot)
+            reason = "peer_gone" if target is None else self._network.failing.get(write.boot)
+            moved = write.size if reason is None else write.size // 2
+            if target is not None:
+                ctypes.memmove(write.remote_address, write.local_address, moved)
+            if target is not None and reason is None:
+                target._notices.append(write.notice)
+                return Wrote(number)
+        self._lost.add(write.boot)
+        return WriteFailed(number, reason or "peer_gone")
+
+    def _covers(self, address: int, size: int, as_target: bool = False) -> bool:
+        return size > 0 and any(
+            begin <= address and address + size <= end and (is_target or not as_target)
+            for begin, end, is_target in self._regions
+        )

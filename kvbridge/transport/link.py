@@ -1,0 +1,67 @@
+"""One connection to one incarnation of another agent: what it numbers, expects and still has to send. No IO."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvbridge_proto.codec import encode
+from kvbridge_proto.peer import Body, Envelope
+from kvbridge_proto.words import OURS
+
+if TYPE_CHECKING:
+    from .control import Control
+
+
+class Link:
+    """Made by Control: `dial` makes one, a stranger's first envelope another.
+
+    `address` is what was dialled, or where the peer called from. `peer_boot` is empty until its first envelope came.
+    `version` goes into our envelopes; set it once agreed.
+    """
+
+    def __init__(self, control: Control, address: str, identity: bytes | None, now: float) -> None:
+        self.address = address
+        self.peer_boot = ""
+        self.version = OURS.oldest
+        self.is_up = identity is not None
+        self.is_lost = False
+        self.identity = identity
+        self.outbox: deque[bytes] = deque()
+        self.made_at = now
+        self.heard_at = now
+        self.pinged_at = now
+        self._control = control
+        self._sent = 0
+        self._expected = 0
+
+    def __repr__(self) -> str:
+        state = "lost" if self.is_lost else "up" if self.is_up else "connecting"
+        return f"<Link {'to' if self.is_dialled else 'from'} {self.address} boot={self.peer_boot or '?'} {state}>"
+
+    @property
+    def is_dialled(self) -> bool:
+        return self.identity is None
+
+    def send(self, body: Body) -> bool:
+        """Queue a message; waits for the connection if it is not up yet. False if the link is lost: it was dropped."""
+        return self._control.send(self, body)
+
+    def close(self) -> None:
+        """End the link from our side, without a Lost; what was sent still leaves."""
+        self._control.close_link(self)
+
+    def seal(self, sender: str, body: Body) -> bytes:
+        """The next envelope, as a frame."""
+        number, self._sent = self._sent, self._sent + 1
+        return encode(Envelope(version=self.version, sender=sender, receiver=self.peer_boot, number=number, body=body))
+
+    def check(self, envelope: Envelope) -> tuple[str, str] | None:
+        """Count an envelope in; or why it ends the link, as code and reason."""
+        if self.peer_boot and envelope.sender != self.peer_boot:
+            return "peer_restarted", f"boot: was {self.peer_boot}, now {envelope.sender}"
+        if envelope.number != self._expected:
+            return "messages_lost", f"number: got {envelope.number}, expected {self._expected}"
+        self.peer_boot = envelope.sender
+        self._expected += 1
+        return None

@@ -1,0 +1,313 @@
+"""The agent's unix socket to its engine: framed messages, file descriptors beside them, EOF when the engine dies.
+
+Whose descriptors are whose: a frame that carries descriptors is sent by a `sendmsg` of its own, and they ride with its
+first byte. The kernel never joins the bytes behind a descriptor-carrying send to it, so on the receiving side the
+descriptors belong to the last frame that begins in the bytes they came with.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import stat
+import struct
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvbridge_proto.codec import LIMITS, BadFrame, Limits
+from kvbridge_proto.engine import Refused, ToAgent, ToEngine
+from kvbridge_proto.stream import StreamReader, pack
+
+from ..errors import OperatorError
+
+log = logging.getLogger("kvbridge.local")
+
+MAX_FDS = 64
+MAX_CONNECTIONS = 64
+RECEIVE_BYTES = 1 << 18
+UNSENT_BYTES = 32 << 20
+PATH_BYTES = 107  # sun_path, less its NUL
+_CREDENTIALS = struct.Struct("iII")
+
+
+def close_fds(fds: Iterable[int]) -> None:
+    """Close descriptors that nobody took."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def is_allowed(uid: int, allowed_uids: frozenset[int]) -> bool:
+    """Whether a process of this user may speak to the agent; root always may, it could read our memory anyway."""
+    return uid == 0 or uid in allowed_uids
+
+
+class LocalServer:
+    """Listens on a unix socket that only this user can open. Use as `async with`, then `accept` until cancelled.
+
+    The lock file beside it says that its agent lives: a second agent is refused, a dead one's socket is replaced.
+    Raises OperatorError on entry.
+    """
+
+    def __init__(self, path: str | Path, *, allowed_uids: Iterable[int] | None = None, limits: Limits = LIMITS) -> None:
+        self.path = Path(path)
+        self.refused = 0
+        self._allowed = frozenset([os.getuid()] if allowed_uids is None else allowed_uids)
+        self._limits = limits
+        self._open: set[LocalConnection] = set()
+        self._lock = -1
+        self._socket: socket.socket | None = None
+        self._inode = 0
+
+    async def __aenter__(self) -> LocalServer:
+        size = len(os.fsencode(self.path))
+        if size > PATH_BYTES:
+            raise OperatorError("socket_path_too_long", f"socket path: {size} bytes, limit {PATH_BYTES}")
+        try:
+            self._take_lock()
+            self._remove_stale()
+            self._listen()
+        except OSError as error:
+            self._give_back()
+            raise OperatorError("socket_unavailable", f"socket {self.path}: {error}") from error
+        except OperatorError:
+            self._give_back()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for connection in list(self._open):
+            connection.close("the agent stops")
+        with contextlib.suppress(OSError):
+            if self.path.lstat().st_ino == self._inode:
+                self.path.unlink()
+        self._give_back()
+
+    async def accept(self) -> LocalConnection:
+        """The next engine or command that may speak; the others are told why not."""
+        assert self._socket is not None, "accept() belongs inside `async with`"
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._socket)
+            except OSError as error:  # out of descriptors, or the peer was gone again
+                log.warning("accept failed: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            connection = LocalConnection(accepted, self._limits, self._open)
+            if not is_allowed(connection.uid, self._allowed):
+                self._refuse(
+                    connection, "uid_not_allowed", f"uid: yours {connection.uid}, allowed {set(self._allowed)}"
+                )
+            elif len(self._open) > MAX_CONNECTIONS:
+                self._refuse(connection, "too_many_connections", f"connections: limit {MAX_CONNECTIONS}")
+            else:
+                return connection
+
+    def _refuse(self, connection: LocalConnection, code: str, reason: str) -> None:
+        self.refused += 1
+        log.warning("refused pid=%d: %s", connection.pid, reason)
+        connection.send(Refused(code=code, reasons=(reason,)))
+        connection.close(code)
+
+    def _take_lock(self) -> None:
+        lock = f"{self.path}.lock"
+        self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OperatorError("socket_in_use", f"socket {self.path}: another agent holds {lock}") from None
+
+    def _remove_stale(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(self.path.lstat().st_mode):
+                raise OperatorError("socket_unavailable", f"socket {self.path}: there is something else")
+            self.path.unlink()
+
+    def _listen(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        os.fchmod(self._socket.fileno(), 0o600)  # before bind: Linux makes the file with the socket's own mode
+        self._socket.bind(os.fspath(self.path))
+        self._inode = self.path.lstat().st_ino
+        self._socket.listen(MAX_CONNECTIONS)
+
+    def _give_back(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class LocalConnection:
+    """One engine (or command) on the socket. One task receives; anyone on the loop may send. `close` ends it."""
+
+    def __init__(self, accepted: socket.socket, limits: Limits, owner: set[LocalConnection]) -> None:
+        accepted.setblocking(False)
+        credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self.pid, self.uid, self.gid = _CREDENTIALS.unpack(credentials)
+        self.why = ""
+        self._socket = accepted
+        self._fd = accepted.fileno()
+        self._loop = asyncio.get_running_loop()
+        self._reader = _FrameReader(limits)
+        self._unsent = bytearray()
+        self._wake: asyncio.Future[None] | None = None
+        self._owner = owner
+        owner.add(self)
+
+    def __repr__(self) -> str:
+        state = f"closed: {self.why}" if self.is_closed else "open"
+        return f"<LocalConnection pid={self.pid} uid={self.uid} {state}>"
+
+    @property
+    def is_closed(self) -> bool:
+        return self._socket.fileno() < 0
+
+    async def receive(self) -> tuple[ToAgent, list[int]] | None:
+        """The next message and its descriptors, which are the caller's to close; None once the other end is gone.
+
+        Raises BadFrame, after the good messages before it; then nothing more comes: say Refused and close.
+        """
+        while True:
+            if found := self._reader.next():
+                return found
+            if self.is_closed:
+                return None
+            try:
+                received, fds, flags = _receive(self._socket)
+            except BlockingIOError:
+                await self._readable()
+                continue
+            except OSError as error:
+                self.close(f"connection failed: {error}")
+                return None
+            if not received and not fds:
+                self.close("the other end is gone")
+                return None
+            self._reader.feed(received, fds, is_cut=bool(flags & socket.MSG_CTRUNC))
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message. Never blocks or raises; an end that does not read loses its connection."""
+        if self.is_closed:
+            return
+        was_empty = not self._unsent
+        self._unsent += pack(message)
+        if was_empty:
+            self._flush()
+            if self._unsent and not self.is_closed:
+                self._loop.add_writer(self._fd, self._flush)
+        if len(self._unsent) > UNSENT_BYTES:
+            self.close(f"unsent_bytes: {len(self._unsent)}, limit {UNSENT_BYTES}: the other end does not read")
+
+    def close(self, why: str = "closed here") -> None:
+        """End the connection; a `receive` under way returns None. Idempotent."""
+        if self.is_closed:
+            return
+        self.why = why
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        self._socket.close()
+        self._reader.close()
+        self._owner.discard(self)
+        self._rouse()
+
+    def _flush(self) -> None:
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            return
+        except OSError:  # gone; what it sent before that is still to be read, so `receive` closes
+            self._unsent.clear()
+        else:
+            del self._unsent[:sent]
+        if not self._unsent:
+            self._loop.remove_writer(self._fd)
+
+    async def _readable(self) -> None:
+        assert self._wake is None, "one task receives"
+        self._wake = self._loop.create_future()
+        self._loop.add_reader(self._fd, self._rouse)
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+            if not self.is_closed:
+                self._loop.remove_reader(self._fd)
+
+    def _rouse(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class _FrameReader(StreamReader[ToAgent]):
+    """Cuts the stream and hands each frame its descriptors."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(ToAgent, limits)
+        self._ready: deque[tuple[ToAgent, list[int]]] = deque()
+        self._waiting: list[int] = []  # descriptors of the frame that is not complete yet
+        self._error: BadFrame | None = None
+
+    def next(self) -> tuple[ToAgent, list[int]] | None:
+        """The next complete message. Raises BadFrame once those before it are taken."""
+        if self._ready:
+            return self._ready.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def feed(self, received: bytes, fds: list[int], *, is_cut: bool) -> None:  # type: ignore[override]
+        known = len(self._ready)
+        try:
+            if is_cut:
+                raise BadFrame("too_many_fds", f"fds: more than {MAX_FDS} with one message")
+            for message in super().feed(received):
+                self._ready.append((message, self._waiting))
+                self._waiting = []
+            self._assign(fds, known)
+        except BadFrame as error:
+            self._error = error
+            close_fds(fds)
+            self.close_waiting()
+
+    def _assign(self, fds: list[int], known: int) -> None:
+        if not fds:
+            return
+        if self._buffer and not self._waiting:
+            self._waiting = fds
+        elif not self._buffer and len(self._ready) > known and not self._ready[-1][1]:
+            self._ready[-1] = (self._ready[-1][0], fds)
+        else:
+            raise BadFrame("stray_fds", f"fds: {len(fds)} came where no frame begins")
+
+    def close(self) -> None:
+        """Close the descriptors nobody received."""
+        for _, fds in self._ready:
+            close_fds(fds)
+        self._ready.clear()
+        self._error = None
+        self.close_waiting()
+
+    def close_waiting(self) -> None:
+        close_fds(self._waiting)
+        self._waiting = []
+
+
+def _receive(source: socket.socket) -> tuple[bytes, list[int], int]:
+    """Bytes, descriptors and flags of one recvmsg. The kernel drops descriptors beyond MAX_FDS and says so."""
+    fds = array.array("i")
+    space = socket.CMSG_SPACE(MAX_FDS * fds.itemsize)
+    received, ancillary, flags, _ = source.recvmsg(RECEIVE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return received, list(fds), flags

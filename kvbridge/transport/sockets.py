@@ -1,0 +1,115 @@
+"""ZeroMQ sockets on an event loop: set up, read to the end without blocking, watched for connects and disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+HEARTBEAT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 3000
+DRAIN_MESSAGES = 256  # in one go, so that one loud peer does not hold the loop
+GONE = zmq.EVENT_DISCONNECTED
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+class Port:
+    """One socket and its monitor. `on_ready` is called when there may be something to do, `on_watch` with an event."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        kind: int,
+        *,
+        frame_bytes: int,
+        queue_messages: int,
+        ipv6: bool,
+        on_ready: Callable[[], None],
+        on_watch: Callable[[int], None],
+    ) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(kind)
+        self._loop = asyncio.get_running_loop()
+        self._on_ready = on_ready
+        self._on_watch = on_watch
+        self._is_closed = False
+        self._is_roused = False
+        _set_up(self.socket, frame_bytes, queue_messages, ipv6)
+        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(UP | GONE | FAILED)
+        self._fds = (int(self.socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
+        self._loop.add_reader(self._fds[0], self._on_ready)
+        self._loop.add_reader(self._fds[1], self._watch)
+
+    def send(self, frames: list[bytes]) -> None:
+        """Raises zmq.Again if it cannot be queued now, EHOSTUNREACH if a ROUTER's peer is gone."""
+        self.socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def messages(self, parts: int) -> Iterator[list[zmq.Frame] | None]:
+        """What came, at most DRAIN_MESSAGES; None for a message that has not exactly `parts` frames."""
+        for _ in range(DRAIN_MESSAGES):
+            if self._is_closed:
+                return
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            kept = [frame]
+            count = 1
+            while frame.more:
+                frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+                count += 1
+                if count <= parts:
+                    kept.append(frame)
+            yield kept if count == parts else None
+        self.rouse()
+
+    def rouse(self) -> None:
+        """Call `on_ready` soon if something waits: whatever we did may have eaten the descriptor's edge."""
+        if self._is_closed or self._is_roused or not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return
+        self._is_roused = True
+        self._loop.call_soon(self._roused)
+
+    def close(self, linger_ms: int = 0) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(linger_ms)
+
+    def _roused(self) -> None:
+        self._is_roused = False
+        if not self._is_closed:
+            self._on_ready()
+
+    def _watch(self) -> None:
+        while not self._is_closed:
+            try:
+                parts = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_watch(parse_monitor_message(parts)["event"])
+
+
+def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, queue_messages: int, ipv6: bool) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a peer that is not there: tomorrow's ghosts
+    socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes)
+    socket.setsockopt(zmq.SNDHWM, queue_messages)
+    socket.setsockopt(zmq.RCVHWM, queue_messages)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.IPV6, int(ipv6))
+    if socket.socket_type == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a peer that is gone is an error, not a silence
