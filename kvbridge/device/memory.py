@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Self
 
 import torch
-
 from kvbridge_kernels.scratch import Scratch
 from kvbridge_proto.pool import Handle, Plane, Pool
 

@@ -5,11 +5,9 @@ Called on one thread; the copies release the GIL. Everything is checked before t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.digest_ref import digest as digest
 from kvbridge_kernels.field import Axis, Field
@@ -21,19 +19,8 @@ from ..errors import EngineError
 from ..geometry.check import places_of
 from ..geometry.plan import Move
 from ..geometry.wire import scales_of
+from .batch import Batch, batches
 from .memory import AttachedPool, Regions, check_plane
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Moves alike but for where they begin: `count` planes, `pitch` bytes apart in memory, `slot_pitch` in the slot.
-
-    A model's layers mostly are; moved as one they cost one call.
-    """
-
-    moves: tuple[Move, ...]
-    pitch: int
-    slot_pitch: int
 
 
 def gather(attached: AttachedPool, moves: Sequence[Move], slot: torch.Tensor) -> int:
@@ -43,7 +30,7 @@ def gather(attached: AttachedPool, moves: Sequence[Move], slot: torch.Tensor) ->
     """
     with attached.hold() as regions:
         _check(attached, moves, slot)
-        for batch in _batches(moves):
+        for batch in batches(moves):
             field, places = _field(attached, regions, batch), torch.from_numpy(batch.moves[0].places)
             gather_rows(field, places, _rows(slot, batch), _conversion(batch), regions.scratch)
     _zero_gaps(moves, slot)
@@ -54,7 +41,7 @@ def scatter(attached: AttachedPool, moves: Sequence[Move], slot: torch.Tensor) -
     """Write the rows in `slot` to the engine's blocks; EngineError when the engine is gone or a move is not right."""
     with attached.hold() as regions:
         _check(attached, moves, slot)
-        for batch in _batches(moves):
+        for batch in batches(moves):
             field, places = _field(attached, regions, batch), torch.from_numpy(batch.moves[0].places)
             scatter_rows(field, places, _rows(slot, batch), _conversion(batch), regions.scratch)
 
@@ -89,42 +76,6 @@ def _check_places(move: Move, places: int) -> None:
             "place_outside_plane",
             f"places: from {low} to {high}, layer {move.plane.layer} {move.plane.part} has {places}",
         )
-
-
-def _batches(moves: Sequence[Move]) -> Iterator[Batch]:
-    """The moves in groups that differ in offsets only, each cut where the distances change."""
-    alike: dict[object, list[Move]] = {}
-    for move in moves:
-        if len(move.places):
-            alike.setdefault(_form(move), []).append(move)
-    for group in alike.values():
-        start = 0
-        while start < len(group):
-            end, pitch, slot_pitch = start + 1, 0, 0
-            while end < len(group):
-                step, slot_step = _distance(group[end - 1], group[end])
-                if end == start + 1:
-                    pitch, slot_pitch = step, slot_step
-                if (step, slot_step) != (pitch, slot_pitch) or step <= 0 or slot_step <= 0:
-                    break
-                end += 1
-            yield Batch(tuple(group[start:end]), pitch, slot_pitch)
-            start = end
-
-
-def _form(move: Move) -> object:
-    """Everything a batch has in common."""
-    plane = move.plane
-    strides = (plane.block_stride, plane.token_axis, plane.head_stride, plane.element_axis)
-    codecs = [
-        (codec.name, codec.element_bytes, codec.row_bytes, len(codec.scales)) for codec in (plane.codec, move.wire)
-    ]
-    where = (plane.region, plane.group, move.first_head, move.heads, id(move.places))
-    return (*where, *strides, *codecs, move.is_bitwise)
-
-
-def _distance(one: Move, other: Move) -> tuple[int, int]:
-    return other.plane.offset - one.plane.offset, other.slot_offset - one.slot_offset
 
 
 def _field(attached: AttachedPool, regions: Regions, batch: Batch) -> Field:

@@ -1,0 +1,60 @@
+"""What the engine's side does: memory becomes shared in place, under one's own fd."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvbridge.device.handles import export
+from kvbridge.errors import OperatorError
+
+
+def test_views_keep_working_and_the_fd_sees_what_they_write() -> None:
+    whole = torch.arange(4096, dtype=torch.int32)
+    view = whole[100:200]
+    handle, fd = export(whole.untyped_storage(), region=3, fd_index=2)
+    try:
+        assert (handle.region, handle.kind, handle.fd, handle.device) == (3, "shm_fd", 2, "cpu")
+        assert whole.tolist() == list(range(4096))
+        view[0] = -7
+        with mmap.mmap(fd, whole.untyped_storage().nbytes()) as pages:
+            assert int.from_bytes(pages[400:404], "little", signed=True) == -7
+    finally:
+        os.close(fd)
+
+
+def test_each_export_gives_a_new_fd_that_is_the_callers() -> None:
+    storage = torch.zeros(64, dtype=torch.uint8).untyped_storage()
+    _, first = export(storage, 0, 0)
+    os.close(first)
+    _, second = export(storage, 0, 0)
+    assert os.fstat(second).st_size == 64
+    assert not os.get_inheritable(second)
+    os.close(second)
+    storage[0] = 1  # the storage's own fd was not closed with it
+
+
+def test_refuses_what_does_not_fit_into_shared_memory() -> None:
+    with pytest.raises(OperatorError, match=r"0 bytes free, the KV cache needs 64") as caught:
+        export(torch.zeros(64, dtype=torch.uint8).untyped_storage(), 0, 0, shm="/proc")  # no room at all
+    assert caught.value.code == "shm_full"
+
+
+def test_refuses_memory_that_is_not_of_the_cpu() -> None:
+    with pytest.raises(OperatorError, match="device: meta") as caught:
+        export(torch.empty(64, device="meta").untyped_storage(), 0, 0)
+    assert caught.value.code == "device_unsupported"
+
+
+def test_imports_nothing_an_engine_may_lack() -> None:
+    code = "import sys; before = set(sys.modules); import torch; torch_has = set(sys.modules)\n"
+    code += "import kvbridge.device.handles\n"
+    code += "new = {name.split('.')[0] for name in set(sys.modules) - torch_has}\n"
+    code += "print(' '.join(sorted(new & {'numpy', 'xxhash', 'zmq', 'nixl', 'triton', 'kvbridge_kernels'})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""

@@ -1,0 +1,181 @@
+"""Attaching: every door has its error, nothing is mapped that was refused, nothing stays mapped after close."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from kvbridge_proto.pool import Handle, Pool, Step
+
+from kvbridge.device.memory import AttachedPool
+from kvbridge.device.mover import gather, scatter
+from kvbridge.errors import EngineError, OperatorError
+from tests.device.attached import attached, engine_of
+from tests.oracle import Shape, build
+
+replace = msgspec.structs.replace
+
+
+def maps_of(fd: int) -> list[str]:
+    """This process's mappings of one file."""
+    inode = str(os.fstat(fd).st_ino)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if line.split()[4] == inode and "/torch_" in line]
+
+
+def test_both_sides_see_the_same_bytes() -> None:
+    with attached(build(Shape())) as (held, pool), pool.hold() as regions:
+        held.memory[0][5] = 77
+        assert regions.memories[0][5] == 77
+        regions.memories[1][9] = 78
+        assert held.memory[1][9] == 78
+
+
+def test_close_unmaps_at_once_and_later_use_is_an_error() -> None:
+    with engine_of(build(Shape())) as engine:
+        before = [maps_of(fd) for fd in engine.fds]
+        pool = AttachedPool.open(engine.held.pool, engine.handles, engine.fds)
+        assert [len(maps_of(fd)) - len(was) for fd, was in zip(engine.fds, before, strict=True)] == [1, 1, 1, 1]
+        pool.close()
+        assert [maps_of(fd) for fd in engine.fds] == before
+        pool.close()
+        assert not pool.is_open
+        for use in (gather, scatter):
+            with pytest.raises(EngineError) as caught:
+                use(pool, [], torch.zeros(0, dtype=torch.uint8))
+            assert caught.value.code == "detached"
+
+
+def test_close_waits_for_a_move_under_way() -> None:
+    with attached(build(Shape())) as (held, pool):
+        closing = threading.Thread(target=pool.close)
+        with pool.hold() as regions:
+            closing.start()
+            closing.join(0.05)
+            assert closing.is_alive()
+            assert regions.memories[0][0] == held.memory[0][0]
+        closing.join(5)
+        assert not pool.is_open
+
+
+def test_the_engines_fds_stay_the_callers() -> None:
+    with engine_of(build(Shape())) as engine:
+        AttachedPool.open(engine.held.pool, engine.handles, engine.fds).close()
+        for fd in engine.fds:
+            os.fstat(fd)
+
+
+def with_plane(pool: Pool, **changes: object) -> Pool:
+    return replace(pool, planes=(replace(pool.planes[0], **changes), *pool.planes[1:]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "end"),
+    [
+        ({"offset": 1}, 12289),
+        ({"offset": 1 << 62}, (1 << 62) + 12288),
+        ({"block_stride": 1 << 62}, 11 * (1 << 62) + 1024),
+        ({"head_stride": 1 << 61}, 3 * (1 << 61) + 12288 - 48),
+        ({"token_axis": (Step(16, 1 << 60),)}, 15 * (1 << 60) + 12288 - 15 * 64),
+    ],
+)
+def test_refuses_a_plane_outside_its_region(changes: dict[str, object], end: int) -> None:
+    """Also where the sum does not fit 64 bits."""
+    with engine_of(build(Shape())) as engine:
+        pool = with_plane(engine.held.pool, name="the first", **changes)
+        before = [maps_of(fd) for fd in engine.fds]
+        with pytest.raises(EngineError, match=f"the first: ends at byte {end}, region 0 has 12288 bytes") as caught:
+            AttachedPool.open(pool, engine.handles, engine.fds)
+        assert caught.value.code == "plane_outside_region"
+        assert [maps_of(fd) for fd in engine.fds] == before
+
+
+def test_refuses_a_pool_that_cannot_be() -> None:
+    with engine_of(build(Shape())) as engine:
+        pool = with_plane(engine.held.pool, token_axis=(Step(8, 64),))
+        with pytest.raises(EngineError, match=r"counts 8, block_tokens 16") as caught:
+            AttachedPool.open(pool, engine.handles, engine.fds)
+        assert caught.value.code == "bad_pool"
+        for wrong in ({"region": 9}, {"group": 3}):
+            with pytest.raises(EngineError) as caught:
+                AttachedPool.open(with_plane(engine.held.pool, **wrong), engine.handles, engine.fds)
+            assert caught.value.code == "bad_plane"
+
+
+def test_refuses_an_fd_that_holds_less_than_the_region() -> None:
+    with engine_of(build(Shape())) as engine:
+        small = os.memfd_create("small")
+        os.ftruncate(small, 12287)
+        with pytest.raises(EngineError, match="ends at byte 12288, its fd has 12287") as caught:
+            AttachedPool.open(engine.held.pool, engine.handles, (small, *engine.fds[1:]))
+        assert caught.value.code == "region_too_small"
+        os.close(small)
+
+
+def test_refuses_an_offset_that_leaves_too_little() -> None:
+    with engine_of(build(Shape())) as engine:
+        moved = (replace(engine.handles[0], offset=1), *engine.handles[1:])
+        with pytest.raises(EngineError, match="ends at byte 12289, its fd has 12288"):
+            AttachedPool.open(engine.held.pool, moved, engine.fds)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 100, 4096, 5000])
+def test_a_region_may_begin_inside_its_allocation(offset: int) -> None:
+    held = build(Shape())
+    with engine_of(held) as engine:
+        inside = os.memfd_create("inside")
+        os.write(inside, bytes(offset) + bytes(range(256)) * 49)
+        handles = (replace(engine.handles[0], offset=offset), *engine.handles[1:])
+        with AttachedPool.open(held.pool, handles, (inside, *engine.fds[1:])) as pool, pool.hold() as regions:
+            assert regions.memories[0].numel() == 12288
+            assert np.array_equal(regions.memories[0][:256].numpy(), np.arange(256))
+        os.close(inside)
+
+
+def test_refuses_an_fd_that_is_no_memory() -> None:
+    reading, writing = os.pipe()
+    with engine_of(build(Shape())) as engine, pytest.raises(EngineError) as caught:
+        AttachedPool.open(engine.held.pool, engine.handles, (reading, *engine.fds[1:]))
+    assert caught.value.code == "region_unmappable"
+    os.close(reading), os.close(writing)
+
+
+def test_refuses_an_fd_that_cannot_be_written() -> None:
+    with engine_of(build(Shape())) as engine:
+        readonly = os.open(f"/proc/self/fd/{engine.fds[0]}", os.O_RDONLY)
+        with pytest.raises(EngineError, match="Permission denied") as caught:
+            AttachedPool.open(engine.held.pool, engine.handles, (readonly, *engine.fds[1:]))
+        assert caught.value.code == "region_unmappable"
+        os.close(readonly)
+
+
+def test_refuses_handles_that_do_not_match_the_regions() -> None:
+    with engine_of(build(Shape())) as engine:
+        first, *others = engine.handles
+        cases: list[tuple[list[Handle], tuple[int, ...], str]] = [
+            (others, engine.fds, "handle_missing"),
+            ([first, first, *others], engine.fds, "handle_repeated"),
+            ([first, *others, replace(first, region=7)], engine.fds, "handle_missing"),
+            ([first, *others], engine.fds[:1], "fd_missing"),
+            ([replace(first, fd=None), *others], engine.fds, "fd_missing"),
+        ]
+        before = [maps_of(fd) for fd in engine.fds]
+        for handles, fds, code in cases:
+            with pytest.raises(EngineError) as caught:
+                AttachedPool.open(engine.held.pool, handles, fds)
+            assert caught.value.code == code
+        assert [maps_of(fd) for fd in engine.fds] == before
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "vmm_fd"])
+def test_refuses_a_kind_of_handle_by_name(kind: str) -> None:
+    with engine_of(build(Shape())) as engine:
+        handles = (replace(engine.handles[0], kind=kind), *engine.handles[1:])
+        with pytest.raises(OperatorError, match=f"handle kind: {kind}, this agent opens shm_fd") as caught:
+            AttachedPool.open(engine.held.pool, handles, engine.fds)
+        assert caught.value.code == "handle_kind_unsupported"
