@@ -97,7 +97,13 @@ class Member:
 
 
 def describe(
-    kv_caches: Mapping[str, torch.Tensor], config: VllmConfig, cache: KVCacheConfig, shard: Shard, model_name: str
+    kv_caches: Mapping[str, torch.Tensor],
+    config: VllmConfig,
+    cache: KVCacheConfig,
+    shard: Shard,
+    *,
+    model_name: str,
+    engine_id: str,
 ) -> Memory:
     """The pool of one rank. Raises OperatorError naming what cannot be described."""
     from vllm import __version__
@@ -111,10 +117,8 @@ def describe(
     for member in members:
         region = regions[member.tensor.untyped_storage().data_ptr()]
         planes.extend(_planes(member, heads, region, config.cache_config.cache_dtype))
-    transfer = config.kv_transfer_config
-    assert transfer is not None and transfer.engine_id is not None
     pool = Pool(
-        engine=Engine(kind="vllm", version=__version__[:256], id=transfer.engine_id[:256]),
+        engine=Engine(kind="vllm", version=__version__[:256], id=engine_id[:256]),
         model=Model(name=model_name[:256], layers=_layers(members, config, shard, heads.total)),
         shard=shard,
         groups=_groups(members, cache),

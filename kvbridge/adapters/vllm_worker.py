@@ -75,8 +75,16 @@ class WorkerSide:
         """Describe and share the memory, and attach. Without an agent the engine starts all the same."""
         shard, rank = _place(self._config)
         self._key = (shard.pp_rank, shard.tp_rank)
-        name = self._options.model_name or self._config.model_config.model.rstrip("/").rpartition("/")[2]
-        memory = describe(kv_caches, self._config, self._cache, shard, name)
+        transfer = self._config.kv_transfer_config
+        assert transfer is not None
+        memory = describe(
+            kv_caches,
+            self._config,
+            self._cache,
+            shard,
+            model_name=self._options.model_name or self._config.model_config.model.rstrip("/").rpartition("/")[2],
+            engine_id=transfer.engine_id or "",
+        )
         _, fds = _export(memory)  # once now: moving the storage later would be a surprise in the middle of serving
         _close(fds)
         self.attach(self._options.socket_of(rank), memory)

@@ -1,0 +1,222 @@
+"""The engine's side of `engine_process`: steps a real vLLM engine and does what it is told between the steps.
+
+vLLM's engine core runs in this process, so that what it holds can be looked at; tensor-parallel workers are its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import select
+import socket
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
+
+
+def read_rows(worker: Any, ids: list[list[int]], first: int, end: int) -> dict[str, Any]:
+    """On a worker: the rows of its planes at tokens [first, end), and which heads they are."""
+    import torch
+    from kvbridge_proto.pool import Shard
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    from kvbridge.adapters.vllm_pool import describe
+
+    config, runner = worker.vllm_config, worker.model_runner
+    layers = config.compilation_config.static_forward_context
+    caches = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
+    tp, pp = get_tp_group(), get_pp_group()
+    shard = Shard(tp_rank=tp.rank_in_group, tp_size=tp.world_size, pp_rank=pp.rank_in_group, pp_size=pp.world_size)
+    memory = describe(caches, config, runner.kv_cache_config, shard, model_name="any", engine_id="any")
+    found = {}
+    for plane in memory.pool.planes:
+        storage = memory.storages[plane.region]
+        region = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        block_tokens = memory.pool.groups[plane.group].block_tokens
+        tokens = np.arange(first, end)
+        blocks = np.array(ids[plane.group])[tokens // block_tokens]
+        within = _places(plane.token_axis)[tokens % block_tokens]
+        heads = np.arange(plane.heads) * plane.head_stride
+        row = (_places(plane.element_axis)[:, None] + np.arange(plane.codec.element_bytes)).ravel()
+        where = (plane.offset + blocks * plane.block_stride + within)[None, :, None] + heads[:, None, None] + row
+        codec = {"name": plane.codec.name, "width": plane.codec.width, "scales": list(plane.codec.scales)}
+        found[f"{plane.layer}.{plane.part}"] = (plane.first_head, plane.total_heads, codec, region[where])
+    return found
+
+
+def _places(axis: Any) -> np.ndarray:
+    total = np.zeros(1, np.int64)
+    for step in axis:
+        total = (total[:, None] + np.arange(step.count) * step.stride).ravel()
+    return total
+
+
+class Loop:
+    """One engine and the socket it is told things over."""
+
+    def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
+        self.control = control
+        self.buffer = b""
+        self.blocks: dict[str, list[list[int]]] = {}
+        self.steps = 0
+        self.engine = _make(config)
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        # A request may come and go within one step; its blocks are only known until they are freed.
+        manager = self.scheduler.kv_cache_manager
+        for name in ("free", "pop_blocks_for_free"):
+            setattr(manager, name, self._remembering(getattr(manager, name)))
+        self.say(kind="ready")
+
+    def _remembering(self, free: Any) -> Any:
+        def remember_and_free(request: Any) -> Any:
+            self._remember(request.request_id)
+            return free(request)
+
+        return remember_and_free
+
+    def _remember(self, request_id: str) -> None:
+        table = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        if any(table):
+            self.blocks[RANDOM.sub("", request_id)] = [list(ids) for ids in table]
+
+    def say(self, **message: Any) -> None:
+        self.control.sendall(json.dumps(message).encode() + b"\n")
+
+    def run(self) -> None:
+        while True:
+            is_busy = self.scheduler.has_requests() or self.engine.has_unfinished_requests()
+            for message in self.told(None if not is_busy else 0.0):
+                if message["op"] == "quit":
+                    return
+                getattr(self, message.pop("op"))(**message)
+            if self.scheduler.has_requests() or self.engine.has_unfinished_requests():
+                self.step()
+
+    def told(self, timeout_s: float | None) -> list[dict[str, Any]]:
+        ready, _, _ = select.select([self.control], [], [], timeout_s)
+        if not ready:
+            return []
+        received = self.control.recv(1 << 20)
+        if not received:
+            return [{"op": "quit"}]  # the test is gone
+        *lines, self.buffer = (self.buffer + received).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def step(self) -> None:
+        self.steps += 1
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.finished:
+                self.say(
+                    kind="finished",
+                    request=output.request_id,
+                    tokens=list(output.outputs[0].token_ids),
+                    reason=str(output.outputs[0].finish_reason),
+                    params=output.kv_transfer_params,
+                    cached=output.num_cached_tokens or 0,
+                )
+        for request_id in self.scheduler.requests:
+            self._remember(request_id)
+        if not outputs and not self.scheduler.running:
+            time.sleep(0.001)  # as vLLM's own loop does when nothing runs
+
+    def submit(self, request: str, tokens: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        self.engine.add_request(request, {"prompt_token_ids": tokens}, sampling)
+
+    def abort(self, request: str) -> None:
+        self.engine.abort_request([request])
+
+    def dump(self, request: str, first: int, end: int, path: str) -> None:
+        table = self.blocks.get(request)
+        if table is None:
+            self.say(kind="dumped", error=f"no blocks known for {request}")
+            return
+        whole: dict[str, np.ndarray] = {}
+        codecs = {}
+        for rank in self.engine.collective_rpc(read_rows, args=(table, first, end)):
+            for key, (first_head, total, codec, rows) in rank.items():
+                if key not in whole:
+                    whole[key] = np.zeros((total, *rows.shape[1:]), np.uint8)
+                whole[key][first_head : first_head + len(rows)] = rows
+                codecs[key] = codec
+        with open(path, "wb") as out:
+            np.savez(out, **whole)
+        self.say(kind="dumped", codecs=codecs)
+
+    def state(self) -> None:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        self.say(
+            kind="state",
+            requests=len(self.scheduler.requests),
+            free_blocks=pool.get_num_free_blocks(),
+            blocks=pool.num_gpu_blocks - 1,  # block 0 is never given out
+            steps=self.steps,
+            cpu_s=usage.ru_utime + usage.ru_stime,
+        )
+
+
+def _make(config: dict[str, Any]) -> Any:
+    from vllm import EngineArgs, LLMEngine
+    from vllm.config import KVTransferConfig
+
+    arguments = {
+        name: config[name]
+        for name in (
+            "model",
+            "block_size",
+            "kv_cache_dtype",
+            "tensor_parallel_size",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_model_len",
+            "enable_prefix_caching",
+        )
+    }
+    if config["connector"] is not None:
+        arguments["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="KVBridgeConnector",
+            kv_role=config["role"],
+            kv_load_failure_policy=config["on_failure"],
+            kv_connector_extra_config=config["connector"],
+            **({"engine_id": config["engine_id"]} if config["engine_id"] else {}),
+        )
+    settings = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "seed": 0,
+        "disable_log_stats": True,
+        **arguments,
+        **config["more"],
+    }
+    return LLMEngine.from_engine_args(EngineArgs(**settings))
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    Loop(control, json.loads(sys.argv[2])).run()
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's own teardown takes seconds and nobody needs it
+
+
+if __name__ == "__main__":
+    main()
