@@ -41,6 +41,7 @@ class Port:
         self._fds = (int(self.socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
         self._loop.add_reader(self._fds[0], self._on_ready)
         self._loop.add_reader(self._fds[1], self._watch)
+        self._watch()  # ZeroMQ signals a descriptor only after a read found nothing
 
     def send(self, frames: list[bytes]) -> None:
         """Raises zmq.Again if it cannot be queued now, EHOSTUNREACH if a ROUTER's peer is gone."""
