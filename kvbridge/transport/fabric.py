@@ -65,10 +65,10 @@ class Fabric(Protocol):
         """What a peer needs to write here; names our boot and the targets registered before this call."""
 
     def connect(self, boot: str, descriptor: bytes) -> None:
-        """Make the peer's targets writable, anew if its connection had failed. Nothing is sent yet.
+        """Make the peer's targets writable. Nothing is sent yet; connecting twice is fine.
 
         `descriptor_of_another_boot` if it does not belong to `boot`, `descriptor_malformed`, `peer_busy` while
-        writes of a failed or replaced connection are still under way.
+        writes to what another descriptor of this boot named are still under way.
         """
 
     def disconnect(self, boot: str) -> None:
@@ -79,8 +79,8 @@ class Fabric(Protocol):
     ) -> int:
         """Post one write; its id comes back in the events of `poll`. May block while the bytes move.
 
-        `peer_not_connected`, `peer_lost` (connect again), `memory_not_registered`, `write_refused`: nothing was
-        posted.
+        After a failed write the connection is made anew by the next one, once all of the old have ended; until then
+        `peer_lost`. That, `peer_not_connected`, `memory_not_registered` and `write_refused` mean: nothing was posted.
         """
 
     def poll(self, now: float) -> Sequence[FabricEvent]:

@@ -81,9 +81,6 @@ class LoopbackFabric:
         named = descriptor.removeprefix(PREFIX).decode(errors="replace")
         if named != boot:
             raise FabricError("descriptor_of_another_boot", f"boot: peer says {boot}, its descriptor {named}")
-        if boot in self._lost and any(write.boot == boot for write in self._writes.values()):
-            raise FabricError("peer_busy", f"peer: writes to {boot} are still under way")
-        self._lost.discard(boot)
         self._peers.add(boot)
 
     def disconnect(self, boot: str) -> None:
@@ -93,10 +90,11 @@ class LoopbackFabric:
     def write(
         self, boot: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
     ) -> int:
-        if boot in self._lost:
-            raise FabricError("peer_lost", f"peer: {boot} failed before; connect again")
         if boot not in self._peers:
             raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
+        if boot in self._lost and any(write.boot == boot for write in self._writes.values()):
+            raise FabricError("peer_lost", f"peer: writes to {boot} are still to fail")
+        self._lost.discard(boot)
         target = self._network.fabrics.get(boot)
         if not self._covers(local_address, size) or (target and not target._covers(remote_address, size, True)):
             raise FabricError(

@@ -24,7 +24,7 @@ DESCRIPTOR_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class _Peer:
-    """A remote agent that NIXL knows. A failed one takes no writes until it is connected anew."""
+    """A remote agent that NIXL knows."""
 
     descriptor: bytes
     writes: int = 0
@@ -120,17 +120,13 @@ class NixlFabric:
             raise FabricError("descriptor_of_another_boot", f"boot: {boot} is our own")
         peer = self._peers.get(boot)
         if peer is not None:
-            if peer.descriptor == descriptor and not peer.is_failed:
+            if peer.descriptor == descriptor:
                 peer.is_leaving = False
                 return
             if peer.writes:
                 raise FabricError("peer_busy", f"peer: {peer.writes} writes to {boot} are still under way")
             self._forget(boot)
-        try:
-            self._agent.loadRemoteMD(descriptor)
-        except _errors(self._nixl) as error:
-            raise FabricError("descriptor_malformed", f"descriptor of {boot}: {_text(error)}") from error
-        self._peers[boot] = _Peer(descriptor)
+        self._load(boot, descriptor)
 
     def disconnect(self, boot: str) -> None:
         peer = self._peers.get(boot)
@@ -145,7 +141,7 @@ class NixlFabric:
         if peer is None or peer.is_leaving:
             raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
         if peer.is_failed:
-            raise FabricError("peer_lost", f"peer: {boot} failed before; connect again")
+            peer = self._heal(boot, peer)
         if size < 1:
             raise FabricError("memory_not_registered", f"write: {size} bytes")
         nixl = self._nixl
@@ -235,6 +231,21 @@ class NixlFabric:
             log.warning("notices were dropped: %s", _text(error))
             return []
         return [payload for payloads in arrived.values() for payload in payloads]
+
+    def _load(self, boot: str, descriptor: bytes) -> _Peer:
+        try:
+            self._agent.loadRemoteMD(descriptor)
+        except _errors(self._nixl) as error:
+            raise FabricError("descriptor_malformed", f"descriptor of {boot}: {_text(error)}") from error
+        peer = self._peers[boot] = _Peer(descriptor)
+        return peer
+
+    def _heal(self, boot: str, peer: _Peer) -> _Peer:
+        """NIXL's connection stays broken after one error, even if the peer is well; only a new one helps."""
+        if peer.writes:
+            raise FabricError("peer_lost", f"peer: {peer.writes} writes to {boot} are still to fail")
+        self._forget(boot)
+        return self._load(boot, peer.descriptor)
 
     def _leave(self, boot: str, peer: _Peer) -> None:
         if peer.is_leaving and not peer.writes:
