@@ -27,7 +27,7 @@ from ..exchange.actions import Scatter, Ship
 from ..exchange.inbound import Inbound
 from ..exchange.outbound import Outbound
 from ..exchange.slots import LocalSlots, SlotPool
-from ..transport.control import Control
+from ..transport.control import Control, Settings
 from ..transport.fabric import Fabric
 from ..transport.fabric_nixl import NixlFabric
 from ..transport.local import LocalConnection, LocalServer
@@ -134,7 +134,8 @@ class Agent:
 
     def _control(self) -> Control:
         config = self.config
-        return Control(self.boot, listen=config.listen, connect_s=config.connect_s, silence_s=config.silence_s)
+        settings = Settings(connect_s=config.connect_s, silence_s=config.silence_s)
+        return Control(self.boot, config.listen, settings=settings)
 
     def _assemble(self) -> None:
         clock = asyncio.get_running_loop().time

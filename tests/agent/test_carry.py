@@ -107,7 +107,9 @@ def _tables(bench: Bench, tokens: int) -> tuple[list[int], list[int]]:
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     with ExitStack() as stack:
-        yield Bench(tmp_path, stack, Shape("nhd", blocks=200), Shape("hnd", block_tokens=64, blocks=60))
+        wide = {"key_width": 64, "value_width": 64}
+        source = Shape("nhd", blocks=200, **wide)
+        yield Bench(tmp_path, stack, source, Shape("hnd", block_tokens=64, blocks=60, **wide))
 
 
 def test_want_before_offer_and_chunks_while_the_prompt_is_computed(bench: Bench) -> None:
