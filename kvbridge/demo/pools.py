@@ -1,0 +1,167 @@
+"""Synthetic pools: what an engine of some shape would attach, and what every element of it must be.
+
+An element is a number made from its (layer, part, head, token, element), so that one in a wrong place shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import torch
+from kvbridge_proto.pool import Codec, CodecName, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
+PARTS = ("k", "v")
+POISON = 0xA5
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine. `axes` is how its memory runs, outermost first: Layer, Part, Block, Token, Head, Element."""
+
+    name: str
+    axes: str
+    block_tokens: int
+    blocks: int
+    codec: CodecName = "bf16"
+    scale: float = 0.0
+    tp_size: int = 1
+    layers: int = 8
+    kv_heads: int = 8
+    width: int = 128
+
+    @property
+    def local_heads(self) -> int:
+        return self.kv_heads // self.tp_size
+
+    @property
+    def token_bytes(self) -> int:
+        """All ranks together."""
+        return self.layers * len(PARTS) * self.kv_heads * self.width * DTYPES[self.codec].itemsize
+
+    @property
+    def rank_bytes(self) -> int:
+        return self.blocks * self.block_tokens * self.token_bytes // self.tp_size
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt. Tokens before `first_token` are there already on the sink's side."""
+
+    name: str
+    tokens: int
+    first_token: int = 0
+    seed: int = 0
+
+
+def describe(shape: Shape, rank: int) -> Pool:
+    """The pool of one rank; one region holds all of it."""
+    strides = _strides(shape)
+    itemsize = DTYPES[shape.codec].itemsize
+    codec = Codec(
+        name=shape.codec,
+        width=shape.width,
+        element_bytes=itemsize,
+        row_bytes=shape.width * itemsize,
+        scales=(shape.scale,) if shape.scale else (),
+    )
+    planes = tuple(
+        Plane(
+            layer=layer,
+            part=part,
+            offset=layer * strides["L"] + index * strides["P"],
+            block_stride=strides["B"],
+            token_axis=(Step(shape.block_tokens, strides["T"]),),
+            head_stride=strides["H"],
+            element_axis=(Step(shape.width, strides["E"]),),
+            first_head=rank * shape.local_heads,
+            heads=shape.local_heads,
+            total_heads=shape.kv_heads,
+            codec=codec,
+        )
+        for layer in range(shape.layers)
+        for index, part in enumerate(PARTS)
+    )
+    layer = Layer(kind="full", kv_heads=shape.kv_heads, key_width=shape.width, value_width=shape.width)
+    return Pool(
+        engine=Engine(kind="synthetic", version="0", id=shape.name),
+        model=Model(name="demo", layers=(layer,) * shape.layers),
+        shard=Shard(tp_rank=rank, tp_size=shape.tp_size),
+        groups=(Group(kind="full", block_tokens=shape.block_tokens, blocks=shape.blocks),),
+        regions=(Region(shape.rank_bytes),),
+        planes=planes,
+    )
+
+
+def tables(shape: Shape, requests: list[Request]) -> dict[str, list[int]]:
+    """Blocks for every request, scattered over the pool as after a day of serving. The same on every rank."""
+    free = torch.randperm(shape.blocks, generator=torch.Generator().manual_seed(shape.block_tokens)).tolist()
+    return {request.name: [free.pop() for _ in range(-(-request.tokens // shape.block_tokens))] for request in requests}
+
+
+def fill(memory: torch.Tensor, shape: Shape, rank: int, table: list[int], request: Request, codec: CodecName) -> None:
+    """Write tokens [first_token, tokens) of a request as they are once they came from an engine of codec `codec`."""
+    tokens = torch.arange(request.first_token, request.tokens)
+    blocks = torch.tensor(table)[tokens // shape.block_tokens]
+    offsets = tokens % shape.block_tokens
+    heads = torch.arange(rank * shape.local_heads, (rank + 1) * shape.local_heads)
+    for layer, index, plane in _planes(memory, shape):
+        values = _values(layer, index, heads, tokens, shape.width, request.seed).to(DTYPES[codec])
+        plane[blocks, offsets] = values if codec == shape.codec else _quantized(values, shape)
+
+
+def first_difference(found: torch.Tensor, expected: torch.Tensor, shape: Shape, rank: int) -> str:
+    """Where two memories of this shape first differ, in words; empty if nowhere."""
+    if torch.equal(found, expected):
+        return ""
+    bits = {1: torch.uint8, 2: torch.int16}[DTYPES[shape.codec].itemsize]
+    pairs = zip(_planes(found, shape), _planes(expected, shape), strict=True)
+    for (layer, index, ours), (_, _, wanted) in pairs:
+        wrong = (ours.view(bits) != wanted.view(bits)).nonzero()
+        if len(wrong):
+            block, token, head, element = wrong[0].tolist()
+            place = f"layer {layer} {PARTS[index]} head {head + rank * shape.local_heads} block {block} token {token}"
+            values = f"{ours[block, token, head, element]}, expected {wanted[block, token, head, element]}"
+            return f"{len(wrong)} elements differ, first at {place} element {element}: {values}"
+    return "memory outside of the planes differs"
+
+
+def _strides(shape: Shape) -> dict[str, int]:
+    counts = {
+        "L": shape.layers,
+        "P": len(PARTS),
+        "B": shape.blocks,
+        "T": shape.block_tokens,
+        "H": shape.local_heads,
+        "E": shape.width,
+    }
+    strides, size = {}, DTYPES[shape.codec].itemsize
+    for axis in reversed(shape.axes):
+        strides[axis] = size
+        size *= counts[axis]
+    return strides
+
+
+def _planes(memory: torch.Tensor, shape: Shape) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Every plane as [block, token, head, element]."""
+    typed = memory.view(DTYPES[shape.codec])
+    strides = {axis: size // typed.itemsize for axis, size in _strides(shape).items()}
+    size = (shape.blocks, shape.block_tokens, shape.local_heads, shape.width)
+    for layer in range(shape.layers):
+        for index in range(len(PARTS)):
+            offset = layer * strides["L"] + index * strides["P"]
+            yield layer, index, typed.as_strided(size, tuple(strides[axis] for axis in "BTHE"), offset)
+
+
+def _values(layer: int, part: int, heads: torch.Tensor, tokens: torch.Tensor, width: int, seed: int) -> torch.Tensor:
+    """Numbers in [-8, 8), fp32 [T, H, E], each from its coordinates."""
+    rows = (tokens[:, None] * 1009 + heads[None, :] * 9176 + layer * 40503 + part * 30011 + seed * 7919) & 0xFFFF
+    mixed = rows[:, :, None].int() * 25173 + torch.arange(width, dtype=torch.int32) * 13849
+    mixed = (mixed ^ (mixed >> 7)) & 0xFFFF
+    return mixed.float() / 4096 - 8
+
+
+def _quantized(values: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """The reference conversion: fp32, saturating, round to nearest even."""
+    numbers = values.float() / (shape.scale or 1.0)
+    largest = torch.finfo(DTYPES[shape.codec]).max
+    return numbers.clamp(-largest, largest).to(DTYPES[shape.codec])

@@ -1,0 +1,195 @@
+"""`kvbridge demo`: pairs of synthetic engines that disagree, an agent beside each rank, every element checked."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from ..errors import KVBridgeError
+from ..geometry.compat import Convertible, verdict
+from .engine import Job
+from .pools import Request, Shape, describe
+from .processes import AgentProcess, EngineProcess, agents, end
+
+NAMES = ("a", "b", "c")
+MOVED_COUNTER = "kvbridge_wire_bytes_total{role=sink}"
+REQUESTS = (
+    Request(name="short prompt", tokens=17, seed=1),
+    Request(name="long prompt", tokens=4096, seed=2),
+    Request(name="prefix already there", tokens=1777, first_token=1000, seed=3),
+)
+PAIRS = (
+    (
+        Shape(name="NHD", axes="LPBTHE", block_tokens=16, blocks=400, tp_size=2),
+        Shape(name="HND", axes="LPBHTE", block_tokens=64, blocks=100, codec="fp8_e4m3", scale=0.03125),
+    ),
+    (
+        Shape(name="K|V packed HND", axes="LBHTPE", block_tokens=32, blocks=200),
+        Shape(name="cross-layer NHD", axes="BLPTHE", block_tokens=48, blocks=140, tp_size=2),
+    ),
+    (
+        Shape(name="HND twin", axes="LPBHTE", block_tokens=32, blocks=200),
+        Shape(name="HND other twin", axes="LPBHTE", block_tokens=32, blocks=200),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one pair went; `wrong` is empty when every element was right."""
+
+    source: Shape
+    sink: Shape
+    changes: tuple[str, ...]
+    moved_bytes: int
+    first_s: float
+    seconds: float
+    digests: tuple[str, ...]
+    wrong: str
+
+
+def run(pairs: Sequence[tuple[Shape, Shape]] = PAIRS, requests: Sequence[Request] = REQUESTS) -> None:
+    """Exit code 1 if anything failed or any element is wrong."""
+    console = Console()
+    began = time.monotonic()
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="kvbridge-demo-") as folder, ExitStack() as stack:
+        console.print("starting three agents (ZeroMQ and NIXL on this machine) ...")
+        running = stack.enter_context(agents(Path(folder), NAMES))
+        progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console
+        )
+        with progress:
+            try:
+                outcomes = [carry(Path(folder), running, *pair, list(requests), progress) for pair in pairs]
+            except KVBridgeError:
+                for agent in running:
+                    console.print(f"[bold]{agent.name}[/bold]\n{agent.tail()}", markup=True, highlight=False)
+                raise
+    _report(console, outcomes, time.monotonic() - began)
+    if any(outcome.wrong for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def carry(
+    folder: Path,
+    running: Sequence[AgentProcess],
+    source: Shape,
+    sink: Shape,
+    requests: list[Request],
+    progress: Progress,
+) -> Outcome:
+    """One pair: start the engines, let the requests flow, hear what the sinks found in their memory."""
+    before, after = running[: source.tp_size], running[source.tp_size : source.tp_size + sink.tp_size]
+    with ExitStack() as stack:
+        jobs = [*_jobs("source", source, before, requests)]
+        jobs += _jobs("sink", sink, after, requests, source=before[0].address, source_codec=source.codec)
+        engines = [_start(folder, stack, job) for job in jobs]
+        sinks = engines[len(before) :]
+        for engine in engines:
+            engine.hear("ready")
+        for engine in engines:
+            engine.go()
+        _follow(progress, f"{source.name} -> {sink.name}", _wire_bytes(source, sink, requests), after, sinks)
+        moved = [engine.hear("moved") for engine in sinks]
+        ends = [engine.hear("done") for engine in sinks]
+        for engine in engines[: len(before)]:
+            engine.hear("released")
+            engine.go()
+            engine.hear("done")
+    judged = verdict(describe(source, 0), describe(sink, 0))
+    return Outcome(
+        source,
+        sink,
+        judged.changes if isinstance(judged, Convertible) else (),
+        sum(told["moved_bytes"] for told in moved),
+        max(told["first_s"] for told in moved),
+        max(told["seconds"] for told in moved),
+        tuple(told["digest"] for told in ends),
+        "; ".join(told["wrong"] for told in ends if told["wrong"]),
+    )
+
+
+def _jobs(
+    role: Literal["source", "sink"], shape: Shape, beside: Sequence[AgentProcess], requests: list[Request], **more: Any
+) -> Iterator[Job]:
+    ranks = tuple(agent.address for agent in beside)
+    for rank, agent in enumerate(beside):
+        yield Job(role=role, shape=shape, rank=rank, socket=agent.socket, ranks=ranks, requests=requests, **more)
+
+
+def _start(folder: Path, stack: ExitStack, job: Job) -> EngineProcess:
+    name = f"{job.shape.name} rank {job.rank}"
+    command = [sys.executable, "-m", "kvbridge.demo.engine", msgspec.json.encode(job).decode()]
+    engine = EngineProcess(name, command, folder / f"{job.shape.name}-{job.rank}.err".replace("|", "-"))
+    stack.callback(end, engine.process)
+    return engine
+
+
+def _follow(
+    progress: Progress, title: str, total: int, after: Sequence[AgentProcess], sinks: Sequence[EngineProcess]
+) -> None:
+    """Draw what the sinks' agents say they have moved, until every sink has spoken."""
+    task = progress.add_task(title, total=total)
+    began = _moved(after)
+    while not all(sink.is_heard() for sink in sinks):
+        progress.update(task, completed=min(total, _moved(after) - began))
+        time.sleep(0.05)
+    progress.update(task, completed=total)
+
+
+def _moved(after: Sequence[AgentProcess]) -> float:
+    return sum(agent.status().counters.get(MOVED_COUNTER, 0.0) for agent in after)
+
+
+def _wire_bytes(source: Shape, sink: Shape, requests: Sequence[Request]) -> int:
+    """The narrower side's rows; each sink rank takes its own heads."""
+    tokens = sum(request.tokens - request.first_token for request in requests)
+    return tokens * min(source.token_bytes, sink.token_bytes)
+
+
+def _report(console: Console, outcomes: Sequence[Outcome], seconds: float) -> None:
+    table = Table(title="every element of every sink was compared, bit for bit", title_justify="left")
+    for column in ("source", "sink", "converted", "first ms", "MB", "ms", "GB/s", "digest of the sink", "result"):
+        table.add_column(column, justify="right" if column.endswith(("MB", "ms", "GB/s")) else "left")
+    for outcome in outcomes:
+        table.add_row(
+            _words(outcome.source),
+            _words(outcome.sink),
+            "\n".join(change.partition(" (")[0] for change in outcome.changes) or "nothing",
+            f"{outcome.first_s * 1e3:.0f}",
+            f"{outcome.moved_bytes / 1e6:.1f}",
+            f"{outcome.seconds * 1e3:.0f}",
+            f"{outcome.moved_bytes / outcome.seconds / 1e9:.2f}",
+            "\n".join(outcome.digests),
+            f"WRONG: {outcome.wrong}" if outcome.wrong else "exact",
+        )
+    console.print(table)
+    console.print(f"memcpy on this machine: {_memcpy_gb_s():.1f} GB/s. Whole demo: {seconds:.0f} s.")
+
+
+def _words(shape: Shape) -> str:
+    return f"{shape.name}\nTP {shape.tp_size}, {shape.codec}\nblock {shape.block_tokens}"
+
+
+def _memcpy_gb_s(size_bytes: int = 128 << 20) -> float:
+    source, target = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - began)
+    return size_bytes / best / 1e9
