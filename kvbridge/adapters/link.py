@@ -76,8 +76,8 @@ class AgentLink:
 
     def start(self, wait_s: float) -> bool:
         """For start-up only: wait until attached or refused, at most `wait_s`. False leaves it to later turns."""
-        end = self._clock() + wait_s
-        while self._clock() < end:
+        end = time.monotonic() + wait_s
+        while time.monotonic() < end:
             self.turn()
             if self.is_attached:
                 return True

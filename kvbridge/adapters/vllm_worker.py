@@ -74,7 +74,6 @@ class WorkerSide:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and share the memory, and attach. Without an agent the engine starts all the same."""
         shard, rank = _place(self._config)
-        self._key = (shard.pp_rank, shard.tp_rank)
         transfer = self._config.kv_transfer_config
         assert transfer is not None
         memory = describe(
@@ -85,13 +84,13 @@ class WorkerSide:
             model_name=self._options.model_name or self._config.model_config.model.rstrip("/").rpartition("/")[2],
             engine_id=transfer.engine_id or "",
         )
-        _, fds = _export(memory)  # once now: moving the storage later would be a surprise in the middle of serving
-        _close(fds)
         self.attach(self._options.socket_of(rank), memory)
 
     def attach(self, path: str, memory: Memory) -> None:
-        handles, fds = _export(memory)
+        """Share the memory, and tell the agent at `path`, now and after every loss."""
+        handles, fds = _export(memory)  # moves the memory; now, not in the middle of serving
         _close(fds)
+        self._key = (memory.pool.shard.pp_rank, memory.pool.shard.tp_rank)
         attach = Attach(versions=OURS, pool=memory.pool, handles=handles)
         self._link = AgentLink(EngineClient(path), attach, lambda: _export(memory)[1], log, self._clock)
         self._link.start(self._options.connect_s)

@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch  # noqa: E402
-from vllm import _custom_ops as ops  # noqa: E402
+import torch
+from vllm import _custom_ops as ops
 
-from kvbridge.adapters.vllm_cpu import Axis, halves  # noqa: E402
-from kvbridge.errors import OperatorError  # noqa: E402
+from kvbridge.adapters.vllm_cpu import Axis, halves
+from kvbridge.errors import OperatorError
 
 pytestmark = pytest.mark.vllm
 

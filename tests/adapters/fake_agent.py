@@ -1,0 +1,91 @@
+"""The agent's end of the unix socket, for tests of what sits inside an engine: hears, and answers as it is told to.
+
+It runs in the test's own thread, a `pump` at a time, so that a test decides what happened before what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvbridge_proto.engine import Attach, Attached, ToAgent, ToEngine
+from kvbridge_proto.stream import StreamReader, pack
+from kvbridge_proto.words import Agent
+
+T = TypeVar("T")
+
+
+class FakeAgent:
+    """One agent with one engine. `heard` keeps everything but Attach; `attaches` counts those."""
+
+    def __init__(self, path: Path, address: str = "tcp://127.0.0.1:7700", boot: str = "boot-1") -> None:
+        self.path = path
+        self.address = address
+        self.boot = boot
+        self.attaches: list[Attach] = []
+        self.heard: list[Any] = []
+        self.is_answering_attach = True
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._engine: socket.socket | None = None
+        self._reader: StreamReader[Any] = StreamReader(ToAgent)
+
+    def pump(self) -> None:
+        """Take the connection if there is one, hear all that came."""
+        if self._engine is None and self._listener.fileno() != -1:
+            with contextlib.suppress(BlockingIOError):
+                self._engine, _ = self._listener.accept()
+                self._engine.setblocking(False)
+                self._reader = StreamReader(ToAgent)
+        while self._engine is not None:
+            try:
+                received, fds, _, _ = socket.recv_fds(self._engine, 1 << 20, 64)
+            except BlockingIOError:
+                return
+            for fd in fds:
+                os.close(fd)
+            if not received:
+                self.hang_up()
+                return
+            for message in self._reader.feed(received):
+                self._hear(message)
+
+    def _hear(self, message: Any) -> None:
+        if not isinstance(message, Attach):
+            self.heard.append(message)
+            return
+        self.attaches.append(message)
+        if self.is_answering_attach:
+            agent = Agent(name="fake", boot=self.boot, address=self.address, version="1")
+            self.say(Attached(version=1, epoch=len(self.attaches), agent=agent))
+
+    def say(self, message: ToEngine) -> None:
+        assert self._engine is not None, "no engine is connected"
+        self._engine.sendall(pack(message))
+
+    def take(self, kind: type[T]) -> list[T]:
+        """What was heard of this kind since the last time."""
+        self.pump()
+        taken = [message for message in self.heard if isinstance(message, kind)]
+        self.heard = [message for message in self.heard if not isinstance(message, kind)]
+        return taken
+
+    def one(self, kind: type[T]) -> T:
+        (message,) = self.take(kind)
+        return message
+
+    def hang_up(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def die(self) -> None:
+        """As a killed process: the connection and the listening socket are gone."""
+        self.hang_up()
+        self._listener.close()
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,240 @@
+"""vLLM's real scheduler with the connector, on the side that prefills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvbridge_proto.engine import Directory, Offer, Released, Withdraw
+from kvbridge_proto.words import Rank
+
+from kvbridge.adapters.vllm_rooms import digest_of
+
+from .world import World
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path).ready()
+
+
+def test_tells_every_agent_where_all_ranks_have_theirs(tmp_path: Path) -> None:
+    world = World(tmp_path, tp=2).ready()
+    for agent in world.agents:
+        assert agent.take(Directory)[-1].ranks == (
+            Rank(tp_rank=0, pp_rank=0, address="tcp://127.0.0.1:7700"),
+            Rank(tp_rank=1, pp_rank=0, address="tcp://127.0.0.1:7701"),
+        )
+
+
+def test_offers_the_prompt_as_it_is_computed(world: World) -> None:
+    (agent,) = world.agents
+    request = world.prefill(150)  # 64 tokens a step
+
+    world.step()
+    first = agent.one(Offer)
+    ids = world.block_ids(request)
+    assert (first.tokens, first.is_last, first.hold_s) == (64, False, 480.0)
+    assert [(piece.group, piece.first, list(piece.ids)) for piece in first.blocks] == [(0, 0, ids[:4])]
+
+    world.step()
+    second = agent.one(Offer)
+    assert second.tokens == 128 and second.request == first.request
+    assert [(piece.first, list(piece.ids)) for piece in second.blocks] == [(4, world.block_ids(request)[4:8])]
+
+    world.step()
+    last = agent.one(Offer)
+    assert (last.tokens, last.is_last) == (150, True)
+    assert [piece.first for piece in last.blocks] == [8]
+    assert last.room == f"name1/0/{digest_of(request.prompt_token_ids)}"
+
+
+def test_keeps_the_blocks_until_the_agent_released_them(world: World) -> None:
+    (agent,) = world.agents
+    request = world.prefill(40)
+    output = world.step().outputs[0]
+    params = output.kv_transfer_params
+    expected = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "engine-under-test",
+        "remote_request_id": f"name1/0/{digest_of(request.prompt_token_ids)}",
+        "remote_host": "127.0.0.1",
+        "remote_port": 7700,
+        "remote_block_ids": [],
+        "remote_num_tokens": 40,
+        "tp_size": 1,
+        "pp_size": 1,
+    }
+    assert {name: params[name] for name in expected} == expected  # vLLM adds some of its own
+    world.steps(5)
+    assert world.free_blocks == 99 - 3
+    agent.say(Released(request=agent.one(Offer).request))
+    world.run()
+    world.assert_empty()
+
+
+def test_frees_at_once_what_was_released_before_the_request_ended(world: World) -> None:
+    (agent,) = world.agents
+    world.prefill(40)
+    scheduled = world.scheduler.schedule()
+    (worker,) = world.workers
+    worker.bind_connector_metadata(scheduled.kv_connector_metadata)
+    worker.wait_for_save()
+    agent.say(Released(request=agent.one(Offer).request))  # all sinks served, while the engine still samples
+    assert not worker.get_transfer_results(set()).finished_sending
+    worker.clear_connector_metadata()
+    held = world.scheduler.requests.copy()
+    (request,) = held.values()
+    world.scheduler.finish_requests(request.request_id, request.status.FINISHED_LENGTH_CAPPED)
+    world.run()
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("answers", [1, 3])
+def test_reports_a_send_once_however_often_it_is_released(world: World, answers: int) -> None:
+    (agent,) = world.agents
+    world.prefill(40)
+    world.step()
+    offer = agent.one(Offer)
+    for _ in range(answers):
+        agent.say(Released(request=offer.request))
+    agent.say(Released(request="nobody"))
+    world.run()
+    agent.say(Released(request=offer.request))
+    world.steps(2)
+    world.assert_empty()
+
+
+def test_an_abort_withdraws_and_keeps_the_blocks_until_no_read_is_under_way(world: World) -> None:
+    (agent,) = world.agents
+    request = world.prefill(150)
+    world.step()
+    world.abort(request)
+    world.steps(3)
+    withdrawn = agent.one(Withdraw)
+    assert withdrawn.request == agent.take(Offer)[0].request
+    assert withdrawn.reason == "finished_aborted"
+    assert world.free_blocks < 99
+    agent.say(Released(request=withdrawn.request, code="withdrawn"))
+    world.run()
+    world.assert_empty()
+
+
+def test_an_abort_before_anything_was_computed_says_nothing(world: World) -> None:
+    (agent,) = world.agents
+    world.abort(world.prefill(150))
+    world.run()
+    assert not agent.take(Offer) and not agent.take(Withdraw)
+    world.assert_empty()
+
+
+def test_a_preempted_prompt_is_withdrawn_before_the_forward_and_offered_anew(tmp_path: Path) -> None:
+    # 12 blocks for two prompts of 8 that grow side by side: the later one gives way.
+    world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
+    (agent,) = world.agents
+    first, second = world.prefill(128), world.prefill(128)
+    heard = []
+    for _ in range(12):
+        world.step()
+        heard += [message for message in agent.heard if isinstance(message, Offer | Withdraw)]
+        agent.heard.clear()
+        for message in list(heard):
+            if isinstance(message, Offer) and message.is_last:
+                agent.say(Released(request=message.request))
+    assert second.num_preemptions == 1 and first.num_preemptions == 0
+    (withdrawn,) = [message for message in heard if isinstance(message, Withdraw)]
+    assert withdrawn.reason == "preempted"
+    after = heard[heard.index(withdrawn) + 1 :]
+    anew = [m for m in after if isinstance(m, Offer) and m.room.startswith("name2/")]
+    assert anew and all(message.request == f"{withdrawn.request}~1" for message in anew)
+    assert anew[0].blocks[0].first == 0 and anew[-1].is_last
+    agent.say(Released(request=withdrawn.request))  # the first attempt's; nobody waits for it
+    world.run()
+    world.assert_empty()
+
+
+def test_a_dead_agent_releases_everything(world: World) -> None:
+    (agent,) = world.agents
+    world.prefill(40)
+    half = world.prefill(150)
+    world.steps(2)
+    agent.die()
+    world.steps(2)
+    assert half.request_id in world.scheduler.requests or half.is_finished()
+    world.run()
+    world.assert_empty()
+
+
+def test_without_an_agent_nothing_is_offered_or_kept(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.attach()
+    world.prefill(40)
+    assert world.step().outputs[0].kv_transfer_params is None
+    world.run()
+    world.assert_empty()
+
+
+def test_an_agent_that_comes_later_is_found(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.attach()
+    world.prefill(40)
+    world.run()
+    world.start_agents()
+    world.clock.now += 60
+    world.request(200)  # any request's steps will do
+    world.steps(3)
+    world.prefill(40)
+    world.step()
+    (agent,) = world.agents
+    assert agent.one(Directory).ranks[0].address == agent.address
+    assert agent.one(Offer).tokens > 0
+
+
+def test_a_send_is_done_when_every_rank_has_released_it(tmp_path: Path) -> None:
+    world = World(tmp_path, tp=2).ready()
+    world.prefill(40)
+    world.step()
+    names = {agent.one(Offer).request for agent in world.agents}
+    assert len(names) == 1
+    (name,) = names
+    world.agents[0].say(Released(request=name))
+    world.steps(3)
+    assert world.free_blocks == 99 - 3
+    world.agents[1].die()
+    world.run()
+    world.assert_empty()
+
+
+def test_a_producer_offers_unnamed_one_token_requests_under_their_prompt(tmp_path: Path) -> None:
+    world = World(tmp_path, role="kv_producer").ready()
+    (agent,) = world.agents
+    world.request(40, max_tokens=1)
+    world.request(prompt=list(range(40)), max_tokens=1)
+    world.request(prompt=list(range(40)), max_tokens=1)
+    world.request(30, max_tokens=2)
+    for _ in range(6):
+        world.step()
+    offers = [offer for offer in agent.take(Offer) if offer.is_last]
+    assert len(offers) == 3
+    assert offers[1].room == offers[2].room != offers[0].room
+    assert all(offer.room.startswith("prompt-") for offer in offers)
+    for offer in offers:
+        agent.say(Released(request=offer.request))
+    world.run()
+    world.assert_empty()
+
+
+def test_a_request_id_of_any_length_fits_a_message(world: World) -> None:
+    (agent,) = world.agents
+    world.prefill(40, name="cmpl-" + "x" * 5000 + "-0-0123abcd")
+    world.step()
+    offer = agent.one(Offer)  # decoded: its names were within the protocol's limits
+    agent.say(Released(request=offer.request))
+    world.run()
+    world.assert_empty()
