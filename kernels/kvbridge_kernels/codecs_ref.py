@@ -30,6 +30,8 @@ LARGEST = {
     "fp8_e5m2": 57344.0,
     "int8": 127.0,
 }
+# 448 times this is finite in fp32, 480 times is not.
+TO_INFINITY = torch.finfo(torch.float32).max / 464.0
 # fp32 working tile: 256 KiB stays in a core's L2 beside its source (1 MiB on the machines measured).
 TILE_ELEMENTS = 1 << 16
 
@@ -77,7 +79,7 @@ def decode(stored: torch.Tensor, name: str, scale: torch.Tensor | None, values: 
         _decode_e4m3(stored, values, scratch)
     elif name == "fp8_e5m2":  # the upper byte of an fp16
         halves = _work("halves", torch.int16, stored, scratch)
-        values.copy_(halves.copy_(stored.view(torch.int8)).bitwise_left_shift_(8).view(torch.float16))
+        values.copy_(halves.copy_(stored.view(torch.int8)).mul_(1 << 8).view(torch.float16))
     else:
         values.copy_(stored)
     if scale is not None:
@@ -85,13 +87,16 @@ def decode(stored: torch.Tensor, name: str, scale: torch.Tensor | None, values: 
 
 
 def _decode_e4m3(stored: torch.Tensor, values: torch.Tensor, scratch: Scratch) -> None:
-    """Sign, exponent and mantissa moved into an fp16 whose bias is 8 greater: six times faster than torch's cast."""
-    signed = stored.view(torch.int8)
+    """Sign, exponent and mantissa moved into an fp16, whose bias is 8 greater; torch's own cast is ten times slower.
+
+    0x7f and 0xff, 480 by that reading, are NaN: they alone are infinite when multiplied by TO_INFINITY, and infinity
+    times zero is NaN. Comparing and masking would take longer than all the rest.
+    """
     halves = _work("halves", torch.int16, stored, scratch)
-    halves.copy_(signed).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    halves.copy_(stored.view(torch.int8)).mul_(1 << 7).bitwise_and_(~0x4000)
     values.copy_(halves.view(torch.float16)).mul_(256.0)
-    # 0x7f and 0xff, 480 by that reading, are NaN.
-    values.masked_fill_(values.abs() == 480.0, torch.nan)
+    infinite = torch.mul(values, TO_INFINITY, out=_work("infinite", torch.float32, stored, scratch))
+    values.add_(infinite, alpha=0.0)
 
 
 def encode(

