@@ -28,6 +28,7 @@ class _Peer:
 
     descriptor: bytes
     writes: int = 0
+    is_known: bool = True  # to NIXL
     is_failed: bool = False
     is_leaving: bool = False
 
@@ -126,7 +127,11 @@ class NixlFabric:
             if peer.writes:
                 raise FabricError("peer_busy", f"peer: {peer.writes} writes to {boot} are still under way")
             self._forget(boot)
-        self._load(boot, descriptor)
+        try:
+            self._agent.loadRemoteMD(descriptor)
+        except _errors(self._nixl) as error:
+            raise FabricError("descriptor_malformed", f"descriptor of {boot}: {_text(error)}") from error
+        self._peers[boot] = _Peer(descriptor)
 
     def disconnect(self, boot: str) -> None:
         peer = self._peers.get(boot)
@@ -141,7 +146,7 @@ class NixlFabric:
         if peer is None or peer.is_leaving:
             raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
         if peer.is_failed:
-            peer = self._heal(boot, peer)
+            self._heal(boot, peer)
         if size < 1:
             raise FabricError("memory_not_registered", f"write: {size} bytes")
         nixl = self._nixl
@@ -232,27 +237,28 @@ class NixlFabric:
             return []
         return [payload for payloads in arrived.values() for payload in payloads]
 
-    def _load(self, boot: str, descriptor: bytes) -> _Peer:
-        try:
-            self._agent.loadRemoteMD(descriptor)
-        except _errors(self._nixl) as error:
-            raise FabricError("descriptor_malformed", f"descriptor of {boot}: {_text(error)}") from error
-        peer = self._peers[boot] = _Peer(descriptor)
-        return peer
-
-    def _heal(self, boot: str, peer: _Peer) -> _Peer:
+    def _heal(self, boot: str, peer: _Peer) -> None:
         """NIXL's connection stays broken after one error, even if the peer is well; only a new one helps."""
         if peer.writes:
             raise FabricError("peer_lost", f"peer: {peer.writes} writes to {boot} are still to fail")
-        self._forget(boot)
-        return self._load(boot, peer.descriptor)
+        self._unload(boot, peer)
+        try:
+            self._agent.loadRemoteMD(peer.descriptor)
+        except _errors(self._nixl) as error:
+            raise FabricError("peer_lost", f"peer: {boot} is not there any more: {_text(error)}") from error
+        peer.is_known, peer.is_failed = True, False
 
     def _leave(self, boot: str, peer: _Peer) -> None:
         if peer.is_leaving and not peer.writes:
             self._forget(boot)
 
     def _forget(self, boot: str) -> None:
-        del self._peers[boot]
+        self._unload(boot, self._peers.pop(boot))
+
+    def _unload(self, boot: str, peer: _Peer) -> None:
+        if not peer.is_known:
+            return
+        peer.is_known = False
         try:
             self._agent.invalidateRemoteMD(boot)
         except _errors(self._nixl) as error:

@@ -60,7 +60,9 @@ def test_a_stalled_write_is_late_once_and_lands_with_the_newer_bytes(
     assert sink.memory.raw[64:68] == b"new!"
 
 
-def test_a_failed_write_leaves_half_and_no_notice_then_heals(network: LoopbackNetwork, sides: tuple[Side, Side]) -> None:
+def test_a_failed_write_leaves_half_and_no_notice_then_heals(
+    network: LoopbackNetwork, sides: tuple[Side, Side]
+) -> None:
     source, sink = sides
     network.fail("sink", "cable pulled")
     number = post(source, sink)

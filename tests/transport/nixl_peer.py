@@ -1,0 +1,108 @@
+"""One NIXL fabric in a process of its own, told what to do by JSON lines on stdin. `python nixl_peer.py BOOT BYTES`.
+
+While a `watch` lasts it polls every 200 us, as an agent does that expects something.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import sys
+import time
+import zlib
+from typing import Any
+
+from kvbridge.errors import FabricError
+from kvbridge.transport.fabric import Noticed, WriteFailed, WriteLate, Wrote
+from kvbridge.transport.fabric_nixl import NixlFabric
+
+POLL_S = 0.0002
+
+
+class Peer:
+    def __init__(self, boot: str, size: int) -> None:
+        self.memory = mmap.mmap(-1, size)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.fabric = NixlFabric(boot, net_devices="lo")
+        self.fabric.register(self.address, size)
+
+    def describe(self) -> dict[str, Any]:
+        return {"descriptor": self.fabric.descriptor().hex(), "address": self.address}
+
+    def connect(self, boot: str, descriptor: str) -> None:
+        self.fabric.connect(boot, bytes.fromhex(descriptor))
+
+    def disconnect(self, boot: str) -> None:
+        self.fabric.disconnect(boot)
+
+    def fill(self, offset: int, size: int, byte: int) -> int:
+        self.memory[offset : offset + size] = bytes([byte]) * size
+        return self.sum(offset, size)
+
+    def sum(self, offset: int, size: int) -> int:
+        return zlib.crc32(memoryview(self.memory)[offset : offset + size])
+
+    def write(self, boot: str, offset: int, remote: int, size: int, notice: str, deadline_s: float) -> int:
+        deadline = time.monotonic() + deadline_s
+        return self.fabric.write(boot, self.address + offset, remote, size, notice.encode(), deadline)
+
+    def watch(self, for_s: float, until: str = "") -> list[list[Any]]:
+        """The events of the next `for_s` seconds, or up to the first of kind `until`, each with its time."""
+        seen: list[list[Any]] = []
+        end = time.monotonic() + for_s
+        while time.monotonic() < end:
+            for event in self.fabric.poll(time.monotonic()):
+                seen.append([time.monotonic(), *_told(event)])
+            if until and any(event[1] == until for event in seen):
+                break
+            time.sleep(POLL_S)
+        return seen
+
+    def measure(self, boot: str, remote: int, size: int, count: int) -> list[list[float]]:
+        """Post and poll hard to DONE, `count` times: seconds in post, and from post to DONE."""
+        spent = []
+        for number in range(count):
+            begin = time.monotonic()
+            self.write(boot, 0, remote, size, f"{number}", 60)
+            posted = time.monotonic()
+            while not (events := self.fabric.poll(time.monotonic())):
+                pass
+            assert isinstance(events[0], Wrote), events
+            spent.append([posted - begin, time.monotonic() - begin, time.monotonic()])
+            time.sleep(0.002)
+        return spent
+
+    def close(self) -> float:
+        begin = time.monotonic()
+        self.fabric.close()
+        return time.monotonic() - begin
+
+
+def _told(event: object) -> tuple[str, Any, str]:
+    match event:
+        case Wrote(id=number):
+            return "wrote", number, ""
+        case WriteFailed(id=number, reason=reason):
+            return "failed", number, reason
+        case WriteLate(id=number):
+            return "late", number, ""
+        case Noticed(payload=payload):
+            return "noticed", payload.decode(), ""
+    raise AssertionError(event)
+
+
+def main() -> None:
+    peer = Peer(sys.argv[1], int(sys.argv[2]))
+    print(json.dumps(peer.describe()), flush=True)
+    for line in sys.stdin:
+        verb, arguments = json.loads(line)
+        try:
+            answer: Any = {"ok": getattr(peer, verb)(**arguments)}
+        except FabricError as error:
+            answer = {"error": error.code, "text": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
