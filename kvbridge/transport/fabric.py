@@ -79,8 +79,9 @@ class Fabric(Protocol):
     ) -> int:
         """Post one write; its id comes back in the events of `poll`. May block while the bytes move.
 
-        After a failed write the connection is made anew by the next one, once all of the old have ended; until then,
-        and while the peer is not there, `peer_lost`. That, `peer_not_connected`, `memory_not_registered` and `write_refused` mean: nothing was posted.
+        After a failed write the next one makes the connection anew, once all of the old have ended; until then, and
+        while the peer is not there, `peer_lost`. That, `peer_not_connected`, `memory_not_registered` and
+        `write_refused` mean: nothing was posted.
         """
 
     def poll(self, now: float) -> Sequence[FabricEvent]:

@@ -1,0 +1,436 @@
+"""Engine and agent over a real unix socket: whose descriptors are whose, who may speak, and how either end dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from kvbridge_proto.codec import BadFrame
+from kvbridge_proto.engine import Detach, Detached, Failed, Refused, Withdraw
+from kvbridge_proto.status import StatusQuery
+from kvbridge_proto.stream import pack
+
+from kvbridge.adapters.client import EngineClient
+from kvbridge.errors import OperatorError
+from kvbridge.transport.local import MAX_CONNECTIONS, LocalConnection, LocalServer, close_fds, is_allowed
+
+Story = Callable[[LocalServer], Awaitable[None]]
+
+
+def run(path: Path, story: Story) -> None:
+    async def tell() -> None:
+        async with asyncio.timeout(20), LocalServer(path) as server:
+            await story(server)
+
+    asyncio.run(tell())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "agent.sock"
+
+
+async def meet(server: LocalServer) -> tuple[socket.socket, LocalConnection]:
+    """A raw engine's end, to say anything on, and the agent's."""
+    engine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    engine.connect(str(server.path))
+    return engine, await server.accept()
+
+
+async def polled(client: EngineClient, count: int = 1) -> list[object]:
+    heard: list[object] = []
+    while len(heard) < count and client.is_connected:
+        heard += client.poll()
+        await asyncio.sleep(0.001)
+    return heard
+
+
+def pipes(count: int) -> list[int]:
+    """Write ends, told apart by `inode`."""
+    ends = []
+    for _ in range(count):
+        read, write = os.pipe()
+        os.close(read)
+        ends.append(write)
+    return ends
+
+
+def inode(fd: int) -> int:
+    return os.fstat(fd).st_ino
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Who may listen and speak:
+
+
+def test_only_this_user_can_open_the_socket(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+    run(path, story)
+    assert not path.exists()
+
+
+def test_refuses_a_path_in_use_and_replaces_a_dead_agents_socket(path: Path) -> None:
+    program = (
+        "import asyncio, sys\nfrom kvbridge.transport.local import LocalServer\n"
+        "async def main():\n async with LocalServer(sys.argv[1]): print('up', flush=True); await asyncio.sleep(60)\n"
+        "asyncio.run(main())"
+    )
+    other = subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"up\n"
+
+        async def story(server: LocalServer) -> None:
+            raise AssertionError("the path is in use")
+
+        with pytest.raises(OperatorError) as raised:
+            run(path, story)
+        assert raised.value.code == "socket_in_use" and path.exists()
+    finally:
+        other.kill()
+        other.wait(10)
+    assert path.exists()  # killed: nobody removed it
+
+    async def again(server: LocalServer) -> None:
+        assert EngineClient(path).connect(1)
+
+    run(path, again)
+
+
+def test_never_replaces_what_is_not_a_socket(path: Path) -> None:
+    path.write_text("precious")
+    with pytest.raises(OperatorError, match="something else"):
+        run(path, lambda server: asyncio.sleep(0))
+    assert path.read_text() == "precious"
+
+
+def test_names_a_path_that_is_too_long_or_has_no_directory(tmp_path: Path) -> None:
+    for path, code in ((tmp_path / ("x" * 108), "socket_path_too_long"), (tmp_path / "no/a", "socket_unavailable")):
+        with pytest.raises(OperatorError) as raised:
+            run(path, lambda server: asyncio.sleep(0))
+        assert raised.value.code == code
+
+
+def test_allows_its_own_user_root_and_who_is_named() -> None:
+    assert is_allowed(1000, frozenset([1000])) and is_allowed(0, frozenset([1000]))
+    assert not is_allowed(1001, frozenset([1000])) and not is_allowed(1001, frozenset())
+
+
+def test_knows_the_peers_process_and_user(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        _, connection = await meet(server)
+        assert (connection.pid, connection.uid, connection.gid) == (os.getpid(), os.getuid(), os.getgid())
+
+    run(path, story)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
+def test_tells_a_foreign_user_why_it_may_not_speak() -> None:
+    async def story(server: LocalServer) -> None:
+        server.path.chmod(0o666)
+        server.path.parent.chmod(0o711)
+        program = "import socket,sys; s=socket.socket(1); s.connect(sys.argv[1]); s.settimeout(5); print(s.recv(999))"
+        other = await asyncio.create_subprocess_exec(
+            "/usr/bin/env", "python3", "-c", program, str(server.path), stdout=subprocess.PIPE, user=65534, group=65534
+        )
+        accepting = asyncio.create_task(server.accept())
+        told, _ = await other.communicate()
+        accepting.cancel()
+        assert b"uid_not_allowed" in told and server.refused == 1
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder) / "agent.sock", story)
+
+
+def test_bounds_how_many_connect(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        ends = [await meet(server) for _ in range(MAX_CONNECTIONS)]
+        one_more = EngineClient(path)
+        assert one_more.connect(1)
+        accepting = asyncio.create_task(server.accept())
+        (refused,) = await polled(one_more)
+        assert isinstance(refused, Refused) and refused.code == "too_many_connections"
+        ends.pop()[1].close()
+        assert EngineClient(path).connect(1)
+        assert not (await accepting).is_closed
+
+    run(path, story)
+
+
+# Messages and descriptors:
+
+
+def test_each_message_keeps_its_own_descriptors(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        client, mine = EngineClient(path), pipes(5)
+        assert client.connect(1)
+        connection = await server.accept()
+        sent = [[], mine[:2], [], mine[2:3], mine[3:], []]
+        for number, fds in enumerate(sent):
+            assert client.send(Withdraw(request=f"{number}"), fds)
+        for number, fds in enumerate(sent):
+            message, got = await connection.receive() or (None, [])
+            assert message == Withdraw(request=f"{number}")
+            assert [inode(fd) for fd in got] == [inode(fd) for fd in fds]
+            assert not any(os.get_inheritable(fd) for fd in got)
+            close_fds(got)
+        close_fds(mine)
+
+    run(path, story)
+
+
+@pytest.mark.parametrize("pause", [False, True])
+@pytest.mark.parametrize("cut", [1, 3, 4, 5, 20])
+def test_descriptors_find_their_message_however_its_bytes_are_cut(path: Path, cut: int, pause: bool) -> None:
+    async def story(server: LocalServer) -> None:
+        engine, connection = await meet(server)
+        (mine,) = pipes(1)
+        before, with_fd, after = (pack(Withdraw(request=name * 30)) for name in "abc")
+        received = asyncio.create_task(take(connection, 3))
+        engine.send(before[:-cut])
+        await asyncio.sleep(0.01 if pause else 0)
+        engine.send(before[-cut:])
+        socket.send_fds(engine, [with_fd[:cut]], [mine])
+        await asyncio.sleep(0.01 if pause else 0)
+        engine.send(with_fd[cut:] + after)
+        messages = await received
+        assert [(message.request[0], len(fds)) for message, fds in messages] == [("a", 0), ("b", 1), ("c", 0)]
+        assert inode(messages[1][1][0]) == inode(mine)
+        close_fds([mine, *messages[1][1]])
+
+    run(path, story)
+
+
+async def take(connection: LocalConnection, count: int) -> list[tuple[Withdraw, list[int]]]:
+    return [await connection.receive() for _ in range(count)]
+
+
+def test_a_large_frame_with_descriptors_crosses_in_pieces(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        client, mine = EngineClient(path), pipes(3)
+        assert client.connect(1)
+        connection = await server.accept()
+        big = [Withdraw(request=f"{number}", reason="x" * 1000) for number in range(5000)]
+        for number, message in enumerate(big):
+            assert client.send(message, mine if number == 4000 else ())
+        close_fds(mine)  # the client keeps its own until they are sent
+        for number, message in enumerate(big):
+            waiting = asyncio.create_task(connection.receive())
+            while not waiting.done():
+                client.poll()
+                await asyncio.sleep(0)
+            got, fds = await waiting or (None, [])
+            assert got == message and len(fds) == (3 if number == 4000 else 0)
+            close_fds(fds)
+
+    run(path, story)
+
+
+def test_closes_descriptors_that_nobody_takes(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        before = open_fds()
+        engine, connection = await meet(server)
+        mine = pipes(8)
+        frame = pack(StatusQuery())
+        socket.send_fds(engine, [frame], mine[:4])
+        socket.send_fds(engine, [pack(Detach())[:3]], mine[4:])
+        close_fds(mine)
+        message, fds = await connection.receive() or (None, [])
+        assert message == StatusQuery()
+        close_fds(fds)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(connection.receive(), 0.05)  # the second half never comes
+        connection.close()
+        engine.close()
+        assert open_fds() == before
+
+    run(path, story)
+
+
+@pytest.mark.parametrize(
+    ("garbage", "code"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "frame_too_large"),
+        (struct.pack(">I", 1 << 31), "frame_too_large"),
+        (struct.pack(">I", 3) + b"\xc1\xc1\xc1", "frame_malformed"),
+        (struct.pack(">I", 0), "frame_malformed"),
+        (struct.pack(">I", 2000) + b"\x91" * 2000, "frame_too_deep"),
+        (pack(Detached(epoch=1)), "message_invalid"),
+    ],
+)
+def test_garbage_is_named_after_the_good_messages_before_it(path: Path, garbage: bytes, code: str) -> None:
+    async def story(server: LocalServer) -> None:
+        engine, connection = await meet(server)
+        other, bystander = await meet(server)
+        engine.send(pack(StatusQuery()) + garbage)
+        assert await connection.receive() == (StatusQuery(), [])
+        with pytest.raises(BadFrame) as raised:
+            await connection.receive()
+        assert raised.value.code == code
+        connection.send(Refused(code=code, reasons=(str(raised.value),)))
+        connection.close(code)
+        assert code.encode() in engine.recv(1 << 16)
+        assert await connection.receive() is None
+        other.send(pack(Detach()))
+        assert await bystander.receive() == (Detach(), [])
+
+    run(path, story)
+
+
+def test_refuses_more_descriptors_than_the_limit_and_leaks_none(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        engine, connection = await meet(server)
+        mine = pipes(65)
+        before = open_fds()
+        socket.send_fds(engine, [pack(StatusQuery())], mine)
+        with pytest.raises(BadFrame) as raised:
+            await connection.receive()
+        assert raised.value.code == "too_many_fds" and open_fds() == before
+        client = EngineClient(path)
+        assert client.connect(1) and not client.send(StatusQuery(), mine)
+        assert client.is_connected and "limit 64" in client.why
+        close_fds(mine)
+
+    run(path, story)
+
+
+def test_refuses_descriptors_where_no_frame_begins(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        engine, connection = await meet(server)
+        (mine,) = pipes(1)
+        frame = pack(StatusQuery())
+        socket.send_fds(engine, [frame[:2]], [mine])
+        socket.send_fds(engine, [frame[2:5]], [mine])
+        with pytest.raises(BadFrame) as raised:
+            await connection.receive()
+        assert raised.value.code == "stray_fds"
+        os.close(mine)
+
+    run(path, story)
+
+
+# How it ends:
+
+
+def test_a_killed_engine_is_seen_at_once(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        program = "import socket,sys,time; s=socket.socket(1); s.connect(sys.argv[1]); time.sleep(60)"
+        engine = await asyncio.create_subprocess_exec(sys.executable, "-c", program, str(path))
+        connection = await server.accept()
+        assert connection.pid == engine.pid
+        ending = asyncio.create_task(connection.receive())
+        await asyncio.sleep(0.05)
+        begin = time.monotonic()
+        engine.send_signal(signal.SIGKILL)
+        assert await ending is None and time.monotonic() - begin < 0.5
+        await engine.wait()
+
+    run(path, story)
+
+
+def test_an_engine_that_does_not_read_loses_its_connection_and_holds_up_nobody(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        engine, connection = await meet(server)
+        message, begin = Failed(request="r", code="c", reason="x" * 1000), time.monotonic()
+        while not connection.is_closed:
+            connection.send(message)
+        assert "does not read" in connection.why and time.monotonic() - begin < 10
+        assert await connection.receive() is None
+        engine.close()
+
+    run(path, story)
+
+
+def test_a_slow_reader_gets_everything_in_order(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        client = EngineClient(path)
+        assert client.connect(1)
+        connection = await server.accept()
+        for number in range(20_000):
+            connection.send(Detached(epoch=number))
+        assert await polled(client, 20_000) == [Detached(epoch=number) for number in range(20_000)]
+
+    run(path, story)
+
+
+def test_an_engine_hears_the_agents_last_words_and_then_its_end(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        client = EngineClient(path)
+        assert client.connect(1)
+        connection = await server.accept()
+        client.send(StatusQuery())  # unread when the agent closes
+        connection.send(Refused(code="draining", reasons=()))
+        connection.close()
+        for _ in range(3):
+            client.send(StatusQuery())
+        assert client.poll() == [Refused(code="draining", reasons=())]
+        assert client.poll() == [] and not client.is_connected and client.why
+        assert not client.send(StatusQuery())
+        assert client.reconnect() and client.is_connected and client.why == ""
+
+    run(path, story)
+
+
+def test_a_client_without_an_agent_says_so_in_time(path: Path) -> None:
+    client, begin = EngineClient(path), time.monotonic()
+    assert not client.connect(0.3) and time.monotonic() - begin < 1
+    assert str(path) in client.why and not client.is_connected
+    assert not client.send(StatusQuery()) and client.poll() == [] and not client.reconnect()
+
+
+def test_a_client_waits_for_an_agent_that_starts_later(path: Path) -> None:
+    async def story() -> None:
+        client = EngineClient(path)
+        connecting = asyncio.create_task(asyncio.to_thread(client.connect, 5))
+        await asyncio.sleep(0.2)
+        async with LocalServer(path):
+            assert await connecting
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", struct.pack(">I", 2) + b"\xc1\xc1", pack(StatusQuery())])
+def test_a_client_survives_a_mad_agent(path: Path, garbage: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
+        agent.bind(str(path))
+        agent.listen(1)
+        client = EngineClient(path)
+        assert client.connect(1)
+        accepted, _ = agent.accept()
+        accepted.send(pack(Detached(epoch=1)) + garbage)
+        assert client.poll() == [Detached(epoch=1)]
+        assert not client.is_connected and "bad frame" in client.why
+        accepted.close()
+
+
+def test_a_client_never_blocks_on_an_agent_that_does_not_read(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
+        agent.bind(str(path))
+        agent.listen(1)
+        full = EngineClient(path, unsent_bytes=1 << 20)
+        assert full.connect(1)
+        begin = time.monotonic()
+        while full.send(Withdraw(request="r", reason="x" * 1000)):
+            assert time.monotonic() - begin < 5
+        assert "limit 1048576" in full.why and not full.is_connected
+        stalled = EngineClient(path, stall_s=0.1)
+        assert stalled.connect(1)
+        for _ in range(2000):
+            stalled.send(Withdraw(request="r", reason="x" * 1000))
+        time.sleep(0.15)
+        assert stalled.poll() == [] and "stall_s" in stalled.why
