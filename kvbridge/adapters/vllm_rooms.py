@@ -60,7 +60,7 @@ def wanted_room(remote_request_id: str, request_id: str, prompt: Sequence[int]) 
     ours, digest = named(request_id), digest_of(prompt)
     room = ROOM.match(remote_request_id)
     theirs = Named(room.group(1), int(room.group(2))) if room else Named(_short(remote_request_id), 0)
-    if theirs.external == ours.external:
+    if ours.external in (theirs.external, _short(remote_request_id)):
         theirs = ours
     elif room and room.group(3) != digest:
         return None

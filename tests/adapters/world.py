@@ -97,7 +97,9 @@ class World:
 
     def start_agents(self) -> None:
         """An agent beside each rank, before the engine looks for it."""
-        self.agents = [FakeAgent(self.path(rank), f"tcp://127.0.0.1:{7700 + rank}") for rank in range(len(self.workers))]
+        self.agents = [
+            FakeAgent(self.path(rank), f"tcp://127.0.0.1:{7700 + rank}") for rank in range(len(self.workers))
+        ]
 
     def attach(self) -> None:
         """What an engine's start-up does; an agent that is there answers by the next step."""

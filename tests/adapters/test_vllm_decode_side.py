@@ -1,0 +1,356 @@
+"""vLLM's real scheduler with the connector, on the side that decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvbridge_proto.engine import Abandon, Directory, Done, Failed, Offer, Refused, Released, Want
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
+
+from kvbridge.adapters.vllm_rooms import digest_of, offered_room
+
+from .world import BLOCK, World
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path).ready()
+
+
+def done(want: Want) -> Done:
+    return Done(request=want.request, moved_bytes=1, seconds=0.1)
+
+
+def failed(want: Want) -> Failed:
+    return Failed(request=want.request, code="peer_gone", reason="it left")
+
+
+def finish(world: World) -> list[Any]:
+    """Run to the end; every output."""
+    outputs = []
+    while world.scheduler.has_requests():
+        step = world.step()
+        outputs += step.outputs if step else []
+        assert len(outputs) < 100
+    return outputs
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["in-step", "async-scheduling"])
+def test_wants_all_but_the_last_token_and_runs_when_they_are_there(tmp_path: Path, is_async: bool) -> None:
+    world = World(tmp_path, async_scheduling=is_async).ready()
+    (agent,) = world.agents
+    request = world.decode(40)
+    world.steps(3)
+    want = agent.one(Want)
+    assert (want.first_token, want.end_token, want.deadline_s) == (0, 39, 60.0)
+    assert [(p.group, p.first, list(p.ids)) for p in want.blocks] == [(0, 0, world.block_ids(request))]
+    assert (want.room, want.source) == (f"theirs/0/{digest_of(request.prompt_token_ids)}", "tcp://10.0.0.1:7700")
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    agent.say(done(want))
+    world.steps(2)
+    assert request.status == RequestStatus.RUNNING
+    assert request.num_computed_tokens <= 40 + 1, "only the last prompt token was left to compute"
+    finish(world)
+    world.assert_empty()
+
+
+def test_two_sides_of_a_proxy_meet_in_one_room(world: World) -> None:
+    (agent,) = world.agents
+    prompt = list(range(50))
+    prefilled = offered_room("cmpl-abc-0-11111111", prompt)
+    world.decode(prompt=prompt, name="cmpl-abc-0-22222222", remote_request_id=prefilled)  # waited for the answer
+    world.decode(prompt=prompt, name="cmpl-abc-0-33333333", remote_request_id="abc")  # asked both at once
+    world.step()
+    assert [want.room for want in agent.take(Want)] == [prefilled, prefilled]
+
+
+def test_fetches_only_what_the_prefix_cache_lacks(world: World) -> None:
+    (agent,) = world.agents
+    prompt = list(range(70))
+    world.request(prompt=prompt[:40], max_tokens=1)
+    world.run()
+    request = world.decode(prompt=prompt)
+    world.step()
+    want = agent.one(Want)
+    assert (want.first_token, want.end_token) == (32, 69)
+    assert [(p.first, list(p.ids)) for p in want.blocks] == [(2, world.block_ids(request)[2:])]
+    agent.say(done(want))
+    finish(world)
+    world.assert_empty()
+
+
+def test_says_so_when_it_needs_nothing_and_reports_no_receive(world: World) -> None:
+    (agent,) = world.agents
+    prompt = list(range(4 * BLOCK + 1))
+    world.request(prompt=prompt, max_tokens=1)
+    world.run()
+    request = world.decode(prompt=prompt)
+    world.step()
+    want = agent.one(Want)
+    assert want.first_token == want.end_token and want.blocks == ()
+    agent.say(done(want))  # nobody waits for it; vLLM would assert on a report
+    assert request.status == RequestStatus.RUNNING
+    finish(world)
+    world.assert_empty()
+
+
+def test_a_prompt_of_one_token_never_travels(world: World) -> None:
+    (agent,) = world.agents
+    world.decode(1)
+    finish(world)
+    assert agent.one(Want).end_token == 0
+    world.assert_empty()
+
+
+def test_a_failed_receive_is_computed_here(world: World) -> None:
+    (agent,) = world.agents
+    request = world.decode(40)
+    world.step()
+    agent.say(failed(agent.one(Want)))
+    outputs = finish(world)
+    assert [token for output in outputs for token in output.new_token_ids] == [7] * 4
+    assert not agent.take(Want), "fetched once, not again"
+    assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+    world.assert_empty()
+
+
+def test_a_failed_receive_fails_the_request_if_the_engine_is_told_so(tmp_path: Path) -> None:
+    world = World(tmp_path, on_failure="fail").ready()
+    (agent,) = world.agents
+    world.decode(40)
+    world.step()
+    agent.say(failed(agent.one(Want)))
+    (output,) = finish(world)
+    assert output.finish_reason == FinishReason.ERROR
+    world.assert_empty()
+
+
+def test_a_refused_want_is_a_failed_receive(world: World) -> None:
+    (agent,) = world.agents
+    world.decode(40)
+    world.step()
+    agent.say(Refused(code="not_attached", reasons=("attach first",), about=agent.one(Want).request))
+    assert len(finish(world)) == 4
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("answer", [done, failed])
+def test_an_abort_while_receiving_keeps_the_blocks_until_the_answer(world: World, answer: Any) -> None:
+    (agent,) = world.agents
+    request = world.decode(40)
+    world.step()
+    want = agent.one(Want)
+    world.abort(request)
+    world.steps(3)
+    assert agent.one(Abandon).request == want.request
+    assert world.free_blocks == 99 - 3
+    agent.say(answer(want))
+    world.run()
+    world.assert_empty()
+
+
+def test_an_abort_after_the_last_byte_frees_at_once(world: World) -> None:
+    (agent,) = world.agents
+    request = world.decode(40)
+    world.step()
+    agent.say(done(agent.one(Want)))
+    scheduled = world.scheduler.schedule()
+    world.scheduler.update_from_output(scheduled, world._work(world.workers[0], scheduled))
+    world.abort(request)
+    world.run()
+    assert not agent.take(Abandon)
+    world.assert_empty()
+
+
+def test_a_request_that_never_ran_lets_the_other_side_free(tmp_path: Path) -> None:
+    world = World(tmp_path, blocks=4).ready()
+    (agent,) = world.agents
+    running = world.request(30, max_tokens=10)
+    world.step()
+    waiting = world.decode(40)  # no room for it yet
+    world.step()
+    assert not agent.take(Want)
+    world.abort(waiting)
+    world.step()
+    want = agent.one(Want)
+    assert want.end_token == 0 and want.blocks == ()
+    agent.say(done(want))
+    world.abort(running)
+    world.run()
+    world.assert_empty()
+
+
+def test_answers_that_nobody_waits_for_are_dropped(world: World) -> None:
+    (agent,) = world.agents
+    world.decode(40)
+    world.step()
+    want = agent.one(Want)
+    for message in (done(want), done(want), failed(want), Done(request="nobody", moved_bytes=0, seconds=0.0)):
+        agent.say(message)
+    agent.say(Released(request="nobody"))
+    assert len(finish(world)) == 4
+    agent.say(done(want))
+    world.steps(2)
+    world.assert_empty()
+
+
+def test_two_ranks_must_both_have_received(tmp_path: Path) -> None:
+    world = World(tmp_path, tp=2).ready()
+    request = world.decode(40)
+    world.step()
+    wants = [agent.one(Want) for agent in world.agents]
+    assert wants[0] == wants[1]
+    world.agents[0].say(done(wants[0]))
+    world.steps(3)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    world.agents[1].say(done(wants[1]))
+    finish(world)
+    world.assert_empty()
+
+
+def test_one_rank_that_failed_fails_the_receive(tmp_path: Path) -> None:
+    world = World(tmp_path, tp=2).ready()
+    request = world.decode(40)
+    world.step()
+    wants = [agent.one(Want) for agent in world.agents]
+    world.agents[0].say(failed(wants[0]))
+    world.steps(3)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS, "the other rank's blocks are still written"
+    world.agents[1].say(done(wants[1]))
+    assert len(finish(world)) == 4
+    world.assert_empty()
+
+
+def test_an_agent_that_dies_fails_what_it_was_receiving(world: World) -> None:
+    (agent,) = world.agents
+    world.decode(40)
+    world.decode(50)
+    world.step()
+    assert len(agent.take(Want)) == 2
+    agent.die()
+    assert len(finish(world)) == 8
+    world.decode(40)
+    assert len(finish(world)) == 4, "and without it everything is computed here"
+    world.assert_empty()
+
+
+def test_a_new_agent_is_attached_to_and_told_everything_again(world: World) -> None:
+    (agent,) = world.agents
+    agent.die()
+    world.steps(2)
+    world.start_agents()
+    (agent,) = world.agents
+    agent.boot = "boot-2"
+    world.clock.now += 1
+    world.request(30)
+    world.steps(3)
+    assert len(agent.attaches) == 1 and agent.take(Directory)
+    world.decode(40)
+    world.step()
+    agent.say(done(agent.one(Want)))
+    finish(world)
+    world.assert_empty()
+
+
+def test_a_silent_agent_is_asked_to_stop_then_left_but_its_blocks_stay_until_it_lets_go(world: World) -> None:
+    (agent,) = world.agents
+    request = world.decode(40)
+    world.step()
+    want = agent.one(Want)
+    world.clock.now += 71
+    world.step()
+    assert agent.one(Abandon).request == want.request
+    world.agents = []  # stopped in the middle of a copy, for all we know: it neither reads nor writes
+    world.clock.now += 11
+    world.steps(2)
+    world.clock.now += 1000
+    world.steps(5)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and world.free_blocks == 99 - 3
+    world.decode(20)
+    world.steps(8)
+    assert len(world.scheduler.requests) == 1, "others are computed here meanwhile"
+    agent.die()
+    assert len(finish(world)) == 4
+    world.assert_empty()
+
+
+def test_an_agent_that_refuses_the_engine_is_asked_again_later(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.start_agents()
+    (agent,) = world.agents
+    agent.is_answering_attach = False
+    world.attach()
+    agent.pump()
+    agent.say(Refused(code="engine_present", reasons=("engine: vllm other is attached",)))
+    world.steps(2)
+    assert agent._engine is None, "it saw us leave"
+    world.decode(40)
+    assert len(finish(world)) == 4
+    agent.is_answering_attach = True
+    world.clock.now += 60
+    world.steps(3)
+    world.decode(40)
+    world.step()
+    agent.say(done(agent.one(Want)))
+    finish(world)
+    world.assert_empty()
+
+
+def test_a_prompt_that_was_cut_into_other_tokens_is_computed_here(world: World) -> None:
+    (agent,) = world.agents
+    theirs = offered_room("chatcmpl-other-11111111", [1, 2, 3])
+    world.decode(40, remote_request_id=theirs)
+    assert len(finish(world)) == 4
+    want = agent.one(Want)
+    assert want.room == theirs and want.end_token == 0
+    world.assert_empty()
+
+
+def test_params_without_an_address_are_no_transfer(world: World) -> None:
+    (agent,) = world.agents
+    world.decode(40, remote_host=None)
+    assert len(finish(world)) == 4
+    assert not agent.take(Want)
+    world.assert_empty()
+
+
+def test_a_consumer_wants_unnamed_requests_by_their_prompt(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "d").mkdir()
+    producer = World(tmp_path / "p", role="kv_producer").ready()
+    consumer = World(tmp_path / "d", role="kv_consumer", extra={"kvbridge_prefill": "tcp://10.0.0.9:7700"}).ready()
+    prompt = list(range(40))
+    producer.request(prompt=prompt, max_tokens=1)
+    producer.step()
+    offer = producer.agents[0].one(Offer)
+    consumer.request(prompt=prompt, max_tokens=4)
+    consumer.step()
+    want = consumer.agents[0].one(Want)
+    assert (want.room, want.source) == (offer.room, "tcp://10.0.0.9:7700")
+    consumer.agents[0].say(done(want))
+    finish(consumer)
+    consumer.assert_empty()
+
+
+def test_a_preempted_request_is_computed_again_and_not_fetched_again(tmp_path: Path) -> None:
+    world = World(tmp_path, blocks=9, scheduler_reserve_full_isl=False).ready()
+    (agent,) = world.agents
+    first = world.request(60, max_tokens=40)
+    world.step()
+    second = world.decode(50, max_tokens=20)
+    world.step()
+    want = agent.one(Want)
+    agent.say(done(want))
+    finish(world)
+    assert second.num_preemptions + first.num_preemptions >= 1
+    assert not agent.take(Want)
+    world.assert_empty()
