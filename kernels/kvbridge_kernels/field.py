@@ -63,12 +63,8 @@ class Field:
         """What one plane's rows take in a slot, unconverted."""
         return self.heads.count * places * self.row_bytes
 
-    def check(self, places: torch.Tensor) -> None:
-        """ValueError unless the field lies inside its memory and `places` inside the field."""
-        if self.offset < 0 or self.end > self.memory.numel():
-            raise ValueError(f"field ends at byte {self.end}, its memory has {self.memory.numel()}")
-        if places.dtype != torch.int64 or places.dim() != 1:
-            raise ValueError(f"places must be int64 [n], got {places.dtype} {list(places.shape)}")
-        if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < self.places:
-            low, high = int(places.min()), int(places.max())
-            raise ValueError(f"places reach from {low} to {high}, the field has {self.places}")
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """All but where it is."""
+        outer = (self.planes, self.blocks, self.heads, self.element_bytes)
+        return (*outer, self.tokens, self.elements)

@@ -6,9 +6,9 @@ import torch
 
 from .codecs_ref import Cast, cast
 from .field import Field
-from .gather_ref import by_head, check, ends, rows_of, wants_scratch
-from .layout import End, fold, through_scratch, views, walks
-from .pieces import Piece, split
+from .gather_ref import by_head, check, ends, rows_of
+from .layout import End, views
+from .places import Places, Route
 from .scratch import Scratch
 
 # From here on numpy's assignment, a memcpy per run, beats torch's loop over words: 21 against 12 GB/s for 16 KiB at
@@ -18,7 +18,7 @@ LONG_RUN = 2048
 
 def scatter(
     field: Field,
-    places: torch.Tensor,
+    places: Places,
     slot: torch.Tensor,
     conversion: Cast | None = None,
     scratch: Scratch | None = None,
@@ -33,24 +33,23 @@ def scatter(
     if conversion is not None:
         rows, heads = rows_of(field, places, slot, scratch), field.heads.count
         cast(by_head(slot, heads), by_head(rows, heads), conversion.wire, conversion.memory, scratch)
-    for piece in split(field, places):
-        _scatter_piece(field, piece, places.numel(), rows, scratch)
+    for route in places.routes(field, rows.stride(0)):
+        _scatter_route(field, route, rows, scratch)
 
 
-def _scatter_piece(field: Field, piece: Piece, places: int, slot: torch.Tensor, scratch: Scratch) -> None:
-    axes = walks(field, piece, places, slot.stride(0))
-    memory, rows = ends(field, piece, slot)
-    if not wants_scratch(axes):
-        target, source = views(memory, rows, fold(axes))
-        _put(target, piece.index, source)
+def _scatter_route(field: Field, route: Route, slot: torch.Tensor, scratch: Scratch) -> None:
+    memory, rows = ends(field, route, slot)
+    index, detour = route.piece.index, route.detour
+    if detour is None:
+        target, source = views(memory, rows, route.direct)
+        _put(target, index, source)
         return
-    first, second, size = through_scratch(axes)
-    between = scratch.take("order", size * piece.index.numel(), slot.device)
-    dense = End(between, 0, piece.index.numel(), size)
-    target, source = views(dense, rows, fold(second))
+    between = scratch.take("order", detour.size_bytes * index.numel(), slot.device)
+    dense = End(between, 0, index.numel(), detour.size_bytes)
+    target, source = views(dense, rows, detour.to_slot)
     target.copy_(source)
-    target, source = views(memory, dense, fold(first))
-    _put(target, piece.index, source)
+    target, source = views(memory, dense, detour.to_scratch)
+    _put(target, index, source)
 
 
 def _put(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> None:

@@ -5,13 +5,14 @@ Called on one thread; the copies release the GIL. Everything is checked before t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.digest_ref import digest as digest
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.gather_ref import gather as gather_rows
+from kvbridge_kernels.places import Places
 from kvbridge_kernels.scatter_ref import scatter as scatter_rows
 from kvbridge_proto.pool import Codec
 
@@ -29,10 +30,11 @@ def gather(attached: AttachedPool, moves: Sequence[Move], slot: torch.Tensor) ->
     EngineError when the engine is gone or a move is not right.
     """
     with attached.hold() as regions:
-        _check(attached, moves, slot)
+        places = _places(moves)
+        _check(attached, moves, places, slot)
         for batch in batches(moves):
-            field, places = _field(attached, regions, batch), torch.from_numpy(batch.moves[0].places)
-            gather_rows(field, places, _rows(slot, batch), _conversion(batch), regions.scratch)
+            field, rows = _field(attached, regions, batch), _rows(slot, batch)
+            gather_rows(field, places[id(batch.moves[0].places)], rows, _conversion(batch), regions.scratch)
     _zero_gaps(moves, slot)
     return digest(slot)
 
@@ -40,14 +42,20 @@ def gather(attached: AttachedPool, moves: Sequence[Move], slot: torch.Tensor) ->
 def scatter(attached: AttachedPool, moves: Sequence[Move], slot: torch.Tensor) -> None:
     """Write the rows in `slot` to the engine's blocks; EngineError when the engine is gone or a move is not right."""
     with attached.hold() as regions:
-        _check(attached, moves, slot)
+        places = _places(moves)
+        _check(attached, moves, places, slot)
         for batch in batches(moves):
-            field, places = _field(attached, regions, batch), torch.from_numpy(batch.moves[0].places)
-            scatter_rows(field, places, _rows(slot, batch), _conversion(batch), regions.scratch)
+            field, rows = _field(attached, regions, batch), _rows(slot, batch)
+            scatter_rows(field, places[id(batch.moves[0].places)], rows, _conversion(batch), regions.scratch)
 
 
-def _check(attached: AttachedPool, moves: Sequence[Move], slot: torch.Tensor) -> None:
-    checked: set[tuple[int, int]] = set()
+def _places(moves: Sequence[Move]) -> dict[int, Places]:
+    """The places by the identity of their array: moves of one chunk mostly share it."""
+    arrays = {id(move.places): move.places for move in moves}
+    return {key: Places(torch.from_numpy(array)) for key, array in arrays.items()}
+
+
+def _check(attached: AttachedPool, moves: Sequence[Move], places: Mapping[int, Places], slot: torch.Tensor) -> None:
     for move in moves:
         plane = move.plane
         check_plane(attached.pool, plane)
@@ -61,21 +69,12 @@ def _check(attached: AttachedPool, moves: Sequence[Move], slot: torch.Tensor) ->
             raise EngineError("move_outside_slot", f"move: ends at byte {end}, the slot has {slot.numel()}")
         if not move.is_bitwise and not {plane.codec.name, move.wire.name} <= DTYPES.keys():
             raise EngineError("codec_not_convertible", f"codec: {plane.codec.name}, on the wire {move.wire.name}")
-        places = attached.pool.groups[plane.group].blocks * places_of(plane.token_axis)
-        if (id(move.places), places) not in checked:
-            _check_places(move, places)
-            checked.add((id(move.places), places))
-
-
-def _check_places(move: Move, places: int) -> None:
-    if not len(move.places):
-        return
-    low, high = int(move.places.min()), int(move.places.max())
-    if low < 0 or high >= places:
-        raise EngineError(
-            "place_outside_plane",
-            f"places: from {low} to {high}, layer {move.plane.layer} {move.plane.part} has {places}",
-        )
+        wanted, count = places[id(move.places)], attached.pool.groups[plane.group].blocks * places_of(plane.token_axis)
+        if wanted.lowest < 0 or wanted.highest >= count:
+            raise EngineError(
+                "place_outside_plane",
+                f"places: from {wanted.lowest} to {wanted.highest}, layer {plane.layer} {plane.part} has {count}",
+            )
 
 
 def _field(attached: AttachedPool, regions: Regions, batch: Batch) -> Field:

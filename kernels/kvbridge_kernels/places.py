@@ -1,0 +1,67 @@
+"""A list of places, and the ways through memory that it asks for: worked out once for all fields of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from .field import Field
+from .layout import Walk, fold, through_scratch, walks
+from .pieces import Piece, split
+
+# Runs shorter than this are copied element by element: cheaper out of a dense scratch than out of memory.
+SHORT_RUN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Detour:
+    """Where memory's order has longer runs than the slot's: memory to scratch, scratch to slot."""
+
+    to_scratch: Sequence[Walk]
+    to_slot: Sequence[Walk]
+    size_bytes: int  # of scratch per index position
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How one piece is copied: `reach` index positions in memory, `pitch` bytes between those in the slot."""
+
+    piece: Piece
+    reach: int
+    pitch: int
+    direct: Sequence[Walk]
+    detour: Detour | None
+
+
+class Places:
+    """int64 [n]: which rows of a field, in slot order. ValueError for any other tensor."""
+
+    def __init__(self, index: torch.Tensor) -> None:
+        if index.dtype != torch.int64 or index.dim() != 1:
+            raise ValueError(f"places must be int64 [n], got {index.dtype} {list(index.shape)}")
+        self.index = index
+        self.count = index.numel()
+        self.lowest = int(index.min()) if self.count else 0
+        self.highest = int(index.max()) if self.count else -1
+        self._routes: dict[object, Sequence[Route]] = {}
+
+    def routes(self, field: Field, plane_pitch: int) -> Sequence[Route]:
+        """The pieces that make up the places, each with its way between `field` and a slot."""
+        key = (field.shape, plane_pitch)
+        if key not in self._routes:
+            self._routes[key] = [self._route(field, piece, plane_pitch) for piece in split(field, self.index)]
+        return self._routes[key]
+
+    def _route(self, field: Field, piece: Piece, plane_pitch: int) -> Route:
+        axes = walks(field, piece, self.count, plane_pitch)
+        direct = fold(axes)
+        detour = None
+        if direct[-1].count < SHORT_RUN:
+            to_scratch, to_slot, size_bytes = through_scratch(axes)
+            if fold(to_scratch)[-1].count > direct[-1].count:
+                detour = Detour(fold(to_scratch), fold(to_slot), size_bytes)
+        pitch = prod(axis.count for axis in piece.tokens) * field.row_bytes
+        return Route(piece, int(piece.index.max()) + 1, pitch, direct, detour)
