@@ -30,7 +30,7 @@ unit: $(AGENT)
 	.venv/bin/python -m pytest -m "not vllm"
 
 test-vllm: $(AGENT) $(ENGINE)
-	.venv-vllm/bin/python -m pytest -m vllm
+	.venv-vllm/bin/python -m pytest -m vllm tests/adapters tests/engines
 
 bench: $(AGENT)
 	for file in bench/*.py; do .venv/bin/python $$file || exit 1; done

@@ -1,0 +1,90 @@
+"""Encode + decode of a want with 4096 blocks, as the engine's socket carries it. Goal: 150 us (p50).
+
+Run from the repository: `python bench/codec.py`. Prints, and writes bench/results/codec.json.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+from kvbridge_proto.codec import decode, encode
+from kvbridge_proto.engine import ToAgent, Want
+from kvbridge_proto.words import Blocks
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = 4096
+ROUNDS = 3000
+GOAL_US = 150.0
+
+
+def want() -> Want:
+    ids = tuple(random.Random(0).sample(range(100_000), BLOCKS))
+    return Want(
+        request="cmpl-0123456789abcdef-0",
+        room="cmpl-0123456789abcdef",
+        source="tcp://10.0.0.1:7700",
+        first_token=0,
+        end_token=BLOCKS * 16,
+        blocks=(Blocks(0, 0, ids),),
+        deadline_s=60.0,
+    )
+
+
+def measure() -> dict[str, Any]:
+    message = want()
+    frame = encode(message)
+    assert decode(frame, ToAgent) == message
+    encode_us, decode_us, both_us = [], [], []
+    for _ in range(ROUNDS):
+        began = time.perf_counter_ns()
+        sent = encode(message)
+        between = time.perf_counter_ns()
+        decode(sent, ToAgent)
+        ended = time.perf_counter_ns()
+        encode_us.append((between - began) / 1e3)
+        decode_us.append((ended - between) / 1e3)
+        both_us.append((ended - began) / 1e3)
+    return {
+        "blocks": BLOCKS,
+        "frame_bytes": len(frame),
+        "encode_us_p50": statistics.median(encode_us),
+        "decode_us_p50": statistics.median(decode_us),
+        "both_us_p50": statistics.median(both_us),
+        "both_us_p99": statistics.quantiles(both_us, n=100)[98],
+        "goal_us": GOAL_US,
+        "msgspec": msgspec.__version__,
+        "msgpack": ".".join(map(str, msgpack.version)),
+        **machine(),
+    }
+
+
+def machine() -> dict[str, str]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    cpu = f"{len(models)} x {models[0].partition(':')[2].strip()}" if models else platform.processor()
+    return {"commit": commit.stdout.strip(), "cpu": cpu, "python": platform.python_version()}
+
+
+def main() -> None:
+    found = measure()
+    results = ROOT / "bench" / "results"
+    results.mkdir(exist_ok=True)
+    (results / "codec.json").write_text(json.dumps(found, indent=2) + "\n")
+    print(
+        f"want of {BLOCKS} blocks, {found['frame_bytes']} bytes: encode {found['encode_us_p50']:.1f} us,"
+        f" decode {found['decode_us_p50']:.1f} us, both {found['both_us_p50']:.1f} us p50,"
+        f" {found['both_us_p99']:.1f} us p99 (goal {GOAL_US:.0f} us p50)"
+    )
+
+
+if __name__ == "__main__":
+    main()

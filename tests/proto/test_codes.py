@@ -1,0 +1,27 @@
+"""PROTOCOL.md explains every code that the source says, and none that it does not."""
+
+from __future__ import annotations
+
+import re
+
+from .codes import ROOT, used
+
+TEXT = (ROOT / "proto" / "PROTOCOL.md").read_text().partition("## Error codes")[2]
+DOCUMENTED = {
+    code
+    for line in TEXT.splitlines()
+    if line.startswith(("| `", "**A bug"))
+    for code in re.findall(r"`([a-z_]+)`", line.split("|")[1] if line.startswith("|") else line)
+}
+
+
+def test_every_code_is_documented() -> None:
+    assert {code: place for code, place in used().items() if code not in DOCUMENTED} == {}
+
+
+def test_every_documented_code_is_said_somewhere() -> None:
+    assert DOCUMENTED - used().keys() == set()
+
+
+def test_the_search_finds_codes() -> None:
+    assert len(used()) > 80

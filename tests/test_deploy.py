@@ -1,0 +1,65 @@
+"""What lies in deploy/ is accepted by the programs it is for, and agrees with the options."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvbridge.config import ENVIRONMENT_PREFIX, AgentConfig, options
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+UNIT = DEPLOY / "systemd" / "kvbridge-agent@.service"
+EXPOSURE = 40  # tenths, as systemd-analyze counts; 0 is closed, 100 open
+
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """An instance of the unit whose program exists."""
+    text = UNIT.read_text().replace("/opt/kvbridge/bin/kvbridge", "/bin/true").replace("User=kvbridge", "User=root")
+    path = tmp_path / "kvbridge-agent@0.service"
+    path.write_text(text.replace("Group=kvbridge", "Group=root"))
+    return path
+
+
+@needs_systemd
+def test_systemd_accepts_the_unit(unit: Path) -> None:
+    told = subprocess.run(
+        ["systemd-analyze", "verify", "--recursive-errors=no", "--man=no", str(unit)], capture_output=True, text=True
+    )
+    about_us = [line for line in told.stderr.splitlines() if "kvbridge" in line]
+    assert told.returncode == 0, told.stderr
+    assert about_us == []
+
+
+@needs_systemd
+def test_the_unit_is_hardened(unit: Path) -> None:
+    unit.write_text(unit.read_text().replace("User=root", "User=nobody").replace("Group=root", "Group=nogroup"))
+    told = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", f"--threshold={EXPOSURE}", "--no-pager", str(unit)],
+        capture_output=True,
+        text=True,
+    )
+    if "offline" in told.stderr and told.returncode:
+        pytest.skip(f"this systemd-analyze cannot judge offline: {told.stderr.strip()}")
+    assert told.returncode == 0, told.stdout[-1500:] + told.stderr
+
+
+def test_the_unit_stops_later_than_the_agent_drains() -> None:
+    stop_s = float(re.search(r"^TimeoutStopSec=(\d+)$", UNIT.read_text(), re.MULTILINE)[1])  # type: ignore[index]
+    assert stop_s >= AgentConfig().drain_s + 10
+
+
+def test_the_unit_sets_options_that_exist() -> None:
+    named = re.findall(rf"^Environment={ENVIRONMENT_PREFIX}(\w+)=", UNIT.read_text(), re.MULTILINE)
+    assert named
+    assert {name.lower() for name in named} <= options().keys()
+
+
+def test_prometheus_scrapes_where_an_agent_serves() -> None:
+    assert AgentConfig().metrics in (DEPLOY / "prometheus" / "kvbridge.yml").read_text()
