@@ -39,7 +39,7 @@ class Settings:
     ping_s: float = 1.0
     silence_s: float = 5.0
     frame_bytes: int = 4 << 20
-    queue_messages: int = 1000
+    queue_bytes: int = 64 << 20
     max_links: int = 1024
 
 
@@ -101,7 +101,6 @@ class Control:
         self._dialled: dict[str, Link] = {}
         self._accepted: dict[bytes, Link] = {}
         self._ports: dict[Link, Port] = {}
-        self._ended: deque[bytes] = deque(maxlen=1024)
         self._router: Port | None = None
         self._probe_at: float | None = None
         self._probed_at = 0.0
@@ -166,6 +165,7 @@ class Control:
             self._lose(link, "frame_too_large", f"frame_bytes: ours {len(frame)}, limit {limit}")
             return False
         link.outbox.append(frame)
+        link.waiting_bytes += len(frame)
         self._flush(link)
         return not link.is_lost
 
@@ -185,10 +185,10 @@ class Control:
             except zmq.ZMQError as error:
                 self._lose(link, "peer_disconnected", str(error))
                 return
-            link.outbox.popleft()
-        if len(link.outbox) > self.settings.queue_messages:
+            link.waiting_bytes -= len(link.outbox.popleft())
+        if link.waiting_bytes > self.settings.queue_bytes:
             code = "peer_not_reading" if link.is_up else "peer_unreachable"
-            self._lose(link, code, f"queue_messages: limit {self.settings.queue_messages}")
+            self._lose(link, code, f"queue_bytes: {link.waiting_bytes} wait, limit {self.settings.queue_bytes}")
         port.rouse()
 
     # -- receiving -------------------------------------------------------------------------------------------------
@@ -239,12 +239,10 @@ class Control:
             self._greet(envelope, identity, frame)
 
     def _greet(self, envelope: Envelope, identity: bytes, frame: zmq.Frame) -> None:
-        """A stranger's envelope: the first of a new link, or the tail of one that ended."""
+        """A stranger's envelope: number 0 begins a link, any other is the tail of one that ended."""
         link = Link(self, str(frame.get("Peer-Address")), identity, self._loop.time())
         if fault := link.check(envelope):
             return self._reject(None, *fault)
-        if identity in self._ended and envelope.number:
-            return self._reject(None, "link_lost", "the link of this connection has ended")
         if len(self._accepted) >= self.settings.max_links:
             return self._reject(None, "too_many_links", f"links: limit {self.settings.max_links}")
         assert self._router is not None
@@ -327,7 +325,6 @@ class Control:
             port.close(linger_ms)
         else:
             del self._accepted[link.identity]
-            self._ended.append(link.identity)
 
     def _reject(self, link: Link | None, code: str, text: str) -> None:
         self.rejected[code] += 1
@@ -357,7 +354,6 @@ class Control:
             self._context,
             kind,
             frame_bytes=self.settings.frame_bytes,
-            queue_messages=self.settings.queue_messages,
             ipv6=ipv6,
             on_ready=on_ready,
             on_watch=on_watch,

@@ -28,6 +28,7 @@ class Link:
         self.is_lost = False
         self.identity = identity
         self.outbox: deque[bytes] = deque()
+        self.waiting_bytes = 0
         self.made_at = now
         self.heard_at = now
         self.pinged_at = now

@@ -10,6 +10,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 3000
+QUEUE_MESSAGES = 1000
 DRAIN_MESSAGES = 256  # in one go, so that one loud peer does not hold the loop
 GONE = zmq.EVENT_DISCONNECTED
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -25,7 +26,6 @@ class Port:
         kind: int,
         *,
         frame_bytes: int,
-        queue_messages: int,
         ipv6: bool,
         on_ready: Callable[[], None],
         on_watch: Callable[[int], None],
@@ -36,7 +36,7 @@ class Port:
         self._on_watch = on_watch
         self._is_closed = False
         self._is_roused = False
-        _set_up(self.socket, frame_bytes, queue_messages, ipv6)
+        _set_up(self.socket, frame_bytes, ipv6)
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(UP | GONE | FAILED)
         self._fds = (int(self.socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
         self._loop.add_reader(self._fds[0], self._on_ready)
@@ -97,12 +97,12 @@ class Port:
             self._on_watch(parse_monitor_message(parts)["event"])
 
 
-def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, queue_messages: int, ipv6: bool) -> None:
+def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, ipv6: bool) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a peer that is not there: tomorrow's ghosts
     socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes)
-    socket.setsockopt(zmq.SNDHWM, queue_messages)
-    socket.setsockopt(zmq.RCVHWM, queue_messages)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
@@ -112,5 +112,5 @@ def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, queue_messages: int, ip
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.IPV6, int(ipv6))
-    if socket.socket_type == zmq.ROUTER:
+    if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a peer that is gone is an error, not a silence

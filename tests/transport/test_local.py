@@ -79,7 +79,7 @@ def open_fds() -> int:
 
 def test_only_this_user_can_open_the_socket(path: Path) -> None:
     async def story(server: LocalServer) -> None:
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
 
     run(path, story)
     assert not path.exists()
