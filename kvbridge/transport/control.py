@@ -140,7 +140,7 @@ class Control:
         return link
 
     async def events(self) -> AsyncIterator[Event]:
-        """What happens, in order; ends when the control closes."""
+        """What happens, in order, to one reader at a time; ends when the control closes."""
         while not self._is_closed:
             while self._events:
                 yield self._events.popleft()

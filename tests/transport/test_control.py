@@ -45,17 +45,23 @@ class Ear:
     """Reads one control's events."""
 
     def __init__(self, control: Control) -> None:
-        self._events = control.events()
+        self._control = control
+
+    async def next(self, within_s: float = 10.0) -> Event:
+        async with asyncio.timeout(within_s):
+            async for event in self._control.events():
+                return event
+        raise AssertionError("the control closed")
 
     async def hear(self, kind: type[E], within_s: float = 10.0) -> E:
         """The next event, which must be of this kind."""
-        event = await asyncio.wait_for(anext(self._events), within_s)
+        event = await self.next(within_s)
         assert isinstance(event, kind), event
         return event
 
     async def silence(self, for_s: float) -> None:
         with pytest.raises(TimeoutError):
-            raise AssertionError(await asyncio.wait_for(anext(self._events), for_s))
+            raise AssertionError(await self.next(for_s))
 
 
 @contextlib.asynccontextmanager
@@ -361,7 +367,7 @@ def test_raw_bytes_on_the_port_are_at_most_counted(run: Run, seed: int) -> None:
                 raw.sendall(random.Random(seed).randbytes(4096))  # ZeroMQ reads some of it as its version 1
                 await asyncio.sleep(0.2)
             sink.dial(source.address).send(cancel("t"))
-            while isinstance(event := await asyncio.wait_for(anext(source_ear._events), 5), Rejected):
+            while isinstance(event := await source_ear.next(), Rejected):
                 pass
             assert isinstance(event, Arrived) and event.link.peer_boot == "sink"
 
@@ -397,7 +403,7 @@ def test_bounds_how_many_strangers_have_links(run: Run) -> None:
             with contextlib.ExitStack() as strangers:
                 for number in range(3):
                     strangers.enter_context(stranger(source.address))(envelope(sender=f"{number}"))
-                    event = await asyncio.wait_for(anext(ear._events), 5)
+                    event = await ear.next()
                     assert isinstance(event, Arrived) == (number < 2)
                 assert isinstance(event, Rejected) and event.code == "too_many_links"
 
