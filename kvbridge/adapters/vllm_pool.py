@@ -41,6 +41,11 @@ CODECS: dict[torch.dtype, CodecName] = {
     torch.float8_e4m3fn: "fp8_e4m3",
     torch.float8_e5m2: "fp8_e5m2",
 }
+KINDS: dict[str, LayerKind] = {
+    "FullAttentionSpec": "full",
+    "SlidingWindowSpec": "sliding",
+    "ChunkedLocalAttentionSpec": "chunked",
+}
 FP8_NAMES: dict[str, CodecName] = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 
 
@@ -81,15 +86,7 @@ class Member:
 
     @property
     def kind(self) -> LayerKind:
-        """Only what later parts can move is named; the rest is refused with its spec's name."""
-        kind = type(self.spec).__name__
-        if kind == "FullAttentionSpec":
-            return "full"
-        if kind == "SlidingWindowSpec":
-            return "sliding"
-        if kind == "ChunkedLocalAttentionSpec":
-            return "chunked"
-        raise OperatorError("layer_unsupported", f"{self.name}: KV cache spec {kind} is not supported yet")
+        return KINDS[type(self.spec).__name__]
 
     @property
     def window(self) -> int:
@@ -149,6 +146,8 @@ def _members(kv_caches: Mapping[str, torch.Tensor], config: VllmConfig, cache: K
                 continue  # reads another layer's KV
             spec = group.kv_cache_spec
             spec = getattr(spec, "kv_cache_specs", {}).get(name, spec)
+            if type(spec).__name__ not in KINDS:
+                raise OperatorError("layer_unsupported", f"{name}: {type(spec).__name__} is not supported yet")
             tensor = kv_caches[name]
             if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
                 shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__

@@ -1,0 +1,208 @@
+"""The engine's standing connection to its agent, over a real unix socket."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from kvbridge_proto.engine import Attach, Done, Refused, Want
+from kvbridge_proto.pool import (
+    Codec,
+    Engine,
+    Group,
+    Handle,
+    Layer,
+    Model,
+    Plane,
+    Pool,
+    Region,
+    Shard,
+    Step,
+)
+from kvbridge_proto.words import OURS
+
+from kvbridge.adapters.client import EngineClient
+from kvbridge.adapters.link import AgentLink, Link, Over
+
+from .fake_agent import FakeAgent
+
+POOL = Pool(
+    engine=Engine(kind="test", version="1", id="e"),
+    model=Model(name="m", layers=(Layer(kind="full", kv_heads=1, key_width=4, value_width=0),)),
+    shard=Shard(),
+    groups=(Group(kind="full", block_tokens=16, blocks=8),),
+    regions=(Region(4096),),
+    planes=(
+        Plane(
+            layer=0,
+            part="k",
+            offset=0,
+            block_stride=128,
+            token_axis=(Step(16, 8),),
+            head_stride=8,
+            element_axis=(Step(4, 2),),
+            first_head=0,
+            heads=1,
+            total_heads=1,
+            codec=Codec(name="bf16", width=4, element_bytes=2, row_bytes=8),
+        ),
+    ),
+)
+ATTACH = Attach(versions=OURS, pool=POOL, handles=(Handle(region=0, kind="shm_fd", fd=0),))
+WANT = Want(request="r", room="room", source="tcp://x:1", first_token=0, end_token=0, blocks=(), deadline_s=1)
+DONE = Done(request="r", moved_bytes=0, seconds=0)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> FakeAgent:
+    return FakeAgent(tmp_path / "agent.sock")
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def link(tmp_path: Path, clock: Clock) -> AgentLink:
+    def fds() -> list[int]:
+        return [os.open("/dev/null", os.O_RDONLY)]
+
+    return AgentLink(EngineClient(tmp_path / "agent.sock"), ATTACH, fds, logging.getLogger("test"), clock)
+
+
+def attach(link: AgentLink, agent: FakeAgent) -> None:
+    link.turn()
+    agent.pump()
+    link.turn()
+    assert link.is_attached
+
+
+def test_start_waits_for_an_agent_that_is_slow_to_come(link: AgentLink, tmp_path: Path, clock: Clock) -> None:
+    stop = threading.Event()
+
+    def come_late() -> None:
+        stop.wait(0.2)
+        agent = FakeAgent(tmp_path / "agent.sock")
+        while not stop.wait(0.01):
+            clock.now += 1
+            agent.pump()
+
+    thread = threading.Thread(target=come_late)
+    thread.start()
+    try:
+        assert link.start(10.0)
+        assert link.address == "tcp://127.0.0.1:7700"
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_start_goes_on_without_an_agent_and_says_where_it_looked(
+    link: AgentLink, caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    assert not link.start(0.1)
+    for _ in range(20):
+        clock.now += 60
+        link.turn()
+    assert len(caplog.records) == 1, "once, not at every try"
+    assert "agent.sock" in caplog.text and "0.1 s" in caplog.text
+
+
+def test_sends_nothing_before_it_is_attached(link: AgentLink, agent: FakeAgent) -> None:
+    link.turn()
+    assert not link.send(WANT)
+    agent.pump()
+    link.turn()
+    assert link.send(WANT)
+    assert agent.one(Want) == WANT and len(agent.attaches) == 1
+
+
+def test_what_came_before_the_end_is_heard_before_it(link: AgentLink, agent: FakeAgent) -> None:
+    attach(link, agent)
+    agent.say(DONE)
+    agent.die()
+    heard = link.turn()
+    assert heard[0] == DONE and isinstance(heard[1], Over) and len(heard) == 2
+    assert link.state is Link.AWAY and link.address == ""
+
+
+def test_tries_again_after_longer_and_longer_pauses(link: AgentLink, agent: FakeAgent, clock: Clock) -> None:
+    attach(link, agent)
+    agent.hang_up()
+    agent.is_answering_attach = False
+    link.turn()
+    tries = []
+    for _ in range(60):
+        clock.now += 1
+        link.turn()
+        agent.pump()
+        if len(agent.attaches) > 1 + len(tries):
+            tries.append(clock.now)
+            agent.hang_up()
+    pauses = [later - earlier for earlier, later in pairwise(tries)]
+    assert pauses == sorted(pauses) and pauses[-1] > 8
+
+
+def test_is_over_only_when_the_agent_has_closed_its_end(link: AgentLink, agent: FakeAgent, clock: Clock) -> None:
+    attach(link, agent)
+    link.give_up("no answer")
+    assert not link.send(WANT)
+    for _ in range(5):
+        clock.now += 100
+        assert link.turn() == [] and link.state is Link.ENDING
+    agent.pump()  # goes on, reads our end, lets go
+    (over,) = link.turn()
+    assert over == Over("no answer")
+    clock.now += 1
+    attach(link, agent)
+    assert len(agent.attaches) == 2
+
+
+def test_a_bad_frame_from_the_agent_ends_the_connection_but_not_the_wait(link: AgentLink, agent: FakeAgent) -> None:
+    attach(link, agent)
+    assert agent._engine is not None
+    agent._engine.sendall(b"\xff\xff\xff\xff")
+    assert link.turn() == [] and link.state is Link.ENDING
+    agent.pump()
+    assert isinstance(link.turn()[0], Over)
+
+
+def test_a_refusal_is_told_with_its_reasons(
+    link: AgentLink, agent: FakeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent.is_answering_attach = False
+    link.turn()
+    agent.pump()
+    agent.say(Refused(code="engine_present", reasons=("engine: vllm other (pid 12) is attached to this agent",)))
+    link.turn()
+    assert "engine_present" in caplog.text and "pid 12" in caplog.text
+
+
+def test_leaves_no_descriptor_behind(link: AgentLink, agent: FakeAgent, clock: Clock) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for _ in range(5):
+        clock.now += 60
+        attach(link, agent)
+        agent.hang_up()
+        assert isinstance(link.turn()[0], Over)
+    assert count() == before
+    clock.now += 60
+    attach(link, agent)
+    link.close()
+    agent.pump()
+    assert count() == before

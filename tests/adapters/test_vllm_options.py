@@ -1,0 +1,29 @@
+"""Options: every mistake is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbridge.adapters.vllm_options import Options
+from kvbridge.errors import OperatorError
+
+
+def test_reads_its_own_names_and_leaves_others_alone() -> None:
+    options = Options.read({"kvbridge_socket": "/run/a-{rank}.sock", "kvbridge_hold_s": 5, "backends": ["UCX"]})
+    assert options == Options(socket="/run/a-{rank}.sock", hold_s=5)
+    assert options.socket_of(3) == "/run/a-3.sock"
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"kvbridge_hold": 5}, "kvbridge_hold: not an option, known are kvbridge_socket, kvbridge_hold_s"),
+        ({"kvbridge_hold_s": "5"}, "kvbridge_hold_s: '5' is str, must be float"),
+        ({"kvbridge_deadline_s": 0}, r"kvbridge_deadline_s: 0, must be in \(0, 86400\]"),
+        ({"kvbridge_deadline_s": True}, "kvbridge_deadline_s: True is bool, must be float"),
+        ({"kvbridge_socket": 7}, "kvbridge_socket: 7 is int, must be str"),
+    ],
+)
+def test_refuses_what_it_cannot_mean(extra: dict[str, object], text: str) -> None:
+    with pytest.raises(OperatorError, match=text):
+        Options.read(extra)
