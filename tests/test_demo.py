@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -73,3 +75,15 @@ def test_the_whole_demo() -> None:
     assert told.stdout.count("exact") == 3
     assert "WRONG" not in told.stdout
     assert "codec: source bf16, sink fp8_e4m3" in told.stdout
+
+
+def test_vllm_demo_says_what_it_needs(tmp_path: Path) -> None:
+    told = kvbridge("demo", "--vllm", "--vllm-python", tmp_path / "python")
+    assert told.returncode == 1
+    assert f"no_vllm: no Python at {tmp_path}/python" in told.stderr
+    bare = tmp_path / "bare"
+    bare.write_text("#!/bin/sh\nexit 1\n")
+    bare.chmod(0o755)
+    told = kvbridge("demo", "--vllm", "--vllm-python", bare)
+    assert told.returncode == 1
+    assert "does not have both vllm and kvbridge" in told.stderr

@@ -69,8 +69,11 @@ class EngineProcess:
             )
 
     def go(self) -> None:
+        self.say("go")
+
+    def say(self, line: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
+        self.process.stdin.write(line + "\n")
 
     def is_heard(self) -> bool:
         """Whether `hear` would not wait."""
@@ -100,6 +103,11 @@ def agents(folder: Path, names: Sequence[str], **options: str) -> Iterator[list[
         for agent in started:
             agent.wait_serving()
         yield started
+
+
+def moved_bytes(agent: AgentProcess) -> float:
+    """What this agent, as a sink, has taken over so far."""
+    return agent.status().counters.get("kvbridge_wire_bytes_total{role=sink}", 0.0)
 
 
 def end(process: subprocess.Popen[Any]) -> None:

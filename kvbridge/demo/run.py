@@ -22,10 +22,9 @@ from ..errors import KVBridgeError
 from ..geometry.compat import Convertible, verdict
 from .engine import Job
 from .pools import Request, Shape, describe
-from .processes import AgentProcess, EngineProcess, agents, end
+from .processes import AgentProcess, EngineProcess, agents, end, moved_bytes
 
 NAMES = ("a", "b", "c")
-MOVED_COUNTER = "kvbridge_wire_bytes_total{role=sink}"
 REQUESTS = (
     Request(name="short prompt", tokens=17, seed=1),
     Request(name="long prompt", tokens=4096, seed=2),
@@ -144,15 +143,11 @@ def _follow(
 ) -> None:
     """Draw what the sinks' agents say they have moved, until every sink has spoken."""
     task = progress.add_task(title, total=total)
-    began = _moved(after)
+    began = sum(map(moved_bytes, after))
     while not all(sink.is_heard() for sink in sinks):
-        progress.update(task, completed=min(total, _moved(after) - began))
+        progress.update(task, completed=min(total, sum(map(moved_bytes, after)) - began))
         time.sleep(0.05)
     progress.update(task, completed=total)
-
-
-def _moved(after: Sequence[AgentProcess]) -> float:
-    return sum(agent.status().counters.get(MOVED_COUNTER, 0.0) for agent in after)
 
 
 def _wire_bytes(source: Shape, sink: Shape, requests: Sequence[Request]) -> int:

@@ -1,0 +1,95 @@
+"""A small llama with random but well-behaved weights, for the demo and the tests that run real engines.
+
+N(0, 0.3) everywhere is chaotic in bf16: two correct engines part after a token. Embeddings N(0, 1) and matrices
+g / sqrt(fan_in), with g = 1.7 for q and k and 4 for lm_head, give tokens that are varied and stable.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 1024
+LAYERS = 4
+QUERY_HEADS = 8
+KV_HEADS = 4
+HEAD_WIDTH = 32
+HIDDEN = QUERY_HEADS * HEAD_WIDTH
+GAINS = {"q_proj": 1.7, "k_proj": 1.7, "lm_head": 4.0}
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    """Only config.json: enough for vLLM's scheduler, which never loads weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": QUERY_HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_WIDTH,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def write_model(folder: Path, seed: int = 0, **changes: object) -> Path:
+    """config.json and model.safetensors; the same bytes for the same arguments."""
+    import torch
+    from safetensors.torch import save_file
+
+    write_config(folder, **changes)
+    config = json.loads((folder / "config.json").read_text())
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in _shapes(config).items():
+        if name.endswith("norm.weight"):
+            weights[name] = torch.ones(shape, dtype=torch.bfloat16)
+            continue
+        values = torch.randn(shape, generator=generator)
+        if "embed_tokens" not in name:
+            gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
+            values *= gain / math.sqrt(shape[1])
+        weights[name] = values.to(torch.bfloat16)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (config["vocab_size"], hidden),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
+                "self_attn.q_proj": (q, hidden),
+                "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden),
+                "self_attn.o_proj": (hidden, q),
+                "mlp.gate_proj": (inner, hidden),
+                "mlp.up_proj": (inner, hidden),
+                "mlp.down_proj": (hidden, inner),
+            }.items()
+        }
+    return shapes
