@@ -21,7 +21,15 @@ from kvbridge.geometry.tokens import BlockTable
 
 POISON = 0xA5
 PARTS = ("k", "v")
-ELEMENT_BYTES: dict[CodecName, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
+ELEMENT_BYTES: dict[CodecName, int] = {
+    "bf16": 2,
+    "fp16": 2,
+    "fp32": 4,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+    "opaque": 1,
+}
 
 # Axes of one region, outermost first: L layer, P part, B block, T token, H head, E element. A letter that is missing
 # means a region for each of its values.

@@ -147,7 +147,7 @@ def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_
     if not 0 <= first_token <= end_token:
         raise PeerError("bad_tokens", f"end_token: {end_token}, first_token: {first_token}")
     if not takes or first_token == end_token:
-        return _sealed(first_token, first_token, [], slot_bytes, 1, (0,))
+        return _sealed(first_token, first_token, [], [], slot_bytes, 1, (0,))
     rows = pair(source, sink, takes)
     usable = slot_bytes // ALIGN * ALIGN
     folded = fold(rows, source, sink, first_token, usable)
@@ -162,7 +162,7 @@ def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_
     unit_tokens, unit_bytes = _columns(strips)
     span_tokens = _span(unit_tokens, unit_bytes, end_token - first_token, usable)
     sizes = _sizes(unit_tokens, unit_bytes, min(span_tokens, end_token - first_token))
-    return _sealed(first_token, end_token, strips, slot_bytes, span_tokens, _bands(sizes, usable))
+    return _sealed(first_token, end_token, rows, strips, slot_bytes, span_tokens, _bands(sizes, usable))
 
 
 def _fitted(strips: Sequence[Strip], slot_bytes: int) -> list[Strip] | None:
@@ -218,20 +218,28 @@ def _bands(sizes: Numbers, slot_bytes: int) -> tuple[int, ...]:
 def _sealed(
     first_token: int,
     end_token: int,
+    rows: Sequence[Strip],
     strips: Sequence[Strip],
     slot_bytes: int,
     span_tokens: int,
     bands: tuple[int, ...],
 ) -> Plan:
-    """The plan with its digest: of everything that both sides must see alike to understand one slot."""
+    """The plan with its digest: of all that both sides must see alike, the rows before folding and the strips after."""
     unit_tokens, unit_bytes = _columns(strips)
-    rows = [
-        (
-            (strip.sink.layer, strip.sink.part, strip.sink.first_head + strip.sink_head, strip.heads),
-            (strip.wire, strip.unit_tokens),
-        )
-        for strip in strips
+    seal = [
+        (strip.sink.layer, strip.sink.part, strip.sink.first_head + strip.sink_head, strip.heads, strip.wire)
+        for strip in (*rows, *strips)
     ]
-    seal = ("kvbridge plan 1", ALIGN, slot_bytes, first_token, end_token, span_tokens, bands, rows)
-    digest = hashlib.blake2b(msgspec.msgpack.encode(seal), digest_size=16).hexdigest()
+    whole = (
+        "kvbridge plan 1",
+        ALIGN,
+        slot_bytes,
+        first_token,
+        end_token,
+        span_tokens,
+        bands,
+        unit_tokens.tolist(),
+        seal,
+    )
+    digest = hashlib.blake2b(msgspec.msgpack.encode(whole), digest_size=16).hexdigest()
     return Plan(first_token, end_token, tuple(strips), unit_tokens, unit_bytes, span_tokens, bands, digest)

@@ -43,7 +43,7 @@ def holdings(pool: Pool) -> list[Holding]:
 def _alike(rows: dict[str, list[tuple[int, int, int]]]) -> Iterator[tuple[frozenset[str], list[tuple[int, int, int]]]]:
     """The rows (layer, first head, heads) that the same parts have: mostly all of them, which is quick to see."""
     lists = [sorted(each) for each in rows.values()]
-    if all(each == lists[0] for each in lists):
+    if lists and all(each == lists[0] for each in lists):
         yield frozenset(rows), lists[0]
         return
     parts: dict[tuple[int, int, int], set[str]] = {}
