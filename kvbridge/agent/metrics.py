@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvbridge_proto.status import SlotCounts
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -46,7 +47,7 @@ class Metrics:
         for role, counts in (("inbound", gauges.inbound), ("outbound", gauges.outbound)):
             slots = Gauge(f"kvbridge_{role}_slots", f"Slots of the {role} staging", ["state"], registry=self.registry)
             for state in SlotCounts.__struct_fields__:
-                slots.labels(state).set_function(lambda state=state, counts=counts: getattr(counts(), state))
+                slots.labels(state).set_function(partial(_count, counts, state))
         for name, text, read in (
             ("wants_open", "Wants under way", gauges.wants),
             ("offers_open", "Offers not yet released", gauges.offers),
@@ -109,3 +110,7 @@ class Metrics:
 
     def refused(self, code: str) -> None:
         self._refused.labels(code).inc()
+
+
+def _count(counts: Callable[[], SlotCounts], state: str) -> float:
+    return float(getattr(counts(), state))

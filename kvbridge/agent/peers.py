@@ -38,7 +38,8 @@ from ..exchange.session import (
     welcome,
 )
 from ..geometry.compat import Convertible
-from ..transport.control import Arrived, Control, Link, Lost, Rejected
+from ..transport.control import Arrived, Control, Lost, Rejected
+from ..transport.link import Link
 from .metrics import Metrics
 from .mover import Mover, Target
 

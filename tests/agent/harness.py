@@ -36,6 +36,8 @@ from kvbridge_proto.words import OURS, Blocks, Rank
 
 from ..oracle import Held
 
+# Tests that run in an engine's environment start agents from the agents' own.
+PYTHON = os.environ.get("KVBRIDGE_TEST_AGENT_PYTHON") or sys.executable
 START_S = 30.0
 ANSWER_S = 20.0
 
@@ -97,6 +99,7 @@ class AgentProcess:
     process: subprocess.Popen[bytes]
     socket: Path
     log: Path
+    listen: str = ""
 
     @property
     def status(self) -> Status:
@@ -129,7 +132,7 @@ def agent(folder: Path, name: str, **options: Any) -> Iterator[AgentProcess]:
     flags = [part for key, value in chosen.items() for part in (f"--{key.replace('_', '-')}", str(value))]
     with log.open("ab") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvbridge.cli", "agent", *flags], stdout=out, stderr=subprocess.STDOUT
+            [PYTHON, "-m", "kvbridge.cli", "agent", *flags], stdout=out, stderr=subprocess.STDOUT
         )
     running = AgentProcess(process, path, log)
     try:

@@ -14,7 +14,6 @@ from ..oracle import Held, Shape, build_all, fill, mismatch
 from .harness import AgentProcess, SyntheticEngine, agent
 
 
-
 class Bench:
     """Engines of two shapes, each rank beside an agent of its own."""
 
@@ -201,5 +200,3 @@ def test_one_agent_can_be_source_and_sink(tmp_path: Path) -> None:
         bench.sources[0].want("back", bench.sinks[0].agent.address, [9], range(16))
         assert isinstance(bench.sources[0].answer("back"), Done)
         assert not mismatch(bench.sources[0].held, before, [9], range(16))
-
-

@@ -100,7 +100,9 @@ def test_a_plane_outside_its_region_is_refused_by_name(tmp_path: Path) -> None:
         refused = engine.attach(pool=replace(engine.pool, planes=planes))
         assert isinstance(refused, Refused), refused
         assert str(engine.pool.regions[0].size_bytes) in str(refused.reasons)
-        short = replace(engine.pool, regions=tuple(replace(r, size_bytes=r.size_bytes * 2) for r in engine.pool.regions))
+        short = replace(
+            engine.pool, regions=tuple(replace(r, size_bytes=r.size_bytes * 2) for r in engine.pool.regions)
+        )
         refused = engine.attach(pool=short)
         assert isinstance(refused, Refused) and refused.code == "region_too_small", refused
         refused = engine.attach(versions=VersionRange(9, 9))

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvbridge.exchange.intake import INTAKE_TABLE, WANT_TABLE, IntakeEvent, IntakeState, WantEvent, WantState
 from kvbridge.exchange.lease import Deadlines
-from kvbridge.exchange.outbound import OUT_TABLE, OutEvent, OutState
+from kvbridge.exchange.outlet import OUT_TABLE, OutEvent, OutState
 from kvbridge.exchange.session import (
     SESSION_TABLE,
     SessionEvent,

@@ -1,0 +1,82 @@
+"""Offers and outgoing transfers as the source keeps them: their records and states. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvbridge_proto.peer import Claim, Lease
+
+from ..geometry.plan import Plan
+from ..geometry.tokens import BlockTable
+from .table import Table
+
+
+class OutState(Enum):
+    WAITING = auto()  # claimed; nothing offered in that room yet
+    FLOWING = auto()
+    STOPPING = auto()  # over, but writes are under way
+    ENDED = auto()
+
+
+class OutEvent(Enum):
+    BIND = auto()
+    FINISH = auto()  # the last chunk is written
+    STOP_BUSY = auto()
+    STOP = auto()
+    QUIET = auto()  # the last write under way has ended
+
+
+OUT_TABLE = Table(
+    {
+        (OutState.WAITING, OutEvent.BIND): OutState.FLOWING,
+        (OutState.WAITING, OutEvent.STOP): OutState.ENDED,
+        (OutState.FLOWING, OutEvent.FINISH): OutState.ENDED,
+        (OutState.FLOWING, OutEvent.STOP): OutState.ENDED,
+        (OutState.FLOWING, OutEvent.STOP_BUSY): OutState.STOPPING,
+        (OutState.STOPPING, OutEvent.QUIET): OutState.ENDED,
+    }
+)
+
+
+@dataclass(slots=True)
+class Offered:
+    """One request of our engine whose KV may be read. `want` is the sinks' name for what it was given to."""
+
+    request: str
+    room: str
+    tables: Mapping[int, BlockTable]
+    tokens: int = 0
+    is_last: bool = False
+    want: str | None = None
+    sinks: int = 0
+    served: set[int] = field(default_factory=set)
+    gathering: int = 0
+    over: tuple[str, str] | None = None  # (code, reason): no new gathers
+
+
+@dataclass(slots=True)
+class Outlet:
+    """One transfer as the source sees it: what one claim takes."""
+
+    claim: Claim
+    boot: str
+    plan: Plan
+    leases: deque[Lease]
+    started: float
+    state: OutState = OutState.WAITING
+    offered: Offered | None = None
+    next_chunk: int = 0
+    lent: int = 0
+    gathering: int = 0
+    writing: int = 0  # shipped and not ended, gathers included
+    shipped: int = 0
+    told_ready: int = 0
+    says: tuple[str, str] = ("", "")
+    is_lost: bool = False
+
+    @property
+    def transfer(self) -> str:
+        return self.claim.transfer

@@ -1,0 +1,183 @@
+"""Two real engines that disagree: the tokens of one engine alone, and the KV bytes of the prefill side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from .fleet import PREFILL, Fleet, assert_equal_rows, bf16_values, fp8_values, prompt, to_fp8
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
+        fleet.start("small", "large", "alone")
+        yield fleet
+
+
+PAIRS = [
+    pytest.param("small", "large", id="block 32 to 128"),
+    pytest.param("large", "small", id="block 128 to 32"),
+    pytest.param("two", "small", id="tp 2 to 1"),
+    pytest.param("small", "two", id="tp 1 to 2"),
+    pytest.param("two", "large", id="tp 2 to 1 and block 32 to 128"),
+]
+
+
+@pytest.mark.parametrize(("source", "sink"), PAIRS)
+@pytest.mark.parametrize("length", [2, 33, 700])
+def test_decodes_what_another_engine_prefilled(fleet: Fleet, source: str, sink: str, length: int) -> None:
+    tokens = prompt(length, seed=hash((source, sink, length)) % 997)
+    answer, ours, theirs = fleet.crossed(source, sink, tokens)
+    assert answer.cached == length - 1, "the prompt did not travel, it was computed again"
+    assert_equal_rows(ours, theirs)
+    assert list(answer.tokens) == fleet.alone(tokens, 12)
+
+
+def test_narrows_bf16_to_fp8_by_the_reference_conversion(fleet: Fleet) -> None:
+    tokens = prompt(500, seed=1)
+    answer, ours, theirs = fleet.crossed("small", "fp8", tokens)
+    assert answer.cached == len(tokens) - 1 and len(answer.tokens) == 12
+    for key, rows in ours.rows.items():
+        expected = to_fp8(bf16_values(rows))
+        assert np.array_equal(expected, theirs.rows[key]), f"layer {key[0]} {key[1]}"
+
+
+def test_widens_fp8_to_bf16_exactly(fleet: Fleet) -> None:
+    tokens = prompt(500, seed=2)
+    answer, ours, theirs = fleet.crossed("fp8", "small", tokens)
+    assert answer.cached == len(tokens) - 1 and len(answer.tokens) == 12
+    for key, rows in ours.rows.items():
+        assert np.array_equal(fp8_values()[rows], bf16_values(theirs.rows[key])), f"layer {key[0]} {key[1]}"
+
+
+def test_chunks_leave_while_the_prompt_is_being_prefilled(fleet: Fleet) -> None:
+    """Both engines get the request at once, as the push proxy does it; 256 tokens a step make several offers."""
+    tokens = prompt(1500, seed=3)
+    room, source = fleet.name("both"), fleet.agents["small"][0]
+    host, port = source.address.removeprefix("tcp://").split(":")
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "engine-small"}
+    params |= {"remote_host": host, "remote_port": int(port), "remote_request_id": room, "tp_size": 1, "pp_size": 1}
+    offers = source.text().count("offer: ")
+    fleet["large"].submit(f"cmpl-{room}-0-0badcafe", tokens, 12, params)
+    time.sleep(0.3)
+    request = f"cmpl-{room}-0-12345678"
+    fleet["small"].submit(request, tokens, 1, dict(PREFILL))
+    answer = fleet["large"].result(f"cmpl-{room}-0-0badcafe")
+    assert fleet["small"].result(request).reason
+    assert answer.cached == len(tokens) - 1
+    assert list(answer.tokens) == fleet.alone(tokens, 12)
+    lines = [line for line in source.text().splitlines() if f"room={room}" in line and "offer: " in line]
+    assert len(lines) >= 5 and source.text().count("offer: ") - offers >= 5
+
+
+def test_a_prefix_that_the_decode_side_has_does_not_travel(fleet: Fleet) -> None:
+    head = prompt(256, seed=4)
+    first, second = head + prompt(90, seed=5), head + prompt(120, seed=6)
+    fleet.crossed("small", "large", first)
+    before = _wire_bytes(fleet, "large")
+    answer, ours, theirs = fleet.crossed("small", "large", second)
+    moved = _wire_bytes(fleet, "large") - before
+    assert answer.cached == len(second) - 1
+    assert_equal_rows(ours, theirs)
+    assert list(answer.tokens) == fleet.alone(second, 12)
+    row = 4 * 2 * 4 * 64  # layers, parts, heads, bytes
+    assert moved < (len(second) - 256 + 128) * row, f"{moved} bytes moved: the prefix travelled too"
+
+
+def _wire_bytes(fleet: Fleet, name: str) -> float:
+    return sum(a.status.counters.get("kvbridge_wire_bytes_total{role=sink}", 0.0) for a in fleet.agents[name])
+
+
+def test_two_prefill_engines_feed_one_decode_engine(fleet: Fleet) -> None:
+    prompts = {name: prompt(300, seed=7 + i) for i, name in enumerate(("small", "two"))}
+    wanted = {}
+    for name, tokens in prompts.items():
+        _, prefilled = fleet.prefill(name, tokens)
+        wanted[name] = fleet.name("fed")
+        fleet["large"].submit(wanted[name], tokens, 12, prefilled.params)
+    for name, tokens in prompts.items():
+        answer = fleet["large"].result(wanted[name])
+        assert answer.cached == len(tokens) - 1
+        assert list(answer.tokens) == fleet.alone(tokens, 12)
+
+
+def test_thirty_two_requests_at_once(fleet: Fleet) -> None:
+    lengths = [1, 2, 15, 31, 32, 33, 64, 127, 128, 129, 200, 1500] + [3 + 41 * i for i in range(20)]
+    requests = {fleet.name("many"): prompt(length, seed=20 + i) for i, length in enumerate(lengths)}
+    assert len(requests) == 32
+    for request, tokens in requests.items():
+        fleet["two"].submit(f"p{request}", tokens, 1, dict(PREFILL))
+    prefilled = fleet["two"].results([f"p{request}" for request in requests])
+    for request, tokens in requests.items():
+        fleet["large"].submit(request, tokens, 4, prefilled[f"p{request}"].params)
+    answers = fleet["large"].results(requests)
+    for request, tokens in requests.items():
+        fleet["alone"].submit(f"a{request}", tokens, 4)
+        answer = answers[request]
+        assert answer.cached == len(tokens) - 1, f"{len(tokens)} tokens: {answer}"
+    for request, alone in fleet["alone"].results([f"a{request}" for request in requests]).items():
+        assert list(answers[request[1:]].tokens) == list(alone.tokens)
+    for name in ("two", "large"):
+        fleet[name].wait_empty()
+        assert all(not a.status.transfers and a.status.inbound.free == 16 for a in fleet.agents[name])
+
+
+def test_an_aborted_request_leaves_nothing_behind(fleet: Fleet) -> None:
+    tokens = prompt(600, seed=50)
+    host, port = fleet.agents["small"][0].address.removeprefix("tcp://").split(":")
+    params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port), "remote_request_id": "nobody"}
+    request = fleet.name("aborted")
+    fleet["large"].submit(request, tokens, 12, params | {"remote_engine_id": "engine-small"})
+    time.sleep(0.5)
+    assert fleet.agents["large"][0].status.transfers
+    fleet["large"].abort(request)
+    fleet["large"].wait_empty()
+    source = fleet.name("unwanted")
+    fleet["two"].submit(source, prompt(1500, seed=51), 1, dict(PREFILL))
+    fleet["two"].abort(source)
+    fleet["two"].wait_empty()
+    answer, ours, theirs = fleet.crossed("two", "large", prompt(100, seed=52))
+    assert answer.cached == 99
+    assert_equal_rows(ours, theirs)
+    assert not fleet.agents["large"][0].status.transfers
+
+
+def test_an_agent_killed_in_mid_transfer_costs_a_recomputation_and_nothing_else(fleet: Fleet) -> None:
+    tokens = prompt(900, seed=60)
+    host, port = fleet.agents["small"][0].address.removeprefix("tcp://").split(":")
+    params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port), "remote_request_id": "later"}
+    request = fleet.name("orphan")
+    fleet["large"].submit(request, tokens, 12, params | {"remote_engine_id": "engine-small"})
+    time.sleep(0.5)
+    assert fleet.agents["large"][0].status.transfers
+    fleet.agents["large"][0].kill()
+    answer = fleet["large"].result(request)
+    assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
+    fleet.start_agents("large")
+    deadline = time.monotonic() + 30
+    while fleet.agents["large"][0].status.engine is None:
+        fleet["large"].run(fleet.name("step"), prompt(5, seed=61), 1)
+        assert time.monotonic() < deadline, "the engine did not attach to the agent that came back"
+        time.sleep(0.2)
+    answer, ours, theirs = fleet.crossed("small", "large", prompt(200, seed=62))
+    assert answer.cached == 199
+    assert_equal_rows(ours, theirs)
+
+
+def test_a_dead_prefill_agent_costs_a_recomputation_and_nothing_else(fleet: Fleet) -> None:
+    tokens = prompt(400, seed=70)
+    _, prefilled = fleet.prefill("fp8", tokens)
+    fleet.agents["fp8"][0].kill()
+    answer = fleet["small"].run(fleet.name("orphan"), tokens, 12, prefilled.params)
+    assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
+    fleet["fp8"].wait_empty()
+    result = fleet["fp8"].run(fleet.name("alive"), tokens, 3)
+    assert len(result.tokens) == 3
