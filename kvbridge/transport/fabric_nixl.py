@@ -100,6 +100,8 @@ class NixlFabric:
 
     def descriptor(self) -> bytes:
         targets = [(begin, end - begin, self._device, "") for begin, end, is_target in self._regions if is_target]
+        if not targets:
+            raise FabricError("descriptor_failed", "descriptor: no memory was registered for peers to write")
         described = self._nixl.nixlRegDList(self._memory, targets)
         try:
             found: bytes = self._agent.getLocalPartialMD(described, True, [self._backend])

@@ -148,7 +148,11 @@ class LocalServer:
 
 
 class LocalConnection:
-    """One engine (or command) on the socket. One task receives; anyone on the loop may send. `close` ends it."""
+    """One engine (or command) on the socket. One task receives; anyone on the loop may send.
+
+    Only `close` closes our end, whatever the other does: an engine takes our EOF for the proof that nobody touches its
+    memory any more.
+    """
 
     def __init__(self, accepted: socket.socket, limits: Limits, owner: set[LocalConnection]) -> None:
         accepted.setblocking(False)
@@ -160,12 +164,14 @@ class LocalConnection:
         self._loop = asyncio.get_running_loop()
         self._reader = _FrameReader(limits)
         self._unsent = bytearray()
+        self._is_over = False  # nothing more is received
+        self._is_deaf = False  # nothing more is sent
         self._wake: asyncio.Future[None] | None = None
         self._owner = owner
         owner.add(self)
 
     def __repr__(self) -> str:
-        state = f"closed: {self.why}" if self.is_closed else "open"
+        state = f"over: {self.why}" if self._is_over else "open"
         return f"<LocalConnection pid={self.pid} uid={self.uid} {state}>"
 
     @property
@@ -173,31 +179,30 @@ class LocalConnection:
         return self._socket.fileno() < 0
 
     async def receive(self) -> tuple[ToAgent, list[int]] | None:
-        """The next message and its descriptors, which are the caller's to close; None once the other end is gone.
+        """The next message and its descriptors, which are the caller's to close; None once nothing more will come.
 
-        Raises BadFrame, after the good messages before it; then nothing more comes: say Refused and close.
+        Raises BadFrame, after the good messages before it; then nothing more comes either: say Refused. Close at last.
         """
-        while True:
+        while not self._is_over:
             if found := self._reader.next():
                 return found
-            if self.is_closed:
-                return None
             try:
                 received, fds, flags = _receive(self._socket)
             except BlockingIOError:
                 await self._readable()
                 continue
             except OSError as error:
-                self.close(f"connection failed: {error}")
-                return None
+                self._end(f"connection failed: {error}")
+                break
             if not received and not fds:
-                self.close("the other end is gone")
-                return None
+                self._end("the other end is gone")
+                break
             self._reader.feed(received, fds, is_cut=bool(flags & socket.MSG_CTRUNC))
+        return None
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message. Never blocks or raises; an end that does not read loses its connection."""
-        if self.is_closed:
+        """Queue a message. Never blocks or raises; for an end that does not read, `receive` says that it is over."""
+        if self.is_closed or self._is_deaf:
             return
         was_empty = not self._unsent
         self._unsent += pack(message)
@@ -206,18 +211,24 @@ class LocalConnection:
             if self._unsent and not self.is_closed:
                 self._loop.add_writer(self._fd, self._flush)
         if len(self._unsent) > UNSENT_BYTES:
-            self.close(f"unsent_bytes: {len(self._unsent)}, limit {UNSENT_BYTES}: the other end does not read")
+            self._is_deaf = True
+            self._end(f"unsent_bytes: {len(self._unsent)}, limit {UNSENT_BYTES}: the other end does not read")
+            self._unsent.clear()
 
     def close(self, why: str = "closed here") -> None:
         """End the connection; a `receive` under way returns None. Idempotent."""
         if self.is_closed:
             return
-        self.why = why
+        self._end(why)
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._socket.close()
-        self._reader.close()
         self._owner.discard(self)
+
+    def _end(self, why: str) -> None:
+        self.why = self.why or why
+        self._is_over = True
+        self._reader.close()
         self._rouse()
 
     def _flush(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvbridge.errors import FabricError
+from kvbridge.transport.fabric_nixl import NixlFabric
 
 pytest.importorskip("nixl", reason="needs NIXL (extra `agent`)")
 
@@ -230,3 +231,24 @@ def cpu_s(pid: int) -> float:
     """Processor time of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_listens_on_no_device_but_the_one_it_was_told(pair: tuple[Remote, Remote]) -> None:
+    _, sink = pair
+    held = {os.readlink(fd) for fd in Path(f"/proc/{sink.pid}/fd").iterdir() if fd.is_symlink()}
+    listening = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{sink.pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in held:
+                listening.append(local.partition(":")[0])
+    assert set(listening) == {"0100007F"}, listening  # 127.0.0.1
+
+
+def test_a_fabric_with_nothing_to_write_into_has_no_descriptor() -> None:
+    fabric = NixlFabric("boot-empty", net_devices="lo")
+    with pytest.raises(FabricError) as raised:
+        fabric.descriptor()
+    assert raised.value.code == "descriptor_failed"
+    fabric.close()
+    fabric.close()

@@ -347,11 +347,29 @@ def test_an_engine_that_does_not_read_loses_its_connection_and_holds_up_nobody(p
     async def story(server: LocalServer) -> None:
         engine, connection = await meet(server)
         message, begin = Failed(request="r", code="c", reason="x" * 1000), time.monotonic()
-        while not connection.is_closed:
+        while not connection.why:
             connection.send(message)
         assert "does not read" in connection.why and time.monotonic() - begin < 10
+        assert await connection.receive() is None and not connection.is_closed
+        connection.close()
+        while engine.recv(1 << 20):
+            pass
+
+    run(path, story)
+
+
+def test_our_end_stays_open_and_speaks_until_we_close_it(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        engine, connection = await meet(server)
+        engine.settimeout(0.1)
+        engine.shutdown(socket.SHUT_WR)
         assert await connection.receive() is None
-        engine.close()
+        connection.send(Detached(epoch=7))
+        assert engine.recv(1 << 16) == pack(Detached(epoch=7))
+        with pytest.raises(TimeoutError):
+            engine.recv(1)
+        connection.close()
+        assert engine.recv(1) == b""
 
     run(path, story)
 
