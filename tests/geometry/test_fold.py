@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from kvbridge_proto.pool import Step
 
@@ -114,3 +115,40 @@ def test_the_last_block_travels_whole_and_no_further() -> None:
     """Nobody else's block is touched: what is behind the last block stays poison (`mismatch` sees to it)."""
     for end in (33, 47, 48, 49):
         assert transfer(build_all(SHAPE), build_all(SHAPE), range(16, end), prompt=end) == ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "first_token", "field", "value"),
+    [
+        ("packed_hnd", 5, "head_stride", 3200),
+        ("packed_hnd", 5, "token_axis", (Step(16, 192),)),
+        ("packed", 5, "token_axis", (Step(16, 768),)),
+        ("packed", 0, "block_stride", 1 << 16),
+        ("packed", 0, "region", 7),
+    ],
+)
+def test_planes_that_only_begin_side_by_side_stay_apart(layout, first_token, field, value) -> None:
+    """V follows K at the first row, on both sides; at a later row, head or block it does not on one of them."""
+    shape = replace(SHAPE, layers=1, layout=layout)
+    whole = describe(shape)
+    key, kept = whole.planes
+    apart = msgspec.structs.replace(whole, planes=(key, msgspec.structs.replace(kept, **{field: value})))
+    (takes,) = assign([whole], whole)
+    for source, sink, count in ((whole, whole, 1), (whole, apart, 2), (apart, whole, 2), (apart, apart, 2)):
+        strips = fold(pair(source, sink, takes), source, sink, first_token, 1 << 20)
+        assert len(strips) == count
+
+
+def test_a_block_that_is_tiled_otherwise_is_moved_row_by_row() -> None:
+    """Elements lie alike on both sides and both blocks are dense, but tokens follow another order."""
+    shape = replace(SHAPE, layers=1, kv_heads=1, layout="cpu_vec")
+    source = describe(shape)
+    key = source.planes[0]
+    turned = msgspec.structs.replace(key, token_axis=(Step(8, 2), Step(2, 16)))
+    sink = msgspec.structs.replace(source, planes=(turned, source.planes[1]))
+    (takes,) = assign([source], sink)
+    assert {strip.wire.name for strip in fold(pair(source, source, takes), source, source, 0, 1 << 20)} == {"opaque"}
+    assert {strip.wire.name for strip in fold(pair(source, sink, takes), source, sink, 0, 1 << 20)} == {
+        "bf16",
+        "opaque",
+    }
