@@ -32,8 +32,9 @@ unit: $(AGENT)
 test-vllm: $(AGENT) $(ENGINE)
 	.venv-vllm/bin/python -m pytest -m vllm tests/adapters tests/engines
 
-bench: $(AGENT)
-	for file in bench/*.py; do .venv/bin/python $$file || exit 1; done
+bench: $(AGENT) $(ENGINE)
+	for name in codec plan mover; do .venv/bin/python bench/$$name.py || exit 1; done
+	.venv-vllm/bin/python bench/vllm_pair.py
 
 golden: $(AGENT)
 	.venv/bin/python -m tests.proto.write_golden

@@ -5,13 +5,9 @@ Run from the repository: `python bench/codec.py`. Prints, and writes bench/resul
 
 from __future__ import annotations
 
-import json
-import platform
 import random
 import statistics
-import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -19,8 +15,8 @@ import msgspec
 from kvbridge_proto.codec import decode, encode
 from kvbridge_proto.engine import ToAgent, Want
 from kvbridge_proto.words import Blocks
+from record import write
 
-ROOT = Path(__file__).parents[1]
 BLOCKS = 4096
 ROUNDS = 3000
 GOAL_US = 150.0
@@ -63,22 +59,12 @@ def measure() -> dict[str, Any]:
         "goal_us": GOAL_US,
         "msgspec": msgspec.__version__,
         "msgpack": ".".join(map(str, msgpack.version)),
-        **machine(),
     }
-
-
-def machine() -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    cpu = f"{len(models)} x {models[0].partition(':')[2].strip()}" if models else platform.processor()
-    return {"commit": commit.stdout.strip(), "cpu": cpu, "python": platform.python_version()}
 
 
 def main() -> None:
     found = measure()
-    results = ROOT / "bench" / "results"
-    results.mkdir(exist_ok=True)
-    (results / "codec.json").write_text(json.dumps(found, indent=2) + "\n")
+    write("codec", found)
     print(
         f"want of {BLOCKS} blocks, {found['frame_bytes']} bytes: encode {found['encode_us_p50']:.1f} us,"
         f" decode {found['decode_us_p50']:.1f} us, both {found['both_us_p50']:.1f} us p50,"

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import torch
 from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+from record import write
 
 from kvbridge.device.handles import export
 from kvbridge.device.memory import AttachedPool
@@ -156,18 +154,6 @@ def copy(slot: torch.Tensor, pages: torch.Tensor, page: int) -> None:
     slot.copy_(pages[page])
 
 
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line for line in lines if line.startswith("model name")]
-    name = names[0].split(":")[1].strip() if names else platform.machine()
-    return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}"
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
-    return done.stdout.strip() or "unknown"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
@@ -175,13 +161,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk-mib", type=int, default=4)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    print(f"commit {commit()}; {machine()}; {options.threads} threads; chunk {options.chunk_mib} MiB")
+    rows = []
     print(f"{'GB/s':50} {'memcpy':>8} {'gather':>8} {'scatter':>8}")
     for layout in LAYOUTS:
         memcpy, out, back = measure(layout, options.pool_mib << 20, options.chunk_mib << 20)
         print(f"{layout.name:50} {memcpy:8.1f} {out:8.1f} {back:8.1f}")
+        rows.append(
+            {"layout": layout.name, "memcpy": round(memcpy, 2), "gather": round(out, 2), "scatter": round(back, 2)}
+        )
     slot = torch.randint(0, 255, (options.chunk_mib << 20,), dtype=torch.uint8)
-    print(f"{'digest (xxh3), in cache':50} {slot.numel() / timed(lambda i: digest(slot)) / 1e9:8.1f}")
+    digest_rate = slot.numel() / timed(lambda i: digest(slot)) / 1e9
+    print(f"{'digest (xxh3), in cache':50} {digest_rate:8.1f}")
+    found = {"threads": options.threads, "chunk_mib": options.chunk_mib, "digest": round(digest_rate, 1)}
+    write("mover", {"unit": "GB/s", **found, "rows": rows})
 
 
 if __name__ == "__main__":

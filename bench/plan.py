@@ -6,7 +6,6 @@ source only plans.
 
 from __future__ import annotations
 
-import platform
 import statistics
 import sys
 import time
@@ -14,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from record import write
 
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
@@ -57,7 +58,8 @@ def measure(source_shape: Shape, sink_shape: Shape) -> tuple[float, float, int]:
 
 
 def main() -> None:
-    print(f"{TOKENS} tokens, 128 layers x 2 parts, goal {GOAL_MS:.0f} ms a rank, {platform.processor() or 'cpu'}")
+    rows = []
+    print(f"{TOKENS} tokens, 128 layers x 2 parts, goal {GOAL_MS:.0f} ms a rank")
     for source_layout, source_block, source_tp, sink_layout, sink_block, sink_tp in CASES:
         shapes = [
             Shape(
@@ -76,10 +78,10 @@ def main() -> None:
             )
         ]
         sink_ms, source_ms, chunks = measure(*shapes)
-        print(
-            f"{source_layout} block {source_block} tp {source_tp} -> {sink_layout} block {sink_block} tp {sink_tp}: "
-            f"sink {sink_ms:.2f} ms, source {source_ms:.2f} ms, {chunks} chunks"
-        )
+        pair = f"{source_layout} block {source_block} tp {source_tp} -> {sink_layout} block {sink_block} tp {sink_tp}"
+        print(f"{pair}: sink {sink_ms:.2f} ms, source {source_ms:.2f} ms, {chunks} chunks")
+        rows.append({"pair": pair, "sink_ms": round(sink_ms, 2), "source_ms": round(source_ms, 2), "chunks": chunks})
+    write("plan", {"tokens": TOKENS, "goal_ms": GOAL_MS, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -208,6 +208,8 @@ def _make(config: dict[str, Any]) -> Any:
         **arguments,
         **config["more"],
     }
+    if isinstance(chosen := settings.get("kv_transfer_config"), dict):  # another connector than ours, spelled out
+        settings["kv_transfer_config"] = KVTransferConfig(**chosen)
     return LLMEngine.from_engine_args(EngineArgs(**settings))
 
 

@@ -1,0 +1,127 @@
+"""The same prompts through vLLM's own NixlConnector and through kvbridge: decode's time to first token, on a CPU.
+
+    .venv-vllm/bin/python bench/vllm_pair.py [--repeats 9] [--lengths 1024,8192]
+
+Two pairs of engines run at once, prefill on core 0, decode on core 1, and take turns, so that both see the same
+machine. Prefix caching is off and no prompt is used twice. `floor` is the decode engine alone with a two-token prompt;
+`alone` is one engine that computes the whole prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+os.environ.setdefault("KVBRIDGE_TEST_AGENT_PYTHON", str(ROOT / ".venv/bin/python"))
+
+from record import write  # noqa: E402
+
+from tests.agent.harness import agent  # noqa: E402
+from tests.engines.engine_process import EngineConfig, EngineProcess  # noqa: E402
+from tests.engines.fleet import PREFILL, prompt  # noqa: E402
+from tests.engines.model import write_model  # noqa: E402
+
+TOKENS = 65536  # room for KV in each engine
+
+
+@dataclass
+class Pair:
+    """One connector's two engines."""
+
+    name: str
+    source: EngineProcess
+    sink: EngineProcess
+
+    def once(self, tokens: list[int], request: str) -> float:
+        """Seconds from handing the prefilled request to the decode engine until its first token."""
+        prefilled = self.source.run(f"p-{self.name}-{request}", tokens, 1, dict(PREFILL))
+        assert prefilled.params, prefilled
+        started = time.perf_counter()
+        answer = self.sink.run(f"d-{self.name}-{request}", tokens, 1, prefilled.params)
+        seconds = time.perf_counter() - started
+        assert answer.cached == len(tokens) - 1, f"{self.name}: the prompt did not travel: {answer}"
+        return seconds
+
+
+def start(stack: ExitStack, folder: Path, name: str, sink_block: int) -> Pair:
+    model = str(folder / "model")
+    base = EngineConfig(model=model, max_model_len=16384, max_num_batched_tokens=16384)
+    engines = []
+    for side, core, block in (("p", "0", 32), ("d", "1", sink_block)):
+        more: dict[str, object] = {"num_gpu_blocks_override": TOKENS // block}
+        config = replace(base, block_size=block, cores=core, more=more)
+        if name == "kvbridge":
+            stack.enter_context(agent(folder, f"{side}-0", slot_bytes=4 << 20, inbound_slots=16, outbound_slots=8))
+            config = replace(config, connector={"kvbridge_socket": str(folder / f"{side}-{{rank}}.sock")})
+        else:
+            more["kv_transfer_config"] = {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_buffer_device": "cpu",
+                "engine_id": f"nixl-{side}",
+            }
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(5600 + 10 * int(core))
+        engines.append(stack.enter_context(EngineProcess(config, folder / f"{name}-{side}.log")))
+    for engine in engines:
+        engine.wait_ready()
+    return Pair(name, *engines)
+
+
+def measure(pairs: list[Pair], length: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds by name; the pairs take turns. The first of each (handshake, wiring up) is kept apart by the caller."""
+    found: dict[str, list[float]] = {pair.name: [] for pair in pairs} | {"alone": [], "floor": []}
+    for repeat in range(repeats + 1):
+        tokens = prompt(length, seed=1000 * length + repeat)
+        for pair in pairs:
+            found[pair.name].append(pair.once(tokens, f"{length}-{repeat}"))
+        sink = pairs[0].sink
+        for name, prompt_tokens in (("floor", tokens[:2]), ("alone", tokens)):
+            started = time.perf_counter()
+            sink.run(f"{name}-{length}-{repeat}", prompt_tokens, 1)
+            found[name].append(time.perf_counter() - started)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--lengths", default="1024,8192")
+    chosen = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        write_model(folder / "model")
+        pairs = [start(stack, folder, connector, 32) for connector in ("NixlConnector", "kvbridge")]
+        for length in map(int, chosen.lengths.split(",")):
+            found = measure(pairs, length, chosen.repeats)
+            rows += report(length, found)
+    write("vllm_pair", {"repeats": chosen.repeats, "rows": rows})
+
+
+def report(length: int, found: dict[str, list[float]]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for name, seconds in found.items():
+        first, rest = seconds[0], seconds[1:]
+        row: dict[str, object] = {"tokens": length, "what": name, "first_ms": first * 1e3}
+        row |= {"median_ms": statistics.median(rest) * 1e3, "min_ms": min(rest) * 1e3}
+        rows.append({key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()})
+        figures = "  ".join(f"{key.removesuffix('_ms')} {row[key]:8.1f}" for key in row if key.endswith("_ms"))
+        print(f"{length:6d} tokens  {name:14s} ms: {figures}")
+    ratio = [statistics.median(found["kvbridge"][1:]) / statistics.median(found["NixlConnector"][1:])]
+    ratio.append(min(found["kvbridge"][1:]) / min(found["NixlConnector"][1:]))
+    print(f"{length:6d} tokens  kvbridge / NixlConnector: median {ratio[0]:.2f}, min {ratio[1]:.2f}")
+    return [*rows, {"tokens": length, "what": "ratio", "median": round(ratio[0], 3), "min": round(ratio[1], 3)}]
+
+
+if __name__ == "__main__":
+    main()
