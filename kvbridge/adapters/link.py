@@ -1,10 +1,10 @@
 """An engine rank's standing connection to its agent: attaches, attaches again after a loss, and knows when it is over.
 
-The engine's steps drive it through `turn`; nothing here blocks, except `start`. What matters most is when a lost agent
-can no longer touch the engine's memory. Losing patience proves nothing: an agent may be stopped in the middle of a
-copy and go on a minute later. So the link keeps a second descriptor of the socket, closes its own direction, and
-calls the connection over only when the agent's end is closed too: by the agent, once nothing of it is under way, or by
-the kernel, when the process is dead.
+The engine's steps drive it through `turn`; nothing here blocks, except `start` and `rest`. What matters most is when a
+lost agent can no longer touch the engine's memory. Losing patience proves nothing: an agent may be stopped in the
+middle of a copy and go on a minute later. So the link keeps a second descriptor of the socket, closes its own
+direction, and calls the connection over only when the agent's end is closed too: by the agent, once nothing of it is
+under way, or by the kernel, when the process is dead.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import enum
 import logging
 import os
+import select
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -98,6 +99,14 @@ class AgentLink:
         if self.state is Link.ENDING and self._is_over():
             return [self._end()]
         return []
+
+    def rest(self, seconds: float) -> None:
+        """Wait until the agent says something, at most so long."""
+        readable = self._client.fileno()
+        if readable < 0:
+            time.sleep(seconds)
+        else:
+            select.select([readable], [], [], seconds)
 
     def give_up(self, why: str) -> None:
         """Stop using this connection; `Over` follows when the agent has let go as well."""

@@ -47,6 +47,11 @@ class Ledger:
         self.sends: dict[str, Send] = {}
         self._reports = Reports()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the engine may be stepping only for an answer of the agent."""
+        return bool(self.receives or self.sends) and not self._reports.sent and not self._reports.received
+
     def take(self) -> Reports:
         """What came since the last time."""
         reports, self._reports = self._reports, Reports()

@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 # Not under `kvbridge`: only vLLM's own loggers are shown by default.
 log = init_logger("vllm.kvbridge.scheduler")
 
+# vLLM steps on, about a thousand times a second, while a request waits for its KV or its blocks are held. With tensor
+# parallelism its processes spin between and in those steps: with two ranks they kept both cores of a 2-core machine busy
+# and starved the agents (0.32.0). So when nothing was computed for some steps, workers wait a little for their agents:
+# one rank then takes 6 % of a core instead of 14 %, two ranks take 1.2 cores instead of all.
+REST_S = 0.004
+LONG_REST_S = 0.010
+LONG_AFTER_STEPS = 250  # a second or so: nobody is in a hurry any more
+
 PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -83,6 +91,10 @@ class SchedulerSide:
         self._receiving: dict[str, Receiving] = {}
         self._awaited: set[str] = set()
         self._step = Step()
+        self._empty_steps = 0
+        # Batches in flight (pipeline, async scheduling) leave steps empty in between; replicas wait for each other.
+        self._busy_steps = 2 * config.max_concurrent_batches + 2
+        self._may_rest = parallel.data_parallel_size == 1
 
     # Who has an agent:
 
@@ -243,6 +255,9 @@ class SchedulerSide:
                 if sending is not None and not sending.is_whole:
                     self._offer(sending, sending.request.num_computed_tokens + count)
         step, self._step = self._step, Step()
+        self._empty_steps = 0 if output.total_num_scheduled_tokens else self._empty_steps + 1
+        if self._may_rest and self._empty_steps > self._busy_steps:
+            step.rest_s = LONG_REST_S if self._empty_steps > LONG_AFTER_STEPS else REST_S
         return step
 
     def _withdraw(self, request_id: str) -> None:

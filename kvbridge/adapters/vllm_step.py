@@ -21,13 +21,15 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when
 
     `before` goes out before the forward pass, `after` when it has written what the messages speak of. `awaited` maps
     the names of wants to requests whose receive must be reported, `held` those of offers to requests whose blocks
-    are kept until reported as sent.
+    are kept until reported as sent. `rest_s` is how long a worker may wait for its agent in this step, because the
+    engine has had nothing to compute for some steps.
     """
 
     before: list[ToAgent] = field(default_factory=list)
     after: list[ToAgent] = field(default_factory=list)
     awaited: dict[str, str] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
+    rest_s: float = 0.0
 
 
 @dataclass

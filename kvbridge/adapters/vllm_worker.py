@@ -1,7 +1,7 @@
 """The worker's half of the vLLM connector: hands the step's messages to the agent and reports what the agent answered.
 
-No thread, no waiting: everything happens in the hooks of the engine's own steps. Block ids are the engine's; the agent
-alone touches memory.
+No thread: everything happens in the hooks of the engine's own steps, and none that computes is held up. Block ids are
+the engine's; the agent alone touches memory.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class WorkerSide:
         self._directory: Directory | None = None
         self._told = ""  # the agent address that the scheduler knows
         self._look_at = 0.0
+        self._rest_s = 0.0
         self._key: RankKey = (0, 0)
 
     # Start-up:
@@ -137,9 +138,12 @@ class WorkerSide:
                 self._ledger.offered(message.request, self._clock() + message.hold_s + GRACE_S)
         for name, request_id in step.held.items():
             self._ledger.held(name, request_id)
+        self._rest_s = step.rest_s
 
     def results(self) -> Reports:
         """What was finished since the last step."""
+        if self._rest_s and self._link is not None and self._ledger.is_waiting:
+            self._link.rest(self._rest_s)
         self._turn()
         if self._clock() >= self._look_at:
             self._look_at = self._clock() + LOOK_S

@@ -238,3 +238,24 @@ def test_a_request_id_of_any_length_fits_a_message(world: World) -> None:
     agent.say(Released(request=offer.request))
     world.run()
     world.assert_empty()
+
+
+def test_an_engine_that_only_holds_blocks_rests_and_one_that_computes_does_not(world: World) -> None:
+    (agent,) = world.agents
+    rests = []
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            world.step()
+            rests.append(world.workers[0].worker._rest_s)
+
+    world.prefill(40)
+    steps(20)
+    assert rests[:4] == [0.0] * 4 and rests[-1] > 0.0
+    world.request(40, max_tokens=5)
+    rests.clear()
+    steps(5)
+    assert rests == [0.0] * 5
+    agent.say(Released(request=agent.one(Offer).request))
+    world.run()
+    world.assert_empty()
