@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = init_logger("vllm.kvbridge.scheduler")
 
 # vLLM steps on, about a thousand times a second, while a request waits for its KV or its blocks are held. With tensor
-# parallelism its processes spin between and in those steps: with two ranks they kept both cores of a 2-core machine busy
+# parallelism its processes spin in and between those steps: with two ranks they kept both cores of a machine busy
 # and starved the agents (0.32.0). So when nothing was computed for some steps, workers wait a little for their agents:
 # one rank then takes 6 % of a core instead of 14 %, two ranks take 1.2 cores instead of all.
 REST_S = 0.004
