@@ -48,7 +48,9 @@ class Pair:
         started = time.perf_counter()
         answer = self.sink.run(f"d-{self.name}-{request}", tokens, 1, prefilled.params)
         seconds = time.perf_counter() - started
-        assert answer.cached == len(tokens) - 1, f"{self.name}: the prompt did not travel: {answer}"
+        # NixlConnector says nothing of cached tokens; `report` sees to it that it was faster than computing them.
+        travelled = answer.cached == len(tokens) - 1 or self.name == "NixlConnector"
+        assert travelled, f"{self.name}: the prompt did not travel: {answer}"
         return seconds
 
 
@@ -96,10 +98,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--lengths", default="1024,8192")
+    parser.add_argument("--logs", help="a folder to keep the engines' and agents' logs in")
     chosen = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
+        folder = Path(chosen.logs or name)
+        folder.mkdir(parents=True, exist_ok=True)
         write_model(folder / "model")
         pairs = [start(stack, folder, connector, 32) for connector in ("NixlConnector", "kvbridge")]
         for length in map(int, chosen.lengths.split(",")):
@@ -117,6 +121,7 @@ def report(length: int, found: dict[str, list[float]]) -> list[dict[str, object]
         rows.append({key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()})
         figures = "  ".join(f"{key.removesuffix('_ms')} {row[key]:8.1f}" for key in row if key.endswith("_ms"))
         print(f"{length:6d} tokens  {name:14s} ms: {figures}")
+    assert statistics.median(found["NixlConnector"][1:]) < statistics.median(found["alone"][1:]), "nothing travelled"
     ratio = [statistics.median(found["kvbridge"][1:]) / statistics.median(found["NixlConnector"][1:])]
     ratio.append(min(found["kvbridge"][1:]) / min(found["NixlConnector"][1:]))
     print(f"{length:6d} tokens  kvbridge / NixlConnector: median {ratio[0]:.2f}, min {ratio[1]:.2f}")

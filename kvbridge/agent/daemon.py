@@ -135,7 +135,7 @@ class Agent:
     def _control(self) -> Control:
         config = self.config
         settings = Settings(connect_s=config.connect_s, silence_s=config.silence_s)
-        return Control(self.boot, config.listen, settings=settings)
+        return Control(self.boot, config.listen, settings=settings, allow_wildcard=config.allow_wildcard)
 
     def _assemble(self) -> None:
         clock = asyncio.get_running_loop().time

@@ -67,7 +67,7 @@ class Mover:
         listener: Listener,
         write_timeout_s: float,
     ) -> None:
-        self.expecting = 0  # slots we have lent: while there are any, notices may come
+        self._expecting = 0
         self.kind = ""
         self.descriptor = b""
         self._make_fabric = fabric
@@ -111,6 +111,12 @@ class Mover:
             self._targets[boot] = target
 
         await self._call(job)
+
+    def expect(self, slots: int) -> None:
+        """So many slots are lent out: while there are any, notices may come and must be looked for."""
+        was, self._expecting = self._expecting, slots
+        if slots and not was:
+            os.eventfd_write(self._wake, 1)
 
     def disconnect(self, boot: str) -> None:
         def job() -> None:
@@ -171,19 +177,19 @@ class Mover:
             now = time.monotonic()
             if moved:
                 last_move = now
-            elif self._writes or self.expecting:  # the longer nothing comes, the longer until we look again
-                self._sleep(min(max((now - last_move) / 10, SHORTEST_S), LONGEST_S))
-            else:
-                self._sleep(IDLE_S)
+                continue
+            waits = self._writes or self._expecting  # the longer nothing comes, the longer until we look again
+            if self._sleep(min(max((now - last_move) / 10, SHORTEST_S), LONGEST_S) if waits else IDLE_S):
+                last_move = now
         if hasattr(self, "_fabric"):
             self._fabric.close()
 
-    def _sleep(self, seconds: float) -> None:
-        if self._jobs:
-            return
-        select.select([self._wake], [], [], seconds)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+    def _sleep(self, seconds: float) -> bool:
+        """True if the loop woke us: there is a job, or something to expect."""
+        if not select.select([self._wake], [], [], seconds)[0]:
+            return False
+        os.eventfd_read(self._wake)
+        return True
 
     def _do_jobs(self) -> bool:
         moved = bool(self._jobs)

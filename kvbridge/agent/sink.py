@@ -116,7 +116,7 @@ class Sink:
                 case Scatter():
                     assert self.memory is not None
                     self._mover.scatter(action, self.memory)
-        self._mover.expecting = self._inbound.slots.counts().lent
+        self._mover.expect(self._inbound.slots.counts().lent)
 
     def _told(self, message: ToEngine) -> None:
         match message:
