@@ -166,7 +166,10 @@ class Control:
             return False
         link.outbox.append(frame)
         link.waiting_bytes += len(frame)
+        port = self._ports[link]
         self._flush(link)
+        if not self._is_full:
+            port.rouse()
         return not link.is_lost
 
     def close_link(self, link: Link) -> None:
@@ -189,7 +192,6 @@ class Control:
         if link.waiting_bytes > self.settings.queue_bytes:
             code = "peer_not_reading" if link.is_up else "peer_unreachable"
             self._lose(link, code, f"queue_bytes: {link.waiting_bytes} wait, limit {self.settings.queue_bytes}")
-        port.rouse()
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
@@ -268,7 +270,7 @@ class Control:
         if event == UP and not link.is_up:
             link.is_up = True
             link.heard_at = link.pinged_at = self._loop.time()
-            self._flush(link)
+            self._serve(link)
         elif event == GONE and link.is_up:
             self._serve(link)  # its last words
             if not link.is_lost:

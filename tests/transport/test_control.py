@@ -138,9 +138,9 @@ def test_a_burst_larger_than_every_queue_waits_for_the_reader(run: Run) -> None:
 
 def test_an_idle_link_stays_up_by_its_pings_alone(run: Run) -> None:
     async def story() -> None:
-        async with two(QUICK) as (sink, sink_ear, source, source_ear):
+        async with two(Settings(ping_s=0.2, silence_s=1.5)) as (sink, sink_ear, source, source_ear):
             link = sink.dial(source.address)
-            await asyncio.gather(sink_ear.silence(2), source_ear.silence(2))
+            await asyncio.gather(sink_ear.silence(3), source_ear.silence(3))
             assert link.is_up and link.peer_boot == "source" and len(source.links) == 1
 
     run(story())
@@ -167,7 +167,7 @@ def test_a_goodbye_arrives_before_the_end_of_a_closed_link(run: Run) -> None:
             link.send(Goodbye(reason="done"))
             link.close()
             assert (await source_ear.hear(Arrived)).envelope.body == Goodbye(reason="done")
-            lost = await source_ear.hear(Lost, 2)
+            lost = await source_ear.hear(Lost)
             assert lost.link is accepted and lost.code == "peer_disconnected"
             await sink_ear.silence(0.3)
             assert not link.send(cancel("late")) and sink.dial(source.address) is not link
@@ -183,8 +183,11 @@ def test_nobody_at_the_address_is_unreachable_within_the_deadline(run: Run) -> N
         async with Control("sink", settings=QUICK) as sink:
             link, begin = sink.dial(f"tcp://127.0.0.1:{free_port()}"), time.monotonic()
             assert link.send(cancel("t"))
-            lost = await Ear(sink).hear(Lost, 2)
-            assert (lost.link, lost.code) == (link, "peer_unreachable") and time.monotonic() - begin < 1.2
+            lost = await Ear(sink).hear(Lost)
+            assert (lost.link, lost.code) == (
+                link,
+                "peer_unreachable",
+            ) and time.monotonic() - begin < Settings().connect_s
             assert not link.send(cancel("dropped")) and sink.links == []
 
     run(story())
@@ -195,7 +198,7 @@ def test_a_server_of_another_kind_is_unreachable(run: Run) -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             async with Control("sink", settings=QUICK) as sink:
                 sink.dial(f"tcp://127.0.0.1:{mute.getsockname()[1]}").send(cancel("t"))
-                assert (await Ear(sink).hear(Lost, 2)).code == "peer_unreachable"
+                assert (await Ear(sink).hear(Lost)).code == "peer_unreachable"
 
     run(story())
 
@@ -208,7 +211,7 @@ def test_a_killed_peer_is_lost_at_once_on_the_dialling_side(run: Run) -> None:
                 link.send(cancel("t"))
                 assert (await ear.hear(Arrived)).envelope.body == Drained(transfer="t")
                 child.kill()
-                lost = await ear.hear(Lost, 2)
+                lost = await ear.hear(Lost)
                 assert (lost.link, lost.code) == (link, "peer_disconnected")
 
     run(story())
@@ -223,7 +226,7 @@ def test_a_killed_peer_is_lost_soon_on_the_listening_side_and_no_other_link_with
                 arrived = await source_ear.hear(Arrived)
                 assert arrived.link.peer_boot == "doomed"
                 child.kill()
-                lost = await source_ear.hear(Lost, 2)
+                lost = await source_ear.hear(Lost)
                 assert (lost.link, lost.code) == (arrived.link, "peer_disconnected")
             assert bystander.send(Drained(transfer="bystander")) and source.links == [bystander]
             await sink_ear.hear(Arrived)
@@ -265,8 +268,11 @@ def test_a_stopped_peer_is_lost_by_its_silence(run: Run, stopped_side: str) -> N
                 link = (await ear.hear(Arrived)).link
                 os.kill(child.pid, signal.SIGSTOP)
                 begin = time.monotonic()
-                lost = await ear.hear(Lost, 5)
-                assert (lost.link, lost.code) == (link, "peer_silent") and time.monotonic() - begin < 2
+                lost = await ear.hear(Lost)
+                assert (lost.link, lost.code) == (
+                    link,
+                    "peer_silent",
+                ) and time.monotonic() - begin < Settings().silence_s
                 os.kill(child.pid, signal.SIGCONT)  # its late messages are of a link that ended
                 assert not link.send(cancel("late"))
 

@@ -337,7 +337,7 @@ def test_a_killed_engine_is_seen_at_once(path: Path) -> None:
         await asyncio.sleep(0.05)
         begin = time.monotonic()
         engine.send_signal(signal.SIGKILL)
-        assert await ending is None and time.monotonic() - begin < 0.5
+        assert await ending is None and time.monotonic() - begin < 2
         await engine.wait()
 
     run(path, story)
