@@ -95,11 +95,13 @@ class Ledger:
         else:
             send.is_released = True
 
+    def is_read(self, name: str) -> bool:
+        """Whether the agent may still read these blocks."""
+        return name in self.sends and not self.sends[name].is_released
+
     def forgotten(self, name: str) -> None:
-        """An offer whose blocks the scheduler has taken back already (preemption)."""
-        send = self.sends.get(name)
-        if send is not None and not send.request_id:
-            del self.sends[name]
+        """An offer whose blocks the scheduler has taken back (preemption): nobody waits for it."""
+        self.sends.pop(name, None)
 
     def over(self) -> None:
         """The agent is gone and touches nothing any more: receives have failed, sends are done."""

@@ -1,7 +1,7 @@
 """The worker's half of the vLLM connector: hands the step's messages to the agent and reports what the agent answered.
 
-No thread: everything happens in the hooks of the engine's own steps, and none that computes is held up. Block ids are
-the engine's; the agent alone touches memory.
+No thread: everything happens in the hooks of the engine's own steps, and none that computes is held up, but for
+`_wait_for_readers`. Block ids are the engine's; the agent alone touches memory.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 log = init_logger("vllm.kvbridge.worker")
 
 GRACE_S = 10.0  # what an agent gets beyond its own deadline, and again after being asked to stop
+READERS_S = 1.0  # how long a step waits for the agent to stop reading preempted blocks
 LOOK_S = 0.5  # how often deadlines are looked at
 
 
@@ -124,12 +125,30 @@ class WorkerSide:
                     self._say(message)
                 case Want() if message.request in step.awaited:
                     self._want(message, step.awaited[message.request])
-                case Withdraw():
-                    self._say(message)
-                    if message.request not in step.held:
-                        self._ledger.forgotten(message.request)
                 case _:
                     self._say(message)
+        preempted = [m.request for m in step.before if isinstance(m, Withdraw) and m.request not in step.held]
+        if preempted:
+            self._wait_for_readers(preempted)
+
+    def _wait_for_readers(self, preempted: list[str]) -> None:
+        """The one wait in a step that computes: its forward overwrites blocks that the agent may be gathering from.
+
+        A chunk gathered now would hold another request's KV and nothing would tell. The agent answers when its reads
+        have ended: a chunk's time. One that stays silent is given up.
+        """
+        end = time.monotonic() + READERS_S
+        while any(self._ledger.is_read(name) for name in preempted):
+            left = end - time.monotonic()
+            if self._link is None or not self._link.is_attached:
+                break  # it was told, or cannot hear us; nothing more can be done in this step
+            if left <= 0:
+                self._link.give_up(f"no answer within {READERS_S} s to a withdrawal for preemption")
+                break
+            self._link.rest(left)
+            self._turn()
+        for name in preempted:
+            self._ledger.forgotten(name)
 
     def after_forward(self, step: Step) -> None:
         """Offer what the forward has written; then what the scheduler keeps can be settled."""

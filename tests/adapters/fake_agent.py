@@ -1,6 +1,7 @@
 """The agent's end of the unix socket, for tests of what sits inside an engine: hears, and answers as it is told to.
 
-It runs in the test's own thread, a `pump` at a time, so that a test decides what happened before what.
+It runs in the test's own thread, a `pump` at a time, so that a test decides what happened before what; `alive` is for
+the few places where an engine waits.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvbridge_proto.engine import Attach, Attached, ToAgent, ToEngine
+from kvbridge_proto.engine import Attach, Attached, Released, ToAgent, ToEngine, Withdraw
 from kvbridge_proto.stream import StreamReader, pack
 from kvbridge_proto.words import Agent
 
@@ -28,6 +31,7 @@ class FakeAgent:
         self.attaches: list[Attach] = []
         self.heard: list[Any] = []
         self.is_answering_attach = True
+        self.is_answering_withdrawals = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen()
@@ -58,6 +62,8 @@ class FakeAgent:
     def _hear(self, message: Any) -> None:
         if not isinstance(message, Attach):
             self.heard.append(message)
+            if isinstance(message, Withdraw) and self.is_answering_withdrawals:
+                self.say(Released(request=message.request, code="withdrawn"))
             return
         self.attaches.append(message)
         if self.is_answering_attach:
@@ -78,6 +84,23 @@ class FakeAgent:
     def one(self, kind: type[T]) -> T:
         (message,) = self.take(kind)
         return message
+
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[None]:
+        """Pump in a thread, for what waits for an agent."""
+        stop = threading.Event()
+
+        def live() -> None:
+            while not stop.wait(0.002):
+                self.pump()
+
+        thread = threading.Thread(target=live)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
 
     def hang_up(self) -> None:
         if self._engine is not None:

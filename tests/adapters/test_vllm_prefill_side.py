@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -138,13 +139,18 @@ def test_a_preempted_prompt_is_withdrawn_before_the_forward_and_offered_anew(tmp
     # 12 blocks for two prompts of 8 that grow side by side: the later one gives way.
     world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
     (agent,) = world.agents
+    agent.is_answering_withdrawals = True
     first, second = world.prefill(128), world.prefill(128)
     heard = []
     for _ in range(12):
-        world.step()
-        heard += [message for message in agent.heard if isinstance(message, Offer | Withdraw)]
+        world.agents = []  # it pumps itself
+        with agent.alive():
+            world.step()
+        agent.pump()
+        new = [message for message in agent.heard if isinstance(message, Offer | Withdraw)]
+        heard += new
         agent.heard.clear()
-        for message in list(heard):
+        for message in new:
             if isinstance(message, Offer) and message.is_last:
                 agent.say(Released(request=message.request))
     assert second.num_preemptions == 1 and first.num_preemptions == 0
@@ -155,6 +161,21 @@ def test_a_preempted_prompt_is_withdrawn_before_the_forward_and_offered_anew(tmp
     assert anew and all(message.request == f"{withdrawn.request}~1" for message in anew)
     assert anew[0].blocks[0].first == 0 and anew[-1].is_last
     agent.say(Released(request=withdrawn.request))  # the first attempt's; nobody waits for it
+    world.run()
+    world.assert_empty()
+
+
+def test_a_preempting_step_does_not_wait_long_for_a_stopped_agent(tmp_path: Path) -> None:
+    world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
+    (agent,) = world.agents
+    world.prefill(128)
+    second = world.prefill(128)
+    world.steps(3)
+    world.agents = []
+    begun = time.monotonic()
+    world.step()
+    assert second.num_preemptions == 1 and 0.9 < time.monotonic() - begun < 5
+    agent.die()
     world.run()
     world.assert_empty()
 
