@@ -42,6 +42,8 @@ from .status import transfers
 log = logging.getLogger("kvbridge.agent")
 
 TICK_S = 0.02
+# The loop and the mover share the interpreter; at Python's 5 ms each waits that long for the other.
+SWITCH_S = 0.0002
 
 
 def run(config: AgentConfig) -> None:
@@ -53,6 +55,7 @@ def run(config: AgentConfig) -> None:
         datefmt="%Y-%m-%d %H:%M:%S",
     )
     torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_S)
     uvloop.run(Agent(config).run())
 
 
@@ -138,7 +141,7 @@ class Agent:
         return Control(self.boot, config.listen, settings=settings, allow_wildcard=config.allow_wildcard)
 
     def _assemble(self) -> None:
-        clock = asyncio.get_running_loop().time
+        clock = time.monotonic
         self.inbound = Inbound(self.slots, lambda: secrets.token_hex(8), lambda: secrets.token_bytes(16))
         self.outbound = Outbound(self.local_slots)
         self.engines = Engines(lambda: self.card, self._fabric_card, self.mover, self.metrics, self.status)
@@ -189,8 +192,7 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            now = asyncio.get_running_loop().time()
-            self.peers.tick(now)
+            self.peers.tick(time.monotonic())
             self.sink.tick()
             self.source.tick()
 
@@ -230,7 +232,7 @@ class Agent:
     # Status:
 
     def status(self) -> Status:
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         return Status(
             agent=self.card,
             state=self.state,

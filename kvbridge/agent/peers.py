@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -144,7 +144,7 @@ class Peers:
             return
         dialled.step(SessionEvent.HELLO)
         dialled.link.send(hello(home))
-        self._deadlines.set(address, asyncio.get_running_loop().time() + self._connect_s)
+        self._deadlines.set(address, time.monotonic() + self._connect_s)
 
     def send_to_source(self, address: str, body: Body) -> None:
         if (dialled := self._dialled.get(address)) is not None:
