@@ -131,6 +131,8 @@ class Loop:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        # With this vLLM reports what the prefilling engine had cached; we want to know what this one did not compute.
+        params = {name: value for name, value in (params or {}).items() if name != "remote_prefill_cached_tokens"}
         sampling = SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
