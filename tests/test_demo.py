@@ -70,11 +70,11 @@ def test_verify_says_where_it_is_wrong() -> None:
 
 
 def test_the_whole_demo() -> None:
-    told = kvbridge("demo", timeout_s=100, COLUMNS="200")
+    told = kvbridge("demo", timeout_s=100, COLUMNS="80")
     assert told.returncode == 0, told.stderr + told.stdout
     assert told.stdout.count("exact") == 3
     assert "WRONG" not in told.stdout
-    assert "codec: source bf16, sink fp8_e4m3" in told.stdout
+    assert "codec bf16 -> fp8_e4m3" in told.stdout
 
 
 def test_vllm_demo_says_what_it_needs(tmp_path: Path) -> None:

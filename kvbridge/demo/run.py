@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
@@ -157,27 +158,40 @@ def _wire_bytes(source: Shape, sink: Shape, requests: Sequence[Request]) -> int:
 
 
 def _report(console: Console, outcomes: Sequence[Outcome], seconds: float) -> None:
-    table = Table(title="every element of every sink was compared, bit for bit", title_justify="left")
-    for column in ("source", "sink", "converted", "first ms", "MB", "ms", "GB/s", "digest of the sink", "result"):
-        table.add_column(column, justify="right" if column.endswith(("MB", "ms", "GB/s")) else "left")
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # 80 columns hold it
+    for column in ("from, to", "converted", "MB", "ms", "GB/s", "digest", "check"):
+        table.add_column(column, justify="right" if column in ("MB", "ms", "GB/s") else "left", no_wrap=True)
     for outcome in outcomes:
         table.add_row(
-            _words(outcome.source),
-            _words(outcome.sink),
-            "\n".join(change.partition(" (")[0] for change in outcome.changes) or "nothing",
-            f"{outcome.first_s * 1e3:.0f}",
-            f"{outcome.moved_bytes / 1e6:.1f}",
+            f"{_words(outcome.source)}\n{_words(outcome.sink)}",
+            "\n".join(map(_short, outcome.changes)) or "nothing",
+            f"{outcome.moved_bytes / 1e6:.0f}",
             f"{outcome.seconds * 1e3:.0f}",
             f"{outcome.moved_bytes / outcome.seconds / 1e9:.2f}",
-            "\n".join(outcome.digests),
-            f"WRONG: {outcome.wrong}" if outcome.wrong else "exact",
+            "\n".join(digest[:8] for digest in outcome.digests),
+            "WRONG" if outcome.wrong else "exact",
+            end_section=True,
         )
+    console.print("Every element of every sink was compared, bit for bit:")
     console.print(table)
+    for outcome in outcomes:
+        if outcome.wrong:
+            console.print(f"[bold red]WRONG[/bold red] {outcome.sink.name}: {outcome.wrong}")
+    first = ", ".join(f"{outcome.first_s * 1e3:.0f}" for outcome in outcomes)
+    console.print(f"The first token of each pair, with handshake and wiring up, took {first} ms.")
     console.print(f"memcpy on this machine: {_memcpy_gb_s():.1f} GB/s. Whole demo: {seconds:.0f} s.")
 
 
 def _words(shape: Shape) -> str:
-    return f"{shape.name}\nTP {shape.tp_size}, {shape.codec}\nblock {shape.block_tokens}"
+    return f"{shape.name}, TP {shape.tp_size}\n  {shape.codec}, block {shape.block_tokens}"
+
+
+def _short(change: str) -> str:
+    """`block_tokens: source 16, sink 64 (...)` as `block 16 -> 64`; a layout's axes are too long for a table."""
+    field, _, values = change.partition(" (")[0].partition(": source ")
+    source, _, sink = values.partition(", sink ")
+    field = field.removesuffix("_tokens").removesuffix("_size")
+    return field if ">" in values else f"{field} {source} -> {sink}"
 
 
 def _memcpy_gb_s(size_bytes: int = 128 << 20) -> float:
