@@ -44,10 +44,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str, Meta(max_length=256, description="Network devices for the data, as UCX names them; empty: all")
     ] = ""
     connect_s: Annotated[float, Meta(gt=0, le=600, description="How long to try to reach another agent")] = 5.0
-    silence_s: Annotated[float, Meta(ge=1, le=600, description="A peer silent for so long is lost")] = 5.0
+    silence_s: Annotated[float, Meta(ge=1, le=600, description="A peer silent for so long is lost")] = 15.0
     write_timeout_s: Annotated[
         float, Meta(gt=0, le=600, description="A write that takes longer fails its transfer; its slots stay locked")
-    ] = 10.0
+    ] = 30.0
     drain_s: Annotated[float, Meta(ge=0, le=3600, description="How long transfers may go on after SIGTERM")] = 10.0
     metrics: Annotated[str, Meta(description="host:port for Prometheus; empty: off")] = "127.0.0.1:9400"
     log_level: Annotated[LogLevel, Meta(description="debug, info, warning or error")] = "info"

@@ -33,11 +33,15 @@ LINGER_MS = 100  # what a Goodbye gets when we close a link ourselves
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Times in seconds. A peer that sends nothing for `silence_s`, pings included, is lost."""
+    """Times in seconds. A peer that sends nothing for `silence_s`, pings included, is lost.
+
+    That only matters for a stalled peer or a broken path: a dead one's connection ends at once. Engines that spin on
+    `sched_yield` have kept an agent beside them off the processor for 4 s (2 cores, Linux 6.18, 2026-11-21).
+    """
 
     connect_s: float = 5.0
     ping_s: float = 1.0
-    silence_s: float = 5.0
+    silence_s: float = 15.0
     frame_bytes: int = 4 << 20
     queue_bytes: int = 64 << 20
     max_links: int = 1024
@@ -357,6 +361,7 @@ class Control:
             kind,
             frame_bytes=self.settings.frame_bytes,
             ipv6=ipv6,
+            silence_ms=int(self.settings.silence_s * 1000),
             on_ready=on_ready,
             on_watch=on_watch,
         )

@@ -9,7 +9,6 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 HEARTBEAT_MS = 1000
-HEARTBEAT_TIMEOUT_MS = 3000
 QUEUE_MESSAGES = 1000
 DRAIN_MESSAGES = 256  # in one go, so that one loud peer does not hold the loop
 GONE = zmq.EVENT_DISCONNECTED
@@ -27,6 +26,7 @@ class Port:
         *,
         frame_bytes: int,
         ipv6: bool,
+        silence_ms: int,
         on_ready: Callable[[], None],
         on_watch: Callable[[int], None],
     ) -> None:
@@ -36,7 +36,7 @@ class Port:
         self._on_watch = on_watch
         self._is_closed = False
         self._is_roused = False
-        _set_up(self.socket, frame_bytes, ipv6)
+        _set_up(self.socket, frame_bytes, ipv6, silence_ms)
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(UP | GONE | FAILED)
         self._fds = (int(self.socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
         self._loop.add_reader(self._fds[0], self._on_ready)
@@ -97,15 +97,15 @@ class Port:
             self._on_watch(parse_monitor_message(parts)["event"])
 
 
-def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, ipv6: bool) -> None:
+def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, ipv6: bool, silence_ms: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a peer that is not there: tomorrow's ghosts
     socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes)
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, silence_ms)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)

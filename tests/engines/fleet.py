@@ -23,6 +23,7 @@ PREFILL = {
     "remote_port": None,
 }  # what vLLM's proxies send to the prefilling engine
 
+TOKENS = 1 << 16  # room for KV in each engine; the default of a GiB would be touched whole when it is shared
 CONFIGS = {
     "small": EngineConfig(model="", block_size=32, max_num_batched_tokens=256),
     "large": EngineConfig(model="", block_size=128),
@@ -40,8 +41,9 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 class Fleet:
     """Engines by name, started when first asked for."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, dtype: str = "bfloat16") -> None:
         self.folder = folder
+        self._dtype = dtype
         self._stack = stack
         self._model = str(write_model(folder / "model"))
         self._engines: dict[str, EngineProcess] = {}
@@ -61,7 +63,9 @@ class Fleet:
         return self._engines[name]
 
     def _start(self, name: str) -> EngineProcess:
-        config = replace(CONFIGS[name], model=self._model, enable_prefix_caching=name != "alone")
+        config = CONFIGS[name]
+        more = {"num_gpu_blocks_override": TOKENS // config.block_size, "dtype": self._dtype}
+        config = replace(config, model=self._model, enable_prefix_caching=name != "alone", more=more)
         if name != "alone":
             config = replace(config, engine_id=f"engine-{name}", connector=self._connector(name))
             self.start_agents(name)
@@ -69,7 +73,7 @@ class Fleet:
         return self._stack.enter_context(engine)
 
     def _connector(self, name: str) -> dict[str, Any]:
-        return {"kvbridge_socket": str(self.folder / f"{name}-{{rank}}.sock"), "kvbridge_deadline_s": 20}
+        return {"kvbridge_socket": str(self.folder / f"{name}-{{rank}}.sock"), "kvbridge_deadline_s": 40}
 
     def start_agents(self, name: str) -> None:
         """One agent for each rank, on the address its predecessor had, if there was one."""
@@ -118,6 +122,14 @@ def assert_equal_rows(source: Rows, sink: Rows) -> None:
     for key, expected in source.rows.items():
         wrong = np.argwhere((expected != sink.rows[key]).any(axis=2))
         assert not len(wrong), f"layer {key[0]} {key[1]}: {len(wrong)} rows differ, first (head, token) {wrong[0]}"
+
+
+def assert_same_as_alone(fleet: Fleet, source: str, sink: str, tokens: list[int]) -> None:
+    """The rows arrive byte for byte, and what is decoded from them is what one engine alone says."""
+    answer, ours, theirs = fleet.crossed(source, sink, tokens)
+    assert answer.cached == len(tokens) - 1, "the prompt did not travel, it was computed again"
+    assert_equal_rows(ours, theirs)
+    assert list(answer.tokens) == fleet.alone(tokens, 12)
 
 
 def fp8_values() -> np.ndarray:
