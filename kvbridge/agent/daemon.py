@@ -69,6 +69,7 @@ class Agent:
         self.state = "starting"
         self._started = time.monotonic()
         self._stop = asyncio.Event()
+        self._failure: Exception | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     def stop(self) -> None:
@@ -94,6 +95,8 @@ class Agent:
                     self.mover.kind,
                 )
                 await self._stop.wait()
+                if self._failure is not None:
+                    raise self._failure
                 await self._drain()
                 for task in [*serving, *self._connections]:
                     task.cancel()
@@ -120,6 +123,8 @@ class Agent:
             version=version("kvbridge"),
         )
         self._assemble()
+        # However we end: no socket closes before the mover is through with its engine's memory.
+        stack.push_async_callback(self.engines.leave, "the agent is ending")
         if config.metrics:
             stack.callback(self.metrics.serve(config.metrics))
 
@@ -213,6 +218,10 @@ class Agent:
 
     def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None:
         self.sink.on_scattered(scatter, size_bytes, failure)
+
+    def on_mover_died(self, error: Exception) -> None:
+        self._failure = error
+        self.stop()
 
     # Drain:
 

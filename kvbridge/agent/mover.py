@@ -31,6 +31,7 @@ from ..transport.fabric import Fabric, Noticed, WriteFailed, WriteLate, Wrote
 log = logging.getLogger("kvbridge.mover")
 
 IDLE_S = 1.0
+ALIVE_S = 1.0
 SHORTEST_S = 0.00005
 LONGEST_S = 0.001
 
@@ -53,6 +54,7 @@ class Listener(Protocol):
     def on_landed(self, notice: Notice) -> None: ...
     def on_foreign_notice(self, code: str) -> None: ...
     def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None: ...
+    def on_mover_died(self, error: Exception) -> None: ...
 
 
 class Mover:
@@ -82,7 +84,7 @@ class Mover:
         self._targets: dict[str, Target] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbridge-mover", daemon=True)
-        self._fabric: Fabric
+        self._fabric: Fabric | None = None
         self._loop: asyncio.AbstractEventLoop
 
     # On the loop:
@@ -107,6 +109,7 @@ class Mover:
         """Make the peer's staging writable. Raises FabricError."""
 
         def job() -> None:
+            assert self._fabric is not None
             self._fabric.connect(boot, descriptor)
             self._targets[boot] = target
 
@@ -121,7 +124,7 @@ class Mover:
     def disconnect(self, boot: str) -> None:
         def job() -> None:
             self._targets.pop(boot, None)
-            with contextlib.suppress(FabricError):
+            if self._fabric is not None:
                 self._fabric.disconnect(boot)
 
         self._put(job)
@@ -135,8 +138,9 @@ class Mover:
         self._put(lambda: self._scatter(scatter, memory))
 
     async def flush(self) -> None:
-        """Return when every job given before has been done (writes may still be under way)."""
-        await self._call(lambda: None)
+        """Return when no job given before is or will be under way (writes may still be)."""
+        with contextlib.suppress(FabricError):  # a mover that has died does nothing more either
+            await self._call(lambda: None)
 
     def _put(self, job: Callable[[], None]) -> None:
         self._jobs.append(job)
@@ -162,18 +166,31 @@ class Mover:
                 self._tell(settle, None)
 
         self._put(run)
+        while not (await asyncio.wait({done}, timeout=ALIVE_S))[0]:
+            if not self._thread.is_alive():
+                raise FabricError("mover_died", "the mover's thread has ended")
         await done
 
     # On the thread:
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # nobody else can move anything: the agent must end
+            log.exception("the mover died")
+            self._tell(self._listener.on_mover_died, error)
+        finally:
+            if self._fabric is not None:
+                self._fabric.close()
+
+    def _serve(self) -> None:
         last_move = 0.0
         while not self._stopping:
             moved = self._do_jobs()
-            if not hasattr(self, "_fabric"):
+            if self._fabric is None:
                 self._sleep(IDLE_S)
                 continue
-            moved = self._poll() or moved
+            moved = self._poll(self._fabric) or moved
             now = time.monotonic()
             if moved:
                 last_move = now
@@ -181,8 +198,6 @@ class Mover:
             waits = self._writes or self._expecting  # the longer nothing comes, the longer until we look again
             if self._sleep(min(max((now - last_move) / 10, SHORTEST_S), LONGEST_S) if waits else IDLE_S):
                 last_move = now
-        if hasattr(self, "_fabric"):
-            self._fabric.close()
 
     def _sleep(self, seconds: float) -> bool:
         """True if the loop woke us: there is a job, or something to expect."""
@@ -204,8 +219,8 @@ class Mover:
         self.kind, self.descriptor = fabric.kind, fabric.descriptor()
         self._fabric = fabric
 
-    def _poll(self) -> bool:
-        events = self._fabric.poll(time.monotonic())
+    def _poll(self, fabric: Fabric) -> bool:
+        events = fabric.poll(time.monotonic())
         for event in events:
             match event:
                 case Wrote(id=number):
@@ -271,6 +286,7 @@ class Mover:
         remote = target.base + ship.lease.slot * target.slot_bytes
         local = self._outbound.address(ship.local)
         deadline = time.monotonic() + self._write_timeout_s
+        assert self._fabric is not None
         try:
             number = self._fabric.write(ship.boot, local, remote, size, encode(notice), deadline)
         except FabricError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,8 @@ from .metrics import Metrics
 from .mover import Mover, Target
 
 log = logging.getLogger("kvbridge.peers")
+
+WARN_S = 60.0
 
 
 class SinkSide(Protocol):
@@ -104,22 +107,39 @@ class Peers:
         self._dialled: dict[str, Dialled] = {}
         self._accepted: dict[str, Accepted] = {}
         self._deadlines: Deadlines[str] = Deadlines()
+        self._warned: dict[str, float] = {}
 
     async def serve(self) -> None:
         """Hear what comes in until cancelled."""
-        async for event in self._control.events():
-            match event:
-                case Arrived(link=link, envelope=envelope):
-                    home = self._home()
-                    if envelope.receiver and home is not None and envelope.receiver != home.agent.boot:
-                        self._metrics.rejected("stale_boot")
-                        continue
-                    await self._hear(link, envelope.sender, envelope.body)
-                case Lost(link=link, code=code, reason=reason):
-                    self._lose(link, f"{code}: {reason}")
-                case Rejected(code=code, text=text):
-                    self._metrics.rejected(code)
-                    log.warning("rejected a message: code=%s %s", code, text)
+        async with asyncio.TaskGroup() as tasks:
+            async for event in self._control.events():
+                match event:
+                    case Arrived(link=link, envelope=envelope):
+                        self._take(tasks, link, envelope.sender, envelope.body)
+                    case Lost(link=link, code=code, reason=reason):
+                        self._lose(link, f"{code}: {reason}")
+                    case Rejected(code=code, text=text):
+                        self._rejected(code, text)
+
+    def _take(self, tasks: asyncio.TaskGroup, link: Link, sender: str, body: Body) -> None:
+        """One message; what goes wrong with it costs its link and nothing else."""
+        try:
+            if isinstance(body, Hello):  # waits for the mover; nobody else shall
+                tasks.create_task(self._greeted(link, body))
+            else:
+                self._hear(link, sender, body)
+        except Exception:
+            log.exception("a message could not be handled: %s of %s", type(body).__name__, sender)
+            self._metrics.rejected("internal_error")
+            self._lose(link, "internal_error: see the log")
+            link.close()
+
+    def _rejected(self, code: str, text: str) -> None:
+        self._metrics.rejected(code)
+        now = time.monotonic()
+        if now - self._warned.get(code, -WARN_S) >= WARN_S:  # counted each time, said once a minute
+            self._warned[code] = now
+            log.warning("rejected a message: code=%s %s", code, text)
 
     # As sink:
 
@@ -199,18 +219,29 @@ class Peers:
             link.send(session)
             return
         boot = session.peer.boot
-        if boot not in self._accepted:
-            card = greeting.fabric
-            try:
-                await self._mover.connect(boot, card.descriptor, Target(card.base, card.slot_bytes, card.slots))
-            except FabricError as error:
-                link.send(Refuse(code=error.code, reasons=(str(error)[:1024],)))
+        if (known := self._accepted.get(boot)) is None:
+            if not await self._connect(link, greeting, home):
                 return
             log.info("session open: sink=%s boot=%s %s", session.peer.name, boot, _describe(session))
-        elif self._accepted[boot].session.peer_epoch != session.peer_epoch:
+        elif known.session.peer_epoch != session.peer_epoch:
             self.source.lost(boot)
         self._accepted[boot] = Accepted(link, session)
         link.send(welcome(session, home))
+
+    async def _connect(self, link: Link, greeting: Hello, home: Home) -> bool:
+        """Make the sink's slots writable; False if that failed or has become pointless meanwhile."""
+        boot, card = greeting.agent.boot, greeting.fabric
+        try:
+            await self._mover.connect(boot, card.descriptor, Target(card.base, card.slot_bytes, card.slots))
+        except FabricError as error:
+            link.send(Refuse(code=error.code, reasons=(str(error)[:1024],)))
+            return False
+        current = self._home()
+        if link.is_lost or current is None or current.epoch != home.epoch:
+            self._mover.disconnect(boot)
+            link.send(Refuse(code="no_engine", reasons=("the engine left during the handshake",)))
+            return False
+        return True
 
     def _lose_sink(self, boot: str, reason: str) -> None:
         accepted = self._accepted.pop(boot, None)
@@ -222,11 +253,9 @@ class Peers:
 
     # Both:
 
-    async def _hear(self, link: Link, sender: str, body: Body) -> None:
+    def _hear(self, link: Link, sender: str, body: Body) -> None:
         address = link.address if link.is_dialled else None
         match body:
-            case Hello():
-                await self._greeted(link, body)
             case Goodbye() if address is not None:
                 self._end(address, "peer_left", body.reason)
             case Goodbye():

@@ -151,7 +151,7 @@ class Settled(Struct, frozen=True, kw_only=True, tag="settled"):
 
 
 class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
-    """Answered by Pong with the same number."""
+    """Answered by Pong with the same number. The dialling side pings; the other may, to see who is still there."""
 
     number: Count
 
@@ -167,7 +167,7 @@ class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
 
 
 ToSource = Hello | Claim | Grant | Cancel | Settled | Ping | Goodbye
-ToSink = Welcome | Refuse | Ready | Drained | Failing | Pong | Goodbye
+ToSink = Welcome | Refuse | Ready | Drained | Failing | Ping | Pong | Goodbye
 Body = Hello | Welcome | Refuse | Claim | Ready | Grant | Cancel | Drained | Failing | Settled | Ping | Pong | Goodbye
 
 
