@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbridge_proto.engine import Done, Failed
+from msgspec.structs import replace
 
 from .world import World
 
@@ -220,3 +221,35 @@ def test_every_request_ends_once_and_nothing_leaks(
     for source in range(sources):
         assert len(world.released(source)) == 6
     world.check_rest()
+
+
+NOTICE_LIES = {
+    "transfer": "t999",
+    "token": b"\0" * 16,
+    "source_boot": "another",
+    "sink_boot": "another",
+    "source_epoch": 7,
+    "sink_epoch": 7,
+    "slot": 3,
+    "generation": 99,
+    "chunk": 77,
+    "chunk_bytes": 1,
+}
+
+
+@pytest.mark.parametrize("field", NOTICE_LIES)
+def test_a_landed_chunk_counts_only_if_every_field_matches(field: str) -> None:
+    world = World()
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"notice"}
+    world.run()
+    inbound = world.sinks[0].inbound
+    assert world.notices and not inbound.late_writes
+    true = world.notices[0]
+    assert inbound.landed(replace(true, **{field: NOTICE_LIES[field]})) == []
+    assert inbound.late_writes == 1 and inbound.slots.counts().landed == 0
+    (scatter,) = inbound.landed(true)
+    assert scatter.chunk == true.chunk
+    assert inbound.landed(replace(true, slot=world.notices[1].slot, generation=1)) == []  # the same chunk again
+    assert inbound.late_writes == 2

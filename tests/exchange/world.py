@@ -94,6 +94,7 @@ class World:
         self.numbers = count(1)
         self.writing: dict[tuple[str, int], Ship] = {}  # (sink boot, slot) -> the write under way
         self.scatters: Counter[tuple[str, int]] = Counter()
+        self.notices: list[Notice] = []
         self.hold: set[str] = set()  # kinds of events that do not happen now
         ranks = tuple(Rank(tp_rank=r, pp_rank=0, address=f"P{r}") for r in range(sources))
         self.nodes: dict[str, Node] = {}
@@ -265,6 +266,7 @@ class World:
             chunk_bytes=ship.plan.chunk(ship.chunk).size_bytes,
             digest=0,
         )
+        self.notices.append(notice)
         self.later("notice", lambda: self.do(sink, sink.inbound.landed(notice)))
         if not source.is_dead:
             self.later("end", lambda: self.do(source, source.outbound.shipped(ship.transfer, ship.local, None)))
