@@ -230,7 +230,7 @@ NOTICE_LIES = {
     "sink_boot": "another",
     "source_epoch": 7,
     "sink_epoch": 7,
-    "slot": 3,
+    "slot": 99,
     "generation": 99,
     "chunk": 77,
     "chunk_bytes": 1,
