@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 # Not under `kvbridge`: only vLLM's own loggers are shown by default.
+WIRE_TEXT = 256  # what `Room` and `Address` may hold
+
 log = init_logger("vllm.kvbridge.scheduler")
 
 # vLLM steps on, about a thousand times a second, while a request waits for its KV or its blocks are held. With tensor
@@ -140,6 +142,9 @@ class SchedulerSide:
             log.warning("%s: kv_transfer_params without request, host or port: computed here", request.request_id)
             return
         source = f"tcp://[{host}]:{port}" if ":" in str(host) else f"tcp://{host}:{port}"
+        if max(len(source), len(str(remote))) > WIRE_TEXT:
+            log.warning("%s: kv_transfer_params longer than the wire allows: computed here", request.request_id)
+            return
         room = wanted_room(str(remote), request.request_id, prompt)
         if room is None:
             log.warning("%s: prefilled from other tokens (%s): computed here", request.request_id, remote)

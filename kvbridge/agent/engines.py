@@ -6,6 +6,7 @@ engine's connection is the end of the engine: its memory is unmapped as soon as 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -71,6 +72,7 @@ class Engines:
         self._memory: AttachedPool | None = None
         self._home: Home | None = None
         self._epoch = 0
+        self._leaving: asyncio.Task[None] | None = None
 
     @property
     def home(self) -> Home | None:
@@ -98,11 +100,25 @@ class Engines:
             log.warning("rejected a client: pid=%d code=%s %s", connection.pid, error.code, error)
             connection.send(Refused(code=error.code, reasons=(str(error)[:1024],)))
         finally:
-            if connection is self._connection:
+            if connection is self._connection or self._leaving is not None:
                 await self.leave("the engine's connection ended")
 
     async def leave(self, reason: str) -> None:
-        """The engine is gone: forget its requests, end its sessions, unmap its memory."""
+        """The engine is gone: forget its requests, end its sessions, unmap its memory.
+
+        Returns when nothing touches its memory any more, whoever called first and even if a caller is cancelled.
+        """
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(reason))
+        leaving = self._leaving
+        try:
+            await asyncio.shield(leaving)
+        finally:
+            if not leaving.done():
+                await leaving
+            self._leaving = None
+
+    async def _leave(self, reason: str) -> None:
         if self._home is None:
             return
         epoch, self._connection = self._home.epoch, None
@@ -131,7 +147,7 @@ class Engines:
                 connection.send(Refused(code="not_attached", reasons=("attach first",), about=about))
             case Directory(ranks=ranks):
                 self._directory(home, ranks)
-            case Offer() if self.is_closing:
+            case Offer() if self.is_closing and not self.source.knows(message.request):
                 connection.send(Released(request=message.request, code="draining"))
             case Offer():
                 self.source.offer(message, home)
@@ -176,6 +192,8 @@ class Engines:
     def _check_attach(self, attach: Attach) -> int:
         if self.is_closing:
             raise KVBridgeError("draining", "this agent is stopping")
+        if self._leaving is not None:
+            raise KVBridgeError("engine_present", "engine: the one before is still being detached; try again")
         if self._home is not None and self._connection is not None:
             holder = self._home.pool.engine
             reason = f"engine: {holder.kind} {holder.id} (pid {self._connection.pid}) is attached to this agent"

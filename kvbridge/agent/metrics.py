@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from ..errors import OperatorError
 
+MAX_CODES = 200
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
@@ -31,6 +32,7 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        self._codes: set[str] = set()
         self._chunks = Counter("kvbridge_chunks", "Chunks moved", ["role"], registry=registry)
         self._bytes = Counter("kvbridge_wire_bytes", "Bytes moved, in the wire's codec", ["role"], registry=registry)
         self._wants = Counter("kvbridge_wants", "Wants that ended", ["outcome"], registry=registry)
@@ -94,10 +96,10 @@ class Metrics:
         self._want_s.observe(seconds)
 
     def want_failed(self, code: str) -> None:
-        self._wants.labels(code).inc()
+        self._wants.labels(self._known(code)).inc()
 
     def offer_released(self, code: str) -> None:
-        self._offers.labels(code or "served").inc()
+        self._offers.labels(self._known(code or "served")).inc()
 
     def transfer_settled(self) -> None:
         self._settled.inc()
@@ -106,10 +108,16 @@ class Metrics:
         self._late.inc()
 
     def rejected(self, code: str) -> None:
-        self._rejected.labels(code).inc()
+        self._rejected.labels(self._known(code)).inc()
 
     def refused(self, code: str) -> None:
-        self._refused.labels(code).inc()
+        self._refused.labels(self._known(code)).inc()
+
+    def _known(self, code: str) -> str:
+        """The code as a label; peers may make up codes, and must not fill Prometheus with them."""
+        if len(self._codes) < MAX_CODES:
+            self._codes.add(code)
+        return code if code in self._codes else "other"
 
 
 def _count(counts: Callable[[], SlotCounts], state: str) -> float:

@@ -108,6 +108,7 @@ class Peers:
         self._accepted: dict[str, Accepted] = {}
         self._deadlines: Deadlines[str] = Deadlines()
         self._warned: dict[str, float] = {}
+        self._greeting = asyncio.Lock()
 
     async def serve(self) -> None:
         """Hear what comes in until cancelled."""
@@ -125,14 +126,30 @@ class Peers:
         """One message; what goes wrong with it costs its link and nothing else."""
         try:
             if isinstance(body, Hello):  # waits for the mover; nobody else shall
-                tasks.create_task(self._greeted(link, body))
+                tasks.create_task(self._greet(link, sender, body))
             else:
                 self._hear(link, sender, body)
         except Exception:
-            log.exception("a message could not be handled: %s of %s", type(body).__name__, sender)
-            self._metrics.rejected("internal_error")
-            self._lose(link, "internal_error: see the log")
-            link.close()
+            self._fault(link, f"{type(body).__name__} of {sender}")
+
+    async def _greet(self, link: Link, sender: str, greeting: Hello) -> None:
+        """One Hello at a time: two of one agent must not undo each other's connection."""
+        async with self._greeting:
+            try:
+                if greeting.agent.boot != sender:
+                    reason = f"agent.boot: {greeting.agent.boot} in the message, {sender} on the envelope"
+                    link.send(Refuse(code="bad_hello", reasons=(reason,)))
+                elif not link.is_lost:
+                    await self._greeted(link, greeting)
+            except Exception:
+                self._fault(link, f"Hello of {sender}")
+
+    def _fault(self, link: Link, what: str) -> None:
+        """Our own fault: it costs the link, the log has the cause."""
+        log.exception("a message could not be handled: %s", what)
+        self._metrics.rejected("internal_error")
+        link.close()
+        self._lose(link, "internal_error: see the log")
 
     def _rejected(self, code: str, text: str) -> None:
         self._metrics.rejected(code)
@@ -188,7 +205,9 @@ class Peers:
         home, dialled = self._home(), self._dialled.get(address)
         if home is None or dialled is None or dialled.state is not SessionState.GREETING:
             return
-        session = accept(greeting, home)
+        session: Session | Refuse = accept(greeting, home)
+        if greeting.agent.boot != dialled.link.peer_boot:
+            session = Refuse(code="bad_welcome", reasons=("agent.boot: not the one on the envelope",))
         if isinstance(session, Refuse):
             self._end(address, session.code, "; ".join(session.reasons))
             return
@@ -197,6 +216,7 @@ class Peers:
         if dialled.session is None:
             log.info("session open: peer=%s boot=%s %s", address, session.peer.boot, _describe(session))
         dialled.session = session
+        dialled.link.version = session.version
         self.sink.opened(address, session)
 
     # As source:
@@ -223,9 +243,10 @@ class Peers:
             if not await self._connect(link, greeting, home):
                 return
             log.info("session open: sink=%s boot=%s %s", session.peer.name, boot, _describe(session))
-        elif known.session.peer_epoch != session.peer_epoch:
+        elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
             self.source.lost(boot)
         self._accepted[boot] = Accepted(link, session)
+        link.version = session.version
         link.send(welcome(session, home))
 
     async def _connect(self, link: Link, greeting: Hello, home: Home) -> bool:
@@ -266,6 +287,8 @@ class Peers:
                 self._end(address, body.code, "; ".join(body.reasons))
             case Ready() | Failing() | Drained() | Refuse() if address is not None:
                 self.sink.from_source(address, body)
+                if isinstance(body, Refuse) and body.code in ("no_session", "no_engine", "stale_epoch"):
+                    self._end(address, body.code, "; ".join(body.reasons))  # what we think is open is not
             case Claim() | Grant() | Cancel() | Settled() if (accepted := self._accepted.get(sender)) is not None:
                 self.source.from_sink(accepted.session, body)
             case Claim():
@@ -295,7 +318,7 @@ class Peers:
             self._lose_sink(boot, reason)
 
     def statuses(self) -> Iterator[PeerStatus]:
-        for address, dialled in self._dialled.items():
+        for address, dialled in list(self._dialled.items()):
             session = dialled.session
             yield PeerStatus(
                 name=session.peer.name if session else "",
@@ -304,7 +327,7 @@ class Peers:
                 state=f"source {dialled.state.name.lower()}",
                 verdict=_describe(session) if session else "",
             )
-        for boot, accepted in self._accepted.items():
+        for boot, accepted in list(self._accepted.items()):
             session = accepted.session
             yield PeerStatus(
                 name=session.peer.name,

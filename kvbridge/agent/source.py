@@ -58,6 +58,10 @@ class Source:
         )
         self._do(self._outbound.offer(offer, home, self._clock()))
 
+    def knows(self, request: str) -> bool:
+        """Whether this offer is open."""
+        return request in self._outbound.offers
+
     def withdraw(self, request: str, reason: str) -> None:
         self._do(self._outbound.withdraw(request, reason))
 

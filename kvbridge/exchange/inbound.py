@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from kvbridge_proto.engine import Done, Failed, Want
 from kvbridge_proto.peer import Cancel, Claim, Grant, Lease, Notice, Settled, Take
 
-from ..errors import KVBridgeError
+from ..errors import KVBridgeError, PeerError
 from ..geometry.plan import Plan, plan
 from ..geometry.shard import assign
 from .actions import Action, Ask, Reach, Scatter, Send, Tell
@@ -32,7 +32,8 @@ from .session import Home, Session, engine_ranks, rank_index
 from .slots import SlotPool
 from .tables import tables_of
 
-ASK_AGAIN_S = 0.05
+ASK_AGAIN_S = 0.1  # for ranks that the source's engine has not named yet
+DOUBT_AGAIN_S = 5.0  # for slots that only the source's agent can give back
 
 
 class Inbound:
@@ -54,8 +55,8 @@ class Inbound:
 
     def want(self, want: Want, home: Home, now: float) -> list[Action]:
         """Our engine wants these tokens."""
-        if want.request in self.wants:
-            return [_failed(want.request, "duplicate_request", f"request: {want.request} is already wanted")]
+        if (twin := self.wants.get(want.request)) is not None:  # one name, one answer: it ends both
+            return self._fail(twin, "duplicate_request", f"request: {want.request} was wanted twice", now)
         try:
             if want.end_token < want.first_token:
                 reason = f"end_token: got {want.end_token}, first_token {want.first_token}"
@@ -108,10 +109,12 @@ class Inbound:
         for transfer, wanted in list(self._wanted_by.items()):
             intake = wanted.intakes[transfer]
             if intake.address == address and intake.state is not IntakeState.ENDED:
-                self._end_intake(intake, IntakeEvent.LOSE)
+                self._end_intake(intake, IntakeEvent.LOSE, now)
                 hurt[wanted.want.request] = wanted
                 self._forget_if_over(transfer)
-        actions: list[Action] = []
+        actions: list[Action] = [  # perhaps that rank has moved: ask who knows
+            Ask(other) for other, s in self._sessions.items() if any(rank.address == address for rank in s.ranks)
+        ]
         for wanted in hurt.values():
             actions += self._fail(wanted, code, reason, now)
         return actions
@@ -153,7 +156,7 @@ class Inbound:
         intake.scattered += 1
         actions: list[Action] = []
         if intake.scattered == intake.plan.chunks:
-            self._end_intake(intake, IntakeEvent.FINISH)
+            self._end_intake(intake, IntakeEvent.FINISH, now)
             actions.append(Send(intake.address, Settled(transfer=transfer)))
         return actions + self._finish_if_complete(wanted, now) + self._pump()
 
@@ -168,14 +171,14 @@ class Inbound:
         """The source will not write anything of this transfer any more: its slots are free again."""
         doubt = self._in_doubt.get(transfer)
         intake = self._intake(address, transfer)
-        if intake is None and (doubt is None or doubt[0] != address):
+        if intake is None and (doubt is None or doubt[1] != self._boots.get(address)):
             return []
         self._in_doubt.pop(transfer, None)
         self.slots.drain(transfer)
         actions: list[Action] = []
         if intake is not None and intake.state is not IntakeState.ENDED:
             was_claimed = intake.state is IntakeState.CLAIMED
-            self._end_intake(intake, IntakeEvent.DRAIN)
+            self._end_intake(intake, IntakeEvent.DRAIN, now)
             if was_claimed:
                 actions = self._fail(self._wanted_by[transfer], code or "source_failed", reason, now)
         self._forget_if_over(transfer)
@@ -190,10 +193,10 @@ class Inbound:
                 actions += self._fail(wanted, "deadline", self._where(wanted), now)
             elif kind == "ask" and key in self._sessions:
                 actions.append(Ask(key))
+            elif kind == "doubt" and any(address == key for address, _ in self._in_doubt.values()):
+                self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
+                actions.append(Reach(key))
         return actions
-
-    def next_deadline(self) -> float | None:
-        return self._deadlines.next()
 
     # How a want goes on:
 
@@ -224,6 +227,7 @@ class Inbound:
     def _claim(self, wanted: Wanted, sessions: Mapping[str, Session], now: float) -> list[Action]:
         """Everybody is there: say who gives what. Raises KVBridgeError before anything has changed."""
         want, home = wanted.want, wanted.home
+        _check_ranks(list(sessions.values()))
         takes = assign([session.peer_pool for session in sessions.values()], home.pool)
         if want.first_token == want.end_token:
             takes = tuple(() for _ in takes)
@@ -287,28 +291,38 @@ class Inbound:
         if wanted.state in (WantState.ENDING, WantState.ENDED):
             return []
         wanted.failure = (code, reason)
-        actions: list[Action] = []
+        actions: list[Action] = self._waive(wanted) if wanted.state is WantState.REACHING else []
         for intake in wanted.intakes.values():
             if intake.state is IntakeState.CLAIMED:
-                self._end_intake(intake, IntakeEvent.STOP)
+                self._end_intake(intake, IntakeEvent.STOP, now)
                 actions.append(Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024])))
         if wanted.scattering:
             wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
             return actions
         return actions + self._end_failed(wanted, WantEvent.FAIL)
 
+    def _waive(self, wanted: Wanted) -> list[Action]:
+        """Tell the ranks we did reach that nothing will be taken, or they keep their blocks until the hold ends."""
+        reached = [(address, self._sessions[address]) for address in self._needed(wanted) if address in self._sessions]
+        nothing = [plan(s.peer_pool, wanted.home.pool, (), 0, 0, s.slot_bytes) for _, s in reached]
+        return [
+            self._claim_from(wanted, address, session, (), planned, wanted.started)
+            for (address, session), planned in zip(reached, nothing, strict=True)
+        ]
+
     def _end_failed(self, wanted: Wanted, event: WantEvent) -> list[Action]:
         wanted.state = WANT_TABLE.after(wanted.state, event)
         self._forget(wanted)
         return [_failed(wanted.want.request, *wanted.failure)]
 
-    def _end_intake(self, intake: Intake, event: IntakeEvent) -> None:
+    def _end_intake(self, intake: Intake, event: IntakeEvent, now: float) -> None:
         """Move an intake on; leases that are still out when it stops or is lost become doubtful."""
         intake.state = INTAKE_TABLE.after(intake.state, event)
         if event in (IntakeEvent.STOP, IntakeEvent.LOSE):
             doubted = self.slots.doubt(intake.transfer)
             if doubted:
                 self._in_doubt[intake.transfer] = (intake.address, intake.session.peer.boot)
+                self._deadlines.set(("doubt", intake.address), now + DOUBT_AGAIN_S)
         elif event is IntakeEvent.FINISH:
             self.slots.drain(intake.transfer)  # leases it never used: the source has written every chunk it will
 
@@ -328,7 +342,7 @@ class Inbound:
     def _intake(self, address: str, transfer: str) -> Intake | None:
         wanted = self._wanted_by.get(transfer)
         intake = wanted.intakes.get(transfer) if wanted else None
-        return intake if intake is not None and intake.address == address else None
+        return intake if intake is not None and intake.session.peer.boot == self._boots.get(address) else None
 
     def _pump(self) -> list[Action]:
         """Lend free slots to transfers whose chunks are ready, one each in turn."""
@@ -365,6 +379,18 @@ class Inbound:
         done = sum(intake.scattered for intake in wanted.intakes.values())
         total = sum(intake.plan.chunks for intake in wanted.intakes.values())
         return f"deadline_s: {wanted.want.deadline_s} passed with {done} of {total} chunks"
+
+
+def _check_ranks(sessions: list[Session]) -> None:
+    """Raises PeerError unless these are all the ranks of one engine."""
+    first = sessions[0].peer_pool
+    for session in sessions:
+        if session.peer_pool.engine.id != first.engine.id:
+            reason = f"engine.id: {first.engine.id} at the first agent, {session.peer_pool.engine.id} at another"
+            raise PeerError("source_ranks_mismatch", reason)
+    found = sorted(rank_index(session.peer_pool) for session in sessions)
+    if found != list(range(engine_ranks(first))):
+        raise PeerError("source_ranks_mismatch", f"ranks: expected {engine_ranks(first)}, the agents hold {found}")
 
 
 def _failed(request: str, code: str, reason: str) -> Tell:

@@ -114,6 +114,7 @@ class Outbound:
             return [Send(boot, Drained(transfer=transfer))]
         if out.boot != boot:
             return []
+        out.is_lost = False  # it came back, and asks about what it could not hear the end of
         return self._stop(out, code or "cancelled", reason) + self._pump()
 
     def lost(self, boot: str) -> list[Action]:
@@ -170,9 +171,6 @@ class Outbound:
                 what = f"nothing was offered in room {out.claim.room}" if out.offered is None else "not all was offered"
                 actions += self._stop(out, "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}")
         return actions + (self._pump() if actions else [])
-
-    def next_deadline(self) -> float | None:
-        return self._deadlines.next()
 
     # Rooms:
 
@@ -239,7 +237,7 @@ class Outbound:
         room.remove(offered)
         if not room:
             del self._rooms[offered.room]
-        code, reason = offered.over or ("", "")
+        code, reason = offered.over or offered.short or ("", "")
         return [Tell(Released(request=offered.request, code=code[:64], reason=reason[:1024]))]
 
     # How a transfer goes on:
@@ -307,6 +305,7 @@ class Outbound:
         offered = out.offered
         if offered is not None:
             offered.served.add(out.claim.sink)
+            offered.short = offered.short or out.says
         released = self._release_if_over(offered) if offered is not None else []
         if out.writing:
             out.state = OUT_TABLE.after(out.state, OutEvent.STOP_BUSY)

@@ -27,7 +27,6 @@ class SessionState(Enum):
 class SessionEvent(Enum):
     HELLO = auto()
     WELCOME = auto()
-    REFUSE = auto()
     LOSE = auto()
 
 
@@ -36,7 +35,6 @@ SESSION_TABLE = Table(
         (SessionState.NEW, SessionEvent.HELLO): SessionState.GREETING,
         (SessionState.NEW, SessionEvent.LOSE): SessionState.ENDED,
         (SessionState.GREETING, SessionEvent.WELCOME): SessionState.OPEN,
-        (SessionState.GREETING, SessionEvent.REFUSE): SessionState.ENDED,
         (SessionState.GREETING, SessionEvent.LOSE): SessionState.ENDED,
         (SessionState.OPEN, SessionEvent.HELLO): SessionState.GREETING,  # asked again, for the missing ranks
         (SessionState.OPEN, SessionEvent.LOSE): SessionState.ENDED,
@@ -70,10 +68,6 @@ class Session:
     verdict: Verdict
     ranks: tuple[Rank, ...] = ()
     fabric: FabricCard | None = None
-
-    @property
-    def knows_all_ranks(self) -> bool:
-        return len(self.ranks) >= engine_ranks(self.peer_pool)
 
 
 def engine_ranks(pool: Pool) -> int:

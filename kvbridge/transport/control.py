@@ -20,7 +20,7 @@ from kvbridge_proto.codec import BadFrame, Limits, decode
 from kvbridge_proto.peer import Body, Envelope, Ping, Pong
 from kvbridge_proto.words import OURS
 
-from ..errors import OperatorError
+from ..errors import OperatorError, PeerError
 from .endpoint import check_dialled, check_listened, is_ipv6
 from .link import Link
 from .sockets import GONE, UP, Port
@@ -130,17 +130,23 @@ class Control:
         self._woken.set()
 
     def dial(self, address: str) -> Link:
-        """The link to this address; a new one if there is none or it was lost. Raises PeerError `bad_address`."""
+        """The link to this address; a new one if there is none or it was lost. Raises PeerError."""
         if link := self._dialled.get(address):
             return link
         check_dialled(address)
+        if len(self._dialled) >= self.settings.max_links:
+            raise PeerError("too_many_links", f"links: {len(self._dialled)} dialled, limit {self.settings.max_links}")
         link = Link(self, address, None, self._loop.time())
         port = self._port(
             zmq.DEALER, is_ipv6(address), lambda: self._serve(link), lambda event: self._watched(link, event)
         )
+        try:
+            port.socket.connect(address)
+        except zmq.ZMQError as error:
+            port.close()
+            raise PeerError("bad_address", f"{address}: {error}") from None
         self._dialled[address] = link
         self._ports[link] = port
-        port.socket.connect(address)
         return link
 
     async def events(self) -> AsyncIterator[Event]:

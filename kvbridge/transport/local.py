@@ -58,7 +58,7 @@ class LocalServer:
     def __init__(self, path: str | Path, *, allowed_uids: Iterable[int] | None = None, limits: Limits = LIMITS) -> None:
         self.path = Path(path)
         self.refused = 0
-        self._allowed = frozenset([os.getuid()] if allowed_uids is None else allowed_uids)
+        self._allowed = frozenset([os.getuid(), *(allowed_uids or ())])
         self._limits = limits
         self._open: set[LocalConnection] = set()
         self._lock = -1
@@ -133,7 +133,8 @@ class LocalServer:
     def _listen(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        os.fchmod(self._socket.fileno(), 0o600)  # before bind: Linux makes the file with the socket's own mode
+        mode = 0o600 if self._allowed == {os.getuid()} else 0o666  # others are let in, or not, by their uid
+        os.fchmod(self._socket.fileno(), mode)  # before bind: Linux makes the file with the socket's own mode
         self._socket.bind(os.fspath(self.path))
         self._inode = self.path.lstat().st_ino
         self._socket.listen(MAX_CONNECTIONS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -253,3 +255,60 @@ def test_a_landed_chunk_counts_only_if_every_field_matches(field: str) -> None:
     assert scatter.chunk == true.chunk
     assert inbound.landed(replace(true, slot=world.notices[1].slot, generation=1)) == []  # the same chunk again
     assert inbound.late_writes == 2
+
+
+def test_a_request_wanted_twice_ends_once_and_only_after_its_scatters() -> None:
+    world = World()
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"scatter"}
+    world.run()
+    world.want("r", 64)
+    world.run()
+    assert "r" not in world.answers()
+    world.hold = set()
+    world.run()
+    answer = world.answers()["r"]
+    assert isinstance(answer, Failed) and answer.code == "duplicate_request"
+    world.check_rest()
+
+
+def test_a_want_that_fails_before_its_claim_lets_the_reached_ranks_go() -> None:
+    world = World(sources=2)
+    world.offer("r", 16, 4)
+    world.nodes["P1"].is_dead = True
+    world.want("r", 16)
+    world.run()
+    answer = world.answers()["r"]
+    assert isinstance(answer, Failed) and answer.code == "peer_unreachable"
+    assert "r" in world.released(0)
+
+
+def test_a_source_that_lost_us_still_answers_the_cancel_of_what_it_was_writing() -> None:
+    world = World()
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"write"}
+    world.run()
+    source, sink = world.sources[0], world.sinks[0]
+    world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
+    world.do(source, source.outbound.lost(sink.home.agent.boot))
+    assert isinstance(world.answers()["r"], Failed) and sink.inbound.slots.counts().quarantined
+    world.pass_time(6)  # nobody wants anything of it: the sink looks for it on account of its slots alone
+    world.run()
+    assert sink.inbound.slots.counts().quarantined, "writes are under way"
+    world.hold = set()
+    world.run()
+    world.check_rest()
+
+
+def test_ranks_of_two_engines_are_not_taken_for_one() -> None:
+    world = World(sources=2)
+    other = world.nodes["P1"]
+    pool = replace(other.home.pool, engine=replace(other.home.pool.engine, id="stranger"))
+    other.home = dataclasses.replace(other.home, pool=pool)
+    world.offer("r", 16, 4)
+    world.want("r", 16)
+    world.run()
+    answer = world.answers()["r"]
+    assert isinstance(answer, Failed) and answer.code == "source_ranks_mismatch" and "stranger" in answer.reason
