@@ -124,6 +124,11 @@ def assert_equal_rows(source: Rows, sink: Rows) -> None:
         assert not len(wrong), f"layer {key[0]} {key[1]}: {len(wrong)} rows differ, first (head, token) {wrong[0]}"
 
 
+def assert_crossed(fleet: Fleet, source: str, given: str, sink: str, wanted: str, tokens: int) -> None:
+    """The rows of request `given` in one engine are those of `wanted` in the other, but for the last token's."""
+    assert_equal_rows(fleet.rows(source, given, 0, tokens - 1), fleet.rows(sink, wanted, 0, tokens - 1))
+
+
 def assert_same_as_alone(fleet: Fleet, source: str, sink: str, tokens: list[int]) -> None:
     """The rows arrive byte for byte, and what is decoded from them is what one engine alone says."""
     answer, ours, theirs = fleet.crossed(source, sink, tokens)

@@ -9,7 +9,17 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from .fleet import PREFILL, Fleet, assert_equal_rows, assert_same_as_alone, bf16_values, fp8_values, prompt, to_fp8
+from .fleet import (
+    PREFILL,
+    Fleet,
+    assert_crossed,
+    assert_equal_rows,
+    assert_same_as_alone,
+    bf16_values,
+    fp8_values,
+    prompt,
+    to_fp8,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -58,6 +68,7 @@ def test_chunks_leave_while_the_prompt_is_being_prefilled(fleet: Fleet) -> None:
     fleet["small"].submit(f"cmpl-{room}-0", tokens, 1, dict(PREFILL))
     answer = fleet["large"].result(f"cmpl-{room}-0")
     assert fleet["small"].result(f"cmpl-{room}-0").reason
+    assert_crossed(fleet, "small", f"cmpl-{room}-0", "large", f"cmpl-{room}-0", len(tokens))
     assert answer.cached == len(tokens) - 1
     assert list(answer.tokens) == fleet.alone(tokens, 12)
     lines = [line for line in source.text().splitlines() if f"room={room}/" in line and "offer: " in line]

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from .fleet import PREFILL, Fleet, assert_same_as_alone, prompt
+from .fleet import PREFILL, Fleet, assert_crossed, assert_same_as_alone, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -38,14 +38,15 @@ def test_decodes_what_an_engine_of_other_size_prefilled(fleet: Fleet, source: st
 
 def test_two_prefill_engines_feed_one_decode_engine(fleet: Fleet) -> None:
     prompts = {name: prompt(300, seed=7 + i) for i, name in enumerate(("small", "two"))}
-    wanted = {}
+    wanted, given = {}, {}
     for name, tokens in prompts.items():
-        _, prefilled = fleet.prefill(name, tokens)
+        given[name], prefilled = fleet.prefill(name, tokens)
         wanted[name] = fleet.name("fed")
         fleet["large"].submit(wanted[name], tokens, 12, prefilled.params)
     for name, tokens in prompts.items():
         answer = fleet["large"].result(wanted[name])
         assert answer.cached == len(tokens) - 1
+        assert_crossed(fleet, name, given[name], "large", wanted[name], len(tokens))
         assert list(answer.tokens) == fleet.alone(tokens, 12)
 
 
@@ -63,6 +64,8 @@ def test_thirty_two_requests_at_once(fleet: Fleet) -> None:
         fleet["alone"].submit(f"a{request}", tokens, 4)
         answer = answers[request]
         assert answer.cached == len(tokens) - 1, f"{len(tokens)} tokens: {answer}"
+        if len(tokens) > 1:
+            assert_crossed(fleet, "two", f"p{request}", "large", request, len(tokens))
     for request, alone in fleet["alone"].results([f"a{request}" for request in requests]).items():
         assert list(answers[request[1:]].tokens) == list(alone.tokens)
     for name in ("two", "large"):
