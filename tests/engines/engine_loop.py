@@ -63,6 +63,7 @@ class Loop:
     def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
         self.control = control
         self.buffer = b""
+        self.dumps: dict[str, tuple[int, int, str]] = {}
         self.blocks: dict[str, list[list[int]]] = {}
         self.steps = 0
         self.engine = _make(config)
@@ -114,6 +115,8 @@ class Loop:
         outputs = self.engine.step()
         for output in outputs:
             if output.finished:
+                if (wanted := self.dumps.pop(output.request_id, None)) is not None:
+                    self.dump(output.request_id, *wanted)  # now: the next step may give its blocks to another
                 self.say(
                     kind="finished",
                     request=output.request_id,
@@ -127,12 +130,21 @@ class Loop:
         if not outputs and not self.scheduler.running:
             time.sleep(0.001)  # as vLLM's own loop does when nothing runs
 
-    def submit(self, request: str, tokens: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
+    def submit(
+        self,
+        request: str,
+        tokens: list[int],
+        max_tokens: int,
+        params: dict[str, Any] | None,
+        dump: tuple[int, int, str] | None,
+    ) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         # With this vLLM reports what the prefilling engine had cached; we want to know what this one did not compute.
         params = {name: value for name, value in (params or {}).items() if name != "remote_prefill_cached_tokens"}
+        if dump is not None:
+            self.dumps[request] = dump
         sampling = SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
@@ -149,7 +161,7 @@ class Loop:
     def dump(self, request: str, first: int, end: int, path: str) -> None:
         table = self.blocks.get(request)
         if table is None:
-            self.say(kind="dumped", error=f"no blocks known for {request}")
+            self.say(kind="dumped", request=request, error=f"no blocks known for {request}")
             return
         whole: dict[str, np.ndarray] = {}
         codecs = {}
@@ -161,7 +173,7 @@ class Loop:
                 codecs[key] = codec
         with open(path, "wb") as out:
             np.savez(out, **whole)
-        self.say(kind="dumped", codecs=codecs)
+        self.say(kind="dumped", request=request, codecs=codecs)
 
     def state(self) -> None:
         pool = self.scheduler.kv_cache_manager.block_pool

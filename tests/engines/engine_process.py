@@ -100,10 +100,26 @@ class EngineProcess:
         self._answer("ready", timeout_s)
 
     def submit(
-        self, request: str, tokens: Sequence[int], max_tokens: int = 1, params: dict[str, Any] | None = None
+        self,
+        request: str,
+        tokens: Sequence[int],
+        max_tokens: int = 1,
+        params: dict[str, Any] | None = None,
+        dump: Path | None = None,
     ) -> None:
-        """Greedy, never stops early. `params` are the kv_transfer_params."""
-        self._say(op="submit", request=request, tokens=list(tokens), max_tokens=max_tokens, params=params)
+        """Greedy, never stops early. `params` are the kv_transfer_params.
+
+        With `dump`, the rows of all tokens but the prompt's last are kept in the step that ends the request, before
+        its blocks can be another's: ask for them with `dumped`.
+        """
+        kept = None if dump is None else (0, len(tokens) - 1, str(dump))
+        self._say(op="submit", request=request, tokens=list(tokens), max_tokens=max_tokens, params=params, dump=kept)
+
+    def dumped(self, request: str, path: Path) -> Rows:
+        """What `submit(dump=path)` kept of a request whose result is here."""
+        (answer,) = [each for each in self._answers.get("dumped", ()) if each["request"] == request]
+        self._answers["dumped"].remove(answer)
+        return _load(answer, path)
 
     def result(self, request: str, timeout_s: float = 60.0) -> Result:
         """Wait for one request; what others finish meanwhile is kept."""
@@ -130,16 +146,7 @@ class EngineProcess:
         """KV of tokens [first, end) of a request that has or had blocks here; soon after it ended, or others use
         them. `path` is a scratch file."""
         self._say(op="dump", request=request, first=first, end=end, path=str(path))
-        answer = self._answer("dumped", timeout_s)
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        rows, codecs = {}, {}
-        with np.load(path) as arrays:
-            for key, codec in answer["codecs"].items():
-                layer, part = key.split(".")
-                rows[int(layer), part] = arrays[key]
-                codecs[int(layer), part] = codec
-        return Rows(rows, codecs)
+        return _load(self._answer("dumped", timeout_s), path)
 
     def state(self, timeout_s: float = 30.0) -> dict[str, Any]:
         """requests: still known to the scheduler; free_blocks, blocks: of its pool; steps: so far; link: the
@@ -196,6 +203,18 @@ class EngineProcess:
                 self._finished[request] = Result(**(message | {"tokens": tuple(message["tokens"])}))
             else:
                 self._answers.setdefault(kind, []).append(message)
+
+
+def _load(answer: dict[str, Any], path: Path) -> Rows:
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    rows, codecs = {}, {}
+    with np.load(path) as arrays:
+        for key, codec in answer["codecs"].items():
+            layer, part = key.split(".")
+            rows[int(layer), part] = arrays[key]
+            codecs[int(layer), part] = codec
+    return Rows(rows, codecs)
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
