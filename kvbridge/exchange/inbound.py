@@ -304,11 +304,12 @@ class Inbound:
     def _waive(self, wanted: Wanted) -> list[Action]:
         """Tell the ranks we did reach that nothing will be taken, or they keep their blocks until the hold ends."""
         reached = [(address, self._sessions[address]) for address in self._needed(wanted) if address in self._sessions]
-        nothing = [plan(s.peer_pool, wanted.home.pool, (), 0, 0, s.slot_bytes) for _, s in reached]
-        return [
-            self._claim_from(wanted, address, session, (), planned, wanted.started)
-            for (address, session), planned in zip(reached, nothing, strict=True)
-        ]
+        want, pool = wanted.want, wanted.home.pool
+        actions: list[Action] = []
+        for address, session in reached:
+            nothing = plan(session.peer_pool, pool, (), want.first_token, want.end_token, session.slot_bytes)
+            actions.append(self._claim_from(wanted, address, session, (), nothing, wanted.started))
+        return actions
 
     def _end_failed(self, wanted: Wanted, event: WantEvent) -> list[Action]:
         wanted.state = WANT_TABLE.after(wanted.state, event)

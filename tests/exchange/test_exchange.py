@@ -275,13 +275,14 @@ def test_a_request_wanted_twice_ends_once_and_only_after_its_scatters() -> None:
 
 def test_a_want_that_fails_before_its_claim_lets_the_reached_ranks_go() -> None:
     world = World(sources=2)
-    world.offer("r", 16, 4)
+    world.offer("r", 64, 16)
     world.nodes["P1"].is_dead = True
-    world.want("r", 16)
+    world.want("r", 64, first=37)
     world.run()
     answer = world.answers()["r"]
     assert isinstance(answer, Failed) and answer.code == "peer_unreachable"
-    assert "r" in world.released(0)
+    assert world.released(0)["r"].code == ""
+    assert not world.refused
 
 
 def test_a_source_that_lost_us_still_answers_the_cancel_of_what_it_was_writing() -> None:

@@ -95,6 +95,7 @@ class World:
         self.writing: dict[tuple[str, int], Ship] = {}  # (sink boot, slot) -> the write under way
         self.scatters: Counter[tuple[str, int]] = Counter()
         self.notices: list[Notice] = []
+        self.refused: list[Refuse] = []
         self.hold: set[str] = set()  # kinds of events that do not happen now
         ranks = tuple(Rank(tp_rank=r, pp_rank=0, address=f"P{r}") for r in range(sources))
         self.nodes: dict[str, Node] = {}
@@ -236,6 +237,7 @@ class World:
             case Drained(transfer=transfer, code=code, reason=reason):
                 self.do(sink, machine.drained(name, transfer, code, reason, self.now))
             case Refuse(about=transfer, code=code, reasons=reasons):
+                self.refused.append(body)
                 self.do(sink, machine.drained(name, transfer, code, "; ".join(reasons), self.now))
             case _:
                 raise AssertionError(body)
