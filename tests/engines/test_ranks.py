@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from .fleet import PREFILL, Fleet, assert_crossed, assert_equal_rows, assert_same_as_alone, prompt
+from .fleet import PREFILL, Fleet, assert_equal_rows, assert_same_as_alone, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -38,15 +38,16 @@ def test_decodes_what_an_engine_of_other_size_prefilled(fleet: Fleet, source: st
 
 def test_two_prefill_engines_feed_one_decode_engine(fleet: Fleet) -> None:
     prompts = {name: prompt(300, seed=7 + i) for i, name in enumerate(("small", "two"))}
-    wanted, given = {}, {}
+    wanted, ours = {}, {}
     for name, tokens in prompts.items():
-        given[name], prefilled = fleet.prefill(name, tokens)
+        given, prefilled = fleet.prefill(name, tokens)
+        ours[name] = fleet.rows(name, given, 0, len(tokens) - 1)
         wanted[name] = fleet.name("fed")
-        fleet["large"].submit(wanted[name], tokens, 12, prefilled.params)
+        fleet["large"].submit(wanted[name], tokens, 12, prefilled.params, fleet.folder / f"{wanted[name]}.npz")
     for name, tokens in prompts.items():
         answer = fleet["large"].result(wanted[name])
         assert answer.cached == len(tokens) - 1
-        assert_crossed(fleet, name, given[name], "large", wanted[name], len(tokens))
+        assert_equal_rows(ours[name], fleet["large"].dumped(wanted[name], fleet.folder / f"{wanted[name]}.npz"))
         assert list(answer.tokens) == fleet.alone(tokens, 12)
 
 
