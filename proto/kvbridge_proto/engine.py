@@ -19,11 +19,16 @@ Tables = Annotated[tuple[Blocks, ...], Meta(max_length=256)]
 
 
 class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
-    """Here is my memory. Answered by Attached or Refused."""
+    """Here is my memory. Answered by Attached or Refused.
+
+    `fence_fd` is the place, beside the message, of a descriptor of one shared page whose first 8 bytes count what my
+    stream has finished; without it every Offer and Want is about work that is finished already.
+    """
 
     versions: VersionRange
     pool: Pool
     handles: Annotated[tuple[Handle, ...], Meta(max_length=4096)]
+    fence_fd: Annotated[int, Meta(ge=0, lt=64)] | None = None
 
 
 class Directory(Struct, frozen=True, kw_only=True, tag="directory"):
@@ -37,7 +42,7 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
 
     `tokens` counts from the request's start. `blocks` appends to the tables offered before. `is_last` says that no
     more will come. The agent answers Released once nobody will read the blocks again, `hold_s` after the last
-    Offer at the latest.
+    Offer at the latest. The blocks may be read once the fence has reached `fence`.
     """
 
     room: Room
@@ -46,6 +51,7 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     blocks: Tables
     is_last: bool
     hold_s: Seconds
+    fence: Count = 0
 
 
 class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
@@ -59,7 +65,7 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
     """Put tokens [first_token, end_token) of the room into these blocks. Answered once, by Done or Failed.
 
     `source` is the agent of any rank of the prefilling engine; the others are found through it. An empty range
-    tells the source that nothing is needed.
+    tells the source that nothing is needed. The blocks may be written once the fence has reached `fence`.
     """
 
     request: Request
@@ -69,6 +75,7 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
     end_token: Count
     blocks: Tables
     deadline_s: Seconds
+    fence: Count = 0
 
 
 class Abandon(Struct, frozen=True, kw_only=True, tag="abandon"):

@@ -5,7 +5,7 @@ The sink's agent dials the source's; every message goes in an `Envelope` that na
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -14,20 +14,41 @@ from .words import Agent, Boot, Code, Rank, Reasons, Room, Seconds, VersionRange
 
 TransferId = Annotated[str, Meta(min_length=1, max_length=64)]
 Digest = Annotated[str, Meta(max_length=64)]
+Route = Literal["direct", "nixl", "host"]
+
+# Lanes of the slot that probes are written to: as many sources may prove their routes at once.
+PROBE_LANES = 16
 
 
 class FabricCard(Struct, frozen=True, kw_only=True):
-    """How to reach an agent's staging. `descriptor` is the fabric's own; slot i starts at `base + i * slot_bytes`."""
+    """How to reach an agent's staging. `descriptor` is the fabric's own; slot i starts at `base + i * slot_bytes`.
+
+    After the slots follows one more, cut into PROBE_LANES lanes: only probes are written there.
+    """
 
     kind: Name
+    memory: Literal["dram", "vram"] = "dram"
     descriptor: Annotated[bytes, Meta(max_length=1 << 16)]
     base: Bytes
     slot_bytes: Positive
     slots: Positive
 
 
+class DeviceCard(Struct, frozen=True, kw_only=True):
+    """The GPU that holds a staging, for agents of the same machine: `machine` is its kernel's boot id, `payload` the
+    64-byte CUDA IPC handle of the allocation that begins at the card's `base`."""
+
+    machine: Name
+    uuid: Name
+    payload: Annotated[bytes, Meta(max_length=64)]
+
+
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
-    """Sink to source: who I am, my engine's pool, where you may write. Answered by Welcome or Refuse."""
+    """Sink to source: who I am, my engine's pool, where you may write. Answered by Welcome or Refuse.
+
+    `fabric` is my staging, `host` its twin in host memory where there is one, `device` the GPU it is on. The source
+    chooses a route and proves it in lane `probe_lane` before it welcomes.
+    """
 
     versions: VersionRange
     agent: Agent
@@ -35,12 +56,25 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     pool: Pool
     fabric: FabricCard
     digests: Annotated[tuple[Name, ...], Meta(max_length=16)]
+    host: FabricCard | None = None
+    device: DeviceCard | None = None
+    routes: Annotated[tuple[Route, ...], Meta(max_length=3)] = ("direct", "nixl", "host")
+    probe_lane: Count = 0
+
+
+class Probe(Struct, frozen=True, kw_only=True):
+    """What the source wrote into the sink's lane to prove its route: the first `size_bytes` of probe_pattern(seed)."""
+
+    seed: Count
+    size_bytes: Count
+    bytes_per_s: Annotated[float, Meta(ge=0)]
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     """Source to sink: agreed. `ranks` are the agents of my whole engine, so far as it has told me.
 
-    `slot_bytes` bounds the chunks of every plan of this session: the smaller of both stagings' slots.
+    `slot_bytes` bounds the chunks of every plan of this session: the smaller of both stagings' slots. `route` is how
+    the chunks will come, `why` says what stood against the better ones, `probe` is what the sink must find.
     """
 
     version: int
@@ -50,6 +84,9 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     digest: Name
     slot_bytes: Positive
     ranks: Annotated[tuple[Rank, ...], Meta(max_length=65536)]
+    route: Route = "nixl"
+    why: Annotated[str, Meta(max_length=1024)] = ""
+    probe: Probe | None = None
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
