@@ -8,21 +8,83 @@ import torch
 from kvbridge_proto.pool import Handle
 
 from ..errors import OperatorError
+from . import driver
 
 SHM = "/dev/shm"
 
 
-def export(storage: torch.UntypedStorage, region: int, fd_index: int, shm: str = SHM) -> tuple[Handle, int]:
-    """Move `storage` into shared memory in place and return its handle and a new fd, the caller's to send and close.
+def export(storage: torch.UntypedStorage, region: int, fd_index: int, shm: str = SHM) -> tuple[Handle, int | None]:
+    """A handle of `storage`, with a new fd if it takes one: the caller's to send as number `fd_index` and to close.
 
-    Every view of the storage keeps working. `region` is the storage's index in the pool, `fd_index` the fd's place
-    beside the message; the region's size is `storage.nbytes()`; `shm` is where torch puts shared memory. May be
-    called again for the same storage.
-    OperatorError when the storage is on a device nobody can map yet, or does not fit into shared memory.
+    CPU memory moves into shared memory in place (`shm` is where torch puts it); every view keeps working. GPU memory
+    stays where it is. `region` is the storage's index in the pool; the region's size is `storage.nbytes()`. May be
+    called again for the same storage. The memory must stay allocated until the agent has detached.
+    OperatorError, with the remedy, for memory that no other process can map.
     """
-    if storage.device.type != "cpu":
+    if storage.device.type == "cpu":
+        return _export_shared(storage, region, fd_index, shm)
+    if storage.device.type == "cuda":
+        return _export_cuda(storage, region, fd_index)
+    raise OperatorError(
+        "device_unsupported", f"device: {storage.device.type}, must be cpu or cuda; keep the KV cache there"
+    )
+
+
+def check_exportable(memory: driver.Allocation, address: int, size_bytes: int) -> None:
+    """OperatorError unless `size_bytes` from `address` on can be mapped by another process through one handle. Pure.
+
+    A region of virtual memory is one physical piece or it is refused: torch builds an expandable segment of 20 MiB
+    pieces, so that a cache of 80 GB would need 4096 descriptors held open on both sides and 64 messages to pass them.
+    """
+    if memory.is_managed:
+        raise OperatorError("managed_memory", "KV cache: is managed memory, must be plain; allocate it with cudaMalloc")
+    if memory.is_pooled:
         raise OperatorError(
-            "device_unsupported", f"device: {storage.device.type}, only cpu memory can be shared; run the engine there"
+            "pool_memory",
+            "KV cache: comes from a CUDA memory pool (cudaMallocAsync), must be plain; "
+            "set PYTORCH_CUDA_ALLOC_CONF=backend:native",
+        )
+    remedy = (
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False in the engine, and start it without sleep mode "
+        "(vLLM: no --enable-sleep-mode) or another allocator of virtual memory"
+    )
+    if memory.is_virtual and not memory.is_exportable:
+        raise OperatorError(
+            "vmm_not_exportable",
+            f"KV cache: is virtual memory created without a POSIX file descriptor handle type; {remedy}",
+        )
+    end = memory.base + memory.size_bytes
+    if memory.is_virtual and address + size_bytes > end:
+        raise OperatorError(
+            "vmm_in_pieces",
+            f"KV cache: {size_bytes} bytes in several physical pieces, of which the first holds {end - address}, "
+            f"must be one; {remedy}",
+        )
+    if not memory.is_virtual and not memory.is_legacy:
+        raise OperatorError("ipc_unsupported", f"KV cache: the driver exports no handle of such memory; {remedy}")
+    assert address + size_bytes <= end, f"storage: ends {address + size_bytes - end} bytes past its allocation"
+
+
+def _export_cuda(storage: torch.UntypedStorage, region: int, fd_index: int) -> tuple[Handle, int | None]:
+    """torch's own way (`_share_cuda_`) is not taken: it counts users in a file that containers do not share."""
+    gpu, address = driver.Gpu.open(str(storage.device)), storage.data_ptr()
+    with gpu.current():
+        memory = driver.allocation(address)
+        check_exportable(memory, address, storage.nbytes())
+        offset = address - memory.base
+        if memory.is_virtual:
+            fd = driver.vmm_export(address)
+            return Handle(region=region, kind="vmm_fd", device=gpu.uuid, offset=offset, fd=fd_index), fd
+        payload = driver.ipc_export(memory.base)
+    return Handle(region=region, kind="cuda_ipc", device=gpu.uuid, offset=offset, payload=payload), None
+
+
+def _export_shared(storage: torch.UntypedStorage, region: int, fd_index: int, shm: str) -> tuple[Handle, int]:
+    if torch.cuda.is_initialized() and storage.is_pinned():
+        raise OperatorError(
+            "pinned_memory",
+            "KV cache: is pinned host memory, which cannot move into shared memory under the GPUs that use it; "
+            "keep it in GPU memory, or unpinned",
         )
     if not storage.is_shared():
         _check_room(shm, storage.nbytes())

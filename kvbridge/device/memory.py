@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import stat
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,21 +13,17 @@ import torch
 from kvbridge_kernels.scratch import Scratch
 from kvbridge_proto.pool import Handle, Plane, Pool
 
-from ..errors import EngineError, OperatorError
+from ..errors import EngineError
 from ..geometry.compat import check_pool, extent
-
-
-@dataclass(frozen=True, slots=True)
-class Mapping:
-    """One region. `memory` is a view of `pages` that torch does not keep alive: never use it once they are closed."""
-
-    pages: mmap.mmap
-    memory: torch.Tensor
+from .mapping import Mappings, mappings_for
 
 
 @dataclass(slots=True)
 class Regions:
-    """What a move works with while the pool is held: a uint8 tensor per region, and working memory."""
+    """What a move works with while the pool is held: a uint8 tensor per region, and working memory.
+
+    torch does not keep the memory alive: never use a tensor, or leave a kernel on it, once the pool is closed.
+    """
 
     memories: Sequence[torch.Tensor]
     scratch: Scratch = field(default_factory=Scratch)
@@ -39,28 +32,28 @@ class Regions:
 class AttachedPool:
     """The pool of one engine rank, mapped. Used by one thread at a time; `close` may come from another."""
 
-    def __init__(self, pool: Pool, mappings: Sequence[Mapping]) -> None:
+    def __init__(self, pool: Pool, mappings: Mappings, memories: Sequence[torch.Tensor]) -> None:
         self.pool = pool
-        self._mappings = list(mappings)
-        self._regions: Regions | None = Regions([mapping.memory for mapping in mappings])
+        self._mappings = mappings
+        self._regions: Regions | None = Regions(memories)
         self._in_use = threading.Lock()
 
     @classmethod
-    def open(cls, pool: Pool, handles: Sequence[Handle], fds: Sequence[int]) -> Self:
-        """Map every region of `pool`. The fds stay the caller's, to close in any case.
+    def open(cls, pool: Pool, handles: Sequence[Handle], fds: Sequence[int], device: str = "cpu") -> Self:
+        """Map every region of `pool`, on the agent's `device`. The fds stay the caller's, to close in any case.
 
-        EngineError for a pool, handle or fd that cannot be, OperatorError for a kind of handle not served here.
+        EngineError for a pool, handle or fd that cannot be, OperatorError for memory not served on this device.
         """
         _check_planes(pool)
         by_region = _by_region(pool, handles)
-        mappings: list[Mapping] = []
+        mappings = mappings_for(device)
         try:
-            for region, handle in enumerate(by_region):
-                mappings.append(_map(handle, pool.regions[region].size_bytes, fds))
+            sizes = [region.size_bytes for region in pool.regions]
+            memories = [mappings.map(handle, size, fds) for handle, size in zip(by_region, sizes, strict=True)]
         except BaseException:
-            _unmap(mappings)
+            mappings.close()
             raise
-        return cls(pool, mappings)
+        return cls(pool, mappings, memories)
 
     @property
     def is_open(self) -> bool:
@@ -75,10 +68,13 @@ class AttachedPool:
             yield self._regions
 
     def close(self) -> None:
-        """Unmap. Waits for a move under way, a chunk at most; every later use is an EngineError."""
+        """Unmap at once. Waits for a hold to end, a chunk at most; every later use is an EngineError.
+
+        On a GPU it waits for nothing else: the caller has seen the end of every kernel and copy it enqueued there.
+        """
         with self._in_use:
             self._regions = None
-            _unmap(self._mappings)
+            self._mappings.close()
 
     def __enter__(self) -> Self:
         return self
@@ -131,33 +127,3 @@ def _by_region(pool: Pool, handles: Sequence[Handle]) -> list[Handle]:
             "handle_missing", f"handles: for regions {sorted(found)}, the pool has {len(pool.regions)} regions"
         )
     return [found[region] for region in range(len(pool.regions))]
-
-
-def _map(handle: Handle, size_bytes: int, fds: Sequence[int]) -> Mapping:
-    if handle.kind != "shm_fd":
-        raise OperatorError(
-            "handle_kind_unsupported",
-            f"handle kind: {handle.kind}, this agent opens shm_fd; keep the engine's KV cache in CPU memory",
-        )
-    if handle.fd is None or handle.fd >= len(fds):
-        raise EngineError("fd_missing", f"fd of region {handle.region}: {handle.fd}, {len(fds)} came with the message")
-    fd = fds[handle.fd]
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise EngineError("region_unmappable", f"fd of region {handle.region}: is no shared memory")
-        if handle.offset + size_bytes > status.st_size:
-            raise EngineError(
-                "region_too_small",
-                f"region {handle.region}: ends at byte {handle.offset + size_bytes}, its fd has {status.st_size}",
-            )
-        lead = handle.offset % mmap.ALLOCATIONGRANULARITY
-        pages = mmap.mmap(fd, lead + size_bytes, mmap.MAP_SHARED, offset=handle.offset - lead)
-    except (OSError, ValueError, OverflowError) as error:
-        raise EngineError("region_unmappable", f"region {handle.region}: {error}") from error
-    return Mapping(pages, torch.frombuffer(pages, dtype=torch.uint8, count=size_bytes, offset=lead))
-
-
-def _unmap(mappings: list[Mapping]) -> None:
-    while mappings:
-        mappings.pop().pages.close()

@@ -173,9 +173,10 @@ def test_refuses_handles_that_do_not_match_the_regions() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "vmm_fd"])
-def test_refuses_a_kind_of_handle_by_name(kind: str) -> None:
+def test_refuses_gpu_memory_on_a_cpu_and_says_which_device_it_takes(kind: str) -> None:
     with engine_of(build(Shape())) as engine:
-        handles = (replace(engine.handles[0], kind=kind), *engine.handles[1:])
-        with pytest.raises(OperatorError, match=f"handle kind: {kind}, this agent opens shm_fd") as caught:
+        handles = (replace(engine.handles[0], kind=kind, device="GPU-1"), *engine.handles[1:])
+        expected = f"handle kind: {kind}, this agent on cpu opens shm_fd; start the agent with --device GPU-1"
+        with pytest.raises(OperatorError, match=expected) as caught:
             AttachedPool.open(engine.held.pool, handles, engine.fds)
         assert caught.value.code == "handle_kind_unsupported"

@@ -1,0 +1,203 @@
+"""Opens handles: one region after another, as uint8 tensors over memory that stays the engine's."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from kvbridge_proto.pool import Handle
+
+from ..errors import EngineError, OperatorError
+from . import driver
+
+OWN_MEMORY = {"CUDA_ERROR_INVALID_CONTEXT"}
+NO_PEER = {"CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "CUDA_ERROR_TOO_MANY_PEERS"}
+STALE = {"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_MAP_FAILED", "CUDA_ERROR_INVALID_DEVICE"}
+
+
+class Mappings(Protocol):
+    """What one pool's handles were opened as. One thread at a time."""
+
+    def map(self, handle: Handle, size_bytes: int, fds: Sequence[int]) -> torch.Tensor:
+        """The region's bytes, valid until `close`. EngineError or OperatorError if the handle cannot be opened."""
+
+    def close(self) -> None:
+        """Unmap everything at once. No move may be under way, no tensor used any more."""
+
+
+def mappings_for(device: str) -> Mappings:
+    """`device` is the agent's: "cpu", or its GPU as torch spells it."""
+    return HostMappings() if device == "cpu" else GpuMappings(driver.Gpu.open(device))
+
+
+class HostMappings:
+    """Shared memory in this process's address space."""
+
+    def __init__(self) -> None:
+        self._pages: list[mmap.mmap] = []
+
+    def map(self, handle: Handle, size_bytes: int, fds: Sequence[int]) -> torch.Tensor:
+        check_kind(handle, "cpu")
+        fd = fd_of(handle, fds)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise EngineError("region_unmappable", f"fd of region {handle.region}: is no shared memory")
+            check_end(handle, size_bytes, status.st_size, "its fd")
+            lead = handle.offset % mmap.ALLOCATIONGRANULARITY
+            pages = mmap.mmap(fd, lead + size_bytes, mmap.MAP_SHARED, offset=handle.offset - lead)
+        except (OSError, ValueError, OverflowError) as error:
+            raise EngineError("region_unmappable", f"region {handle.region}: {error}") from error
+        self._pages.append(pages)
+        return torch.frombuffer(pages, dtype=torch.uint8, count=size_bytes, offset=lead)
+
+    def close(self) -> None:
+        while self._pages:
+            self._pages.pop().close()
+
+
+class GpuMappings:
+    """Memory of another process, open on `gpu`. Regions that lie in one allocation open it once."""
+
+    def __init__(self, gpu: driver.Gpu) -> None:
+        self._gpu = gpu
+        self._imported: dict[bytes, int] = {}
+        self._mapped: list[tuple[int, int]] = []
+
+    def map(self, handle: Handle, size_bytes: int, fds: Sequence[int]) -> torch.Tensor:
+        check_kind(handle, self._gpu.device)
+        check_device(handle, self._gpu.uuid)
+        with self._gpu.current():
+            if handle.kind == "cuda_ipc":
+                address = self._import(handle)
+                check_end(handle, size_bytes, driver.range_of(address)[1], "its allocation")
+            else:
+                address = self._map_fd(handle, size_bytes, fd_of(handle, fds))
+            return wrap(address + handle.offset, size_bytes, self._gpu)
+
+    def close(self) -> None:
+        """Waits for nothing of its own: whoever calls has seen the end of every kernel and copy on the regions."""
+        with self._gpu.current(), contextlib.ExitStack() as stack:  # one that fails does not keep the others mapped
+            for address in self._imported.values():
+                stack.callback(driver.ipc_close, address)
+            for address, size_bytes in self._mapped:
+                stack.callback(driver.vmm_unmap, address, size_bytes)
+            self._imported, self._mapped = {}, []
+
+    def _import(self, handle: Handle) -> int:
+        check_payload(handle)
+        if handle.payload not in self._imported:
+            self._imported[handle.payload] = open_ipc(self._gpu, handle.payload, f"region {handle.region}")
+        return self._imported[handle.payload]
+
+    def _map_fd(self, handle: Handle, size_bytes: int, fd: int) -> int:
+        """Maps as much as the region needs: an allocation's own size cannot be asked for."""
+        granule = driver.vmm_granule(self._gpu)
+        mapped_bytes = -(-(handle.offset + size_bytes) // granule) * granule
+        try:
+            physical = driver.vmm_import(fd)
+        except driver.CudaError as error:
+            raise EngineError("region_unmappable", f"fd of region {handle.region}: {error}") from error
+        try:
+            address = driver.vmm_map(self._gpu, physical, mapped_bytes)
+        except driver.CudaError as error:
+            if error.result not in STALE:
+                raise
+            end = handle.offset + size_bytes
+            raise EngineError(
+                "region_too_small", f"region {handle.region}: ends at byte {end}, its fd has less: {error}"
+            ) from error
+        finally:
+            driver.vmm_release(physical)
+        self._mapped.append((address, mapped_bytes))
+        return address
+
+
+def open_ipc(gpu: driver.Gpu, payload: bytes, what: str, peer: str = "") -> int:
+    """The address on `gpu` of another process's allocation; `peer` is the GPU that holds it, if it is another.
+
+    The caller closes it with `driver.ipc_close`, `gpu.current()`. `what` names it in errors: OperatorError
+    `no_peer_access`, EngineError `own_memory` and `region_unmappable`.
+    """
+    if peer and driver.can_access_peer(gpu, peer) is False:
+        raise OperatorError("no_peer_access", f"{what}: {gpu.uuid} cannot access the memory of {peer}")
+    try:
+        with gpu.current():
+            return driver.ipc_open(payload)
+    except driver.CudaError as error:
+        if error.result in NO_PEER:
+            raise OperatorError("no_peer_access", f"{what}: {gpu.uuid} and {peer or gpu.uuid}: {error}") from error
+        if error.result in OWN_MEMORY:
+            reason = "belongs to this process, or to one of the same process id in another container"
+            raise EngineError("own_memory", f"{what}: {reason}: {error}") from error
+        if error.result in STALE:
+            raise EngineError("region_unmappable", f"{what}: {error}") from error
+        raise
+
+
+def wrap(address: int, size_bytes: int, gpu: driver.Gpu) -> torch.Tensor:
+    """A uint8 tensor over memory that torch neither copies nor owns."""
+    tensor = torch.as_tensor(_Bytes(address, size_bytes), device=gpu.device)
+    assert tensor.data_ptr() == address, "torch made a copy"
+    return tensor
+
+
+class _Bytes:
+    """What torch reads memory from."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (size_bytes,),
+            "strides": None,
+            "data": (address, False),
+        }
+
+
+def check_kind(handle: Handle, device: str) -> None:
+    """OperatorError for a handle that an agent on `device` does not open."""
+    kinds = ("shm_fd",) if device == "cpu" else ("cuda_ipc", "vmm_fd")
+    if handle.kind in kinds:
+        return
+    wanted = handle.device if handle.kind != "shm_fd" else "cpu"
+    raise OperatorError(
+        "handle_kind_unsupported",
+        f"handle kind: {handle.kind}, this agent on {device} opens {' and '.join(kinds)}; "
+        f"start the agent with --device {wanted}",
+    )
+
+
+def check_device(handle: Handle, ours: str) -> None:
+    """OperatorError unless the region lies on our GPU."""
+    if handle.device != ours:
+        raise OperatorError(
+            "wrong_device",
+            f"region {handle.region}: lies on {handle.device}, this agent serves {ours}; "
+            f"attach to the agent of that GPU, or start this one with --device {handle.device}",
+        )
+
+
+def check_payload(handle: Handle) -> None:
+    if len(handle.payload) != driver.IPC_HANDLE_BYTES:
+        raise EngineError(
+            "region_unmappable",
+            f"payload of region {handle.region}: {len(handle.payload)} bytes, must be {driver.IPC_HANDLE_BYTES}",
+        )
+
+
+def check_end(handle: Handle, size_bytes: int, held_bytes: int, holder: str) -> None:
+    if handle.offset + size_bytes > held_bytes:
+        end = handle.offset + size_bytes
+        raise EngineError("region_too_small", f"region {handle.region}: ends at byte {end}, {holder} has {held_bytes}")
+
+
+def fd_of(handle: Handle, fds: Sequence[int]) -> int:
+    if handle.fd is None or handle.fd >= len(fds):
+        raise EngineError("fd_missing", f"fd of region {handle.region}: {handle.fd}, {len(fds)} came with the message")
+    return fds[handle.fd]
