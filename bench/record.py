@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,20 +15,30 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def machine() -> dict[str, str]:
-    """The commit (with a + if the tree differs from it), the processor, the day."""
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.split("\n")
-    is_changed = any(line and "bench/results" not in line for line in changed)
+    """The commit, the processor, the day."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cpu = f"{len(models)} x {models[0].partition(':')[2].strip()}" if models else platform.processor()
     day = datetime.date.today().isoformat()
-    return {"commit": commit + "+" * is_changed, "cpu": cpu, "python": platform.python_version(), "day": day}
+    return {"commit": commit(), "cpu": cpu, "python": platform.python_version(), "day": day}
 
 
-def write(name: str, found: dict[str, Any]) -> None:
+def commit() -> str:
+    """The tree's commit, with a + if the tree differs from it; KVBRIDGE_COMMIT where it was copied without history."""
+    if said := os.environ.get("KVBRIDGE_COMMIT"):
+        return said
+    if shutil.which("git") is None:
+        return "unknown"
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.split("\n")
+    is_changed = any(line and "bench/results" not in line for line in changed)
+    return head + "+" * is_changed if head else "unknown"
+
+
+def write(name: str, found: dict[str, Any], folder: Path = ROOT / "bench" / "results") -> Path:
     """Keep what was measured; a later run of the same bench replaces it."""
-    path = ROOT / "bench" / "results" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**machine(), **found}, indent=1) + "\n")
-    print(f"written to {path.relative_to(ROOT)}")
+    print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+    return path
