@@ -1,7 +1,8 @@
 """One rank of a synthetic engine, as a process: `python -m kvbridge.demo.engine '<Job as JSON>'`.
 
 It attaches memory as a real engine would, through adapters/client.py, offers or wants its requests when a line comes
-on stdin, and reports in lines of JSON on stdout.
+on stdin, and reports in lines of JSON on stdout. On a GPU every layer has memory of its own where the layout allows,
+and offers and wants are sent while the stream is still at work, with its fence.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -19,12 +20,13 @@ import torch
 import xxhash
 from kvbridge_proto.engine import Attach, Attached, Detach, Detached, Directory, Done, Failed, Offer, Refused, Released
 from kvbridge_proto.engine import Want as WantMessage
-from kvbridge_proto.pool import CodecName
+from kvbridge_proto.pool import CodecName, Handle
 from kvbridge_proto.words import OURS, Blocks, Rank
 
 from ..adapters.client import EngineClient
+from ..device.fence import EngineFence
 from ..device.handles import export
-from .pools import POISON, Request, Shape, describe, fill, first_difference, tables
+from .pools import POISON, Request, Rows, Shape, describe, first_difference, prepare, tables
 
 PATIENCE_S = 60.0
 PIECE_TOKENS = 512
@@ -32,7 +34,11 @@ T = TypeVar("T")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What this rank is and does. `ranks` are the agents of its engine; a sink is told one agent of the source."""
+    """What this rank is and does. `ranks` are the agents of its engine; a sink is told one agent of the source.
+
+    With `late_cycles`, on a GPU, a kernel that long runs ahead of every piece that a source computes, and ahead of
+    the last write by the former owner of the blocks that a sink wants: who does not wait for the fence is found out.
+    """
 
     role: Literal["source", "sink"]
     shape: Shape
@@ -42,6 +48,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[Request]
     source: str = ""
     source_codec: CodecName = "bf16"
+    device: str = "cpu"
+    late_cycles: int = 0
 
 
 class Rejected(Exception):
@@ -52,20 +60,38 @@ class SyntheticEngine:
     """The rank's memory and its connection."""
 
     def __init__(self, job: Job) -> None:
+        assert job.device != "cpu" or not job.late_cycles, "late_cycles: a CPU has no stream to be late on"
         self.job = job
-        self.memory = torch.full((job.shape.rank_bytes,), POISON, dtype=torch.uint8)
+        self.layers = (None,) if job.device == "cpu" else job.shape.layers_apart
+        sizes = [job.shape.rank_bytes // len(self.layers)] * len(self.layers)
+        self.regions = [torch.full((size,), POISON, dtype=torch.uint8, device=job.device) for size in sizes]
         self.tables = tables(job.shape, job.requests)
         self.client = EngineClient(job.socket)
+        self.fence = None if job.device == "cpu" else EngineFence(job.device)
         self._heard: list[Any] = []
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, where one region holds all."""
+        (memory,) = self.regions
+        return memory
 
     def attach(self) -> None:
         job = self.job
-        handle, fd = export(self.memory.untyped_storage(), region=0, fd_index=0)
+        handles: list[Handle] = []
+        fds: list[int] = []
+        for index, region in enumerate(self.regions):
+            handle, fd = export(region.untyped_storage(), index, len(fds))
+            handles.append(handle)
+            fds += [] if fd is None else [fd]
         if not self.client.connect(PATIENCE_S):
             raise Rejected(self.client.why)
-        pool = describe(job.shape, job.rank)
-        self.client.send(Attach(versions=OURS, pool=pool, handles=(handle,)), (fd,))
-        os.close(fd)
+        pool = describe(job.shape, job.rank, self.layers)
+        fence_fd = len(fds) if self.fence else None
+        attach = Attach(versions=OURS, pool=pool, handles=tuple(handles), fence_fd=fence_fd)
+        self.client.send(attach, (*fds, self.fence.fd) if self.fence else fds)
+        for fd in fds:
+            os.close(fd)
         answer = self.wait(lambda message: isinstance(message, Attached | Refused))
         if isinstance(answer, Refused):
             raise Rejected(f"{answer.code}: {'; '.join(answer.reasons)}")
@@ -76,11 +102,12 @@ class SyntheticEngine:
         """As a prompt is computed: some tokens at a time, every request in turn."""
         job = self.job
         for request in job.requests:
-            given = 0
+            given = computed = 0
             for tokens in [*range(PIECE_TOKENS, request.tokens, PIECE_TOKENS), request.tokens]:
                 end = -(-tokens // job.shape.block_tokens)
                 pieces = (Blocks(0, given, tuple(self.tables[request.name][given:end])),) if end > given else ()
                 given = end
+                fence, computed = self._compute(request, computed, tokens), tokens
                 self.client.send(
                     Offer(
                         room=request.name,
@@ -89,6 +116,7 @@ class SyntheticEngine:
                         blocks=pieces,
                         is_last=tokens == request.tokens,
                         hold_s=PATIENCE_S,
+                        fence=fence,
                     )
                 )
         for request in job.requests:
@@ -100,6 +128,7 @@ class SyntheticEngine:
         for request in requests:
             first = request.first_token // job.shape.block_tokens
             blocks = Blocks(0, first, tuple(self.tables[request.name][first:]))
+            fence = self._leave(request)
             self.client.send(
                 WantMessage(
                     request=request.name,
@@ -109,6 +138,7 @@ class SyntheticEngine:
                     end_token=request.tokens,
                     blocks=(blocks,),
                     deadline_s=PATIENCE_S,
+                    fence=fence,
                 )
             )
         done = [self._ended(request.name, Done, Failed, Refused) for request in requests]
@@ -120,16 +150,55 @@ class SyntheticEngine:
         self.client.close()
 
     def fill_own(self) -> None:
-        for request in self.job.requests:
-            fill(self.memory, self.job.shape, self.job.rank, self.tables[request.name], request, self.job.shape.codec)
+        """Every prompt, all at once; with `late_cycles` each piece is computed when it is offered instead."""
+        if not self.job.late_cycles:
+            for request in self.job.requests:
+                for rows in self._rows(self.regions, request, self.job.shape.codec):
+                    rows.put()
 
     def verify(self) -> str:
         """What is wrong with the memory, or nothing: every wanted element, and poison everywhere else."""
         job = self.job
-        expected = torch.full_like(self.memory, POISON)
+        expected = [torch.full_like(region, POISON) for region in self.regions]
         for request in job.requests:
-            fill(expected, job.shape, job.rank, self.tables[request.name], request, job.source_codec)
-        return first_difference(self.memory, expected, job.shape, job.rank)
+            for rows in self._rows(expected, request, job.source_codec):
+                rows.put()
+        found = zip(self.layers, self.regions, expected, strict=True)
+        wrong = (first_difference(ours, wanted, job.shape, job.rank, layer) for layer, ours, wanted in found)
+        return next(filter(None, wrong), "")
+
+    def digest(self) -> str:
+        """Of every byte, region after region."""
+        digest = xxhash.xxh3_64()
+        for region in self.regions:
+            digest.update(region.cpu().numpy().data)
+        return digest.hexdigest()
+
+    def _compute(self, request: Request, first_token: int, tokens: int) -> int:
+        """The fence behind which these tokens are there."""
+        if self.job.late_cycles and tokens > request.first_token:
+            first_token = max(first_token, request.first_token)
+            piece = msgspec.structs.replace(request, first_token=first_token, tokens=tokens)
+            self._put_late(self._rows(self.regions, piece, self.job.shape.codec))
+        return self.fence.mark() if self.fence else 0
+
+    def _leave(self, request: Request) -> int:
+        """The fence behind which nobody else writes the wanted blocks."""
+        if self.job.late_cycles:
+            former = msgspec.structs.replace(request, seed=request.seed + 1)
+            self._put_late(self._rows(self.regions, former, self.job.source_codec))
+        return self.fence.mark() if self.fence else 0
+
+    def _put_late(self, rows: Iterator[Rows]) -> None:
+        ready = list(rows)  # all that copies from the host, and so would wait, is done before the kernel
+        torch.cuda._sleep(self.job.late_cycles)  # type: ignore[no-untyped-call]
+        for each in ready:
+            each.put()
+
+    def _rows(self, regions: Sequence[torch.Tensor], request: Request, codec: CodecName) -> Iterator[Rows]:
+        job, table = self.job, self.tables[request.name]
+        for layer, region in zip(self.layers, regions, strict=True):
+            yield from prepare(region, job.shape, job.rank, table, request, codec, layer)
 
     def wait(self, is_wanted: Callable[[Any], bool]) -> Any:
         """The first message that is wanted; others stay. Raises Rejected by its deadline."""
@@ -182,8 +251,7 @@ def main() -> None:
             _say("moved", first_s=first_s, seconds=seconds, moved_bytes=moved_bytes)
             wrong = engine.verify()
             engine.detach()
-            digest = xxhash.xxh3_64_hexdigest(engine.memory.numpy().data)
-            _say("done", wrong=wrong, digest=digest)
+            _say("done", wrong=wrong, digest=engine.digest())
     except Rejected as error:
         _say("failed", reason=str(error))
         sys.exit(1)

@@ -6,6 +6,7 @@ An element is a number made from its (layer, part, head, token, element), so tha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -43,6 +44,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     def rank_bytes(self) -> int:
         return self.blocks * self.block_tokens * self.token_bytes // self.tp_size
 
+    @property
+    def layers_apart(self) -> tuple[int | None, ...]:
+        """The layer that each region holds, if every layer has its own, as on a GPU. (None,): one holds all."""
+        return tuple(range(self.layers)) if self.axes.startswith("L") else (None,)
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt. Tokens before `first_token` are there already on the sink's side."""
@@ -53,8 +59,22 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-def describe(shape: Shape, rank: int) -> Pool:
-    """The pool of one rank; one region holds all of it."""
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What `put` writes into one plane: [T, H, E], at [T] places."""
+
+    plane: torch.Tensor
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+    values: torch.Tensor
+
+    def put(self) -> None:
+        """On a GPU it is enqueued and waits for nothing."""
+        self.plane[self.blocks, self.offsets] = self.values
+
+
+def describe(shape: Shape, rank: int, layers: tuple[int | None, ...] = (None,)) -> Pool:
+    """The pool of one rank; `layers` has the layer that each region holds, None for all of them."""
     strides = _strides(shape)
     itemsize = DTYPES[shape.codec].itemsize
     codec = Codec(
@@ -68,7 +88,8 @@ def describe(shape: Shape, rank: int) -> Pool:
         Plane(
             layer=layer,
             part=part,
-            offset=layer * strides["L"] + index * strides["P"],
+            region=layer if layer in layers else 0,
+            offset=(0 if layer in layers else layer * strides["L"]) + index * strides["P"],
             block_stride=strides["B"],
             token_axis=(Step(shape.block_tokens, strides["T"]),),
             head_stride=strides["H"],
@@ -87,7 +108,7 @@ def describe(shape: Shape, rank: int) -> Pool:
         model=Model(name="demo", layers=(layer,) * shape.layers),
         shard=Shard(tp_rank=rank, tp_size=shape.tp_size),
         groups=(Group(kind="full", block_tokens=shape.block_tokens, blocks=shape.blocks),),
-        regions=(Region(shape.rank_bytes),),
+        regions=(Region(shape.rank_bytes // len(layers)),) * len(layers),
         planes=planes,
     )
 
@@ -98,28 +119,58 @@ def tables(shape: Shape, requests: list[Request]) -> dict[str, list[int]]:
     return {request.name: [free.pop() for _ in range(-(-request.tokens // shape.block_tokens))] for request in requests}
 
 
-def fill(memory: torch.Tensor, shape: Shape, rank: int, table: list[int], request: Request, codec: CodecName) -> None:
-    """Write tokens [first_token, tokens) of a request as they are once they came from an engine of codec `codec`."""
-    tokens = torch.arange(request.first_token, request.tokens)
-    blocks = torch.tensor(table)[tokens // shape.block_tokens]
+def fill(
+    memory: torch.Tensor,
+    shape: Shape,
+    rank: int,
+    table: list[int],
+    request: Request,
+    codec: CodecName,
+    layer: int | None = None,
+) -> None:
+    """Write tokens [first_token, tokens) of a request as they are once they came from an engine of codec `codec`.
+
+    `memory` holds that `layer`, or all of them.
+    """
+    for rows in prepare(memory, shape, rank, table, request, codec, layer):
+        rows.put()
+
+
+def prepare(
+    memory: torch.Tensor,
+    shape: Shape,
+    rank: int,
+    table: list[int],
+    request: Request,
+    codec: CodecName,
+    layer: int | None = None,
+) -> Iterator[Rows]:
+    """What `fill` writes, plane by plane."""
+    device = memory.device
+    tokens = torch.arange(request.first_token, request.tokens, device=device)
+    blocks = torch.tensor(table, device=device)[tokens // shape.block_tokens]
     offsets = tokens % shape.block_tokens
-    heads = torch.arange(rank * shape.local_heads, (rank + 1) * shape.local_heads)
-    for layer, index, plane in _planes(memory, shape):
-        values = _values(layer, index, heads, tokens, shape.width, request.seed).to(DTYPES[codec])
-        plane[blocks, offsets] = values if codec == shape.codec else _quantized(values, shape)
+    heads = torch.arange(rank * shape.local_heads, (rank + 1) * shape.local_heads, device=device)
+    for of_layer, index, plane in _planes(memory, shape, layer):
+        values = _values(of_layer, index, heads, tokens, shape.width, request.seed).to(DTYPES[codec])
+        yield Rows(plane, blocks, offsets, values if codec == shape.codec else _quantized(values, shape))
 
 
-def first_difference(found: torch.Tensor, expected: torch.Tensor, shape: Shape, rank: int) -> str:
+def first_difference(
+    found: torch.Tensor, expected: torch.Tensor, shape: Shape, rank: int, layer: int | None = None
+) -> str:
     """Where two memories of this shape first differ, in words; empty if nowhere."""
     if torch.equal(found, expected):
         return ""
     bits = {1: torch.uint8, 2: torch.int16}[DTYPES[shape.codec].itemsize]
-    pairs = zip(_planes(found, shape), _planes(expected, shape), strict=True)
-    for (layer, index, ours), (_, _, wanted) in pairs:
+    pairs = zip(_planes(found, shape, layer), _planes(expected, shape, layer), strict=True)
+    for (of_layer, index, ours), (_, _, wanted) in pairs:
         wrong = (ours.view(bits) != wanted.view(bits)).nonzero()
         if len(wrong):
             block, token, head, element = wrong[0].tolist()
-            place = f"layer {layer} {PARTS[index]} head {head + rank * shape.local_heads} block {block} token {token}"
+            place = (
+                f"layer {of_layer} {PARTS[index]} head {head + rank * shape.local_heads} block {block} token {token}"
+            )
             values = f"{ours[block, token, head, element]}, expected {wanted[block, token, head, element]}"
             return f"{len(wrong)} elements differ, first at {place} element {element}: {values}"
     return "memory outside of the planes differs"
@@ -141,21 +192,21 @@ def _strides(shape: Shape) -> dict[str, int]:
     return strides
 
 
-def _planes(memory: torch.Tensor, shape: Shape) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Every plane as [block, token, head, element]."""
+def _planes(memory: torch.Tensor, shape: Shape, layer: int | None) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Every plane of one layer or of all as [block, token, head, element]."""
     typed = memory.view(DTYPES[shape.codec])
     strides = {axis: size // typed.itemsize for axis, size in _strides(shape).items()}
     size = (shape.blocks, shape.block_tokens, shape.local_heads, shape.width)
-    for layer in range(shape.layers):
+    for place, of_layer in enumerate(range(shape.layers) if layer is None else [layer]):
         for index in range(len(PARTS)):
-            offset = layer * strides["L"] + index * strides["P"]
-            yield layer, index, typed.as_strided(size, tuple(strides[axis] for axis in "BTHE"), offset)
+            offset = place * strides["L"] + index * strides["P"]
+            yield of_layer, index, typed.as_strided(size, tuple(strides[axis] for axis in "BTHE"), offset)
 
 
 def _values(layer: int, part: int, heads: torch.Tensor, tokens: torch.Tensor, width: int, seed: int) -> torch.Tensor:
     """Numbers in [-8, 8), fp32 [T, H, E], each from its coordinates."""
     rows = (tokens[:, None] * 1009 + heads[None, :] * 9176 + layer * 40503 + part * 30011 + seed * 7919) & 0xFFFF
-    mixed = rows[:, :, None].int() * 25173 + torch.arange(width, dtype=torch.int32) * 13849
+    mixed = rows[:, :, None].int() * 25173 + torch.arange(width, dtype=torch.int32, device=rows.device) * 13849
     mixed = (mixed ^ (mixed >> 7)) & 0xFFFF
     return mixed.float() / 4096 - 8
 
