@@ -80,7 +80,7 @@ def _export_cuda(storage: torch.UntypedStorage, region: int, fd_index: int) -> t
 
 
 def _export_shared(storage: torch.UntypedStorage, region: int, fd_index: int, shm: str) -> tuple[Handle, int]:
-    if torch.cuda.is_initialized() and storage.is_pinned():
+    if storage.is_pinned():
         raise OperatorError(
             "pinned_memory",
             "KV cache: is pinned host memory, which cannot move into shared memory under the GPUs that use it; "

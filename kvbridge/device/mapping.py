@@ -124,8 +124,8 @@ def open_ipc(gpu: driver.Gpu, payload: bytes, what: str, peer: str = "") -> int:
     The caller closes it with `driver.ipc_close`, `gpu.current()`. `what` names it in errors: OperatorError
     `no_peer_access`, EngineError `own_memory` and `region_unmappable`.
     """
-    if peer and driver.can_access_peer(gpu, peer) is False:
-        raise OperatorError("no_peer_access", f"{what}: {gpu.uuid} cannot access the memory of {peer}")
+    if peer:
+        check_peer(gpu.uuid, peer, driver.can_access_peer(gpu, peer), what)
     try:
         with gpu.current():
             return driver.ipc_open(payload)
@@ -180,6 +180,15 @@ def check_device(handle: Handle, ours: str) -> None:
             "wrong_device",
             f"region {handle.region}: lies on {handle.device}, this agent serves {ours}; "
             f"attach to the agent of that GPU, or start this one with --device {handle.device}",
+        )
+
+
+def check_peer(ours: str, peer: str, can_access: bool | None, what: str) -> None:
+    """OperatorError if it is known that one GPU cannot reach another's memory; not known, opening it will tell."""
+    if can_access is False:
+        raise OperatorError(
+            "no_peer_access",
+            f"{what}: {ours} cannot access the memory of {peer}; use the route nixl or host between them",
         )
 
 
