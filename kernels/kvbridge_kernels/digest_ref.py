@@ -1,11 +1,78 @@
-"""What both agents compare after a push: xxh3 over the bytes of a slot in host memory."""
+"""What both agents compare after a push: 64 bits over a slot, by two rules.
+
+`digest` is xxh3 over the bytes in order, for slots in host memory. `sum64` is a sum over words, for slots that a GPU
+fills in any order: sum of mix(word, position) mod 2^64. Words are little-endian, zero-extended, of the largest power of
+two <= 8 bytes that divides a segment's row on the wire; a position is the word's byte offset in the slot.
+
+    x = word * ((2 * position + 1) * K1);  x ^= x >> 32;  x *= K2;  x ^= x >> 29
+
+Every step is a bijection of the word, so one changed word always shows; zero words add nothing, so padding is free;
+the shifts carry the upper bits down, so that two flips of a top bit do not cancel.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import gcd
+
 import torch
 import xxhash
+
+from .segment import Segment
+
+K1 = 0x9E3779B97F4A7C15
+K2 = 0xBF58476D1CE4E5B9
+# Words per step: the four working arrays of this size stay in a core's L2.
+TILE_WORDS = 1 << 14
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(slot: torch.Tensor) -> int:
     """64 bits over a contiguous uint8 tensor; "xxh3" on the wire. Reads in place, releases the GIL."""
     return xxhash.xxh3_64_intdigest(slot.numpy().data)
+
+
+def word_bytes(wire_row_bytes: int) -> int:
+    return gcd(8, wire_row_bytes)
+
+
+def sum64(segments: Sequence[Segment], slot: torch.Tensor) -> int:
+    """The sum over the rows of all segments in `slot`, uint8 on the CPU, as an int64 (two's complement)."""
+    total = 0
+    for segment in segments:
+        width, size = word_bytes(segment.wire_row_bytes), segment.plane_bytes
+        for plane in range(segment.field.planes.count):
+            start = segment.slot_offset + plane * segment.slot_pitch
+            total += _sum(slot[start : start + size], start, width)
+    return as_int64(total)
+
+
+def as_int64(value: int) -> int:
+    """The same 64 bits as torch shows them."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _sum(rows: torch.Tensor, position: int, width: int) -> int:
+    total = 0
+    for start in range(0, rows.numel(), TILE_WORDS * width):
+        words = _words(rows[start : start + TILE_WORDS * width], width)
+        total += int(_mixed(words, position + start, width).sum())
+    return total
+
+
+def _words(piece: torch.Tensor, width: int) -> torch.Tensor:
+    """The bytes as words in int64, zero-extended; they need not be aligned."""
+    if piece.data_ptr() % width:
+        piece = piece.clone()
+    words = piece.view(WORDS[width]).to(torch.int64)
+    return words if width in (1, 8) else words & ((1 << (8 * width)) - 1)
+
+
+def _mixed(words: torch.Tensor, position: int, width: int) -> torch.Tensor:
+    first, step = as_int64((2 * position + 1) * K1), as_int64(2 * width * K1)
+    keys = torch.arange(words.numel()).mul_(step).add_(first)
+    mixed = keys.mul_(words)
+    mixed ^= (mixed >> 32) & 0xFFFFFFFF
+    mixed *= as_int64(K2)
+    mixed ^= (mixed >> 29) & 0x7FFFFFFFF
+    return mixed

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """`count` places, `stride` bytes apart."""
+class Axis(NamedTuple):
+    """`count` places, `stride` bytes apart. A tuple, because a chunk compares hundreds of them."""
 
     count: int
     stride: int

@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from . import segment as chunk
 from .codecs_ref import Cast, cast
+from .digest_ref import sum64
 from .field import Field
 from .layout import End, flat, views
 from .places import Places, Route
 from .scratch import Scratch
+from .segment import Segment, Span, gaps
+from .work import Work
 
 
 def gather(
+    segments: Sequence[Segment] | Field,
+    slot: Span | Places,
+    sums: torch.Tensor | None = None,
+    work: Work | Cast | None = None,
+    scratch: Scratch | None = None,
+) -> None:
+    """Fill the slot with the rows of all segments and its gaps with zeros; `sums`, int64 [1], becomes the sum64.
+
+    ValueError before any byte is written when something does not fit. (One field at a time: the same as gather_rows.)
+    """
+    if isinstance(segments, Field):
+        return gather_rows(segments, slot, sums, work, scratch)
+    for segment in segments:
+        chunk.check(segment, slot)
+    whole = slot.on_cpu()
+    for segment in segments:
+        gather_rows(segment.field, segment.places, rows_in(segment, whole), segment.cast, work and work.scratch)
+    for start, end in gaps(segments, slot.size_bytes):
+        whole[start:end].zero_()
+    if sums is not None:
+        sums.fill_(sum64(segments, whole))
+
+
+def rows_in(segment: Segment, slot: torch.Tensor) -> torch.Tensor:
+    """The segment's part of a slot, [planes, bytes]."""
+    shape = [segment.field.planes.count, segment.plane_bytes]
+    return slot.as_strided(shape, [segment.slot_pitch, 1], segment.slot_offset)
+
+
+def gather_rows(
     field: Field,
     places: Places,
     slot: torch.Tensor,

@@ -1,0 +1,108 @@
+"""What a chunk is made of: segments of planes alike, moved between engine memory and one slot. Pure."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .codecs_ref import DTYPES, Cast
+from .field import Field
+from .places import Places
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows at `places` of a field's planes; in the slot each plane's lie densely as [head][place][row].
+
+    `field.memory` is a uint8 tensor, on the CPU or on a GPU. Without a cast the bytes are moved as they are; with one,
+    its scales are on the CPU. Places must not repeat where they are written. Segments of a chunk mostly share `places`.
+    """
+
+    field: Field
+    places: Places
+    slot_offset: int
+    slot_pitch: int
+    cast: Cast | None = None
+
+    @property
+    def wire_row_bytes(self) -> int:
+        row = self.field.row_bytes
+        return row if self.cast is None else self.cast.wire_bytes(row)
+
+    @property
+    def plane_bytes(self) -> int:
+        """What the rows of one plane take in the slot."""
+        return self.field.heads.count * self.places.count * self.wire_row_bytes
+
+    @property
+    def slot_end(self) -> int:
+        """One past the last byte of the slot that is this segment's."""
+        return self.slot_offset + (self.field.planes.count - 1) * self.slot_pitch + self.plane_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A slot by address: it may be memory of a peer GPU, which torch must never see as a tensor."""
+
+    address: int
+    size_bytes: int
+
+    def on_cpu(self) -> torch.Tensor:
+        """The bytes as a tensor that does not own them; the caller keeps them alive."""
+        if not self.size_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer((ctypes.c_uint8 * self.size_bytes).from_address(self.address), dtype=torch.uint8)
+
+
+def check(segment: Segment, slot: Span) -> None:
+    """ValueError with both values where a segment does not fit its memory, its places or the slot."""
+    field, places = segment.field, segment.places
+    if field.offset < 0 or field.end > field.memory.numel():
+        raise ValueError(f"field ends at byte {field.end}, its memory has {field.memory.numel()}")
+    if places.count and (places.lowest < 0 or places.highest >= field.places):
+        raise ValueError(f"places reach from {places.lowest} to {places.highest}, the field has {field.places}")
+    if segment.slot_offset < 0 or segment.slot_pitch < 0 or segment.slot_end > slot.size_bytes:
+        raise ValueError(f"segment ends at byte {segment.slot_end}, the slot has {slot.size_bytes}")
+    if segment.cast is not None:
+        check_cast(segment.cast, field)
+
+
+def check_cast(cast: Cast, field: Field) -> None:
+    """ValueError where the numbers of a cast are not those of the field."""
+    size = DTYPES[cast.memory.name].itemsize
+    if size != field.element_bytes:
+        raise ValueError(f"{cast.memory.name} takes {size} bytes, the field's elements {field.element_bytes}")
+    planes, heads = field.planes.count, field.heads.count
+    for number in (cast.memory, cast.wire):
+        scale = number.scale
+        if scale is not None and (
+            scale.dtype != torch.float32
+            or scale.dim() != 2
+            or scale.shape[0] not in (1, planes)
+            or scale.shape[1] not in (1, heads)
+        ):
+            raise ValueError(
+                f"scales must be fp32 [{planes} or 1, {heads} or 1], got {scale.dtype} {list(scale.shape)}"
+            )
+
+
+def gaps(segments: Sequence[Segment], size_bytes: int) -> list[tuple[int, int]]:
+    """[start, end) of every part of a slot that no segment covers."""
+    found, end = [], 0
+    for start, stop in sorted(_extents(segments)):
+        if start > end:
+            found.append((end, start))
+        end = max(end, stop)
+    return [*found, (end, size_bytes)] if end < size_bytes else found
+
+
+def _extents(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    extents = []
+    for segment in segments:
+        size = segment.plane_bytes
+        starts = [segment.slot_offset + plane * segment.slot_pitch for plane in range(segment.field.planes.count)]
+        extents += [(start, start + size) for start in starts if size]
+    return extents
