@@ -6,11 +6,13 @@ import mmap
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from kvbridge.device.handles import export
+from kvbridge.device import driver
+from kvbridge.device.handles import check_exportable, export
 from kvbridge.errors import OperatorError
 
 
@@ -51,10 +53,38 @@ def test_refuses_memory_that_is_not_of_the_cpu() -> None:
     assert caught.value.code == "device_unsupported"
 
 
+PLAIN = driver.Allocation(base=4096, size_bytes=1000, is_legacy=True)
+PIECE = driver.Allocation(base=4096, size_bytes=1000, is_virtual=True, handle_types=driver.POSIX_FD)
+
+
+@pytest.mark.parametrize(
+    ("memory", "size_bytes", "code", "remedy"),
+    [
+        (replace(PLAIN, is_managed=True), 900, "managed_memory", "allocate it with cudaMalloc"),
+        (replace(PLAIN, is_pooled=True, is_legacy=False), 900, "pool_memory", "backend:native"),
+        (replace(PIECE, handle_types=0), 900, "vmm_not_exportable", "expandable_segments:False"),
+        (replace(PIECE, handle_types=8), 900, "vmm_not_exportable", "no --enable-sleep-mode"),
+        (PIECE, 901, "vmm_in_pieces", "901 bytes in several physical pieces, of which the first holds 900"),
+        (replace(PLAIN, is_legacy=False), 900, "ipc_unsupported", "exports no handle"),
+    ],
+)
+def test_refuses_gpu_memory_by_name_and_says_the_remedy(
+    memory: driver.Allocation, size_bytes: int, code: str, remedy: str
+) -> None:
+    with pytest.raises(OperatorError, match=remedy) as caught:
+        check_exportable(memory, 4196, size_bytes)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("memory", [PLAIN, PIECE, replace(PIECE, handle_types=driver.POSIX_FD | 8)])
+def test_takes_gpu_memory_that_lies_in_one_allocation(memory: driver.Allocation) -> None:
+    check_exportable(memory, 4196, 900)
+
+
 def test_imports_nothing_an_engine_may_lack() -> None:
     code = "import sys; before = set(sys.modules); import torch; torch_has = set(sys.modules)\n"
     code += "import kvbridge.device.handles\n"
     code += "new = {name.split('.')[0] for name in set(sys.modules) - torch_has}\n"
-    code += "print(' '.join(sorted(new & {'numpy', 'xxhash', 'zmq', 'nixl', 'triton', 'kvbridge_kernels'})))"
+    code += "print(' '.join(sorted(new & {'numpy', 'xxhash', 'zmq', 'nixl', 'triton', 'cuda', 'kvbridge_kernels'})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == ""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,9 +15,10 @@ import pytest
 import torch
 from kvbridge_proto.pool import Handle, Pool, Step
 
+from kvbridge.device import mapping
 from kvbridge.device.memory import AttachedPool
 from kvbridge.device.mover import gather, scatter
-from kvbridge.errors import EngineError, OperatorError
+from kvbridge.errors import EngineError, KVBridgeError, OperatorError
 from tests.device.attached import attached, engine_of
 from tests.oracle import Shape, build
 
@@ -180,3 +184,68 @@ def test_refuses_gpu_memory_on_a_cpu_and_says_which_device_it_takes(kind: str) -
         with pytest.raises(OperatorError, match=expected) as caught:
             AttachedPool.open(engine.held.pool, handles, engine.fds)
         assert caught.value.code == "handle_kind_unsupported"
+
+
+IPC = Handle(region=2, kind="cuda_ipc", device="GPU-1", payload=bytes(64))
+SHM = Handle(region=2, kind="shm_fd", fd=0)
+
+
+@pytest.mark.parametrize(
+    ("check", "code", "reason"),
+    [
+        (
+            lambda: mapping.check_kind(SHM, "cuda:1"),
+            "handle_kind_unsupported",
+            "shm_fd, this agent on cuda:1 opens cuda_ipc and vmm_fd; start the agent with --device cpu",
+        ),
+        (
+            lambda: mapping.check_device(IPC, "GPU-2"),
+            "wrong_device",
+            "region 2: lies on GPU-1, this agent serves GPU-2; .* start this one with --device GPU-1",
+        ),
+        (
+            lambda: mapping.check_payload(replace(IPC, payload=bytes(63))),
+            "region_unmappable",
+            "payload of region 2: 63 bytes, must be 64",
+        ),
+        (
+            lambda: mapping.check_end(replace(IPC, offset=1 << 62), 512, 1024, "its allocation"),
+            "region_too_small",
+            f"region 2: ends at byte {(1 << 62) + 512}, its allocation has 1024",
+        ),
+        (
+            lambda: mapping.check_peer("GPU-1", "GPU-2", False, "slots of agent b"),
+            "no_peer_access",
+            "slots of agent b: GPU-1 cannot access the memory of GPU-2; use the route",
+        ),
+    ],
+)
+def test_refuses_a_gpu_handle_before_any_cuda_call(check: Callable[[], None], code: str, reason: str) -> None:
+    with pytest.raises(KVBridgeError, match=reason) as caught:
+        check()
+    assert caught.value.code == code
+
+
+def test_lets_right_gpu_handles_through() -> None:
+    for kind in ("cuda_ipc", "vmm_fd"):
+        mapping.check_kind(replace(IPC, kind=kind), "cuda:0")
+    mapping.check_device(IPC, "GPU-1")
+    mapping.check_payload(IPC)
+    mapping.check_end(replace(IPC, offset=512), 512, 1024, "its allocation")
+    for can_access in (True, None):  # None: its device is hidden from us, opening it will tell
+        mapping.check_peer("GPU-1", "GPU-2", can_access, "slots")
+
+
+def test_names_a_machine_without_a_gpu_to_attach_on() -> None:
+    code = """if True:
+        from kvbridge.device.driver import Gpu
+        from kvbridge.errors import OperatorError
+        try:
+            Gpu.open("cuda:0")
+        except OperatorError as error:
+            print(error.code, error)
+        """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert done.stdout.startswith("cuda_unavailable "), done.stdout
