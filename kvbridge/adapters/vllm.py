@@ -2,7 +2,7 @@
 
 Load it by its short name (the `vllm.general_plugins` entry point registers it) or by module path:
 `{"kv_connector": "KVBridgeConnector", "kv_connector_module_path": "kvbridge.adapters.vllm", "kv_role": "kv_producer"}`.
-Written against vLLM 0.32.0; options are in `vllm_options.Options`.
+Written against vLLM 0.32.0 and 0.26.0; options are in `vllm_options.Options`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     SupportsHMA,
 )
 
+from .vllm_groups import transfer_ids
 from .vllm_options import Options
 from .vllm_scheduler import SchedulerSide
 from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
@@ -26,9 +26,10 @@ from .vllm_worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -51,10 +52,6 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # Scheduler:
 
-    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
-        self.scheduler.bind(kv_cache_manager)
-
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[RankKey, KVConnectorHandshakeMetadata]) -> None:
         addresses = {rank: said for rank, said in metadata.items() if isinstance(said, AgentAddress)}
         self.scheduler.agents_at_start(addresses)
@@ -66,7 +63,7 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return tuple(self._kv_cache_config.transfer_group_ids)
+        return transfer_ids(self._kv_cache_config)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks, num_external_tokens)
@@ -111,17 +108,22 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: the agent reads the cache itself."""
 
     def wait_for_save(self) -> None:
-        """After the forward; waits for nothing."""
-        step = self._get_connector_metadata()
-        assert isinstance(step, Step)
-        self.worker.after_forward(step)
+        """When the forward is enqueued, drafts included; waits for nothing."""
+        self.worker.after_forward()
+
+    def clear_connector_metadata(self) -> None:
+        """The end of a step: 0.26 skips `wait_for_save` when nothing was computed."""
+        self.worker.after_forward()
+        super().clear_connector_metadata()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults  # since 0.30
+
         reports = self.worker.results()
         return KVConnectorTransferResults(reports.sent, reports.received, reports.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """For callers that know no failed receives: those show as blocks with load errors instead."""
+        """Before 0.30, which knows no failed receives: they show as blocks with load errors instead."""
         reports = self.worker.results()
         self._load_errors |= reports.failed_blocks
         return reports.sent or None, reports.received or None

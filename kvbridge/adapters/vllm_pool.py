@@ -1,7 +1,8 @@
 """vLLM's KV tensors as a Pool: which planes they hold, and which allocations those lie in.
 
-Written for the era of vLLM 0.29 and later: each layer is one [B, H, N, 2D] view with K and V of a head in the same
-cell. Other shapes are refused by name until somebody describes them.
+In vLLM 0.26 to 0.32 each layer is one [B, H, N, 2D] view with K and V of a head in the same cell; which dimension is
+outermost in memory (NHD, HND, all layers of a block together) is a matter of the view's strides. Other shapes are
+refused by name until somebody describes them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvbridge_proto.pool import (
 
 from ..errors import OperatorError
 from .vllm_cpu import Axis, Half, halves
+from .vllm_groups import transfer_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,6 +57,11 @@ class Memory:
 
     pool: Pool
     storages: tuple[torch.UntypedStorage, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """One for all."""
+        return self.storages[0].device
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,12 @@ class Member:
         return KINDS[type(self.spec).__name__]
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers in a row of K and of V."""
+        key = int(self.spec.head_size)
+        return key, int(getattr(self.spec, "head_size_v", None) or key)
+
+    @property
     def window(self) -> int:
         return int(getattr(self.spec, "sliding_window", None) or getattr(self.spec, "attention_chunk_size", None) or 0)
 
@@ -105,9 +118,12 @@ def describe(
     """The pool of one rank. Raises OperatorError naming what cannot be described."""
     from vllm import __version__
 
-    _check_parallel(config)
+    _check_config(config)
     members = _members(kv_caches, config, cache)
     storages = {storage.data_ptr(): storage for member in members for storage in [member.tensor.untyped_storage()]}
+    devices = sorted({str(storage.device) for storage in storages.values()})
+    if len(devices) != 1:
+        raise OperatorError("devices_mixed", f"KV cache: on {', '.join(devices)}, must be on one device")
     regions = {address: index for index, address in enumerate(storages)}
     heads = Heads.of(config.model_config.get_total_num_kv_heads(), shard.tp_rank, shard.tp_size)
     planes: list[Plane] = []
@@ -125,12 +141,25 @@ def describe(
     return Memory(pool, tuple(storages.values()))
 
 
-def _check_parallel(config: VllmConfig) -> None:
+def _check_config(config: VllmConfig) -> None:
+    """What is refused whatever the tensors look like."""
     parallel = config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
             raise OperatorError("context_parallel_unsupported", f"{name}: {size}, must be 1 for now")
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        # Sleep frees the memory and waking maps other memory at the same addresses; no hook tells a connector.
+        raise OperatorError(
+            "sleep_mode_unsupported",
+            "enable_sleep_mode: True, must be off: vLLM does not say when the KV cache goes away",
+        )
+    if getattr(config.cache_config, "calculate_kv_scales", False) and config.cache_config.cache_dtype in FP8_NAMES:
+        raise OperatorError(
+            "scales_dynamic",
+            "calculate_kv_scales: True, must be off: scales must be known before the first request; "
+            "put them into the checkpoint",
+        )
 
 
 def _members(kv_caches: Mapping[str, torch.Tensor], config: VllmConfig, cache: KVCacheConfig) -> list[Member]:
@@ -139,7 +168,7 @@ def _members(kv_caches: Mapping[str, torch.Tensor], config: VllmConfig, cache: K
 
     layers = config.compilation_config.static_forward_context
     members = []
-    for index, group in enumerate(cache.transfer_groups):
+    for index, group in enumerate(transfer_groups(cache)):
         for name in group.layer_names:
             attention = layers[name]
             if getattr(attention, "kv_sharing_target_layer_name", None):
@@ -151,14 +180,14 @@ def _members(kv_caches: Mapping[str, torch.Tensor], config: VllmConfig, cache: K
             tensor = kv_caches[name]
             if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
                 shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-                raise OperatorError("shape_unknown", f"{name}: KV cache {shape}, we know [B, H, N, 2D] (vLLM >= 0.29)")
+                raise OperatorError("shape_unknown", f"{name}: KV cache {shape}, we know [B, H, N, 2D] (vLLM >= 0.26)")
             members.append(Member(name, extract_layer_index(name), index, tensor, spec, attention))
     return members
 
 
 def _groups(members: list[Member], cache: KVCacheConfig) -> tuple[Group, ...]:
     groups = []
-    for index, _ in enumerate(cache.transfer_groups):
+    for index, _ in enumerate(transfer_groups(cache)):
         mine = [member for member in members if member.group == index]
         if not mine:
             raise OperatorError("group_empty", f"group {index}: no layer of it is on this rank")
@@ -186,8 +215,8 @@ def _layers(members: list[Member], config: VllmConfig, shard: Shard, kv_heads: i
         member.layer: Layer(
             kind=member.kind,
             kv_heads=kv_heads,
-            key_width=member.spec.head_size,
-            value_width=member.spec.head_size_v,
+            key_width=member.widths[0],
+            value_width=member.widths[1],
             window=member.window,
         )
         for member in members
@@ -209,7 +238,7 @@ def _planes(member: Member, heads: Heads, region: int, cache_dtype: str) -> Iter
     """K and V of one layer."""
     tensor, size = member.tensor, member.tensor.element_size()
     _, head_count, tokens, cell = tensor.shape
-    key_width, value_width = member.spec.head_size, member.spec.head_size_v
+    key_width, value_width = member.widths
     if (head_count, cell) != (heads.count, key_width + value_width):
         raise OperatorError(
             "shape_unknown",
@@ -242,7 +271,7 @@ def _planes(member: Member, heads: Heads, region: int, cache_dtype: str) -> Iter
 def _halves(member: Member, tokens: int, size: int) -> Iterator[tuple[str, Half, int, int]]:
     """(part, where its tokens and elements are, offset in the cell, width) for K and V."""
     tensor, backend = member.tensor, member.attention.attn_backend.get_name()
-    key_width, value_width = member.spec.head_size, member.spec.head_size_v
+    key_width, value_width = member.widths
     if backend == "CPU_ATTN":
         if tensor.stride(3) != 1 or tensor.stride(2) != key_width + value_width or key_width != value_width:
             raise OperatorError(
@@ -285,5 +314,18 @@ def _codec(member: Member, part: str, width: int, cache_dtype: str) -> Codec:
     size = tensor.element_size()
     scales: tuple[float, ...] = ()
     if name in ("fp8_e4m3", "fp8_e5m2"):
-        scales = (float(getattr(member.attention, f"_{part}_scale_float")),)
+        scales = _scales(member, part)
     return Codec(name=name, width=width, element_bytes=size, row_bytes=width * size, scales=scales)
+
+
+def _scales(member: Member, part: str) -> tuple[float, ...]:
+    """One for the layer, or one per head where the checkpoint has them so (then vLLM's own float is no use)."""
+    scale = getattr(member.attention, f"_{part}_scale", None)
+    if isinstance(scale, torch.Tensor) and scale.numel() > 1:
+        scales = tuple(float(value) for value in scale.flatten().tolist())
+        if len(scales) != member.tensor.shape[1]:
+            raise OperatorError(
+                "scales_unknown", f"{member.name}: {len(scales)} scales of {part} for {member.tensor.shape[1]} heads"
+            )
+        return scales
+    return (float(getattr(member.attention, f"_{part}_scale_float")),)

@@ -18,13 +18,14 @@ from kvbridge_proto.words import Blocks, Rank
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
+from .vllm_groups import transfer_groups, transfer_tables
 from .vllm_options import Options
 from .vllm_rooms import message_name, offered_room, prompt_room, wanted_room
 from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -48,7 +49,10 @@ PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 
 @dataclass(slots=True)
 class Sending:
-    """A request whose prompt is offered. `name` is "" until the first offer; `attempt` counts preemptions."""
+    """A request whose prompt is offered. `name` is "" until the first offer; `attempt` counts preemptions.
+
+    `tables` are its blocks by group, `blocks` counts those that were offered.
+    """
 
     request: Request
     room: str
@@ -56,6 +60,7 @@ class Sending:
     name: str = ""
     attempt: int = 0
     tokens: int = 0
+    tables: list[list[int]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
 
     @property
@@ -86,8 +91,7 @@ class SchedulerSide:
         # Proxies that hand over no parameters tell the sides apart by role only.
         self._offers_all = transfer.kv_role == "kv_producer"
         self._wants_all = transfer.kv_role == "kv_consumer" and bool(options.prefill)
-        self._block_tokens = [group.kv_cache_spec.block_size for group in cache.transfer_groups]
-        self._manager: KVCacheManager | None = None
+        self._block_tokens = [group.kv_cache_spec.block_size for group in transfer_groups(cache)]
         self._agents: dict[RankKey, str] = {}
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
@@ -186,7 +190,7 @@ class SchedulerSide:
             return
         name = message_name(request.request_id)
         first, end = receiving.first_token, receiving.first_token + external_tokens
-        table = self._cache.select_transfer_block_ids(blocks.get_block_ids())
+        table = transfer_tables(self._cache, blocks.get_block_ids())
         self._step.before.append(
             self._want(name, receiving, first, end, tuple(self._pieces(table, [first] * len(table), end)))
         )
@@ -254,6 +258,7 @@ class SchedulerSide:
     def next_step(self, output: SchedulerOutput) -> Step:
         for request_id in output.preempted_req_ids or ():
             self._withdraw(request_id)
+        self._follow(output)
         if self._has_agents:
             for request_id, count in output.num_scheduled_tokens.items():
                 sending = self._sending.get(request_id)
@@ -264,6 +269,22 @@ class SchedulerSide:
         if self._may_rest and self._empty_steps > self._busy_steps:
             step.rest_s = LONG_REST_S if self._empty_steps > LONG_AFTER_STEPS else REST_S
         return step
+
+    def _follow(self, output: SchedulerOutput) -> None:
+        """Which blocks the requests that we offer have now, as the workers are told (0.26 tells us in no other way)."""
+        for new in output.scheduled_new_reqs:
+            if (sending := self._sending.get(new.req_id)) is not None:
+                sending.tables = transfer_tables(self._cache, new.block_ids)
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            sending = self._sending.get(request_id)
+            if sending is None or blocks is None:
+                continue
+            more = transfer_tables(self._cache, blocks)
+            if request_id in cached.resumed_req_ids or not sending.tables:
+                sending.tables = more
+            else:
+                sending.tables = [table + ids for table, ids in zip(sending.tables, more, strict=True)]
 
     def _withdraw(self, request_id: str) -> None:
         """Preempted: its blocks are already somebody else's, what was offered is void and starts anew."""
@@ -276,7 +297,6 @@ class SchedulerSide:
 
     def _offer(self, sending: Sending, computed: int) -> None:
         """What this step's forward will have computed, with the blocks that were not offered yet."""
-        assert self._manager is not None
         request = sending.request
         tokens = min(computed, request.num_prompt_tokens)
         if tokens <= sending.tokens:
@@ -284,9 +304,8 @@ class SchedulerSide:
         if not sending.name:
             sending.name = message_name(request.request_id, sending.attempt)
             sending.blocks = [0] * len(self._block_tokens)
-        table = self._cache.select_transfer_block_ids(self._manager.get_block_ids(request.request_id))
         firsts = [count * size for count, size in zip(sending.blocks, self._block_tokens, strict=True)]
-        pieces = self._pieces(table, firsts, tokens)
+        pieces = self._pieces(sending.tables, firsts, tokens)
         sending.tokens = tokens
         sending.blocks = [piece.first + len(piece.ids) for piece in pieces]
         self._step.after.append(
@@ -306,6 +325,3 @@ class SchedulerSide:
         said = output.kv_connector_worker_meta
         if isinstance(said, AgentAddresses):
             self._agents_are(said.addresses)
-
-    def bind(self, manager: KVCacheManager) -> None:
-        self._manager = manager

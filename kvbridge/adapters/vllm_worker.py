@@ -1,7 +1,8 @@
 """The worker's half of the vLLM connector: hands the step's messages to the agent and reports what the agent answered.
 
 No thread: everything happens in the hooks of the engine's own steps, and none that computes is held up, but for
-`_wait_for_readers`. Block ids are the engine's; the agent alone touches memory.
+`_wait_for_readers`. Block ids are the engine's; the agent alone touches memory. On a GPU a step is over here before
+it is computed there, so what we say carries a count of the stream's fence, and the agent waits, not we.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from kvbridge_proto.engine import (
 )
 from kvbridge_proto.pool import Handle, Shard
 from kvbridge_proto.words import OURS
+from msgspec.structs import replace
 from vllm.logger import init_logger
 
+from ..device.fence import EngineFence
 from ..device.handles import export
 from ..errors import KVBridgeError
 from .client import EngineClient
@@ -58,14 +61,18 @@ class WorkerSide:
         cache: KVCacheConfig,
         options: Options,
         clock: Callable[[], float] = time.monotonic,
+        fence_of: Callable[[torch.device], EngineFence | None] | None = None,
     ) -> None:
         self._config = config
         self._cache = cache
         self._options = options
         self._clock = clock
+        self._fence_of = fence_of or _fence_of
         self._ledger = Ledger()
         self._link: AgentLink | None = None
         self._directory: Directory | None = None
+        self._fence: EngineFence | None = None
+        self._step = Step()  # of which the part after the forward is still to be done
         self._told = ""  # the agent address that the scheduler knows
         self._look_at = 0.0
         self._rest_s = 0.0
@@ -90,13 +97,32 @@ class WorkerSide:
 
     def attach(self, path: str, memory: Memory) -> None:
         """Share the memory, and tell the agent at `path`, now and after every loss."""
-        handles, fds = _export(memory)  # moves the memory; now, not in the middle of serving
+        self._fence = self._fence_of(memory.device)
+        handles, fds = self._export(memory)  # moves memory that is no GPU's; now, not in the middle of serving
         _close(fds)
         self._key = (memory.pool.shard.pp_rank, memory.pool.shard.tp_rank)
-        attach = Attach(versions=OURS, pool=memory.pool, handles=handles)
-        self._link = AgentLink(EngineClient(path), attach, lambda: _export(memory)[1], log, self._clock)
+        fence_fd = None if self._fence is None else len(fds) - 1
+        attach = Attach(versions=OURS, pool=memory.pool, handles=handles, fence_fd=fence_fd)
+        self._link = AgentLink(EngineClient(path), attach, lambda: self._export(memory)[1], log, self._clock)
         self._link.start(self._options.connect_s)
         self._told = self._link.address
+
+    def _export(self, memory: Memory) -> tuple[tuple[Handle, ...], list[int]]:
+        """Handles and their descriptors, the fence's last; the caller closes them."""
+        handles: list[Handle] = []
+        fds: list[int] = []
+        try:
+            for index, storage in enumerate(memory.storages):
+                handle, fd = export(storage, index, len(fds))
+                handles.append(handle)
+                if fd is not None:
+                    fds.append(fd)
+            if self._fence is not None:
+                fds.append(os.dup(self._fence.fd))
+        except KVBridgeError:
+            _close(fds)
+            raise
+        return tuple(handles), fds
 
     def handshake(self) -> AgentAddress:
         return AgentAddress(self._told)
@@ -112,19 +138,26 @@ class WorkerSide:
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
+        if self._fence is not None:
+            self._fence.close()
 
     # A step:
 
     def before_forward(self, step: Step) -> None:
-        """Say what need not wait for this step's forward. Withdrawals must leave before it overwrites blocks."""
+        """Say what need not wait for this step's forward. Withdrawals must leave before it overwrites blocks.
+
+        Wanted blocks may still be written by an earlier forward, for a request that is gone: hence their fence.
+        """
+        self._step, self._rest_s = step, step.rest_s
         self._turn()
+        fence = self._mark(any(isinstance(message, Want) and message.blocks for message in step.before))
         for message in step.before:
             match message:
                 case Directory():
                     self._directory = message
                     self._say(message)
                 case Want() if message.request in step.awaited:
-                    self._want(message, step.awaited[message.request])
+                    self._want(replace(message, fence=fence), step.awaited[message.request])
                 case _:
                     self._say(message)
         preempted = [m.request for m in step.before if isinstance(m, Withdraw) and m.request not in step.held]
@@ -150,14 +183,19 @@ class WorkerSide:
         for name in preempted:
             self._ledger.forgotten(name)
 
-    def after_forward(self, step: Step) -> None:
-        """Offer what the forward has written; then what the scheduler keeps can be settled."""
+    def after_forward(self) -> None:
+        """Offer what the forward writes; then what the scheduler keeps can be settled. Once a step, however called."""
+        step, self._step = self._step, Step()
+        fence = self._mark(bool(step.after))
         for message in step.after:
-            if isinstance(message, Offer) and self._say(message):
+            if isinstance(message, Offer) and self._say(replace(message, fence=fence)):
                 self._ledger.offered(message.request, self._clock() + message.hold_s + GRACE_S)
         for name, request_id in step.held.items():
             self._ledger.held(name, request_id)
-        self._rest_s = step.rest_s
+
+    def _mark(self, is_needed: bool) -> int:
+        """A count that the fence reaches when the GPU has done all that is enqueued now; 0: it has, on a CPU."""
+        return self._fence.mark() if self._fence is not None and is_needed else 0
 
     def results(self) -> Reports:
         """What was finished since the last step."""
@@ -227,18 +265,9 @@ def _place(config: VllmConfig) -> tuple[Shard, int]:
     return shard, replica * parallel.local_world_size + get_world_group().local_rank
 
 
-def _export(memory: Memory) -> tuple[tuple[Handle, ...], list[int]]:
-    handles: list[Handle] = []
-    fds: list[int] = []
-    try:
-        for index, storage in enumerate(memory.storages):
-            handle, fd = export(storage, index, index)
-            handles.append(handle)
-            fds.append(fd)
-    except KVBridgeError:
-        _close(fds)
-        raise
-    return tuple(handles), fds
+def _fence_of(device: torch.device) -> EngineFence | None:
+    """A CPU's forward is finished when it returns."""
+    return EngineFence(device) if device.type == "cuda" else None
 
 
 def _close(fds: list[int]) -> None:

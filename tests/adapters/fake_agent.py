@@ -18,11 +18,16 @@ from kvbridge_proto.engine import Attach, Attached, Released, ToAgent, ToEngine,
 from kvbridge_proto.stream import StreamReader, pack
 from kvbridge_proto.words import Agent
 
+from kvbridge.device.fence import FencePage
+
 T = TypeVar("T")
 
 
 class FakeAgent:
-    """One agent with one engine. `heard` keeps everything but Attach; `attaches` counts those."""
+    """One agent with one engine. `heard` keeps everything but Attach; `attaches` counts those.
+
+    `fence` is the page that came with the last Attach, if one did.
+    """
 
     def __init__(self, path: Path, address: str = "tcp://127.0.0.1:7700", boot: str = "boot-1") -> None:
         self.path = path
@@ -30,6 +35,7 @@ class FakeAgent:
         self.boot = boot
         self.attaches: list[Attach] = []
         self.heard: list[Any] = []
+        self.fence: FencePage | None = None
         self.is_answering_attach = True
         self.is_answering_withdrawals = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -51,21 +57,25 @@ class FakeAgent:
                 received, fds, _, _ = socket.recv_fds(self._engine, 1 << 20, 64)
             except BlockingIOError:
                 return
-            for fd in fds:
-                os.close(fd)
+            try:
+                for message in self._reader.feed(received):
+                    self._hear(message, fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
             if not received:
                 self.hang_up()
                 return
-            for message in self._reader.feed(received):
-                self._hear(message)
 
-    def _hear(self, message: Any) -> None:
+    def _hear(self, message: Any, fds: list[int]) -> None:
         if not isinstance(message, Attach):
             self.heard.append(message)
             if isinstance(message, Withdraw) and self.is_answering_withdrawals:
                 self.say(Released(request=message.request, code="withdrawn"))
             return
         self.attaches.append(message)
+        if message.fence_fd is not None:
+            self.fence = FencePage(fds[message.fence_fd])
         if self.is_answering_attach:
             agent = Agent(name="fake", boot=self.boot, address=self.address, version="1")
             self.say(Attached(version=1, epoch=len(self.attaches), agent=agent))

@@ -20,9 +20,9 @@ from .world import BLOCK, World
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path).ready()
+@pytest.fixture(params=["0.32", "0.26"])
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
+    return World(tmp_path, hooks=request.param).ready()
 
 
 def done(want: Want) -> Done:

@@ -44,8 +44,13 @@ def build(
     total_heads: int = HEADS,
     total_layers: int | None = None,
     kv_cache_dtype: str = "auto",
+    layer: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    cache: dict[str, Any] | None = None,
+    older: bool = False,
     **parallel: int,
 ) -> Pool:
+    """`layer`, `model` and `cache` add to what vLLM's objects of those names say; `older` is the cache of 0.26."""
     attention = SimpleNamespace(
         attn_backend=SimpleNamespace(get_name=lambda: backend),
         kv_cache_dtype=kv_cache_dtype,
@@ -53,20 +58,23 @@ def build(
         isa="vec",
         _k_scale_float=0.5,
         _v_scale_float=0.25,
+        **(layer or {}),
     )
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(
             get_total_num_kv_heads=lambda: total_heads,
             hf_text_config=SimpleNamespace(num_hidden_layers=total_layers or len(caches)),
+            **(model or {}),
         ),
-        cache_config=SimpleNamespace(cache_dtype=kv_cache_dtype),
+        cache_config=SimpleNamespace(cache_dtype=kv_cache_dtype, **(cache or {})),
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(caches, attention)),
     )
-    cache = KVCacheConfig(
-        num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(caches), kv_spec or spec())]
-    )
-    return describe(caches, config, cache, shard or Shard(), model_name="m", engine_id="e").pool
+    groups = [KVCacheGroupSpec(list(caches), kv_spec or spec())]
+    found: Any = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+    if older:
+        found = SimpleNamespace(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+    return describe(caches, config, found, shard or Shard(), model_name="m", engine_id="e").pool
 
 
 def places(axis: tuple[Step, ...]) -> torch.Tensor:

@@ -19,9 +19,9 @@ from .world import World
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path).ready()
+@pytest.fixture(params=["0.32", "0.26"])
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
+    return World(tmp_path, hooks=request.param).ready()
 
 
 def test_tells_every_agent_where_all_ranks_have_theirs(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ After vLLM 0.32.0's tests/v1/kv_connector/unit/utils.py (Apache-2.0), which driv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,28 @@ class Clock:
 
 
 class World:
-    """One engine of `tp` ranks. `step` is one engine step; sampled tokens are all 7."""
+    """One engine of `tp` ranks. `step` is one engine step; sampled tokens are all 7.
 
-    def __init__(self, folder: Path, *, tp: int = 1, blocks: int = 100, budget: int = 64, **more: Any) -> None:
+    `hooks` says whose hooks the workers' model runner calls: those of vLLM 0.32, or those of 0.26. `fence_of` gives
+    the workers a fence, `on_forward` is called where the forward would be enqueued.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tp: int = 1,
+        blocks: int = 100,
+        budget: int = 64,
+        hooks: str = "0.32",
+        fence_of: Callable[[torch.device], Any] | None = None,
+        on_forward: Callable[[], None] = lambda: None,
+        **more: Any,
+    ) -> None:
         self.folder = folder
+        self.hooks = hooks
+        self.fence_of = fence_of
+        self.on_forward = on_forward
         self.clock = Clock()
         self.config = _config(folder, tp, budget, more)
         self.cache = KVCacheConfig(
@@ -89,7 +108,7 @@ class World:
     def _worker(self, rank: int, tp: int) -> KVBridgeConnector:
         worker = KVBridgeConnector(self.config, KVConnectorRole.WORKER, self.cache)
         options = Options.read(self.config.kv_transfer_config.kv_connector_extra_config)
-        worker.worker = WorkerSide(self.config, self.cache, options, self.clock)
+        worker.worker = WorkerSide(self.config, self.cache, options, self.clock, self.fence_of)
         return worker
 
     def path(self, rank: int) -> Path:
@@ -179,15 +198,10 @@ class World:
         ids = list(scheduled.num_scheduled_tokens)
         requests = self.scheduler.requests
         sampled = [[7] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids]
-        worker.wait_for_save()
-        results = worker.get_transfer_results(scheduled.finished_req_ids)
-        said = KVConnectorOutput(
-            finished_sending=results.finished_sending or None,
-            finished_recving=results.finished_recving or None,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
+        if ids:
+            self.on_forward()
+        said = self._said(worker, scheduled)
+        said.kv_connector_worker_meta = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
         return ModelRunnerOutput(
             req_ids=ids,
@@ -197,6 +211,26 @@ class World:
             prompt_logprobs_dict={},
             pooler_output=None,
             kv_connector_output=said,
+        )
+
+    def _said(self, worker: KVBridgeConnector, scheduled: Any) -> KVConnectorOutput:
+        """What both versions ask once the forward is enqueued; 0.26 saves nothing in a step without one."""
+        if self.hooks == "0.26":
+            if scheduled.num_scheduled_tokens:
+                worker.wait_for_save()
+            sent, received = worker.get_finished(scheduled.finished_req_ids)
+            return KVConnectorOutput(
+                finished_sending=sent,
+                finished_recving=received,
+                invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            )
+        worker.wait_for_save()
+        results = worker.get_transfer_results(scheduled.finished_req_ids)
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending or None,
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
         )
 
     def block_ids(self, request: Request) -> list[int]:
