@@ -15,12 +15,12 @@ from vllm.v1.request import RequestStatus
 
 from kvbridge.adapters.vllm_rooms import digest_of, offered_room
 
-from .world import BLOCK, World
+from .world import BLOCK, HOOKS, World
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(params=["0.32", "0.26"])
+@pytest.fixture(params=HOOKS)
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
     return World(tmp_path, hooks=request.param).ready()
 

@@ -13,7 +13,7 @@ from kvbridge_proto.engine import Directory, Done, Offer, Want
 
 from kvbridge.device.fence import EngineFence
 
-from .world import World
+from .world import HOOKS, World
 
 pytestmark = pytest.mark.vllm
 
@@ -42,7 +42,7 @@ def ordered() -> Ordered:
     return Ordered()
 
 
-@pytest.fixture(params=["0.32", "0.26"])
+@pytest.fixture(params=HOOKS)
 def world(request: pytest.FixtureRequest, tmp_path: Path, ordered: Ordered) -> World:
     return World(tmp_path, hooks=request.param, fence_of=lambda _: ordered, on_forward=ordered.forward).ready()
 

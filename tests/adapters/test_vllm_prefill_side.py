@@ -14,12 +14,12 @@ from kvbridge_proto.words import Rank
 
 from kvbridge.adapters.vllm_rooms import digest_of
 
-from .world import World
+from .world import HOOKS, World
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(params=["0.32", "0.26"])
+@pytest.fixture(params=HOOKS)
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
     return World(tmp_path, hooks=request.param).ready()
 
@@ -88,7 +88,7 @@ def test_frees_at_once_what_was_released_before_the_request_ended(world: World) 
     worker.bind_connector_metadata(scheduled.kv_connector_metadata)
     worker.wait_for_save()
     agent.say(Released(request=agent.one(Offer).request))  # all sinks served, while the engine still samples
-    assert not worker.get_transfer_results(set()).finished_sending
+    assert not world.said(worker, scheduled).finished_sending
     worker.clear_connector_metadata()
     held = world.scheduler.requests.copy()
     (request,) = held.values()

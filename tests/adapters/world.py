@@ -24,6 +24,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -43,6 +44,8 @@ from tests.engines.model import write_config
 from .fake_agent import FakeAgent
 
 BLOCK = 16
+# Whose hooks can be called: the installed vLLM's, and the older ones, which it still knows.
+HOOKS = ("0.32", "0.26") if hasattr(base, "KVConnectorTransferResults") else ("0.26",)
 
 
 class Clock:
@@ -69,7 +72,7 @@ class World:
         tp: int = 1,
         blocks: int = 100,
         budget: int = 64,
-        hooks: str = "0.32",
+        hooks: str = HOOKS[0],
         fence_of: Callable[[torch.device], Any] | None = None,
         on_forward: Callable[[], None] = lambda: None,
         **more: Any,
@@ -200,7 +203,7 @@ class World:
         sampled = [[7] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids]
         if ids:
             self.on_forward()
-        said = self._said(worker, scheduled)
+        said = self.said(worker, scheduled)
         said.kv_connector_worker_meta = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
         return ModelRunnerOutput(
@@ -213,7 +216,7 @@ class World:
             kv_connector_output=said,
         )
 
-    def _said(self, worker: KVBridgeConnector, scheduled: Any) -> KVConnectorOutput:
+    def said(self, worker: KVBridgeConnector, scheduled: Any) -> KVConnectorOutput:
         """What both versions ask once the forward is enqueued; 0.26 saves nothing in a step without one."""
         if self.hooks == "0.26":
             if scheduled.num_scheduled_tokens:
@@ -244,9 +247,13 @@ class World:
         """No request, no block, nothing waited for is left anywhere."""
         scheduler = self.scheduler
         assert not scheduler.requests and not scheduler.running
-        assert len(scheduler.waiting) == 0 and len(scheduler.kv_holding_waiting) == 0
+        assert len(scheduler.waiting) == 0
         assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
-        assert not scheduler._inflight_prefills and not any(scheduler._kv_fetch_counts.values())
+        assert not scheduler._inflight_prefills
+        if HOOKS[0] == "0.32":
+            assert len(scheduler.kv_holding_waiting) == 0 and not any(scheduler._kv_fetch_counts.values())
+        else:
+            assert len(scheduler.skipped_waiting) == 0 and not scheduler.deferred_frees
         assert self.free_blocks == self.cache.num_blocks - 1
         assert all(block.ref_cnt == 0 for block in scheduler.kv_cache_manager.block_pool.blocks if not block.is_null)
         ours = self.connector.scheduler
