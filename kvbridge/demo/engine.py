@@ -191,9 +191,10 @@ class SyntheticEngine:
 
     def _put_late(self, rows: Iterator[Rows]) -> None:
         ready = list(rows)  # all that copies from the host, and so would wait, is done before the kernel
-        torch.cuda._sleep(self.job.late_cycles)  # type: ignore[no-untyped-call]
-        for each in ready:
-            each.put()
+        with torch.cuda.device(self.job.device):
+            torch.cuda._sleep(self.job.late_cycles)  # type: ignore[no-untyped-call]
+            for each in ready:
+                each.put()
 
     def _rows(self, regions: Sequence[torch.Tensor], request: Request, codec: CodecName) -> Iterator[Rows]:
         job, table = self.job, self.tables[request.name]

@@ -191,7 +191,7 @@ def vmm_import(fd: int) -> int:
 
 
 def vmm_map(gpu: Gpu, handle: int, size_bytes: int) -> int:
-    """Where the first `size_bytes`, whole granules, of physical memory are readable and writable by `gpu` now."""
+    """Where physical memory of exactly `size_bytes` is now readable and writable by `gpu`."""
     address = int(_call("cuMemAddressReserve", size_bytes, 0, 0, 0))
     try:
         _call("cuMemMap", address, size_bytes, 0, handle, 0)

@@ -28,6 +28,8 @@ class EngineFence:
     def __init__(self, device: str | torch.device) -> None:
         """OperatorError `fence_unsupported` for a GPU that cannot write in stream order."""
         self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._count = 0
         self._stream: torch.cuda.Stream | None = None
         self._gpu = driver.Gpu.open(str(self._device)) if self._device.type == "cuda" else None

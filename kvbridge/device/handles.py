@@ -11,6 +11,7 @@ from ..errors import OperatorError
 from . import driver
 
 SHM = "/dev/shm"
+VMM_SIZE_BYTES = 8  # the payload of a vmm_fd handle: the allocation's size, little-endian
 
 
 def export(storage: torch.UntypedStorage, region: int, fd_index: int, shm: str = SHM) -> tuple[Handle, int | None]:
@@ -73,14 +74,15 @@ def _export_cuda(storage: torch.UntypedStorage, region: int, fd_index: int) -> t
         check_exportable(memory, address, storage.nbytes())
         offset = address - memory.base
         if memory.is_virtual:
+            size = memory.size_bytes.to_bytes(VMM_SIZE_BYTES, "little")
             fd = driver.vmm_export(address)
-            return Handle(region=region, kind="vmm_fd", device=gpu.uuid, offset=offset, fd=fd_index), fd
+            return Handle(region=region, kind="vmm_fd", device=gpu.uuid, payload=size, offset=offset, fd=fd_index), fd
         payload = driver.ipc_export(memory.base)
-    return Handle(region=region, kind="cuda_ipc", device=gpu.uuid, offset=offset, payload=payload), None
+    return Handle(region=region, kind="cuda_ipc", device=gpu.uuid, payload=payload, offset=offset), None
 
 
 def _export_shared(storage: torch.UntypedStorage, region: int, fd_index: int, shm: str) -> tuple[Handle, int]:
-    if storage.is_pinned():
+    if torch.tensor([], dtype=torch.uint8).set_(storage).is_pinned():
         raise OperatorError(
             "pinned_memory",
             "KV cache: is pinned host memory, which cannot move into shared memory under the GPUs that use it; "

@@ -14,6 +14,7 @@ from kvbridge_proto.pool import Handle
 
 from ..errors import EngineError, OperatorError
 from . import driver
+from .handles import VMM_SIZE_BYTES
 
 OWN_MEMORY = {"CUDA_ERROR_INVALID_CONTEXT"}
 NO_PEER = {"CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "CUDA_ERROR_TOO_MANY_PEERS"}
@@ -72,6 +73,7 @@ class GpuMappings:
     def map(self, handle: Handle, size_bytes: int, fds: Sequence[int]) -> torch.Tensor:
         check_kind(handle, self._gpu.device)
         check_device(handle, self._gpu.uuid)
+        check_payload(handle)
         with self._gpu.current():
             if handle.kind == "cuda_ipc":
                 address = self._import(handle)
@@ -90,31 +92,24 @@ class GpuMappings:
             self._imported, self._mapped = {}, []
 
     def _import(self, handle: Handle) -> int:
-        check_payload(handle)
         if handle.payload not in self._imported:
             self._imported[handle.payload] = open_ipc(self._gpu, handle.payload, f"region {handle.region}")
         return self._imported[handle.payload]
 
     def _map_fd(self, handle: Handle, size_bytes: int, fd: int) -> int:
-        """Maps as much as the region needs: an allocation's own size cannot be asked for."""
-        granule = driver.vmm_granule(self._gpu)
-        mapped_bytes = -(-(handle.offset + size_bytes) // granule) * granule
+        """All of the allocation or nothing: the driver maps no part of one, nor says how large it is."""
+        held_bytes = int.from_bytes(handle.payload, "little")
+        check_end(handle, size_bytes, held_bytes, "its allocation")
         try:
             physical = driver.vmm_import(fd)
+            try:
+                address = driver.vmm_map(self._gpu, physical, held_bytes)
+            finally:
+                driver.vmm_release(physical)
         except driver.CudaError as error:
-            raise EngineError("region_unmappable", f"fd of region {handle.region}: {error}") from error
-        try:
-            address = driver.vmm_map(self._gpu, physical, mapped_bytes)
-        except driver.CudaError as error:
-            if error.result not in STALE:
-                raise
-            end = handle.offset + size_bytes
-            raise EngineError(
-                "region_too_small", f"region {handle.region}: ends at byte {end}, its fd has less: {error}"
-            ) from error
-        finally:
-            driver.vmm_release(physical)
-        self._mapped.append((address, mapped_bytes))
+            reason = f"the fd of region {handle.region}, said to hold {held_bytes} bytes: {error}"
+            raise EngineError("region_unmappable", reason) from error
+        self._mapped.append((address, held_bytes))
         return address
 
 
@@ -193,10 +188,10 @@ def check_peer(ours: str, peer: str, can_access: bool | None, what: str) -> None
 
 
 def check_payload(handle: Handle) -> None:
-    if len(handle.payload) != driver.IPC_HANDLE_BYTES:
+    wanted = driver.IPC_HANDLE_BYTES if handle.kind == "cuda_ipc" else VMM_SIZE_BYTES
+    if len(handle.payload) != wanted:
         raise EngineError(
-            "region_unmappable",
-            f"payload of region {handle.region}: {len(handle.payload)} bytes, must be {driver.IPC_HANDLE_BYTES}",
+            "region_unmappable", f"payload of region {handle.region}: {len(handle.payload)} bytes, must be {wanted}"
         )
 
 
