@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
+from kvbridge_proto.peer import Route
 from msgspec import Meta
 
 from .errors import OperatorError
 
 ENVIRONMENT_PREFIX = "KVBRIDGE_"
 SOCKET_PATH_BYTES = 107  # what the kernel takes for a unix socket
+DEVICES = r"^(auto|cpu|cuda(:[0-9]{1,3})?|GPU-[0-9a-fA-F-]{36})$"
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -35,6 +37,13 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[Annotated[int, Meta(ge=0)], ...],
         Meta(max_length=64, description="Users whose engines may attach; empty: our own and root"),
     ] = ()
+    device: Annotated[
+        str, Meta(pattern=DEVICES, description="Where the engine's memory is: auto, cpu, cuda, cuda:N or a GPU's UUID")
+    ] = "auto"
+    routes: Annotated[
+        tuple[Route, ...],
+        Meta(min_length=1, max_length=3, description="Ways to a peer's slots, the best first: direct, nixl, host"),
+    ] = ("direct", "nixl", "host")
     slot_bytes: Annotated[
         int, Meta(ge=1 << 16, le=1 << 30, description="Size of a staging slot, the largest piece in flight")
     ] = 4 << 20
@@ -107,7 +116,7 @@ def _typed(name: str, value: Any, origin: str) -> Any:
     hint = get_type_hints(AgentConfig, include_extras=True)[name]
     is_text = isinstance(value, str)
     plain: Any = value
-    if is_text and name == "allowed_uids":
+    if is_text and name in ("allowed_uids", "routes"):
         plain = [part.strip() for part in value.split(",") if part.strip()]
     try:
         return msgspec.convert(plain, hint, strict=not is_text or origin.endswith(".toml"))
@@ -122,6 +131,8 @@ def _check(config: AgentConfig) -> None:
         raise OperatorError("bad_option", f"socket: got {path!r}, must be an absolute path")
     if len(path.encode()) > SOCKET_PATH_BYTES:
         raise OperatorError("bad_option", f"socket: got {len(path.encode())} bytes, limit {SOCKET_PATH_BYTES}: {path}")
+    if len(set(config.routes)) < len(config.routes):
+        raise OperatorError("bad_option", f"routes: got {', '.join(config.routes)}, each must be named once")
     if config.slot_bytes % 4096:
         raise OperatorError("bad_option", f"slot_bytes: got {config.slot_bytes}, must be a multiple of 4096")
     if config.allow_wildcard and not config.advertise:

@@ -17,21 +17,19 @@ from importlib.metadata import version
 
 import torch
 import uvloop
-from kvbridge_proto.peer import FabricCard, Notice
+from kvbridge_proto.peer import Notice
 from kvbridge_proto.status import Status
 from kvbridge_proto.words import Agent as AgentCard
 
 from ..config import AgentConfig
-from ..device.staging import Staging
 from ..exchange.actions import Scatter, Ship
 from ..exchange.inbound import Inbound
 from ..exchange.outbound import Outbound
 from ..exchange.slots import LocalSlots, SlotPool
 from ..transport.control import Control, Settings
-from ..transport.fabric import Fabric
-from ..transport.fabric_nixl import NixlFabric
 from ..transport.local import LocalConnection, LocalServer
 from .engines import Engines
+from .equipment import equip
 from .metrics import Gauges, Metrics
 from .mover import Mover
 from .peers import Peers
@@ -87,12 +85,12 @@ class Agent:
                 ]
                 self.state = "serving"
                 log.info(
-                    "serving: name=%s boot=%s address=%s socket=%s fabric=%s",
+                    "serving: name=%s boot=%s address=%s socket=%s device=%s",
                     self.card.name,
                     self.boot,
                     self.card.address,
                     self.config.socket,
-                    self.mover.kind,
+                    self.mover.description,
                 )
                 await self._stop.wait()
                 if self._failure is not None:
@@ -109,9 +107,10 @@ class Agent:
         config, loop = self.config, asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        self._build_staging(stack)
-        await self.mover.start()
+        self.slots, self.local_slots = SlotPool(config.inbound_slots), LocalSlots(config.outbound_slots)
+        self.mover = Mover(lambda: equip(config, self.boot), self.boot, self, config.write_timeout_s)
         stack.push_async_callback(self.mover.stop)
+        await self.mover.start()
         self.control = await stack.enter_async_context(self._control())
         self.local = await stack.enter_async_context(
             LocalServer(config.socket, allowed_uids=config.allowed_uids or None)
@@ -128,18 +127,6 @@ class Agent:
         if config.metrics:
             stack.callback(self.metrics.serve(config.metrics))
 
-    def _build_staging(self, stack: AsyncExitStack) -> None:
-        config = self.config
-        self.slots, self.local_slots = SlotPool(config.inbound_slots), LocalSlots(config.outbound_slots)
-        self.landing = Staging(config.slot_bytes, config.inbound_slots)
-        leaving = Staging(config.slot_bytes, config.outbound_slots)
-        stack.callback(leaving.close)
-        stack.callback(self.landing.close)
-        self.mover = Mover(self._fabric, self.landing, leaving, self.boot, self, config.write_timeout_s)
-
-    def _fabric(self) -> Fabric:
-        return NixlFabric(self.boot, net_devices=self.config.net_devices)
-
     def _control(self) -> Control:
         config = self.config
         settings = Settings(connect_s=config.connect_s, silence_s=config.silence_s)
@@ -149,7 +136,7 @@ class Agent:
         clock = time.monotonic
         self.inbound = Inbound(self.slots, lambda: secrets.token_hex(8), lambda: secrets.token_bytes(16))
         self.outbound = Outbound(self.local_slots)
-        self.engines = Engines(lambda: self.card, self._fabric_card, self.mover, self.metrics, self.status)
+        self.engines = Engines(lambda: self.card, self.mover, self.metrics, self.status)
         home = lambda: self.engines.home  # noqa: E731
         self.peers = Peers(self.control, self.mover, home, self.metrics, self.config.connect_s)
         self.sink = Sink(self.inbound, self.peers, self.mover, self.metrics, self.engines.tell, clock)
@@ -166,15 +153,6 @@ class Agent:
                 peers=lambda: sum(1 for peer in self.peers.statuses() if " open" in peer.state),
                 is_attached=lambda: self.engines.home is not None,
             )
-        )
-
-    def _fabric_card(self) -> FabricCard:
-        return FabricCard(
-            kind=self.mover.kind,
-            descriptor=self.mover.descriptor,
-            base=self.landing.base,
-            slot_bytes=self.config.slot_bytes,
-            slots=self.config.inbound_slots,
         )
 
     # Serve:
@@ -236,7 +214,6 @@ class Agent:
                     await asyncio.sleep(TICK_S)
         await self.engines.leave("the agent is stopping")
         self.peers.end_all("the agent is stopping")
-        await self.mover.flush()
 
     # Status:
 
@@ -246,7 +223,8 @@ class Agent:
             agent=self.card,
             state=self.state,
             uptime_s=time.monotonic() - self._started,
-            fabric=self.mover.kind,
+            fabric=self.mover.site.fabric.kind,
+            device=self.mover.description,
             slot_bytes=self.config.slot_bytes,
             inbound=self.slots.counts(),
             outbound=self.local_slots.counts(),

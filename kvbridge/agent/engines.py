@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvbridge_proto.codec import BadFrame
 from kvbridge_proto.engine import (
@@ -29,14 +30,15 @@ from kvbridge_proto.engine import (
     Withdraw,
 )
 from kvbridge_proto.engine import Failed as WantFailed
-from kvbridge_proto.peer import FabricCard
 from kvbridge_proto.status import EngineStatus, Status, StatusQuery
 from kvbridge_proto.words import OURS, Agent, Rank, negotiate
 
+from ..device.fence import FencePage
 from ..device.memory import AttachedPool
-from ..errors import KVBridgeError
+from ..errors import EngineError, KVBridgeError
 from ..exchange.session import Home
 from ..transport.local import LocalConnection
+from .attachment import Attachment
 from .metrics import Metrics
 from .mover import Mover
 from .peers import Peers
@@ -45,8 +47,6 @@ from .source import Source
 
 log = logging.getLogger("kvbridge.engine")
 
-DIGESTS = ("xxh3",)
-
 
 class Engines:
     """Runs on the loop; `serve_connection` is one task per client."""
@@ -54,7 +54,6 @@ class Engines:
     def __init__(
         self,
         agent: Callable[[], Agent],
-        card: Callable[[], FabricCard],
         mover: Mover,
         metrics: Metrics,
         status: Callable[[], Status],
@@ -64,12 +63,11 @@ class Engines:
         self.source: Source
         self.is_closing = False
         self._agent = agent
-        self._card = card
         self._mover = mover
         self._metrics = metrics
         self._status = status
         self._connection: LocalConnection | None = None
-        self._memory: AttachedPool | None = None
+        self._attached: Attachment | None = None
         self._home: Home | None = None
         self._epoch = 0
         self._leaving: asyncio.Task[None] | None = None
@@ -126,11 +124,11 @@ class Engines:
         self.sink.engine_left()
         self.peers.end_all(reason)
         self._home = None
-        memory, self._memory = self._memory, None
-        self.sink.memory = self.source.memory = None
-        await self._mover.flush()  # what was begun is finished; nothing new can begin
-        if memory is not None:
-            memory.close()
+        attached, self._attached = self._attached, None
+        self.sink.attached = self.source.attached = None
+        if attached is not None:
+            await self._mover.let_go(attached)  # what was begun is finished; nothing new can begin
+            attached.close()
         log.info("engine left: epoch=%d %s", epoch, reason)
 
     # What clients say:
@@ -149,6 +147,9 @@ class Engines:
                 self._directory(home, ranks)
             case Offer() if self.is_closing and not self.source.knows(message.request):
                 connection.send(Released(request=message.request, code="draining"))
+            case Offer(fence=fence) | Want(fence=fence) if fence and self._has_no_fence():
+                reason = f"fence: {fence}, but none came with attach"
+                connection.send(Refused(code="no_fence", reasons=(reason,), about=message.request))
             case Offer():
                 self.source.offer(message, home)
             case Withdraw(request=request, reason=reason):
@@ -167,7 +168,7 @@ class Engines:
     def _attach(self, connection: LocalConnection, attach: Attach, fds: list[int]) -> None:
         try:
             version = self._check_attach(attach)
-            memory = AttachedPool.open(attach.pool, attach.handles, fds)
+            attached = self._open(attach, fds)
         except KVBridgeError as error:
             log.warning("refused an engine: pid=%d code=%s %s", connection.pid, error.code, error)
             self._metrics.refused(error.code)
@@ -175,11 +176,11 @@ class Engines:
             connection.send(Refused(code=error.code, reasons=reasons))
             return
         self._epoch += 1
-        self._connection, self._memory = connection, memory
-        self.sink.memory = self.source.memory = memory
+        self._connection, self._attached = connection, attached
+        self.sink.attached = self.source.attached = attached
         pool, agent = attach.pool, self._agent()
         own = Rank(tp_rank=pool.shard.tp_rank, pp_rank=pool.shard.pp_rank, address=agent.address)
-        self._home = Home(agent, self._epoch, pool, self._card(), DIGESTS, (own,))
+        self._home = Home(agent, self._epoch, pool, self._mover.site, self._mover.digests, (own,))
         log.info(
             "attached: %s epoch=%d pid=%d planes=%d",
             _name(attach),
@@ -188,6 +189,19 @@ class Engines:
             len(pool.planes),
         )
         connection.send(Attached(version=version, epoch=self._epoch, agent=agent))
+
+    def _open(self, attach: Attach, fds: list[int]) -> Attachment:
+        """Map what the engine sent. Raises KVBridgeError; nothing stays mapped then."""
+        memory = AttachedPool.open(attach.pool, attach.handles, fds, self._mover.device)
+        try:
+            fence = None if attach.fence_fd is None else FencePage(_fd(fds, attach.fence_fd))
+        except BaseException:
+            memory.close()
+            raise
+        return Attachment(self._epoch + 1, memory, fence)
+
+    def _has_no_fence(self) -> bool:
+        return self._attached is None or self._attached.fence is None
 
     def _check_attach(self, attach: Attach) -> int:
         if self.is_closing:
@@ -206,7 +220,7 @@ class Engines:
         return version
 
     def _directory(self, home: Home, ranks: tuple[Rank, ...]) -> None:
-        self._home = Home(home.agent, home.epoch, home.pool, home.fabric, home.digests, ranks)
+        self._home = replace(home, ranks=ranks)
 
     def engine_status(self) -> EngineStatus | None:
         home = self._home
@@ -222,6 +236,12 @@ class Engines:
             pool_bytes=sum(region.size_bytes for region in pool.regions),
             planes=len(pool.planes),
         )
+
+
+def _fd(fds: list[int], index: int) -> int:
+    if index >= len(fds):
+        raise EngineError("fd_missing", f"fence_fd: {index}, {len(fds)} came with the message")
+    return fds[index]
 
 
 def _name(attach: Attach) -> str:

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvbridge_proto.peer import (
+    PROBE_LANES,
     Body,
     Cancel,
     Claim,
@@ -27,6 +28,7 @@ from kvbridge_proto.status import PeerStatus
 
 from ..errors import FabricError, PeerError
 from ..exchange.lease import Deadlines
+from ..exchange.route import Routed, Site
 from ..exchange.session import (
     SESSION_TABLE,
     Home,
@@ -42,7 +44,8 @@ from ..geometry.compat import Convertible
 from ..transport.control import Arrived, Control, Lost, Rejected
 from ..transport.link import Link
 from .metrics import Metrics
-from .mover import Mover, Target
+from .mover import Mover
+from .routes import SLOW_BYTES_PER_S, Landing
 
 log = logging.getLogger("kvbridge.peers")
 
@@ -72,6 +75,7 @@ class Dialled:
     link: Link
     state: SessionState = SessionState.NEW
     session: Session | None = None
+    lane: int = 0  # where the source proves its route
 
     def step(self, event: SessionEvent) -> None:
         self.state = SESSION_TABLE.after(self.state, event)
@@ -109,6 +113,7 @@ class Peers:
         self._deadlines: Deadlines[str] = Deadlines()
         self._warned: dict[str, float] = {}
         self._greeting = asyncio.Lock()
+        self._lane = 0
 
     async def serve(self) -> None:
         """Hear what comes in until cancelled."""
@@ -127,6 +132,8 @@ class Peers:
         try:
             if isinstance(body, Hello):  # waits for the mover; nobody else shall
                 tasks.create_task(self._greet(link, sender, body))
+            elif isinstance(body, Welcome) and link.is_dialled:
+                tasks.create_task(self._welcomed(link.address, body))
             else:
                 self._hear(link, sender, body)
         except Exception:
@@ -180,7 +187,9 @@ class Peers:
         if home is None or dialled is None or dialled.state is SessionState.GREETING:
             return
         dialled.step(SessionEvent.HELLO)
-        dialled.link.send(hello(home))
+        self._lane = (self._lane + 1) % PROBE_LANES
+        dialled.lane = self._lane
+        dialled.link.send(hello(home, dialled.lane))
         self._deadlines.set(address, time.monotonic() + self._connect_s)
 
     def send_to_source(self, address: str, body: Body) -> None:
@@ -201,11 +210,16 @@ class Peers:
         log.info("session over: peer=%s code=%s %s", address, code, reason)
         self.sink.unreachable(address, code, reason)
 
-    def _welcomed(self, address: str, greeting: Welcome) -> None:
+    async def _welcomed(self, address: str, greeting: Welcome) -> None:
+        """The source agrees. Its route counts once we have seen what it wrote by it."""
         home, dialled = self._home(), self._dialled.get(address)
         if home is None or dialled is None or dialled.state is not SessionState.GREETING:
             return
         session: Session | Refuse = accept(greeting, home)
+        if dialled.session is None and isinstance(session, Session) and not await self._is_proved(session, dialled):
+            session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
+        if self._home() is not home or self._dialled.get(address) is not dialled:
+            return
         if greeting.agent.boot != dialled.link.peer_boot:
             session = Refuse(code="bad_welcome", reasons=("agent.boot: not the one on the envelope",))
         if isinstance(session, Refuse):
@@ -215,9 +229,14 @@ class Peers:
         dialled.step(SessionEvent.WELCOME)
         if dialled.session is None:
             log.info("session open: peer=%s boot=%s %s", address, session.peer.boot, _describe(session))
+            _warn_of_route(address, session)
         dialled.session = session
         dialled.link.version = session.version
         self.sink.opened(address, session)
+
+    async def _is_proved(self, session: Session, dialled: Dialled) -> bool:
+        probe = session.routed.probe
+        return probe is not None and await self._mover.is_proved(session.routed.route, dialled.lane, probe)
 
     # As source:
 
@@ -239,30 +258,37 @@ class Peers:
             link.send(session)
             return
         boot = session.peer.boot
-        if (known := self._accepted.get(boot)) is None:
-            if not await self._connect(link, greeting, home):
-                return
+        known = self._accepted.get(boot)
+        if known is not None and known.link is link:
+            routed: Routed | None = known.session.routed
+        else:  # it has forgotten what was proved before, or never knew
+            routed = await self._connect(link, greeting, home)
+        if routed is None:
+            return
+        session = replace(session, routed=routed)
+        if known is None:
             log.info("session open: sink=%s boot=%s %s", session.peer.name, boot, _describe(session))
+            _warn_of_route(session.peer.name, session)
         elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
             self.source.lost(boot)
         self._accepted[boot] = Accepted(link, session)
         link.version = session.version
         link.send(welcome(session, home))
 
-    async def _connect(self, link: Link, greeting: Hello, home: Home) -> bool:
-        """Make the sink's slots writable; False if that failed or has become pointless meanwhile."""
-        boot, card = greeting.agent.boot, greeting.fabric
+    async def _connect(self, link: Link, greeting: Hello, home: Home) -> Routed | None:
+        """Prove a route to the sink's slots; None if there is none or it has become pointless meanwhile."""
+        boot = greeting.agent.boot
         try:
-            await self._mover.connect(boot, card.descriptor, Target(card.base, card.slot_bytes, card.slots))
+            routed = await self._mover.connect(Landing(boot, Site.of(greeting), greeting.probe_lane))
         except FabricError as error:
-            link.send(Refuse(code=error.code, reasons=(str(error)[:1024],)))
-            return False
+            link.send(Refuse(code=error.code, reasons=tuple(reason[:1024] for reason in error.reasons[:64])))
+            return None
         current = self._home()
         if link.is_lost or current is None or current.epoch != home.epoch:
             self._mover.disconnect(boot)
             link.send(Refuse(code="no_engine", reasons=("the engine left during the handshake",)))
-            return False
-        return True
+            return None
+        return routed
 
     def _lose_sink(self, boot: str, reason: str) -> None:
         accepted = self._accepted.pop(boot, None)
@@ -281,8 +307,6 @@ class Peers:
                 self._end(address, "peer_left", body.reason)
             case Goodbye():
                 self._lose_sink(sender, body.reason)
-            case Welcome() if address is not None:
-                self._welcomed(address, body)
             case Refuse(about="") if address is not None:
                 self._end(address, body.code, "; ".join(body.reasons))
             case Ready() | Failing() | Drained() | Refuse() if address is not None:
@@ -325,7 +349,8 @@ class Peers:
                 address=address,
                 boot=session.peer.boot if session else "",
                 state=f"source {dialled.state.name.lower()}",
-                verdict=_describe(session) if session else "",
+                verdict=_verdict(session) if session else "",
+                route=_route(session) if session else "",
             )
         for boot, accepted in list(self._accepted.items()):
             session = accepted.session
@@ -334,10 +359,28 @@ class Peers:
                 address=session.peer.address,
                 boot=boot,
                 state="sink open",
-                verdict=_describe(session),
+                verdict=_verdict(session),
+                route=_route(session),
             )
 
 
 def _describe(session: Session) -> str:
+    return f"{_route(session)}, {_verdict(session)}"
+
+
+def _route(session: Session) -> str:
+    """The route, what it was measured at, and what stood against the better ones."""
+    route, why, probe = session.routed.route, session.routed.why, session.routed.probe
+    rate = f" {probe.bytes_per_s / 1e9:.3g} GB/s" if probe else ""
+    return f"{route}{rate}" + (f" ({why})" if why else "")
+
+
+def _warn_of_route(name: str, session: Session) -> None:
+    probe = session.routed.probe
+    if probe is not None and probe.bytes_per_s < SLOW_BYTES_PER_S:
+        log.warning("slow route: peer=%s %s", name, _route(session))
+
+
+def _verdict(session: Session) -> str:
     found = session.verdict
     return "converting " + "; ".join(found.changes) if isinstance(found, Convertible) else "same on both sides"

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from kvbridge_proto.engine import Done, Failed, ToEngine, Want
 from kvbridge_proto.peer import Drained, Failing, Notice, Ready, Refuse
 
-from ..device.memory import AttachedPool
 from ..exchange.actions import Action, Ask, Reach, Scatter, Send, Tell
 from ..exchange.inbound import Inbound
 from ..exchange.session import Home, Session
+from .attachment import Attachment
 from .metrics import Metrics
 from .mover import Mover
 from .peers import Peers
@@ -24,7 +24,7 @@ log = logging.getLogger("kvbridge.sink")
 
 
 class Sink:
-    """Runs on the loop. `memory` is what the engine attached, or None."""
+    """Runs on the loop. `attached` is what the engine attached, or None."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Sink:
         tell: Callable[[ToEngine], None],
         clock: Callable[[], float],
     ) -> None:
-        self.memory: AttachedPool | None = None
+        self.attached: Attachment | None = None
         self._inbound = inbound
         self._peers = peers
         self._mover = mover
@@ -114,8 +114,8 @@ class Sink:
                     self._told(message)
                     self._tell(message)
                 case Scatter():
-                    assert self.memory is not None
-                    self._mover.scatter(action, self.memory)
+                    assert self.attached is not None
+                    self._mover.scatter(action, self.attached)
         self._mover.expect(self._inbound.slots.counts().lent)
 
     def _told(self, message: ToEngine) -> None:

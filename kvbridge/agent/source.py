@@ -13,10 +13,10 @@ from collections.abc import Callable
 from kvbridge_proto.engine import Offer, Released, ToEngine
 from kvbridge_proto.peer import Cancel, Claim, Grant, Refuse, Settled
 
-from ..device.memory import AttachedPool
 from ..exchange.actions import Action, Send, Ship, Tell
 from ..exchange.outbound import Outbound
 from ..exchange.session import Home, Session
+from .attachment import Attachment
 from .metrics import Metrics
 from .mover import Mover
 from .peers import Peers
@@ -25,7 +25,7 @@ log = logging.getLogger("kvbridge.source")
 
 
 class Source:
-    """Runs on the loop. `memory` is what the engine attached, or None."""
+    """Runs on the loop. `attached` is what the engine attached, or None."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Source:
         home: Callable[[], Home | None],
         clock: Callable[[], float],
     ) -> None:
-        self.memory: AttachedPool | None = None
+        self.attached: Attachment | None = None
         self._outbound = outbound
         self._peers = peers
         self._mover = mover
@@ -124,6 +124,5 @@ class Source:
                         self._metrics.offer_released(message.code)
                     self._tell(message)
                 case Ship():
-                    home = self._home()
-                    assert home is not None and self.memory is not None
-                    self._mover.ship(action, self.memory, home.epoch)
+                    assert self.attached is not None
+                    self._mover.ship(action, self.attached)

@@ -110,6 +110,10 @@ def plan(
 
 
 def demo(
+    device: Annotated[
+        str, typer.Option(help="Where the engines' memory is: cpu, or GPUs to deal out, such as cuda:0,cuda:1.")
+    ] = "cpu",
+    routes: Annotated[str, typer.Option(help="Ways that agents may use, the best first.")] = "direct,nixl,host",
     vllm: Annotated[bool, typer.Option("--vllm", help="Two real vLLM engines instead of synthetic ones.")] = False,
     vllm_python: Annotated[
         Path | None, typer.Option(help="A Python that has vLLM and kvbridge. Default: .venv-vllm/bin/python.")
@@ -124,4 +128,4 @@ def demo(
         else:
             from ..demo.run import run
 
-            run()
+            run(devices=device.split(","), routes=routes)

@@ -50,6 +50,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     source_codec: CodecName = "bf16"
     device: str = "cpu"
     late_cycles: int = 0
+    unfenced: Literal["", "source", "sink"] = ""  # the side that says its stream has finished when it has not
 
 
 class Rejected(Exception):
@@ -180,14 +181,17 @@ class SyntheticEngine:
             first_token = max(first_token, request.first_token)
             piece = msgspec.structs.replace(request, first_token=first_token, tokens=tokens)
             self._put_late(self._rows(self.regions, piece, self.job.shape.codec))
-        return self.fence.mark() if self.fence else 0
+        return self._mark()
 
     def _leave(self, request: Request) -> int:
         """The fence behind which nobody else writes the wanted blocks."""
         if self.job.late_cycles:
             former = msgspec.structs.replace(request, seed=request.seed + 1)
             self._put_late(self._rows(self.regions, former, self.job.source_codec))
-        return self.fence.mark() if self.fence else 0
+        return self._mark()
+
+    def _mark(self) -> int:
+        return self.fence.mark() if self.fence and self.job.unfenced != self.job.role else 0
 
     def _put_late(self, rows: Iterator[Rows]) -> None:
         ready = list(rows)  # all that copies from the host, and so would wait, is done before the kernel

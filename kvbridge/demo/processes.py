@@ -27,6 +27,7 @@ class AgentProcess:
 
     def __init__(self, folder: Path, name: str, options: dict[str, str]) -> None:
         self.name = name
+        self.options = options
         self.socket = str(folder / f"{name}.sock")
         self.log = folder / f"{name}.log"
         said = {"name": name, "socket": self.socket, "listen": "tcp://127.0.0.1:0", "metrics": "", **options}
@@ -93,12 +94,14 @@ class EngineProcess:
 
 
 @contextmanager
-def agents(folder: Path, names: Sequence[str], **options: str) -> Iterator[list[AgentProcess]]:
-    """Agents that serve; stopped at the end."""
+def agents(
+    folder: Path, names: Sequence[str], devices: Sequence[str] = ("cpu",), **options: str
+) -> Iterator[list[AgentProcess]]:
+    """Agents that serve, `devices` dealt out to them in turn; stopped at the end."""
     with ExitStack() as stack:
         started = []
-        for name in names:
-            started.append(AgentProcess(folder, name, options))
+        for i, name in enumerate(names):
+            started.append(AgentProcess(folder, name, {"device": devices[i % len(devices)], **options}))
             stack.callback(end, started[-1].process)
         for agent in started:
             agent.wait_serving()

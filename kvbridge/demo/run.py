@@ -61,14 +61,19 @@ class Outcome:
     wrong: str
 
 
-def run(pairs: Sequence[tuple[Shape, Shape]] = PAIRS, requests: Sequence[Request] = REQUESTS) -> None:
-    """Exit code 1 if anything failed or any element is wrong."""
+def run(
+    pairs: Sequence[tuple[Shape, Shape]] = PAIRS,
+    requests: Sequence[Request] = REQUESTS,
+    devices: Sequence[str] = ("cpu",),
+    routes: str = "direct,nixl,host",
+) -> None:
+    """`devices` are dealt out to the agents in turn. Exit code 1 if anything failed or any element is wrong."""
     console = Console()
     began = time.monotonic()
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="kvbridge-demo-") as folder, ExitStack() as stack:
         console.print("starting three agents (ZeroMQ and NIXL on this machine) ...")
-        running = stack.enter_context(agents(Path(folder), NAMES))
+        running = stack.enter_context(agents(Path(folder), NAMES, devices, routes=routes))
         progress = Progress(
             TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console
         )
@@ -91,12 +96,15 @@ def carry(
     sink: Shape,
     requests: list[Request],
     progress: Progress,
+    late_cycles: int = 0,
+    unfenced: str = "",
 ) -> Outcome:
     """One pair: start the engines, let the requests flow, hear what the sinks found in their memory."""
     before, after = running[: source.tp_size], running[source.tp_size : source.tp_size + sink.tp_size]
     with ExitStack() as stack:
-        jobs = [*_jobs("source", source, before, requests)]
-        jobs += _jobs("sink", sink, after, requests, source=before[0].address, source_codec=source.codec)
+        late: dict[str, Any] = {"late_cycles": late_cycles, "unfenced": unfenced}
+        jobs = [*_jobs("source", source, before, requests, **late)]
+        jobs += _jobs("sink", sink, after, requests, source=before[0].address, source_codec=source.codec, **late)
         engines = [_start(folder, stack, job) for job in jobs]
         sinks = engines[len(before) :]
         for engine in engines:
@@ -128,7 +136,17 @@ def _jobs(
 ) -> Iterator[Job]:
     ranks = tuple(agent.address for agent in beside)
     for rank, agent in enumerate(beside):
-        yield Job(role=role, shape=shape, rank=rank, socket=agent.socket, ranks=ranks, requests=requests, **more)
+        device = agent.options["device"]
+        yield Job(
+            role=role,
+            shape=shape,
+            rank=rank,
+            socket=agent.socket,
+            ranks=ranks,
+            requests=requests,
+            device=device,
+            **more,
+        )
 
 
 def _start(folder: Path, stack: ExitStack, job: Job) -> EngineProcess:

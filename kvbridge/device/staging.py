@@ -3,55 +3,96 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
+from kvbridge_kernels.segment import Span as Span
+from kvbridge_proto.peer import PROBE_LANES
 
 from ..errors import OperatorError
+from . import driver
 
 # A cache line: slots never share one, and words of any width fit.
 SLOT_ALIGN = 64
 
 
 class Staging:
-    """`slots` slots of `slot_bytes` in one page-aligned allocation at address `base`.
+    """`slots` slots of `slot_bytes`, and one more for probes, in one allocation at address `base`.
 
     Whoever calls `close` has made sure that no view of a slot is left and no fabric knows the memory any more.
     """
 
-    def __init__(self, slot_bytes: int, slots: int) -> None:
-        if slot_bytes <= 0 or slot_bytes % SLOT_ALIGN or slots <= 0:
-            raise OperatorError(
-                "slot_bytes",
-                f"slot_bytes: {slot_bytes}, must be a multiple of {SLOT_ALIGN}; slots: {slots}, at least 1",
-            )
+    def __init__(
+        self,
+        slot_bytes: int,
+        slots: int,
+        memory: Literal["dram", "vram"],
+        base: int,
+        free: Callable[[], None],
+    ) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
-        self.size_bytes = slot_bytes * slots
-        self._pages = mmap.mmap(-1, self.size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._pages.madvise(mmap.MADV_HUGEPAGE)
-        self._memory: torch.Tensor | None = torch.frombuffer(self._pages, dtype=torch.uint8)
-        # Touched now, so that no request pays for the first use of a page.
-        self._memory.zero_()
-        self.base = self._memory.data_ptr()
+        self.memory = memory
+        self.base = base
+        self._free: Callable[[], None] | None = free
 
-    def slot(self, index: int, size_bytes: int | None = None) -> torch.Tensor:
-        """The first `size_bytes` of a slot, all of it by default: uint8, valid until close."""
-        start = self.address(index) - self.base
+    @classmethod
+    def pageable(cls, slot_bytes: int, slots: int) -> Self:
+        """In this process's memory, every page touched: no request pays for the first use of one."""
+        size_bytes = _total(slot_bytes, slots)
+        pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        touched = torch.frombuffer(pages, dtype=torch.uint8).zero_()
+        return cls(slot_bytes, slots, "dram", touched.data_ptr(), pages.close)
+
+    @classmethod
+    def pinned(cls, slot_bytes: int, slots: int) -> Self:
+        """In host memory that the GPU's copy engines reach. Needs a CUDA context on this thread."""
+        staging = cls.pageable(slot_bytes, slots)
+        driver.host_register(staging.base, staging.size_bytes)
+        unmap = staging._free
+
+        def free() -> None:
+            driver.host_unregister(staging.base)
+            assert unmap is not None
+            unmap()
+
+        staging._free = free
+        return staging
+
+    @classmethod
+    def on_gpu(cls, slot_bytes: int, slots: int) -> Self:
+        """In an allocation of its own on the thread's current GPU: one that fabrics and peers can open."""
+        base = driver.allocate(_total(slot_bytes, slots))
+        return cls(slot_bytes, slots, "vram", base, lambda: driver.free(base))
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slot_bytes * (self.slots + 1)
+
+    def span(self, index: int, size_bytes: int | None = None) -> Span:
+        """The first `size_bytes` of a slot, all of it by default; valid until close."""
         size_bytes = self.slot_bytes if size_bytes is None else size_bytes
-        assert self._memory is not None, "staging is closed"
+        assert self._free is not None, "staging is closed"
         assert 0 <= size_bytes <= self.slot_bytes, f"size_bytes: {size_bytes}, slot_bytes {self.slot_bytes}"
-        return self._memory[start : start + size_bytes]
+        return Span(self.address(index), size_bytes)
 
     def address(self, index: int) -> int:
         assert 0 <= index < self.slots, f"slot: {index} of {self.slots}"
         return self.base + index * self.slot_bytes
 
+    def lane(self, number: int) -> Span:
+        """Where a probe is written."""
+        return lane_of(self.base, self.slot_bytes, self.slots, number)
+
     def close(self) -> None:
-        self._memory = None
-        self._pages.close()
+        """Give the memory back. Idempotent."""
+        if self._free is not None:
+            self._free()
+            self._free = None
 
     def __enter__(self) -> Self:
         return self
@@ -60,3 +101,18 @@ class Staging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def lane_of(base: int, slot_bytes: int, slots: int, number: int) -> Span:
+    """A lane of a staging, ours or a peer's."""
+    lane_bytes = slot_bytes // PROBE_LANES // SLOT_ALIGN * SLOT_ALIGN
+    return Span(base + slots * slot_bytes + number % PROBE_LANES * lane_bytes, lane_bytes)
+
+
+def _total(slot_bytes: int, slots: int) -> int:
+    if slot_bytes <= 0 or slot_bytes % SLOT_ALIGN or slots <= 0:
+        raise OperatorError(
+            "slot_bytes",
+            f"slot_bytes: {slot_bytes}, must be a multiple of {SLOT_ALIGN}; slots: {slots}, at least 1",
+        )
+    return slot_bytes * (slots + 1)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbridge_proto.engine import ToEngine
-from kvbridge_proto.peer import Body, Lease
+from kvbridge_proto.peer import Body, Lease, Route
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
@@ -43,7 +43,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Check the digest of a landed slot and put its rows into the engine's blocks."""
+    """Check the digest of a landed slot and put its rows into the engine's blocks, not before the fence says so."""
 
     transfer: str
     plan: Plan
@@ -51,11 +51,17 @@ class Scatter:
     chunk: int
     slot: int
     digest: int
+    digest_kind: str
+    route: Route
+    fence: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ship:
-    """Gather a chunk into our slot `local`, then write it into the peer's leased slot, notice with it."""
+    """Gather a chunk into our slot `local`, then write it into the peer's leased slot, notice with it.
+
+    On the direct route the gather is the write. Nothing is read before the engine's fence has reached `fence`.
+    """
 
     transfer: str
     boot: str
@@ -66,6 +72,8 @@ class Ship:
     lease: Lease
     token: bytes
     sink_epoch: int
+    digest_kind: str
+    fence: int
 
 
 Action = Reach | Ask | Send | Tell | Scatter | Ship

@@ -13,9 +13,9 @@ from kvbridge_proto.engine import Done, Failed, Want
 from kvbridge_proto.peer import Cancel, Claim, Grant, Lease, Notice, Settled, Take
 
 from ..errors import KVBridgeError, PeerError
-from ..geometry.plan import Plan, plan
+from ..geometry.plan import Plan
 from ..geometry.shard import assign
-from .actions import Action, Ask, Reach, Scatter, Send, Tell
+from .actions import Action, Ask, Reach, Send, Tell
 from .intake import (
     INTAKE_TABLE,
     WANT_TABLE,
@@ -26,6 +26,7 @@ from .intake import (
     WantEvent,
     WantState,
     matches,
+    scatter_of,
 )
 from .lease import Deadlines
 from .session import Home, Session, engine_ranks, rank_index
@@ -141,7 +142,7 @@ class Inbound:
             return []
         intake.landed.add(notice.chunk)
         wanted.scattering += 1
-        return [Scatter(notice.transfer, intake.plan, wanted.tables, notice.chunk, notice.slot, notice.digest)]
+        return [scatter_of(notice, wanted, intake)]
 
     def scattered(self, transfer: str, slot: int, failure: tuple[str, str] | None, now: float) -> list[Action]:
         """The mover is through with a landed slot; `failure` is (code, reason) if its rows were not taken over."""
@@ -232,7 +233,7 @@ class Inbound:
         if want.first_token == want.end_token:
             takes = tuple(() for _ in takes)
         plans = [
-            plan(session.peer_pool, home.pool, taken, want.first_token, want.end_token, session.slot_bytes)
+            session.planner.plan(taken, want.first_token, want.end_token, session.slot_bytes)
             for session, taken in zip(sessions.values(), takes, strict=True)
         ]
         wanted.state = WANT_TABLE.after(wanted.state, WantEvent.CLAIM)
@@ -304,10 +305,10 @@ class Inbound:
     def _waive(self, wanted: Wanted) -> list[Action]:
         """Tell the ranks we did reach that nothing will be taken, or they keep their blocks until the hold ends."""
         reached = [(address, self._sessions[address]) for address in self._needed(wanted) if address in self._sessions]
-        want, pool = wanted.want, wanted.home.pool
+        want = wanted.want
         actions: list[Action] = []
         for address, session in reached:
-            nothing = plan(session.peer_pool, pool, (), want.first_token, want.end_token, session.slot_bytes)
+            nothing = session.planner.plan((), want.first_token, want.end_token, session.slot_bytes)
             actions.append(self._claim_from(wanted, address, session, (), nothing, wanted.started))
         return actions
 

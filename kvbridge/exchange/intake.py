@@ -11,6 +11,7 @@ from kvbridge_proto.peer import Notice
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
+from .actions import Scatter
 from .session import Home, Session
 from .table import Table
 
@@ -109,4 +110,20 @@ def matches(notice: Notice, wanted: Wanted, intake: Intake) -> bool:
         and notice.chunk < intake.plan.chunks
         and notice.chunk not in intake.landed
         and notice.chunk_bytes == intake.plan.chunk(notice.chunk).size_bytes
+    )
+
+
+def scatter_of(notice: Notice, wanted: Wanted, intake: Intake) -> Scatter:
+    """What has to be done with a chunk that landed."""
+    session = intake.session
+    return Scatter(
+        notice.transfer,
+        intake.plan,
+        wanted.tables,
+        notice.chunk,
+        notice.slot,
+        notice.digest,
+        session.digest,
+        session.routed.route,
+        wanted.want.fence,
     )

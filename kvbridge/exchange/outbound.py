@@ -13,7 +13,6 @@ from kvbridge_proto.engine import Offer, Released
 from kvbridge_proto.peer import Claim, Drained, Failing, Grant, Ready, Refuse
 
 from ..errors import EngineError, KVBridgeError
-from ..geometry.plan import plan
 from .actions import Action, Send, Ship, Tell
 from .lease import Deadlines
 from .outlet import OUT_TABLE, Offered, OutEvent, Outlet, OutState
@@ -81,19 +80,13 @@ class Outbound:
             if ours != theirs:
                 return [_refuse(boot, claim, "stale_epoch", f"{name}: ours {ours}, theirs {theirs}")]
         try:
-            planned = plan(
-                home.pool,
-                session.peer_pool,
-                claim.takes,
-                claim.first_token,
-                claim.end_token,
-                session.slot_bytes,
-            )
+            takes, first, end = claim.takes, claim.first_token, claim.end_token
+            planned = session.planner.plan(takes, first, end, session.slot_bytes)
         except KVBridgeError as error:
             return [_refuse(boot, claim, error.code, str(error))]
         if planned.digest != claim.plan:
             return [_refuse(boot, claim, "plan_mismatch", f"plan: ours {planned.digest}, theirs {claim.plan}")]
-        out = Outlet(claim, boot, planned, deque(claim.leases), now, lent=len(claim.leases))
+        out = Outlet(claim, boot, planned, session.digest, deque(claim.leases), now, lent=len(claim.leases))
         self.outlets[claim.transfer] = out
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
         return self._bind_waiting(claim.room) + self._pump()
@@ -181,6 +174,7 @@ class Outbound:
             raise EngineError("tokens_shrank", f"tokens: first {offered.tokens}, now {offer.tokens}")
         offered.tables = extended(offered.tables, home.pool, offer.blocks, offer.tokens)
         offered.tokens, offered.is_last = offer.tokens, offer.is_last
+        offered.fence = max(offered.fence, offer.fence)
 
     def _bind_waiting(self, room: str) -> list[Action]:
         """Let claims and offers of a room find each other, oldest first; one want's claims all get one offer."""
@@ -295,6 +289,8 @@ class Outbound:
             lease,
             claim.token,
             claim.sink_epoch,
+            out.digest_kind,
+            offered.fence,
         )
 
     def _stop(self, out: Outlet, code: str, reason: str) -> list[Action]:

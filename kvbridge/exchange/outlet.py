@@ -50,6 +50,7 @@ class Offered:
     tables: Mapping[int, BlockTable]
     tokens: int = 0
     is_last: bool = False
+    fence: int = 0  # what the engine's fence must have reached before `tokens` may be read
     want: str | None = None
     sinks: int = 0
     served: set[int] = field(default_factory=set)
@@ -65,6 +66,7 @@ class Outlet:
     claim: Claim
     boot: str
     plan: Plan
+    digest_kind: str
     leases: deque[Lease]
     started: float
     state: OutState = OutState.WAITING

@@ -6,14 +6,16 @@ engine: when any of the four changes, it is over and another one is made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvbridge_proto.peer import FabricCard, Hello, Refuse, Welcome
+from kvbridge_proto.peer import Hello, Refuse, Welcome
 from kvbridge_proto.pool import Pool
 from kvbridge_proto.words import OURS, Agent, Rank, negotiate
 
 from ..geometry.compat import Incompatible, Verdict, verdict
+from ..geometry.plan import Planner
+from .route import UNPROVED, Routed, Site
 from .table import Table
 
 
@@ -49,7 +51,7 @@ class Home:
     agent: Agent
     epoch: int
     pool: Pool
-    fabric: FabricCard
+    site: Site
     digests: tuple[str, ...]
     ranks: tuple[Rank, ...] = ()
 
@@ -67,7 +69,8 @@ class Session:
     slot_bytes: int
     verdict: Verdict
     ranks: tuple[Rank, ...] = ()
-    fabric: FabricCard | None = None
+    routed: Routed = UNPROVED
+    planner: Planner = field(kw_only=True, repr=False, compare=False)
 
 
 def engine_ranks(pool: Pool) -> int:
@@ -79,14 +82,19 @@ def rank_index(pool: Pool) -> int:
     return pool.shard.pp_rank * pool.shard.tp_size + pool.shard.tp_rank
 
 
-def hello(home: Home) -> Hello:
+def hello(home: Home, probe_lane: int = 0) -> Hello:
+    site = home.site
     return Hello(
         versions=OURS,
         agent=home.agent,
         epoch=home.epoch,
         pool=home.pool,
-        fabric=home.fabric,
+        fabric=site.fabric,
         digests=home.digests,
+        host=site.host,
+        device=site.device,
+        routes=site.routes,
+        probe_lane=probe_lane,
     )
 
 
@@ -102,8 +110,9 @@ def answer(greeting: Hello, home: Home | None) -> Session | Refuse:
     digest = next((name for name in home.digests if name in greeting.digests), None)
     if digest is None:
         return Refuse(code="no_common_digest", reasons=(f"digests: ours {home.digests}, theirs {greeting.digests}",))
-    if greeting.fabric.kind != home.fabric.kind:
-        reason = f"fabric.kind: ours {home.fabric.kind}, theirs {greeting.fabric.kind}"
+    ours, theirs = home.site.fabric, greeting.fabric
+    if theirs.kind != ours.kind:
+        reason = f"fabric.kind: ours {ours.kind}, theirs {theirs.kind}"
         return Refuse(code="fabric_mismatch", reasons=(reason,))
     found = verdict(home.pool, greeting.pool)
     if isinstance(found, Incompatible):
@@ -115,9 +124,9 @@ def answer(greeting: Hello, home: Home | None) -> Session | Refuse:
         peer_pool=greeting.pool,
         our_epoch=home.epoch,
         digest=digest,
-        slot_bytes=min(home.fabric.slot_bytes, greeting.fabric.slot_bytes),
+        slot_bytes=min(ours.slot_bytes, theirs.slot_bytes),
         verdict=found,
-        fabric=greeting.fabric,
+        planner=Planner(home.pool, greeting.pool),
     )
 
 
@@ -135,6 +144,9 @@ def welcome(session: Session, home: Home) -> Welcome:
         digest=session.digest,
         slot_bytes=session.slot_bytes,
         ranks=home.ranks,
+        route=session.routed.route,
+        why=session.routed.why,
+        probe=session.routed.probe,
     )
 
 
@@ -145,9 +157,12 @@ def accept(greeting: Welcome, home: Home) -> Session | Refuse:
         return Refuse(code="version_mismatch", reasons=(reason,))
     if greeting.digest not in home.digests:
         return Refuse(code="no_common_digest", reasons=(f"digest: ours {home.digests}, theirs {greeting.digest}",))
-    if greeting.slot_bytes > home.fabric.slot_bytes:
-        reason = f"slot_bytes: ours {home.fabric.slot_bytes}, theirs {greeting.slot_bytes}"
+    if greeting.slot_bytes > home.site.fabric.slot_bytes:
+        reason = f"slot_bytes: ours {home.site.fabric.slot_bytes}, theirs {greeting.slot_bytes}"
         return Refuse(code="slot_mismatch", reasons=(reason,))
+    if greeting.route not in home.site.routes or (greeting.route == "host" and home.site.dram is None):
+        reason = f"route: ours {', '.join(home.site.routes)}, theirs {greeting.route}"
+        return Refuse(code="route_mismatch", reasons=(reason,))
     found = verdict(greeting.pool, home.pool)
     if isinstance(found, Incompatible):
         return Refuse(code="incompatible", reasons=found.reasons)
@@ -161,4 +176,6 @@ def accept(greeting: Welcome, home: Home) -> Session | Refuse:
         slot_bytes=greeting.slot_bytes,
         verdict=found,
         ranks=greeting.ranks,
+        routed=Routed(greeting.route, greeting.why, greeting.probe),
+        planner=Planner(greeting.pool, home.pool),
     )

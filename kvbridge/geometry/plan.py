@@ -139,17 +139,53 @@ class Plan:
         return _sizes(self.unit_tokens[first_strip:end_strip], self.unit_bytes[first_strip:end_strip], tokens)
 
 
-def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
-    """The plan by which `source` gives the rows `takes` of tokens [first_token, end_token) to `sink`.
+@dataclass(frozen=True, slots=True, eq=False)
+class Weave:
+    """What plans of the same rows share, however many tokens they are of: the strips, and a digest of all of them."""
 
-    Raises PeerError for takes or tokens that cannot be, OperatorError if a slot is too small for a row.
-    """
-    if not 0 <= first_token <= end_token:
-        raise PeerError("bad_tokens", f"end_token: {end_token}, first_token: {first_token}")
-    if not takes or first_token == end_token:
-        return _sealed(first_token, first_token, [], [], slot_bytes, 1, (0,))
-    rows = pair(source, sink, takes)
+    strips: tuple[Strip, ...]
+    unit_tokens: Numbers
+    unit_bytes: Numbers
+    digest: bytes
+
+
+class Planner:
+    """Makes the plans between two pools. Keeps what it has woven: requests mostly differ in their tokens only."""
+
+    KEPT = 64
+
+    def __init__(self, source: Pool, sink: Pool) -> None:
+        self._source = source
+        self._sink = sink
+        self._period = lcm(*(group.block_tokens for group in source.groups))
+        self._woven: dict[object, Weave] = {}
+
+    def plan(self, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
+        """The plan by which the source gives the rows `takes` of tokens [first_token, end_token) to the sink.
+
+        Raises PeerError for takes or tokens that cannot be, OperatorError if a slot is too small for a row.
+        """
+        if not 0 <= first_token <= end_token:
+            raise PeerError("bad_tokens", f"end_token: {end_token}, first_token: {first_token}")
+        if not takes or first_token == end_token:
+            return _sealed(first_token, first_token, NOTHING, slot_bytes, 1, (0,))
+        key = (tuple(takes), first_token % self._period, slot_bytes)
+        if (weave := self._woven.pop(key, None)) is None:
+            weave = _weave(self._source, self._sink, takes, first_token, slot_bytes)
+            if len(self._woven) == self.KEPT:
+                del self._woven[next(iter(self._woven))]
+        self._woven[key] = weave  # the newest last
+        return _cut(weave, first_token, end_token, slot_bytes)
+
+
+def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
+    """One plan, see Planner."""
+    return Planner(source, sink).plan(takes, first_token, end_token, slot_bytes)
+
+
+def _weave(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, slot_bytes: int) -> Weave:
     usable = slot_bytes // ALIGN * ALIGN
+    rows = pair(source, sink, takes)
     folded = fold(rows, source, sink, first_token, usable)
     strips = _fitted(folded, usable) or _fitted(rows, usable)
     if strips is None:
@@ -159,10 +195,15 @@ def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_
             f"slot_bytes: {slot_bytes}, a row of layer {widest.sink.layer} {widest.sink.part} "
             f"has {widest.wire.row_bytes} bytes",
         )
-    unit_tokens, unit_bytes = _columns(strips)
-    span_tokens = _span(unit_tokens, unit_bytes, end_token - first_token, usable)
-    sizes = _sizes(unit_tokens, unit_bytes, min(span_tokens, end_token - first_token))
-    return _sealed(first_token, end_token, rows, strips, slot_bytes, span_tokens, _bands(sizes, usable))
+    return Weave(tuple(strips), *_columns(strips), _seal(rows, strips))
+
+
+def _cut(weave: Weave, first_token: int, end_token: int, slot_bytes: int) -> Plan:
+    usable, tokens = slot_bytes // ALIGN * ALIGN, end_token - first_token
+    unit_tokens, unit_bytes = weave.unit_tokens, weave.unit_bytes
+    span_tokens = _span(unit_tokens, unit_bytes, tokens, usable)
+    sizes = _sizes(unit_tokens, unit_bytes, min(span_tokens, tokens))
+    return _sealed(first_token, end_token, weave, slot_bytes, span_tokens, _bands(sizes, usable))
 
 
 def _fitted(strips: Sequence[Strip], slot_bytes: int) -> list[Strip] | None:
@@ -215,31 +256,24 @@ def _bands(sizes: Numbers, slot_bytes: int) -> tuple[int, ...]:
     return tuple(bands)
 
 
-def _sealed(
-    first_token: int,
-    end_token: int,
-    rows: Sequence[Strip],
-    strips: Sequence[Strip],
-    slot_bytes: int,
-    span_tokens: int,
-    bands: tuple[int, ...],
-) -> Plan:
-    """The plan with its digest: of all that both sides must see alike, the rows before folding and the strips after."""
-    unit_tokens, unit_bytes = _columns(strips)
+def _seal(rows: Sequence[Strip], strips: Sequence[Strip]) -> bytes:
+    """A digest of all that both sides must see alike: the rows before folding and the strips after."""
     seal = [
         (strip.sink.layer, strip.sink.part, strip.sink.first_head + strip.sink_head, strip.heads, strip.wire)
         for strip in (*rows, *strips)
     ]
-    whole = (
-        "kvbridge plan 1",
-        ALIGN,
-        slot_bytes,
-        first_token,
-        end_token,
-        span_tokens,
-        bands,
-        unit_tokens.tolist(),
-        seal,
-    )
+    return hashlib.blake2b(msgspec.msgpack.encode(seal), digest_size=16).digest()
+
+
+def _sealed(
+    first_token: int, end_token: int, weave: Weave, slot_bytes: int, span_tokens: int, bands: tuple[int, ...]
+) -> Plan:
+    """The plan with its digest."""
+    tokens = (first_token, end_token, span_tokens)
+    whole = ("kvbridge plan 1", ALIGN, slot_bytes, tokens, bands, weave.unit_tokens.tolist(), weave.digest)
     digest = hashlib.blake2b(msgspec.msgpack.encode(whole), digest_size=16).hexdigest()
-    return Plan(first_token, end_token, tuple(strips), unit_tokens, unit_bytes, span_tokens, bands, digest)
+    unit_tokens, unit_bytes = weave.unit_tokens, weave.unit_bytes
+    return Plan(first_token, end_token, weave.strips, unit_tokens, unit_bytes, span_tokens, bands, digest)
+
+
+NOTHING = Weave((), np.zeros(0, np.int64), np.zeros(0, np.int64), b"")

@@ -79,10 +79,15 @@ class Fabric(Protocol):
     ) -> int:
         """Post one write; its id comes back in the events of `poll`. May block while the bytes move.
 
+        An empty notice is not sent: the peer hears nothing of the write.
+
         After a failed write the next one makes the connection anew, once all of the old have ended; until then, and
         while the peer is not there, `peer_lost`. That, `peer_not_connected`, `memory_not_registered` and
         `write_refused` mean: nothing was posted.
         """
+
+    def notify(self, boot: str, notice: bytes) -> None:
+        """Send a notice alone, about data that is at the peer already. Raises as `write` does."""
 
     def poll(self, now: float) -> Sequence[FabricEvent]:
         """What happened since the last call. Nothing moves on, and no notice leaves, without it."""

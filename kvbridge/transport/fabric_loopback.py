@@ -104,6 +104,15 @@ class LoopbackFabric:
         self._writes[self._count] = _Write(boot, local_address, remote_address, size, notice, deadline)
         return self._count
 
+    def notify(self, boot: str, notice: bytes) -> None:
+        if boot not in self._peers:
+            raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
+        with self._network.lock:
+            target = self._network.fabrics.get(boot)
+            if target is None or boot in self._network.failing:
+                raise FabricError("peer_lost", f"peer: {boot} is not there any more")
+            target._notices.append(notice)
+
     def poll(self, now: float) -> list[FabricEvent]:
         events: list[FabricEvent] = []
         for number, write in list(self._writes.items()):
@@ -138,7 +147,8 @@ class LoopbackFabric:
             if target is not None:
                 ctypes.memmove(write.remote_address, write.local_address, moved)
             if target is not None and reason is None:
-                target._notices.append(write.notice)
+                if write.notice:
+                    target._notices.append(write.notice)
                 return Wrote(number)
         self._lost.add(write.boot)
         return WriteFailed(number, reason or "peer_gone")

@@ -144,11 +144,7 @@ class NixlFabric:
     def write(
         self, boot: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
     ) -> int:
-        peer = self._peers.get(boot)
-        if peer is None or peer.is_leaving:
-            raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
-        if peer.is_failed:
-            self._heal(boot, peer)
+        peer = self._writable(boot)
         if size < 1:
             raise FabricError("memory_not_registered", f"write: {size} bytes")
         nixl = self._nixl
@@ -178,6 +174,14 @@ class NixlFabric:
             # Some of it may have left: it is a write that failed, not one that was never posted.
             write.ended = WriteFailed(self._count, _text(error))
         return self._count
+
+    def notify(self, boot: str, notice: bytes) -> None:
+        self._writable(boot)
+        try:
+            self._agent.genNotif(boot, notice, [self._backend])
+        except _errors(self._nixl) as error:
+            self._peers[boot].is_failed = True
+            raise FabricError("peer_lost", f"notice to {boot}: {_text(error)}") from error
 
     def poll(self, now: float) -> list[FabricEvent]:
         events: list[FabricEvent] = []
@@ -238,6 +242,15 @@ class NixlFabric:
             log.warning("notices were dropped: %s", _text(error))
             return []
         return [payload for payloads in arrived.values() for payload in payloads]
+
+    def _writable(self, boot: str) -> _Peer:
+        """The peer, connected anew if its last write failed. Raises FabricError if nothing can be posted."""
+        peer = self._peers.get(boot)
+        if peer is None or peer.is_leaving:
+            raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
+        if peer.is_failed:
+            self._heal(boot, peer)
+        return peer
 
     def _heal(self, boot: str, peer: _Peer) -> None:
         """NIXL's connection stays broken after one error, even if the peer is well; only a new one helps."""

@@ -30,6 +30,7 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
     boot: Name
     state: Name
     verdict: Annotated[str, Meta(max_length=4096)]
+    route: Annotated[str, Meta(max_length=2048)] = ""
 
 
 class TransferStatus(Struct, frozen=True, kw_only=True):
@@ -57,6 +58,7 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     state: Name
     uptime_s: Annotated[float, Meta(ge=0)]
     fabric: Name
+    device: Name = ""
     slot_bytes: Count
     inbound: SlotCounts
     outbound: SlotCounts

@@ -17,9 +17,9 @@ from kvbridge_proto.pool import Handle, Pool, Step
 
 from kvbridge.device import mapping
 from kvbridge.device.memory import AttachedPool
-from kvbridge.device.mover import gather, scatter
 from kvbridge.errors import EngineError, KVBridgeError, OperatorError
 from tests.device.attached import attached, engine_of
+from tests.device.moving import gather, scatter
 from tests.oracle import Shape, build
 
 replace = msgspec.structs.replace

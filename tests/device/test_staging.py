@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import mmap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from kvbridge_proto.peer import PROBE_LANES
 
 from kvbridge.device.staging import Staging
 from kvbridge.errors import OperatorError
 
 
 def test_slots_lie_one_behind_the_other_from_a_page_border_on() -> None:
-    with Staging(slot_bytes=192, slots=5) as staging:
+    with Staging.pageable(slot_bytes=192, slots=5) as staging:
         assert staging.base % mmap.PAGESIZE == 0
         assert [staging.address(i) - staging.base for i in range(5)] == [0, 192, 384, 576, 768]
-        assert [staging.slot(i).data_ptr() for i in range(5)] == [staging.address(i) for i in range(5)]
-        assert staging.size_bytes == 960
-        staging.slot(3).fill_(9)
-        assert staging.slot(2).max() == 0 and staging.slot(4).max() == 0 and staging.slot(3).min() == 9
+        assert [staging.span(i).address for i in range(5)] == [staging.address(i) for i in range(5)]
+        assert staging.size_bytes == 6 * 192
+        staging.span(3).on_cpu().fill_(9)
+        slots = [staging.span(i).on_cpu() for i in (2, 3, 4)]
+        assert slots[0].max() == 0 and slots[1].min() == 9 and slots[2].max() == 0
+
+
+def test_lanes_lie_behind_the_slots_and_apart_from_each_other() -> None:
+    with Staging.pageable(slot_bytes=4096, slots=2) as staging:
+        lanes = [staging.lane(i) for i in range(PROBE_LANES)]
+        assert lanes[0].address == staging.base + 2 * 4096
+        assert all(one.address + one.size_bytes == other.address for one, other in pairwise(lanes))
+        assert lanes[-1].address + lanes[-1].size_bytes == staging.base + staging.size_bytes
+        assert staging.lane(PROBE_LANES) == lanes[0]
 
 
 def test_a_slot_can_be_shorter() -> None:
-    with Staging(slot_bytes=128, slots=2) as staging:
-        assert staging.slot(1).numel() == 128
-        assert staging.slot(1, 100).numel() == 100
-        assert staging.slot(1, 0).numel() == 0
+    with Staging.pageable(slot_bytes=128, slots=2) as staging:
+        assert staging.span(1).size_bytes == 128
+        assert staging.span(1, 100).size_bytes == 100
+        assert staging.span(1, 0).size_bytes == 0
         with pytest.raises(AssertionError, match="size_bytes: 129, slot_bytes 128"):
-            staging.slot(1, 129)
+            staging.span(1, 129)
         for index in (-1, 2):
             with pytest.raises(AssertionError, match=f"slot: {index} of 2"):
                 staging.address(index)
@@ -35,7 +47,7 @@ def test_a_slot_can_be_shorter() -> None:
 
 def test_close_gives_the_memory_back() -> None:
     size_bytes = 64 << 20
-    staging = Staging(slot_bytes=size_bytes, slots=1)
+    staging = Staging.pageable(slot_bytes=size_bytes, slots=1)
     address = f"{staging.base:x}-"
     assert resident_bytes() > size_bytes
     before = resident_bytes()
@@ -43,7 +55,7 @@ def test_close_gives_the_memory_back() -> None:
     assert before - resident_bytes() > size_bytes // 2
     assert address not in Path("/proc/self/maps").read_text()
     with pytest.raises(AssertionError, match="staging is closed"):
-        staging.slot(0)
+        staging.span(0)
 
 
 def resident_bytes() -> int:
@@ -53,5 +65,5 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize(("slot_bytes", "slots"), [(0, 1), (100, 1), (64, 0), (-64, 1)])
 def test_refuses_sizes_that_cannot_be(slot_bytes: int, slots: int) -> None:
     with pytest.raises(OperatorError, match=f"slot_bytes: {slot_bytes}") as caught:
-        Staging(slot_bytes, slots)
+        Staging.pageable(slot_bytes, slots)
     assert caught.value.code == "slot_bytes"

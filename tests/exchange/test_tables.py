@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import product
 
 import pytest
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 from kvbridge.exchange.intake import INTAKE_TABLE, WANT_TABLE, IntakeEvent, IntakeState, WantEvent, WantState
 from kvbridge.exchange.lease import Deadlines
 from kvbridge.exchange.outlet import OUT_TABLE, OutEvent, OutState
+from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import (
     SESSION_TABLE,
     SessionEvent,
@@ -104,7 +106,7 @@ def test_refuses_other_versions_digests_fabrics_models_and_itself() -> None:
     source, sink = world.sources[0].home, world.sinks[0].home
     assert "ours 1-1, theirs 7-9" in _refusal(versions=VersionRange(7, 9)).reasons[0]
     assert _refusal(digests=("other",)).code == "no_common_digest"
-    assert _refusal(fabric=replace(sink.fabric, kind="other")).code == "fabric_mismatch"
+    assert _refusal(fabric=replace(sink.site.fabric, kind="other")).code == "fabric_mismatch"
     assert answer(hello(source), source).code == "same_agent"
     assert answer(hello(sink), None).code == "no_engine"
     layers = tuple(replace(layer, key_width=96) for layer in sink.pool.model.layers)
@@ -121,3 +123,5 @@ def test_a_sink_refuses_a_welcome_it_cannot_keep() -> None:
     assert accept(replace(good, version=9), sink).code == "version_mismatch"
     assert accept(replace(good, digest="other"), sink).code == "no_common_digest"
     assert accept(replace(good, slot_bytes=1 << 30), sink).code == "slot_mismatch"
+    picky = dataclasses.replace(sink, site=Site(sink.site.fabric, routes=("nixl",)))
+    assert accept(replace(good, route="direct"), picky).code == "route_mismatch"

@@ -31,6 +31,7 @@ from kvbridge_proto.words import Agent, Blocks, Rank
 from kvbridge.exchange.actions import Action, Ask, Reach, Scatter, Send, Ship, Tell
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.outbound import Outbound
+from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import LocalSlots, SlotPool
 
@@ -111,7 +112,7 @@ class World:
         inbound = Inbound(
             SlotPool(slots), lambda: f"t{next(self.numbers)}", lambda: next(self.numbers).to_bytes(16, "big")
         )
-        home = Home(agent, 1, pool, card, ("sum",), ranks)
+        home = Home(agent, 1, pool, Site(card), ("sum",), ranks)
         self.nodes[name] = Node(name, home, inbound, Outbound(LocalSlots(local)))
 
     @property

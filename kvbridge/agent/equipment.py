@@ -1,0 +1,142 @@
+"""What the mover works with: a porter, slots, fabrics. Made and closed on the mover's thread, which owns all of it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbridge_proto.peer import DeviceCard, FabricCard
+
+from ..config import AgentConfig
+from ..device import driver
+from ..device.porter import Porter
+from ..device.porter_cpu import CpuPorter
+from ..device.staging import Span, Staging
+from ..errors import OperatorError
+from ..exchange.route import Site
+from ..transport.fabric import Fabric
+from ..transport.fabric_nixl import NixlFabric
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Dock:
+    """Slots in one kind of memory and the fabric that knows them; `name` is what it is called among all fabrics."""
+
+    name: str
+    inbound: Staging
+    outbound: Staging
+    fabric: Fabric
+
+    def card(self) -> FabricCard:
+        return FabricCard(
+            kind=self.fabric.kind,
+            memory=self.inbound.memory,
+            descriptor=self.fabric.descriptor(),
+            base=self.inbound.base,
+            slot_bytes=self.inbound.slot_bytes,
+            slots=self.inbound.slots,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Equipment:
+    """`dock` holds the slots that rows are moved to and from; `host` their twins in host memory, on a GPU's agent."""
+
+    porter: Porter
+    dock: Dock
+    host: Dock | None
+    site: Site
+    _closing: ExitStack
+
+    @property
+    def docks(self) -> tuple[Dock, ...]:
+        return (self.dock,) if self.host is None else (self.dock, self.host)
+
+    def fill(self, dock: Dock, span: Span, content: bytes) -> None:
+        """Write to our own slots of either kind."""
+        self._porter_of(dock).fill(span, content)
+
+    def read(self, dock: Dock, span: Span) -> bytes:
+        """What our own slots of either kind hold."""
+        return self._porter_of(dock).read(span)
+
+    def _porter_of(self, dock: Dock) -> Porter:
+        return self.porter if dock is self.dock else CpuPorter()
+
+    def close(self) -> None:
+        """Fabrics first, then the memory they knew."""
+        self._closing.close()
+
+
+def host_name(boot: str) -> str:
+    """What the fabric of an agent's host slots is called."""
+    return f"{boot}.host"
+
+
+def equip(config: AgentConfig, boot: str) -> Equipment:
+    """For the device that the operator chose. Raises OperatorError or FabricError."""
+    with ExitStack() as closing:
+        gpu = chosen_gpu(config.device)
+        porter = _porter(gpu, config)
+        closing.callback(porter.close)
+        dock = _dock(boot, config, gpu, porter, closing)
+        host = None
+        if gpu is not None and "host" in config.routes:
+            host = _host_dock(host_name(boot), config, closing)
+        device = _device_card(gpu, dock) if gpu is not None and "direct" in config.routes else None
+        site = Site(dock.card(), host.card() if host is not None else None, device, config.routes)
+        return Equipment(porter, dock, host, site, closing.pop_all())
+
+
+def chosen_gpu(device: str) -> driver.Gpu | None:
+    """The GPU that `device` names, None for the CPU. OperatorError if there is no such GPU."""
+    if device == "cpu":
+        return None
+    try:
+        return driver.Gpu.open("cuda" if device == "auto" else device)
+    except OperatorError as error:
+        if device == "auto" and error.code == "cuda_unavailable":
+            return None
+        raise
+
+
+def _porter(gpu: driver.Gpu | None, config: AgentConfig) -> Porter:
+    if gpu is None:
+        return CpuPorter()
+    from ..device.porter_gpu import GpuPorter
+
+    return GpuPorter(gpu, config.inbound_slots + config.outbound_slots + 1)
+
+
+def _dock(name: str, config: AgentConfig, gpu: driver.Gpu | None, porter: Porter, closing: ExitStack) -> Dock:
+    inbound = porter.staging(config.slot_bytes, config.inbound_slots)
+    closing.callback(inbound.close)
+    outbound = porter.staging(config.slot_bytes, config.outbound_slots)
+    closing.callback(outbound.close)
+    if gpu is None:
+        return _joined(name, inbound, outbound, NixlFabric(name, net_devices=config.net_devices), closing)
+    fabric = NixlFabric(name, memory="VRAM", device=gpu.ordinal, net_devices=config.net_devices)
+    return _joined(name, inbound, outbound, fabric, closing)
+
+
+def _host_dock(name: str, config: AgentConfig, closing: ExitStack) -> Dock:
+    inbound = Staging.pinned(config.slot_bytes, config.inbound_slots)
+    closing.callback(inbound.close)
+    outbound = Staging.pinned(config.slot_bytes, config.outbound_slots)
+    closing.callback(outbound.close)
+    return _joined(name, inbound, outbound, NixlFabric(name, net_devices=config.net_devices), closing)
+
+
+def _joined(name: str, inbound: Staging, outbound: Staging, fabric: Fabric, closing: ExitStack) -> Dock:
+    closing.callback(fabric.close)
+    fabric.register(inbound.base, inbound.size_bytes)
+    fabric.register(outbound.base, outbound.size_bytes, is_target=False)
+    return Dock(name, inbound, outbound, fabric)
+
+
+def _device_card(gpu: driver.Gpu, dock: Dock) -> DeviceCard:
+    machine = BOOT_ID.read_text().strip()
+    return DeviceCard(machine=machine, uuid=gpu.uuid, payload=driver.ipc_export(dock.inbound.base))

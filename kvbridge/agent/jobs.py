@@ -1,0 +1,207 @@
+"""What the mover's thread does with a chunk, each job a story: out of the blocks and over, or into the blocks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from kvbridge_proto.codec import encode
+from kvbridge_proto.peer import Notice, Probe, Route
+
+from ..device.porter import Moved
+from ..errors import FabricError, KVBridgeError, PeerError
+from ..exchange.actions import Scatter, Ship
+from ..transport.fabric import WriteFailed, WriteLate
+from .attachment import Attachment
+from .equipment import Dock, Equipment
+from .routes import Landing, Target, close, pattern, prove
+from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWrite
+
+log = logging.getLogger("kvbridge.mover")
+
+Failure = tuple[str, str] | None  # (code, reason)
+
+
+class Told(Protocol):
+    """Who is told how jobs went."""
+
+    def on_gathered(self, ship: Ship, size_bytes: int, seconds: float) -> None: ...
+    def on_shipped(self, ship: Ship, size_bytes: int, failure: Failure) -> None: ...
+    def on_late(self, ship: Ship, reason: str) -> None: ...
+    def on_scattered(self, scatter: Scatter, size_bytes: int, failure: Failure) -> None: ...
+
+
+class Jobs:
+    """Makes jobs; runs none. `tell` calls one of `told`'s methods where they want to be called."""
+
+    def __init__(
+        self,
+        equipment: Equipment,
+        boot: str,
+        told: Told,
+        tell: Callable[..., None],
+        write_timeout_s: float,
+    ) -> None:
+        self._equipment = equipment
+        self._boot = boot
+        self._told = told
+        self._tell = tell
+        self._write_timeout_s = write_timeout_s
+        self._targets: dict[str, Target] = {}
+        self._users: Counter[Target] = Counter()
+        self._leaving: set[Target] = set()
+
+    # Sinks:
+
+    def connect(self, landing: Landing, settle: Callable[[Any, Exception | None], None]) -> Job:
+        """Prove a route to a sink; `settle` gets it, or what went wrong."""
+        self.disconnect(landing.boot)
+        try:
+            target, routed = yield from prove(self._equipment, landing)
+        except KVBridgeError as error:
+            settle(None, error)
+        except Exception as error:
+            log.exception("no route could be proved: boot=%s", landing.boot)
+            settle(None, FabricError("no_route", f"{type(error).__name__}: {error}"))
+        else:
+            self._targets[landing.boot] = target
+            settle(routed, None)
+
+    def disconnect(self, boot: str) -> None:
+        """No new writes to this sink. Its slots are let go once those under way have ended."""
+        target = self._targets.pop(boot, None)
+        if target is not None:
+            self._leaving.add(target)
+            self._let_go(target)
+
+    def _let_go(self, target: Target) -> None:
+        if target in self._leaving and not self._users[target]:
+            self._leaving.discard(target)
+            del self._users[target]
+            close(target)
+
+    def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
+        """Whether our lane holds what the source says it wrote."""
+        dock = self._landing_dock(route)
+        found = self._equipment.read(dock, dock.inbound.lane(lane))
+        return len(found) >= probe.size_bytes > 0 and found[: probe.size_bytes] == pattern(probe.seed, probe.size_bytes)
+
+    def _landing_dock(self, route: Route) -> Dock:
+        return (self._equipment.host if route == "host" else None) or self._equipment.dock
+
+    # Out:
+
+    def ship(self, ship: Ship, attachment: Attachment) -> Job:
+        """Gather a chunk once the engine has computed it, and write it into the leased slot."""
+        size, failure = ship.plan.chunk(ship.chunk).size_bytes, None
+        try:
+            target = self._target(ship, size)
+        except PeerError as error:
+            self._tell(self._told.on_gathered, ship, size, 0.0)
+            self._tell(self._told.on_shipped, ship, size, (error.code, str(error)))
+            return
+        self._users[target] += 1
+        digest, failure = yield from self._gathered(ship, attachment, target, size)
+        if failure is None:
+            failure = yield from self._pushed(ship, attachment, target, size, digest)
+        self._users[target] -= 1
+        self._let_go(target)
+        self._tell(self._told.on_shipped, ship, size, failure)
+
+    def _target(self, ship: Ship, size: int) -> Target:
+        target = self._targets.get(ship.boot)
+        if target is None:
+            raise PeerError("peer_lost", f"peer: {ship.boot} is not connected")
+        if ship.lease.slot >= target.slots or size > target.slot_bytes:
+            reason = f"lease: slot {ship.lease.slot} of {target.slots}, {size} of {target.slot_bytes} bytes"
+            raise PeerError("bad_lease", reason)
+        return target
+
+    def _gathered(
+        self, ship: Ship, attachment: Attachment, target: Target, size: int
+    ) -> Generator[Wait, Event, tuple[int, Failure]]:
+        """The digest of the chunk, which is in our slot now, or in the peer's on the direct route."""
+        chunk, began = ship.plan.chunk(ship.chunk), time.monotonic()
+        slot, host = self._equipment.dock.outbound.span(ship.local, size), None
+        if target.route == "direct":
+            slot = target.slot(ship.lease.slot, size)
+        elif target.dock is not self._equipment.dock:
+            host = target.dock.outbound.span(ship.local, size)
+        moved, failure = Moved(0), None
+        try:
+            yield WaitFence(attachment, ship.fence)
+            moves, porter = ship.plan.source_moves(chunk, ship.tables), self._equipment.porter
+            ended = yield WaitMove(porter.gather(attachment.memory, moves, slot, ship.digest_kind, host))
+            assert isinstance(ended, Moved)
+            moved, failure = ended, ended.failure
+        except KVBridgeError as error:
+            failure = (error.code, str(error))
+        except Exception as error:
+            log.exception("gather failed: transfer=%s chunk=%d", ship.transfer, ship.chunk)
+            failure = ("gather_failed", f"{type(error).__name__}: {error}")
+        self._tell(self._told.on_gathered, ship, size, time.monotonic() - began)
+        return moved.digest, failure
+
+    def _pushed(
+        self, ship: Ship, attachment: Attachment, target: Target, size: int, digest: int
+    ) -> Generator[Wait, Event, Failure]:
+        """Write our slot to the peer's, notice with it; on the direct route the notice is all that is left."""
+        notice = encode(self._notice(ship, attachment, size, digest))
+        fabric = target.dock.fabric
+        try:
+            if target.route == "direct":
+                fabric.notify(target.name, notice)
+                return None
+            local, remote = target.dock.outbound.address(ship.local), target.slot(ship.lease.slot, size).address
+            deadline = time.monotonic() + self._write_timeout_s
+            wait = WaitWrite(fabric, fabric.write(target.name, local, remote, size, notice, deadline))
+        except FabricError as error:
+            return error.code, str(error)
+        while isinstance(ended := (yield wait), WriteLate):
+            self._tell(self._told.on_late, ship, f"write_timeout_s: {self._write_timeout_s} passed")
+        if not isinstance(ended, WriteFailed):
+            return None
+        reason = ended.reason
+        return "write_failed", reason
+
+    def _notice(self, ship: Ship, attachment: Attachment, size: int, digest: int) -> Notice:
+        return Notice(
+            transfer=ship.transfer,
+            token=ship.token,
+            source_boot=self._boot,
+            sink_boot=ship.boot,
+            source_epoch=attachment.epoch,
+            sink_epoch=ship.sink_epoch,
+            slot=ship.lease.slot,
+            generation=ship.lease.generation,
+            chunk=ship.chunk,
+            chunk_bytes=size,
+            digest=digest,
+        )
+
+    # In:
+
+    def scatter(self, scatter: Scatter, attachment: Attachment) -> Job:
+        """Put a chunk that landed into the engine's blocks, once the engine is through with them."""
+        chunk = scatter.plan.chunk(scatter.chunk)
+        dock, porter = self._landing_dock(scatter.route), self._equipment.porter
+        slot, host = self._equipment.dock.inbound.span(scatter.slot, chunk.size_bytes), None
+        if dock is not self._equipment.dock:
+            host = dock.inbound.span(scatter.slot, chunk.size_bytes)
+        failure: Failure
+        try:
+            yield WaitFence(attachment, scatter.fence)
+            moves = scatter.plan.sink_moves(chunk, scatter.tables)
+            ticket = porter.scatter(attachment.memory, moves, slot, scatter.digest_kind, scatter.digest, host)
+            ended = yield WaitMove(ticket)
+            assert isinstance(ended, Moved)
+            failure = ended.failure
+        except KVBridgeError as error:
+            failure = (error.code, str(error))
+        except Exception as error:
+            log.exception("scatter failed: transfer=%s chunk=%d", scatter.transfer, scatter.chunk)
+            failure = ("scatter_failed", f"{type(error).__name__}: {error}")
+        self._tell(self._told.on_scattered, scatter, chunk.size_bytes, failure)

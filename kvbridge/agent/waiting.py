@@ -1,0 +1,38 @@
+"""Jobs of the mover's thread: generators that say what they wait for and are resumed with how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from ..device.porter import Moved
+from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
+from .attachment import Attachment
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFence:
+    """Until the engine's stream has finished what it counted as `count`; resumed with None."""
+
+    attachment: Attachment
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitMove:
+    """Until the porter's move is over; resumed with Moved."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitWrite:
+    """Until the write has ended, or once it is late; resumed with what happened. Wait again after WriteLate."""
+
+    fabric: Fabric
+    id: int
+
+
+Wait = WaitFence | WaitMove | WaitWrite
+Event = Moved | Wrote | WriteFailed | WriteLate | None
+Job = Generator[Wait, Event, None]

@@ -1,0 +1,105 @@
+"""Who moves rows between an engine's blocks and slots: a CPU, or a GPU's streams. The contract of both.
+
+Every call is made on the mover's thread. A move is begun by `gather` or `scatter`, which return a ticket at once, and
+is over when `poll` says so; until then its memory, its slots and the pool stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from kvbridge_kernels.segment import Span
+
+from ..geometry.plan import Move
+from .memory import AttachedPool
+from .staging import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A move is over. `digest` is that of the slot's bytes; with a `failure`, (code, reason), nothing counts."""
+
+    ticket: int
+    digest: int = 0
+    failure: tuple[str, str] | None = None
+
+
+class Porter(Protocol):
+    """One processor and the memory it works on."""
+
+    @property
+    def memory(self) -> Literal["dram", "vram"]:
+        """Where its slots are."""
+
+    @property
+    def device(self) -> str:
+        """As torch spells it."""
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The kinds of digest it can make, the fastest first."""
+
+    @property
+    def description(self) -> str:
+        """For people: which processor, and how it is shared with the engine."""
+
+    def staging(self, slot_bytes: int, slots: int) -> Staging:
+        """Slots of its own memory. OperatorError if there is no room."""
+
+    def gather(
+        self,
+        pool: AttachedPool,
+        moves: Sequence[Move],
+        slot: Span,
+        digest_kind: str,
+        host: Span | None = None,
+    ) -> int:
+        """Fill `slot` from the engine's blocks, padding with zeros, then copy it to `host` if that is given.
+
+        `slot` may be a peer's memory. EngineError when the engine is gone or a move is not right: nothing was begun.
+        """
+
+    def scatter(
+        self,
+        pool: AttachedPool,
+        moves: Sequence[Move],
+        slot: Span,
+        digest_kind: str,
+        expected: int,
+        host: Span | None = None,
+    ) -> int:
+        """Put the rows in `slot`, copied there from `host` first if that is given, into the engine's blocks.
+
+        A digest other than `expected` is the failure `digest_mismatch`; the blocks may have been written by then.
+        """
+
+    def copy(self, source: Span, target: Span) -> int:
+        """Copy between two slots, either of which may be a peer's; a move without a digest."""
+
+    def fill(self, span: Span, content: bytes) -> None:
+        """Write to a span of our own, now."""
+
+    def read(self, span: Span) -> bytes:
+        """What a span of our own holds, now."""
+
+    def poll(self) -> list[Moved]:
+        """The moves that are over since the last call. Never raises."""
+
+    def is_using(self, pool: AttachedPool) -> bool:
+        """Whether a move of this pool is under way."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any move is under way."""
+
+    def close(self) -> None:
+        """Wait for what is under way. Idempotent."""
+
+
+def compared(ticket: int, digest: int, expected: int | None) -> Moved:
+    """A finished move, good if its digest is the expected one (any, if None)."""
+    if expected is None or digest == expected:
+        return Moved(ticket, digest)
+    return Moved(ticket, digest, ("digest_mismatch", f"digest: sent {expected:016x}, landed {digest:016x}"))

@@ -1,0 +1,106 @@
+"""The porter without a GPU: rows are moved by this thread, at once."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from kvbridge_kernels.digest_ref import digest as xxh3
+from kvbridge_kernels.gather_ref import gather as gather_rows
+from kvbridge_kernels.scatter_ref import scatter as scatter_rows
+from kvbridge_kernels.segment import Span
+from kvbridge_kernels.tables import Work
+
+from ..geometry.plan import Move
+from .memory import AttachedPool
+from .moves import segments_of
+from .porter import Moved, compared
+from .staging import Staging
+
+
+class CpuPorter:
+    """Keeps the contract of `porter.Porter`. The copies release the GIL."""
+
+    memory: Literal["dram", "vram"] = "dram"
+    device = "cpu"
+    digests = ("xxh3", "sum64")
+    description = "cpu"
+
+    def __init__(self) -> None:
+        self._work = Work("cpu")
+        self._count = 0
+        self._moved: list[Moved] = []
+
+    def staging(self, slot_bytes: int, slots: int) -> Staging:
+        return Staging.pageable(slot_bytes, slots)
+
+    def gather(
+        self,
+        pool: AttachedPool,
+        moves: Sequence[Move],
+        slot: Span,
+        digest_kind: str,
+        host: Span | None = None,
+    ) -> int:
+        assert host is None, "the slots are in host memory already"
+        sums = _sums(digest_kind)
+        with pool.hold() as regions:
+            gather_rows(segments_of(pool, regions, moves, slot.size_bytes), slot, sums, self._work)
+        return self._over(_total(sums) if sums is not None else xxh3(slot.on_cpu()))
+
+    def scatter(
+        self,
+        pool: AttachedPool,
+        moves: Sequence[Move],
+        slot: Span,
+        digest_kind: str,
+        expected: int,
+        host: Span | None = None,
+    ) -> int:
+        assert host is None, "the slots are in host memory already"
+        sums = _sums(digest_kind)
+        found = expected if sums is not None else xxh3(slot.on_cpu())
+        if found == expected:
+            with pool.hold() as regions:
+                scatter_rows(segments_of(pool, regions, moves, slot.size_bytes), slot, sums, self._work)
+        return self._over(_total(sums) if sums is not None else found, expected)
+
+    def copy(self, source: Span, target: Span) -> int:
+        ctypes.memmove(target.address, source.address, min(source.size_bytes, target.size_bytes))
+        return self._over(0)
+
+    def fill(self, span: Span, content: bytes) -> None:
+        ctypes.memmove(span.address, content, min(span.size_bytes, len(content)))
+
+    def read(self, span: Span) -> bytes:
+        return ctypes.string_at(span.address, span.size_bytes)
+
+    def poll(self) -> list[Moved]:
+        moved, self._moved = self._moved, []
+        return moved
+
+    def is_using(self, pool: AttachedPool) -> bool:
+        return False
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._moved)
+
+    def close(self) -> None:
+        self._moved.clear()
+
+    def _over(self, digest: int, expected: int | None = None) -> int:
+        self._count += 1
+        self._moved.append(compared(self._count, digest, expected))
+        return self._count
+
+
+def _sums(digest_kind: str) -> torch.Tensor | None:
+    """What the kernels add the digest to, or None where it is made of the finished slot."""
+    return torch.zeros(1, dtype=torch.int64) if digest_kind == "sum64" else None
+
+
+def _total(sums: torch.Tensor) -> int:
+    return int(sums.item()) & (2**64 - 1)

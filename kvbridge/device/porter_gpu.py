@@ -1,0 +1,177 @@
+"""The porter on a GPU: kernels on two streams, copies to and from host slots on two more, nobody waits for any.
+
+Gathers and scatters have a stream each, so that what comes in does not queue behind what goes out. Every buffer and
+event is made at the start; a move takes one bundle of them and gives it back when it is over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from kvbridge_kernels.gather import gather as gather_rows
+from kvbridge_kernels.scatter import scatter as scatter_rows
+from kvbridge_kernels.segment import Span
+from kvbridge_kernels.tables import Work
+
+from ..errors import EngineError
+from ..geometry.plan import Move
+from . import driver
+from .memory import AttachedPool
+from .moves import segments_of
+from .porter import Moved, compared
+from .staging import Staging
+
+
+@dataclass(slots=True)
+class _Bundle:
+    """What one move needs besides its slot."""
+
+    work: Work
+    sums: torch.Tensor  # int64 [1] on the GPU
+    total: torch.Tensor  # the same, pinned
+    halfway: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    end: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    ticket: int
+    pool: AttachedPool | None
+    bundle: _Bundle
+    expected: int | None
+    has_digest: bool
+
+
+class GpuPorter:
+    """Keeps the contract of `porter.Porter`. `moves` is how many may be under way at once."""
+
+    memory: Literal["dram", "vram"] = "vram"
+    digests = ("sum64",)
+
+    def __init__(self, gpu: driver.Gpu, moves: int) -> None:
+        torch.cuda.set_device(gpu.ordinal)
+        self.description = f"{torch.cuda.get_device_name(gpu.ordinal)} {gpu.uuid}" + " (MPS)" * gpu.is_under_mps
+        self.device = gpu.device
+        self._out, self._down, self._in, self._up = (torch.cuda.Stream(priority=-1) for _ in range(4))
+        device = torch.device("cuda", gpu.ordinal)
+        sums = torch.zeros(moves, dtype=torch.int64, device=device)
+        totals = torch.zeros(moves, dtype=torch.int64).pin_memory()
+        self._bundles = deque(_Bundle(Work(device), sums[i : i + 1], totals[i : i + 1]) for i in range(moves))
+        torch.cuda.current_stream().synchronize()
+        self._moves: deque[_Move] = deque()
+        self._count = 0
+
+    def staging(self, slot_bytes: int, slots: int) -> Staging:
+        return Staging.on_gpu(slot_bytes, slots)
+
+    def gather(
+        self,
+        pool: AttachedPool,
+        moves: Sequence[Move],
+        slot: Span,
+        digest_kind: str,
+        host: Span | None = None,
+    ) -> int:
+        def enqueue(bundle: _Bundle) -> None:
+            with pool.hold() as regions, torch.cuda.stream(self._out):
+                gather_rows(segments_of(pool, regions, moves, slot.size_bytes), slot, bundle.sums, bundle.work)
+                bundle.total.copy_(bundle.sums, non_blocking=True)
+            if host is None:
+                bundle.end.record(self._out)
+                return
+            bundle.halfway.record(self._out)
+            self._down.wait_event(bundle.halfway)
+            driver.copy_to_host(host.address, slot.address, slot.size_bytes, self._down.cuda_stream)
+            bundle.end.record(self._down)
+
+        return self._begin(enqueue, pool, None, True)
+
+    def scatter(
+        self,
+        pool: AttachedPool,
+        moves: Sequence[Move],
+        slot: Span,
+        digest_kind: str,
+        expected: int,
+        host: Span | None = None,
+    ) -> int:
+        def enqueue(bundle: _Bundle) -> None:
+            if host is not None:
+                driver.copy_to_device(slot.address, host.address, slot.size_bytes, self._up.cuda_stream)
+                bundle.halfway.record(self._up)
+                self._in.wait_event(bundle.halfway)
+            with pool.hold() as regions, torch.cuda.stream(self._in):
+                scatter_rows(segments_of(pool, regions, moves, slot.size_bytes), slot, bundle.sums, bundle.work)
+                bundle.total.copy_(bundle.sums, non_blocking=True)
+            bundle.end.record(self._in)
+
+        return self._begin(enqueue, pool, expected, True)
+
+    def copy(self, source: Span, target: Span) -> int:
+        def enqueue(bundle: _Bundle) -> None:
+            size_bytes = min(source.size_bytes, target.size_bytes)
+            driver.copy_on_device(target.address, source.address, size_bytes, self._out.cuda_stream)
+            bundle.end.record(self._out)
+
+        return self._begin(enqueue, None, None, False)
+
+    def fill(self, span: Span, content: bytes) -> None:
+        held = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        driver.copy_to_device(span.address, held.data_ptr(), min(span.size_bytes, len(content)), self._up.cuda_stream)
+        self._up.synchronize()
+
+    def read(self, span: Span) -> bytes:
+        held = torch.empty(span.size_bytes, dtype=torch.uint8)
+        driver.copy_to_host(held.data_ptr(), span.address, span.size_bytes, self._down.cuda_stream)
+        self._down.synchronize()
+        return held.numpy().tobytes()
+
+    def poll(self) -> list[Moved]:
+        over: list[Moved] = []
+        for _ in range(len(self._moves)):
+            move = self._moves.popleft()
+            if not move.bundle.end.query():
+                self._moves.append(move)
+                continue
+            digest = int(move.bundle.total.item()) & (2**64 - 1) if move.has_digest else 0
+            over.append(compared(move.ticket, digest, move.expected))
+            self._bundles.append(move.bundle)
+        return over
+
+    def is_using(self, pool: AttachedPool) -> bool:
+        return any(move.pool is pool for move in self._moves)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._moves)
+
+    def close(self) -> None:
+        for stream in (self._out, self._down, self._in, self._up):
+            stream.synchronize()
+        self._moves.clear()
+
+    def _begin(
+        self,
+        enqueue: Callable[[_Bundle], None],
+        pool: AttachedPool | None,
+        expected: int | None,
+        has_digest: bool,
+    ) -> int:
+        if not self._bundles:
+            raise EngineError("too_many_moves", f"moves: {len(self._moves)} are under way")
+        bundle = self._bundles.popleft()
+        try:
+            enqueue(bundle)
+        except BaseException:
+            # Part of it may be on a stream: what it works on is given back to others once this returns.
+            for stream in (self._out, self._down, self._in, self._up):
+                stream.synchronize()
+            self._bundles.append(bundle)
+            raise
+        self._count += 1
+        self._moves.append(_Move(self._count, pool, bundle, expected, has_digest))
+        return self._count

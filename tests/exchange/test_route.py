@@ -1,0 +1,44 @@
+"""Which routes two sites have, and what is said of the others."""
+
+from __future__ import annotations
+
+import pytest
+from kvbridge_proto.peer import DeviceCard, FabricCard
+
+from kvbridge.exchange.route import Site, options
+
+
+def card(memory: str) -> FabricCard:
+    return FabricCard(kind="nixl", memory=memory, descriptor=b"", base=1 << 30, slot_bytes=1 << 20, slots=4)
+
+
+def gpu(machine: str = "m1", host: bool = True, routes: tuple = ("direct", "nixl", "host")) -> Site:
+    device = DeviceCard(machine=machine, uuid="GPU-1", payload=b"")
+    return Site(card("vram"), card("dram") if host else None, device, routes)
+
+
+CPU = Site(card("dram"))
+
+CASES = [
+    ("two GPUs of a machine", gpu(), gpu(), ["direct", "nixl", "host"]),
+    ("two machines", gpu(), gpu("m2"), ["nixl", "host"]),
+    ("two CPUs", CPU, CPU, ["nixl"]),
+    ("a GPU and a CPU", gpu(), CPU, ["host"]),
+    ("a CPU and a GPU", CPU, gpu(), ["host"]),
+    ("a GPU without host slots and a CPU", gpu(host=False), CPU, []),
+    ("a sink that allows less", gpu(), gpu(routes=("host",)), ["host"]),
+    ("our order counts", gpu(routes=("host", "nixl")), gpu(), ["host", "nixl"]),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "possible"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_finds_every_route_there_is_in_our_order(ours: Site, theirs: Site, possible: list[str]) -> None:
+    found = options(ours, theirs)
+    assert [route for route, against in found if not against] == possible
+    assert [route for route, _ in found] == list(ours.routes)
+    assert all(against.startswith(f"{route}: ") for route, against in found if against)
+
+
+def test_says_both_values() -> None:
+    assert dict(options(gpu(), gpu("m2")))["direct"] == "direct: machine: ours m1, theirs m2"
+    assert dict(options(CPU, gpu()))["nixl"] == "nixl: slots: ours dram, theirs vram"

@@ -1,0 +1,94 @@
+"""Whole transfers on GPUs: engines and agents as processes of their own, every element of the sink's memory checked.
+
+Engines offer and want while a long kernel keeps their stream from having written yet, so that reading or writing
+before the fence shows as wrong bytes; `test_who_does_not_wait_is_found_out` says so by not waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from rich.progress import Progress
+
+from kvbridge.demo.pools import Request, Shape
+from kvbridge.demo.processes import agents
+from kvbridge.demo.run import PAIRS, Outcome, carry
+
+REQUESTS = [
+    Request(name="short", tokens=17, seed=1),
+    Request(name="long", tokens=4096, seed=2),
+    Request(name="prefix there", tokens=1777, first_token=1000, seed=3),
+]
+ROUTES = ("direct", "nixl", "host")
+LATE_CYCLES = 40_000_000  # about 20 ms on an H200
+
+
+def carried(
+    folder: Path,
+    devices: Sequence[str],
+    source: Shape,
+    sink: Shape,
+    late_cycles: int = 0,
+    unfenced: str = "",
+    **options: str,
+) -> tuple[Outcome, list[str]]:
+    """How the transfers of one pair went, and what the agents logged when their sessions opened."""
+    with ExitStack() as stack:
+        count = source.tp_size + sink.tp_size
+        running = stack.enter_context(agents(folder, [f"agent{i}" for i in range(count)], devices, **options))
+        outcome = carry(folder, running, source, sink, REQUESTS, Progress(disable=True), late_cycles, unfenced)
+        logs = "\n".join(agent.log.read_text() for agent in running)
+    assert "Traceback" not in logs, logs
+    return outcome, [line.partition("session open: ")[2] for line in logs.splitlines() if "session open" in line]
+
+
+def assert_exact(outcome: Outcome, routes: Sequence[str], route: str) -> None:
+    assert outcome.wrong == ""
+    assert routes and all(f" {route} " in said for said in routes), routes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("source", "sink"), PAIRS, ids=[f"{a.name} to {b.name}" for a, b in PAIRS])
+def test_one_gpu(tmp_path: Path, source: Shape, sink: Shape, route: str) -> None:
+    assert_exact(*carried(tmp_path, ["cuda:0"], source, sink, routes=route), route)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("source", "sink"), PAIRS, ids=[f"{a.name} to {b.name}" for a, b in PAIRS])
+def test_two_gpus(tmp_path: Path, source: Shape, sink: Shape, route: str) -> None:
+    devices = ["cuda:0"] * source.tp_size + ["cuda:1"] * sink.tp_size
+    assert_exact(*carried(tmp_path, devices, source, sink, routes=route), route)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ROUTES)
+def test_waits_for_both_engines_streams(tmp_path: Path, route: str) -> None:
+    source, sink = PAIRS[2]
+    outcome, routes = carried(tmp_path, ["cuda:0"], source, sink, LATE_CYCLES, routes=route)
+    assert_exact(outcome, routes, route)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("unfenced", ["source", "sink"])
+def test_who_does_not_wait_is_found_out(tmp_path: Path, unfenced: str) -> None:
+    source, sink = PAIRS[2]
+    outcome, _ = carried(tmp_path, ["cuda:0"], source, sink, LATE_CYCLES, unfenced)
+    assert outcome.wrong
+
+
+@pytest.mark.gpu
+def test_takes_the_direct_route_by_itself(tmp_path: Path) -> None:
+    source, sink = PAIRS[2]
+    assert_exact(*carried(tmp_path, ["cuda:0"], source, sink), "direct")
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_to_a_cpu_through_the_host(tmp_path: Path) -> None:
+    source, sink = PAIRS[2]
+    outcome, routes = carried(tmp_path, ["cuda:0", "cpu"], source, sink)
+    assert_exact(outcome, routes, "host")
