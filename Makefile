@@ -1,7 +1,9 @@
 # make demo    two synthetic engines that disagree, two agents, real ZeroMQ and NIXL, checked bit for bit
 # make test    lint, types and every test that needs no engine
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
+# make test-gpu    the tests that need a GPU, or two
 # make bench   what is measured, written to bench/results
+# make bench-gpu   the tests on GPUs, then all that is measured there (tests/gpu/run says more)
 # Each makes the environment it needs (.venv, .venv-vllm) from the constraints files; a second call finds it ready.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -11,7 +13,7 @@ AGENT = .venv/.ready
 ENGINE = .venv-vllm/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 
-.PHONY: demo demo-vllm test lint unit test-vllm bench golden clean
+.PHONY: demo demo-vllm test lint unit test-vllm test-gpu bench bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -32,9 +34,15 @@ unit: $(AGENT)
 test-vllm: $(AGENT) $(ENGINE)
 	.venv-vllm/bin/python -m pytest -m vllm tests/adapters tests/engines
 
+test-gpu: $(AGENT)
+	PYTHON=.venv/bin/python tests/gpu/run tests
+
 bench: $(AGENT) $(ENGINE)
 	for name in codec plan mover; do .venv/bin/python bench/$$name.py || exit 1; done
 	.venv-vllm/bin/python bench/vllm_pair.py
+
+bench-gpu: $(AGENT)
+	PYTHON=.venv/bin/python tests/gpu/run full
 
 golden: $(AGENT)
 	.venv/bin/python -m tests.proto.write_golden

@@ -1,0 +1,107 @@
+"""The GPU bench: ceilings, every route through real agents, and both beside busy engines. One command per machine.
+
+    python bench/gpu.py                 # as many GPUs as there are, two at most
+    python bench/gpu.py --quick         # about two minutes
+    python bench/gpu.py --smoke         # the same paths on the processor, tiny: a dress rehearsal without a GPU
+
+Prints a table (goal, measured, against the ceiling of the same run) and writes NAME.json into --out, where NAME is
+gpu_1 or gpu_2 for the number of GPUs, and every process's log into --out/logs. Exit code 1 if anything failed or any
+element arrived wrong; a goal that is missed is no failure, it is in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gpu_busy
+import gpu_ceilings
+import gpu_routes
+import gpu_tune
+import torch
+from gpu_place import Extent, Place, cores, gpus, versions
+from gpu_table import as_rows, lines, printed
+from record import ROOT, write
+
+BUDGET_S: dict[Extent, float] = {"smoke": 150, "quick": 180, "full": 420}
+# Slots for GPUs; an agent's own default suits host memory.
+AGENT = {"slot_bytes": str(32 << 20), "inbound_slots": "16", "outbound_slots": "8"}
+STAGES = ("ceilings", "routes", "busy")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    place = _place(options)
+    found: dict[str, Any] = {"extent": place.extent, "source": place.source, "sink": place.sink}
+    found |= {"gpus": gpus(), "cores": cores(), "versions": versions(), "agent_options": dict(place.agent_options)}
+    name = "gpu_smoke" if not place.is_gpu else f"gpu_{len({place.source, place.sink})}"
+    name += "_quick" * (place.extent == "quick") + "_part" * (options.only != ",".join(STAGES))
+    stages: dict[str, Callable[[], dict[str, Any]]] = {
+        "ceilings": lambda: _ceilings(place),
+        "routes": lambda: gpu_routes.routes(place),
+        "busy": lambda: {"busy": gpu_busy.busy(place)},
+        "tune": lambda: {"tune": gpu_tune.tune(place)},
+    }
+    place.say(f"{name}: {place.source} -> {place.sink}, {place.budget_s:.0f} s at most; logs in {place.folder}")
+    for stage in options.only.split(","):
+        place.say(stage)
+        try:
+            found |= stages[stage]()
+        except Exception as error:  # the edge of a stage: what was measured before is kept
+            traceback.print_exc()
+            place.problem(stage, f"{type(error).__name__}: {error}")
+        found["problems"] = place.problems
+        table = lines(found)
+        found["goals"] = as_rows(table)
+        write(name, found, options.out)
+    print(printed(table))
+    for problem in place.problems:
+        print(f"PROBLEM {problem}")
+    return 1 if place.problems else 0
+
+
+def _ceilings(place: Place) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, measure in (("copies", gpu_ceilings.copies), ("nixl", gpu_ceilings.nixl)):
+        try:
+            found[name] = measure(place)
+        except gpu_ceilings.Problem as problem:
+            place.problem(name, problem)
+    return found
+
+
+def _place(options: argparse.Namespace) -> Place:
+    extent: Extent = "smoke" if options.smoke else "quick" if options.quick else "full"
+    seen = torch.cuda.device_count()
+    wanted = options.machine or min(seen, 2)
+    if options.smoke:
+        source = sink = "cpu"
+    elif not 1 <= wanted <= seen:
+        sys.exit(f"GPUs: {seen} visible, {max(1, wanted)} needed; --smoke needs none")
+    else:
+        source, sink = "cuda:0", f"cuda:{wanted - 1}"
+    folder = options.out / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    agent = {} if source == "cpu" else dict(AGENT)
+    agent |= dict(each.split("=", 1) for each in options.agent)
+    return Place(source, sink, extent, folder, options.budget_s or BUDGET_S[extent], agent)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", type=int, choices=(1, 2), help="how many GPUs to use")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, pairs and loads")
+    parser.add_argument("--smoke", action="store_true", help="no GPU: the same paths on the processor")
+    parser.add_argument("--only", default=",".join(STAGES), help=f"some of {','.join(STAGES)}; or tune")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="where JSON and logs go")
+    parser.add_argument("--agent", action="append", default=[], metavar="OPTION=VALUE", help="an agent's option")
+    parser.add_argument("--budget-s", type=float, help="what would take longer is skipped, and said")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Transfers beside busy engines: another process keeps each GPU full, without MPS and with it; who waits for whom.
+
+Transfers of 128 MiB come about 10 ms apart, more than a GPU that prefills could offer, then one right after another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from gpu_fleet import MISMATCHED, Fleet, Joined, fleet, pairs
+from gpu_place import MIB, Place, spread
+from gpu_processes import Child, Problem, mps
+
+BYTES = 128 * MIB
+GAP_S = 0.010
+ALONE_S = 1.2  # how long the engines' own pace is measured
+KINDS = ("decode", "gemm")
+REPEATS = {"smoke": 6, "quick": 100, "full": 150}
+PACKED = 3  # times as many, since they take so much less time
+ROOM_BYTES = 2 << 30  # transfers walk through so much, more than any cache holds
+# About how long one daemon's part takes: start all, then for each kind and route.
+START_S, EACH_S = 20.0, 7.0
+
+Span = tuple[float, float]  # by the monotonic clock, which all processes share
+
+
+def busy(place: Place) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for is_under_mps in (False, True) if place.is_gpu else (False,):
+        what = f"beside busy engines, {'with' if is_under_mps else 'without'} MPS"
+        if not place.is_time_for(what, START_S + EACH_S * len(_kinds(place)) * len(_routes(place))):
+            continue
+        place.say(what)
+        try:
+            with (
+                mps() if is_under_mps else nullcontext({}) as env,
+                _started(place, env, is_under_mps) as (loads, fleets),
+            ):
+                for each in fleets:
+                    rows += list(_route(place, is_under_mps, each, loads))
+        except Problem as problem:
+            place.problem(what, problem)
+    return rows
+
+
+def _kinds(place: Place) -> tuple[str, ...]:
+    return KINDS[:1] if place.extent == "quick" else KINDS
+
+
+def _routes(place: Place) -> tuple[str, ...]:
+    return place.routes[:1] if place.extent == "quick" else place.routes
+
+
+@contextmanager
+def _started(place: Place, env: Mapping[str, str], is_under_mps: bool) -> Iterator[tuple[list[Child], list[Fleet]]]:
+    """A load on each GPU, and a fleet for each route; all are clients of MPS, or none."""
+    suffix = "-busy-mps" if is_under_mps else "-busy"
+    with ExitStack() as stack:
+        loads = []
+        for number, device in enumerate(dict.fromkeys((place.source, place.sink))):
+            loads.append(Child("gpu_load.py", (device,), place.folder / f"load-{number}{suffix}.log", env))
+            stack.callback(loads[-1].end)
+        fleets = [stack.enter_context(fleet(place, route, env, suffix)) for route in _routes(place)]
+        for each in fleets:
+            each.wait_serving()
+        yield loads, fleets
+
+
+def _route(place: Place, is_under_mps: bool, each: Fleet, loads: list[Child]) -> Iterator[dict[str, Any]]:
+    pair = pairs(place.shape)[MISMATCHED]
+    tokens = min(BYTES // pair.source.token_bytes, place.tokens[-1])
+    room = max(tokens, ROOM_BYTES // pair.source.token_bytes) if place.is_gpu else tokens
+    about = {"route": each.route, "mps": is_under_mps, "pair": pair.name, "bytes": tokens * pair.source.token_bytes}
+    with Joined(place, each, pair, room) as joined:
+        joined.poison()
+        joined.carry(tokens, repeats=5)
+        joined.verify()
+        joined.check_route()
+        yield _told(place, {**about, "load": "none", "engines": [], **_transfers(place, joined, tokens)[0]})
+        for kind in _kinds(place):
+            yield _told(place, {**about, "load": kind, **_beside(place, joined, tokens, kind, loads)})
+        joined.verify()
+
+
+def _transfers(place: Place, joined: Joined, tokens: int) -> tuple[dict[str, Any], dict[str, Span]]:
+    """How long they took, and when they were."""
+    count = REPEATS[place.extent]
+    paced = joined.carry(tokens, repeats=count, gap_s=GAP_S)
+    packed = joined.carry(tokens, repeats=PACKED * count)
+    rows = {"paced": spread(paced["seconds"]), "packed": spread(packed["seconds"])}
+    return rows, {"paced": (paced["began"], paced["ended"]), "packed": (packed["began"], packed["ended"])}
+
+
+def _beside(place: Place, joined: Joined, tokens: int, kind: str, loads: list[Child]) -> dict[str, Any]:
+    """Transfers while the loads run, and how much slower each load was then, on the mean, than before and after."""
+    steps: list[list[tuple[float, float]]] = []
+    for load in loads:
+        load.ask("start", kind=kind)
+    try:
+        times = [_alone()]
+        rows, when = _transfers(place, joined, tokens)
+        times.append(_alone())
+    finally:
+        steps += [load.ask("stop")["steps"] for load in loads]
+    engines = []
+    for each in steps:
+        alone = [seconds for at in times for seconds in _within(each, at)]
+        row: dict[str, Any] = {"alone": _pace(alone)}
+        for name, at in when.items():
+            row[name] = _pace(_within(each, at))
+            row[f"{name}_slower"] = row[name]["mean_s"] / row["alone"]["mean_s"] - 1
+        engines.append(row)
+    return {**rows, "engines": engines}
+
+
+def _alone() -> Span:
+    began = time.monotonic()
+    time.sleep(ALONE_S)
+    return began, time.monotonic()
+
+
+def _within(steps: list[tuple[float, float]], span: Span) -> list[float]:
+    found = [seconds for ended, seconds in steps if span[0] <= ended - seconds and ended <= span[1]]
+    if not found:
+        raise Problem(f"the load made no step in {span[1] - span[0]:.3f} s")
+    return found
+
+
+def _pace(seconds: list[float]) -> dict[str, Any]:
+    return {**spread(seconds), "mean_s": sum(seconds) / len(seconds)}
+
+
+def _told(place: Place, row: dict[str, Any]) -> dict[str, Any]:
+    said = []
+    for name in ("paced", "packed"):
+        slower = ", ".join(f"{engine[f'{name}_slower'] * 100:+.1f} %" for engine in row["engines"])
+        said.append(
+            f"{name} p50 {row[name]['p50_s'] * 1e3:.3f} ms, p99 {row[name]['p99_s'] * 1e3:.3f} ms"
+            + (f", engines {slower}" if slower else "")
+        )
+    place.say(f"  {row['route']:6} load {row['load']:6}: {'; '.join(said)}")
+    return row

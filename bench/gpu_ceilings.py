@@ -1,0 +1,114 @@
+"""Ceilings and baselines of a GPU bench: copies, one NIXL descriptor, one descriptor a block with SGL off and on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from gpu_place import MIB, Place, spread
+from gpu_processes import Child, Problem, ask_all
+
+HERE = Path(__file__).resolve().parent
+BLOCK_BYTES = 32 << 10  # a block of 16 tokens x 8 heads x 128 in bf16, of one layer's K or V
+OTHER_BLOCK_BYTES = (16 << 10, 64 << 10)
+BASELINE_BYTES = 128 * MIB
+LARGEST_BASELINE = 1 << 30  # 32768 descriptors; more would only take longer
+SGL = {"off": {}, "on": {"NIXL_UCX_SGL_ENABLE": "1"}}
+COPIES_S = 90
+
+
+def copies(place: Place) -> list[dict[str, Any]]:
+    """GB/s of copies inside a GPU, between the two, to and from pinned host memory."""
+    sizes = sorted({*place.sizes, 1 << 30 if place.is_gpu else 16 * MIB})
+    command = [sys.executable, str(HERE / "gpu_copies.py")]
+    asked = json.dumps({"source": place.source, "sink": place.sink, "sizes": sizes})
+    try:
+        ran = subprocess.run([*command, asked], capture_output=True, text=True, timeout=COPIES_S)
+    except subprocess.TimeoutExpired:
+        raise Problem(f"copies take longer than {COPIES_S} s") from None
+    if ran.returncode:
+        raise Problem(ran.stderr[-2000:])
+    found: list[dict[str, Any]] = json.loads(ran.stdout)
+    for each in found:
+        each["gb_s"] = each["bytes"] / each["together_s"] / 1e9
+        place.say(f"  copy {each['path']:10} {each['bytes'] / MIB:7.0f} MiB: {each['gb_s']:7.1f} GB/s")
+    return found
+
+
+def nixl(place: Place) -> list[dict[str, Any]]:
+    """One descriptor, and a descriptor per block, for each pair of devices."""
+    found = []
+    pairs = [("off", place.source, place.sink), ("on", place.source, place.sink)]
+    if place.sink != place.source:
+        pairs.append(("off", place.source, place.source))
+    with ExitStack() as stack:
+        ends = [_start(place, stack, number, *pair) for number, pair in enumerate(pairs)]
+        opened = _open(place, ends, pairs)
+        for pair, (ours, theirs), target in zip(pairs, ends, opened, strict=True):
+            what = f"NIXL {pair[1]} -> {pair[2]}, SGL {pair[0]}"
+            try:
+                found += list(_pair(place, *pair, ours, theirs, target))
+            except Problem as problem:
+                place.problem(what, problem)
+    return found
+
+
+def _start(place: Place, stack: ExitStack, number: int, sgl: str, *_: str) -> tuple[Child, Child]:
+    children = tuple(
+        Child("gpu_nixl.py", (), place.folder / f"nixl-{role}-{number}.log", SGL[sgl]) for role in ("source", "sink")
+    )
+    for child in children:
+        stack.callback(child.end)
+    return children
+
+
+def _open(
+    place: Place, ends: Sequence[tuple[Child, Child]], pairs: Sequence[tuple[str, str, str]]
+) -> list[dict[str, Any]]:
+    """Open both ends of all pairs at once; how each sink is reached."""
+    size = max(place.sizes)
+    children = [child for pair in ends for child in pair]
+    asked = [
+        {"name": f"{role}-{number}", "device": device, "size_bytes": size, "is_source": role == "source"}
+        for number, (_, source, sink) in enumerate(pairs)
+        for role, device in (("source", source), ("sink", sink))
+    ]
+    told = ask_all(children, "open", asked)
+    return [{"peer": asked[at]["name"], **told[at]} for at in range(1, len(told), 2)]
+
+
+def _pair(
+    place: Place, sgl: str, source: str, sink: str, ours: Child, theirs: Child, target: dict[str, Any]
+) -> list[dict[str, Any]]:
+    found = []
+    for total, piece in _cases(place, sgl, is_same=source == sink != place.sink):
+        theirs.ask("wipe")
+        repeats = max(3, min(30, (2 << 30) // total)) if place.is_gpu else 3
+        seconds = ours.ask("write", total_bytes=total, piece_bytes=piece, repeats=repeats + 1, **target)["seconds"]
+        if not theirs.ask("check", total_bytes=total)["is_right"]:
+            raise Problem(f"{total} bytes in pieces of {piece}: what arrived is not what was sent")
+        row = {"source": source, "sink": sink, "sgl": sgl, "bytes": total, "piece_bytes": piece}
+        row |= {"first_s": seconds[0], **spread(seconds[1:])}
+        row["gb_s"] = total / row["p50_s"] / 1e9
+        shape = f"{total // piece} x {piece / 1024:.0f} KiB"
+        place.say(
+            f"  NIXL {source} -> {sink}, SGL {sgl:3} {shape:>18}: {row['p50_s'] * 1e3:8.3f} ms {row['gb_s']:7.1f} GB/s"
+        )
+        found.append(row)
+    return found
+
+
+def _cases(place: Place, sgl: str, is_same: bool) -> list[tuple[int, int]]:
+    """(bytes, bytes per descriptor); the bytes are whole blocks."""
+    single = [(size, size) for size in place.sizes]
+    if is_same:
+        return single
+    baseline = BASELINE_BYTES if place.is_gpu else MIB
+    blocks = [(size, BLOCK_BYTES) for size in sorted({*place.sizes, baseline}) if size <= LARGEST_BASELINE]
+    blocks += [(baseline, piece) for piece in OTHER_BLOCK_BYTES]
+    return (single if sgl == "off" else []) + blocks

@@ -1,0 +1,173 @@
+"""The agents and engines of a GPU bench: three of each for a route, and pairs of engines attached to them.
+
+The source has two ranks so that TP 2 -> 1 can be carried; both are on the source's GPU, and the second one is also
+the sink of what stays on that GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+from gpu_place import Place
+from gpu_processes import AgentProcess, Child, Problem, ask_all, end
+from gpu_shapes import GRAIN_TOKENS, Shape, windows
+
+SOURCE_SEED, SINK_SEED = 1, 2
+MISMATCHED = "NHD -> HND, block 16 -> 64"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two engines that may disagree."""
+
+    name: str
+    source: Shape
+    sink: Shape
+
+    @property
+    def wire_token_bytes(self) -> int:
+        """Bytes of a token in flight: rows are narrowed before and widened after."""
+        return min(self.source.token_bytes, self.sink.token_bytes)
+
+
+def pairs(shape: Shape) -> dict[str, Pair]:
+    """By name. The source is always what vLLM has by default: NHD, block 16."""
+
+    def changed(**changes: Any) -> Shape:
+        return msgspec.structs.replace(shape, **changes)
+
+    two = changed(tp_size=2)
+    sinks = {
+        "equal": (shape, shape),
+        MISMATCHED: (shape, changed(layout="HND", block_tokens=64)),
+        "NHD -> HND": (shape, changed(layout="HND")),
+        "block 16 -> 64": (shape, changed(block_tokens=64)),
+        "TP 2 -> 1": (two, shape),
+        "bf16 -> fp8": (shape, changed(codec="fp8_e4m3", scale=0.03125)),
+    }
+    return {name: Pair(name, source, sink) for name, (source, sink) in sinks.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """One route's processes: the source's two ranks, then the sink. Its agents serve by this route and no other."""
+
+    route: str
+    agents: tuple[AgentProcess, AgentProcess, AgentProcess]
+    engines: tuple[Child, Child, Child]
+
+    def wait_serving(self) -> None:
+        for agent in self.agents:
+            agent.wait_serving()
+
+
+@contextmanager
+def fleet(place: Place, route: str, env: Mapping[str, str], suffix: str = "") -> Iterator[Fleet]:
+    """Start all six at once; they are ended together."""
+    roles = (("source-0", place.source), ("source-1", place.source), ("sink", place.sink))
+    with ExitStack() as stack:
+        sockets = Path(stack.enter_context(TemporaryDirectory(prefix="kvbridge-")))  # their paths must be short
+        agents: list[AgentProcess] = []
+        engines: list[Child] = []
+        stack.callback(lambda: end([agent.process for agent in agents]))
+        stack.callback(lambda: end([engine.process for engine in engines]))
+        for role, device in roles:
+            name = f"{route}-{role}{suffix}"
+            options = {**place.agent_options, "device": device, "routes": route}
+            agents.append(AgentProcess(sockets, place.folder, f"agent-{name}", options, env))
+            engines.append(Child("gpu_engine.py", (), place.folder / f"engine-{name}.log", env))
+        yield Fleet(route, (agents[0], agents[1], agents[2]), (engines[0], engines[1], engines[2]))
+
+
+class Joined:
+    """A pair of engines attached to a fleet's agents, with room for `tokens` tokens on either side."""
+
+    def __init__(self, place: Place, fleet: Fleet, pair: Pair, tokens: int, *, is_same_gpu: bool = False) -> None:
+        ranks = pair.source.tp_size
+        assert not (is_same_gpu and ranks > 1), "the second source agent is the sink then"
+        self.pair, self.route = pair, fleet.route
+        self.tokens = -(-tokens // GRAIN_TOKENS) * GRAIN_TOKENS
+        self._sources, self._sink = fleet.engines[:ranks], fleet.engines[2]
+        self._source_agents = fleet.agents[:ranks]
+        self._sink_agent = fleet.agents[1] if is_same_gpu else fleet.agents[2]
+        self._source_device, self._sink_device = place.source, place.source if is_same_gpu else place.sink
+        self._rooms = 0
+
+    @property
+    def _is_equal(self) -> bool:
+        return self.pair.source == self.pair.sink
+
+    @property
+    def _all(self) -> tuple[Child, ...]:
+        return (*self._sources, self._sink)
+
+    def __enter__(self) -> Joined:
+        for agent in (*self._source_agents, self._sink_agent):
+            agent.check_alive()
+        self._make_pools()
+        addresses = [agent.address for agent in self._source_agents]
+        attached = [{"socket": agent.socket, "ranks": addresses} for agent in self._source_agents]
+        attached.append({"socket": self._sink_agent.socket, "ranks": [self._sink_agent.address]})
+        try:
+            ask_all(self._all, "attach", attached)
+        except Problem:
+            ask_all(self._all, "drop", [{}] * len(self._all))
+            raise
+        return self
+
+    def _make_pools(self) -> None:
+        source, sink = msgspec.to_builtins(self.pair.source), msgspec.to_builtins(self.pair.sink)
+        common = {"shape": source, "tokens": self.tokens, "device": self._source_device, "seed": SOURCE_SEED}
+        asked = [common | {"rank": rank, "fill": self.pair.source.codec} for rank in range(len(self._sources))]
+        asked.append({"shape": sink, "tokens": self.tokens, "device": self._sink_device, "seed": SINK_SEED, "rank": 0})
+        ask_all(self._all, "pool", asked)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            ask_all(self._all, "detach", [{}] * len(self._all))
+        ask_all(self._all, "drop", [{}] * len(self._all))
+        if kind is not None:
+            time.sleep(1.0)  # the agents notice; what comes next finds them free
+
+    def carry(self, tokens: int, requests: int = 1, repeats: int = 1, gap_s: float = 0.0) -> dict[str, Any]:
+        """`repeats` times so many requests at once, of so many tokens; every time from and to other memory."""
+        assert -(-tokens // GRAIN_TOKENS) * GRAIN_TOKENS * requests <= self.tokens, "requests at once would overlap"
+        count = repeats * requests
+        names = [f"{time.monotonic_ns():x}-{number}" for number in range(count)]
+        rooms = dict(zip(names, windows(count, tokens, self.tokens, self._rooms), strict=True))
+        self._rooms += count
+        ask_all(self._sources, "offer", [{"rooms": rooms}] * len(self._sources))
+        batches = [{name: rooms[name] for name in names[at : at + requests]} for at in range(0, count, requests)]
+        told = self._sink.ask("want", source=self._source_agents[0].address, batches=batches, gap_s=gap_s)
+        ask_all(self._sources, "released", [{"rooms": names}] * len(self._sources))
+        return told
+
+    def poison(self) -> None:
+        self._sink.ask("poison")
+
+    def verify(self) -> None:
+        """Raises Problem if any element is wrong that was wanted since the poison, or any other was touched."""
+        wrong = self._sink.ask("verify", codec=self.pair.source.codec, is_equal=self._is_equal)["wrong"]
+        if wrong:
+            raise Problem(f"WRONG DATA: {wrong}")
+
+    def prove_verify(self) -> None:
+        """Raises Problem if `verify` would not see one wrong bit."""
+        seen = self._sink.ask("prove", codec=self.pair.source.codec, is_equal=self._is_equal)
+        if not all(seen.values()):
+            raise Problem(f"the check sees no flipped bit: {seen}")
+
+    def check_route(self) -> list[str]:
+        """The routes of the sink's sessions, in the agent's words. Raises Problem if one is not the one forced."""
+        addresses = {agent.address for agent in self._source_agents}
+        said = [peer.route for peer in self._sink_agent.status().peers if peer.address in addresses]
+        if len(said) < len(addresses) or not all(route.startswith(self.route) for route in said):
+            raise Problem(f"route: forced {self.route}, the sink's agent says {said}")
+        return said

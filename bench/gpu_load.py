@@ -1,0 +1,157 @@
+"""Another tenant of a GPU: keeps it full, and measures its own steps. Told what to do in lines of JSON.
+
+`gemm`: a step is one 8192^3 bf16 matrix product. `decode`: a step is what a decode step of a Llama-8B-like model with
+64 requests does to the GPU: 32 layers of 64-row products against large weights with small kernels between them, as one
+CUDA graph. Two steps are always enqueued, so that the GPU never waits for this process.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+AHEAD = 2
+ROWS, HIDDEN, INNER, LAYERS = 64, 4096, 14336, 32
+LARGE = 8192
+
+
+def gemm(device: str) -> Callable[[], None]:
+    size = LARGE if device != "cpu" else 256
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    b, c = torch.randn_like(a), torch.empty_like(a)
+
+    def step() -> None:
+        torch.mm(a, b, out=c)
+
+    return step
+
+
+def decode(device: str) -> Callable[[], None]:
+    scale = 1 if device != "cpu" else 32
+    hidden, inner, layers = HIDDEN // scale, INNER // scale, LAYERS // scale
+    weights = [
+        tuple(
+            torch.randn(rows, columns, device=device, dtype=torch.bfloat16) / rows**0.5
+            for rows, columns in ((hidden, hidden), (hidden, hidden), (hidden, inner), (inner, hidden))
+        )
+        for _ in range(layers)
+    ]
+    x = torch.randn(ROWS, hidden, device=device, dtype=torch.bfloat16)
+
+    def layer(y: torch.Tensor, q: torch.Tensor, o: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        y = y + torch.nn.functional.silu(y @ q) @ o
+        y = y * torch.rsqrt(y.float().pow(2).mean(-1, keepdim=True) + 1e-5).to(y.dtype)
+        return y + torch.nn.functional.silu(y @ up) @ down
+
+    def step() -> None:
+        y = x
+        for each in weights:
+            y = layer(y, *each)
+
+    if device == "cpu":
+        return step
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay(held: object = step) -> None:  # the graph itself does not keep the weights alive
+        graph.replay()
+
+    return replay
+
+
+class Load:
+    """Steps without end."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._steps: list[tuple[float, float]] = []
+        self._step: Callable[[], None] | None = None
+
+    def start(self, kind: str) -> None:
+        """Begin to run steps of this kind, after some that do not count."""
+        self._step = {"gemm": gemm, "decode": decode}[kind](self._device)
+        for _ in range(5):
+            self._step()
+        self._synchronize()
+        self._steps = []
+
+    def stop(self) -> dict[str, list[tuple[float, float]]]:
+        """Of every step when it ended, by the monotonic clock, and the seconds since the one before."""
+        self._step = None
+        self._synchronize()
+        return {"steps": self._steps}
+
+    def run(self) -> None:
+        """Serve commands; between them, step."""
+        ends: deque[Any] = deque()
+        before: Any = None
+        while True:
+            if self._step is None:
+                ends.clear()
+                before = None
+            if self._step is None or select.select([sys.stdin], [], [], 0)[0]:
+                line = sys.stdin.readline()
+                if not line:
+                    return
+                self._obey(json.loads(line))
+                continue
+            self._step()
+            ends.append(self._now())
+            if len(ends) <= AHEAD:
+                continue
+            end = ends.popleft()
+            seconds = self._between(before, end)
+            if seconds is not None:
+                self._steps.append((time.monotonic(), seconds))
+            before = end
+
+    def _obey(self, told: dict[str, Any]) -> None:
+        try:
+            answer = getattr(self, told.pop("do"))(**told) or {}
+        except Exception as error:  # the edge of this process
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+    def _now(self) -> Any:
+        """When the GPU has come here."""
+        if self._device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, before: Any, end: Any) -> float | None:
+        if self._device == "cpu":
+            return None if before is None else end - before
+        end.synchronize()
+        return None if before is None else before.elapsed_time(end) / 1e3
+
+    def _synchronize(self) -> None:
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+
+
+def main() -> None:
+    device = sys.argv[1]
+    torch.set_num_threads(1)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    with torch.inference_mode():
+        Load(device).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Where a GPU bench runs and how long it may: one or two GPUs, or the processor for a dress rehearsal."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gpu_shapes import Shape
+
+MIB = 1 << 20
+Extent = Literal["smoke", "quick", "full"]
+PACKAGES = ("torch", "triton", "nixl", "cuda-bindings", "numpy", "pyzmq", "uvloop")
+# Sizes in tokens of the shape; a Llama-8B token is 128 KiB: 1 MiB to 8 GiB.
+TOKENS: dict[Extent, tuple[int, ...]] = {
+    "smoke": (8, 64, 512),
+    "quick": (8, 1024, 16384),
+    "full": (8, 64, 256, 1024, 4096, 16384, 65536),
+}
+
+
+@dataclass(slots=True)
+class Place:
+    """`source` and `sink` are torch devices; equal on a machine with one GPU, "cpu" in a rehearsal."""
+
+    source: str
+    sink: str
+    extent: Extent
+    folder: Path
+    budget_s: float
+    agent_options: Mapping[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.source != "cpu"
+
+    @property
+    def shape(self) -> Shape:
+        return Shape() if self.is_gpu else Shape(layers=4)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return TOKENS[self.extent]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(tokens * self.shape.token_bytes for tokens in self.tokens)
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        return ("direct", "nixl", "host") if self.is_gpu else ("nixl",)
+
+    @property
+    def left_s(self) -> float:
+        return self.budget_s - (time.monotonic() - self.began)
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.began:6.1f} s] {text}", flush=True)
+
+    def problem(self, what: str, error: object) -> None:
+        """Note it, say it, go on; a run with problems does not exit with 0."""
+        self.problems.append(f"{what}: {error}")
+        self.say(f"PROBLEM {what}: {error}")
+
+    def is_time_for(self, what: str, seconds: float) -> bool:
+        if self.left_s >= seconds:
+            return True
+        self.problem(what, f"skipped: {self.left_s:.0f} s left, it takes about {seconds:.0f}")
+        return False
+
+
+def versions() -> dict[str, str]:
+    """What a figure depends on besides the commit."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "unknown"
+    return found
+
+
+def gpus() -> list[dict[str, str]]:
+    """Name, memory and driver of every GPU; empty where nvidia-smi is not there."""
+    fields = ("name", "memory.total", "driver_version")
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return []
+    command = [smi, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.splitlines()
+    return [dict(zip(fields, (part.strip() for part in line.split(",")), strict=True)) for line in found if line]
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
+
+
+def spread(seconds: Sequence[float]) -> dict[str, Any]:
+    """How long something took, in seconds."""
+    return {
+        "n": len(seconds),
+        "min_s": min(seconds),
+        "p50_s": quantile(seconds, 0.5),
+        "p90_s": quantile(seconds, 0.9),
+        "p99_s": quantile(seconds, 0.99),
+        "max_s": max(seconds),
+    }

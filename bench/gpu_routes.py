@@ -1,0 +1,174 @@
+"""Every route end to end, through real agents, between engines in processes of their own.
+
+A transfer's time is what the sink's engine waits: from its Want until it reads Done, with the prompt offered before.
+Each pair is checked bit for bit when it is first carried, and its first transfer, which meets the peer and proves the
+route, is told apart from the later ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_fleet import MISMATCHED, Fleet, Joined, Pair, fleet, pairs
+from gpu_place import MIB, Place, spread
+from gpu_processes import Problem
+
+AT_ONCE_TOKENS = 1024
+IDLE_S = 5.0
+LEAST_CAPACITY_BYTES = 2 << 30  # so that repeated small requests do not find their bytes in a cache
+LARGEST_HOST_BYTES = 2 << 30
+# About how long a configuration takes: pools, attaching, the first transfer, the check, what is timed.
+CONFIGURATION_S = 12.0
+SMALL = ("NHD -> HND", "block 16 -> 64", "TP 2 -> 1", "bf16 -> fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    tokens: int
+    requests: int = 1
+    repeats: int = 10
+
+
+def routes(place: Place) -> dict[str, list[dict[str, Any]]]:
+    """Rows for transfers, and for agents that have nothing to do."""
+    rows: list[dict[str, Any]] = []
+    idle: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        started = [stack.enter_context(fleet(place, route, {})) for route in place.routes]
+        for each in started:
+            try:
+                each.wait_serving()
+            except Problem as problem:
+                place.problem(f"route {each.route}", problem)
+                continue
+            place.say(f"route {each.route}: {len(each.agents)} agents serve")
+            for pair, is_same_gpu in _configurations(place, each.route):
+                what = f"{each.route} | {pair.name}{' | same GPU' if is_same_gpu else ''}"
+                if not place.is_time_for(what, CONFIGURATION_S if place.is_gpu else 1):
+                    break
+                try:
+                    rows += _configuration(place, each, pair, is_same_gpu)
+                except Problem as problem:
+                    place.problem(what, problem)
+        try:
+            idle = _idle(place, started)
+        except Problem as problem:
+            place.problem("idle agents", problem)
+    return {"transfers": rows, "idle": idle}
+
+
+def _configurations(place: Place, route: str) -> Iterator[tuple[Pair, bool]]:
+    """What is carried over a route: (pair, on one GPU)."""
+    known = pairs(place.shape)
+    if place.extent == "quick" and route == "host":
+        yield known[MISMATCHED], False
+        return
+    names = ("equal", MISMATCHED, *(SMALL if place.extent != "quick" else SMALL[2:]))
+    for name in names:
+        yield known[name], False
+    if place.source != place.sink and place.extent == "full":
+        yield known["equal"], True
+        yield known[MISMATCHED], True
+
+
+def _cases(place: Place, route: str, pair: Pair) -> list[Case]:
+    """One request of each size, then some at once, then many of one block."""
+    block = 1 if place.is_gpu else 4
+    if pair.name in SMALL:
+        sizes: Sequence[int] = tuple(tokens for tokens in (1024, 16384) if tokens in place.tokens) or place.tokens[-1:]
+    else:
+        sizes = place.tokens
+    cases = [Case(tokens, repeats=_repeats(place, route, tokens * pair.wire_token_bytes)) for tokens in sizes]
+    if pair.name in SMALL:
+        return cases
+    if route == "host":
+        cases = [case for case in cases if case.tokens * pair.wire_token_bytes <= LARGEST_HOST_BYTES]
+        return [*cases, Case(16, repeats=200)]
+    if place.is_gpu:
+        cases += [Case(AT_ONCE_TOKENS, requests, 6 if requests < 64 else 3) for requests in (8, 64)]
+        return [*cases, Case(16, repeats=400 if place.extent == "full" else 200)]
+    return [*cases, Case(64, 8, 2), Case(16 * block, repeats=40)]
+
+
+def _repeats(place: Place, route: str, size_bytes: int) -> int:
+    """About as long for every size, within reason."""
+    if not place.is_gpu:
+        return 4
+    rate = 5e9 if route == "host" else 200e9  # cautious: only the count of repeats comes from it
+    return max(3, min(40, int(0.4 * rate / size_bytes)))
+
+
+def _configuration(place: Place, fleet: Fleet, pair: Pair, is_same_gpu: bool) -> list[dict[str, Any]]:
+    cases = _cases(place, fleet.route, pair)
+    least = LEAST_CAPACITY_BYTES // pair.source.token_bytes if place.is_gpu else 1024
+    capacity = max(least, *(-(-case.tokens // 64) * 64 * case.requests for case in cases))
+    where = {"source": place.source, "sink": place.source if is_same_gpu else place.sink}
+    rows = []
+    with Joined(place, fleet, pair, capacity, is_same_gpu=is_same_gpu) as joined:
+        first_s = _first(joined)
+        said = joined.check_route()
+        place.say(f"  {fleet.route} | {pair.name}: exact; first {first_s * 1e3:.1f} ms; {'; '.join(said)}")
+        for case in cases:
+            began = time.monotonic()
+            told = joined.carry(case.tokens, case.requests, case.repeats + 1)
+            row = {"route": fleet.route, "pair": pair.name, **where, "tokens": case.tokens, "requests": case.requests}
+            row |= _figures(pair, case, told) | {"pair_first_s": first_s}
+            _say(place, row, time.monotonic() - began)
+            rows.append(row)
+        joined.verify()
+    return rows
+
+
+def _first(joined: Joined) -> float:
+    """Seconds of the very first transfer: a few blocks and a part of one. All bits are checked, and the check is."""
+    joined.poison()
+    seconds: float = joined.carry(200)["seconds"][0]
+    joined.verify()
+    joined.prove_verify()
+    return seconds
+
+
+def _figures(pair: Pair, case: Case, told: dict[str, Any]) -> dict[str, Any]:
+    """`first_s` is the first of this size, not counted with the others; GB/s of the bytes that travelled."""
+    seconds, size_bytes = told["seconds"], case.tokens * case.requests * pair.wire_token_bytes
+    timed = spread(seconds[1:])
+    return {
+        "bytes": size_bytes,
+        "engine_bytes": case.tokens * case.requests * pair.source.token_bytes,
+        "moved_bytes": told["moved_bytes"] // len(seconds),
+        "first_s": seconds[0],
+        **timed,
+        "each": spread([second for batch in told["each"][1:] for second in batch]) if case.requests > 1 else {},
+        "gb_s": size_bytes / timed["p50_s"] / 1e9,
+    }
+
+
+def _say(place: Place, row: dict[str, Any], seconds: float) -> None:
+    at_once = f"{row['requests']} x " if row["requests"] > 1 else ""
+    size = f"{at_once}{row['bytes'] / row['requests'] / MIB:g} MiB"
+    place.say(
+        f"    {size:>13}: p50 {row['p50_s'] * 1e3:9.3f} ms, p99 {row['p99_s'] * 1e3:9.3f} ms,"
+        f" {row['gb_s']:7.1f} GB/s (first {row['first_s'] * 1e3:.2f} ms; took {seconds:.1f} s)"
+    )
+
+
+def _idle(place: Place, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
+    """Share of a core that each agent uses with an engine attached, a session open, and nothing to do."""
+    seconds = IDLE_S if place.is_gpu else 1.0
+    with ExitStack() as stack:
+        for each in fleets:
+            stack.enter_context(Joined(place, each, pairs(place.shape)["equal"], 1024)).carry(64)
+        time.sleep(1.0)
+        agents = [agent for each in fleets for agent in (each.agents[0], each.agents[2])]
+        before = [agent.cpu_s() for agent in agents]
+        time.sleep(seconds)
+        rows = [
+            {"agent": agent.name, "core_share": (agent.cpu_s() - was) / seconds}
+            for agent, was in zip(agents, before, strict=True)
+        ]
+    place.say(f"idle agents: at most {max((row['core_share'] for row in rows), default=0) * 100:.2f} % of a core")
+    return rows

@@ -1,0 +1,179 @@
+"""What was wanted, what was measured, and whether that is enough: `python bench/gpu_table.py RESULTS.json...`
+
+A ratio is to the ceiling of the same run. `met` is None where a goal does not apply to this machine or says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MIB, GIB = 1 << 20, 1 << 30
+MISMATCHED = "NHD -> HND, block 16 -> 64"
+BLOCK_BYTES = 32 << 10
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    goal: str
+    measured: str
+    against: str
+    met: bool | None
+
+
+def lines(results: Mapping[str, Any]) -> list[Line]:
+    """In the order of the goals; what a run did not measure is left out."""
+    kept = _Kept(results)
+    return [*_transfers(kept), *_wants(kept), *_baseline(kept), *_busy(kept), *_idle(results.get("idle", ()))]
+
+
+def printed(found: Sequence[Line]) -> str:
+    """Columns for a terminal."""
+    cells = [("goal", "measured", "against", "met")]
+    cells += [
+        (line.goal, line.measured, line.against, {True: "yes", False: "NO", None: "-"}[line.met]) for line in found
+    ]
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+    )
+
+
+def as_rows(found: Sequence[Line]) -> list[dict[str, Any]]:
+    return [asdict(line) for line in found]
+
+
+class _Kept:
+    """The results, to be asked for one figure at a time."""
+
+    def __init__(self, results: Mapping[str, Any]) -> None:
+        self.source, self.sink = results["source"], results["sink"]
+        self.copies: Rows = results.get("copies", ())
+        self.nixl: Rows = results.get("nixl", ())
+        self.carried: Rows = results.get("transfers", ())
+        self.beside: Rows = results.get("busy", ())
+
+    @property
+    def has_two(self) -> bool:
+        return bool(self.source != self.sink)
+
+    def copy(self, path: str, size_bytes: int) -> Mapping[str, Any] | None:
+        return _first(self.copies, path=path, bytes=size_bytes)
+
+    def between(self, size_bytes: int) -> Mapping[str, Any] | None:
+        """The copy engine between the two GPUs, or inside the one there is."""
+        return self.copy("between" if self.has_two else "inside", size_bytes)
+
+    def transfer(self, route: str, pair: str, size_bytes: int) -> Mapping[str, Any] | None:
+        where = {"source": self.source, "sink": self.sink, "requests": 1}
+        return _first(self.carried, route=route, pair=pair, bytes=size_bytes, **where)
+
+    def descriptors(self, sgl: str, size_bytes: int, piece_bytes: int) -> Mapping[str, Any] | None:
+        where = {"source": self.source, "sink": self.sink}
+        return _first(self.nixl, sgl=sgl, bytes=size_bytes, piece_bytes=piece_bytes, **where)
+
+
+def _transfers(kept: _Kept) -> Iterator[Line]:
+    large, small = 2 * GIB, 128 * MIB
+    if (ours := kept.transfer("direct", MISMATCHED, large)) and (copy := kept.between(large)):
+        yield _ratio("direct, mismatched, 2 GiB: >= 0.93 of a copy", ours, copy, "copy", 0.93, kept.has_two)
+    if ours := kept.transfer("direct", MISMATCHED, small):
+        met = ours["p50_s"] <= 0.45e-3 if kept.has_two else None
+        yield Line("direct, mismatched, 128 MiB: <= 0.45 ms", f"{ours['p50_s'] * 1e3:.3f} ms p50", _rate(ours), met)
+    if (ours := kept.transfer("nixl", MISMATCHED, large)) and (one := kept.descriptors("off", large, large)):
+        yield _ratio("nixl, mismatched, 2 GiB: >= 0.90 of one descriptor", ours, one, "descriptor", 0.90, kept.has_two)
+    ours = kept.transfer("host", MISMATCHED, large)
+    for path, least in (("to host", 0.97), ("from host", 0.96)):
+        if ours and (copy := kept.copy(path, GIB)):
+            yield _ratio(f"host, mismatched, 2 GiB: >= {least} of a copy {path}", ours, copy, "copy", least, True)
+
+
+def _wants(kept: _Kept) -> Iterator[Line]:
+    wanted = {"tokens": 16, "requests": 1, "source": kept.source, "sink": kept.sink}
+    for route in ("direct", "nixl", "host"):
+        for pair in ("equal", MISMATCHED):
+            row = _first([row for row in kept.carried if row["n"] >= 100], route=route, pair=pair, **wanted)
+            if row is None:
+                continue
+            is_goal = route == "direct" and pair == "equal"
+            limit = ": p50 <= 200 us, p99 <= 1 ms" if is_goal else ""
+            figures = f"{row['p50_s'] * 1e6:.0f} us p50, {row['p99_s'] * 1e6:.0f} us p99"
+            met = row["p50_s"] <= 200e-6 and row["p99_s"] <= 1e-3 if is_goal else None
+            yield Line(f"one-block want, {route}, {_short(pair)}{limit}", figures, f"{row['n']} wants", met)
+
+
+def _baseline(kept: _Kept) -> Iterator[Line]:
+    size = 128 * MIB
+    ours = kept.transfer("direct", MISMATCHED, size)
+    for sgl, least in (("off", 60), ("on", 10)):
+        theirs = kept.descriptors(sgl, size, BLOCK_BYTES)
+        if ours and theirs:
+            times = theirs["p50_s"] / ours["p50_s"]
+            goal = f"128 MiB against 4096 descriptors, SGL {sgl}: >= {least} x"
+            against = f"{theirs['p50_s'] * 1e3:.2f} ms, {theirs['gb_s']:.1f} GB/s"
+            yield Line(goal, f"{times:.1f} x", against, times >= least if kept.has_two else None)
+
+
+def _busy(kept: _Kept) -> Iterator[Line]:
+    for row in kept.beside:
+        if row["load"] == "none":
+            continue
+        idle = _first(kept.beside, route=row["route"], mps=row["mps"], load="none")
+        paced, is_goal = row["paced"], row["route"] == "direct" and row["load"] == "decode"
+        name = f"128 MiB, {row['route']}, beside {row['load']}, {'MPS' if row['mps'] else 'no MPS'}"
+        slower = max((engine["paced_slower"] for engine in row["engines"]), default=0.0)
+        against = f"idle p99 {idle['paced']['p99_s'] * 1e3:.3f} ms" if idle else ""
+        figures = f"p50 {paced['p50_s'] * 1e3:.3f}, p99 {paced['p99_s'] * 1e3:.3f} ms, engine {slower * 100:+.1f} %"
+        limit, met = "", None
+        if is_goal and row["mps"] and idle:
+            limit = ": p99 <= 1.5 x idle, engine <= 3 %"
+            met = paced["p99_s"] <= 1.5 * idle["paced"]["p99_s"] and slower <= 0.03
+        elif is_goal and not row["mps"]:
+            limit, met = ": p99 <= 6 ms", paced["p99_s"] <= 6e-3
+        yield Line(name + limit, figures, against, met)
+
+
+def _idle(rows: Rows) -> Iterator[Line]:
+    if rows:
+        most = max(row["core_share"] for row in rows)
+        yield Line("idle agent: < 1 % of a core", f"{most * 100:.2f} %", f"{len(rows)} agents", most < 0.01)
+
+
+def _ratio(
+    goal: str, ours: Mapping[str, Any], ceiling: Mapping[str, Any], name: str, least: float, is_goal: bool
+) -> Line:
+    ratio = ours["gb_s"] / ceiling["gb_s"]
+    measured = f"{ratio:.3f} ({ours['gb_s']:.1f} GB/s, {ours['p50_s'] * 1e3:.2f} ms)"
+    return Line(goal, measured, f"{name} {ceiling['gb_s']:.1f} GB/s", ratio >= least if is_goal else None)
+
+
+def _rate(row: Mapping[str, Any]) -> str:
+    return f"{row['gb_s']:.1f} GB/s"
+
+
+def _short(pair: str) -> str:
+    return "mismatched" if pair == MISMATCHED else pair
+
+
+def _first(rows: Rows, **wanted: Any) -> Mapping[str, Any] | None:
+    return next((row for row in rows if all(row.get(name) == value for name, value in wanted.items())), None)
+
+
+def main() -> None:
+    for path in sys.argv[1:]:
+        found = json.loads(Path(path).read_text())
+        gpus = [gpu["name"] for gpu in found.get("gpus", ())]
+        machine = f"{len(gpus)} x {gpus[0]}" if gpus else found["cpu"]
+        print(f"{Path(path).name}: {machine}, commit {found['commit']}, {found['day']}")
+        print(printed([Line(**each) for each in found.get("goals", ())]))
+        for problem in found.get("problems", ()):
+            print(f"PROBLEM {problem}")
+
+
+if __name__ == "__main__":
+    main()
