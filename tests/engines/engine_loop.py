@@ -37,7 +37,7 @@ def read_rows(worker: Any, ids: list[list[int]], first: int, end: int) -> dict[s
     found = {}
     for plane in memory.pool.planes:
         storage = memory.storages[plane.region]
-        region = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         block_tokens = memory.pool.groups[plane.group].block_tokens
         tokens = np.arange(first, end)
         blocks = np.array(ids[plane.group])[tokens // block_tokens]
@@ -46,7 +46,8 @@ def read_rows(worker: Any, ids: list[list[int]], first: int, end: int) -> dict[s
         row = (_places(plane.element_axis)[:, None] + np.arange(plane.codec.element_bytes)).ravel()
         where = (plane.offset + blocks * plane.block_stride + within)[None, :, None] + heads[:, None, None] + row
         codec = {"name": plane.codec.name, "width": plane.codec.width, "scales": list(plane.codec.scales)}
-        found[f"{plane.layer}.{plane.part}"] = (plane.first_head, plane.total_heads, codec, region[where])
+        rows = region[torch.from_numpy(where).to(storage.device)].cpu().numpy()
+        found[f"{plane.layer}.{plane.part}"] = (plane.first_head, plane.total_heads, codec, rows)
     return found
 
 
@@ -64,6 +65,7 @@ class Loop:
         self.control = control
         self.buffer = b""
         self.dumps: dict[str, tuple[int, int, str]] = {}
+        self.began: dict[str, float] = {}
         self.blocks: dict[str, list[list[int]]] = {}
         self.steps = 0
         self.engine = _make(config)
@@ -124,6 +126,7 @@ class Loop:
                     reason=str(output.outputs[0].finish_reason),
                     params=output.kv_transfer_params,
                     cached=output.num_cached_tokens or 0,
+                    seconds=time.perf_counter() - self.began.pop(output.request_id),
                 )
         for request_id in self.scheduler.requests:
             self._remember(request_id)
@@ -153,6 +156,7 @@ class Loop:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"kv_transfer_params": params} if params else None,
         )
+        self.began[request] = time.perf_counter()
         self.engine.add_request(request, {"prompt_token_ids": tokens}, sampling)
 
     def abort(self, request: str) -> None:

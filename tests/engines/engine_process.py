@@ -44,16 +44,21 @@ class EngineConfig:
     on_failure: str = "recompute"
     connector: dict[str, Any] | None = None  # kv_connector_extra_config; None runs the engine alone
     more: dict[str, Any] = field(default_factory=dict)  # any other engine argument
+    environment: dict[str, str] = field(default_factory=dict)  # of the engine's process, beside this one's
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request. `params` is what a proxy would hand on; `cached` counts prompt tokens not computed here."""
+    """A finished request. `params` is what a proxy would hand on; `cached` counts prompt tokens not computed here.
+
+    `seconds` passed in the engine's process from handing it the request to its last token.
+    """
 
     tokens: tuple[int, ...]
     reason: str
     params: dict[str, Any] | None
     cached: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,14 @@ class EngineDied(RuntimeError):
 
 
 class EngineProcess:
-    """Start it, `wait_ready`, use it, `close` it (or use `with`). `python` must have vLLM; logs go to `log`."""
+    """Start it, `wait_ready`, use it, `close` it (or use `with`). `python` must have vLLM; logs go to `log`.
 
-    def __init__(self, config: EngineConfig, log: Path, python: str = sys.executable) -> None:
+    `module` is what runs there: `engine_loop`, or one that knows more ops.
+    """
+
+    def __init__(
+        self, config: EngineConfig, log: Path, python: str = sys.executable, module: str = "tests.engines.engine_loop"
+    ) -> None:
         self.config = config
         self.log = log
         self._ours, theirs = socket.socketpair()
@@ -80,9 +90,9 @@ class EngineProcess:
         self._answers: dict[str, list[dict[str, Any]]] = {}
         with theirs, log.open("wb") as out:
             self.process = subprocess.Popen(
-                [python, "-m", "tests.engines.engine_loop", str(theirs.fileno()), json.dumps(asdict(config))],
+                [python, "-m", module, str(theirs.fileno()), json.dumps(asdict(config))],
                 cwd=ROOT,
-                env=os.environ | _environment(config),
+                env=os.environ | _environment(config) | config.environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -81,7 +81,7 @@ class Running:
         if self.side.connector != "kvbridge":
             self.engine._say(op="transfers")
             found = self.engine._answer("transfers", 10)["transfers"]
-            keys = ("ms", "bytes", "descriptors")
+            keys = ("ms", "post_ms", "bytes", "descriptors")
             return {key: sum(each[key] for each in found) for key in keys} if found else {}
         lines = [line for agent in self.agents for line in DONE.findall(agent.text())]
         mine = [(int(size), float(ms)) for name, size, ms in lines if name.rpartition("-")[0] == request]
@@ -95,6 +95,11 @@ class Running:
     def likely(self, request: str, tokens: list[int]) -> dict[int, float]:
         self.engine._say(op="likely", request=request, tokens=tokens)
         return {int(token): value for token, value in self.engine._answer("likely", 60)["logprobs"].items()}
+
+    def kill(self) -> None:
+        self.engine.kill()
+        for each in self.agents:
+            each.kill()
 
     def is_well(self) -> bool:
         try:
@@ -140,21 +145,23 @@ class Engines:
         """Forget an engine that does not answer; its next use starts another."""
         future = self._up.pop(side.name, None)
         if future is not None and future.done() and future.exception() is None:
-            future.result().engine.kill()
-            for each in future.result().agents:
-                each.kill()
+            future.result().kill()
 
     def _start(self, side: Side, attempt: int) -> Running:
         name = f"{side.name}-{attempt}"
         config = self._config(side, name, attempt)
         engine = self._enter(EngineProcess(config, self.folder / f"{name}.log", module="tests.gpu.pair_loop"))
-        agents = []
-        if side.connector == "kvbridge":  # while the engine imports
-            agents = [self._enter(self._agent(f"{name}-{rank}", gpu)) for rank, gpu in enumerate(side.gpus)]
-        engine.wait_ready(START_S)
-        running = Running(side, engine, agents)
-        if not self.is_cpu:
-            running.weights()
+        running = Running(side, engine)
+        try:
+            if side.connector == "kvbridge":  # while the engine imports
+                for rank, gpu in enumerate(side.gpus):
+                    running.agents.append(self._enter(self._agent(f"{name}-{rank}", gpu)))
+            engine.wait_ready(START_S)
+            if not self.is_cpu:
+                running.weights()
+        except BaseException:
+            running.kill()
+            raise
         return running
 
     def _enter(self, what: contextlib.AbstractContextManager[Any]) -> Any:

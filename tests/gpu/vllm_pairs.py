@@ -8,7 +8,7 @@ GPU; one agent process a rank. Every engine decodes in some pairs and prefills i
 waits for its socket. Of each pair and prompt length:
 
   transfer   from the decode engine's want to its done, as its agent's log says (the slowest rank's);
-             NixlConnector: posting and moving, by its own telemetry. "first" is the first request of this length
+             NixlConnector: its own telemetry's duration. "first" is the first request of this length
   ttft       decode engine, from being handed the request to its first token, in its own process
   floor      the same for a prompt of 16 tokens that does not travel
   tokens     against the decode engine alone. "tie": they part where that engine itself finds both tokens as likely
@@ -244,7 +244,7 @@ COLUMNS = (
     ("above", 7, lambda found, row: round(row["ttft_ms"] - found.floor_ms, 1)),
     ("alone", 7, lambda found, row: row["alone_ttft_ms"]),
     ("rows", 13, lambda found, row: found.kv_rows),
-    ("tokens as alone", 18, lambda found, row: row.get("decoded", "-")),
+    ("tokens as alone", 24, lambda found, row: row.get("decoded", "-")),
 )
 
 
