@@ -4,7 +4,7 @@
 
 One pool per layout in shared memory, blocks in random order, another part of the pool each time, so that the pool
 side comes from memory and not from a cache. memcpy moves whole chunks, which short rows at random places cannot
-reach. GB/s count the bytes of engine memory; gather includes the digest.
+reach. GB/s count the bytes of engine memory; gather and scatter include the digest.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from math import prod
 
 import numpy as np
 import torch
+from kvbridge_kernels.digest_ref import digest
 from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
 from record import write
 
 from kvbridge.device.handles import export
 from kvbridge.device.memory import AttachedPool
-from kvbridge.device.mover import digest, gather, scatter
-from kvbridge.device.staging import Staging
+from kvbridge.device.porter import Moved
+from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.geometry.plan import Move
 
 HEADS, WIDTH = 8, 128
+DIGEST = "xxh3"  # what two agents on CPUs agree on
 ROUNDS = 48
 WIRES = {
     "bf16": Codec(name="bf16", width=WIDTH, element_bytes=2, row_bytes=2 * WIDTH),
@@ -135,7 +137,8 @@ def measure(layout: Layout, pool_bytes: int, chunk_bytes: int) -> tuple[float, f
     pool = pool_of(layout, pool_bytes)
     memory = torch.randint(0, 120, (pool_bytes,), dtype=torch.uint8)
     handle, fd = export(memory.untyped_storage(), 0, 0)
-    with Staging(chunk_bytes, 1) as staging, AttachedPool.open(pool, [handle], [fd]) as attached:
+    porter = CpuPorter()
+    with porter.staging(chunk_bytes, 1) as staging, AttachedPool.open(pool, [handle], [fd]) as attached:
         os.close(fd)
         chunks = moves_of(layout, pool, chunk_bytes)
         size = sum(move.size_bytes for move in chunks[0])
@@ -143,11 +146,28 @@ def measure(layout: Layout, pool_bytes: int, chunk_bytes: int) -> tuple[float, f
             pages = regions.memories[0].view(-1, chunk_bytes)
             pages.view(torch.int64)[:, ::512].sum()  # the first touch after attaching costs 100 ms per GiB, once
             order = np.random.default_rng(1).permutation(len(pages)).tolist()
-            copied = timed(lambda i: copy(staging.slot(0), pages, order[i % len(order)]))
-        gathered = timed(lambda i: gather(attached, chunks[i % len(chunks)], staging.slot(0, size)))
-        scattered = timed(lambda i: scatter(attached, chunks[i % len(chunks)], staging.slot(0, size)))
+            copied = timed(lambda i: copy(staging.span(0).on_cpu(), pages, order[i % len(order)]))
+        slot = staging.span(0, size)
+
+        def gather(i: int) -> Moved:
+            porter.gather(attached, chunks[i % len(chunks)], slot, DIGEST)
+            return over(porter)
+
+        def scatter(i: int) -> Moved:
+            porter.scatter(attached, chunks[i % len(chunks)], slot, DIGEST, expected)
+            return over(porter)
+
+        gathered = timed(gather)
+        expected = digest(slot.on_cpu())
+        scattered = timed(scatter)
     copied, gathered, scattered = (chunk_bytes / seconds / 1e9 for seconds in (copied, gathered, scattered))
     return copied, gathered, scattered
+
+
+def over(porter: CpuPorter) -> Moved:
+    (moved,) = porter.poll()
+    assert moved.failure is None, moved.failure
+    return moved
 
 
 def copy(slot: torch.Tensor, pages: torch.Tensor, page: int) -> None:
