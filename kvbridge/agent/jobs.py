@@ -81,7 +81,7 @@ class Jobs:
         if target in self._leaving and not self._users[target]:
             self._leaving.discard(target)
             del self._users[target]
-            close(target)
+            close(target, [*self._targets.values(), *self._leaving])
 
     def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the source says it wrote."""
