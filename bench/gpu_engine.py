@@ -39,7 +39,8 @@ from kvbridge.adapters.client import EngineClient
 from kvbridge.device.fence import EngineFence
 from kvbridge.device.handles import export
 
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0  # the first transfer of a new kind waits for kernels to be compiled
+HOLD_S = 120.0
 
 
 class EngineRank:
@@ -100,7 +101,7 @@ class EngineRank:
                     tokens=window[1] - window[0],
                     blocks=self._blocks(window),
                     is_last=True,
-                    hold_s=PATIENCE_S,
+                    hold_s=HOLD_S,
                     fence=fence,
                 )
             )

@@ -63,9 +63,17 @@ class Fleet:
     agents: tuple[AgentProcess, AgentProcess, AgentProcess]
     engines: tuple[Child, Child, Child]
 
+    @property
+    def is_alive(self) -> bool:
+        """Nothing has ended, and its agents have served."""
+        has_served = all(agent.address for agent in self.agents)
+        return has_served and all(each.process.poll() is None for each in (*self.agents, *self.engines))
+
     def wait_serving(self) -> None:
+        """At once if they have served before. Raises Problem."""
         for agent in self.agents:
-            agent.wait_serving()
+            if not agent.address:
+                agent.wait_serving()
 
 
 @contextmanager

@@ -58,6 +58,7 @@ def decode(device: str) -> Callable[[], None]:
     if device == "cpu":
         return step
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()

@@ -37,7 +37,7 @@ class Child:
     def __init__(self, script: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.name = log.stem
         self._log = log
-        with log.open("ab") as errors:
+        with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / script), *arguments],
                 stdin=subprocess.PIPE,
@@ -103,7 +103,7 @@ class AgentProcess:
         self.socket, self.log = str(sockets / name), logs / f"{name}.log"
         said = {"name": name, "socket": self.socket, "listen": "tcp://127.0.0.1:0", "metrics": "", **options}
         flags = [part for option, value in said.items() for part in (flag_of(option), value)]
-        with self.log.open("ab") as log:
+        with self.log.open("wb") as log:
             command = [sys.executable, "-m", "kvbridge.cli", "agent", *flags]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **env})
 

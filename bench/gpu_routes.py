@@ -39,26 +39,33 @@ def routes(place: Place) -> dict[str, list[dict[str, Any]]]:
     idle: list[dict[str, Any]] = []
     with ExitStack() as stack:
         started = [stack.enter_context(fleet(place, route, {})) for route in place.routes]
-        for each in started:
-            try:
-                each.wait_serving()
-            except Problem as problem:
-                place.problem(f"route {each.route}", problem)
-                continue
-            place.say(f"route {each.route}: {len(each.agents)} agents serve")
-            for pair, is_same_gpu in _configurations(place, each.route):
-                what = f"{each.route} | {pair.name}{' | same GPU' if is_same_gpu else ''}"
-                if not place.is_time_for(what, CONFIGURATION_S if place.is_gpu else 1):
-                    break
-                try:
-                    rows += _configuration(place, each, pair, is_same_gpu)
-                except Problem as problem:
-                    place.problem(what, problem)
+        ended = [_route(place, each, stack, rows) for each in started]
         try:
-            idle = _idle(place, started)
+            idle = _idle(place, [each for each in ended if each.is_alive])
         except Problem as problem:
             place.problem("idle agents", problem)
     return {"transfers": rows, "idle": idle}
+
+
+def _route(place: Place, each: Fleet, stack: ExitStack, rows: list[dict[str, Any]]) -> Fleet:
+    """All configurations of a route. A fleet that lost a process is replaced, twice at most; returns the last one."""
+    suffixes = ["-again", "-once-more"]
+    for pair, is_same_gpu in _configurations(place, each.route):
+        what = f"{each.route} | {pair.name}{' | same GPU' if is_same_gpu else ''}"
+        if not place.is_time_for(what, CONFIGURATION_S if place.is_gpu else 1):
+            break
+        try:
+            each.wait_serving()
+            _configuration(place, each, pair, is_same_gpu, rows)
+        except Problem as problem:
+            place.problem(what, problem)
+            if each.is_alive:
+                continue
+            if not suffixes:
+                place.problem(f"route {each.route}", "the rest is skipped: its processes do not live")
+                break
+            each = stack.enter_context(fleet(place, each.route, {}, suffixes.pop(0)))
+    return each
 
 
 def _configurations(place: Place, route: str) -> Iterator[tuple[Pair, bool]]:
@@ -67,7 +74,7 @@ def _configurations(place: Place, route: str) -> Iterator[tuple[Pair, bool]]:
     if place.extent == "quick" and route == "host":
         yield known[MISMATCHED], False
         return
-    names = ("equal", MISMATCHED, *(SMALL if place.extent != "quick" else SMALL[2:]))
+    names = (MISMATCHED, "equal", *(SMALL if place.extent != "quick" else SMALL[2:]))
     for name in names:
         yield known[name], False
     if place.source != place.sink and place.extent == "full":
@@ -102,12 +109,13 @@ def _repeats(place: Place, route: str, size_bytes: int) -> int:
     return max(3, min(40, int(0.4 * rate / size_bytes)))
 
 
-def _configuration(place: Place, fleet: Fleet, pair: Pair, is_same_gpu: bool) -> list[dict[str, Any]]:
+def _configuration(place: Place, fleet: Fleet, pair: Pair, is_same_gpu: bool, rows: list[dict[str, Any]]) -> None:
+    """Adds a row as soon as it is measured; `is_exact` once all that was carried was looked at again, at the end."""
     cases = _cases(place, fleet.route, pair)
     least = LEAST_CAPACITY_BYTES // pair.source.token_bytes if place.is_gpu else 1024
     capacity = max(least, *(-(-case.tokens // 64) * 64 * case.requests for case in cases))
     where = {"source": place.source, "sink": place.source if is_same_gpu else place.sink}
-    rows = []
+    ours = []
     with Joined(place, fleet, pair, capacity, is_same_gpu=is_same_gpu) as joined:
         first_s = _first(joined)
         said = joined.check_route()
@@ -116,11 +124,13 @@ def _configuration(place: Place, fleet: Fleet, pair: Pair, is_same_gpu: bool) ->
             began = time.monotonic()
             told = joined.carry(case.tokens, case.requests, case.repeats + 1)
             row = {"route": fleet.route, "pair": pair.name, **where, "tokens": case.tokens, "requests": case.requests}
-            row |= _figures(pair, case, told) | {"pair_first_s": first_s}
+            row |= _figures(pair, case, told) | {"pair_first_s": first_s, "is_exact": False}
             _say(place, row, time.monotonic() - began)
+            ours.append(row)
             rows.append(row)
         joined.verify()
-    return rows
+        for row in ours:
+            row["is_exact"] = True
 
 
 def _first(joined: Joined) -> float:
