@@ -75,6 +75,7 @@ class Running:
     side: Side
     engine: EngineProcess
     agents: list[AgentProcess] = field(default_factory=list)
+    weights_failure: str = ""
 
     def transfer(self, request: str) -> dict[str, float]:
         """How the KV of `request`, which this engine has decoded, came: ms, bytes. Empty if it did not."""
@@ -89,8 +90,9 @@ class Running:
         return {"ms": max(ms for _, ms in mine), "bytes": sum(size for size, _ in mine)} if mine else {}
 
     def weights(self) -> None:
+        """Make weights in it; what went wrong is kept and said, the engine is of use all the same."""
         self.engine._say(op="weights", seed=SEED)
-        self.engine._answer("weights", START_S)
+        self.weights_failure = self.engine._answer("weights", START_S)["failure"]
 
     def likely(self, request: str, tokens: list[int]) -> dict[int, float]:
         self.engine._say(op="likely", request=request, tokens=tokens)
@@ -189,6 +191,8 @@ class Engines:
             more |= {"load_format": "dummy", "attention_backend": side.backend, "gpu_memory_utilization": 0.05}
             more |= {"kv_cache_memory_bytes": 5 << 29}
             environment |= GPU_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, side.gpus))}
+            if len(side.gpus) > 1:  # its set-up asks every pair of GPUs, in processes of their own
+                more["disable_custom_all_reduce"] = True
             if side.has_graphs:  # without torch.compile, which would take a minute
                 sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
                 more |= {"enforce_eager": False, "compilation_config": sizes}

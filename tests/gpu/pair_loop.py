@@ -38,7 +38,6 @@ def load_seeded(worker: Any, seed: int) -> int:
 
     with torch.no_grad():
         worker.get_model().load_weights(weights())
-    torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return len(shapes)
 
@@ -73,8 +72,13 @@ class PairLoop(Loop):
         super().__init__(control, config)
 
     def weights(self, seed: int) -> None:
-        counts = self.engine.collective_rpc(load_seeded, args=(seed,))
-        self.say(kind="weights", counts=counts)
+        """Without them vLLM's own dummy weights stay, which engines of one size share and others do not."""
+        try:
+            self.engine.collective_rpc(load_seeded, args=(seed,))
+        except Exception as error:  # whatever another vLLM has changed in its loader
+            self.say(kind="weights", failure=f"{type(error).__name__}: {error}")
+            return
+        self.say(kind="weights", failure="")
 
     def transfers(self) -> None:
         """What came in since the last time."""

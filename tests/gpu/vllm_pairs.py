@@ -60,6 +60,7 @@ class Found:
 
     name: str
     failure: str = ""
+    weights: str = "seeded"
     floor_ms: float = 0.0
     kv_rows: str = "-"
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -68,7 +69,8 @@ class Found:
 def gpu_pairs() -> list[Pair]:
     left, right = Side("left16", (0,), 16), Side("right16", (1,), 16)
     large, triton = Side("right64", (1,), 64), Side("triton16", (1,), 16, backend="TRITON_ATTN")
-    fp8, graphs = Side("fp8", (1,), 16, kv="fp8"), Side("graphs16", (0,), 16, has_graphs=True)
+    fp8 = Side("fp8", (1,), 16, kv="fp8", backend="TRITON_ATTN")
+    graphs = Side("graphs16", (0,), 16, has_graphs=True)
     two = Side("two16", (2, 3), 16)
     nixl = [Side(f"nixl{gpu}", (gpu,), 16, connector="NixlConnector") for gpu in (0, 1)]
     return [
@@ -203,6 +205,7 @@ def drive(pair: Pair, engines: Engines, chosen: argparse.Namespace, numbers: cou
     found = Found(pair.name)
     try:
         source, sink = engines.get(pair.source), engines.get(pair.sink)
+        found.weights = source.weights_failure or sink.weights_failure or found.weights
         now = Drive(pair, source, sink, engines.folder, numbers)
         floor = [now.run(sink, prompt(FLOOR_TOKENS, seed=700 + i), 1).seconds for i in range(8)]
         found.floor_ms = round(statistics.median(floor[1:]) * 1e3, 2)
@@ -334,8 +337,9 @@ def _wait(engines: Engines, pairs: list[Pair]) -> None:
     began = time.monotonic()
     for side in {side.name: side for pair in pairs for side in (pair.source, pair.sink)}.values():
         try:
-            engines.get(side)
-            print(f"{time.monotonic() - began:6.1f} s  {side.name} is up", flush=True)
+            failure = engines.get(side).weights_failure
+            said = f"is up, with dummy weights: {failure}" if failure else "is up"
+            print(f"{time.monotonic() - began:6.1f} s  {side.name} {said}", flush=True)
         except Exception as error:  # its pairs will say so
             print(f"{side.name} did not start: {type(error).__name__}: {str(error)[-3000:]}", flush=True)
 
