@@ -14,6 +14,7 @@ from kvbridge_proto.peer import Notice, Probe, Route
 from ..device.porter import Moved
 from ..errors import FabricError, KVBridgeError, PeerError
 from ..exchange.actions import Scatter, Ship
+from ..geometry.plan import Part
 from ..transport.fabric import WriteFailed, WriteLate
 from .attachment import Attachment
 from .equipment import Dock, Equipment
@@ -133,8 +134,8 @@ class Jobs:
         moved, failure = Moved(0), None
         try:
             yield WaitFence(attachment, ship.fence)
-            moves, porter = ship.plan.source_moves(chunk, ship.tables), self._equipment.porter
-            ended = yield WaitMove(porter.gather(attachment.memory, moves, slot, ship.digest_kind, host))
+            part, porter = Part(ship.plan, chunk, ship.tables, True), self._equipment.porter
+            ended = yield WaitMove(porter.gather(attachment.memory, part, slot, ship.digest_kind, host))
             assert isinstance(ended, Moved)
             moved, failure = ended, ended.failure
         except KVBridgeError as error:
@@ -194,8 +195,8 @@ class Jobs:
         failure: Failure
         try:
             yield WaitFence(attachment, scatter.fence)
-            moves = scatter.plan.sink_moves(chunk, scatter.tables)
-            ticket = porter.scatter(attachment.memory, moves, slot, scatter.digest_kind, scatter.digest, host)
+            part = Part(scatter.plan, chunk, scatter.tables, False)
+            ticket = porter.scatter(attachment.memory, part, slot, scatter.digest_kind, scatter.digest, host)
             ended = yield WaitMove(ticket)
             assert isinstance(ended, Moved)
             failure = ended.failure

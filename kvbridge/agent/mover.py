@@ -262,7 +262,10 @@ class Mover:
             with contextlib.suppress(StopIteration):
                 job.throw(EngineError("engine_left", "the engine left before its forward had finished"))
         assert self._equipment is not None
-        return self._equipment.porter.is_using(attachment.memory)
+        if self._equipment.porter.is_using(attachment.memory):
+            return True
+        self._equipment.porter.forget(attachment.memory)
+        return False
 
     def _tell(self, hear: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear

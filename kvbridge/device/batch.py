@@ -48,7 +48,7 @@ def _form(move: Move) -> object:
     codecs = [
         (codec.name, codec.element_bytes, codec.row_bytes, len(codec.scales)) for codec in (plane.codec, move.wire)
     ]
-    where = (plane.region, plane.group, move.first_head, move.heads, id(move.places))
+    where = (plane.region, plane.group, move.first_head, move.heads, move.unit_tokens)
     return (*where, *strides, *codecs, move.is_bitwise)
 
 

@@ -1,73 +1,121 @@
-"""Turns the moves of a chunk into what the kernels work on, everything checked before the first byte is written."""
+"""Turns a part of a plan into what the kernels work on, everything checked before the first byte is written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.segment import Segment
-from kvbridge_proto.pool import Codec
+from kvbridge_proto.pool import Codec, Pool
 
 from ..errors import EngineError
 from ..geometry.check import places_of
-from ..geometry.plan import Move
+from ..geometry.plan import Move, Part
 from ..geometry.wire import scales_of
 from .batch import Batch, batches
 from .memory import AttachedPool, Regions, check_plane
 
 
-def segments_of(attached: AttachedPool, regions: Regions, moves: Sequence[Move], slot_bytes: int) -> list[Segment]:
-    """The moves as segments of a slot of `slot_bytes`. EngineError when one of them is not right."""
-    places = _places(moves)
-    _check(attached, moves, places, slot_bytes)
-    return [_segment(attached, regions, batch, places) for batch in batches(moves)]
+@dataclass(frozen=True, slots=True)
+class _Mould:
+    """A segment but for its places, which are `unit_tokens` long units of a group and below `limit`."""
 
+    field: Field
+    slot_offset: int
+    slot_pitch: int
+    cast: Cast | None
+    group: int
+    unit_tokens: int
+    limit: int
 
-def _places(moves: Sequence[Move]) -> dict[int, Places]:
-    """The places by the identity of their array: moves of one chunk mostly share it."""
-    arrays = {id(move.places): move.places for move in moves}
-    return {key: Places(torch.from_numpy(array)) for key, array in arrays.items()}
-
-
-def _check(attached: AttachedPool, moves: Sequence[Move], places: Mapping[int, Places], slot_bytes: int) -> None:
-    for move in moves:
-        plane = move.plane
-        check_plane(attached.pool, plane)
-        if not 0 <= move.first_head < move.first_head + move.heads <= plane.heads:
-            raise EngineError(
-                "heads_outside_plane",
-                f"heads: {move.heads} from {move.first_head} on, layer {plane.layer} {plane.part} has {plane.heads}",
-            )
-        end = move.slot_offset + move.size_bytes
-        if move.slot_offset < 0 or end > slot_bytes:
-            raise EngineError("move_outside_slot", f"move: ends at byte {end}, the slot has {slot_bytes}")
-        if not move.is_bitwise and not {plane.codec.name, move.wire.name} <= DTYPES.keys():
-            raise EngineError("codec_not_convertible", f"codec: {plane.codec.name}, on the wire {move.wire.name}")
-        wanted, count = places[id(move.places)], attached.pool.groups[plane.group].blocks * places_of(plane.token_axis)
-        if wanted.lowest < 0 or wanted.highest >= count:
+    def fill(self, places: Places) -> Segment:
+        if places.lowest < 0 or places.highest >= self.limit:
             raise EngineError(
                 "place_outside_plane",
-                f"places: from {wanted.lowest} to {wanted.highest}, layer {plane.layer} {plane.part} has {count}",
+                f"places: from {places.lowest} to {places.highest}, a plane of group {self.group} has {self.limit}",
             )
+        return Segment(self.field, places, self.slot_offset, self.slot_pitch, self.cast)
 
 
-def _segment(attached: AttachedPool, regions: Regions, batch: Batch, places: Mapping[int, Places]) -> Segment:
+class Moulds:
+    """Makes the segments of one porter. Most parts differ from one before in their places only: the rest is kept."""
+
+    KEPT = 256
+
+    def __init__(self) -> None:
+        self._kept: dict[object, tuple[AttachedPool, object, list[_Mould]]] = {}
+
+    def segments(self, attached: AttachedPool, regions: Regions, part: Part, slot_bytes: int) -> list[Segment]:
+        """The part as segments of a slot of `slot_bytes`. EngineError when something in it is not right."""
+        key, strips = (part.form, slot_bytes), part.plan.strips
+        kept = self._kept.pop(key, None)
+        if kept is None or kept[0] is not attached or kept[1] is not strips:
+            kept = attached, strips, _moulds(attached, regions, part.moves(), slot_bytes)
+            if len(self._kept) == self.KEPT:
+                del self._kept[next(iter(self._kept))]
+        self._kept[key] = kept  # the newest last
+        found: dict[tuple[int, int], Places] = {}
+        segments: list[Segment] = []
+        for mould in kept[2]:
+            where = (mould.group, mould.unit_tokens)
+            if where not in found:
+                found[where] = Places(torch.from_numpy(part.places(*where)))
+            segments.append(mould.fill(found[where]))
+        return segments
+
+    def forget(self, attached: AttachedPool) -> None:
+        """Keep nothing of this pool any more."""
+        self._kept = {key: kept for key, kept in self._kept.items() if kept[0] is not attached}
+
+
+def _moulds(attached: AttachedPool, regions: Regions, moves: Sequence[Move], slot_bytes: int) -> list[_Mould]:
+    for move in moves:
+        _check(attached.pool, move, slot_bytes)
+    return [_mould(attached, regions, batch) for batch in batches(moves)]
+
+
+def _check(pool: Pool, move: Move, slot_bytes: int) -> None:
+    plane = move.plane
+    check_plane(pool, plane)
+    if not 0 <= move.first_head < move.first_head + move.heads <= plane.heads:
+        raise EngineError(
+            "heads_outside_plane",
+            f"heads: {move.heads} from {move.first_head} on, layer {plane.layer} {plane.part} has {plane.heads}",
+        )
+    end = move.slot_offset + move.size_bytes
+    if move.slot_offset < 0 or end > slot_bytes:
+        raise EngineError("move_outside_slot", f"move: ends at byte {end}, the slot has {slot_bytes}")
+    if not move.is_bitwise and not {plane.codec.name, move.wire.name} <= DTYPES.keys():
+        raise EngineError("codec_not_convertible", f"codec: {plane.codec.name}, on the wire {move.wire.name}")
+
+
+def _mould(attached: AttachedPool, regions: Regions, batch: Batch) -> _Mould:
     move = batch.moves[0]
     plane = move.plane
+    blocks = attached.pool.groups[plane.group].blocks
     field = Field(
         memory=regions.memories[plane.region],
         offset=plane.offset + move.first_head * plane.head_stride,
         planes=Axis(len(batch.moves), batch.pitch),
-        blocks=Axis(attached.pool.groups[plane.group].blocks, plane.block_stride),
+        blocks=Axis(blocks, plane.block_stride),
         tokens=tuple(Axis(step.count, step.stride) for step in plane.token_axis),
         heads=Axis(move.heads, plane.head_stride),
         elements=tuple(Axis(step.count, step.stride) for step in plane.element_axis),
         element_bytes=plane.codec.element_bytes,
     )
-    return Segment(field, places[id(move.places)], move.slot_offset, batch.slot_pitch, _conversion(batch))
+    return _Mould(
+        field,
+        move.slot_offset,
+        batch.slot_pitch,
+        _conversion(batch),
+        plane.group,
+        move.unit_tokens,
+        blocks * places_of(plane.token_axis),
+    )
 
 
 def _conversion(batch: Batch) -> Cast | None:

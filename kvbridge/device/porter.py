@@ -6,13 +6,12 @@ is over when `poll` says so; until then its memory, its slots and the pool stay 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvbridge_kernels.segment import Span
 
-from ..geometry.plan import Move
+from ..geometry.plan import Part
 from .memory import AttachedPool
 from .staging import Staging
 
@@ -51,20 +50,20 @@ class Porter(Protocol):
     def gather(
         self,
         pool: AttachedPool,
-        moves: Sequence[Move],
+        part: Part,
         slot: Span,
         digest_kind: str,
         host: Span | None = None,
     ) -> int:
         """Fill `slot` from the engine's blocks, padding with zeros, then copy it to `host` if that is given.
 
-        `slot` may be a peer's memory. EngineError when the engine is gone or a move is not right: nothing was begun.
+        `slot` may be a peer's memory. EngineError when the engine is gone or the part is not right: nothing was begun.
         """
 
     def scatter(
         self,
         pool: AttachedPool,
-        moves: Sequence[Move],
+        part: Part,
         slot: Span,
         digest_kind: str,
         expected: int,
@@ -89,6 +88,9 @@ class Porter(Protocol):
 
     def is_using(self, pool: AttachedPool) -> bool:
         """Whether a move of this pool is under way."""
+
+    def forget(self, pool: AttachedPool) -> None:
+        """The pool is about to be closed: keep nothing of it."""
 
     @property
     def is_busy(self) -> bool:

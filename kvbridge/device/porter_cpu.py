@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,9 +12,9 @@ from kvbridge_kernels.scatter_ref import scatter as scatter_rows
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 
-from ..geometry.plan import Move
+from ..geometry.plan import Part
 from .memory import AttachedPool
-from .moves import segments_of
+from .moves import Moulds
 from .porter import Moved, compared
 from .staging import Staging
 
@@ -30,6 +29,7 @@ class CpuPorter:
 
     def __init__(self) -> None:
         self._work = Work("cpu")
+        self._moulds = Moulds()
         self._count = 0
         self._moved: list[Moved] = []
 
@@ -39,7 +39,7 @@ class CpuPorter:
     def gather(
         self,
         pool: AttachedPool,
-        moves: Sequence[Move],
+        part: Part,
         slot: Span,
         digest_kind: str,
         host: Span | None = None,
@@ -47,13 +47,13 @@ class CpuPorter:
         assert host is None, "the slots are in host memory already"
         sums = _sums(digest_kind)
         with pool.hold() as regions:
-            gather_rows(segments_of(pool, regions, moves, slot.size_bytes), slot, sums, self._work)
+            gather_rows(self._moulds.segments(pool, regions, part, slot.size_bytes), slot, sums, self._work)
         return self._over(_total(sums) if sums is not None else xxh3(slot.on_cpu()))
 
     def scatter(
         self,
         pool: AttachedPool,
-        moves: Sequence[Move],
+        part: Part,
         slot: Span,
         digest_kind: str,
         expected: int,
@@ -64,7 +64,7 @@ class CpuPorter:
         found = expected if sums is not None else xxh3(slot.on_cpu())
         if found == expected:
             with pool.hold() as regions:
-                scatter_rows(segments_of(pool, regions, moves, slot.size_bytes), slot, sums, self._work)
+                scatter_rows(self._moulds.segments(pool, regions, part, slot.size_bytes), slot, sums, self._work)
         return self._over(_total(sums) if sums is not None else found, expected)
 
     def copy(self, source: Span, target: Span) -> int:
@@ -83,6 +83,9 @@ class CpuPorter:
 
     def is_using(self, pool: AttachedPool) -> bool:
         return False
+
+    def forget(self, pool: AttachedPool) -> None:
+        self._moulds.forget(pool)
 
     @property
     def is_busy(self) -> bool:

@@ -7,7 +7,7 @@ event is made at the start; a move takes one bundle of them and gives it back wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,10 +18,10 @@ from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 
 from ..errors import EngineError
-from ..geometry.plan import Move
+from ..geometry.plan import Part
 from . import driver
 from .memory import AttachedPool
-from .moves import segments_of
+from .moves import Moulds
 from .porter import Moved, compared
 from .staging import Staging
 
@@ -63,6 +63,7 @@ class GpuPorter:
         self._bundles = deque(_Bundle(Work(device), sums[i : i + 1], totals[i : i + 1]) for i in range(moves))
         torch.cuda.current_stream().synchronize()
         self._moves: deque[_Move] = deque()
+        self._moulds = Moulds()
         self._count = 0
 
     def staging(self, slot_bytes: int, slots: int) -> Staging:
@@ -71,14 +72,14 @@ class GpuPorter:
     def gather(
         self,
         pool: AttachedPool,
-        moves: Sequence[Move],
+        part: Part,
         slot: Span,
         digest_kind: str,
         host: Span | None = None,
     ) -> int:
         def enqueue(bundle: _Bundle) -> None:
             with pool.hold() as regions, torch.cuda.stream(self._out):
-                gather_rows(segments_of(pool, regions, moves, slot.size_bytes), slot, bundle.sums, bundle.work)
+                gather_rows(self._moulds.segments(pool, regions, part, slot.size_bytes), slot, bundle.sums, bundle.work)
                 bundle.total.copy_(bundle.sums, non_blocking=True)
             if host is None:
                 bundle.end.record(self._out)
@@ -93,7 +94,7 @@ class GpuPorter:
     def scatter(
         self,
         pool: AttachedPool,
-        moves: Sequence[Move],
+        part: Part,
         slot: Span,
         digest_kind: str,
         expected: int,
@@ -105,7 +106,9 @@ class GpuPorter:
                 bundle.halfway.record(self._up)
                 self._in.wait_event(bundle.halfway)
             with pool.hold() as regions, torch.cuda.stream(self._in):
-                scatter_rows(segments_of(pool, regions, moves, slot.size_bytes), slot, bundle.sums, bundle.work)
+                scatter_rows(
+                    self._moulds.segments(pool, regions, part, slot.size_bytes), slot, bundle.sums, bundle.work
+                )
                 bundle.total.copy_(bundle.sums, non_blocking=True)
             bundle.end.record(self._in)
 
@@ -144,6 +147,9 @@ class GpuPorter:
 
     def is_using(self, pool: AttachedPool) -> bool:
         return any(move.pool is pool for move in self._moves)
+
+    def forget(self, pool: AttachedPool) -> None:
+        self._moulds.forget(pool)
 
     @property
     def is_busy(self) -> bool:

@@ -51,6 +51,7 @@ class Move:
     wire: Codec
     slot_offset: int
     places: Places
+    unit_tokens: int = 1
 
     @property
     def size_bytes(self) -> int:
@@ -132,11 +133,36 @@ class Plan:
             key = (plane.group, strip.unit_tokens)
             if key not in places:
                 places[key] = tables[plane.group].places(chunk.first_token, chunk.end_token, strip.unit_tokens)
-            moves.append(Move(plane, first_head, strip.heads, strip.wire, offset, places[key]))
+            moves.append(Move(plane, first_head, strip.heads, strip.wire, offset, places[key], strip.unit_tokens))
         return tuple(moves)
 
     def _sizes(self, first_strip: int, end_strip: int, tokens: int) -> Numbers:
         return _sizes(self.unit_tokens[first_strip:end_strip], self.unit_bytes[first_strip:end_strip], tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One chunk as one side of a plan sees it; `tables` are that side's block tables, by group."""
+
+    plan: Plan
+    chunk: Chunk
+    tables: Mapping[int, BlockTable]
+    is_source: bool
+
+    def moves(self) -> tuple[Move, ...]:
+        find = self.plan.source_moves if self.is_source else self.plan.sink_moves
+        return find(self.chunk, self.tables)
+
+    def places(self, group: int, unit_tokens: int) -> Places:
+        """The places of every move of this group whose rows are `unit_tokens` long."""
+        return self.tables[group].places(self.chunk.first_token, self.chunk.end_token, unit_tokens)
+
+    @property
+    def form(self) -> object:
+        """Equal for parts whose moves differ in their places only, while the plan's strips exist."""
+        chunk = self.chunk
+        tokens = chunk.end_token - chunk.first_token
+        return id(self.plan.strips), chunk.first_strip, chunk.end_strip, tokens, self.is_source
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from kvbridge_kernels.digest_ref import digest as xxh3
 from kvbridge_kernels.segment import Span
@@ -14,10 +16,27 @@ from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.geometry.plan import Move
 
 
+class Moves:
+    """Any moves, good or bad, as a part; each array of places is a unit of its own."""
+
+    def __init__(self, moves: Sequence[Move]) -> None:
+        arrays = {id(move.places): move.places for move in moves}
+        self._arrays = list(arrays.values())
+        self._moves = [replace(move, unit_tokens=list(arrays).index(id(move.places))) for move in moves]
+        self.plan = self
+        self.strips = self.form = object()
+
+    def moves(self) -> list[Move]:
+        return self._moves
+
+    def places(self, group: int, unit_tokens: int) -> np.ndarray:
+        return self._arrays[unit_tokens]
+
+
 def gather(pool: AttachedPool, moves: Sequence[Move], slot: torch.Tensor, kind: str = "xxh3") -> int:
     """Fill the slot; its digest."""
     porter = CpuPorter()
-    ticket = porter.gather(pool, moves, Span(slot.data_ptr(), slot.numel()), kind)
+    ticket = porter.gather(pool, Moves(moves), Span(slot.data_ptr(), slot.numel()), kind)
     (moved,) = porter.poll()
     assert (moved.ticket, moved.failure) == (ticket, None)
     return moved.digest
@@ -30,6 +49,6 @@ def scatter(
     porter = CpuPorter()
     if digest is None:
         digest = xxh3(slot)
-    porter.scatter(pool, moves, Span(slot.data_ptr(), slot.numel()), kind, digest)
+    porter.scatter(pool, Moves(moves), Span(slot.data_ptr(), slot.numel()), kind, digest)
     (moved,) = porter.poll()
     return moved

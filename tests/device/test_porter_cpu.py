@@ -281,7 +281,7 @@ def test_a_folded_place_counts_whole_blocks() -> None:
         engine.memory[0][:] = np.random.default_rng(0).integers(0, 256, engine.memory[0].size)
         gather(pool, [move], slot)
         assert slot.numpy().tobytes() == b"".join(engine.memory[0][b * row : (b + 1) * row].tobytes() for b in (7, 2))
-        with pytest.raises(EngineError, match="layer 0 k has 12"):
+        with pytest.raises(EngineError, match="a plane of group 0 has 12"):
             gather(pool, [replace(move, places=np.array([12, 0], np.int64))], slot)
 
 

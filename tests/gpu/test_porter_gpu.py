@@ -15,9 +15,10 @@ from kvbridge.device.memory import Regions
 from kvbridge.device.porter import Moved
 from kvbridge.device.porter_gpu import GpuPorter
 from kvbridge.device.staging import Staging
-from kvbridge.geometry.plan import Move, plan
+from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
 from tests.device.attached import attached
+from tests.device.moving import Moves
 from tests.device.moving import gather as gather_on_cpu
 from tests.oracle import Held, Shape, block_table, build, fill, table_of
 
@@ -46,12 +47,12 @@ def porter() -> Iterator[GpuPorter]:
     porter.close()
 
 
-def one_chunk(held: Held) -> tuple[tuple[Move, ...], int]:
+def one_chunk(held: Held) -> tuple[Moves, int]:
     table = block_table(held.pool, table_of(held.pool, TOKENS, seed=1))
     (takes,) = assign([held.pool], held.pool)
     planned = plan(held.pool, held.pool, takes, 3, TOKENS, 1 << 20)
     assert planned.chunks == 1
-    return planned.source_moves(planned.chunk(0), table), planned.chunk(0).size_bytes
+    return Moves(planned.source_moves(planned.chunk(0), table)), planned.chunk(0).size_bytes
 
 
 def filled() -> Held:
@@ -72,7 +73,7 @@ def test_gathers_what_a_cpu_gathers_and_puts_it_back(porter: GpuPorter, through_
     moves, size = one_chunk(held)
     wanted = torch.full((size,), 0xA5, dtype=torch.uint8)
     with attached(held) as (_, pool):
-        digest = gather_on_cpu(pool, moves, wanted, "sum64")
+        digest = gather_on_cpu(pool, moves.moves(), wanted, "sum64")
     source, sink = OnGpu(held), OnGpu(build(SHAPE))
     with porter.staging(1 << 20, 2) as slots, Staging.pinned(1 << 20, 2) as host:
         slot, pinned = slots.span(1, size), host.span(1, size) if through_host else None
