@@ -14,7 +14,7 @@ from .layout import End, flat, views
 from .places import Places, Route
 from .scratch import Scratch
 from .segment import Segment, Span, gaps
-from .work import Work
+from .tables import Work
 
 
 def gather(

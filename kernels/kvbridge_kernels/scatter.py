@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
+import triton.language as tl
 
+from . import launch, tiles
+from .codecs import cast
+from .digest import sum_of
 from .segment import Segment, Span
-from .work import Work
+from .tables import Work
+from .tiles import ARGUMENTS
 
 
 def scatter(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, work: Work) -> None:
@@ -16,4 +22,66 @@ def scatter(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, 
     Enqueued on the current stream of `work.device`; nothing is allocated or waited for. `segments`' places and scales
     are read before this returns, `work` until the launch has run. ValueError before anything is enqueued.
     """
-    raise NotImplementedError
+    launch.run(scatter_tiles, segments, slot, sums, work, is_gather=False)
+
+
+def warm(segments: Sequence[Segment], slot: Span, has_sums: bool, work: Work) -> None:
+    """Compile what `scatter` would launch for these: seconds where it is new. How many places there are is all one."""
+    launch.warm(scatter_tiles, segments, slot, has_sums, work, is_gather=False)
+
+
+@triton.jit(do_not_specialize=ARGUMENTS)
+def scatter_tiles(
+    records: tl.int64,
+    columns: tl.int64,
+    scales: tl.int64,
+    slot: tl.int64,
+    sums: tl.int64,
+    planes: tl.int32,
+    places: tl.int32,
+    heads: tl.int32,
+    row: tl.int32,
+    PLACES: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MEMORY: tl.constexpr,
+    WIRE: tl.constexpr,
+    OLD: tl.constexpr,
+    NEW: tl.constexpr,
+    MULTIPLY: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    RUN: tl.constexpr,
+    STEP: tl.constexpr,
+    WORD: tl.constexpr,
+    DENSE: tl.constexpr,
+    MANY_HEADS: tl.constexpr,
+    MANY_COLUMNS: tl.constexpr,
+    HINT: tl.constexpr,
+):
+    SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
+    if WORD:
+        total = tl.zeros([PLACES * HEADS, COLUMNS * SIZE // WORD], tl.uint64)
+    tile = tl.program_id(0)
+    tiles_in_all = tiles.count(planes, places, heads, row, PLACES, HEADS, COLUMNS)
+    while tile < tiles_in_all:  # a `for` over tensors stops the interpreter under numpy 2.4
+        first_column, first_head, first_place, plane = tiles.split(
+            tile, places, heads, row, PLACES, HEADS, COLUMNS, MANY_HEADS, MANY_COLUMNS
+        )
+        near, i_row, i_head, m_row = tiles.rows(records, plane, first_head, first_place, places, PLACES, HEADS)
+        i_column, m_column = tiles.columns_of(first_column, row, COLUMNS, STEP)
+        o_column = tiles.in_memory(columns, i_column, m_column, MEMORY, NEAR, DENSE)
+        o_slot = tiles.in_slot(i_column, WIRE, FAR)
+        mask = m_row[:, None] & m_column[None, :]
+        position = tiles.start(records, plane) + i_row * row * SIZE
+        elements = tiles.read(slot + position, o_slot, mask, WIRE, FAR, COLUMNS, HINT)
+        if WORD:
+            total += sum_of(elements, position + first_column * SIZE, WORD)
+        if OLD is not None:
+            elements = cast(elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW)
+        tiles.write(near, o_column, elements, mask, NEAR, RUN, HINT)
+        tile += tl.num_programs(0)
+    if WORD:
+        tl.atomic_add(sums.to(tl.pointer_type(tl.int64)), tl.sum(total.to(tl.int64)), sem="relaxed")

@@ -15,7 +15,7 @@ from .layout import End, views
 from .places import Places, Route
 from .scratch import Scratch
 from .segment import Segment, Span
-from .work import Work
+from .tables import Work
 
 # From here on numpy's assignment, a memcpy per run, beats torch's loop over words: 21 against 12 GB/s for 16 KiB at
 # random places (one EPYC core of family 26, 2026-11); torch reads every line that it is about to write.

@@ -1,0 +1,140 @@
+"""What fields and conversions alike in shape have in common, worked out once: strides, row, tile. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from .codecs_ref import Cast
+from .field import Axis, Field
+
+Offsets = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How big a tile is, in bytes of the wider end, and how it is run. Measured: see README.md."""
+
+    tile_bytes: int
+    warps: int
+    programs: int  # per multiprocessor; a program walks through tiles
+    hint: str  # Triton's eviction policy
+
+
+# For moves and for conversions; on one NVIDIA H200, 2026-11: bench/kernels.py.
+MOVE = Tiling(tile_bytes=16 << 10, warps=4, programs=8, hint="evict_first")
+CAST = Tiling(tile_bytes=16 << 10, warps=4, programs=8, hint="evict_first")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """All of a field and a cast but addresses, places and scales."""
+
+    heads: int
+    head_stride: int
+    places: int
+    reach: int  # bytes from the offset to the end of one plane
+    element_bytes: int
+    row_bytes: int
+    wire_row_bytes: int
+    run_bytes: int  # so many bytes of a row are contiguous in memory
+    elements: tuple[Axis, ...]
+    stride_bits: int  # all strides or-ed: what they are multiples of
+    places_key: tuple[object, ...]
+    codecs: tuple[str, str] | None
+
+    @property
+    def is_dense(self) -> bool:
+        return self.run_bytes == self.row_bytes
+
+    def columns(self, size: int, unit: int) -> Offsets:
+        """Where each `size` bytes of a row are from its start, in units of `unit` bytes."""
+        at = np.arange(self.row_bytes // size, dtype=np.int64) * size
+        index, within = np.divmod(at, self.run_bytes)
+        found = within
+        run = 1
+        for axis in reversed(self.outer):
+            found = found + index // run % axis.count * axis.stride
+            run *= axis.count
+        return found // unit
+
+    @property
+    def outer(self) -> tuple[Axis, ...]:
+        """The axes of a row above its contiguous runs."""
+        return _fold(self.elements, self.element_bytes)[1]
+
+
+def form_of(field: Field, cast: Cast | None) -> Form:
+    run_bytes, outer = _fold(field.elements, field.element_bytes)
+    inner = (field.blocks, *field.tokens, field.heads, *outer)
+    bits = 0
+    for axis in inner:
+        bits |= axis.stride if axis.count > 1 else 0
+    if min(axis.stride for axis in (field.planes, *inner)) < 0:
+        raise ValueError("strides must not be negative")
+    row = field.row_bytes
+    return Form(
+        heads=field.heads.count,
+        head_stride=field.heads.stride,
+        places=field.places,
+        reach=field.end - field.offset - field.planes.reach,
+        element_bytes=field.element_bytes,
+        row_bytes=row,
+        wire_row_bytes=row if cast is None else cast.wire_bytes(row),
+        run_bytes=run_bytes,
+        elements=field.elements,
+        stride_bits=bits,
+        places_key=(field.blocks.stride, field.tokens),
+        codecs=None if cast is None else (cast.memory.name, cast.wire.name),
+    )
+
+
+def tile_of(row: int, heads: int, size: int, least: int, tiling: Tiling) -> tuple[int, int, int]:
+    """Places, heads and columns of a tile, powers of two: as much of a row as wastes least, then heads, then places.
+
+    `row` counts elements of `size` bytes at most; a thread takes `least` of them.
+    """
+    most = tiling.tile_bytes // size
+    widths = [1 << i for i in range(least.bit_length() - 1, most.bit_length())]
+    columns = min(widths, key=lambda width: (-(-row // width) * width, -width))
+    head_tile = min(low_bit(heads), most // columns, 16)
+    return most // (columns * head_tile), head_tile, columns
+
+
+def _fold(elements: tuple[Axis, ...], element_bytes: int) -> tuple[int, tuple[Axis, ...]]:
+    """The bytes that are contiguous, and the axes above them."""
+    run, outer = element_bytes, [axis for axis in elements if axis.count > 1]
+    while outer and outer[-1].stride == run:
+        run *= outer.pop().count
+    return run, tuple(outer)
+
+
+def place_offsets(places: Offsets, block_stride: int, tokens: tuple[Axis, ...], out: Offsets) -> None:
+    """out = bytes from a field's offset to each place."""
+    block_tokens = prod(axis.count for axis in tokens)
+    if block_tokens == 1:
+        np.multiply(places, block_stride, out=out)
+    elif len(tokens) == 1:
+        stride = tokens[0].stride
+        np.multiply(places, stride, out=out)
+        if block_stride != block_tokens * stride:
+            out += _quotient(places, block_tokens) * (block_stride - block_tokens * stride)
+    else:
+        block = _quotient(places, block_tokens)
+        np.multiply(block, block_stride, out=out)
+        token = places - block * block_tokens
+        for axis in reversed(tokens):
+            token, digit = np.divmod(token, axis.count)
+            out += digit * axis.stride
+
+
+def _quotient(places: Offsets, divisor: int) -> Offsets:
+    return places >> (divisor.bit_length() - 1) if divisor & (divisor - 1) == 0 else places // divisor
+
+
+def low_bit(bits: int) -> int:
+    """The largest power of two that divides everything or-ed into `bits`."""
+    return bits & -bits

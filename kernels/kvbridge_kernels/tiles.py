@@ -1,0 +1,134 @@
+"""Where the rows of a tile are: addresses in engine memory and positions in the slot, read from the tables.
+
+A tile is PLACES places x HEADS heads x COLUMNS elements of one plane: [R, C] with R = PLACES * HEADS, head fastest, so
+that both a token's heads (NHD) and a head's tokens (the slot) are long runs. Tiles count columns fastest, then heads,
+places, planes. A record, int64 [4], is a plane: address, offset in the slot, address of its place offsets, head stride.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What a kernel is given at run time; nothing is compiled for a value of one.
+ARGUMENTS = ["records", "columns", "scales", "slot", "sums", "planes", "places", "heads", "row"]
+
+
+@triton.jit
+def count(planes, places, heads, row, PLACES: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Tiles of a launch."""
+    return planes * tl.cdiv(places, PLACES) * (heads // HEADS) * tl.cdiv(row, COLUMNS)
+
+
+@triton.jit
+def split(
+    tile,
+    places,
+    heads,
+    row,
+    PLACES: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MANY_HEADS: tl.constexpr,
+    MANY_COLUMNS: tl.constexpr,
+):
+    """First column, head and place of a tile, and its plane; MANY where the heads, a row take several tiles."""
+    first_column = 0
+    first_head = 0
+    if MANY_COLUMNS:
+        tiles = tl.cdiv(row, COLUMNS)
+        first_column = tile % tiles * COLUMNS
+        tile = tile // tiles
+    if MANY_HEADS:
+        tiles = heads // HEADS
+        first_head = tile % tiles * HEADS
+        tile = tile // tiles
+    tiles = tl.cdiv(places, PLACES)
+    return first_column, first_head, tile % tiles * PLACES, tile // tiles
+
+
+@triton.jit
+def rows(records, plane, first_head, first_place, places, PLACES: tl.constexpr, HEADS: tl.constexpr):
+    """Of each row [R]: its address in memory, its number in the plane's part of the slot, its head, whether it is."""
+    record = (records + plane.to(tl.int64) * 32).to(tl.pointer_type(tl.int64))
+    memory = tl.load(record)
+    offsets = tl.load(record + 2).to(tl.pointer_type(tl.int64))
+    head_stride = tl.load(record + 3)
+    i_row = tl.arange(0, PLACES * HEADS)
+    i_place = first_place + i_row // HEADS
+    i_head = first_head + i_row % HEADS
+    m_row = i_place < places
+    o_place = tl.load(offsets + i_place, mask=m_row, other=0)
+    return memory + o_place + i_head * head_stride, i_head.to(tl.int64) * places + i_place, i_head, m_row
+
+
+@triton.jit
+def start(records, plane):
+    """Where a plane's rows begin in the slot."""
+    return tl.load((records + plane.to(tl.int64) * 32 + 8).to(tl.pointer_type(tl.int64)))
+
+
+@triton.jit
+def columns_of(first_column, row, COLUMNS: tl.constexpr, STEP: tl.constexpr):
+    """Of each element [C] of a tile: its number in the row, whether it is.
+
+    STEP divides the row: the mask is then alike for STEP neighbours, which may be loaded as one word.
+    """
+    i_column = first_column + tl.arange(0, COLUMNS)
+    return i_column, i_column < row // STEP * STEP
+
+
+@triton.jit
+def in_memory(columns, i_column, m_column, TYPE: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr):
+    """Where elements are from the start of their row, as read and write count."""
+    if DENSE:
+        return in_slot(i_column, TYPE, ALIGN)
+    else:
+        return tl.load(columns.to(tl.pointer_type(tl.int64)) + i_column, mask=m_column, other=0)
+
+
+@triton.jit
+def in_slot(i_column, TYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """The same for dense rows."""
+    if TYPE.primitive_bitwidth > ALIGN * 8:
+        return i_column * (TYPE.primitive_bitwidth // 8)
+    return i_column
+
+
+@triton.jit
+def read(address, o_column, mask, TYPE: tl.constexpr, ALIGN: tl.constexpr, RUN: tl.constexpr, HINT: tl.constexpr):
+    """TYPE [R, C], zeros where masked, at address [R] + o_column [C] elements; bytes, where ALIGN is less.
+
+    RUN neighbours are contiguous, the first of them at a multiple of ALIGN bytes.
+    """
+    if TYPE.primitive_bitwidth <= ALIGN * 8:
+        return tl.load(_pointers(address, o_column, TYPE, ALIGN, RUN), mask=mask, other=0, eviction_policy=HINT)
+    else:
+        found = tl.zeros(mask.shape, TYPE)
+        for i in tl.static_range(TYPE.primitive_bitwidth // 8):
+            part = tl.load(_byte(address, o_column, i), mask=mask, other=0)
+            found |= part.to(TYPE) << (8 * i)
+        return found
+
+
+@triton.jit
+def write(address, o_column, elements, mask, ALIGN: tl.constexpr, RUN: tl.constexpr, HINT: tl.constexpr):
+    """The reverse of read."""
+    TYPE: tl.constexpr = elements.dtype
+    if TYPE.primitive_bitwidth <= ALIGN * 8:
+        tl.store(_pointers(address, o_column, TYPE, ALIGN, RUN), elements, mask=mask, eviction_policy=HINT)
+    else:
+        for i in tl.static_range(TYPE.primitive_bitwidth // 8):
+            tl.store(_byte(address, o_column, i), (elements >> (8 * i)).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _pointers(address, o_column, TYPE: tl.constexpr, ALIGN: tl.constexpr, RUN: tl.constexpr):
+    """The hints stand on the addition: what is known of an integer does not survive its becoming a pointer."""
+    pointers = address.to(tl.pointer_type(TYPE))[:, None] + o_column[None, :]
+    return tl.max_contiguous(tl.multiple_of(pointers, [1, ALIGN]), [1, RUN])
+
+
+@triton.jit
+def _byte(address, o_column, i: tl.constexpr):
+    return (address[:, None] + o_column[None, :] + i).to(tl.pointer_type(tl.uint8))
