@@ -22,7 +22,7 @@ IDLE_S = 5.0
 LEAST_CAPACITY_BYTES = 2 << 30  # so that repeated small requests do not find their bytes in a cache
 LARGEST_HOST_BYTES = 2 << 30
 # About how long a configuration takes: pools, attaching, the first transfer, the check, what is timed.
-CONFIGURATION_S = 12.0
+CONFIGURATION_S = 8.0
 SMALL = ("NHD -> HND", "block 16 -> 64", "TP 2 -> 1", "bf16 -> fp8")
 
 

@@ -144,6 +144,30 @@ def _idle(rows: Rows) -> Iterator[Line]:
         yield Line("idle agent: < 1 % of a core", f"{most * 100:.2f} %", f"{len(rows)} agents", most < 0.01)
 
 
+def vllm_lines(results: Mapping[str, Any]) -> list[Line]:
+    """From what tests/gpu/vllm_pairs.py found; NixlConnector of the same run is what equal pools are held against."""
+    rows = [(pair, row) for pair in results["pairs"] for row in pair["rows"]]
+    theirs = {row["tokens"]: (pair, row) for pair, row in rows if pair["name"] == "nixl"}
+    found = []
+    for pair, row in rows:
+        if pair["name"] == "nixl":
+            continue
+        is_goal = pair["name"] == "equal" and row["tokens"] == 8192
+        above_ms = row["ttft_ms"] - pair["floor_ms"]
+        limit = ": transfer <= 5 ms, TTFT <= floor + 15 ms" if is_goal else ""
+        against = f"floor {pair['floor_ms']:.1f} ms"
+        if row["tokens"] in theirs:
+            nixl, its = theirs[row["tokens"]]
+            against += f"; NixlConnector, equal: {its['transfer_ms']:.2f}, {its['ttft_ms'] - nixl['floor_ms']:+.1f} ms"
+        met = row["transfer_ms"] <= 5 and above_ms <= 15 if is_goal else None
+        figures = f"transfer {row['transfer_ms']:.2f} ms, TTFT {above_ms:+.1f} ms; tokens {row.get('decoded', '-')}"
+        found.append(Line(f"vLLM, {row['tokens']} tokens, {pair['name']}{limit}", figures, against, met))
+    failed = [pair for pair in results["pairs"] if pair["failure"]]
+    return found + [
+        Line(f"vLLM, {pair['name']}", "FAILED", " ".join(pair["failure"].split())[:60], False) for pair in failed
+    ]
+
+
 def _ratio(
     goal: str, ours: Mapping[str, Any], ceiling: Mapping[str, Any], name: str, least: float, is_goal: bool
 ) -> Line:
@@ -167,10 +191,10 @@ def _first(rows: Rows, **wanted: Any) -> Mapping[str, Any] | None:
 def main() -> None:
     for path in sys.argv[1:]:
         found = json.loads(Path(path).read_text())
-        gpus = [gpu["name"] for gpu in found.get("gpus", ())]
-        machine = f"{len(gpus)} x {gpus[0]}" if gpus else found["cpu"]
-        print(f"{Path(path).name}: {machine}, commit {found['commit']}, {found['day']}")
-        print(printed([Line(**each) for each in found.get("goals", ())]))
+        about = [str(found[name]) for name in ("commit", "day") if name in found]
+        gpus = [gpu["name"] if isinstance(gpu, dict) else gpu for gpu in found.get("gpus", ())]
+        print(", ".join([Path(path).name, f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU", *about]))
+        print(printed(vllm_lines(found) if "pairs" in found else lines(found)))
         for problem in found.get("problems", ()):
             print(f"PROBLEM {problem}")
 

@@ -1,7 +1,7 @@
 """Draws what README shows from the JSON of a GPU bench: `python bench/plots.py [--out FOLDER] RESULTS.json...`
 
 Of gpu_1.json and gpu_2.json: GB/s against size with the ceilings and the per-block baseline, and what a transfer costs
-beside a busy engine. Of a file with `ttft` rows (tokens, what, median_ms): the decode engine's time to first token.
+beside a busy engine. Of vllm_pairs.json: the decode engine's time to first token.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def rates(found: Mapping[str, Any], path: Path) -> None:
     axes.minorticks_off()
     axes.set_ylabel("GB/s")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
-    _finish(figure, axes, found, "One request, NHD block 16 to HND block 64", path)
+    _finish(figure, [axes], found, "One request, NHD block 16 to HND block 64", path)
 
 
 def beside(found: Mapping[str, Any], path: Path) -> None:
@@ -99,32 +99,35 @@ def beside(found: Mapping[str, Any], path: Path) -> None:
     axes.set_ylabel("ms for 128 MiB")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8, loc="upper right")
-    _finish(figure, axes, found, "Beside a busy engine (percent: how much slower its steps became)", path)
+    _finish(figure, [axes], found, "Beside a busy engine (percent: how much slower its steps became)", path)
 
 
 def first_tokens(found: Mapping[str, Any], path: Path) -> None:
-    """The decode engine's median time to first token, by prompt length."""
-    rows = found["ttft"]
-    names = list(dict.fromkeys(row["what"] for row in rows))
-    lengths = sorted({row["tokens"] for row in rows})
-    figure, axes = pyplot.subplots(figsize=(8.4, 3.4))
-    height = 0.8 / len(names)
-    shades = {name: _shade(name) for name in names}
-    for number, name in enumerate(names):
-        for place, tokens in enumerate(lengths):
-            for row in _rows(rows, what=name, tokens=tokens)[:1]:
-                y = place + (number - (len(names) - 1) / 2) * height
-                axes.barh(y, row["median_ms"], height * 0.9, color=shades[name], label=name if not place else None)
-                axes.text(row["median_ms"], y, f" {row['median_ms']:.1f}", va="center", fontsize=7, color=INK)
-    axes.set_yticks(range(len(lengths)), [f"{tokens} tokens" for tokens in lengths])
-    axes.invert_yaxis()
-    axes.set_xlabel("decode engine's time to first token, ms (median)")
-    axes.legend(frameon=False, fontsize=8)
-    _finish(figure, axes, found, "vLLM, prompt prefilled on another GPU", path)
+    """The decode engine's median time to first token, by prompt length and pair; a tick is that engine's floor."""
+    pairs = [pair for pair in found["pairs"] if pair["rows"]]
+    lengths = sorted({row["tokens"] for pair in pairs for row in pair["rows"]})
+    figure, panels = pyplot.subplots(
+        1, len(lengths), figsize=(8.4, 0.9 + 0.32 * len(pairs)), sharey=True, squeeze=False
+    )
+    for axes, tokens in zip(panels[0], lengths, strict=True):
+        for place, pair in enumerate(pairs):
+            for row in _rows(pair["rows"], tokens=tokens):
+                axes.barh(place, row["ttft_ms"], 0.7, color=_shade(pair["name"]))
+                axes.plot([pair["floor_ms"]] * 2, [place - 0.35, place + 0.35], color=INK, linewidth=1.5)
+                axes.text(row["ttft_ms"], place, f" {row['ttft_ms']:.1f}", va="center", fontsize=7, color=INK)
+        axes.set_xlabel(f"{tokens} tokens: ms to first token (tick: floor)")
+        axes.margins(x=0.12)
+    panels[0][0].set_yticks(range(len(pairs)), [_pair_name(pair["name"]) for pair in pairs])
+    panels[0][0].invert_yaxis()
+    _finish(figure, panels[0], found, "vLLM, prompt prefilled on another GPU", path)
+
+
+def _pair_name(name: str) -> str:
+    return "NixlConnector, equal" if name == "nixl" else f"kvbridge, {name}"
 
 
 def _shade(name: str) -> str:
-    return COLORS["direct"] if "kvbridge" in name else BASELINE if "Nixl" in name else FAINT
+    return BASELINE if name == "nixl" else COLORS["direct"]
 
 
 def _line(axes: Axes, rows: Sequence[Mapping[str, Any]], label: str, **style: Any) -> None:
@@ -141,14 +144,16 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes // MIB} MiB" if size_bytes < 1 << 30 else f"{size_bytes >> 30} GiB"
 
 
-def _finish(figure: Any, axes: Axes, found: Mapping[str, Any], title: str, path: Path) -> None:
-    gpus = [gpu["name"] for gpu in found.get("gpus", ())]
-    machine = f"{len(gpus)} x {gpus[0]}" if gpus else found.get("cpu", "")
-    axes.set_title(title, loc="left", fontsize=11, color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, which="major", color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    figure.text(0.01, 0.01, f"{machine}, commit {found['commit']}, {found['day']}", fontsize=7, color=FAINT)
+def _finish(figure: Any, panels: Sequence[Axes], found: Mapping[str, Any], title: str, path: Path) -> None:
+    gpus = [gpu["name"] if isinstance(gpu, dict) else gpu for gpu in found.get("gpus", ())]
+    about = [f"{len(gpus)} x {gpus[0]}" if gpus else found.get("cpu", "")]
+    about += [f"commit {found['commit']}", found["day"]] if "commit" in found else []
+    panels[0].set_title(title, loc="left", fontsize=11, color=INK)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(True, which="major", color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+    figure.text(0.01, 0.01, ", ".join(about), fontsize=7, color=FAINT)
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
@@ -165,11 +170,11 @@ def main() -> None:
         found = json.loads(path.read_text())
         folder = options.out or path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        if "copies" in found:
+        if "copies" in found and "transfers" in found:
             rates(found, folder / f"{path.stem}_rates.svg")
         if "busy" in found:
             beside(found, folder / f"{path.stem}_busy.svg")
-        if "ttft" in found:
+        if "pairs" in found:
             first_tokens(found, folder / f"{path.stem}_ttft.svg")
 
 
