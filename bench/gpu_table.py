@@ -125,7 +125,7 @@ def _busy(kept: _Kept) -> Iterator[Line]:
             continue
         idle = _first(kept.beside, route=row["route"], mps=row["mps"], load="none")
         paced, is_goal = row["paced"], row["route"] == "direct" and row["load"] == "decode"
-        name = f"128 MiB, {row['route']}, beside {row['load']}, {'MPS' if row['mps'] else 'no MPS'}"
+        name = f"{row['bytes'] / MIB:g} MiB, {row['route']}, beside {row['load']}, {'MPS' if row['mps'] else 'no MPS'}"
         slower = max((engine["paced_slower"] for engine in row["engines"]), default=0.0)
         against = f"idle p99 {idle['paced']['p99_s'] * 1e3:.3f} ms" if idle else ""
         figures = f"p50 {paced['p50_s'] * 1e3:.3f}, p99 {paced['p99_s'] * 1e3:.3f} ms, engine {slower * 100:+.1f} %"
@@ -194,9 +194,16 @@ def main() -> None:
         about = [str(found[name]) for name in ("commit", "day") if name in found]
         gpus = [gpu["name"] if isinstance(gpu, dict) else gpu for gpu in found.get("gpus", ())]
         print(", ".join([Path(path).name, f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU", *about]))
-        print(printed(vllm_lines(found) if "pairs" in found else lines(found)))
+        print(printed(_lines_of(found)))
         for problem in found.get("problems", ()):
             print(f"PROBLEM {problem}")
+
+
+def _lines_of(found: Mapping[str, Any]) -> list[Line]:
+    """Of a GPU bench, of vLLM pairs, or of another bench that lists its goals as such lines."""
+    if "pairs" in found:
+        return vllm_lines(found)
+    return lines(found) if "source" in found else [Line(**each) for each in found["goals"]]
 
 
 if __name__ == "__main__":
