@@ -20,6 +20,8 @@ log = logging.getLogger("kvbridge.fabric")
 # How often NIXL's progress thread looks by itself; events wake it in between. 0, NIXL's default, means "spin".
 PROGRESS_DELAY_US = 1000
 DESCRIPTOR_BYTES = 1 << 16
+# A descriptor is NIXL's metadata behind the number of the device that the memory is on.
+DEVICE = struct.Struct("<I")
 
 
 @dataclass(slots=True)
@@ -27,6 +29,7 @@ class _Peer:
     """A remote agent that NIXL knows."""
 
     descriptor: bytes
+    device: int = 0  # that its memory is on, by its own count: part of every address
     writes: int = 0
     is_known: bool = True  # to NIXL
     is_failed: bool = False
@@ -109,7 +112,7 @@ class NixlFabric:
             raise FabricError("descriptor_failed", f"descriptor: {_text(error)}") from error
         if not found.startswith(_header(self._boot)):
             raise FabricError("descriptor_failed", f"this NIXL writes descriptors we cannot check: {found[:32]!r}")
-        return found
+        return DEVICE.pack(self._device) + found
 
     def connect(self, boot: str, descriptor: bytes) -> None:
         # NIXL adds what it loads to whatever agent the descriptor names: look at the name before.
@@ -117,8 +120,9 @@ class NixlFabric:
             raise FabricError(
                 "descriptor_malformed", f"descriptor_bytes: got {len(descriptor)}, limit {DESCRIPTOR_BYTES}"
             )
-        if not descriptor.startswith(_header(boot)):
-            raise FabricError("descriptor_of_another_boot", f"boot: peer says {boot}, {_named(descriptor)}")
+        metadata = descriptor[DEVICE.size :]
+        if not metadata.startswith(_header(boot)):
+            raise FabricError("descriptor_of_another_boot", f"boot: peer says {boot}, {_named(metadata)}")
         if boot == self._boot:
             raise FabricError("descriptor_of_another_boot", f"boot: {boot} is our own")
         peer = self._peers.get(boot)
@@ -130,10 +134,10 @@ class NixlFabric:
                 raise FabricError("peer_busy", f"peer: {peer.writes} writes to {boot} are still under way")
             self._forget(boot)
         try:
-            self._agent.loadRemoteMD(descriptor)
+            self._agent.loadRemoteMD(metadata)
         except _errors(self._nixl) as error:
             raise FabricError("descriptor_malformed", f"descriptor of {boot}: {_text(error)}") from error
-        self._peers[boot] = _Peer(descriptor)
+        self._peers[boot] = _Peer(descriptor, *DEVICE.unpack_from(descriptor))
 
     def disconnect(self, boot: str) -> None:
         peer = self._peers.get(boot)
@@ -153,7 +157,7 @@ class NixlFabric:
             handle = self._agent.createXferReq(
                 nixl.NIXL_WRITE,
                 nixl.nixlXferDList(self._memory, [(local_address, size, self._device)]),
-                nixl.nixlXferDList(self._memory, [(remote_address, size, self._device)]),
+                nixl.nixlXferDList(self._memory, [(remote_address, size, peer.device)]),
                 boot,
                 notice,
                 [self._backend],
@@ -258,7 +262,7 @@ class NixlFabric:
             raise FabricError("peer_lost", f"peer: {peer.writes} writes to {boot} are still to fail")
         self._unload(boot, peer)
         try:
-            self._agent.loadRemoteMD(peer.descriptor)
+            self._agent.loadRemoteMD(peer.descriptor[DEVICE.size :])
         except _errors(self._nixl) as error:
             raise FabricError("peer_lost", f"peer: {boot} is not there any more: {_text(error)}") from error
         peer.is_known, peer.is_failed = True, False

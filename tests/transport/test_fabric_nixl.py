@@ -203,9 +203,9 @@ def test_refuses_descriptors_of_other_boots_and_garbage(pair: tuple[Remote, Remo
         ("boot-sin", good, "descriptor_of_another_boot"),
         ("boot-source", bytes.fromhex(source.descriptor), "descriptor_of_another_boot"),
         ("boot-other", b"", "descriptor_of_another_boot"),
-        ("boot-other", b"nixlSerDes|Agent" + b"\xff" * 64, "descriptor_of_another_boot"),
+        ("boot-other", bytes(4) + b"nixlSerDes|Agent" + b"\xff" * 64, "descriptor_of_another_boot"),
         ("boot-other", b"x" * (1 << 17), "descriptor_malformed"),
-        ("boot-sink2", good[:16] + b"\x0a" + good[17:24] + b"boot-sink2|Conns\x08", "descriptor_malformed"),
+        ("boot-sink2", good[:20] + b"\x0a" + good[21:28] + b"boot-sink2|Conns\x08", "descriptor_malformed"),
     ):
         with pytest.raises(FabricError) as raised:
             source.ask("connect", boot=boot, descriptor=descriptor.hex())
