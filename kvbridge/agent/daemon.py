@@ -40,6 +40,7 @@ from .status import transfers
 log = logging.getLogger("kvbridge.agent")
 
 TICK_S = 0.02
+IDLE_TICK_S = 0.25
 # The loop and the mover share the interpreter; at Python's 5 ms each waits that long for the other.
 SWITCH_S = 0.0002
 
@@ -174,7 +175,8 @@ class Agent:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            is_busy = self.inbound.wants or self.outbound.outlets or self.outbound.offers
+            await asyncio.sleep(TICK_S if is_busy else IDLE_TICK_S)
             self.peers.tick(time.monotonic())
             self.sink.tick()
             self.source.tick()

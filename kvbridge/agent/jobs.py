@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from kvbridge_proto.codec import encode
@@ -182,6 +182,16 @@ class Jobs:
             chunk_bytes=size,
             digest=digest,
         )
+
+    def warm(self, attachment: Attachment, parts: Sequence[Part]) -> None:
+        """Get ready for parts like these. What goes wrong now will be said when it matters."""
+        dock, porter = self._equipment.dock, self._equipment.porter
+        for part in parts:
+            staging = dock.outbound if part.is_source else dock.inbound
+            try:
+                porter.warm(attachment.memory, part, staging.span(0, part.chunk.size_bytes))
+            except Exception:
+                log.exception("could not get ready for a peer")
 
     # In:
 

@@ -15,7 +15,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvbridge_proto.codec import BadFrame, decode
@@ -24,6 +24,7 @@ from kvbridge_proto.peer import Notice, Probe, Route
 from ..errors import EngineError, FabricError
 from ..exchange.actions import Scatter, Ship
 from ..exchange.route import Routed, Site
+from ..geometry.plan import Part
 from ..transport.fabric import Noticed
 from .attachment import Attachment
 from .equipment import Equipment
@@ -36,7 +37,7 @@ log = logging.getLogger("kvbridge.mover")
 IDLE_S = 1.0
 ALIVE_S = 1.0
 LET_GO_S = 30.0
-SHORTEST_S = 0.00005
+HARD_S = 0.0005
 LONGEST_S = 0.001
 
 
@@ -120,6 +121,10 @@ class Mover:
         """Check and scatter; heard of by on_scattered."""
         self._put(lambda: self._resume(self._jobs.scatter(scatter, attachment), None))
 
+    def warm(self, attachment: Attachment, parts: Sequence[Part]) -> None:
+        """Get ready for parts like these."""
+        self._put(lambda: self._jobs.warm(attachment, parts))
+
     async def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the source says it wrote."""
         return bool(await self._call(lambda: self._jobs.is_proved(route, lane, probe)))
@@ -183,8 +188,7 @@ class Mover:
                 last_move = now
                 continue
             waits = self._writing or self._moving or self._fenced or self._expecting
-            # The longer nothing comes, the longer until we look again.
-            if self._sleep(min(max((now - last_move) / 10, SHORTEST_S), LONGEST_S) if waits else IDLE_S):
+            if self._sleep(_pause(now - last_move) if waits else IDLE_S):
                 last_move = now
 
     def _sleep(self, seconds: float) -> bool:
@@ -270,6 +274,11 @@ class Mover:
     def _tell(self, hear: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
             self._loop.call_soon_threadsafe(hear, *args)
+
+
+def _pause(still_s: float) -> float:
+    """How long to look away when nothing has moved for so long: not at all at first, then longer and longer."""
+    return 0.0 if still_s < HARD_S else min(still_s / 10, LONGEST_S)
 
 
 def _settle(done: asyncio.Future[Any], found: Any, error: Exception | None) -> None:

@@ -55,6 +55,7 @@ WARN_S = 60.0
 class SinkSide(Protocol):
     """What the sink hears of sessions and sources."""
 
+    def met(self, session: Session) -> None: ...
     def opened(self, address: str, session: Session) -> None: ...
     def unreachable(self, address: str, code: str, reason: str) -> None: ...
     def from_source(self, address: str, body: Ready | Failing | Drained | Refuse) -> None: ...
@@ -63,6 +64,7 @@ class SinkSide(Protocol):
 class SourceSide(Protocol):
     """What the source hears of sessions and sinks."""
 
+    def met(self, session: Session) -> None: ...
     def from_sink(self, session: Session, body: Claim | Grant | Cancel | Settled) -> None: ...
     def lost(self, boot: str) -> None: ...
 
@@ -230,6 +232,7 @@ class Peers:
         if dialled.session is None:
             log.info("session open: peer=%s boot=%s %s", address, session.peer.boot, _describe(session))
             _warn_of_route(address, session)
+            self.sink.met(session)
         dialled.session = session
         dialled.link.version = session.version
         self.sink.opened(address, session)
@@ -272,6 +275,8 @@ class Peers:
         elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
             self.source.lost(boot)
         self._accepted[boot] = Accepted(link, session)
+        if known is None:
+            self.source.met(session)
         link.version = session.version
         link.send(welcome(session, home))
 

@@ -46,7 +46,7 @@ class Sink:
     # The engine:
 
     def want(self, want: Want, home: Home) -> None:
-        log.info(
+        log.debug(
             "want: request=%s room=%s tokens=[%d,%d) source=%s",
             want.request,
             want.room,
@@ -63,6 +63,11 @@ class Sink:
         self._do(self._inbound.engine_left(self._clock()))
 
     # Other agents:
+
+    def met(self, session: Session) -> None:
+        """A source we did not know: be ready for what it will bring."""
+        if self.attached is not None:
+            self._mover.warm(self.attached, session.planner.samples(session.slot_bytes, is_source=False))
 
     def opened(self, address: str, session: Session) -> None:
         self._do(self._inbound.opened(address, session, self._clock()))

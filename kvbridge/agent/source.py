@@ -49,7 +49,7 @@ class Source:
     # The engine:
 
     def offer(self, offer: Offer, home: Home) -> None:
-        log.info(
+        log.debug(
             "offer: request=%s room=%s tokens=%d%s",
             offer.request,
             offer.room,
@@ -70,6 +70,11 @@ class Source:
 
     # Other agents:
 
+    def met(self, session: Session) -> None:
+        """A sink we did not know: be ready for what it will take."""
+        if self.attached is not None:
+            self._mover.warm(self.attached, session.planner.samples(session.slot_bytes, is_source=True))
+
     def from_sink(self, session: Session, body: Claim | Grant | Cancel | Settled) -> None:
         boot, home = session.peer.boot, self._home()
         match body:
@@ -78,14 +83,14 @@ class Source:
                 self._peers.send_to_sink(boot, refuse)
             case Claim():
                 assert home is not None
-                log.info("claim: transfer=%s want=%s room=%s", body.transfer, body.want, body.room)
+                log.debug("claim: transfer=%s want=%s room=%s", body.transfer, body.want, body.room)
                 self._do(self._outbound.claim(body, session, home, self._clock()))
             case Grant():
                 self._do(self._outbound.grant(boot, body))
             case Cancel(transfer=transfer, code=code, reason=reason):
                 self._do(self._outbound.cancel(boot, transfer, code, reason))
             case Settled(transfer=transfer):
-                log.info("settled: transfer=%s", transfer)
+                log.debug("settled: transfer=%s", transfer)
                 self._metrics.transfer_settled()
 
     def lost(self, boot: str) -> None:
@@ -120,7 +125,8 @@ class Source:
                     self._peers.send_to_sink(boot, body)
                 case Tell(message=message):
                     if isinstance(message, Released):
-                        log.info("released: request=%s %s %s", message.request, message.code, message.reason)
+                        level = logging.INFO if message.code else logging.DEBUG
+                        log.log(level, "released: request=%s %s %s", message.request, message.code, message.reason)
                         self._metrics.offer_released(message.code)
                     self._tell(message)
                 case Ship():

@@ -74,6 +74,9 @@ class Porter(Protocol):
         A digest other than `expected` is the failure `digest_mismatch`; the blocks may have been written by then.
         """
 
+    def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
+        """Get ready for parts like this one, so that the first request does not wait for it. May take seconds once."""
+
     def copy(self, source: Span, target: Span) -> int:
         """Copy between two slots, either of which may be a peer's; a move without a digest."""
 

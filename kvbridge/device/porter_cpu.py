@@ -67,6 +67,9 @@ class CpuPorter:
                 scatter_rows(self._moulds.segments(pool, regions, part, slot.size_bytes), slot, sums, self._work)
         return self._over(_total(sums) if sums is not None else found, expected)
 
+    def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
+        """Nothing is compiled for a CPU."""
+
     def copy(self, source: Span, target: Span) -> int:
         ctypes.memmove(target.address, source.address, min(source.size_bytes, target.size_bytes))
         return self._over(0)

@@ -13,7 +13,9 @@ from typing import Literal
 
 import torch
 from kvbridge_kernels.gather import gather as gather_rows
+from kvbridge_kernels.gather import warm as warm_gather
 from kvbridge_kernels.scatter import scatter as scatter_rows
+from kvbridge_kernels.scatter import warm as warm_scatter
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 
@@ -61,6 +63,8 @@ class GpuPorter:
         sums = torch.zeros(moves, dtype=torch.int64, device=device)
         totals = torch.zeros(moves, dtype=torch.int64).pin_memory()
         self._bundles = deque(_Bundle(Work(device), sums[i : i + 1], totals[i : i + 1]) for i in range(moves))
+        for bundle in self._bundles:  # what one has compiled serves all
+            bundle.work.forms, bundle.work.kernels = self._bundles[0].work.forms, self._bundles[0].work.kernels
         torch.cuda.current_stream().synchronize()
         self._moves: deque[_Move] = deque()
         self._moulds = Moulds()
@@ -113,6 +117,13 @@ class GpuPorter:
             bundle.end.record(self._in)
 
         return self._begin(enqueue, pool, expected, True)
+
+    def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
+        slot = Span(slot.address, part.chunk.size_bytes)
+        work, warm = self._bundles[0].work, warm_gather if part.is_source else warm_scatter
+        with pool.hold() as regions, torch.cuda.stream(self._out):
+            warm(self._moulds.segments(pool, regions, part, slot.size_bytes), slot, True, work)
+        self._out.synchronize()  # nobody else waits for what this was for
 
     def copy(self, source: Span, target: Span) -> int:
         def enqueue(bundle: _Bundle) -> None:

@@ -256,8 +256,9 @@ class Inbound:
         if planned.chunks:
             wanted.intakes[intake.transfer] = intake
             self._wanted_by[intake.transfer] = wanted
-            if self.slots.free * 2 > len(self.slots):  # plenty: save the round trip of asking when ready
-                leases = self.slots.lend(min(2, planned.chunks), intake.transfer, session.peer.boot)
+            plenty = self.slots.free - len(self.slots) // 2  # half stays for those that are ready for sure
+            if plenty > 0:  # save the round trip of asking when ready
+                leases = self.slots.lend(min(plenty, planned.chunks), intake.transfer, session.peer.boot)
         want, home = wanted.want, wanted.home
         claim = Claim(
             transfer=intake.transfer,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 
 import msgspec
@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Codec, Plane, Pool
+from kvbridge_proto.words import Blocks
 
 from ..errors import OperatorError, PeerError
 from .fold import fold
+from .shard import common
 from .strip import Strip, pair, split_heads
 from .tokens import BlockTable, Places
 from .wire import is_same_row, is_same_scales, scales_of
@@ -88,6 +90,7 @@ class Plan:
     span_tokens: int
     bands: tuple[int, ...]
     digest: str
+    _spelled: dict[int, Chunk] = field(default_factory=dict, init=False, repr=False)  # asked for many times each
 
     @property
     def chunks(self) -> int:
@@ -102,6 +105,8 @@ class Plan:
 
     def chunk(self, index: int) -> Chunk:
         """Chunk `index` of [0, chunks)."""
+        if (known := self._spelled.get(index)) is not None:
+            return known
         if not 0 <= index < self.chunks:
             raise IndexError(f"chunk: {index} of {self.chunks}")
         span, band = divmod(index, len(self.bands) - 1)
@@ -109,7 +114,8 @@ class Plan:
         end_token = min(first_token + self.span_tokens, self.end_token)
         first, end = self.bands[band], self.bands[band + 1]
         size = int(self._sizes(first, end, end_token - first_token).sum())
-        return Chunk(index, first_token, end_token, first, end, size)
+        chunk = self._spelled[index] = Chunk(index, first_token, end_token, first, end, size)
+        return chunk
 
     def source_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
         """How the source gathers the chunk into a slot; `tables` are its block tables, by group."""
@@ -202,6 +208,22 @@ class Planner:
                 del self._woven[next(iter(self._woven))]
         self._woven[key] = weave  # the newest last
         return _cut(weave, first_token, end_token, slot_bytes)
+
+    def samples(self, slot_bytes: int, is_source: bool) -> list[Part]:
+        """A chunk from a block's border on and one from inside a block, as one side sees them: what is to be expected.
+
+        Their blocks are any. Empty where the two pools have no rows in common.
+        """
+        takes, own = common(self._source, self._sink), self._source if is_source else self._sink
+        tokens = max(group.block_tokens for pool in (self._source, self._sink) for group in pool.groups)
+        tables = {}
+        for index, group in enumerate(own.groups):
+            entries = -(-(tokens + 1) // group.block_tokens)
+            if entries > group.blocks:
+                return []
+            tables[index] = BlockTable.of(group, Blocks(index, 0, tuple(range(entries))))
+        plans = [self.plan(takes, first, first + tokens, slot_bytes) for first in (0, 1)]
+        return [Part(each, each.chunk(0), tables, is_source) for each in plans if each.chunks]
 
 
 def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:

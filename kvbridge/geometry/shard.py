@@ -75,6 +75,18 @@ def assign(sources: Sequence[Pool], sink: Pool) -> tuple[tuple[Take, ...], ...]:
     return tuple(tuple(each) for each in takes)
 
 
+def common(source: Pool, sink: Pool) -> tuple[Take, ...]:
+    """All rows that both hold, whoever takes them from whom."""
+    takes: list[Take] = []
+    for need in holdings(sink):
+        for have in holdings(source):
+            layers = max(have.first_layer, need.first_layer), min(have.end_layer, need.end_layer)
+            heads = max(have.first_head, need.first_head), min(have.end_head, need.end_head)
+            if layers[0] < layers[1] and heads[0] < heads[1] and have.parts >= need.parts:
+                _append(takes, Take(*layers, *heads))
+    return tuple(takes)
+
+
 def _cut_heads(held: Sequence[Sequence[Holding]], cell: Holding, sink_rank: int) -> list[tuple[int, Take]]:
     """The takes of one run of layers in which every source holds the same heads throughout."""
     holders: list[tuple[int, int, int]] = []

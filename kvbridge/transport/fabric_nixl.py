@@ -18,7 +18,7 @@ from .fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote
 log = logging.getLogger("kvbridge.fabric")
 
 # How often NIXL's progress thread looks by itself; events wake it in between. 0, NIXL's default, means "spin".
-PROGRESS_DELAY_US = 1000
+PROGRESS_DELAY_US = 10_000
 DESCRIPTOR_BYTES = 1 << 16
 # A descriptor is NIXL's metadata behind the number of the device that the memory is on.
 DEVICE = struct.Struct("<I")
