@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 
-from .segment import Segment, Span, gaps
-from .tables import Tables
+from .segment import Span
 
 # A gap is mostly a few bytes between two rows; a large one is shared by this many programs.
 PROGRAMS = 8
 
 
-def pack(segments: Sequence[Segment], slot: Span, tables: Tables) -> tuple[int, int] | None:
-    """Address and number of the gaps, if there are any."""
-    found = gaps(segments, slot.size_bytes)
-    return (tables.put([edge for gap in found for edge in gap]), len(found)) if found else None
-
-
-def start(packed: tuple[int, int], slot: Span) -> None:
-    address, count = packed
-    clear_gaps[(count, PROGRAMS)](address, slot.address, TILE=1024, num_warps=4)
+def start(gaps: int, count: int, slot: Span) -> None:
+    """`gaps` is the address of int64 [count, start and end]."""
+    clear_gaps[(count, PROGRAMS)](gaps, slot.address, TILE=1024, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["gaps", "slot"])

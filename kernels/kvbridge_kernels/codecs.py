@@ -1,6 +1,6 @@
 """Conversions on a GPU, element for element what codecs_ref.py does; any NaN is as good as another.
 
-fp8_e4m3 needs compute capability 8.9. Numbers are clamped by cvt.rn.satfinite where the result has 8 bits.
+NATIVE: the processor rounds and clamps to fp8 itself (cvt.rn.satfinite, compute capability 8.9), two numbers at a time.
 """
 
 # ruff: noqa: SIM300 (capitals are constants to Triton, not to ruff)
@@ -22,6 +22,8 @@ TYPES = {
 # Adding and subtracting it rounds an fp32 below 2^22 to the nearest even whole number.
 ROUNDER = tl.constexpr(float(3 << 22))
 LARGEST_FP16 = tl.constexpr(codecs_ref.LARGEST["fp16"])
+LARGEST_E4M3 = tl.constexpr(codecs_ref.LARGEST["fp8_e4m3"])
+LARGEST_E5M2 = tl.constexpr(codecs_ref.LARGEST["fp8_e5m2"])
 LARGEST_BF16 = tl.constexpr(codecs_ref.LARGEST["bf16"])
 
 
@@ -38,11 +40,12 @@ def cast(
     MULTIPLY: tl.constexpr,
     DIVIDE: tl.constexpr,
     OVERFLOW: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """uint [R, C] of codec OLD -> uint [R, C] of codec NEW; row r belongs to head i_head[r] of `plane`.
 
     `scales`: fp32 [old | new | RN(1 / new), planes, heads]. MULTIPLY by the old one; DIVIDE by the new one, "exact" or
-    "fast", or not, ""; OVERFLOW: a finite value may be too large for NEW.
+    "fast", by its "inverse" (scales.py says when), or not, ""; OVERFLOW: a finite value may be too large for NEW.
     """
     values = stored.to(OLD, bitcast=True).to(tl.float32)
     table = scales.to(tl.pointer_type(tl.float32)) + plane.to(tl.int64) * heads
@@ -51,10 +54,12 @@ def cast(
     table += planes * heads
     if DIVIDE == "exact":
         values = tl.math.div_rn(values, tl.load(table + i_head)[:, None] + tl.zeros_like(values))
+    if DIVIDE == "inverse":
+        values *= tl.load(table + planes * heads + i_head)[:, None]
     if DIVIDE == "fast":
         inverse = tl.load(table + planes * heads + i_head)
         values = _divide(values, tl.load(table + i_head)[:, None], inverse[:, None], OLD)
-    return _encode(values, NEW, OVERFLOW)
+    return _encode(values, NEW, OVERFLOW, NATIVE)
 
 
 @triton.jit
@@ -74,7 +79,7 @@ def _divide(values, scale, inverse, OLD: tl.constexpr):
 
 
 @triton.jit
-def _encode(values, NEW: tl.constexpr, OVERFLOW: tl.constexpr):
+def _encode(values, NEW: tl.constexpr, OVERFLOW: tl.constexpr, NATIVE: tl.constexpr):
     if NEW == tl.int8:
         values = tl.where(values != values, 0.0, values)
         values = tl.minimum(tl.maximum(values, -128.0), 127.0)
@@ -82,10 +87,32 @@ def _encode(values, NEW: tl.constexpr, OVERFLOW: tl.constexpr):
     elif NEW == tl.float32:
         return values.to(tl.uint32, bitcast=True)
     elif NEW.primitive_bitwidth == 8:
-        return values.to(NEW).to(tl.uint8, bitcast=True)
+        if NATIVE:
+            return values.to(NEW).to(tl.uint8, bitcast=True)
+        elif NEW == tl.float8e5:
+            return _round_to_fp8(values, 2, 15, LARGEST_E5M2)
+        else:
+            return _round_to_fp8(values, 3, 7, LARGEST_E4M3)
     else:
         if OVERFLOW:
             largest: tl.constexpr = LARGEST_FP16 if NEW == tl.float16 else LARGEST_BF16
             finite = tl.clamp(values, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
             values = tl.where(tl.abs(values) == float("inf"), values, finite)
         return values.to(NEW).to(tl.uint16, bitcast=True)
+
+
+@triton.jit
+def _round_to_fp8(values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """What cvt.rn.satfinite does, in whole numbers; every NaN becomes 0x7f."""
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    SMALLEST: tl.constexpr = 2.0 ** (1 - BIAS)  # of those with an exponent
+    bits = values.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    size = tl.where(size < LARGEST, size, LARGEST)
+    kept = size.to(tl.uint32, bitcast=True)
+    kept = (kept + ((1 << (DROPPED - 1)) - 1) + ((kept >> DROPPED) & 1)) >> DROPPED
+    normal = kept - ((127 - BIAS) << MANTISSA)
+    small = (size * (2.0**MANTISSA / SMALLEST) + ROUNDER - ROUNDER).to(tl.uint32)
+    code = tl.where(values != values, 0x7F, sign | tl.where(size < SMALLEST, small, normal))
+    return code.to(tl.uint8)

@@ -12,24 +12,23 @@ K2 = tl.constexpr(digest_ref.K2)
 
 
 @triton.jit
-def sum_of(elements, position, WORD: tl.constexpr):
-    """uint64 [R, words] of a tile: `elements` uint [R, C] of zeros where masked, `position` int64 [R] of each first.
+def sum_of(words, position, WORD: tl.constexpr):
+    """uint64 [R, W] of a tile: `words` uint [R, W], zeros where masked; `position` int64 [R] of the first in each row.
 
     Keys are built from a part per row and a part per column: one addition a word.
     """
-    words = _words(elements, WORD)
     k1 = tl.full([1], K1, tl.uint64)
     first = (2 * position.to(tl.uint64) + 1) * k1
     step = (2 * WORD * tl.arange(0, words.shape[1])).to(tl.uint64) * k1
-    x = words * (first[:, None] + step[None, :])
+    x = words.to(tl.uint64) * (first[:, None] + step[None, :])
     x ^= x >> 32
     x *= tl.full([1, 1], K2, tl.uint64)
     return x ^ (x >> 29)
 
 
 @triton.jit
-def _words(elements, WORD: tl.constexpr):
-    """Neighbours joined to words of WORD bytes, little-endian; in registers, since a thread holds 16 bytes of a row."""
+def words_of(elements, WORD: tl.constexpr):
+    """uint [R, C] as uint [R, W] of WORD bytes: neighbours, which one thread holds, joined little-endian."""
     x = elements
     if WORD > 1 and x.dtype == tl.uint8:
         x = _pairs(x, tl.uint16, 8)
@@ -37,7 +36,7 @@ def _words(elements, WORD: tl.constexpr):
         x = _pairs(x, tl.uint32, 16)
     if WORD > 4 and x.dtype == tl.uint32:
         x = _pairs(x, tl.uint64, 32)
-    return x.to(tl.uint64)
+    return x
 
 
 @triton.jit

@@ -16,17 +16,23 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How big a tile is, in bytes of the wider end, and how it is run. Measured: see README.md."""
+    """How big a tile is, in bytes of the wider end, and how it is run."""
 
     tile_bytes: int
     warps: int
-    programs: int  # per multiprocessor; a program walks through tiles
-    hint: str  # Triton's eviction policy
+    programs: int  # per multiprocessor, at most; a program walks through tiles
+    hint: str = ""  # Triton's eviction policy
 
 
-# For moves and for conversions; on one NVIDIA H200, 2026-11: bench/kernels.py.
-MOVE = Tiling(tile_bytes=16 << 10, warps=4, programs=8, hint="evict_first")
-CAST = Tiling(tile_bytes=16 << 10, warps=4, programs=8, hint="evict_first")
+# Best of 8 sizes x 7 counts, 1 GiB of Llama-8B's shape, NVIDIA H200, 2026-11; `evict_first` costs 2 to 5 % everywhere.
+# A program that sums or converts has a beginning and an end that are worth sharing between tiles.
+TILINGS = {
+    "move": Tiling(2 << 10, 2, 4096),
+    "sum": Tiling(4 << 10, 4, 256),
+    "narrow": Tiling(8 << 10, 4, 256),
+    "widen": Tiling(16 << 10, 8, 256),
+    "rescale": Tiling(4 << 10, 2, 256),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +49,13 @@ class Form:
     run_bytes: int  # so many bytes of a row are contiguous in memory
     elements: tuple[Axis, ...]
     stride_bits: int  # all strides or-ed: what they are multiples of
-    places_key: tuple[object, ...]
+    places_key: tuple[int, tuple[Axis, ...]]
     codecs: tuple[str, str] | None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a kernel is compiled for, besides alignment and scales."""
+        return self.heads, self.row_bytes, self.run_bytes, self.element_bytes, self.elements, self.codecs
 
     @property
     def is_dense(self) -> bool:

@@ -10,24 +10,25 @@ import triton.language as tl
 
 from . import launch, tiles
 from .codecs import cast
-from .digest import sum_of
+from .digest import sum_of, words_of
+from .recipe import Chunk
 from .segment import Segment, Span
 from .tables import Work
 from .tiles import ARGUMENTS
 
 
-def gather(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, work: Work) -> None:
-    """Fill the slot with the rows of all segments and its gaps with zeros; `sums`, int64 [1], becomes the sum64.
+def gather(chunk: Sequence[Segment] | Chunk, slot: Span, sums: torch.Tensor | None, work: Work) -> None:
+    """Fill the slot with the rows of a chunk and its gaps with zeros; `sums`, int64 [1], becomes the sum64.
 
-    Enqueued on the current stream of `work.device`; nothing is allocated or waited for. `segments`' places and scales
-    are read before this returns, `work` until the launch has run. ValueError before anything is enqueued.
+    Enqueued on the current stream of `work.device`; nothing is allocated or waited for. Places and scales are read
+    before this returns, `work` until the launch has run. ValueError before anything is enqueued.
     """
-    launch.run(gather_tiles, segments, slot, sums, work, is_gather=True)
+    launch.run(gather_tiles, chunk, slot, sums, work, is_gather=True)
 
 
-def warm(segments: Sequence[Segment], slot: Span, has_sums: bool, work: Work) -> None:
+def warm(chunk: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work) -> None:
     """Compile what `gather` would launch for these: seconds where it is new. How many places there are is all one."""
-    launch.warm(gather_tiles, segments, slot, has_sums, work, is_gather=True)
+    launch.warm(gather_tiles, chunk, slot, has_sums, work, is_gather=True)
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
@@ -51,6 +52,7 @@ def gather_tiles(
     MULTIPLY: tl.constexpr,
     DIVIDE: tl.constexpr,
     OVERFLOW: tl.constexpr,
+    NATIVE: tl.constexpr,
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
     RUN: tl.constexpr,
@@ -73,15 +75,24 @@ def gather_tiles(
         near, i_row, i_head, m_row = tiles.rows(records, plane, first_head, first_place, places, PLACES, HEADS)
         i_column, m_column = tiles.columns_of(first_column, row, COLUMNS, STEP)
         o_column = tiles.in_memory(columns, i_column, m_column, MEMORY, NEAR, DENSE)
-        o_slot = tiles.in_slot(i_column, WIRE, FAR)
         mask = m_row[:, None] & m_column[None, :]
         elements = tiles.read(near, o_column, mask, MEMORY, NEAR, RUN, HINT)
         if OLD is not None:
-            elements = cast(elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW)
+            elements = cast(
+                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW, NATIVE
+            )
         position = tiles.start(records, plane) + i_row * row * SIZE
         if WORD:
-            total += sum_of(elements, position + first_column * SIZE, WORD)
-        tiles.write(slot + position, o_slot, elements, mask, FAR, COLUMNS, HINT)
+            # Summed and written as the same words: ptxas 12.8 loses pairs of fp8 that are used both alone and packed.
+            words = words_of(elements, WORD)
+            total += sum_of(words, position + first_column * SIZE, WORD)
+            JOINED: tl.constexpr = WORD // SIZE
+            i_word, m_word = tiles.columns_of(first_column // JOINED, row // JOINED, COLUMNS // JOINED, STEP // JOINED)
+            o_word = tiles.in_slot(i_word, words.dtype, FAR)
+            tiles.write(slot + position, o_word, words, m_row[:, None] & m_word[None, :], FAR, COLUMNS // JOINED, HINT)
+        else:
+            o_slot = tiles.in_slot(i_column, WIRE, FAR)
+            tiles.write(slot + position, o_slot, elements, mask, FAR, COLUMNS, HINT)
         tile += tl.num_programs(0)
     if WORD:
         tl.atomic_add(sums.to(tl.pointer_type(tl.int64)), tl.sum(total.to(tl.int64)), sem="relaxed")

@@ -10,24 +10,25 @@ import triton.language as tl
 
 from . import launch, tiles
 from .codecs import cast
-from .digest import sum_of
+from .digest import sum_of, words_of
+from .recipe import Chunk
 from .segment import Segment, Span
 from .tables import Work
 from .tiles import ARGUMENTS
 
 
-def scatter(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, work: Work) -> None:
-    """Write the rows in the slot to the places of all segments; `sums`, int64 [1], becomes the sum64 of the slot.
+def scatter(chunk: Sequence[Segment] | Chunk, slot: Span, sums: torch.Tensor | None, work: Work) -> None:
+    """Write the rows in the slot to the places of a chunk; `sums`, int64 [1], becomes the sum64 of the slot.
 
-    Enqueued on the current stream of `work.device`; nothing is allocated or waited for. `segments`' places and scales
-    are read before this returns, `work` until the launch has run. ValueError before anything is enqueued.
+    Enqueued on the current stream of `work.device`; nothing is allocated or waited for. Places and scales are read
+    before this returns, `work` until the launch has run. ValueError before anything is enqueued.
     """
-    launch.run(scatter_tiles, segments, slot, sums, work, is_gather=False)
+    launch.run(scatter_tiles, chunk, slot, sums, work, is_gather=False)
 
 
-def warm(segments: Sequence[Segment], slot: Span, has_sums: bool, work: Work) -> None:
+def warm(chunk: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work) -> None:
     """Compile what `scatter` would launch for these: seconds where it is new. How many places there are is all one."""
-    launch.warm(scatter_tiles, segments, slot, has_sums, work, is_gather=False)
+    launch.warm(scatter_tiles, chunk, slot, has_sums, work, is_gather=False)
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
@@ -51,6 +52,7 @@ def scatter_tiles(
     MULTIPLY: tl.constexpr,
     DIVIDE: tl.constexpr,
     OVERFLOW: tl.constexpr,
+    NATIVE: tl.constexpr,
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
     RUN: tl.constexpr,
@@ -78,9 +80,11 @@ def scatter_tiles(
         position = tiles.start(records, plane) + i_row * row * SIZE
         elements = tiles.read(slot + position, o_slot, mask, WIRE, FAR, COLUMNS, HINT)
         if WORD:
-            total += sum_of(elements, position + first_column * SIZE, WORD)
+            total += sum_of(words_of(elements, WORD), position + first_column * SIZE, WORD)
         if OLD is not None:
-            elements = cast(elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW)
+            elements = cast(
+                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW, NATIVE
+            )
         tiles.write(near, o_column, elements, mask, NEAR, RUN, HINT)
         tile += tl.num_programs(0)
     if WORD:

@@ -11,7 +11,7 @@ from kvbridge_kernels import gather_ref, scatter_ref
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.digest_ref import sum64
 from kvbridge_kernels.field import Axis, Field
-from kvbridge_kernels.form import Tiling
+from kvbridge_kernels.form import TILINGS, Tiling
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
@@ -34,6 +34,21 @@ class Shape:
     shift: int = 0
     slot_shift: int = 0
     skip: int = 0  # bytes between blocks that are no one's
+
+
+LAYOUTS = ["nhd", "hnd", "columns", "tiled", "folded"]
+MOVES = [
+    *(Shape(layout, planes=2, skip=32) for layout in LAYOUTS),
+    *(Shape("nhd", width=width) for width in (80, 96, 128, 576, 8, 24, 7, 1)),
+    *(Shape("hnd", heads=heads, width=16) for heads in (1, 3, 6, 32)),
+    *(Shape(layout, width=40, shift=shift) for layout, shift in zip(LAYOUTS, (1, 2, 4, 8, 2), strict=True)),
+    *(Shape(layout, width=8, shift=1) for layout in LAYOUTS),
+    Shape("nhd", width=5, size=1, heads=3),
+    Shape("nhd", slot_shift=4),
+    Shape("hnd", width=9, size=1, slot_shift=3, shift=5, skip=1),
+    Shape("nhd", size=4, block_tokens=1),
+    Shape("folded", width=1536, heads=8),
+]
 
 
 def field_of(shape: Shape, blocks: int, memory: torch.Tensor, offset: int) -> Field:
@@ -102,7 +117,7 @@ def slot_on(device: str, size: int) -> tuple[torch.Tensor, Span]:
 def work_on(device: str) -> Work:
     """Small tiles, so that small chunks take several: the interpreter is slow."""
     small = Tiling(4 << 10, 4, 8, "")
-    return Work(device) if device != "cpu" else Work(device, move=small, cast=small)
+    return Work(device) if device != "cpu" else Work(device, tilings=dict.fromkeys(TILINGS, small))
 
 
 def check_gather(gather: Kernel, segments: Sequence[Segment], size: int, device: str = "cpu") -> None:

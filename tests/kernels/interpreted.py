@@ -1,34 +1,23 @@
 """The kernels under Triton's interpreter, on the CPU; run by test_kernels.py in a process of its own.
 
-The interpreter cuts bits off where it should round, and misreads infinities, NaN and subnormals: those are compared on
-a GPU, tests/gpu/test_kernels.py.
+The interpreter misreads infinities, NaN and subnormals and cuts bits off where it should round to bf16: those are
+compared on a GPU, tests/gpu/test_kernels.py, as is the processor's own rounding to 8 bits.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from kvbridge_kernels import gather_ref
 from kvbridge_kernels.codecs_ref import Cast
 from kvbridge_kernels.gather import gather, warm
+from kvbridge_kernels.places import Places
+from kvbridge_kernels.recipe import Recipe
 from kvbridge_kernels.scatter import scatter
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 
-from tests.kernels.chunks import Shape, check_gather, check_scatter, chunk_of, number, on, slot_on
-
-LAYOUTS = ["nhd", "hnd", "columns", "tiled", "folded"]
-MOVES = [
-    *(Shape(layout, planes=2, skip=32) for layout in LAYOUTS),
-    *(Shape("nhd", width=width) for width in (80, 96, 128, 576, 8, 24, 7, 1)),
-    *(Shape("hnd", heads=heads, width=16) for heads in (1, 3, 6, 32)),
-    *(Shape(layout, width=40, shift=shift) for layout, shift in zip(LAYOUTS, (1, 2, 4, 8, 2), strict=True)),
-    *(Shape(layout, width=8, shift=1) for layout in LAYOUTS),
-    Shape("nhd", width=5, size=1, heads=3),
-    Shape("nhd", slot_shift=4),
-    Shape("hnd", width=9, size=1, slot_shift=3, shift=5, skip=1),
-    Shape("nhd", size=4, block_tokens=1),
-    Shape("folded", width=1536, heads=8),
-]
+from tests.kernels.chunks import MOVES, Shape, check_gather, check_scatter, chunk_of, number, on, slot_on, work_on
 
 
 @pytest.mark.parametrize("shape", MOVES, ids=str)
@@ -45,7 +34,7 @@ def test_a_chunk_of_several_forms_is_several_launches() -> None:
     check_scatter(scatter, segments, size)
 
 
-# What the interpreter can do: to more bits, from numbers that are neither tiny nor infinite, to bf16 without rounding.
+# What the interpreter can do: from numbers that are neither tiny nor infinite, to bf16 without rounding.
 CASTS = [
     ("fp8_e4m3", "bf16"),
     ("fp8_e5m2", "fp16"),
@@ -53,6 +42,10 @@ CASTS = [
     ("int8", "fp32"),
     ("fp16", "fp32"),
     ("bf16", "fp32"),
+    ("bf16", "fp8_e4m3"),
+    ("fp32", "fp8_e5m2"),
+    ("fp16", "int8"),
+    ("fp8_e5m2", "fp8_e4m3"),
 ]
 
 
@@ -62,15 +55,25 @@ SCALES = [None, (1, 1), (2, 1), (1, 3)]
 @pytest.mark.parametrize(
     ("old", "new", "scales"), [*((*pair, (2, 3)) for pair in CASTS), *((*CASTS[0], scales) for scales in SCALES)]
 )
-def test_numbers_widen_exactly(old: str, new: str, scales: tuple[int, int] | None) -> None:
+def test_numbers_become_what_the_twin_makes_of_them(old: str, new: str, scales: tuple[int, int] | None) -> None:
     sizes = {"fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "fp16": 2, "bf16": 2, "fp32": 4}
     shape = Shape("nhd", heads=3, width=40, size=sizes[old], planes=2)
-    cast = Cast(number(old, scales, is_exact=new == "bf16"), number(new, None))
+    cast = Cast(number(old, scales, is_exact=new == "bf16"), number(new, scales if sizes[new] == 1 else None, seed=1))
     segments, size = chunk_of([shape, shape], 3, 5, cast, tame=True)
     check_gather(gather, segments, size)
     shape = Shape("columns", heads=3, width=40, size=sizes[new], planes=2, shift=sizes[new] // 2)
     cast = Cast(number(new, None), number(old, scales, is_exact=new == "bf16"))
     segments, size = chunk_of([shape], 3, 5, cast, tame=True)
+    check_scatter(scatter, segments, size, tame=True)
+
+
+@pytest.mark.parametrize("width", [7, 6])
+def test_rows_of_odd_widths_are_rounded_and_summed(width: int) -> None:
+    shape = Shape("nhd", width=width, slot_shift=width % 2)
+    segments, size = chunk_of(
+        [shape], 3, 5, Cast(number("bf16", None), number("fp8_e4m3", (1, 1), is_exact=True)), tame=True
+    )
+    check_gather(gather, segments, size)
     check_scatter(scatter, segments, size, tame=True)
 
 
@@ -81,6 +84,32 @@ def test_no_places_and_no_segments_clear_the_slot() -> None:
         sums = torch.ones(1, dtype=torch.int64)
         gather(segments if shapes else [], span, sums, Work("cpu"))
         assert int(sums) == 0 and not whole[64:-64].any()
+
+
+def test_a_recipe_is_used_with_other_places() -> None:
+    shapes = [Shape("nhd", planes=2), Shape("hnd"), Shape("folded"), Shape("nhd", slot_shift=4)]
+    recipe, work = None, work_on("cpu")
+    for seed in range(3):
+        segments, size = chunk_of(shapes, 3, 5, seed=seed)
+        memory = segments[0].field.memory
+        if recipe is None:
+            kept, recipe = memory, Recipe(segments, size)
+        kept.copy_(memory)
+        places = [*{id(segment.places): segment.places for segment in segments}.values()]
+        found, span = slot_on("cpu", size)
+        wanted, wanted_span = slot_on("cpu", size)
+        sums, wanted_sums = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        gather(recipe.at(places), span, sums, work)
+        gather_ref.gather(segments, wanted_span, wanted_sums, Work("cpu"))
+        assert torch.equal(found, wanted) and torch.equal(sums, wanted_sums)
+    with pytest.raises(ValueError, match="4 places, the recipe is for 5"):
+        recipe.at([Places(torch.arange(4)), places[1]])
+    with pytest.raises(ValueError, match="places reach from 8 to 12, the field has 12"):
+        recipe.at([Places(torch.arange(8, 13)), places[1]])
+    with pytest.raises(ValueError, match="1 lists of places, the recipe has 2"):
+        recipe.at(places[:1])
+    with pytest.raises(ValueError, match=f"the recipe is for a slot of {size} bytes, this one has {size - 1}"):
+        gather(recipe.at(places), Span(span.address, size - 1), None, work)
 
 
 def test_warming_writes_nothing() -> None:

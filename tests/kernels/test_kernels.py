@@ -17,6 +17,7 @@ from kvbridge_kernels.digest_ref import K1, K2, sum64
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.form import Tiling, form_of, place_offsets, tile_of
 from kvbridge_kernels.places import Places
+from kvbridge_kernels.scales import _is_inverse_enough
 from kvbridge_kernels.segment import Segment, gaps
 from kvbridge_kernels.tables import Work
 
@@ -150,7 +151,25 @@ def test_place_and_column_offsets_are_those_of_the_field(layout: str, block_toke
 @pytest.mark.parametrize("row", [1, 5, 16, 20, 24, 32, 40, 144, 8192, 12288])
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 128])
 def test_tiles_are_full_powers_of_two(row: int, heads: int) -> None:
-    places, head_tile, columns = tile_of(row, heads, 8, 2, Tiling(16 << 10, 4, 8, ""))
+    places, head_tile, columns = tile_of(row, heads, 8, 2, Tiling(16 << 10, 4, 8))
     assert places * head_tile * columns == 2048 and heads % head_tile == 0
     assert all(part & (part - 1) == 0 for part in (places, head_tile, columns))
     assert -(-row // columns) * columns < row * 1.5 + 16
+
+
+def test_an_inverse_serves_only_where_every_number_comes_out_the_same() -> None:
+    """Scales that put a quotient next to a tie, where the product with the inverse rounds the other way."""
+    ties = np.arange(17, 32, 2, dtype=np.float32) / 16
+    values = 1 + np.arange(128, dtype=np.float32) / 128
+    scales = np.unique((values[:, None] / ties[None, :]).reshape(-1))
+    verdicts = {False: 0, True: 0}
+    for scale in scales.tolist():
+        one, table = np.ones((1, 1), np.float32), np.full((1, 1), scale, np.float32)
+        quotient, product = (
+            torch.from_numpy(found).to(torch.float8_e4m3fn).float()
+            for found in (values / table[0], values * (np.float32(1) / table[0]))
+        )
+        verdict = _is_inverse_enough("bf16", "fp8_e4m3", one, table)
+        assert not verdict or torch.equal(quotient, product)
+        verdicts[verdict] += 1
+    assert verdicts[False] > 10 and verdicts[True] > 10

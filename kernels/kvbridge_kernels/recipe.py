@@ -1,0 +1,151 @@
+"""Segments worked out once, to be moved again and again with other places.
+
+Most chunks differ from one before in their places only. What they have in common is checked and packed here; with it,
+a chunk costs its lists of places, without it about a microsecond and a half a plane more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from .codecs_ref import Cast
+from .field import Axis
+from .form import Form, Offsets, form_of
+from .places import Places
+from .scales import Scaled, scaled
+from .segment import Segment, Span, check, check_cast, gaps
+
+
+@dataclass(slots=True)
+class Group:
+    """Planes that one launch moves: of one form, with as many places each."""
+
+    form: Form
+    places: int
+    near_bits: int = 0
+    far_bits: int = 0
+    rows: list[int] = field(default_factory=list)
+    casts: list[Cast] = field(default_factory=list)
+    scaled: dict[bool, Scaled] = field(default_factory=dict)
+
+    @property
+    def planes(self) -> int:
+        return len(self.rows) // 4
+
+    def pack(self) -> tuple[Offsets, Offsets]:
+        """Records, int64 [planes, 4], with the number of a list of places instead of its address; and those numbers."""
+        records = np.array(self.rows, dtype=np.int64).reshape(-1, 4)
+        return records, records[:, 2].copy()
+
+    def scales(self, is_gather: bool) -> Scaled:
+        if is_gather not in self.scaled:
+            assert self.form.codecs is not None
+            self.scaled[is_gather] = scaled(self.form, self.casts, self.planes, is_gather)
+        return self.scaled[is_gather]
+
+
+class Chunk(NamedTuple):
+    """A recipe with places: what gather and scatter move."""
+
+    recipe: Recipe
+    places: Sequence[Places]
+
+
+class Recipe:
+    """Segments of a slot of `slot_bytes` but for their places. ValueError where something does not fit."""
+
+    def __init__(self, segments: Sequence[Segment], slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.places: list[Places] = []  # those of the segments, each once
+        self.limits: list[int] = []  # the places that the smallest field has, for each of them
+        self.lists: dict[tuple[int, int, tuple[Axis, ...]], int] = {}  # (which places, block stride, tokens)
+        self.device: object = None  # index of the GPU
+        self._end = 0  # of the segments, as long as each begins where the one before ends
+        self._seen: dict[int, int] = {}
+        groups: dict[object, Group] = {}
+        forms: dict[object, Form] = {}
+        span = Span(0, slot_bytes)
+        for segment in segments:
+            self._add(segment, groups, forms, span)
+        self.groups = [(group, *group.pack()) for group in groups.values() if group.rows]
+        found = gaps(segments, slot_bytes) if self._end != slot_bytes else []
+        self.gaps = np.array(found, dtype=np.int64).reshape(-1)  # start and end of each
+
+    def at(self, places: Sequence[Places]) -> Chunk:
+        """With `places` instead of those in `self.places`, one for one and as many each."""
+        if len(places) != len(self.places):
+            raise ValueError(f"{len(places)} lists of places, the recipe has {len(self.places)}")
+        for found, mine, limit in zip(places, self.places, self.limits, strict=True):
+            if found.count != mine.count:
+                raise ValueError(f"{found.count} places, the recipe is for {mine.count}")
+            if found.lowest < 0 or found.highest >= limit:
+                raise ValueError(f"places reach from {found.lowest} to {found.highest}, the field has {limit}")
+        return Chunk(self, places)
+
+    def _add(self, segment: Segment, groups: dict[object, Group], forms: dict[object, Form], span: Span) -> None:
+        memory, places, cast = segment.field, segment.places, segment.cast
+        form = _form(segment, forms)
+        planes, stride = memory.planes
+        offset, pitch, size = segment.slot_offset, segment.slot_pitch, form.heads * places.count * form.wire_row_bytes
+        if (
+            memory.offset < 0
+            or memory.offset + (planes - 1) * stride + form.reach > memory.memory.numel()
+            or places.lowest < 0
+            or places.highest >= form.places
+            or min(stride, offset, pitch) < 0
+            or offset + (planes - 1) * pitch + size > span.size_bytes
+        ):
+            check(segment, span)
+        device = memory.memory.get_device()
+        if self.device not in (None, device):
+            raise ValueError(f"fields are on devices {self.device} and {device}")
+        self.device = device
+        number = self._list(places, form)
+        group = groups.get((form, places.count))
+        if group is None:
+            group = groups[form, places.count] = Group(form, places.count)
+        base = memory.memory.data_ptr() + memory.offset
+        group.near_bits |= base | (stride if planes > 1 else 0)
+        group.far_bits |= offset | (pitch if planes > 1 else 0)
+        for plane in range(planes if size else 0):
+            group.rows += (base + plane * stride, offset + plane * pitch, number, form.head_stride)
+        if size:
+            is_next = offset == self._end and (planes == 1 or pitch == size)
+            self._end = offset + planes * size if is_next else -1
+        if cast is not None and size:
+            group.casts.append(cast)
+
+    def _list(self, places: Places, form: Form) -> int:
+        """The number of a list of place offsets."""
+        which = self._seen.get(id(places))
+        if which is None:
+            which = self._seen[id(places)] = len(self.places)
+            self.places.append(places)
+            self.limits.append(form.places)
+        self.limits[which] = min(self.limits[which], form.places)
+        return self.lists.setdefault((which, *form.places_key), len(self.lists))
+
+
+def _form(segment: Segment, forms: dict[object, Form]) -> Form:
+    memory, cast = segment.field, segment.cast
+    key: tuple[object, ...] = (memory.blocks, memory.tokens, memory.heads, memory.elements, memory.element_bytes)
+    if cast is not None:
+        inner, outer = cast.memory, cast.wire
+        key = (
+            *key,
+            memory.planes.count,
+            inner.name,
+            outer.name,
+            None if inner.scale is None else inner.scale.shape,
+            None if outer.scale is None else outer.scale.shape,
+        )
+    form = forms.get(key)
+    if form is None:
+        if cast is not None:
+            check_cast(cast, memory)
+        form = forms[key] = form_of(memory, cast)
+    return form

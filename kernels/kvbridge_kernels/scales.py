@@ -1,0 +1,89 @@
+"""The scales of a launch, and how little arithmetic its conversion takes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .codecs_ref import DTYPES, LARGEST, Cast
+from .form import Form, Offsets
+
+Floats = npt.NDArray[np.float32]
+# Scales between which codecs.py divides without a division.
+FAST_FROM, FAST_TO = 2.0**-50, 2.0**50
+# Exponents of a quotient from where all of it is lost in 8 bits to where all of it is clamped.
+EXPONENTS = range(-19, 18)
+
+
+class Steps(NamedTuple):
+    """What a conversion takes, see codecs.py."""
+
+    multiply: bool = False
+    divide: str = ""
+    overflow: bool = False
+
+
+class Scaled(NamedTuple):
+    """fp32 [old | new | 1 / new, planes, heads] as int64 words (none without scales), and what is to be done."""
+
+    table: Offsets
+    steps: Steps
+
+
+def scaled(form: Form, casts: Sequence[Cast], planes: int, is_gather: bool) -> Scaled:
+    """The scales of `planes` planes, those of each cast alike in shape, for one way of a conversion."""
+    assert form.codecs is not None
+    old, new = form.codecs if is_gather else form.codecs[::-1]
+    ends = [(c.memory.scale, c.wire.scale) if is_gather else (c.wire.scale, c.memory.scale) for c in casts]
+    if not ends or ends[0] == (None, None):
+        return Scaled(np.empty(0, np.int64), Steps(overflow=_may_overflow(old, new, 1.0, 1.0)))
+    room = np.ones((3 * planes * form.heads + 1) // 2 * 2, np.float32)
+    table = room[: 3 * planes * form.heads].reshape(3, planes, form.heads)
+    for end in range(2):
+        if ends[0][end] is not None:
+            found = torch.cat([scales[end] for scales in ends]).numpy()
+            table[end] = found if len(found) == planes else found.repeat(planes // len(found), axis=0)
+    steps = _steps(old, new, ends[0][0] is not None, ends[0][1] is not None, table[0], table[1])
+    if steps.divide in ("fast", "inverse"):
+        np.divide(np.float32(1), table[1], out=table[2])
+    return Scaled(room.view(np.int64), steps)
+
+
+def _steps(old: str, new: str, has_old: bool, has_new: bool, old_scale: Floats, new_scale: Floats) -> Steps:
+    lowest, highest = min(old_scale.min(), new_scale.min()), max(old_scale.max(), new_scale.max())
+    divide = "exact" if has_new else ""
+    if has_new and new.startswith("fp8") and lowest >= FAST_FROM and highest <= FAST_TO:
+        divide = "inverse" if _is_inverse_enough(old, new, old_scale, new_scale) else "fast"
+    return Steps(has_old, divide, _may_overflow(old, new, float(old_scale.max()), float(new_scale.min())))
+
+
+def _is_inverse_enough(old: str, new: str, old_scale: Floats, new_scale: Floats) -> bool:
+    """Whether values * (1 / new_scale) becomes the same 8 bits as values / new_scale, for all numbers of the old codec.
+
+    Mostly so: the two differ in the last bit of an fp32, and 8 bits show that next to a tie only. Tried out for every
+    number of an 8-bit codec, and for every bf16 whose quotient is neither lost nor clamped; others are too many.
+    """
+    pairs = np.unique(np.stack([old_scale.reshape(-1), new_scale.reshape(-1)]), axis=1)[:, :, None]
+    if DTYPES[old].itemsize == 1:
+        stored = torch.arange(256, dtype=torch.uint8).view(DTYPES[old]).float().numpy()
+        stored = stored[np.isfinite(stored) & (stored > 0)][None, :]
+    elif old == "bf16":
+        mantissas = 1 + np.arange(128, dtype=np.float32) / 128
+        exponents = np.floor(np.log2(pairs[1] / pairs[0])) + np.array(EXPONENTS, np.float32)
+        stored = (np.exp2(exponents)[:, :, None] * mantissas).reshape(len(exponents), -1).astype(np.float32)
+    else:
+        return False
+    values = stored * pairs[0]
+    quotient, product = values / pairs[1], values * (np.float32(1) / pairs[1])
+    differ = quotient != product
+    ends = [torch.from_numpy(end[differ]).clamp_(max=LARGEST[new]).to(DTYPES[new]) for end in (quotient, product)]
+    return torch.equal(ends[0].view(torch.uint8), ends[1].view(torch.uint8))
+
+
+def _may_overflow(old: str, new: str, largest_scale: float, smallest_scale: float) -> bool:
+    """Whether a finite number can be too large for a codec that has infinities of more than 8 bits."""
+    return new in ("bf16", "fp16") and LARGEST[old] * largest_scale > LARGEST[new] * smallest_scale
