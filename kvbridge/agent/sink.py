@@ -126,7 +126,7 @@ class Sink:
     def _told(self, message: ToEngine) -> None:
         match message:
             case Done(request=request, moved_bytes=moved, seconds=seconds):
-                log.info("done: request=%s bytes=%d ms=%.1f", request, moved, seconds * 1e3)
+                log.info("done: request=%s bytes=%d ms=%.2f", request, moved, seconds * 1e3)
                 self._metrics.want_done(seconds)
             case Failed(request=request, code=code, reason=reason):
                 log.warning("failed: request=%s code=%s %s", request, code, reason)

@@ -124,7 +124,7 @@ class AgentProcess:
 
 
 @contextlib.contextmanager
-def agent(folder: Path, name: str, **options: Any) -> Iterator[AgentProcess]:
+def agent(folder: Path, name: str, start_s: float = START_S, **options: Any) -> Iterator[AgentProcess]:
     """Start an agent, yield it when it serves, end it."""
     path, log = folder / f"{name}.sock", folder / f"{name}.log"
     chosen = {"socket": path, "listen": "tcp://127.0.0.1:0", "name": name, "metrics": "", "inbound_slots": 8}
@@ -136,7 +136,7 @@ def agent(folder: Path, name: str, **options: Any) -> Iterator[AgentProcess]:
         )
     running = AgentProcess(process, path, log)
     try:
-        _wait_serving(running)
+        _wait_serving(running, start_s)
         yield running
     finally:
         if process.poll() is None:
@@ -148,8 +148,8 @@ def agent(folder: Path, name: str, **options: Any) -> Iterator[AgentProcess]:
                 running.kill()
 
 
-def _wait_serving(running: AgentProcess) -> None:
-    end = time.monotonic() + START_S
+def _wait_serving(running: AgentProcess, start_s: float) -> None:
+    end = time.monotonic() + start_s
     while running.process.poll() is None and time.monotonic() < end:
         with contextlib.suppress(OSError, AssertionError):
             if running.status.state == "serving":

@@ -20,6 +20,7 @@ from ..engines.engine_process import EngineConfig, EngineProcess
 
 DONE = re.compile(r"done: request=(\S+) bytes=(\d+) ms=([\d.]+)")
 START_S = 150.0
+AGENT_START_S = 90.0  # while as many engines import
 SEED = 7
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,6 +65,7 @@ class Side:
     block: int
     kv: str = "auto"
     backend: str = "FLASH_ATTN"
+    layout: str = ""
     connector: str = "kvbridge"
     has_graphs: bool = False
 
@@ -88,6 +90,13 @@ class Running:
         mine = [(int(size), float(ms)) for name, size, ms in lines if name.rpartition("-")[0] == request]
         # Ranks receive side by side.
         return {"ms": max(ms for _, ms in mine), "bytes": sum(size for size, _ in mine)} if mine else {}
+
+    def route(self, source: Running) -> str:
+        """How the KV comes from `source`, as its agent found and proved it."""
+        to = {each.address for each in self.agents}
+        peers = [peer for each in source.agents for peer in each.status.peers if peer.state.startswith("sink")]
+        found = {peer.route for peer in peers if peer.address in to}
+        return "; ".join(sorted(found))
 
     def weights(self) -> None:
         """Make weights in it; what went wrong is kept and said, the engine is of use all the same."""
@@ -175,7 +184,7 @@ class Engines:
     def _agent(self, name: str, gpu: int) -> contextlib.AbstractContextManager[AgentProcess]:
         options: dict[str, Any] = {"device": "cpu" if self.is_cpu else f"cuda:{gpu}"}
         options |= {"slot_bytes": 4 << 20, "inbound_slots": 32, "outbound_slots": 16}
-        return agent(self.folder, name, **options | self._agent_options)
+        return agent(self.folder, name, AGENT_START_S, **options | self._agent_options)
 
     def _config(self, side: Side, name: str, attempt: int) -> EngineConfig:
         more: dict[str, Any] = {"kv_transfer_config": self._transfer(side, name)}
@@ -191,6 +200,8 @@ class Engines:
             more |= {"load_format": "dummy", "attention_backend": side.backend, "gpu_memory_utilization": 0.05}
             more |= {"kv_cache_memory_bytes": 5 << 29}
             environment |= GPU_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, side.gpus))}
+            if side.layout:
+                environment["VLLM_KV_CACHE_LAYOUT"] = side.layout
             if len(side.gpus) > 1:  # its set-up asks every pair of GPUs, in processes of their own
                 more["disable_custom_all_reduce"] = True
             if side.has_graphs:  # without torch.compile, which would take a minute

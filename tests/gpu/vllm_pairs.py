@@ -36,6 +36,8 @@ from typing import Any
 
 import numpy as np
 
+from bench import record
+
 from ..engines.engine_process import Result
 from ..engines.fleet import PREFILL, assert_equal_rows, bf16_values, prompt, to_fp8
 from .pair_engines import Engines, Running, Side
@@ -63,12 +65,13 @@ class Found:
     weights: str = "seeded"
     floor_ms: float = 0.0
     kv_rows: str = "-"
+    route: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 def gpu_pairs() -> list[Pair]:
     left, right = Side("left16", (0,), 16), Side("right16", (1,), 16)
-    large, triton = Side("right64", (1,), 64), Side("triton16", (1,), 16, backend="TRITON_ATTN")
+    large, triton = Side("right64", (1,), 64), Side("triton16", (1,), 16, backend="TRITON_ATTN", layout="HND")
     fp8 = Side("fp8", (1,), 16, kv="fp8", backend="TRITON_ATTN")
     graphs = Side("graphs16", (0,), 16, has_graphs=True)
     two = Side("two16", (2, 3), 16)
@@ -78,7 +81,7 @@ def gpu_pairs() -> list[Pair]:
         Pair("nixl", nixl[0], nixl[1]),
         Pair("16to64", left, large),
         Pair("64to16", large, left),
-        Pair("flash-to-triton", left, triton),
+        Pair("nhd-to-hnd", left, triton),
         Pair("bf16-to-fp8", left, fp8, is_same_codec=False),
         Pair("equal-graphs", right, graphs),
         Pair("tp1-to-tp2", left, two),
@@ -214,6 +217,7 @@ def drive(pair: Pair, engines: Engines, chosen: argparse.Namespace, numbers: cou
             row["decoded"] = now.compare(row["tokens"], chosen.prompts)
         if pair.sink.connector == "kvbridge":
             found.kv_rows = now.compare_rows()
+            found.route = sink.route(source)
     except AssertionError as error:
         found.failure = str(error) or traceback.format_exc(limit=-2)
         found.kv_rows = "NO" if "rows differ" in found.failure or "numbers differ" in found.failure else found.kv_rows
@@ -273,7 +277,7 @@ def machine() -> dict[str, Any]:
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     names = ("vllm", "torch", "triton", "nixl", "nixl-cu13")
-    return {"gpus": gpus, "versions": {name: version(name) for name in names}, "python": sys.version.split()[0]}
+    return {**record.machine(), "gpus": gpus, "versions": {name: version(name) for name in names}}
 
 
 def options() -> argparse.Namespace:
