@@ -20,18 +20,18 @@ class Tiling:
 
     tile_bytes: int
     warps: int
-    programs: int  # per multiprocessor, at most; a program walks through tiles
-    hint: str = ""  # Triton's eviction policy
+    tiles: int  # that a program walks through, if there are enough for all processors
+    hint: str = ""
 
 
 # Best of 8 sizes x 7 counts, 1 GiB of Llama-8B's shape, NVIDIA H200, 2026-11; `evict_first` costs 2 to 5 % everywhere.
 # A program that sums or converts has a beginning and an end that are worth sharing between tiles.
 TILINGS = {
-    "move": Tiling(2 << 10, 2, 4096),
-    "sum": Tiling(4 << 10, 4, 256),
-    "narrow": Tiling(8 << 10, 4, 256),
-    "widen": Tiling(16 << 10, 8, 256),
-    "rescale": Tiling(4 << 10, 2, 256),
+    "move": Tiling(2 << 10, 2, 1),
+    "sum": Tiling(4 << 10, 4, 8),
+    "narrow": Tiling(8 << 10, 4, 4),
+    "widen": Tiling(16 << 10, 8, 2),
+    "rescale": Tiling(4 << 10, 2, 8),
 }
 
 
@@ -55,7 +55,22 @@ class Form:
     @property
     def key(self) -> tuple[object, ...]:
         """What a kernel is compiled for, besides alignment and scales."""
-        return self.heads, self.row_bytes, self.run_bytes, self.element_bytes, self.elements, self.codecs
+        is_token_major = self.head_stride < self.token_stride
+        return (
+            self.heads,
+            is_token_major,
+            self.row_bytes,
+            self.run_bytes,
+            self.element_bytes,
+            self.elements,
+            self.codecs,
+        )
+
+    @property
+    def token_stride(self) -> int:
+        """From a token to the next; from a block to the next where each is one token."""
+        block_stride, tokens = self.places_key
+        return tokens[-1].stride if tokens and tokens[-1].count > 1 else block_stride
 
     @property
     def is_dense(self) -> bool:
@@ -103,15 +118,16 @@ def form_of(field: Field, cast: Cast | None) -> Form:
     )
 
 
-def tile_of(row: int, heads: int, size: int, least: int, tiling: Tiling) -> tuple[int, int, int]:
-    """Places, heads and columns of a tile, powers of two: as much of a row as wastes least, then heads, then places.
+def tile_of(form: Form, row: int, size: int, least: int, tiling: Tiling) -> tuple[int, int, int]:
+    """Places, heads and columns of a tile, powers of two: as much of a row as wastes least, then what follows it.
 
+    In memory that is the token's next head (NHD) or the head's next token (HND); in the slot it is always the token.
     `row` counts elements of `size` bytes at most; a thread takes `least` of them.
     """
     most = tiling.tile_bytes // size
     widths = [1 << i for i in range(least.bit_length() - 1, most.bit_length())]
     columns = min(widths, key=lambda width: (-(-row // width) * width, -width))
-    head_tile = min(low_bit(heads), most // columns, 16)
+    head_tile = min(low_bit(form.heads), most // columns, 16) if form.head_stride < form.token_stride else 1
     return most // (columns * head_tile), head_tile, columns
 
 

@@ -20,6 +20,8 @@ from .scales import Scaled, Steps
 from .segment import Segment, Span
 from .tables import Tables, Work
 
+# Programs of a processor that run at once, about.
+RESIDENT = 16
 UNSCALED = Scaled(np.empty(0, np.int64), Steps())
 UINTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
@@ -30,7 +32,7 @@ class Kernel:
 
     constants: dict[str, Any]
     warps: int
-    programs: int
+    tiles: int  # a program
     row: int
     tile: tuple[int, int, int]
     columns: Offsets | None
@@ -110,7 +112,7 @@ def _launch(
     form = group.form
     near = low_bit(group.near_bits | form.stride_bits | 16)
     far = low_bit(group.far_bits | slot.address | form.wire_row_bytes | 16)
-    scales = group.scales(is_gather) if form.codecs else UNSCALED
+    scales = group.scales(is_gather, work.steps) if form.codecs else UNSCALED
     key = (function, near, far, scales.steps, has_sums, *form.key)
     kernel = work.kernels.get(key)
     if kernel is None:
@@ -130,7 +132,8 @@ def _launch(
 
 def _start(function: Any, launch: Launch, slot: int, sums: int, work: Work) -> None:
     kernel = launch.kernel
-    grid = (min(launch.tiles, work.processors * kernel.programs), 1, 1)
+    programs = -(-launch.tiles // kernel.tiles)
+    grid = (min(launch.tiles, max(programs, work.processors * RESIDENT)), 1, 1)
     arguments = (launch.records, launch.columns, launch.scales, slot, sums, *launch.sizes)
     if kernel.compiled is None:
         kernel.compiled = function[grid](*arguments, **kernel.constants, num_warps=kernel.warps)
@@ -150,7 +153,7 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
         near = min(near, _access(size, wire_size, is_gather))
         far = min(far, _access(wire_size, size, not is_gather or has_sums))
     row = form.row_bytes // size
-    tile = tile_of(row, form.heads, max(size, wire_size), 16 // min(size, wire_size), tiling)
+    tile = tile_of(form, row, max(size, wire_size), 16 // min(size, wire_size), tiling)
     run = tile[2] if form.is_dense else min(tile[2], low_bit(form.run_bytes // size))
     constants = {
         "PLACES": tile[0],
@@ -176,7 +179,7 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
         "HINT": tiling.hint,
     }
     columns = None if form.is_dense else form.columns(size, size if near >= size else 1)
-    return Kernel(constants, tiling.warps, tiling.programs, row, tile, columns)
+    return Kernel(constants, tiling.warps, tiling.tiles, row, tile, columns)
 
 
 def _kind(old: tl.dtype, new: tl.dtype) -> str:

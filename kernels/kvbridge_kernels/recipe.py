@@ -16,7 +16,7 @@ from .codecs_ref import Cast
 from .field import Axis
 from .form import Form, Offsets, form_of
 from .places import Places
-from .scales import Scaled, scaled
+from .scales import Scaled, Steps, scaled
 from .segment import Segment, Span, check, check_cast, gaps
 
 
@@ -41,10 +41,10 @@ class Group:
         records = np.array(self.rows, dtype=np.int64).reshape(-1, 4)
         return records, records[:, 2].copy()
 
-    def scales(self, is_gather: bool) -> Scaled:
+    def scales(self, is_gather: bool, known: dict[object, Steps]) -> Scaled:
         if is_gather not in self.scaled:
             assert self.form.codecs is not None
-            self.scaled[is_gather] = scaled(self.form, self.casts, self.planes, is_gather)
+            self.scaled[is_gather] = scaled(self.form, self.casts, self.planes, is_gather, known)
         return self.scaled[is_gather]
 
 

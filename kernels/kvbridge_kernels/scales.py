@@ -34,8 +34,11 @@ class Scaled(NamedTuple):
     steps: Steps
 
 
-def scaled(form: Form, casts: Sequence[Cast], planes: int, is_gather: bool) -> Scaled:
-    """The scales of `planes` planes, those of each cast alike in shape, for one way of a conversion."""
+def scaled(form: Form, casts: Sequence[Cast], planes: int, is_gather: bool, known: dict[object, Steps]) -> Scaled:
+    """The scales of `planes` planes, those of each cast alike in shape, for one way of a conversion.
+
+    `known` keeps what was found out before.
+    """
     assert form.codecs is not None
     old, new = form.codecs if is_gather else form.codecs[::-1]
     ends = [(c.memory.scale, c.wire.scale) if is_gather else (c.wire.scale, c.memory.scale) for c in casts]
@@ -47,7 +50,10 @@ def scaled(form: Form, casts: Sequence[Cast], planes: int, is_gather: bool) -> S
         if ends[0][end] is not None:
             found = torch.cat([scales[end] for scales in ends]).numpy()
             table[end] = found if len(found) == planes else found.repeat(planes // len(found), axis=0)
-    steps = _steps(old, new, ends[0][0] is not None, ends[0][1] is not None, table[0], table[1])
+    key = (old, new, *(end is not None for end in ends[0]), table[:2].tobytes())
+    steps = known.get(key)
+    if steps is None:
+        steps = known[key] = _steps(old, new, ends[0][0] is not None, ends[0][1] is not None, table[0], table[1])
     if steps.divide in ("fast", "inverse"):
         np.divide(np.float32(1), table[1], out=table[2])
     return Scaled(room.view(np.int64), steps)

@@ -42,6 +42,7 @@ class Work:
         self.tilings = tilings
         self.scratch = Scratch()
         self.kernels: dict[object, Any] = {}  # launch.py's
+        self.steps: dict[object, Any] = {}  # scales.py's
         words = table_bytes // 8
         self.host = torch.zeros(words, dtype=torch.int64, pin_memory=is_gpu)
         self.table = torch.zeros(words, dtype=torch.int64, device=device) if is_gpu else self.host

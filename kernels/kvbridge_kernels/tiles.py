@@ -102,7 +102,13 @@ def read(address, o_column, mask, TYPE: tl.constexpr, ALIGN: tl.constexpr, RUN: 
     RUN neighbours are contiguous, the first of them at a multiple of ALIGN bytes.
     """
     if TYPE.primitive_bitwidth <= ALIGN * 8:
-        return tl.load(_pointers(address, o_column, TYPE, ALIGN, RUN), mask=mask, other=0, eviction_policy=HINT)
+        return tl.load(
+            _pointers(address, o_column, TYPE, ALIGN, RUN),
+            mask=mask,
+            other=0,
+            eviction_policy="evict_first" if HINT == "first" else "",
+            cache_modifier=".cg" if HINT == "cg" else "",
+        )
     else:
         found = tl.zeros(mask.shape, TYPE)
         for i in tl.static_range(TYPE.primitive_bitwidth // 8):
@@ -116,7 +122,12 @@ def write(address, o_column, elements, mask, ALIGN: tl.constexpr, RUN: tl.conste
     """The reverse of read."""
     TYPE: tl.constexpr = elements.dtype
     if TYPE.primitive_bitwidth <= ALIGN * 8:
-        tl.store(_pointers(address, o_column, TYPE, ALIGN, RUN), elements, mask=mask, eviction_policy=HINT)
+        tl.store(
+            _pointers(address, o_column, TYPE, ALIGN, RUN),
+            elements,
+            mask=mask,
+            cache_modifier=".cs" if HINT == "cs" else "",
+        )
     else:
         for i in tl.static_range(TYPE.primitive_bitwidth // 8):
             tl.store(_byte(address, o_column, i), (elements >> (8 * i)).to(tl.uint8), mask=mask)

@@ -148,13 +148,16 @@ def test_place_and_column_offsets_are_those_of_the_field(layout: str, block_toke
     assert columns == [at(field.elements, element) for element in range(elements)]
 
 
-@pytest.mark.parametrize("row", [1, 5, 16, 20, 24, 32, 40, 144, 8192, 12288])
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("width", [1, 5, 16, 20, 24, 32, 40, 144, 8192, 12288])
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 128])
-def test_tiles_are_full_powers_of_two(row: int, heads: int) -> None:
-    places, head_tile, columns = tile_of(row, heads, 8, 2, Tiling(16 << 10, 4, 8))
+def test_tiles_are_full_powers_of_two(width: int, heads: int, layout: str) -> None:
+    form = form_of(field_of(Shape(layout, heads, width), 5, torch.empty(0, dtype=torch.uint8), 0), None)
+    places, head_tile, columns = tile_of(form, width, 8, 2, Tiling(16 << 10, 4, 8))
     assert places * head_tile * columns == 2048 and heads % head_tile == 0
     assert all(part & (part - 1) == 0 for part in (places, head_tile, columns))
-    assert -(-row // columns) * columns < row * 1.5 + 16
+    assert -(-width // columns) * columns < width * 1.5 + 16
+    assert head_tile == 1 or layout == "nhd"
 
 
 def test_an_inverse_serves_only_where_every_number_comes_out_the_same() -> None:
