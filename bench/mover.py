@@ -107,7 +107,23 @@ def pool_of(layout: Layout, pool_bytes: int) -> Pool:
     )
 
 
-def moves_of(layout: Layout, pool: Pool, chunk_bytes: int) -> list[tuple[Move, ...]]:
+class OneMove:
+    """A part of one move, without a plan around it; what it has in common with the others is kept between calls."""
+
+    strips = form = object()
+
+    def __init__(self, move: Move) -> None:
+        self.move = move
+        self.plan = self
+
+    def moves(self) -> tuple[Move, ...]:
+        return (self.move,)
+
+    def places(self, group: int, unit_tokens: int) -> np.ndarray:
+        return self.move.places
+
+
+def moves_of(layout: Layout, pool: Pool, chunk_bytes: int) -> list[OneMove]:
     """Chunks of about `chunk_bytes` of engine memory that together walk through the whole pool at random."""
     (plane,), (group,) = pool.planes, pool.groups
     tokens = chunk_bytes // (plane.heads * plane.codec.row_bytes)
@@ -118,7 +134,7 @@ def moves_of(layout: Layout, pool: Pool, chunk_bytes: int) -> list[tuple[Move, .
         chosen = shuffled[first : first + blocks].astype(np.int64)
         places = (chosen[:, None] * group.block_tokens + np.arange(group.block_tokens)).reshape(-1)
         places = np.ascontiguousarray(places[layout.skip : layout.skip + tokens])
-        found.append((Move(plane, 0, plane.heads, WIRES[layout.wire], 0, places),))
+        found.append(OneMove(Move(plane, 0, plane.heads, WIRES[layout.wire], 0, places)))
     return found
 
 
@@ -141,7 +157,7 @@ def measure(layout: Layout, pool_bytes: int, chunk_bytes: int) -> tuple[float, f
     with porter.staging(chunk_bytes, 1) as staging, AttachedPool.open(pool, [handle], [fd]) as attached:
         os.close(fd)
         chunks = moves_of(layout, pool, chunk_bytes)
-        size = sum(move.size_bytes for move in chunks[0])
+        size = chunks[0].move.size_bytes
         with attached.hold() as regions:
             pages = regions.memories[0].view(-1, chunk_bytes)
             pages.view(torch.int64)[:, ::512].sum()  # the first touch after attaching costs 100 ms per GiB, once

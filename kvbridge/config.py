@@ -45,10 +45,17 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(min_length=1, max_length=3, description="Ways to a peer's slots, the best first: direct, nixl, host"),
     ] = ("direct", "nixl", "host")
     slot_bytes: Annotated[
-        int, Meta(ge=1 << 16, le=1 << 30, description="Size of a staging slot, the largest piece in flight")
-    ] = 4 << 20
-    inbound_slots: Annotated[int, Meta(ge=1, le=4096, description="Slots that other agents write into")] = 32
-    outbound_slots: Annotated[int, Meta(ge=1, le=4096, description="Slots that we send from")] = 16
+        Annotated[int, Meta(ge=1 << 16, le=1 << 30)] | None,
+        Meta(description="Size of a staging slot, the largest piece in flight; unset: 64 MiB on a GPU, else 4 MiB"),
+    ] = None
+    inbound_slots: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        Meta(description="Slots that other agents write into; unset: 8 on a GPU, else 32"),
+    ] = None
+    outbound_slots: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        Meta(description="Slots that we send from; unset: 4 on a GPU, else 16"),
+    ] = None
     net_devices: Annotated[
         str, Meta(max_length=256, description="Network devices for the data, as UCX names them; empty: all")
     ] = ""
@@ -133,7 +140,7 @@ def _check(config: AgentConfig) -> None:
         raise OperatorError("bad_option", f"socket: got {len(path.encode())} bytes, limit {SOCKET_PATH_BYTES}: {path}")
     if len(set(config.routes)) < len(config.routes):
         raise OperatorError("bad_option", f"routes: got {', '.join(config.routes)}, each must be named once")
-    if config.slot_bytes % 4096:
+    if config.slot_bytes is not None and config.slot_bytes % 4096:
         raise OperatorError("bad_option", f"slot_bytes: got {config.slot_bytes}, must be a multiple of 4096")
     if config.allow_wildcard and not config.advertise:
         raise OperatorError("bad_option", "advertise: got '', must be set with allow_wildcard: others need one address")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbridge.agent.equipment import ROOM_IN_HOST
 from kvbridge.config import AgentConfig, defaults, flag_of, load, options
 from kvbridge.errors import OperatorError
 
@@ -39,7 +40,7 @@ def test_text_of_flags_and_environment_becomes_what_it_should_be() -> None:
 
 
 def test_every_option_can_be_given_in_every_way(tmp_path: Path) -> None:
-    said = {name: value for name, value in defaults().items() if name != "allow_wildcard"}
+    said = {name: value for name, value in defaults().items() if name != "allow_wildcard" and value is not None}
     text = {n: ",".join(map(str, v)) if isinstance(v, tuple) else str(v) for n, v in said.items()}
     assert load(None, text, {}) == AgentConfig()
     assert load(None, None, {f"KVBRIDGE_{name.upper()}": value for name, value in text.items()}) == AgentConfig()
@@ -75,7 +76,7 @@ def test_refuses_a_bad_value_naming_option_and_value(case: str) -> None:
 
 def test_says_where_the_bad_value_came_from(tmp_path: Path) -> None:
     path = write(tmp_path, 'inbound_slots = "8"\n')
-    with pytest.raises(OperatorError, match=r"inbound_slots: got '8' from .*kvbridge\.toml: Expected `int`"):
+    with pytest.raises(OperatorError, match=r"inbound_slots: got '8' from .*kvbridge\.toml: Expected `int | null`"):
         load(path, None, {})
     with pytest.raises(OperatorError, match=r"drain_s: got 'x' from KVBRIDGE_DRAIN_S"):
         load(None, None, {"KVBRIDGE_DRAIN_S": "x"})
@@ -105,7 +106,11 @@ def test_deployed_file_loads_and_names_every_option_with_its_default() -> None:
     shown = "\n".join(line.removeprefix("# ") for line in text.splitlines() if " = " in line)
     named = tomllib.loads(shown)
     assert list(named) == list(options())
-    assert {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()} == defaults()
+    shown = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
+    depends = {name for name, value in defaults().items() if value is None}
+    assert depends == {"slot_bytes", "inbound_slots", "outbound_slots"}
+    usual = {"slot_bytes": ROOM_IN_HOST.slot_bytes, "inbound_slots": ROOM_IN_HOST.inbound}
+    assert shown == defaults() | usual | {"outbound_slots": ROOM_IN_HOST.outbound}
 
 
 def test_every_option_says_what_it_is_for() -> None:

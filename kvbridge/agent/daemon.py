@@ -42,7 +42,7 @@ log = logging.getLogger("kvbridge.agent")
 TICK_S = 0.02
 IDLE_TICK_S = 0.25
 # The loop and the mover share the interpreter; at Python's 5 ms each waits that long for the other.
-SWITCH_S = 0.0002
+SWITCH_S = 0.00005
 
 
 def run(config: AgentConfig) -> None:
@@ -108,10 +108,10 @@ class Agent:
         config, loop = self.config, asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        self.slots, self.local_slots = SlotPool(config.inbound_slots), LocalSlots(config.outbound_slots)
         self.mover = Mover(lambda: equip(config, self.boot), self.boot, self, config.write_timeout_s)
         stack.push_async_callback(self.mover.stop)
         await self.mover.start()
+        self.slots, self.local_slots = SlotPool(self.mover.site.fabric.slots), LocalSlots(self.mover.outbound_slots)
         self.control = await stack.enter_async_context(self._control())
         self.local = await stack.enter_async_context(
             LocalServer(config.socket, allowed_uids=config.allowed_uids or None)
@@ -227,7 +227,7 @@ class Agent:
             uptime_s=time.monotonic() - self._started,
             fabric=self.mover.site.fabric.kind,
             device=self.mover.description,
-            slot_bytes=self.config.slot_bytes,
+            slot_bytes=self.mover.site.fabric.slot_bytes,
             inbound=self.slots.counts(),
             outbound=self.local_slots.counts(),
             engine=self.engines.engine_status(),

@@ -76,16 +76,40 @@ def host_name(boot: str) -> str:
     return f"{boot}.host"
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much staging memory: (inbound + outbound + 2) * slot_bytes, a probe slot each."""
+
+    slot_bytes: int
+    inbound: int
+    outbound: int
+
+
+ROOM_ON_GPU = Room(64 << 20, 8, 4)
+ROOM_IN_HOST = Room(4 << 20, 32, 16)
+
+
+def room(config: AgentConfig, is_gpu: bool) -> Room:
+    """What the operator said, and the rest as it suits the device."""
+    usual = ROOM_ON_GPU if is_gpu else ROOM_IN_HOST
+    return Room(
+        config.slot_bytes or usual.slot_bytes,
+        config.inbound_slots or usual.inbound,
+        config.outbound_slots or usual.outbound,
+    )
+
+
 def equip(config: AgentConfig, boot: str) -> Equipment:
     """For the device that the operator chose. Raises OperatorError or FabricError."""
     with ExitStack() as closing:
         gpu = chosen_gpu(config.device)
-        porter = _porter(gpu, config)
+        size = room(config, gpu is not None)
+        porter = _porter(gpu, size)
         closing.callback(porter.close)
-        dock = _dock(boot, config, gpu, porter, closing)
+        dock = _dock(boot, config, size, gpu, porter, closing)
         host = None
         if gpu is not None and "host" in config.routes:
-            host = _host_dock(host_name(boot), config, closing)
+            host = _host_dock(host_name(boot), config, size, closing)
         device = _device_card(gpu, dock) if gpu is not None and "direct" in config.routes else None
         site = Site(dock.card(), host.card() if host is not None else None, device, config.routes)
         return Equipment(porter, dock, host, site, closing.pop_all())
@@ -103,18 +127,20 @@ def chosen_gpu(device: str) -> driver.Gpu | None:
         raise
 
 
-def _porter(gpu: driver.Gpu | None, config: AgentConfig) -> Porter:
+def _porter(gpu: driver.Gpu | None, size: Room) -> Porter:
     if gpu is None:
         return CpuPorter()
     from ..device.porter_gpu import GpuPorter
 
-    return GpuPorter(gpu, config.inbound_slots + config.outbound_slots + 1)
+    return GpuPorter(gpu, size.inbound + size.outbound + 1)
 
 
-def _dock(name: str, config: AgentConfig, gpu: driver.Gpu | None, porter: Porter, closing: ExitStack) -> Dock:
-    inbound = porter.staging(config.slot_bytes, config.inbound_slots)
+def _dock(
+    name: str, config: AgentConfig, size: Room, gpu: driver.Gpu | None, porter: Porter, closing: ExitStack
+) -> Dock:
+    inbound = porter.staging(size.slot_bytes, size.inbound)
     closing.callback(inbound.close)
-    outbound = porter.staging(config.slot_bytes, config.outbound_slots)
+    outbound = porter.staging(size.slot_bytes, size.outbound)
     closing.callback(outbound.close)
     if gpu is None:
         return _joined(name, inbound, outbound, NixlFabric(name, net_devices=config.net_devices), closing)
@@ -122,10 +148,10 @@ def _dock(name: str, config: AgentConfig, gpu: driver.Gpu | None, porter: Porter
     return _joined(name, inbound, outbound, fabric, closing)
 
 
-def _host_dock(name: str, config: AgentConfig, closing: ExitStack) -> Dock:
-    inbound = Staging.pinned(config.slot_bytes, config.inbound_slots)
+def _host_dock(name: str, config: AgentConfig, size: Room, closing: ExitStack) -> Dock:
+    inbound = Staging.pinned(size.slot_bytes, size.inbound)
     closing.callback(inbound.close)
-    outbound = Staging.pinned(config.slot_bytes, config.outbound_slots)
+    outbound = Staging.pinned(size.slot_bytes, size.outbound)
     closing.callback(outbound.close)
     return _joined(name, inbound, outbound, NixlFabric(name, net_devices=config.net_devices), closing)
 

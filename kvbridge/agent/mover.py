@@ -62,6 +62,7 @@ class Mover:
         self.site: Site  # from `start` on
         self.digests: tuple[str, ...] = ()
         self.device = self.description = ""
+        self.outbound_slots = 0
         self._equip = equip
         self._boot = boot
         self._listener = listener
@@ -207,6 +208,7 @@ class Mover:
     def _open(self) -> None:
         equipment = self._equip()
         self.site, self.digests = equipment.site, equipment.porter.digests
+        self.outbound_slots = equipment.dock.outbound.slots
         self.device, self.description = equipment.porter.device, equipment.porter.description
         self._jobs = Jobs(equipment, self._boot, self._listener, self._tell, self._write_timeout_s)
         self._equipment = equipment

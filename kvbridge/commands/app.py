@@ -65,7 +65,7 @@ def _agent_command() -> Callable[..., None]:
     for name, meaning in options().items():
         kind = bool if isinstance(shown[name], bool) else str
         text = f"{meaning}. Default: {_shown(shown[name])}"
-        shape = None if kind is bool else type(shown[name]).__name__.upper()
+        shape = None if kind is bool else "INT" if shown[name] is None else type(shown[name]).__name__.upper()
         parameters.append(_flag(name, kind, typer.Option(flag_of(name), help=text, metavar=shape)))
     assert len(parameters) == 1 + len(AgentConfig.__struct_fields__)
     agent.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -81,6 +81,10 @@ def _flag(name: str, kind: type, option: Any) -> inspect.Parameter:
 def _shown(value: Any) -> str:
     if isinstance(value, tuple | str) and not value:
         return "empty"
+    if value is None:
+        return "by device"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -99,7 +103,7 @@ def plan(
     source: Annotated[Path, typer.Argument(help="Pool of the prefilling engine, JSON; or a list, one per rank.")],
     sink: Annotated[Path, typer.Argument(help="Pool of one decoding rank, JSON.")],
     tokens: Annotated[int, typer.Option(min=0, help="Tokens of the request.")] = 1024,
-    slot_bytes: Annotated[int, typer.Option(min=1, help="Slot size of both agents.")] = AgentConfig().slot_bytes,
+    slot_bytes: Annotated[int, typer.Option(min=1, help="Slot size of both agents.")] = 4 << 20,
     as_json: JSON = False,
 ) -> None:
     """Say whether two pools fit, why not, and what would move. Needs no agent."""

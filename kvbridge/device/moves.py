@@ -9,6 +9,7 @@ import torch
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.places import Places
+from kvbridge_kernels.recipe import Recipe
 from kvbridge_kernels.segment import Segment
 from kvbridge_proto.pool import Codec, Pool
 
@@ -33,43 +34,66 @@ class _Mould:
     limit: int
 
     def fill(self, places: Places) -> Segment:
+        return Segment(self.field, places, self.slot_offset, self.slot_pitch, self.cast)
+
+    def check(self, places: Places) -> None:
         if places.lowest < 0 or places.highest >= self.limit:
             raise EngineError(
                 "place_outside_plane",
                 f"places: from {places.lowest} to {places.highest}, a plane of group {self.group} has {self.limit}",
             )
-        return Segment(self.field, places, self.slot_offset, self.slot_pitch, self.cast)
 
 
-class Moulds:
-    """Makes the segments of one porter. Most parts differ from one before in their places only: the rest is kept."""
+class Form:
+    """What the segments of parts alike have in common: all but the contents of their places. Compared by identity."""
+
+    def __init__(self, attached: AttachedPool, strips: object, moulds: Sequence[_Mould]) -> None:
+        self.attached = attached
+        self.strips = strips
+        self.recipe: Recipe | None = None  # for a porter that keeps one
+        self._moulds = moulds
+        first: dict[tuple[int, int], _Mould] = {}
+        for mould in moulds:
+            first.setdefault((mould.group, mould.unit_tokens), mould)
+        self._first = list(first.values())
+
+    def places(self, part: Part) -> list[Places]:
+        """Where the part's rows are, each list once in the order of the segments. EngineError if one is outside."""
+        found: list[Places] = []
+        for mould in self._first:
+            places = Places(torch.from_numpy(part.places(mould.group, mould.unit_tokens)))
+            mould.check(places)
+            found.append(places)
+        return found
+
+    def segments(self, places: Sequence[Places]) -> list[Segment]:
+        """With these places, as `places` gave them."""
+        of = {(mould.group, mould.unit_tokens): each for mould, each in zip(self._first, places, strict=True)}
+        return [mould.fill(of[mould.group, mould.unit_tokens]) for mould in self._moulds]
+
+
+class Forms:
+    """The forms of one porter. Most parts are like one before."""
 
     KEPT = 256
 
     def __init__(self) -> None:
-        self._kept: dict[object, tuple[AttachedPool, object, list[_Mould]]] = {}
+        self._kept: dict[object, Form] = {}
 
-    def segments(self, attached: AttachedPool, regions: Regions, part: Part, slot_bytes: int) -> list[Segment]:
-        """The part as segments of a slot of `slot_bytes`. EngineError when something in it is not right."""
+    def of(self, attached: AttachedPool, regions: Regions, part: Part, slot_bytes: int) -> Form:
+        """The form of a part in a slot of `slot_bytes`. EngineError when something in it is not right."""
         key, strips = (part.form, slot_bytes), part.plan.strips
-        kept = self._kept.pop(key, None)
-        if kept is None or kept[0] is not attached or kept[1] is not strips:
-            kept = attached, strips, _moulds(attached, regions, part.moves(), slot_bytes)
+        form = self._kept.pop(key, None)
+        if form is None or form.attached is not attached or form.strips is not strips:
+            form = Form(attached, strips, _moulds(attached, regions, part.moves(), slot_bytes))
             if len(self._kept) == self.KEPT:
                 del self._kept[next(iter(self._kept))]
-        self._kept[key] = kept  # the newest last
-        found: dict[tuple[int, int], Places] = {}
-        segments: list[Segment] = []
-        for mould in kept[2]:
-            where = (mould.group, mould.unit_tokens)
-            if where not in found:
-                found[where] = Places(torch.from_numpy(part.places(*where)))
-            segments.append(mould.fill(found[where]))
-        return segments
+        self._kept[key] = form  # the newest last
+        return form
 
     def forget(self, attached: AttachedPool) -> None:
         """Keep nothing of this pool any more."""
-        self._kept = {key: kept for key, kept in self._kept.items() if kept[0] is not attached}
+        self._kept = {key: form for key, form in self._kept.items() if form.attached is not attached}
 
 
 def _moulds(attached: AttachedPool, regions: Regions, moves: Sequence[Move], slot_bytes: int) -> list[_Mould]:

@@ -9,12 +9,12 @@ import torch
 from kvbridge_kernels.digest_ref import digest as xxh3
 from kvbridge_kernels.gather_ref import gather as gather_rows
 from kvbridge_kernels.scatter_ref import scatter as scatter_rows
-from kvbridge_kernels.segment import Span
+from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
 
 from ..geometry.plan import Part
-from .memory import AttachedPool
-from .moves import Moulds
+from .memory import AttachedPool, Regions
+from .moves import Forms
 from .porter import Moved, compared
 from .staging import Staging
 
@@ -29,7 +29,7 @@ class CpuPorter:
 
     def __init__(self) -> None:
         self._work = Work("cpu")
-        self._moulds = Moulds()
+        self._forms = Forms()
         self._count = 0
         self._moved: list[Moved] = []
 
@@ -47,7 +47,7 @@ class CpuPorter:
         assert host is None, "the slots are in host memory already"
         sums = _sums(digest_kind)
         with pool.hold() as regions:
-            gather_rows(self._moulds.segments(pool, regions, part, slot.size_bytes), slot, sums, self._work)
+            gather_rows(self._segments(pool, regions, part, slot), slot, sums, self._work)
         return self._over(_total(sums) if sums is not None else xxh3(slot.on_cpu()))
 
     def scatter(
@@ -64,7 +64,7 @@ class CpuPorter:
         found = expected if sums is not None else xxh3(slot.on_cpu())
         if found == expected:
             with pool.hold() as regions:
-                scatter_rows(self._moulds.segments(pool, regions, part, slot.size_bytes), slot, sums, self._work)
+                scatter_rows(self._segments(pool, regions, part, slot), slot, sums, self._work)
         return self._over(_total(sums) if sums is not None else found, expected)
 
     def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
@@ -88,7 +88,7 @@ class CpuPorter:
         return False
 
     def forget(self, pool: AttachedPool) -> None:
-        self._moulds.forget(pool)
+        self._forms.forget(pool)
 
     @property
     def is_busy(self) -> bool:
@@ -96,6 +96,10 @@ class CpuPorter:
 
     def close(self) -> None:
         self._moved.clear()
+
+    def _segments(self, pool: AttachedPool, regions: Regions, part: Part, slot: Span) -> list[Segment]:
+        form = self._forms.of(pool, regions, part, slot.size_bytes)
+        return form.segments(form.places(part))
 
     def _over(self, digest: int, expected: int | None = None) -> int:
         self._count += 1

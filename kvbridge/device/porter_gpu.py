@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from kvbridge_kernels.gather import gather as gather_rows
 from kvbridge_kernels.gather import warm as warm_gather
+from kvbridge_kernels.recipe import Chunk, Recipe
 from kvbridge_kernels.scatter import scatter as scatter_rows
 from kvbridge_kernels.scatter import warm as warm_scatter
 from kvbridge_kernels.segment import Span
@@ -22,8 +23,8 @@ from kvbridge_kernels.tables import Work
 from ..errors import EngineError
 from ..geometry.plan import Part
 from . import driver
-from .memory import AttachedPool
-from .moves import Moulds
+from .memory import AttachedPool, Regions
+from .moves import Forms
 from .porter import Moved, compared
 from .staging import Staging
 
@@ -64,10 +65,10 @@ class GpuPorter:
         totals = torch.zeros(moves, dtype=torch.int64).pin_memory()
         self._bundles = deque(_Bundle(Work(device), sums[i : i + 1], totals[i : i + 1]) for i in range(moves))
         for bundle in self._bundles:  # what one has compiled serves all
-            bundle.work.forms, bundle.work.kernels = self._bundles[0].work.forms, self._bundles[0].work.kernels
+            bundle.work.kernels = self._bundles[0].work.kernels
         torch.cuda.current_stream().synchronize()
         self._moves: deque[_Move] = deque()
-        self._moulds = Moulds()
+        self._forms = Forms()
         self._count = 0
 
     def staging(self, slot_bytes: int, slots: int) -> Staging:
@@ -83,7 +84,7 @@ class GpuPorter:
     ) -> int:
         def enqueue(bundle: _Bundle) -> None:
             with pool.hold() as regions, torch.cuda.stream(self._out):
-                gather_rows(self._moulds.segments(pool, regions, part, slot.size_bytes), slot, bundle.sums, bundle.work)
+                gather_rows(self._chunk(pool, regions, part, slot), slot, bundle.sums, bundle.work)
                 bundle.total.copy_(bundle.sums, non_blocking=True)
             if host is None:
                 bundle.end.record(self._out)
@@ -110,9 +111,7 @@ class GpuPorter:
                 bundle.halfway.record(self._up)
                 self._in.wait_event(bundle.halfway)
             with pool.hold() as regions, torch.cuda.stream(self._in):
-                scatter_rows(
-                    self._moulds.segments(pool, regions, part, slot.size_bytes), slot, bundle.sums, bundle.work
-                )
+                scatter_rows(self._chunk(pool, regions, part, slot), slot, bundle.sums, bundle.work)
                 bundle.total.copy_(bundle.sums, non_blocking=True)
             bundle.end.record(self._in)
 
@@ -122,7 +121,7 @@ class GpuPorter:
         slot = Span(slot.address, part.chunk.size_bytes)
         work, warm = self._bundles[0].work, warm_gather if part.is_source else warm_scatter
         with pool.hold() as regions, torch.cuda.stream(self._out):
-            warm(self._moulds.segments(pool, regions, part, slot.size_bytes), slot, True, work)
+            warm(self._chunk(pool, regions, part, slot), slot, True, work)
         self._out.synchronize()  # nobody else waits for what this was for
 
     def copy(self, source: Span, target: Span) -> int:
@@ -160,7 +159,7 @@ class GpuPorter:
         return any(move.pool is pool for move in self._moves)
 
     def forget(self, pool: AttachedPool) -> None:
-        self._moulds.forget(pool)
+        self._forms.forget(pool)
 
     @property
     def is_busy(self) -> bool:
@@ -170,6 +169,13 @@ class GpuPorter:
         for stream in (self._out, self._down, self._in, self._up):
             stream.synchronize()
         self._moves.clear()
+
+    def _chunk(self, pool: AttachedPool, regions: Regions, part: Part, slot: Span) -> Chunk:
+        form = self._forms.of(pool, regions, part, slot.size_bytes)
+        places = form.places(part)
+        if form.recipe is None:
+            form.recipe = Recipe(form.segments(places), slot.size_bytes)
+        return form.recipe.at(places)
 
     def _begin(
         self,

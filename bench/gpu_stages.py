@@ -1,0 +1,142 @@
+"""The two ends of the host route by themselves: blocks -> pinned host slots, and back, chunk after chunk in flight.
+
+The middle of that route is the network's. What the porter adds to a plain copy over PCIe shows here: gathers and
+scatters have to hide behind the copies of other chunks.
+
+    python bench/gpu_stages.py [--chunk-mib 64] [--chunks 24]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvbridge_proto.pool import Pool
+from kvbridge_proto.words import Blocks
+from record import write
+
+from kvbridge.demo.pools import Shape, describe
+from kvbridge.device import driver
+from kvbridge.device.memory import Regions
+from kvbridge.device.porter_gpu import GpuPorter
+from kvbridge.device.staging import Span, Staging
+from kvbridge.geometry.plan import Part, Planner
+from kvbridge.geometry.shard import common
+from kvbridge.geometry.tokens import BlockTable
+
+IN_FLIGHT = 4
+SOURCE = Shape(name="NHD", axes="LPBTHE", block_tokens=16, blocks=1 << 14, layers=32)
+SINK = Shape(name="HND", axes="LPBHTE", block_tokens=64, blocks=1 << 12, layers=32)
+
+
+class OwnMemory:
+    """A pool in this process's own memory: what an attached one is to a porter."""
+
+    def __init__(self, shape: Shape) -> None:
+        layers = shape.layers_apart
+        self.pool: Pool = describe(shape, 0, layers)
+        self.memories = [
+            torch.randint(0, 255, (shape.rank_bytes // len(layers),), dtype=torch.uint8, device="cuda:0")
+            for _ in layers
+        ]
+
+    @contextmanager
+    def hold(self) -> Iterator[Regions]:
+        yield Regions(self.memories)
+
+
+def parts(ours: Pool, theirs: Pool, is_source: bool, slot_bytes: int, chunks: int) -> list[Part]:
+    """Chunks of one long request, its blocks in random order."""
+    planner, own = Planner(ours, theirs), ours if is_source else theirs
+    group = own.groups[0]
+    order = torch.randperm(group.blocks, generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = group.blocks * group.block_tokens
+    planned = planner.plan(common(ours, theirs), 0, tokens, slot_bytes)
+    table = {0: BlockTable.of(group, Blocks(0, 0, tuple(order)))}
+    return [Part(planned, planned.chunk(i % planned.chunks), table, is_source) for i in range(chunks)]
+
+
+def rate(porter: GpuPorter, moves: Sequence[Callable[[], int]], size_bytes: int) -> float:
+    """GB/s of all of them, IN_FLIGHT at a time; the best of three rounds after one that warms up."""
+    best = 0.0
+    for i in range(4):
+        began, left = time.perf_counter(), 0
+        for move in moves:
+            while left >= IN_FLIGHT:
+                left -= len(porter.poll())
+            move()
+            left += 1
+        while left:
+            left -= len(porter.poll())
+        if i:
+            best = max(best, size_bytes / (time.perf_counter() - began) / 1e9)
+    return best
+
+
+def measure(chunk_bytes: int, chunks: int) -> dict[str, Any]:
+    porter = GpuPorter(driver.Gpu.open("cuda:0"), IN_FLIGHT + 1)
+    source, sink = OwnMemory(SOURCE), OwnMemory(SINK)
+    with porter.staging(chunk_bytes, IN_FLIGHT) as slots, Staging.pinned(chunk_bytes, IN_FLIGHT) as host:
+        found: dict[str, Any] = {"chunk_bytes": chunk_bytes, "chunks": chunks, "in_flight": IN_FLIGHT}
+        out = parts(source.pool, sink.pool, True, chunk_bytes, chunks)
+        into = parts(source.pool, sink.pool, False, chunk_bytes, chunks)
+
+        def spans(i: int, part: Part) -> tuple[Span, Span]:
+            size = part.chunk.size_bytes
+            return slots.span(i % IN_FLIGHT, size), host.span(i % IN_FLIGHT, size)
+
+        def gather(i: int, part: Part) -> int:
+            slot, pinned = spans(i, part)
+            return porter.gather(source, part, slot, "sum64", pinned)  # type: ignore[arg-type]
+
+        def scatter(i: int, part: Part) -> int:
+            slot, pinned = spans(i, part)
+            return porter.scatter(sink, part, slot, "sum64", 0, pinned)  # type: ignore[arg-type]
+
+        moved = sum(part.chunk.size_bytes for part in out)
+        found["gather_to_host"] = rate(porter, [lambda i=i, p=p: gather(i, p) for i, p in enumerate(out)], moved)
+        moved = sum(part.chunk.size_bytes for part in into)
+        found["host_to_scatter"] = rate(porter, [lambda i=i, p=p: scatter(i, p) for i, p in enumerate(into)], moved)
+        found["copy_to_host"], found["copy_from_host"] = copies(slots, host, chunks)
+    porter.close()
+    return found
+
+
+def copies(slots: Staging, host: Staging, chunks: int) -> tuple[float, float]:
+    """What the copy engine makes of the same slots, GB/s down and up."""
+    stream, rates = torch.cuda.Stream(), []
+    for copy, pair in (
+        (driver.copy_to_host, lambda i: (host.address(i), slots.address(i))),
+        (driver.copy_to_device, lambda i: (slots.address(i), host.address(i))),
+    ):
+        best = 0.0
+        for _ in range(3):
+            began = time.perf_counter()
+            for i in range(chunks):
+                copy(*pair(i % IN_FLIGHT), slots.slot_bytes, stream.cuda_stream)
+            stream.synchronize()
+            best = max(best, chunks * slots.slot_bytes / (time.perf_counter() - began) / 1e9)
+        rates.append(best)
+    return rates[0], rates[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--chunk-mib", type=int, default=64)
+    parser.add_argument("--chunks", type=int, default=24)
+    parser.add_argument("--out")
+    said = parser.parse_args()
+    found = measure(said.chunk_mib << 20, said.chunks)
+    down, up = found["gather_to_host"] / found["copy_to_host"], found["host_to_scatter"] / found["copy_from_host"]
+    print(f"gather -> pinned host {found['gather_to_host']:.1f} GB/s, {down:.3f} of a copy down")
+    print(f"pinned host -> scatter {found['host_to_scatter']:.1f} GB/s, {up:.3f} of a copy up")
+    write("gpu_stages", found, *([Path(said.out)] if said.out else []))
+
+
+if __name__ == "__main__":
+    main()
