@@ -289,6 +289,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=2, help="prompts whose tokens are compared")
     parser.add_argument("--lengths", default="1024,8192", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--limit-s", type=float, default=360.0, help="no pair begins after so long")
+    parser.add_argument("--failures", type=int, default=99, help="no pair begins after so many failed")
     parser.add_argument("--agent", action="append", default=[], help="an agent's option: slot_bytes=8388608")
     chosen = parser.parse_args()
     assert chosen.repeats > 1, "one repeat is the first and leaves none for later"
@@ -324,6 +325,9 @@ def main() -> int:
             spent = time.monotonic() - began
             if spent > chosen.limit_s:
                 results.append(Found(pair.name, failure=f"not begun: {spent:.0f} s of {chosen.limit_s:.0f} were spent"))
+                continue
+            if sum(bool(each.failure) for each in results) >= chosen.failures:
+                results.append(Found(pair.name, failure=f"not begun: {chosen.failures} before it failed"))
                 continue
             results.append(drive(pair, engines, chosen, numbers))
             spent = time.monotonic() - began
