@@ -61,7 +61,6 @@ def gather_tiles(
     DENSE: tl.constexpr,
     MANY_HEADS: tl.constexpr,
     MANY_COLUMNS: tl.constexpr,
-    HINT: tl.constexpr,
 ):
     SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
     if WORD:
@@ -76,7 +75,7 @@ def gather_tiles(
         i_column, m_column = tiles.columns_of(first_column, row, COLUMNS, STEP)
         o_column = tiles.in_memory(columns, i_column, m_column, MEMORY, NEAR, DENSE)
         mask = m_row[:, None] & m_column[None, :]
-        elements = tiles.read(near, o_column, mask, MEMORY, NEAR, RUN, HINT)
+        elements = tiles.read(near, o_column, mask, MEMORY, NEAR, RUN)
         if OLD is not None:
             elements = cast(
                 elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW, NATIVE
@@ -86,13 +85,19 @@ def gather_tiles(
             # Summed and written as the same words: ptxas 12.8 loses pairs of fp8 that are used both alone and packed.
             words = words_of(elements, WORD)
             total += sum_of(words, position + first_column * SIZE, WORD)
-            JOINED: tl.constexpr = WORD // SIZE
-            i_word, m_word = tiles.columns_of(first_column // JOINED, row // JOINED, COLUMNS // JOINED, STEP // JOINED)
-            o_word = tiles.in_slot(i_word, words.dtype, FAR)
-            tiles.write(slot + position, o_word, words, m_row[:, None] & m_word[None, :], FAR, COLUMNS // JOINED, HINT)
+            _write_words(words, slot + position, first_column, row, m_row, WORD // SIZE, STEP, FAR)
         else:
             o_slot = tiles.in_slot(i_column, WIRE, FAR)
-            tiles.write(slot + position, o_slot, elements, mask, FAR, COLUMNS, HINT)
+            tiles.write(slot + position, o_slot, elements, mask, FAR, COLUMNS)
         tile += tl.num_programs(0)
     if WORD:
         tl.atomic_add(sums.to(tl.pointer_type(tl.int64)), tl.sum(total.to(tl.int64)), sem="relaxed")
+
+
+@triton.jit
+def _write_words(words, address, first_column, row, m_row, JOINED: tl.constexpr, STEP: tl.constexpr, FAR: tl.constexpr):
+    """Each word is JOINED elements."""
+    COLUMNS: tl.constexpr = words.shape[1]
+    i_word, m_word = tiles.columns_of(first_column // JOINED, row // JOINED, COLUMNS, STEP // JOINED)
+    o_word = tiles.in_slot(i_word, words.dtype, FAR)
+    tiles.write(address, o_word, words, m_row[:, None] & m_word[None, :], FAR, COLUMNS)

@@ -17,24 +17,16 @@ from .segment import Segment, Span, gaps
 from .tables import Work
 
 
-def gather(
-    segments: Sequence[Segment] | Field,
-    slot: Span | Places,
-    sums: torch.Tensor | None = None,
-    work: Work | Cast | None = None,
-    scratch: Scratch | None = None,
-) -> None:
+def gather(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, work: Work) -> None:
     """Fill the slot with the rows of all segments and its gaps with zeros; `sums`, int64 [1], becomes the sum64.
 
-    ValueError before any byte is written when something does not fit. (One field at a time: the same as gather_rows.)
+    ValueError before any byte is written when something does not fit.
     """
-    if isinstance(segments, Field):
-        return gather_rows(segments, slot, sums, work, scratch)
     for segment in segments:
         chunk.check(segment, slot)
     whole = slot.on_cpu()
     for segment in segments:
-        gather_rows(segment.field, segment.places, rows_in(segment, whole), segment.cast, work and work.scratch)
+        gather_rows(segment.field, segment.places, rows_in(segment, whole), segment.cast, work.scratch)
     for start, end in gaps(segments, slot.size_bytes):
         whole[start:end].zero_()
     if sums is not None:

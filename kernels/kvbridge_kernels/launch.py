@@ -20,6 +20,8 @@ from .scales import Scaled, Steps
 from .segment import Segment, Span
 from .tables import Tables, Work
 
+# Tiles are counted in 32 bits, a step of the whole grid beyond the last one too.
+MOST_TILES = 1 << 30
 # Programs of a processor that run at once, about.
 RESIDENT = 16
 UNSCALED = Scaled(np.empty(0, np.int64), Steps())
@@ -125,8 +127,8 @@ def _launch(
     table = tables.put(scales.table) if len(scales.table) else address
     places, heads, width = kernel.tile
     tiles = group.planes * -(-group.places // places) * (form.heads // heads) * -(-kernel.row // width)
-    if tiles >= 1 << 31:
-        raise ValueError(f"chunk: {tiles} tiles, one launch takes {(1 << 31) - 1}")
+    if tiles > MOST_TILES:
+        raise ValueError(f"chunk: {tiles} tiles, one launch takes {MOST_TILES}")
     return Launch(kernel, tiles, address, columns, table, (group.planes, group.places, form.heads, kernel.row))
 
 
@@ -176,7 +178,6 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
         "DENSE": form.is_dense,
         "MANY_HEADS": form.heads > tile[1],
         "MANY_COLUMNS": row > tile[2],
-        "HINT": tiling.hint,
     }
     columns = None if form.is_dense else form.columns(size, size if near >= size else 1)
     return Kernel(constants, tiling.warps, tiling.tiles, row, tile, columns)

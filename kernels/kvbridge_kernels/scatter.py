@@ -61,7 +61,6 @@ def scatter_tiles(
     DENSE: tl.constexpr,
     MANY_HEADS: tl.constexpr,
     MANY_COLUMNS: tl.constexpr,
-    HINT: tl.constexpr,
 ):
     SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
     if WORD:
@@ -78,14 +77,14 @@ def scatter_tiles(
         o_slot = tiles.in_slot(i_column, WIRE, FAR)
         mask = m_row[:, None] & m_column[None, :]
         position = tiles.start(records, plane) + i_row * row * SIZE
-        elements = tiles.read(slot + position, o_slot, mask, WIRE, FAR, COLUMNS, HINT)
+        elements = tiles.read(slot + position, o_slot, mask, WIRE, FAR, COLUMNS)
         if WORD:
             total += sum_of(words_of(elements, WORD), position + first_column * SIZE, WORD)
         if OLD is not None:
             elements = cast(
                 elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW, NATIVE
             )
-        tiles.write(near, o_column, elements, mask, NEAR, RUN, HINT)
+        tiles.write(near, o_column, elements, mask, NEAR, RUN)
         tile += tl.num_programs(0)
     if WORD:
         tl.atomic_add(sums.to(tl.pointer_type(tl.int64)), tl.sum(total.to(tl.int64)), sem="relaxed")

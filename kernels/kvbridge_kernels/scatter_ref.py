@@ -22,26 +22,18 @@ from .tables import Work
 LONG_RUN = 2048
 
 
-def scatter(
-    segments: Sequence[Segment] | Field,
-    slot: Span | Places,
-    sums: torch.Tensor | None = None,
-    work: Work | Cast | None = None,
-    scratch: Scratch | None = None,
-) -> None:
+def scatter(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, work: Work) -> None:
     """Write the rows in the slot to the places of all segments; `sums`, int64 [1], becomes the sum64 of the slot.
 
-    ValueError before any byte is written when something does not fit. (One field at a time: the same as scatter_rows.)
+    ValueError before any byte is written when something does not fit.
     """
-    if isinstance(segments, Field):
-        return scatter_rows(segments, slot, sums, work, scratch)
     for segment in segments:
         chunk.check(segment, slot)
     whole = slot.on_cpu()
     if sums is not None:
         sums.fill_(sum64(segments, whole))
     for segment in segments:
-        scatter_rows(segment.field, segment.places, rows_in(segment, whole), segment.cast, work and work.scratch)
+        scatter_rows(segment.field, segment.places, rows_in(segment, whole), segment.cast, work.scratch)
 
 
 def scatter_rows(

@@ -96,19 +96,13 @@ def in_slot(i_column, TYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def read(address, o_column, mask, TYPE: tl.constexpr, ALIGN: tl.constexpr, RUN: tl.constexpr, HINT: tl.constexpr):
+def read(address, o_column, mask, TYPE: tl.constexpr, ALIGN: tl.constexpr, RUN: tl.constexpr):
     """TYPE [R, C], zeros where masked, at address [R] + o_column [C] elements; bytes, where ALIGN is less.
 
     RUN neighbours are contiguous, the first of them at a multiple of ALIGN bytes.
     """
     if TYPE.primitive_bitwidth <= ALIGN * 8:
-        return tl.load(
-            _pointers(address, o_column, TYPE, ALIGN, RUN),
-            mask=mask,
-            other=0,
-            eviction_policy="evict_first" if HINT == "first" else "",
-            cache_modifier=".cg" if HINT == "cg" else "",
-        )
+        return tl.load(_pointers(address, o_column, TYPE, ALIGN, RUN), mask=mask, other=0)
     else:
         found = tl.zeros(mask.shape, TYPE)
         for i in tl.static_range(TYPE.primitive_bitwidth // 8):
@@ -118,16 +112,11 @@ def read(address, o_column, mask, TYPE: tl.constexpr, ALIGN: tl.constexpr, RUN: 
 
 
 @triton.jit
-def write(address, o_column, elements, mask, ALIGN: tl.constexpr, RUN: tl.constexpr, HINT: tl.constexpr):
+def write(address, o_column, elements, mask, ALIGN: tl.constexpr, RUN: tl.constexpr):
     """The reverse of read."""
     TYPE: tl.constexpr = elements.dtype
     if TYPE.primitive_bitwidth <= ALIGN * 8:
-        tl.store(
-            _pointers(address, o_column, TYPE, ALIGN, RUN),
-            elements,
-            mask=mask,
-            cache_modifier=".cs" if HINT == "cs" else "",
-        )
+        tl.store(_pointers(address, o_column, TYPE, ALIGN, RUN), elements, mask=mask)
     else:
         for i in tl.static_range(TYPE.primitive_bitwidth // 8):
             tl.store(_byte(address, o_column, i), (elements >> (8 * i)).to(tl.uint8), mask=mask)

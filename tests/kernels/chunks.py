@@ -116,7 +116,7 @@ def slot_on(device: str, size: int) -> tuple[torch.Tensor, Span]:
 
 def work_on(device: str) -> Work:
     """Small tiles, so that small chunks take several: the interpreter is slow."""
-    small = Tiling(4 << 10, 4, 8, "")
+    small = Tiling(4 << 10, 4, 8)
     return Work(device) if device != "cpu" else Work(device, tilings=dict.fromkeys(TILINGS, small))
 
 

@@ -12,10 +12,10 @@ import torch
 from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.digest_ref import digest
 from kvbridge_kernels.field import Axis, Field
-from kvbridge_kernels.gather_ref import gather
+from kvbridge_kernels.gather_ref import gather_rows
 from kvbridge_kernels.pieces import split
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.scatter_ref import scatter
+from kvbridge_kernels.scatter_ref import scatter_rows
 
 from tests.kernels import slow_codecs as slow
 
@@ -117,13 +117,13 @@ def test_rows_arrive_bit_for_bit_and_nothing_else_changes(
     pitch = field.plane_bytes(len(places)) + 5 * size  # planes need not touch in a slot
     whole = torch.full((planes * pitch + 1,), POISON, dtype=torch.uint8)
     slot = whole.as_strided([planes, field.plane_bytes(len(places))], [pitch, 1])
-    gather(field, index, slot)
+    gather_rows(field, index, slot)
     before = field.memory.numpy().copy()
     assert np.array_equal(slot.numpy(), before[where])
     assert (whole.numpy() == POISON)[field.plane_bytes(len(places)) :][: 5 * size].all()
 
     slot.copy_(slot ^ 0xFF)
-    scatter(field, index, slot)
+    scatter_rows(field, index, slot)
     wanted = before.copy()
     wanted[where] = before[where] ^ 0xFF
     assert np.array_equal(field.memory.numpy(), wanted)
@@ -141,7 +141,7 @@ def test_rows_are_converted_on_the_way(inside: str, outside: str, layout: str, p
     conversion = Cast(Number(inside, scale), Number(outside, torch.tensor([[0.11]])))
     size = field.plane_bytes(len(places)) // sizes[inside] * sizes[outside]
     slot = torch.full((planes, size), POISON, dtype=torch.uint8)
-    gather(field, Places(torch.tensor(places)), slot, conversion)
+    gather_rows(field, Places(torch.tensor(places)), slot, conversion)
     where = addresses(field, places)
     shape = (planes, H, -1)
     stored = field.memory.numpy()[where].view(patterns[sizes[inside]]).reshape(shape)
@@ -151,7 +151,7 @@ def test_rows_are_converted_on_the_way(inside: str, outside: str, layout: str, p
     assert slow.same(found, wire, outside).all()
 
     before = field.memory.numpy().copy()
-    scatter(field, Places(torch.tensor(places)), slot, conversion)
+    scatter_rows(field, Places(torch.tensor(places)), slot, conversion)
     after = field.memory.numpy()
     back = slow.encode(slow.decode(found, outside, 0.11), inside, each)
     assert slow.same(after[where].view(patterns[sizes[inside]]).astype(np.int64).reshape(shape), back, inside).all()
@@ -172,7 +172,7 @@ def test_refuses_places_outside_the_field_before_anything_is_written(places: lis
     field = field_of("nhd", 2)
     before = field.memory.clone()
     slot = torch.full((1, field.plane_bytes(len(places))), POISON, dtype=torch.uint8)
-    for move in (gather, scatter):
+    for move in (gather_rows, scatter_rows):
         with pytest.raises(ValueError, match=f"the field has {BLOCKS * T}"):
             move(field, Places(torch.tensor(places)), slot)
     assert torch.equal(field.memory, before)
@@ -185,13 +185,13 @@ def test_refuses_a_field_that_ends_outside_its_memory() -> None:
         field.memory[: field.end - 1], 0, field.planes, field.blocks, field.tokens, field.heads, field.elements, 2
     )
     with pytest.raises(ValueError, match=f"ends at byte {field.end}, its memory has {field.end - 1}"):
-        gather(short, Places(torch.tensor([0])), torch.zeros(1, field.plane_bytes(1), dtype=torch.uint8))
+        gather_rows(short, Places(torch.tensor([0])), torch.zeros(1, field.plane_bytes(1), dtype=torch.uint8))
 
 
 def test_refuses_a_slot_of_another_size() -> None:
     field = field_of("nhd", 2)
     with pytest.raises(ValueError, match="slot must be uint8"):
-        gather(field, Places(torch.tensor([0])), torch.zeros(1, field.plane_bytes(1) - 1, dtype=torch.uint8))
+        gather_rows(field, Places(torch.tensor([0])), torch.zeros(1, field.plane_bytes(1) - 1, dtype=torch.uint8))
 
 
 def test_digest_is_of_the_bytes_in_order() -> None:
