@@ -42,7 +42,7 @@ log = logging.getLogger("kvbridge.agent")
 TICK_S = 0.02
 IDLE_TICK_S = 0.25
 # The loop and the mover share the interpreter; at Python's 5 ms each waits that long for the other.
-SWITCH_S = 0.00005
+SWITCH_S = 0.0002
 
 
 def run(config: AgentConfig) -> None:

@@ -73,6 +73,7 @@ class Mover:
         self._moving: dict[int, Job] = {}
         self._writing: dict[tuple[int, int], Job] = {}
         self._fenced: list[tuple[WaitFence, Job]] = []
+        self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbridge-mover", daemon=True)
         self._equipment: Equipment | None = None
@@ -173,6 +174,7 @@ class Mover:
             log.exception("the mover died")
             self._tell(self._listener.on_mover_died, error)
         finally:
+            self._say()
             if self._equipment is not None:
                 self._equipment.close()
 
@@ -184,6 +186,7 @@ class Mover:
                 self._sleep(IDLE_S)
                 continue
             moved = self._poll(self._equipment) or moved
+            self._say()
             now = time.monotonic()
             if moved:
                 last_move = now
@@ -203,6 +206,7 @@ class Mover:
         moved = bool(self._tasks)
         while self._tasks and not self._stopping:
             self._tasks.popleft()()
+            self._say()
         return moved
 
     def _open(self) -> None:
@@ -274,8 +278,24 @@ class Mover:
         return False
 
     def _tell(self, hear: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
-            self._loop.call_soon_threadsafe(hear, *args)
+        self._telling.append((hear, args))
+
+    def _say(self) -> None:
+        """Let the loop hear all there is to tell: to wake it costs more than what it is told."""
+        if self._telling:
+            telling, self._telling = self._telling, []
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+                self._loop.call_soon_threadsafe(_hear, telling)
+
+
+def _hear(told: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
+    """Everything in order; a fault of one hearer, which the loop reports, costs the others nothing."""
+    for i, (hear, args) in enumerate(told):
+        try:
+            hear(*args)
+        except BaseException:
+            asyncio.get_running_loop().call_soon(_hear, told[i + 1 :])
+            raise
 
 
 def _pause(still_s: float) -> float:

@@ -90,6 +90,7 @@ class Plan:
     span_tokens: int
     bands: tuple[int, ...]
     digest: str
+    _known_bytes: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
     _spelled: dict[int, Chunk] = field(default_factory=dict, init=False, repr=False)  # asked for many times each
 
     @property
@@ -113,9 +114,17 @@ class Plan:
         first_token = self.first_token + span * self.span_tokens
         end_token = min(first_token + self.span_tokens, self.end_token)
         first, end = self.bands[band], self.bands[band + 1]
-        size = int(self._sizes(first, end, end_token - first_token).sum())
+        size = self._bytes_of(band, end_token - first_token)
         chunk = self._spelled[index] = Chunk(index, first_token, end_token, first, end, size)
         return chunk
+
+    def _bytes_of(self, band: int, tokens: int) -> int:
+        """Of a chunk; most are alike."""
+        size = self._known_bytes.get((band, tokens))
+        if size is None:
+            size = int(self._sizes(self.bands[band], self.bands[band + 1], tokens).sum())
+            self._known_bytes[band, tokens] = size
+        return size
 
     def source_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
         """How the source gathers the chunk into a slot; `tables` are its block tables, by group."""
