@@ -15,7 +15,7 @@ import torch
 class Axis(NamedTuple):
     """`count` places, `stride` bytes apart. A tuple, because a chunk compares hundreds of them."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks an axis for
     stride: int
 
     @property

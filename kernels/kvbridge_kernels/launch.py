@@ -57,7 +57,7 @@ def run(
     """Check, pack, upload, launch."""
     recipe, places = _checked(moved, slot, sums, work)
     tables = Tables(work, slot.size_bytes)
-    lists = [tables.offsets(places[which], *shape) for which, *shape in recipe.lists]
+    lists = [tables.offsets(places[which], stride, tokens) for which, stride, tokens in recipe.lists]
     launches = [
         _launch(function, packed, lists, slot, sums is not None, tables, work, is_gather) for packed in recipe.groups
     ]

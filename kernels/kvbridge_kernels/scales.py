@@ -48,7 +48,7 @@ def scaled(form: Form, casts: Sequence[Cast], planes: int, is_gather: bool, know
     table = room[: 3 * planes * form.heads].reshape(3, planes, form.heads)
     for end in range(2):
         if ends[0][end] is not None:
-            found = torch.cat([scales[end] for scales in ends]).numpy()
+            found = torch.cat([scale for scales in ends if (scale := scales[end]) is not None]).numpy()
             table[end] = found if len(found) == planes else found.repeat(planes // len(found), axis=0)
     key = (old, new, *(end is not None for end in ends[0]), table[:2].tobytes())
     steps = known.get(key)

@@ -37,6 +37,7 @@ from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..errors import EngineError, KVBridgeError
 from ..exchange.session import Home
+from ..geometry.plan import Planner
 from ..transport.local import LocalConnection
 from .attachment import Attachment
 from .metrics import Metrics
@@ -189,6 +190,9 @@ class Engines:
             len(pool.planes),
         )
         connection.send(Attached(version=version, epoch=self._epoch, agent=agent))
+        twin, slot_bytes = Planner(pool, pool), self._mover.site.fabric.slot_bytes
+        for is_source in (True, False):  # most peers will be alike; what others need is made ready when they come
+            self._mover.warm(attached, twin.samples(slot_bytes, is_source))
 
     def _open(self, attach: Attach, fds: list[int]) -> Attachment:
         """Map what the engine sent. Raises KVBridgeError; nothing stays mapped then."""
