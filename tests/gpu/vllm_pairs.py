@@ -10,7 +10,8 @@ waits for its socket. Of each pair and prompt length:
   transfer   from the decode engine's want to its done, as its agent's log says (the slowest rank's);
              NixlConnector: its own telemetry's duration. "first" is the first request of this length
   ttft       decode engine, from being handed the request to its first token, in its own process
-  floor      the same for a prompt of 16 tokens that does not travel
+  floor      the same for a prompt of 16 tokens that does not travel, asked after each ttft and a pause like a
+             prefill's: the processors of a shared host have slow seconds, in which a step costs twice as much
   tokens     against the decode engine alone. "tie": they part where that engine itself finds both tokens as likely
              within TIE nats, as bf16 in another order of summation does
   rows       KV bytes in the decode engine against those in the prefill engine, all layers; bf16 to fp8: against the
@@ -46,6 +47,7 @@ TIE = 0.25  # of logits with a deviation of 4 or so: some sums of bf16 products
 ROW_TOKENS = 300
 DECODED = 16
 FLOOR_TOKENS = 16
+PAUSE_S = 0.05  # an engine that was idle for so long is slower at first
 
 
 @dataclass(frozen=True)
@@ -141,11 +143,13 @@ class Drive:
         """Times of one prompt length; every prompt is used once."""
         for where in (self.source, self.sink):  # kernels of this shape; nothing travels
             self.run(where, prompt(length, seed=999), 2)
-        ttft, transfers, alone = [], [], []
+        ttft, transfers, floor, alone = [], [], [], []
         for repeat in range(repeats):
             result, transfer = self.decode(prompt(length, seed=repeat), 1)
             ttft.append(result.seconds * 1e3)
             transfers.append(transfer)
+            time.sleep(PAUSE_S)
+            floor.append(self.run(self.sink, prompt(FLOOR_TOKENS, seed=700 + repeat), 1).seconds * 1e3)
         for repeat in range(2):
             alone.append(self.run(self.sink, prompt(length, seed=500 + repeat), 1).seconds * 1e3)
         moved = [transfer["ms"] for transfer in transfers]
@@ -160,6 +164,7 @@ class Drive:
             "ttft_first_ms": round(ttft[0], 2),
             "ttft_ms": round(statistics.median(ttft[1:]), 2),
             "ttft_all_ms": [round(value, 2) for value in ttft],
+            "floor_all_ms": [round(value, 2) for value in floor],
             "alone_ttft_ms": round(min(alone), 2),
         }
 
@@ -210,9 +215,10 @@ def drive(pair: Pair, engines: Engines, chosen: argparse.Namespace, numbers: cou
         source, sink = engines.get(pair.source), engines.get(pair.sink)
         found.weights = source.weights_failure or sink.weights_failure or found.weights
         now = Drive(pair, source, sink, engines.folder, numbers)
-        floor = [now.run(sink, prompt(FLOOR_TOKENS, seed=700 + i), 1).seconds for i in range(8)]
-        found.floor_ms = round(statistics.median(floor[1:]) * 1e3, 2)
-        found.rows = [now.timed(length, chosen.repeats) for length in chosen.lengths]
+        now.run(sink, prompt(FLOOR_TOKENS, seed=999), 1)  # kernels of this shape
+        for length in chosen.lengths:
+            found.rows.append(now.timed(length, chosen.repeats))
+        found.floor_ms = round(statistics.median(ms for row in found.rows for ms in row["floor_all_ms"]), 2)
         for row in found.rows:
             row["decoded"] = now.compare(row["tokens"], chosen.prompts)
         if pair.sink.connector == "kvbridge":
@@ -251,7 +257,7 @@ COLUMNS = (
     ("above", 7, lambda found, row: round(row["ttft_ms"] - found.floor_ms, 1)),
     ("alone", 7, lambda found, row: row["alone_ttft_ms"]),
     ("rows", 13, lambda found, row: found.kv_rows),
-    ("tokens as alone", 24, lambda found, row: row.get("decoded", "-")),
+    ("  tokens as alone", 38, lambda found, row: row.get("decoded", "-")),
 )
 
 
