@@ -28,8 +28,6 @@ from gpu_table import as_rows, lines, printed
 from record import ROOT, write
 
 BUDGET_S: dict[Extent, float] = {"smoke": 150, "quick": 180, "full": 420}
-# Slots for GPUs; an agent's own default suits host memory.
-AGENT = {"slot_bytes": str(32 << 20), "inbound_slots": "16", "outbound_slots": "8"}
 STAGES = ("ceilings", "routes", "busy")
 
 
@@ -86,8 +84,7 @@ def _place(options: argparse.Namespace) -> Place:
         source, sink = "cuda:0", f"cuda:{wanted - 1}"
     folder = options.out / "logs"
     folder.mkdir(parents=True, exist_ok=True)
-    agent = {} if source == "cpu" else dict(AGENT)
-    agent |= dict(each.split("=", 1) for each in options.agent)
+    agent = dict(each.split("=", 1) for each in options.agent)
     return Place(source, sink, extent, folder, options.budget_s or BUDGET_S[extent], agent)
 
 

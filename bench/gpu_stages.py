@@ -132,9 +132,15 @@ def main() -> None:
     parser.add_argument("--out")
     said = parser.parse_args()
     found = measure(said.chunk_mib << 20, said.chunks)
-    down, up = found["gather_to_host"] / found["copy_to_host"], found["host_to_scatter"] / found["copy_from_host"]
-    print(f"gather -> pinned host {found['gather_to_host']:.1f} GB/s, {down:.3f} of a copy down")
-    print(f"pinned host -> scatter {found['host_to_scatter']:.1f} GB/s, {up:.3f} of a copy up")
+    found["goals"] = goals = []
+    for what, rate, copy, least in (
+        ("gather -> pinned host: >= 0.97 of a copy to host", "gather_to_host", "copy_to_host", 0.97),
+        ("pinned host -> scatter: >= 0.96 of a copy from host", "host_to_scatter", "copy_from_host", 0.96),
+    ):
+        ratio = found[rate] / found[copy]
+        measured, against = f"{ratio:.3f} ({found[rate]:.1f} GB/s)", f"copy {found[copy]:.1f} GB/s"
+        goals.append({"goal": f"host route, {what}", "measured": measured, "against": against, "met": ratio >= least})
+        print(f"{what}: {measured}, {against}")
     write("gpu_stages", found, *([Path(said.out)] if said.out else []))
 
 

@@ -46,15 +46,15 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = ("direct", "nixl", "host")
     slot_bytes: Annotated[
         Annotated[int, Meta(ge=1 << 16, le=1 << 30)] | None,
-        Meta(description="Size of a staging slot, the largest piece in flight; unset: 64 MiB on a GPU, else 4 MiB"),
+        Meta(description="Size of a staging slot, the largest piece in flight; unset: 128 MiB on a GPU, else 4 MiB"),
     ] = None
     inbound_slots: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | None,
-        Meta(description="Slots that other agents write into; unset: 8 on a GPU, else 32"),
+        Meta(description="Slots that other agents write into; unset: 6 on a GPU, else 32"),
     ] = None
     outbound_slots: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | None,
-        Meta(description="Slots that we send from; unset: 4 on a GPU, else 16"),
+        Meta(description="Slots that we send from; unset: 2 on a GPU, else 16"),
     ] = None
     net_devices: Annotated[
         str, Meta(max_length=256, description="Network devices for the data, as UCX names them; empty: all")

@@ -85,7 +85,8 @@ class Room:
     outbound: int
 
 
-ROOM_ON_GPU = Room(64 << 20, 8, 4)
+# A chunk costs either agent about half a millisecond of Python, whatever its size: large ones for fast links.
+ROOM_ON_GPU = Room(128 << 20, 6, 2)
 ROOM_IN_HOST = Room(4 << 20, 32, 16)
 
 
@@ -132,7 +133,7 @@ def _porter(gpu: driver.Gpu | None, size: Room) -> Porter:
         return CpuPorter()
     from ..device.porter_gpu import GpuPorter
 
-    return GpuPorter(gpu, size.inbound + size.outbound + 1)
+    return GpuPorter(gpu, size.inbound + size.outbound + 1, max(1 << 20, size.slot_bytes // 16))
 
 
 def _dock(

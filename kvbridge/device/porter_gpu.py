@@ -50,12 +50,15 @@ class _Move:
 
 
 class GpuPorter:
-    """Keeps the contract of `porter.Porter`. `moves` is how many may be under way at once."""
+    """Keeps the contract of `porter.Porter`. `moves` is how many may be under way at once.
+
+    `table_bytes` a move, pinned and on the GPU, hold where its rows are: 8 bytes a token and list of places.
+    """
 
     memory: Literal["dram", "vram"] = "vram"
     digests = ("sum64",)
 
-    def __init__(self, gpu: driver.Gpu, moves: int) -> None:
+    def __init__(self, gpu: driver.Gpu, moves: int, table_bytes: int = 1 << 20) -> None:
         torch.cuda.set_device(gpu.ordinal)
         self.description = f"{torch.cuda.get_device_name(gpu.ordinal)} {gpu.uuid}" + " (MPS)" * gpu.is_under_mps
         self.device = gpu.device
@@ -63,7 +66,9 @@ class GpuPorter:
         device = torch.device("cuda", gpu.ordinal)
         sums = torch.zeros(moves, dtype=torch.int64, device=device)
         totals = torch.zeros(moves, dtype=torch.int64).pin_memory()
-        self._bundles = deque(_Bundle(Work(device), sums[i : i + 1], totals[i : i + 1]) for i in range(moves))
+        self._bundles = deque(
+            _Bundle(Work(device, table_bytes), sums[i : i + 1], totals[i : i + 1]) for i in range(moves)
+        )
         for bundle in self._bundles:  # what one has compiled serves all
             bundle.work.kernels = self._bundles[0].work.kernels
         torch.cuda.current_stream().synchronize()
