@@ -12,13 +12,14 @@ from kvbridge_proto.codec import encode
 from kvbridge_proto.peer import Notice, Probe, Route
 
 from ..device.porter import Moved
+from ..device.staging import Span
 from ..errors import FabricError, KVBridgeError, PeerError
 from ..exchange.actions import Scatter, Ship
 from ..geometry.plan import Part
 from ..transport.fabric import WriteFailed, WriteLate
 from .attachment import Attachment
 from .equipment import Dock, Equipment
-from .routes import Landing, Target, close, pattern, prove
+from .routes import MOST_BYTES, Landing, Target, close, pattern, prove
 from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
@@ -87,8 +88,11 @@ class Jobs:
     def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the source says it wrote."""
         dock = self._landing_dock(route)
-        found = self._equipment.read(dock, dock.inbound.lane(lane))
-        return len(found) >= probe.size_bytes > 0 and found[: probe.size_bytes] == pattern(probe.seed, probe.size_bytes)
+        ours = dock.inbound.lane(lane)
+        if not 0 < probe.size_bytes <= min(ours.size_bytes, MOST_BYTES):
+            return False
+        found = self._equipment.read(dock, Span(ours.address, probe.size_bytes))
+        return found == pattern(probe.seed, probe.size_bytes)
 
     def _landing_dock(self, route: Route) -> Dock:
         return (self._equipment.host if route == "host" else None) or self._equipment.dock

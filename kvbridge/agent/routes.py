@@ -25,6 +25,7 @@ from .waiting import Event, Wait, WaitMove, WaitWrite
 
 # Slower than this something is wrong with a route: another one is tried first. PCIe and 100 Gb/s are ten times that.
 SLOW_BYTES_PER_S = 1e9
+MOST_BYTES = 4 << 20
 ROUNDS = 4
 MOST_ROUNDS = 12  # beside a busy engine a kernel waits a time slice, most times
 PROBE_S = 3.0
@@ -133,7 +134,7 @@ def _probe(equipment: Equipment, landing: Landing, target: Target) -> Generator[
     """Write the pattern some times. Raises KVBridgeError."""
     lane = lane_of(target.base, target.slot_bytes, target.slots, landing.lane)
     ours = target.dock.outbound.lane(0)
-    size_bytes, seed = min(lane.size_bytes, ours.size_bytes), secrets.randbits(32)
+    size_bytes, seed = min(lane.size_bytes, ours.size_bytes, MOST_BYTES), secrets.randbits(32)
     equipment.fill(target.dock, Span(ours.address, size_bytes), pattern(seed, size_bytes))
     best_s = float("inf")
     for i in range(MOST_ROUNDS):
