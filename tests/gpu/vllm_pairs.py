@@ -47,7 +47,7 @@ TIE = 0.25  # of logits with a deviation of 4 or so: some sums of bf16 products
 ROW_TOKENS = 300
 DECODED = 16
 FLOOR_TOKENS = 16
-UNEQUAL = 0.01  # rounded in another order before the conversion
+UNEQUAL = 0.01  # of numbers, by more than one step of fp8 (vLLM on a CPU cuts off where we round)
 PAUSE_S = 0.05  # an engine that was idle for so long is slower at first
 
 
@@ -210,9 +210,15 @@ class Drive:
         name, _ = self.named(self.sink, tokens, 1)
         alone = self.sink.engine.dump(name, 0, ROW_TOKENS - 1, self._folder / "alone.npz")
         for key in [key for key in alone.rows if key[0] == 0]:  # the one layer that no attention has touched
-            share = float((alone.rows[key] != theirs.rows[key]).mean())
-            assert share < UNEQUAL, f"layer 0 {key[1]}: {share:.1%} of numbers differ from the sink's own"
+            share = float((np.abs(_ordered(alone.rows[key]) - _ordered(theirs.rows[key])) > 1).mean())
+            assert share < UNEQUAL, f"layer 0 {key[1]}: {share:.1%} of numbers differ from what the sink computes"
         return "as converted"
+
+
+def _ordered(codes: np.ndarray) -> np.ndarray:
+    """fp8 in whole numbers: neighbours differ by one."""
+    size = (codes & 127).astype(np.int16)
+    return np.where(codes & 128, -size, size)
 
 
 def drive(pair: Pair, engines: Engines, chosen: argparse.Namespace, numbers: count[int]) -> Found:
