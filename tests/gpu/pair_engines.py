@@ -183,7 +183,6 @@ class Engines:
 
     def _agent(self, name: str, gpu: int) -> contextlib.AbstractContextManager[AgentProcess]:
         options: dict[str, Any] = {"device": "cpu" if self.is_cpu else f"cuda:{gpu}"}
-        options |= {"slot_bytes": 4 << 20, "inbound_slots": 32, "outbound_slots": 16}
         return agent(self.folder, name, AGENT_START_S, **options | self._agent_options)
 
     def _config(self, side: Side, name: str, attempt: int) -> EngineConfig:
