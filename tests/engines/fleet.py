@@ -82,7 +82,14 @@ class Fleet:
         addresses = [old.listen for old in before] or ["tcp://127.0.0.1:0"] * size
         self.agents[name] = [
             self._stack.enter_context(
-                agent(self.folder, f"{name}-{rank}", listen=addresses[rank], slot_bytes=1 << 20, inbound_slots=16)
+                agent(
+                    self.folder,
+                    f"{name}-{rank}",
+                    listen=addresses[rank],
+                    slot_bytes=1 << 20,
+                    inbound_slots=16,
+                    log_level="debug",
+                )
             )
             for rank in range(size)
         ]
