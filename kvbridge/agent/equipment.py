@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvbridge_proto.peer import DeviceCard, FabricCard
@@ -50,6 +51,19 @@ class Equipment:
     host: Dock | None
     site: Site
     _closing: ExitStack
+    _joined: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def join(self, dock: Dock, name: str, descriptor: bytes) -> None:
+        """Let a peer's slots be written by this dock's fabric; leave as often. Raises FabricError."""
+        dock.fabric.connect(name, descriptor)
+        self._joined[dock.name, name] += 1
+
+    def leave(self, dock: Dock, name: str) -> None:
+        """The last one that leaves disconnects the peer."""
+        self._joined[dock.name, name] -= 1
+        if not self._joined[dock.name, name]:
+            del self._joined[dock.name, name]
+            dock.fabric.disconnect(name)
 
     @property
     def docks(self) -> tuple[Dock, ...]:
@@ -112,6 +126,7 @@ def equip(config: AgentConfig, boot: str) -> Equipment:
         if gpu is not None and "host" in config.routes:
             host = _host_dock(host_name(boot), config, size, closing)
         device = _device_card(gpu, dock) if gpu is not None and "direct" in config.routes else None
+        closing.callback(porter.close)  # before anything that its streams may work on
         site = Site(dock.card(), host.card() if host is not None else None, device, config.routes)
         return Equipment(porter, dock, host, site, closing.pop_all())
 

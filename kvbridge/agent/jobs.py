@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from kvbridge_proto.codec import encode
 from kvbridge_proto.peer import Notice, Probe, Route
 
-from ..device.porter import Moved
+from ..device.porter import DeviceLost, Moved
 from ..device.staging import Span
 from ..errors import FabricError, KVBridgeError, PeerError
 from ..exchange.actions import Scatter, Ship
@@ -19,7 +19,7 @@ from ..geometry.plan import Part
 from ..transport.fabric import WriteFailed, WriteLate
 from .attachment import Attachment
 from .equipment import Dock, Equipment
-from .routes import MOST_BYTES, Landing, Target, close, pattern, prove
+from .routes import MOST_BYTES, Connected, Landing, Target, close, pattern, prove
 from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
@@ -55,35 +55,40 @@ class Jobs:
         self._targets: dict[str, Target] = {}
         self._users: Counter[Target] = Counter()
         self._leaving: set[Target] = set()
+        self._serial = 0
 
     # Sinks:
 
     def connect(self, landing: Landing, settle: Callable[[Any, Exception | None], None]) -> Job:
         """Prove a route to a sink; `settle` gets it, or what went wrong."""
-        self.disconnect(landing.boot)
+        self._serial += 1
+        serial = self._serial
         try:
-            target, routed = yield from prove(self._equipment, landing)
+            target, routed = yield from prove(self._equipment, landing, serial)
         except KVBridgeError as error:
             settle(None, error)
         except Exception as error:
             log.exception("no route could be proved: boot=%s", landing.boot)
             settle(None, FabricError("no_route", f"{type(error).__name__}: {error}"))
         else:
+            if (before := self._targets.get(landing.boot)) is not None:
+                self.disconnect(landing.boot, before.serial)
             self._targets[landing.boot] = target
-            settle(routed, None)
+            settle(Connected(routed, serial), None)
 
-    def disconnect(self, boot: str) -> None:
-        """No new writes to this sink. Its slots are let go once those under way have ended."""
-        target = self._targets.pop(boot, None)
-        if target is not None:
+    def disconnect(self, boot: str, serial: int) -> None:
+        """No new writes to this target. It is let go once those under way have ended."""
+        target = self._targets.get(boot)
+        if target is not None and target.serial == serial:
+            del self._targets[boot]
             self._leaving.add(target)
-            self._let_go(target)
+            self._close_unused(target)
 
-    def _let_go(self, target: Target) -> None:
+    def _close_unused(self, target: Target) -> None:
         if target in self._leaving and not self._users[target]:
             self._leaving.discard(target)
             del self._users[target]
-            close(target, [*self._targets.values(), *self._leaving])
+            close(self._equipment, target)
 
     def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the source says it wrote."""
@@ -101,7 +106,7 @@ class Jobs:
 
     def ship(self, ship: Ship, attachment: Attachment) -> Job:
         """Gather a chunk once the engine has computed it, and write it into the leased slot."""
-        size, failure = ship.plan.chunk(ship.chunk).size_bytes, None
+        size = ship.plan.chunk(ship.chunk).size_bytes
         try:
             target = self._target(ship, size)
         except PeerError as error:
@@ -113,7 +118,7 @@ class Jobs:
         if failure is None:
             failure = yield from self._pushed(ship, attachment, target, size, digest)
         self._users[target] -= 1
-        self._let_go(target)
+        self._close_unused(target)
         self._tell(self._told.on_shipped, ship, size, failure)
 
     def _target(self, ship: Ship, size: int) -> Target:
@@ -137,11 +142,13 @@ class Jobs:
             host = target.dock.outbound.span(ship.local, size)
         moved, failure = Moved(0), None
         try:
-            yield WaitFence(attachment, ship.fence)
+            yield self._fence(attachment, ship.fence)
             part, porter = Part(ship.plan, chunk, ship.tables, True), self._equipment.porter
             ended = yield WaitMove(porter.gather(attachment.memory, part, slot, ship.digest_kind, host))
             assert isinstance(ended, Moved)
             moved, failure = ended, ended.failure
+        except DeviceLost:
+            raise
         except KVBridgeError as error:
             failure = (error.code, str(error))
         except Exception as error:
@@ -187,15 +194,19 @@ class Jobs:
             digest=digest,
         )
 
-    def warm(self, attachment: Attachment, parts: Sequence[Part]) -> None:
-        """Get ready for parts like these. What goes wrong now will be said when it matters."""
+    def _fence(self, attachment: Attachment, count: int) -> WaitFence:
+        return WaitFence(attachment, count, time.monotonic() + self._write_timeout_s)
+
+    def warm(self, attachment: Attachment, part: Part) -> None:
+        """Get ready for parts like this one. What goes wrong now will be said when it matters."""
+        if not attachment.memory.is_open:
+            return
         dock, porter = self._equipment.dock, self._equipment.porter
-        for part in parts:
-            staging = dock.outbound if part.is_source else dock.inbound
-            try:
-                porter.warm(attachment.memory, part, staging.span(0, part.chunk.size_bytes))
-            except Exception:
-                log.exception("could not get ready for a peer")
+        staging = dock.outbound if part.is_source else dock.inbound
+        try:
+            porter.warm(attachment.memory, part, staging.span(0, part.chunk.size_bytes))
+        except Exception:
+            log.exception("could not get ready for a peer")
 
     # In:
 
@@ -208,12 +219,14 @@ class Jobs:
             host = dock.inbound.span(scatter.slot, chunk.size_bytes)
         failure: Failure
         try:
-            yield WaitFence(attachment, scatter.fence)
+            yield self._fence(attachment, scatter.fence)
             part = Part(scatter.plan, chunk, scatter.tables, False)
             ticket = porter.scatter(attachment.memory, part, slot, scatter.digest_kind, scatter.digest, host)
             ended = yield WaitMove(ticket)
             assert isinstance(ended, Moved)
             failure = ended.failure
+        except DeviceLost:
+            raise
         except KVBridgeError as error:
             failure = (error.code, str(error))
         except Exception as error:

@@ -23,13 +23,13 @@ from kvbridge_proto.peer import Notice, Probe, Route
 
 from ..errors import EngineError, FabricError
 from ..exchange.actions import Scatter, Ship
-from ..exchange.route import Routed, Site
+from ..exchange.route import Site
 from ..geometry.plan import Part
 from ..transport.fabric import Noticed
 from .attachment import Attachment
 from .equipment import Equipment
 from .jobs import Jobs, Told
-from .routes import Landing
+from .routes import Connected, Landing
 from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
@@ -58,7 +58,9 @@ class Mover:
         boot: str,
         listener: Listener,
         write_timeout_s: float,
+        let_go_s: float = LET_GO_S,
     ) -> None:
+        self._let_go_s = let_go_s
         self.site: Site  # from `start` on
         self.digests: tuple[str, ...] = ()
         self.device = self.description = ""
@@ -98,13 +100,13 @@ class Mover:
         await asyncio.to_thread(self._thread.join)
         os.close(self._wake)
 
-    async def connect(self, landing: Landing) -> Routed:
-        """Choose and prove a route to a sink's slots. Raises FabricError."""
+    async def connect(self, landing: Landing) -> Connected:
+        """Choose and prove a route to a sink's slots; it takes the place of the one before. Raises FabricError."""
         done: asyncio.Future[Any] = self._loop.create_future()
         settle = lambda found, error: self._tell(_settle, done, found, error)  # noqa: E731
         self._put(lambda: self._resume(self._jobs.connect(landing, settle), None))
-        routed: Routed = await self._settled(done)
-        return routed
+        connected: Connected = await self._settled(done)
+        return connected
 
     def expect(self, slots: int) -> None:
         """So many slots are lent out: while there are any, notices may come and must be looked for."""
@@ -112,8 +114,9 @@ class Mover:
         if slots and not was:
             os.eventfd_write(self._wake, 1)
 
-    def disconnect(self, boot: str) -> None:
-        self._put(lambda: self._jobs.disconnect(boot))
+    def disconnect(self, boot: str, serial: int) -> None:
+        """Give up what `connect` made under this serial; another one since stays."""
+        self._put(lambda: self._jobs.disconnect(boot, serial))
 
     def ship(self, ship: Ship, attachment: Attachment) -> None:
         """Gather and write; heard of by on_gathered and, later, on_shipped."""
@@ -125,20 +128,31 @@ class Mover:
 
     def warm(self, attachment: Attachment, parts: Sequence[Part]) -> None:
         """Get ready for parts like these."""
-        self._put(lambda: self._jobs.warm(attachment, parts))
+        for part in parts:  # each may take a second; others have their turn between
+            self._put(lambda part=part: self._jobs.warm(attachment, part))  # type: ignore[misc]
 
     async def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the source says it wrote."""
         return bool(await self._call(lambda: self._jobs.is_proved(route, lane, probe)))
 
     async def let_go(self, attachment: Attachment) -> None:
-        """Return when no job given before touches this memory or will (writes out of slots may be under way)."""
-        end = self._loop.time() + LET_GO_S
-        with contextlib.suppress(FabricError):  # a mover that has died does nothing more either
-            while await self._call(lambda: self._is_using(attachment)):
-                if self._loop.time() > end:
-                    raise FabricError("mover_stuck", f"the GPU has not finished a move in {LET_GO_S} s")
-                await asyncio.sleep(0.001)
+        """Return when no job given before touches this memory or will (writes out of slots may be under way).
+
+        Raises FabricError `mover_stuck`, and ends the agent, when that does not come about.
+        """
+        end = self._loop.time() + self._let_go_s
+        while await self._may_use(attachment):
+            if self._loop.time() > end:
+                error = FabricError("mover_stuck", f"the GPU has not finished a move in {self._let_go_s} s")
+                self._listener.on_mover_died(error)  # to unmap under a running kernel would be worse
+                raise error
+            await asyncio.sleep(0.001)
+
+    async def _may_use(self, attachment: Attachment) -> bool:
+        try:
+            return bool(await self._call(lambda: self._is_using(attachment)))
+        except FabricError:  # a mover that has died does nothing more either
+            return False
 
     def _put(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
@@ -220,9 +234,12 @@ class Mover:
     def _poll(self, equipment: Equipment) -> bool:
         """Resume the jobs whose wait is over."""
         fenced, self._fenced = self._fenced, []
+        now = time.monotonic()
         for wait, job in fenced:
             if wait.attachment.has_reached(wait.count):
                 self._resume(job, None)
+            elif now > wait.deadline:
+                self._fail(job, EngineError("fence_late", f"fence: {wait.count} was not reached in time"))
             else:
                 self._fenced.append((wait, job))
         moves = equipment.porter.poll()
@@ -262,15 +279,17 @@ class Mover:
         else:
             self._tell(self._listener.on_landed, notice)
 
+    def _fail(self, job: Job, error: EngineError) -> None:
+        """End a job that waits for what will not come; it tells so itself."""
+        with contextlib.suppress(StopIteration):
+            job.throw(error)
+
     def _is_using(self, attachment: Attachment) -> bool:
         """Also ends the jobs that wait for this engine's fence: it may never come."""
-        fenced, self._fenced = self._fenced, []
-        for wait, job in fenced:
-            if wait.attachment is not attachment:
-                self._fenced.append((wait, job))
-                continue
-            with contextlib.suppress(StopIteration):
-                job.throw(EngineError("engine_left", "the engine left before its forward had finished"))
+        left = [job for wait, job in self._fenced if wait.attachment is attachment]
+        self._fenced = [(wait, job) for wait, job in self._fenced if wait.attachment is not attachment]
+        for job in left:
+            self._fail(job, EngineError("engine_left", "the engine left before its forward had finished"))
         assert self._equipment is not None
         if self._equipment.porter.is_using(attachment.memory):
             return True
@@ -289,13 +308,13 @@ class Mover:
 
 
 def _hear(told: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
-    """Everything in order; a fault of one hearer, which the loop reports, costs the others nothing."""
-    for i, (hear, args) in enumerate(told):
+    """Everything in order; a fault of one hearer costs the others nothing."""
+    for hear, args in told:
         try:
             hear(*args)
-        except BaseException:
-            asyncio.get_running_loop().call_soon(_hear, told[i + 1 :])
-            raise
+        except Exception as error:
+            context = {"message": f"{hear.__qualname__} failed", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
 
 
 def _pause(still_s: float) -> float:

@@ -28,7 +28,7 @@ from kvbridge_proto.status import PeerStatus
 
 from ..errors import FabricError, PeerError
 from ..exchange.lease import Deadlines
-from ..exchange.route import Routed, Site
+from ..exchange.route import Site
 from ..exchange.session import (
     SESSION_TABLE,
     Home,
@@ -40,12 +40,12 @@ from ..exchange.session import (
     hello,
     welcome,
 )
-from ..geometry.compat import Convertible
 from ..transport.control import Arrived, Control, Lost, Rejected
 from ..transport.link import Link
 from .metrics import Metrics
 from .mover import Mover
-from .routes import SLOW_BYTES_PER_S, Landing
+from .routes import Connected, Landing
+from .words import described, route_of, verdict_of, warn_of_route
 
 log = logging.getLogger("kvbridge.peers")
 
@@ -66,6 +66,7 @@ class SourceSide(Protocol):
 
     def met(self, session: Session) -> None: ...
     def from_sink(self, session: Session, body: Claim | Grant | Cancel | Settled) -> None: ...
+    def has_drained(self, transfer: str) -> bool: ...
     def lost(self, boot: str) -> None: ...
 
 
@@ -89,6 +90,8 @@ class Accepted:
 
     link: Link
     session: Session
+    connected: Connected
+    lane: int
 
 
 class Peers:
@@ -135,11 +138,17 @@ class Peers:
             if isinstance(body, Hello):  # waits for the mover; nobody else shall
                 tasks.create_task(self._greet(link, sender, body))
             elif isinstance(body, Welcome) and link.is_dialled:
-                tasks.create_task(self._welcomed(link.address, body))
+                tasks.create_task(self._welcome(link, body))
             else:
                 self._hear(link, sender, body)
         except Exception:
             self._fault(link, f"{type(body).__name__} of {sender}")
+
+    async def _welcome(self, link: Link, greeting: Welcome) -> None:
+        try:
+            await self._welcomed(link.address, greeting)
+        except Exception:
+            self._fault(link, f"Welcome of {link.address}")
 
     async def _greet(self, link: Link, sender: str, greeting: Hello) -> None:
         """One Hello at a time: two of one agent must not undo each other's connection."""
@@ -189,8 +198,9 @@ class Peers:
         if home is None or dialled is None or dialled.state is SessionState.GREETING:
             return
         dialled.step(SessionEvent.HELLO)
-        self._lane = (self._lane + 1) % PROBE_LANES
-        dialled.lane = self._lane
+        if dialled.session is None:
+            self._lane = (self._lane + 1) % PROBE_LANES
+            dialled.lane = self._lane
         dialled.link.send(hello(home, dialled.lane))
         self._deadlines.set(address, time.monotonic() + self._connect_s)
 
@@ -217,6 +227,8 @@ class Peers:
         home, dialled = self._home(), self._dialled.get(address)
         if home is None or dialled is None or dialled.state is not SessionState.GREETING:
             return
+        if greeting.probe is not None and greeting.probe.lane != dialled.lane:
+            return  # the answer to a Hello that we gave up
         session: Session | Refuse = accept(greeting, home)
         if dialled.session is None and isinstance(session, Session) and not await self._is_proved(session, dialled):
             session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
@@ -230,8 +242,8 @@ class Peers:
         self._deadlines.clear(address)
         dialled.step(SessionEvent.WELCOME)
         if dialled.session is None:
-            log.info("session open: peer=%s boot=%s %s", address, session.peer.boot, _describe(session))
-            _warn_of_route(address, session)
+            log.info("session open: peer=%s boot=%s %s", address, session.peer.boot, described(session))
+            warn_of_route(address, session)
             self.sink.met(session)
         dialled.session = session
         dialled.link.version = session.version
@@ -262,38 +274,38 @@ class Peers:
             return
         boot = session.peer.boot
         known = self._accepted.get(boot)
-        if known is not None and known.link is link:
-            routed: Routed | None = known.session.routed
+        if known is not None and known.link is link and known.lane == greeting.probe_lane:
+            connected: Connected | None = known.connected
         else:  # it has forgotten what was proved before, or never knew
-            routed = await self._connect(link, greeting, home)
-        if routed is None:
+            connected = await self._connect(link, greeting, home)
+        if connected is None:
             return
-        session = replace(session, routed=routed)
+        session = replace(session, routed=connected.routed)
         if known is None:
-            log.info("session open: sink=%s boot=%s %s", session.peer.name, boot, _describe(session))
-            _warn_of_route(session.peer.name, session)
+            log.info("session open: sink=%s boot=%s %s", session.peer.name, boot, described(session))
+            warn_of_route(session.peer.name, session)
         elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
             self.source.lost(boot)
-        self._accepted[boot] = Accepted(link, session)
+        self._accepted[boot] = Accepted(link, session, connected, greeting.probe_lane)
         if known is None:
             self.source.met(session)
         link.version = session.version
         link.send(welcome(session, home))
 
-    async def _connect(self, link: Link, greeting: Hello, home: Home) -> Routed | None:
+    async def _connect(self, link: Link, greeting: Hello, home: Home) -> Connected | None:
         """Prove a route to the sink's slots; None if there is none or it has become pointless meanwhile."""
         boot = greeting.agent.boot
         try:
-            routed = await self._mover.connect(Landing(boot, Site.of(greeting), greeting.probe_lane))
+            connected = await self._mover.connect(Landing(boot, Site.of(greeting), greeting.probe_lane))
         except FabricError as error:
             link.send(Refuse(code=error.code, reasons=tuple(reason[:1024] for reason in error.reasons[:64])))
             return None
         current = self._home()
         if link.is_lost or current is None or current.epoch != home.epoch:
-            self._mover.disconnect(boot)
+            self._mover.disconnect(boot, connected.serial)
             link.send(Refuse(code="no_engine", reasons=("the engine left during the handshake",)))
             return None
-        return routed
+        return connected
 
     def _lose_sink(self, boot: str, reason: str) -> None:
         accepted = self._accepted.pop(boot, None)
@@ -301,7 +313,7 @@ class Peers:
             return
         log.info("session over: sink=%s boot=%s %s", accepted.session.peer.name, boot, reason)
         self.source.lost(boot)
-        self._mover.disconnect(boot)
+        self._mover.disconnect(boot, accepted.connected.serial)
 
     # Both:
 
@@ -322,8 +334,10 @@ class Peers:
                 self.source.from_sink(accepted.session, body)
             case Claim():
                 link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))
-            case Cancel():  # we hold nothing of a sink we do not know: nothing of it can be written
+            case Cancel() if self.source.has_drained(body.transfer):
                 link.send(Drained(transfer=body.transfer))
+            case Cancel():  # its session is over, its writes are not: it will ask again
+                pass
             case _:
                 self._metrics.rejected("unexpected_message")
 
@@ -354,8 +368,8 @@ class Peers:
                 address=address,
                 boot=session.peer.boot if session else "",
                 state=f"source {dialled.state.name.lower()}",
-                verdict=_verdict(session) if session else "",
-                route=_route(session) if session else "",
+                verdict=verdict_of(session) if session else "",
+                route=route_of(session) if session else "",
             )
         for boot, accepted in list(self._accepted.items()):
             session = accepted.session
@@ -364,28 +378,6 @@ class Peers:
                 address=session.peer.address,
                 boot=boot,
                 state="sink open",
-                verdict=_verdict(session),
-                route=_route(session),
+                verdict=verdict_of(session),
+                route=route_of(session),
             )
-
-
-def _describe(session: Session) -> str:
-    return f"{_route(session)}, {_verdict(session)}"
-
-
-def _route(session: Session) -> str:
-    """The route, what it was measured at, and what stood against the better ones."""
-    route, why, probe = session.routed.route, session.routed.why, session.routed.probe
-    rate = f" {probe.bytes_per_s / 1e9:.3g} GB/s" if probe else ""
-    return f"{route}{rate}" + (f" ({why})" if why else "")
-
-
-def _warn_of_route(name: str, session: Session) -> None:
-    probe = session.routed.probe
-    if probe is not None and probe.bytes_per_s < SLOW_BYTES_PER_S:
-        log.warning("slow route: peer=%s %s", name, _route(session))
-
-
-def _verdict(session: Session) -> str:
-    found = session.verdict
-    return "converting " + "; ".join(found.changes) if isinstance(found, Convertible) else "same on both sides"

@@ -6,10 +6,11 @@ do shows here, before a request depends on it: UCX, for one, falls back to a ten
 
 from __future__ import annotations
 
-import random
+import hashlib
+import logging
 import secrets
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from kvbridge_proto.peer import Probe, Route
@@ -17,18 +18,21 @@ from kvbridge_proto.peer import Probe, Route
 from ..device import driver
 from ..device.mapping import open_ipc
 from ..device.staging import Span, lane_of
-from ..errors import FabricError, KVBridgeError
+from ..errors import FabricError, PeerError
 from ..exchange.route import Routed, Site, options
 from ..transport.fabric import WriteFailed, WriteLate
 from .equipment import Dock, Equipment, host_name
 from .waiting import Event, Wait, WaitMove, WaitWrite
 
+log = logging.getLogger("kvbridge.routes")
+
 # Slower than this something is wrong with a route: another one is tried first. PCIe and 100 Gb/s are ten times that.
 SLOW_BYTES_PER_S = 1e9
+SLOW_S = 0.001  # what took less was too small to tell
 MOST_BYTES = 4 << 20
 ROUNDS = 4
 MOST_ROUNDS = 12  # beside a busy engine a kernel waits a time slice, most times
-PROBE_S = 3.0
+PROBE_S = 1.5  # for all rounds of a route: three routes take less than a handshake may
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,9 @@ class Landing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A sink's slots by the route that was proved. `name` is what `dock`'s fabric calls the peer."""
+    """A sink's slots by one route. `name` is what `dock`'s fabric calls the peer, `serial` which connect it is of."""
 
+    serial: int
     route: Route
     name: str
     base: int
@@ -56,55 +61,73 @@ class Target:
         return Span(self.base + index * self.slot_bytes, size_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The route that was proved, under a serial by which it is given up."""
+
+    routed: Routed
+    serial: int
+
+
 def pattern(seed: int, size_bytes: int) -> bytes:
-    """What a probe consists of, the same on both sides."""
-    return random.Random(seed).randbytes(size_bytes)
+    """What a probe consists of, the same on both sides (PROTOCOL.md)."""
+    return hashlib.shake_128(seed.to_bytes(8, "little")).digest(size_bytes)
 
 
-def prove(equipment: Equipment, landing: Landing) -> Generator[Wait, Event, tuple[Target, Routed]]:
+def is_slow(size_bytes: int, bytes_per_s: float) -> bool:
+    """Whether so much at such a rate means that something is wrong."""
+    return bytes_per_s < SLOW_BYTES_PER_S and size_bytes > bytes_per_s * SLOW_S
+
+
+def prove(equipment: Equipment, landing: Landing, serial: int = 0) -> Generator[Wait, Event, tuple[Target, Routed]]:
     """The best route that works. Raises FabricError `no_route` with what stood against each."""
     against: list[str] = []
-    slow: list[tuple[float, Target, Probe]] = []
+    slow: list[tuple[Target, Probe]] = []
     for route, reason in options(equipment.site, landing.site):
         if reason:
             against.append(reason)
             continue
+        target = None
         try:
-            target = _open(equipment, landing, route)
-        except KVBridgeError as error:
-            against.append(f"{route}: {error}")
-            continue
-        try:
+            target = _open(equipment, landing, route, serial)
             probe = yield from _probe(equipment, landing, target)
-        except KVBridgeError as error:
-            close(target, [kept for _, kept, _ in slow])
-            against.append(f"{route}: {error}")
+        except Exception as error:  # the peer's card can be anything; the other routes may still do
+            log.info("route does not work: boot=%s route=%s %s", landing.boot, route, error)
+            against.append(f"{route}: {error or type(error).__name__}")
+            if target is not None:
+                close(equipment, target)
             continue
-        if probe.bytes_per_s >= SLOW_BYTES_PER_S:
-            for _, other, _ in slow:
-                close(other, [target])
+        if not is_slow(probe.size_bytes, probe.bytes_per_s):
+            _close_all(equipment, slow, target)
             return target, Routed(route, "; ".join(against)[:1024], probe)
         against.append(f"{route}: {probe.bytes_per_s / 1e9:.2f} GB/s measured, too slow to be right")
-        slow.append((probe.bytes_per_s, target, probe))
+        slow.append((target, probe))
     if not slow:
         raise FabricError("no_route", *against)
-    fastest = max(rate for rate, _, _ in slow)
-    _, chosen, probe = next(each for each in slow if each[0] * 4 >= fastest)  # a busy GPU makes all of them slow
-    for _, other, _ in slow:
-        if other is not chosen:
-            close(other, [chosen])
+    fastest = max(probe.bytes_per_s for _, probe in slow)
+    # A busy GPU makes all of them slow: then the order counts, unless one is far behind.
+    chosen, probe = next(each for each in slow if each[1].bytes_per_s * 4 >= fastest)
+    _close_all(equipment, slow, chosen)
     return chosen, Routed(chosen.route, "; ".join(against)[:1024], probe)
 
 
-def close(target: Target, kept: Sequence[Target] = ()) -> None:
-    """Nothing is written to these slots by this route any more; `kept` are the peer's others."""
-    if not any(other.dock is target.dock and other.name == target.name for other in kept):
-        target.dock.fabric.disconnect(target.name)
+def close(equipment: Equipment, target: Target) -> None:
+    """Nothing is written to these slots by this route any more."""
+    equipment.leave(target.dock, target.name)
     if target.mapped:
-        driver.ipc_close(target.mapped)
+        try:
+            driver.ipc_close(target.mapped)
+        except driver.CudaError as error:
+            log.warning("a peer's memory stays mapped: peer=%s %s", target.name, error)
 
 
-def _open(equipment: Equipment, landing: Landing, route: Route) -> Target:
+def _close_all(equipment: Equipment, slow: list[tuple[Target, Probe]], kept: Target) -> None:
+    for target, _ in slow:
+        if target is not kept:
+            close(equipment, target)
+
+
+def _open(equipment: Equipment, landing: Landing, route: Route, serial: int) -> Target:
     """Connect by this route. Raises KVBridgeError."""
     site, boot = landing.site, landing.boot
     dock, card, name = equipment.dock, site.fabric, boot
@@ -112,46 +135,51 @@ def _open(equipment: Equipment, landing: Landing, route: Route) -> Target:
         assert site.dram is not None
         dock, card = equipment.host or equipment.dock, site.dram
         name = host_name(boot) if site.host is not None else boot
-    dock.fabric.connect(name, card.descriptor)
+    equipment.join(dock, name, card.descriptor)
     base, mapped = card.base, 0
     if route == "direct":
         try:
             base = mapped = _map(equipment, site)
-        except KVBridgeError:
-            dock.fabric.disconnect(name)
+        except BaseException:
+            equipment.leave(dock, name)
             raise
-    return Target(route, name, base, card.slot_bytes, card.slots, dock, mapped)
+    return Target(serial, route, name, base, card.slot_bytes, card.slots, dock, mapped)
 
 
 def _map(equipment: Equipment, site: Site) -> int:
-    """The peer's slots in our address space. Raises KVBridgeError if our GPU cannot reach theirs."""
+    """The peer's slots in our address space. Raises KVBridgeError if they are out of reach, or not all there."""
     ours, theirs = equipment.site.device, site.device
     assert ours is not None and theirs is not None
-    return open_ipc(driver.Gpu.open(ours.uuid), theirs.payload, "the peer's slots", theirs.uuid)
+    mapped = open_ipc(driver.Gpu.open(ours.uuid), theirs.payload, "the peer's slots", theirs.uuid)
+    base, size_bytes = driver.range_of(mapped)
+    needed = site.fabric.slot_bytes * (site.fabric.slots + 1)
+    if base != mapped or size_bytes < needed:
+        driver.ipc_close(mapped)
+        raise PeerError("bad_card", f"slots: the card says {needed} bytes, the peer's allocation has {size_bytes}")
+    return mapped
 
 
 def _probe(equipment: Equipment, landing: Landing, target: Target) -> Generator[Wait, Event, Probe]:
     """Write the pattern some times. Raises KVBridgeError."""
     lane = lane_of(target.base, target.slot_bytes, target.slots, landing.lane)
-    ours = target.dock.outbound.lane(0)
+    ours = target.dock.outbound.lane(target.serial)  # one that was given up may still be read
     size_bytes, seed = min(lane.size_bytes, ours.size_bytes, MOST_BYTES), secrets.randbits(32)
     equipment.fill(target.dock, Span(ours.address, size_bytes), pattern(seed, size_bytes))
-    best_s = float("inf")
+    deadline, best_s = time.monotonic() + PROBE_S, float("inf")
     for i in range(MOST_ROUNDS):
-        if i >= ROUNDS and size_bytes >= best_s * SLOW_BYTES_PER_S:
+        is_good = i >= ROUNDS and not is_slow(size_bytes, size_bytes / best_s)
+        if is_good or (i and time.monotonic() > deadline):
             break
         began = time.perf_counter()
         if target.mapped:
             ended = yield WaitMove(equipment.porter.copy(Span(ours.address, size_bytes), lane))
         else:
-            deadline = time.monotonic() + PROBE_S
             fabric = target.dock.fabric
-            ended = yield WaitWrite(
-                fabric, fabric.write(target.name, ours.address, lane.address, size_bytes, b"", deadline)
-            )
+            number = fabric.write(target.name, ours.address, lane.address, size_bytes, b"", deadline)
+            ended = yield WaitWrite(fabric, number)
         best_s = min(best_s, time.perf_counter() - began)
         if isinstance(ended, WriteLate):
             raise FabricError("probe_failed", f"a write of {size_bytes} bytes took more than {PROBE_S} s")
         if isinstance(ended, WriteFailed):
             raise FabricError("probe_failed", ended.reason)
-    return Probe(seed=seed, size_bytes=size_bytes, bytes_per_s=size_bytes / best_s)
+    return Probe(lane=landing.lane, seed=seed, size_bytes=size_bytes, bytes_per_s=size_bytes / best_s)

@@ -93,6 +93,9 @@ class Source:
                 log.debug("settled: transfer=%s", transfer)
                 self._metrics.transfer_settled()
 
+    def has_drained(self, transfer: str) -> bool:
+        return self._outbound.has_drained(transfer)
+
     def lost(self, boot: str) -> None:
         self._do(self._outbound.lost(boot))
 

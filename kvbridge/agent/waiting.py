@@ -12,10 +12,14 @@ from .attachment import Attachment
 
 @dataclass(frozen=True, slots=True)
 class WaitFence:
-    """Until the engine's stream has finished what it counted as `count`; resumed with None."""
+    """Until the engine's stream has finished what it counted as `count`; resumed with None.
+
+    EngineError is thrown instead when the engine leaves (`engine_left`) or the deadline passes (`fence_late`).
+    """
 
     attachment: Attachment
     count: int
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True)

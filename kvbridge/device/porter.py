@@ -25,6 +25,10 @@ class Moved:
     failure: tuple[str, str] | None = None
 
 
+class DeviceLost(Exception):
+    """The GPU does not work for this process any more: nothing can be finished or begun, the agent has to end."""
+
+
 class Porter(Protocol):
     """One processor and the memory it works on."""
 
@@ -87,7 +91,7 @@ class Porter(Protocol):
         """What a span of our own holds, now."""
 
     def poll(self) -> list[Moved]:
-        """The moves that are over since the last call. Never raises."""
+        """The moves that are over since the last call. Raises only what ends the agent."""
 
     def is_using(self, pool: AttachedPool) -> bool:
         """Whether a move of this pool is under way."""

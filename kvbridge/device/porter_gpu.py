@@ -25,7 +25,7 @@ from ..geometry.plan import Part
 from . import driver
 from .memory import AttachedPool, Regions
 from .moves import Forms
-from .porter import Moved, compared
+from .porter import DeviceLost, Moved, compared
 from .staging import Staging
 
 
@@ -196,8 +196,11 @@ class GpuPorter:
             enqueue(bundle)
         except BaseException:
             # Part of it may be on a stream: what it works on is given back to others once this returns.
-            for stream in (self._out, self._down, self._in, self._up):
-                stream.synchronize()
+            try:
+                for stream in (self._out, self._down, self._in, self._up):
+                    stream.synchronize()
+            except RuntimeError as error:
+                raise DeviceLost(str(error)) from error
             self._bundles.append(bundle)
             raise
         self._count += 1

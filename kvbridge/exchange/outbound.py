@@ -110,6 +110,10 @@ class Outbound:
         out.is_lost = False  # it came back, and asks about what it could not hear the end of
         return self._stop(out, code or "cancelled", reason) + self._pump()
 
+    def has_drained(self, transfer: str) -> bool:
+        """Whether nothing of this transfer is or will be written, as far as we know of it at all."""
+        return transfer not in self.outlets
+
     def lost(self, boot: str) -> list[Action]:
         """The session with this sink is over."""
         actions: list[Action] = []

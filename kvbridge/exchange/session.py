@@ -111,6 +111,9 @@ def answer(greeting: Hello, home: Home | None) -> Session | Refuse:
     if digest is None:
         return Refuse(code="no_common_digest", reasons=(f"digests: ours {home.digests}, theirs {greeting.digests}",))
     ours, theirs = home.site.fabric, greeting.fabric
+    for card in (theirs, greeting.host):
+        if card is not None and card.base + (card.slots + 1) * card.slot_bytes >= 1 << 63:
+            return Refuse(code="bad_card", reasons=(f"slots: {card.slots} of {card.slot_bytes} bytes at {card.base}",))
     if theirs.kind != ours.kind:
         reason = f"fabric.kind: ours {ours.kind}, theirs {theirs.kind}"
         return Refuse(code="fabric_mismatch", reasons=(reason,))

@@ -21,7 +21,7 @@ from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Codec, Plane, Pool
 from kvbridge_proto.words import Blocks
 
-from ..errors import OperatorError, PeerError
+from ..errors import KVBridgeError, OperatorError, PeerError
 from .fold import fold
 from .shard import common
 from .strip import Strip, pair, split_heads
@@ -231,7 +231,10 @@ class Planner:
             if entries > group.blocks:
                 return []
             tables[index] = BlockTable.of(group, Blocks(index, 0, tuple(range(entries))))
-        plans = [self.plan(takes, first, first + tokens, slot_bytes) for first in (0, 1)]
+        try:
+            plans = [self.plan(takes, first, first + tokens, slot_bytes) for first in (0, 1)]
+        except KVBridgeError:  # whoever wants something will be told
+            return []
         return [Part(each, each.chunk(0), tables, is_source) for each in plans if each.chunks]
 
 

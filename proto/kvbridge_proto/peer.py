@@ -17,7 +17,7 @@ Digest = Annotated[str, Meta(max_length=64)]
 Route = Literal["direct", "nixl", "host"]
 
 # Lanes of the slot that probes are written to: as many sources may prove their routes at once.
-PROBE_LANES = 16
+PROBE_LANES = 64
 
 
 class FabricCard(Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class DeviceCard(Struct, frozen=True, kw_only=True):
 
     machine: Name
     uuid: Name
-    payload: Annotated[bytes, Meta(max_length=64)]
+    payload: Annotated[bytes, Meta(min_length=64, max_length=64)]
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
@@ -63,9 +63,10 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Probe(Struct, frozen=True, kw_only=True):
-    """What the source wrote into the sink's lane to prove its route: the first `size_bytes` of probe_pattern(seed)."""
+    """What the source wrote into lane `lane` of the sink to prove its route: `size_bytes` of SHAKE128 of the seed."""
 
-    seed: Count
+    lane: Count
+    seed: Annotated[int, Meta(ge=0, lt=1 << 32)]
     size_bytes: Count
     bytes_per_s: Annotated[float, Meta(ge=0)]
 

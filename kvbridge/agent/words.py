@@ -1,0 +1,33 @@
+"""What an agent says of a session, in its log and in `kvbridge status`."""
+
+from __future__ import annotations
+
+import logging
+
+from ..exchange.session import Session
+from ..geometry.compat import Convertible
+from .routes import is_slow
+
+log = logging.getLogger("kvbridge.peers")
+
+
+def described(session: Session) -> str:
+    return f"{route_of(session)}, {verdict_of(session)}"
+
+
+def route_of(session: Session) -> str:
+    """The route, what it was measured at, and what stood against the better ones."""
+    route, why, probe = session.routed.route, session.routed.why, session.routed.probe
+    rate = f" {probe.bytes_per_s / 1e9:.3g} GB/s" if probe else ""
+    return f"{route}{rate}" + (f" ({why})" if why else "")
+
+
+def warn_of_route(name: str, session: Session) -> None:
+    probe = session.routed.probe
+    if probe is not None and is_slow(probe.size_bytes, probe.bytes_per_s):
+        log.warning("slow route: peer=%s %s", name, route_of(session))
+
+
+def verdict_of(session: Session) -> str:
+    found = session.verdict
+    return "converting " + "; ".join(found.changes) if isinstance(found, Convertible) else "same on both sides"

@@ -1,0 +1,251 @@
+"""Choosing and proving a route, and who may use it how long: with real slots, and a fabric that can be told to fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain, count
+from typing import Any
+
+import pytest
+from kvbridge_proto.peer import DeviceCard, Probe
+
+from kvbridge.agent.attachment import Attachment
+from kvbridge.agent.equipment import Dock, Equipment, host_name
+from kvbridge.agent.jobs import Jobs
+from kvbridge.agent.mover import Mover
+from kvbridge.agent.routes import MOST_ROUNDS, Connected, Landing, Target, pattern, prove
+from kvbridge.agent.waiting import Job, WaitFence, WaitMove, WaitWrite
+from kvbridge.device.porter_cpu import CpuPorter
+from kvbridge.device.staging import Staging
+from kvbridge.errors import FabricError
+from kvbridge.exchange.route import Routed, Site
+from kvbridge.transport.fabric import WriteFailed, WriteLate, Wrote
+from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
+from tests.device.attached import attached
+from tests.oracle import Shape, build
+
+SLOT_BYTES = 1 << 20
+
+
+class Busy(CpuPorter):
+    """A GPU that never finishes."""
+
+    def is_using(self, pool: object) -> bool:
+        return True
+
+
+class Agents:
+    """Two agents' equipment on one loopback network. With `vram` their cards say that the slots are on GPUs."""
+
+    def __init__(self, stack: ExitStack, vram: bool = False) -> None:
+        self.network = LoopbackNetwork()
+        self.stack = stack
+        self.source, self.sink = self.equipment("a", vram), self.equipment("b", vram)
+
+    def equipment(self, boot: str, vram: bool) -> Equipment:
+        docks = [self.dock(boot)] + ([self.dock(host_name(boot))] if vram else [])
+        cards = [dock.card() for dock in docks]
+        device = None
+        if vram:
+            cards[0] = _vram(cards[0])
+            device = DeviceCard(machine="m", uuid="GPU-none", payload=bytes(64))
+        site = Site(cards[0], cards[1] if vram else None, device)
+        return Equipment(CpuPorter(), docks[0], docks[1] if vram else None, site, ExitStack())
+
+    def dock(self, name: str) -> Dock:
+        fabric = LoopbackFabric(self.network, name)
+        staging = [self.stack.enter_context(Staging.pageable(SLOT_BYTES, 2)) for _ in range(2)]
+        self.stack.callback(fabric.close)
+        fabric.register(staging[0].base, staging[0].size_bytes)
+        fabric.register(staging[1].base, staging[1].size_bytes, is_target=False)
+        return Dock(name, staging[0], staging[1], fabric)
+
+    def landing(self, lane: int = 3) -> Landing:
+        return Landing("b", self.sink.site, lane)
+
+
+def _vram(card: Any) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(card, memory="vram")
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def run(equipment: Equipment, job: Any) -> Any:
+    """Drive a generator as the mover does; what it returns."""
+    answer = None
+    while True:
+        try:
+            wait = job.send(answer)
+        except StopIteration as end:
+            return end.value
+        if isinstance(wait, WaitMove):
+            (answer,) = equipment.porter.poll()
+        else:
+            assert isinstance(wait, WaitWrite)
+            events: list[Any] = []
+            while not events:
+                events = [each for each in wait.fabric.poll(0.0) if isinstance(each, Wrote | WriteFailed | WriteLate)]
+            (answer,) = events
+
+
+def proved(agents: Agents, **site: Any) -> tuple[Target, Routed]:
+    landing = agents.landing()
+    return run(agents.source, prove(agents.source, replace(landing, site=replace(landing.site, **site)), 5))
+
+
+def is_there(agents: Agents, routed: Routed) -> bool:
+    jobs = Jobs(agents.sink, "b", None, lambda *_: None, 1.0)
+    assert routed.probe is not None
+    return jobs.is_proved(routed.route, routed.probe.lane, routed.probe)
+
+
+def test_the_pattern_lands_in_the_lane_and_nowhere_else(stack: ExitStack) -> None:
+    agents = Agents(stack)
+    target, routed = proved(agents)
+    assert (routed.route, target.route, target.serial, routed.probe.lane) == ("nixl", "nixl", 5, 3)
+    assert is_there(agents, routed)
+    assert not is_there(agents, replace(routed, probe=Probe(lane=4, seed=1, size_bytes=64, bytes_per_s=1.0)))
+    memory = agents.sink.dock.inbound
+    assert not any(agents.sink.read(agents.sink.dock, memory.span(i)).strip(b"\0") for i in range(2))
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1 << 40, SLOT_BYTES])
+def test_a_probe_of_an_impossible_size_proves_nothing(stack: ExitStack, size_bytes: int) -> None:
+    agents = Agents(stack)
+    probe = Probe(lane=0, seed=1, size_bytes=size_bytes, bytes_per_s=1e9)
+    assert not is_there(agents, Routed("nixl", "", probe))
+
+
+def test_one_wrong_byte_proves_nothing(stack: ExitStack) -> None:
+    agents = Agents(stack)
+    _, routed = proved(agents)
+    lane = agents.sink.dock.inbound.lane(3)
+    agents.sink.fill(agents.sink.dock, lane, bytes([pattern(routed.probe.seed, 1)[0] ^ 1]))
+    assert not is_there(agents, routed)
+
+
+def test_goes_on_to_the_next_route_and_says_why(stack: ExitStack) -> None:
+    agents = Agents(stack, vram=True)
+    agents.network.fail("b", "cable out")  # the fabric of the GPU's slots; that of the host's is another
+    target, routed = proved(agents)
+    assert routed.route == "host" and target.name == host_name("b")
+    assert "direct: " in routed.why and "nixl: cable out" in routed.why
+    assert is_there(agents, routed)
+    with pytest.raises(FabricError, match="not connected"):
+        agents.source.dock.fabric.notify("b", b"x")  # what does not work is let go
+
+
+def test_a_slow_route_is_taken_only_when_there_is_no_other(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = Agents(stack, vram=True)
+    monkeypatch.setattr("kvbridge.agent.routes.time.perf_counter", _clock())
+    _, routed = proved(agents)
+    assert routed.route == "host" and "too slow to be right" in routed.why and routed.probe.bytes_per_s > 1e9
+
+
+def _clock() -> Any:
+    """A perf_counter whose first readings, for the rounds of one route, are half a second apart, and then a moment."""
+    readings = chain((i * 0.5 for i in range(2 * MOST_ROUNDS)), (100 + i * 1e-6 for i in count()))
+    return lambda: next(readings)
+
+
+def test_says_what_stood_against_every_route(stack: ExitStack) -> None:
+    agents = Agents(stack, vram=True)
+    agents.network.fail("b", "cable out")
+    agents.network.fail(host_name("b"), "cable out")
+    with pytest.raises(FabricError) as caught:
+        proved(agents)
+    assert caught.value.code == "no_route"
+    assert [reason.partition(":")[0] for reason in caught.value.reasons] == ["direct", "nixl", "host"]
+
+
+def test_an_old_target_that_ends_late_does_not_cut_the_new_one(stack: ExitStack) -> None:
+    agents = Agents(stack)
+    jobs = Jobs(agents.source, "a", None, lambda *_: None, 1.0)
+    heard: list[Any] = []
+
+    def connected() -> Connected:
+        run(agents.source, jobs.connect(agents.landing(), lambda found, error: heard.append(found or error)))
+        assert isinstance(heard[-1], Connected), heard[-1]
+        return heard[-1]
+
+    first = connected()
+    old = jobs._targets["b"]
+    jobs._users[old] += 1  # a write of it is under way
+    second = connected()
+    assert second.serial != first.serial and old in jobs._leaving
+    jobs._users[old] -= 1
+    jobs._close_unused(old)
+    agents.source.dock.fabric.notify("b", b"still connected")
+    jobs.disconnect("b", first.serial)  # what is gone already: the new one stays
+    agents.source.dock.fabric.notify("b", b"still connected")
+    jobs.disconnect("b", second.serial)
+    with pytest.raises(FabricError):
+        agents.source.dock.fabric.notify("b", b"x")
+
+
+class Ears:
+    """Nobody is told anything but of the end."""
+
+    def __init__(self) -> None:
+        self.died: list[Exception] = []
+
+    def on_mover_died(self, error: Exception) -> None:
+        self.died.append(error)
+
+
+def test_memory_is_not_let_go_of_while_a_kernel_may_run(stack: ExitStack) -> None:
+    agents = Agents(stack)
+    busy = replace(agents.source, porter=Busy())
+    ears = Ears()
+
+    async def story() -> None:
+        mover = Mover(lambda: busy, "a", ears, 1.0, let_go_s=0.05)
+        await mover.start()
+        with attached(build(Shape())) as (_, pool), pytest.raises(FabricError, match="has not finished"):
+            await mover.let_go(Attachment(1, pool, None))
+        await mover.stop()
+
+    asyncio.run(story())
+    assert [error.code for error in ears.died] == ["mover_stuck"]
+
+
+def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
+    agents = Agents(stack)
+
+    class Never:
+        def reached(self, count: int) -> bool:
+            return False
+
+        def close(self) -> None: ...
+
+    ended: list[str] = []
+
+    def job(attachment: Attachment, deadline: float) -> Job:
+        try:
+            yield WaitFence(attachment, 7, deadline)
+        except Exception as error:
+            ended.append(error.code)
+
+    async def story() -> None:
+        mover = Mover(lambda: agents.source, "a", Ears(), 1.0)
+        await mover.start()
+        with attached(build(Shape())) as (_, pool):
+            attachment = Attachment(1, pool, Never())
+            mover._put(lambda: mover._resume(job(attachment, 0.0), None))
+            mover._put(lambda: mover._resume(job(attachment, 1e12), None))
+            while not ended:  # noqa: ASYNC110 - the mover's thread ends it
+                await asyncio.sleep(0.01)
+            await mover.let_go(attachment)
+        await mover.stop()
+
+    asyncio.run(asyncio.wait_for(story(), 10))
+    assert ended == ["fence_late", "engine_left"]
