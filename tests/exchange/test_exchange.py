@@ -303,6 +303,23 @@ def test_a_source_that_lost_us_still_answers_the_cancel_of_what_it_was_writing()
     world.check_rest()
 
 
+def test_a_source_that_lost_us_does_not_call_drained_what_it_is_writing() -> None:
+    """Whoever asks without a session must not hear that nothing is written while something is."""
+    world = World()
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"write"}
+    world.run()
+    source, sink = world.sources[0].outbound, world.sinks[0]
+    (transfer,) = source.outlets
+    world.do(world.sources[0], source.lost(sink.home.agent.boot))
+    assert not source.has_drained(transfer)
+    world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
+    world.hold = set()
+    world.run()
+    assert source.has_drained(transfer) and source.has_drained("never heard of")
+
+
 def test_ranks_of_two_engines_are_not_taken_for_one() -> None:
     world = World(sources=2)
     other = world.nodes["P1"]
