@@ -29,7 +29,7 @@ lint: $(AGENT)
 	.venv/bin/mypy
 
 unit: $(AGENT)
-	.venv/bin/python -m pytest -m "not vllm"
+	.venv/bin/python -m pytest -m "not vllm and not gpu and not multi_gpu"
 
 test-vllm: $(AGENT) $(ENGINE)
 	.venv-vllm/bin/python -m pytest -m vllm tests/adapters tests/engines
