@@ -232,7 +232,10 @@ class Peers:
         session: Session | Refuse = accept(greeting, home)
         if dialled.session is None and isinstance(session, Session) and not await self._is_proved(session, dialled):
             session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
-        if self._home() is not home or self._dialled.get(address) is not dialled:
+        current = self._home()  # looking took a while; the engine may have named more ranks, or left
+        if current is None or current.epoch != home.epoch or self._dialled.get(address) is not dialled:
+            return
+        if dialled.state is not SessionState.GREETING:
             return
         if greeting.agent.boot != dialled.link.peer_boot:
             session = Refuse(code="bad_welcome", reasons=("agent.boot: not the one on the envelope",))
