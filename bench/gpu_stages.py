@@ -92,11 +92,11 @@ def measure(chunk_bytes: int, chunks: int) -> dict[str, Any]:
 
         def gather(i: int, part: Part) -> int:
             slot, pinned = spans(i, part)
-            return porter.gather(source, part, slot, "sum64", pinned)  # type: ignore[arg-type]
+            return porter.gather(source, part, slot, "sum64", pinned)
 
         def scatter(i: int, part: Part) -> int:
             slot, pinned = spans(i, part)
-            return porter.scatter(sink, part, slot, "sum64", 0, pinned)  # type: ignore[arg-type]
+            return porter.scatter(sink, part, slot, "sum64", 0, pinned)
 
         moved = sum(part.chunk.size_bytes for part in out)
         found["gather_to_host"] = rate(porter, [lambda i=i, p=p: gather(i, p) for i, p in enumerate(out)], moved)

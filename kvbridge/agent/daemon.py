@@ -68,7 +68,7 @@ class Agent:
         self.state = "starting"
         self._started = time.monotonic()
         self._stop = asyncio.Event()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     def stop(self) -> None:
@@ -199,7 +199,7 @@ class Agent:
     def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None:
         self.sink.on_scattered(scatter, size_bytes, failure)
 
-    def on_mover_died(self, error: Exception) -> None:
+    def on_mover_died(self, error: BaseException) -> None:
         self._failure = error
         self.stop()
 

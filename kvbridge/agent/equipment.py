@@ -13,7 +13,7 @@ from ..config import AgentConfig
 from ..device import driver
 from ..device.porter import Porter
 from ..device.porter_cpu import CpuPorter
-from ..device.staging import Span, Staging
+from ..device.staging import Staging
 from ..errors import OperatorError
 from ..exchange.route import Site
 from ..transport.fabric import Fabric
@@ -24,12 +24,16 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Dock:
-    """Slots in one kind of memory and the fabric that knows them; `name` is what it is called among all fabrics."""
+    """Slots in one kind of memory, the fabric that knows them and the porter that reaches them.
+
+    `name` is what the fabric is called among all fabrics.
+    """
 
     name: str
     inbound: Staging
     outbound: Staging
     fabric: Fabric
+    porter: Porter
 
     def card(self) -> FabricCard:
         return FabricCard(
@@ -68,17 +72,6 @@ class Equipment:
     @property
     def docks(self) -> tuple[Dock, ...]:
         return (self.dock,) if self.host is None else (self.dock, self.host)
-
-    def fill(self, dock: Dock, span: Span, content: bytes) -> None:
-        """Write to our own slots of either kind."""
-        self._porter_of(dock).fill(span, content)
-
-    def read(self, dock: Dock, span: Span) -> bytes:
-        """What our own slots of either kind hold."""
-        return self._porter_of(dock).read(span)
-
-    def _porter_of(self, dock: Dock) -> Porter:
-        return self.porter if dock is self.dock else CpuPorter()
 
     def close(self) -> None:
         """Fabrics first, then the memory they knew."""
@@ -120,7 +113,7 @@ def equip(config: AgentConfig, boot: str) -> Equipment:
         gpu = chosen_gpu(config.device)
         size = room(config, gpu is not None)
         porter = _porter(gpu, size)
-        closing.callback(porter.close)
+        closing.callback(porter.close)  # should one of the next lines fail
         dock = _dock(boot, config, size, gpu, porter, closing)
         host = None
         if gpu is not None and "host" in config.routes:
@@ -159,9 +152,10 @@ def _dock(
     outbound = porter.staging(size.slot_bytes, size.outbound)
     closing.callback(outbound.close)
     if gpu is None:
-        return _joined(name, inbound, outbound, NixlFabric(name, net_devices=config.net_devices), closing)
-    fabric = NixlFabric(name, memory="VRAM", device=gpu.ordinal, net_devices=config.net_devices)
-    return _joined(name, inbound, outbound, fabric, closing)
+        fabric = NixlFabric(name, net_devices=config.net_devices)
+    else:
+        fabric = NixlFabric(name, memory="VRAM", device=gpu.ordinal, net_devices=config.net_devices)
+    return _registered(Dock(name, inbound, outbound, fabric, porter), closing)
 
 
 def _host_dock(name: str, config: AgentConfig, size: Room, closing: ExitStack) -> Dock:
@@ -169,14 +163,15 @@ def _host_dock(name: str, config: AgentConfig, size: Room, closing: ExitStack) -
     closing.callback(inbound.close)
     outbound = Staging.pinned(size.slot_bytes, size.outbound)
     closing.callback(outbound.close)
-    return _joined(name, inbound, outbound, NixlFabric(name, net_devices=config.net_devices), closing)
+    fabric = NixlFabric(name, net_devices=config.net_devices)
+    return _registered(Dock(name, inbound, outbound, fabric, CpuPorter()), closing)
 
 
-def _joined(name: str, inbound: Staging, outbound: Staging, fabric: Fabric, closing: ExitStack) -> Dock:
-    closing.callback(fabric.close)
-    fabric.register(inbound.base, inbound.size_bytes)
-    fabric.register(outbound.base, outbound.size_bytes, is_target=False)
-    return Dock(name, inbound, outbound, fabric)
+def _registered(dock: Dock, closing: ExitStack) -> Dock:
+    closing.callback(dock.fabric.close)
+    dock.fabric.register(dock.inbound.base, dock.inbound.size_bytes)
+    dock.fabric.register(dock.outbound.base, dock.outbound.size_bytes, is_target=False)
+    return dock
 
 
 def _device_card(gpu: driver.Gpu, dock: Dock) -> DeviceCard:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from kvbridge_proto.codec import encode
 from kvbridge_proto.peer import Notice, Probe, Route
 
-from ..device.porter import DeviceLost, Moved
+from ..device.porter import Moved
 from ..device.staging import Span
 from ..errors import FabricError, KVBridgeError, PeerError
 from ..exchange.actions import Scatter, Ship
@@ -65,11 +65,8 @@ class Jobs:
         serial = self._serial
         try:
             target, routed = yield from prove(self._equipment, landing, serial)
-        except KVBridgeError as error:
+        except FabricError as error:
             settle(None, error)
-        except Exception as error:
-            log.exception("no route could be proved: boot=%s", landing.boot)
-            settle(None, FabricError("no_route", f"{type(error).__name__}: {error}"))
         else:
             if (before := self._targets.get(landing.boot)) is not None:
                 self.disconnect(landing.boot, before.serial)
@@ -96,7 +93,7 @@ class Jobs:
         ours = dock.inbound.lane(lane)
         if not 0 < probe.size_bytes <= min(ours.size_bytes, MOST_BYTES):
             return False
-        found = self._equipment.read(dock, Span(ours.address, probe.size_bytes))
+        found = dock.porter.read(Span(ours.address, probe.size_bytes))
         return found == pattern(probe.seed, probe.size_bytes)
 
     def _landing_dock(self, route: Route) -> Dock:
@@ -147,13 +144,8 @@ class Jobs:
             ended = yield WaitMove(porter.gather(attachment.memory, part, slot, ship.digest_kind, host))
             assert isinstance(ended, Moved)
             moved, failure = ended, ended.failure
-        except DeviceLost:
-            raise
-        except KVBridgeError as error:
-            failure = (error.code, str(error))
-        except Exception as error:
-            log.exception("gather failed: transfer=%s chunk=%d", ship.transfer, ship.chunk)
-            failure = ("gather_failed", f"{type(error).__name__}: {error}")
+        except Exception as error:  # it costs this transfer, nobody else
+            failure = _failure("gather_failed", error, ship)
         self._tell(self._told.on_gathered, ship, size, time.monotonic() - began)
         return moved.digest, failure
 
@@ -174,10 +166,7 @@ class Jobs:
             return error.code, str(error)
         while isinstance(ended := (yield wait), WriteLate):
             self._tell(self._told.on_late, ship, f"write_timeout_s: {self._write_timeout_s} passed")
-        if not isinstance(ended, WriteFailed):
-            return None
-        reason = ended.reason
-        return "write_failed", reason
+        return ("write_failed", ended.reason) if isinstance(ended, WriteFailed) else None
 
     def _notice(self, ship: Ship, attachment: Attachment, size: int, digest: int) -> Notice:
         return Notice(
@@ -225,11 +214,14 @@ class Jobs:
             ended = yield WaitMove(ticket)
             assert isinstance(ended, Moved)
             failure = ended.failure
-        except DeviceLost:
-            raise
-        except KVBridgeError as error:
-            failure = (error.code, str(error))
-        except Exception as error:
-            log.exception("scatter failed: transfer=%s chunk=%d", scatter.transfer, scatter.chunk)
-            failure = ("scatter_failed", f"{type(error).__name__}: {error}")
+        except Exception as error:  # it costs this transfer, nobody else
+            failure = _failure("scatter_failed", error, scatter)
         self._tell(self._told.on_scattered, scatter, chunk.size_bytes, failure)
+
+
+def _failure(code: str, error: Exception, what: Ship | Scatter) -> tuple[str, str]:
+    """What a transfer's failure says: an error of ours in its own words, any other with its cause in the log."""
+    if isinstance(error, KVBridgeError):
+        return error.code, str(error)
+    log.error("%s: transfer=%s chunk=%d", code, what.transfer, what.chunk, exc_info=error)
+    return code, f"{type(error).__name__}: {error}"

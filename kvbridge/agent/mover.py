@@ -16,11 +16,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from kvbridge_proto.codec import BadFrame, decode
 from kvbridge_proto.peer import Notice, Probe, Route
 
+from ..device.porter import DeviceLost
 from ..errors import EngineError, FabricError
 from ..exchange.actions import Scatter, Ship
 from ..exchange.route import Site
@@ -46,7 +48,7 @@ class Listener(Told, Protocol):
 
     def on_landed(self, notice: Notice) -> None: ...
     def on_foreign_notice(self, code: str) -> None: ...
-    def on_mover_died(self, error: Exception) -> None: ...
+    def on_mover_died(self, error: BaseException) -> None: ...
 
 
 class Mover:
@@ -129,7 +131,7 @@ class Mover:
     def warm(self, attachment: Attachment, parts: Sequence[Part]) -> None:
         """Get ready for parts like these."""
         for part in parts:  # each may take a second; others have their turn between
-            self._put(lambda part=part: self._jobs.warm(attachment, part))  # type: ignore[misc]
+            self._put(partial(self._jobs.warm, attachment, part))
 
     async def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the source says it wrote."""
@@ -184,7 +186,7 @@ class Mover:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # nobody else can move anything: the agent must end
+        except (Exception, DeviceLost) as error:  # nobody else can move anything: the agent must end
             log.exception("the mover died")
             self._tell(self._listener.on_mover_died, error)
         finally:

@@ -164,7 +164,7 @@ def _probe(equipment: Equipment, landing: Landing, target: Target) -> Generator[
     lane = lane_of(target.base, target.slot_bytes, target.slots, landing.lane)
     ours = target.dock.outbound.lane(target.serial)  # one that was given up may still be read
     size_bytes, seed = min(lane.size_bytes, ours.size_bytes, MOST_BYTES), secrets.randbits(32)
-    equipment.fill(target.dock, Span(ours.address, size_bytes), pattern(seed, size_bytes))
+    target.dock.porter.fill(Span(ours.address, size_bytes), pattern(seed, size_bytes))
     deadline, best_s = time.monotonic() + PROBE_S, float("inf")
     for i in range(MOST_ROUNDS):
         is_good = i >= ROUNDS and not is_slow(size_bytes, size_bytes / best_s)

@@ -25,8 +25,11 @@ class Moved:
     failure: tuple[str, str] | None = None
 
 
-class DeviceLost(Exception):
-    """The GPU does not work for this process any more: nothing can be finished or begun, the agent has to end."""
+class DeviceLost(BaseException):
+    """The GPU does not work for this process any more: nothing can be finished or begun, the agent has to end.
+
+    No Exception, so that no job takes it for its own failure.
+    """
 
 
 class Porter(Protocol):
@@ -98,10 +101,6 @@ class Porter(Protocol):
 
     def forget(self, pool: AttachedPool) -> None:
         """The pool is about to be closed: keep nothing of it."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any move is under way."""
 
     def close(self) -> None:
         """Wait for what is under way. Idempotent."""

@@ -90,10 +90,6 @@ class CpuPorter:
     def forget(self, pool: AttachedPool) -> None:
         self._forms.forget(pool)
 
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._moved)
-
     def close(self) -> None:
         self._moved.clear()
 

@@ -166,10 +166,6 @@ class GpuPorter:
     def forget(self, pool: AttachedPool) -> None:
         self._forms.forget(pool)
 
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._moves)
-
     def close(self) -> None:
         for stream in (self._out, self._down, self._in, self._up):
             stream.synchronize()

@@ -61,7 +61,7 @@ class Agents:
         self.stack.callback(fabric.close)
         fabric.register(staging[0].base, staging[0].size_bytes)
         fabric.register(staging[1].base, staging[1].size_bytes, is_target=False)
-        return Dock(name, staging[0], staging[1], fabric)
+        return Dock(name, staging[0], staging[1], fabric, CpuPorter())
 
     def landing(self, lane: int = 3) -> Landing:
         return Landing("b", self.sink.site, lane)
@@ -115,7 +115,7 @@ def test_the_pattern_lands_in_the_lane_and_nowhere_else(stack: ExitStack) -> Non
     assert is_there(agents, routed)
     assert not is_there(agents, replace(routed, probe=Probe(lane=4, seed=1, size_bytes=64, bytes_per_s=1.0)))
     memory = agents.sink.dock.inbound
-    assert not any(agents.sink.read(agents.sink.dock, memory.span(i)).strip(b"\0") for i in range(2))
+    assert not any(agents.sink.dock.porter.read(memory.span(i)).strip(b"\0") for i in range(2))
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1 << 40, SLOT_BYTES])
@@ -129,7 +129,7 @@ def test_one_wrong_byte_proves_nothing(stack: ExitStack) -> None:
     agents = Agents(stack)
     _, routed = proved(agents)
     lane = agents.sink.dock.inbound.lane(3)
-    agents.sink.fill(agents.sink.dock, lane, bytes([pattern(routed.probe.seed, 1)[0] ^ 1]))
+    agents.sink.dock.porter.fill(lane, bytes([pattern(routed.probe.seed, 1)[0] ^ 1]))
     assert not is_there(agents, routed)
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"[a-z]+(_[a-z]+)*")
 # Calls whose first text is a code; and names that hold one.
 SAYS = re.compile(
-    r"(__init__|\w*Error|BadFrame|Rejected|Lost|_?fail|_?failed|_?refuse\w*|_?reject\w*|_?lose|_?lost|_?drop\w*|_?end\w*|_?stop)"
+    r"(__init__|\w*Error|BadFrame|Rejected|Lost|_?fail|_?failed|_?failure|_?refuse\w*|_?reject\w*|_?lose|_?lost|_?drop\w*|_?end\w*|_?stop)"
 )
 NO_CODES = {"served"}  # a label of a metric, for offers that ended well
 
@@ -37,12 +37,16 @@ def _codes(tree: ast.Module) -> Iterator[tuple[str, int]]:
             for keyword in node.keywords:
                 if keyword.arg == "code":
                     yield from _code(keyword.value)
-        elif isinstance(node, ast.Tuple) and len(node.elts) == 2 and ast.unparse(node.elts[1])[:2] in ("f'", "re"):
-            yield from _code(node.elts[0])  # ("code", f"...") or ("code", reason)
+        elif isinstance(node, ast.Tuple) and len(node.elts) == 2 and _is_reason(ast.unparse(node.elts[1])):
+            yield from _code(node.elts[0])  # ("code", f"..."), ("code", reason) or ("code", that.reason)
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "code":
             yield from _code(node.value)
         elif isinstance(node, ast.BoolOp) and ast.unparse(node.values[0]).endswith("code"):
             yield from _code(node.values[-1])
+
+
+def _is_reason(text: str) -> bool:
+    return text[:2] in ("f'", "re") or text.endswith(".reason")
 
 
 def _code(node: ast.expr) -> Iterator[tuple[str, int]]:
