@@ -37,7 +37,7 @@ from kvbridge_proto.words import OURS, Blocks, Rank
 
 from kvbridge.adapters.client import EngineClient
 from kvbridge.device.fence import EngineFence
-from kvbridge.device.handles import export
+from kvbridge.device.handles import export_all
 
 PATIENCE_S = 30.0  # the first transfer of a new kind waits for kernels to be compiled
 HOLD_S = 120.0
@@ -75,13 +75,9 @@ class EngineRank:
             raise RuntimeError(self._client.why)
         self._heard = []
         self._fence = EngineFence(str(memory.device))
-        handles, fds = [], []
-        for region, layer in enumerate(memory.layers):
-            handle, fd = export(layer.untyped_storage(), region, len(fds))
-            handles.append(handle)
-            fds += [fd] if fd is not None else []
+        handles, fds = export_all(layer.untyped_storage() for layer in memory.layers)
         pool = describe(memory.shape, memory.rank, memory.tokens, self._engine)
-        message = Attach(versions=OURS, pool=pool, handles=tuple(handles), fence_fd=len(fds))
+        message = Attach(versions=OURS, pool=pool, handles=handles, fence_fd=len(fds))
         self._client.send(message, (*fds, self._fence.fd))
         for fd in fds:
             os.close(fd)

@@ -32,8 +32,7 @@ from msgspec.structs import replace
 from vllm.logger import init_logger
 
 from ..device.fence import EngineFence
-from ..device.handles import export
-from ..errors import KVBridgeError
+from ..device.handles import export_all
 from .client import EngineClient
 from .link import AgentLink, Over
 from .vllm_ledger import Ledger, Receive, Reports
@@ -109,20 +108,10 @@ class WorkerSide:
 
     def _export(self, memory: Memory) -> tuple[tuple[Handle, ...], list[int]]:
         """Handles and their descriptors, the fence's last; the caller closes them."""
-        handles: list[Handle] = []
-        fds: list[int] = []
-        try:
-            for index, storage in enumerate(memory.storages):
-                handle, fd = export(storage, index, len(fds))
-                handles.append(handle)
-                if fd is not None:
-                    fds.append(fd)
-            if self._fence is not None:
-                fds.append(os.dup(self._fence.fd))
-        except KVBridgeError:
-            _close(fds)
-            raise
-        return tuple(handles), fds
+        handles, fds = export_all(memory.storages)
+        if self._fence is not None:
+            fds.append(os.dup(self._fence.fd))
+        return handles, fds
 
     def handshake(self) -> AgentAddress:
         return AgentAddress(self._told)

@@ -20,12 +20,12 @@ import torch
 import xxhash
 from kvbridge_proto.engine import Attach, Attached, Detach, Detached, Directory, Done, Failed, Offer, Refused, Released
 from kvbridge_proto.engine import Want as WantMessage
-from kvbridge_proto.pool import CodecName, Handle
+from kvbridge_proto.pool import CodecName
 from kvbridge_proto.words import OURS, Blocks, Rank
 
 from ..adapters.client import EngineClient
 from ..device.fence import EngineFence
-from ..device.handles import export
+from ..device.handles import export_all
 from .pools import POISON, Request, Rows, Shape, describe, first_difference, prepare, tables
 
 PATIENCE_S = 60.0
@@ -79,17 +79,12 @@ class SyntheticEngine:
 
     def attach(self) -> None:
         job = self.job
-        handles: list[Handle] = []
-        fds: list[int] = []
-        for index, region in enumerate(self.regions):
-            handle, fd = export(region.untyped_storage(), index, len(fds))
-            handles.append(handle)
-            fds += [] if fd is None else [fd]
+        handles, fds = export_all(region.untyped_storage() for region in self.regions)
         if not self.client.connect(PATIENCE_S):
             raise Rejected(self.client.why)
         pool = describe(job.shape, job.rank, self.layers)
         fence_fd = len(fds) if self.fence else None
-        attach = Attach(versions=OURS, pool=pool, handles=tuple(handles), fence_fd=fence_fd)
+        attach = Attach(versions=OURS, pool=pool, handles=handles, fence_fd=fence_fd)
         self.client.send(attach, (*fds, self.fence.fd) if self.fence else fds)
         for fd in fds:
             os.close(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import torch
 from kvbridge_proto.pool import Handle
@@ -29,6 +30,22 @@ def export(storage: torch.UntypedStorage, region: int, fd_index: int, shm: str =
     raise OperatorError(
         "device_unsupported", f"device: {storage.device.type}, must be cpu or cuda; keep the KV cache there"
     )
+
+
+def export_all(storages: Iterable[torch.UntypedStorage]) -> tuple[tuple[Handle, ...], list[int]]:
+    """Every region's handle, in order, and the fds to send with them: the caller's to close. Raises as `export`."""
+    handles: list[Handle] = []
+    fds: list[int] = []
+    try:
+        for region, storage in enumerate(storages):
+            handle, fd = export(storage, region, len(fds))
+            handles.append(handle)
+            fds += [] if fd is None else [fd]
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return tuple(handles), fds
 
 
 def check_exportable(memory: driver.Allocation, address: int, size_bytes: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvbridge.device import driver
-from kvbridge.device.handles import check_exportable, export
+from kvbridge.device.handles import check_exportable, export, export_all
 from kvbridge.errors import OperatorError
 
 
@@ -88,3 +88,15 @@ def test_imports_nothing_an_engine_may_lack() -> None:
     code += "print(' '.join(sorted(new & {'numpy', 'xxhash', 'zmq', 'nixl', 'triton', 'cuda', 'kvbridge_kernels'})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_exports_every_region_or_leaves_no_descriptor() -> None:
+    good = [torch.zeros(64, dtype=torch.uint8).untyped_storage() for _ in range(3)]
+    handles, fds = export_all(good)
+    assert [(handle.region, handle.fd) for handle in handles] == [(0, 0), (1, 1), (2, 2)] and len(set(fds)) == 3
+    for fd in fds:
+        os.close(fd)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OperatorError, match="must be cpu or cuda"):
+        export_all([*good, torch.empty(64, device="meta").untyped_storage()])
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -91,18 +91,14 @@ class Program:
         self.aside: Any = None
 
     def export(self, kind: str, sizes: list[int]) -> tuple[Any, list[int]]:
-        from kvbridge.device.handles import export
+        from kvbridge.device.handles import export_all
 
         self.regions.clear()
         self.kept.clear()
         torch.cuda.empty_cache()
         torch.cuda.synchronize()  # makes the context, which the driver's own calls need
         made = [getattr(self, f"make_{kind}")(size) for size in sizes]
-        handles, fds = [], []
-        for index, region in enumerate(made):
-            handle, fd = export(region.untyped_storage(), index, len(fds))
-            handles.append(handle)
-            fds += [] if fd is None else [fd]
+        handles, fds = export_all(region.untyped_storage() for region in made)
         self.regions = made
         return json.loads(msgspec.json.encode(handles)), fds
 
