@@ -18,7 +18,7 @@ def described(session: Session) -> str:
 def route_of(session: Session) -> str:
     """The route, what it was measured at, and what stood against the better ones."""
     route, why, probe = session.routed.route, session.routed.why, session.routed.probe
-    rate = f" {probe.bytes_per_s / 1e9:.3g} GB/s" if probe else ""
+    rate = f" {probe.bytes_per_s / 1e9:.3g} GB/s in {probe.size_bytes >> 10} KiB" if probe else ""
     return f"{route}{rate}" + (f" ({why})" if why else "")
 
 

@@ -125,11 +125,12 @@ class AgentProcess:
 
 @contextlib.contextmanager
 def agent(folder: Path, name: str, start_s: float = START_S, **options: Any) -> Iterator[AgentProcess]:
-    """Start an agent, yield it when it serves, end it."""
+    """Start an agent, yield it when it serves, end it. An option that is None is left to the agent's own default."""
     path, log = folder / f"{name}.sock", folder / f"{name}.log"
     chosen = {"socket": path, "listen": "tcp://127.0.0.1:0", "name": name, "metrics": "", "inbound_slots": 8}
     chosen |= {"outbound_slots": 4, "slot_bytes": 65536} | options
-    flags = [part for key, value in chosen.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    said = {key: value for key, value in chosen.items() if value is not None}
+    flags = [part for key, value in said.items() for part in (f"--{key.replace('_', '-')}", str(value))]
     with log.open("ab") as out:
         process = subprocess.Popen(
             [PYTHON, "-m", "kvbridge.cli", "agent", *flags], stdout=out, stderr=subprocess.STDOUT

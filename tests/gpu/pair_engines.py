@@ -182,7 +182,8 @@ class Engines:
         return entered
 
     def _agent(self, name: str, gpu: int) -> contextlib.AbstractContextManager[AgentProcess]:
-        options: dict[str, Any] = {"device": "cpu" if self.is_cpu else f"cuda:{gpu}"}
+        options: dict[str, Any] = dict.fromkeys(("slot_bytes", "inbound_slots", "outbound_slots"))  # as operators have
+        options["device"] = "cpu" if self.is_cpu else f"cuda:{gpu}"
         return agent(self.folder, name, AGENT_START_S, **options | self._agent_options)
 
     def _config(self, side: Side, name: str, attempt: int) -> EngineConfig:
