@@ -17,13 +17,19 @@ from .tables import Work
 from .tiles import ARGUMENTS
 
 
-def gather(chunk: Sequence[Segment] | Chunk, slot: Span, sums: torch.Tensor | None, work: Work) -> None:
-    """Fill the slot with the rows of a chunk and its gaps with zeros; `sums`, int64 [1], becomes the sum64.
+def gather(
+    chunk: Sequence[Segment] | Chunk,
+    slot: Span,
+    sums: torch.Tensor | None,
+    work: Work,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """Fill the slot with the rows of a chunk and its gaps with zeros; the sum64 is added to `sums`, int64 [1].
 
-    Enqueued on the current stream of `work.device`; nothing is allocated or waited for. Places and scales are read
-    before this returns, `work` until the launch has run. ValueError before anything is enqueued.
+    Enqueued on `stream`, or the current one of `work.device`; nothing is allocated or waited for. Places and scales are
+    read before this returns, `work` until the launch has run. ValueError before anything is enqueued.
     """
-    launch.run(gather_tiles, chunk, slot, sums, work, is_gather=True)
+    launch.run(gather_tiles, chunk, slot, sums, work, True, stream)
 
 
 def warm(chunk: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work) -> None:

@@ -18,7 +18,7 @@ from .tables import Work
 
 
 def gather(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, work: Work) -> None:
-    """Fill the slot with the rows of all segments and its gaps with zeros; `sums`, int64 [1], becomes the sum64.
+    """Fill the slot with the rows of all segments and its gaps with zeros; the sum64 is added to `sums`, int64 [1].
 
     ValueError before any byte is written when something does not fit.
     """
@@ -30,7 +30,7 @@ def gather(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, w
     for start, end in gaps(segments, slot.size_bytes):
         whole[start:end].zero_()
     if sums is not None:
-        sums.fill_(sum64(segments, whole))
+        sums.add_(sum64(segments, whole))
 
 
 def rows_in(segment: Segment, slot: torch.Tensor) -> torch.Tensor:

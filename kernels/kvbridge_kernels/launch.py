@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,13 @@ class Launch:
 
 
 def run(
-    function: Any, moved: Sequence[Segment] | Chunk, slot: Span, sums: torch.Tensor | None, work: Work, is_gather: bool
+    function: Any,
+    moved: Sequence[Segment] | Chunk,
+    slot: Span,
+    sums: torch.Tensor | None,
+    work: Work,
+    is_gather: bool,
+    stream: torch.cuda.Stream | None,
 ) -> None:
     """Check, pack, upload, launch."""
     recipe, places = _checked(moved, slot, sums, work)
@@ -62,13 +69,18 @@ def run(
         _launch(function, packed, lists, slot, sums is not None, tables, work, is_gather) for packed in recipe.groups
     ]
     gaps = tables.put(recipe.gaps) if is_gather and len(recipe.gaps) else None
-    if sums is not None:
-        sums.zero_()
-    tables.upload()
-    for launch in launches:
-        _start(function, launch, slot.address, 0 if sums is None else sums.data_ptr(), work)
-    if gaps is not None:
-        clear.start(gaps, len(recipe.gaps) // 2, slot)
+    total = 0 if sums is None else sums.data_ptr()
+    is_known = all(launch.kernel.compiled is not None for launch in launches)
+    if stream is not None and is_known and gaps is None and not tables.must_upload:
+        for launch in launches:  # without making the stream current, which costs as much as a launch
+            _start(function, launch, slot.address, total, work, stream.cuda_stream)
+        return
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        tables.upload()
+        for launch in launches:
+            _start(function, launch, slot.address, total, work)
+        if gaps is not None:
+            clear.start(gaps, len(recipe.gaps) // 2, slot)
 
 
 def warm(
@@ -132,7 +144,7 @@ def _launch(
     return Launch(kernel, tiles, address, columns, table, (group.planes, group.places, form.heads, kernel.row))
 
 
-def _start(function: Any, launch: Launch, slot: int, sums: int, work: Work) -> None:
+def _start(function: Any, launch: Launch, slot: int, sums: int, work: Work, stream: int | None = None) -> None:
     kernel = launch.kernel
     programs = -(-launch.tiles // kernel.tiles)
     grid = (min(launch.tiles, max(programs, work.processors * RESIDENT)), 1, 1)
@@ -140,7 +152,7 @@ def _start(function: Any, launch: Launch, slot: int, sums: int, work: Work) -> N
     if kernel.compiled is None:
         kernel.compiled = function[grid](*arguments, **kernel.constants, num_warps=kernel.warps)
     else:
-        kernel.compiled[grid](*arguments, *kernel.constants.values())
+        kernel.compiled[grid](*arguments, *kernel.constants.values(), stream=stream)
 
 
 def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_gather: bool, work: Work) -> Kernel:

@@ -17,13 +17,19 @@ from .tables import Work
 from .tiles import ARGUMENTS
 
 
-def scatter(chunk: Sequence[Segment] | Chunk, slot: Span, sums: torch.Tensor | None, work: Work) -> None:
-    """Write the rows in the slot to the places of a chunk; `sums`, int64 [1], becomes the sum64 of the slot.
+def scatter(
+    chunk: Sequence[Segment] | Chunk,
+    slot: Span,
+    sums: torch.Tensor | None,
+    work: Work,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """Write the rows in the slot to the places of a chunk; the slot's sum64 is added to `sums`, int64 [1].
 
-    Enqueued on the current stream of `work.device`; nothing is allocated or waited for. Places and scales are read
-    before this returns, `work` until the launch has run. ValueError before anything is enqueued.
+    Enqueued on `stream`, or the current one of `work.device`; nothing is allocated or waited for. Places and scales are
+    read before this returns, `work` until the launch has run. ValueError before anything is enqueued.
     """
-    launch.run(scatter_tiles, chunk, slot, sums, work, is_gather=False)
+    launch.run(scatter_tiles, chunk, slot, sums, work, False, stream)
 
 
 def warm(chunk: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work) -> None:

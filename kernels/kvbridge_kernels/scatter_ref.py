@@ -23,7 +23,7 @@ LONG_RUN = 2048
 
 
 def scatter(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, work: Work) -> None:
-    """Write the rows in the slot to the places of all segments; `sums`, int64 [1], becomes the sum64 of the slot.
+    """Write the rows in the slot to the places of all segments; the slot's sum64 is added to `sums`, int64 [1].
 
     ValueError before any byte is written when something does not fit.
     """
@@ -31,7 +31,7 @@ def scatter(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, 
         chunk.check(segment, slot)
     whole = slot.on_cpu()
     if sums is not None:
-        sums.fill_(sum64(segments, whole))
+        sums.add_(sum64(segments, whole))
     for segment in segments:
         scatter_rows(segment.field, segment.places, rows_in(segment, whole), segment.cast, work.scratch)
 

@@ -58,8 +58,8 @@ class Tables:
     def __init__(self, work: Work, slot_bytes: int) -> None:
         self._work = work
         self.used = 0
-        self._is_in_place = slot_bytes <= IN_PLACE_BYTES
-        self.address = (work.host if self._is_in_place else work.table).data_ptr()
+        self.must_upload = work.table is not work.host and slot_bytes > IN_PLACE_BYTES
+        self.address = (work.table if self.must_upload else work.host).data_ptr()
 
     def take(self, words: int) -> tuple[Offsets, int]:
         """Room for `words`, and its address for the kernels. ValueError if they are too many."""
@@ -83,5 +83,5 @@ class Tables:
     def upload(self) -> None:
         """At most one copy on the current stream."""
         work = self._work
-        if work.table is not work.host and not self._is_in_place:
+        if self.must_upload:
             work.table[: self.used].copy_(work.host[: self.used], non_blocking=True)

@@ -28,6 +28,7 @@ from ..exchange.outbound import Outbound
 from ..exchange.slots import LocalSlots, SlotPool
 from ..transport.control import Control, Settings
 from ..transport.local import LocalConnection, LocalServer
+from .attachment import Attachment
 from .engines import Engines
 from .equipment import equip
 from .metrics import Gauges, Metrics
@@ -190,8 +191,11 @@ class Agent:
     def on_late(self, ship: Ship, reason: str) -> None:
         self.source.on_late(ship, reason)
 
-    def on_landed(self, notice: Notice) -> None:
-        self.sink.on_landed(notice)
+    def landed(self, notice: Notice) -> tuple[Scatter, Attachment] | None:
+        return self.sink.landed(notice)
+
+    def on_dropped(self, notice: Notice) -> None:
+        self.sink.on_dropped(notice)
 
     def on_foreign_notice(self, code: str) -> None:
         self.metrics.rejected(code)

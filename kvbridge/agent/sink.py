@@ -1,13 +1,15 @@
 """The sink's story: our engine wants tokens, other agents bring them, we put them into its blocks.
 
-A want comes in (`want`), sessions open (`opened`), chunks land in our slots (`on_landed`), are scattered
-(`on_scattered`), and the engine is told. What to do is decided by exchange.inbound; here it is done.
+A want comes in (`want`), sessions open (`opened`), chunks land in our slots (`landed`), are scattered (`on_scattered`),
+and the engine is told. What to do is decided by exchange.inbound; here it is done.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
+from typing import ParamSpec
 
 from kvbridge_proto.engine import Done, Failed, ToEngine, Want
 from kvbridge_proto.peer import Drained, Failing, Notice, Ready, Refuse
@@ -22,9 +24,11 @@ from .peers import Peers
 
 log = logging.getLogger("kvbridge.sink")
 
+P = ParamSpec("P")
+
 
 class Sink:
-    """Runs on the loop. `attached` is what the engine attached, or None."""
+    """Runs on the loop, but for `landed`. `attached` is what the engine attached, or None."""
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Sink:
         self._metrics = metrics
         self._tell = tell
         self._clock = clock
+        self._deciding = threading.Lock()
 
     # The engine:
 
@@ -54,13 +59,13 @@ class Sink:
             want.end_token,
             want.source,
         )
-        self._do(self._inbound.want(want, home, self._clock()))
+        self._do(self._inbound.want, want, home, self._clock())
 
     def abandon(self, request: str) -> None:
-        self._do(self._inbound.abandon(request, self._clock()))
+        self._do(self._inbound.abandon, request, self._clock())
 
     def engine_left(self) -> None:
-        self._do(self._inbound.engine_left(self._clock()))
+        self._do(self._inbound.engine_left, self._clock())
 
     # Other agents:
 
@@ -70,43 +75,52 @@ class Sink:
             self._mover.warm(self.attached, session.planner.samples(session.slot_bytes, is_source=False))
 
     def opened(self, address: str, session: Session) -> None:
-        self._do(self._inbound.opened(address, session, self._clock()))
+        self._do(self._inbound.opened, address, session, self._clock())
 
     def unreachable(self, address: str, code: str, reason: str) -> None:
-        self._do(self._inbound.unreachable(address, code, reason, self._clock()))
+        self._do(self._inbound.unreachable, address, code, reason, self._clock())
 
     def from_source(self, address: str, body: Ready | Failing | Drained | Refuse) -> None:
-        now = self._clock()
+        now, inbound = self._clock(), self._inbound
         match body:
             case Ready(transfer=transfer, chunks=chunks):
-                self._do(self._inbound.ready(address, transfer, chunks))
+                self._do(inbound.ready, address, transfer, chunks)
             case Failing(transfer=transfer, code=code, reason=reason):
-                self._do(self._inbound.failing(address, transfer, code, reason, now))
+                self._do(inbound.failing, address, transfer, code, reason, now)
             case Drained(transfer=transfer, code=code, reason=reason):
-                self._do(self._inbound.drained(address, transfer, code, reason, now))
+                self._do(inbound.drained, address, transfer, code, reason, now)
             case Refuse(about=transfer, code=code, reasons=reasons):  # a refused claim is never written for
-                self._do(self._inbound.drained(address, transfer, code, "; ".join(reasons), now))
+                self._do(inbound.drained, address, transfer, code, "; ".join(reasons), now)
 
     # The mover:
 
-    def on_landed(self, notice: Notice) -> None:
-        actions = self._inbound.landed(notice)
-        if not actions:
-            log.warning("late or foreign write dropped: transfer=%s slot=%d", notice.transfer, notice.slot)
-            self._metrics.late_write()
-        self._do(actions)
+    def landed(self, notice: Notice) -> tuple[Scatter, Attachment] | None:
+        """What to do with a chunk that came in, None if it is to be dropped. On the mover's thread."""
+        with self._deciding:
+            scatter, attached = self._inbound.landed(notice), self.attached
+        if scatter is None:
+            return None
+        assert attached is not None
+        return scatter, attached
+
+    def on_dropped(self, notice: Notice) -> None:
+        log.warning("late or foreign write dropped: transfer=%s slot=%d", notice.transfer, notice.slot)
+        self._metrics.late_write()
 
     def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None:
         if failure is None:
             self._metrics.chunk("sink", size_bytes)
-        self._do(self._inbound.scattered(scatter.transfer, scatter.slot, failure, self._clock()))
+        self._do(self._inbound.scattered, scatter.transfer, scatter.slot, failure, self._clock())
 
     def tick(self) -> None:
-        self._do(self._inbound.tick(self._clock()))
+        self._do(self._inbound.tick, self._clock())
 
     # Doing:
 
-    def _do(self, actions: list[Action]) -> None:
+    def _do(self, decide: Callable[P, list[Action]], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Let the exchange decide, alone; then do what it says."""
+        with self._deciding:
+            actions = decide(*args, **kwargs)
         for action in actions:
             match action:
                 case Reach(address=address):
@@ -116,12 +130,9 @@ class Sink:
                 case Send(peer=address, body=body):
                     self._peers.send_to_source(address, body)
                 case Tell(message=message):
-                    self._told(message)
                     self._tell(message)
-                case Scatter():
-                    assert self.attached is not None
-                    self._mover.scatter(action, self.attached)
-        self._mover.expect(self._inbound.slots.counts().lent)
+                    self._told(message)
+        self._mover.expect(self._inbound.slots.lent)
 
     def _told(self, message: ToEngine) -> None:
         match message:

@@ -34,10 +34,22 @@ class _Bundle:
     """What one move needs besides its slot."""
 
     work: Work
-    sums: torch.Tensor  # int64 [1] on the GPU
+    sums: torch.Tensor  # int64 [1] on the GPU: the digests of all its moves so far, added up
     total: torch.Tensor  # the same, pinned
+    before: int = 0  # what it was when the last move was over
     halfway: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     end: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+    def fetch(self, stream: torch.cuda.Stream) -> None:
+        """Enqueue: the total as it is then."""
+        size_bytes = self.total.itemsize
+        driver.copy_to_host(self.total.data_ptr(), self.sums.data_ptr(), size_bytes, stream.cuda_stream)
+
+    def digest(self) -> int:
+        """Of the move that is over now. Sums are never set back: a launch less, and it would have to come first."""
+        total = int(self.total)
+        found, self.before = (total - self.before) % (1 << 64), total
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +100,9 @@ class GpuPorter:
         host: Span | None = None,
     ) -> int:
         def enqueue(bundle: _Bundle) -> None:
-            with pool.hold() as regions, torch.cuda.stream(self._out):
-                gather_rows(self._chunk(pool, regions, part, slot), slot, bundle.sums, bundle.work)
-                bundle.total.copy_(bundle.sums, non_blocking=True)
+            with pool.hold() as regions:
+                gather_rows(self._chunk(pool, regions, part, slot), slot, bundle.sums, bundle.work, self._out)
+            bundle.fetch(self._out)
             if host is None:
                 bundle.end.record(self._out)
                 return
@@ -115,9 +127,9 @@ class GpuPorter:
                 driver.copy_to_device(slot.address, host.address, slot.size_bytes, self._up.cuda_stream)
                 bundle.halfway.record(self._up)
                 self._in.wait_event(bundle.halfway)
-            with pool.hold() as regions, torch.cuda.stream(self._in):
-                scatter_rows(self._chunk(pool, regions, part, slot), slot, bundle.sums, bundle.work)
-                bundle.total.copy_(bundle.sums, non_blocking=True)
+            with pool.hold() as regions:
+                scatter_rows(self._chunk(pool, regions, part, slot), slot, bundle.sums, bundle.work, self._in)
+            bundle.fetch(self._in)
             bundle.end.record(self._in)
 
         return self._begin(enqueue, pool, expected, True)
@@ -155,7 +167,7 @@ class GpuPorter:
             if not move.bundle.end.query():
                 self._moves.append(move)
                 continue
-            digest = int(move.bundle.total.item()) & (2**64 - 1) if move.has_digest else 0
+            digest = move.bundle.digest() if move.has_digest else 0
             over.append(compared(move.ticket, digest, move.expected))
             self._bundles.append(move.bundle)
         return over
@@ -195,6 +207,7 @@ class GpuPorter:
             try:
                 for stream in (self._out, self._down, self._in, self._up):
                     stream.synchronize()
+                bundle.before = int(bundle.sums)
             except RuntimeError as error:
                 raise DeviceLost(str(error)) from error
             self._bundles.append(bundle)

@@ -76,4 +76,4 @@ class Ship:
     fence: int
 
 
-Action = Reach | Ask | Send | Tell | Scatter | Ship
+Action = Reach | Ask | Send | Tell | Ship

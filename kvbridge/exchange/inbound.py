@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from kvbridge_proto.engine import Done, Failed, Want
 from kvbridge_proto.peer import Cancel, Claim, Grant, Lease, Notice, Settled, Take
 
-from ..errors import KVBridgeError, PeerError
+from ..errors import KVBridgeError
 from ..geometry.plan import Plan
-from ..geometry.shard import assign
-from .actions import Action, Ask, Reach, Send, Tell
+from .actions import Action, Ask, Reach, Scatter, Send, Tell
+from .givers import Givers
 from .intake import (
     INTAKE_TABLE,
     WANT_TABLE,
@@ -46,6 +46,7 @@ class Inbound:
         self.late_writes = 0
         self._new_id = new_id
         self._new_token = new_token
+        self._givers = Givers()
         self._sessions: dict[str, Session] = {}
         self._boots: dict[str, str] = {}
         self._wanted_by: dict[str, Wanted] = {}  # transfer -> its want
@@ -106,6 +107,7 @@ class Inbound:
         """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
         waiting = [w for w in self.wants.values() if w.state is WantState.REACHING and address in self._needed(w)]
         self._sessions.pop(address, None)
+        self._givers.forget(address)
         hurt = {wanted.want.request: wanted for wanted in waiting}
         for transfer, wanted in list(self._wanted_by.items()):
             intake = wanted.intakes[transfer]
@@ -130,19 +132,19 @@ class Inbound:
         intake.ready = max(intake.ready, min(chunks, intake.plan.chunks))
         return self._pump()
 
-    def landed(self, notice: Notice) -> list[Action]:
-        """A chunk came in. It counts only if everything matches; anything else is counted and dropped."""
+    def landed(self, notice: Notice) -> Scatter | None:
+        """A chunk came in. It counts only if everything matches; anything else is counted and dropped: None."""
         wanted = self._wanted_by.get(notice.transfer)
         intake = wanted.intakes.get(notice.transfer) if wanted else None
         if wanted is None or intake is None or not matches(notice, wanted, intake):
             self.late_writes += 1
-            return []
+            return None
         if not self.slots.land(notice.slot, notice.generation, notice.transfer):
             self.late_writes += 1
-            return []
+            return None
         intake.landed.add(notice.chunk)
         wanted.scattering += 1
-        return [scatter_of(notice, wanted, intake)]
+        return scatter_of(notice, wanted, intake)
 
     def scattered(self, transfer: str, slot: int, failure: tuple[str, str] | None, now: float) -> list[Action]:
         """The mover is through with a landed slot; `failure` is (code, reason) if its rows were not taken over."""
@@ -155,11 +157,11 @@ class Inbound:
             return self._fail(wanted, *failure, now) + self._pump()
         intake = wanted.intakes[transfer]
         intake.scattered += 1
-        actions: list[Action] = []
+        settled: list[Action] = []
         if intake.scattered == intake.plan.chunks:
             self._end_intake(intake, IntakeEvent.FINISH, now)
-            actions.append(Send(intake.address, Settled(transfer=transfer)))
-        return actions + self._finish_if_complete(wanted, now) + self._pump()
+            settled.append(Send(intake.address, Settled(transfer=transfer)))
+        return self._finish_if_complete(wanted, now) + settled + self._pump()  # our engine waits: it hears first
 
     def failing(self, address: str, transfer: str, code: str, reason: str, now: float) -> list[Action]:
         """The source gives up; writes may still be under way."""
@@ -228,8 +230,7 @@ class Inbound:
     def _claim(self, wanted: Wanted, sessions: Mapping[str, Session], now: float) -> list[Action]:
         """Everybody is there: say who gives what. Raises KVBridgeError before anything has changed."""
         want, home = wanted.want, wanted.home
-        _check_ranks(list(sessions.values()))
-        takes = assign([session.peer_pool for session in sessions.values()], home.pool)
+        takes = self._givers.takes(want.source, list(sessions.values()), home.pool)
         if want.first_token == want.end_token:
             takes = tuple(() for _ in takes)
         plans = [
@@ -382,18 +383,6 @@ class Inbound:
         done = sum(intake.scattered for intake in wanted.intakes.values())
         total = sum(intake.plan.chunks for intake in wanted.intakes.values())
         return f"deadline_s: {wanted.want.deadline_s} passed with {done} of {total} chunks"
-
-
-def _check_ranks(sessions: list[Session]) -> None:
-    """Raises PeerError unless these are all the ranks of one engine."""
-    first = sessions[0].peer_pool
-    for session in sessions:
-        if session.peer_pool.engine.id != first.engine.id:
-            reason = f"engine.id: {first.engine.id} at the first agent, {session.peer_pool.engine.id} at another"
-            raise PeerError("source_ranks_mismatch", reason)
-    found = sorted(rank_index(session.peer_pool) for session in sessions)
-    if found != list(range(engine_ranks(first))):
-        raise PeerError("source_ranks_mismatch", f"ranks: expected {engine_ranks(first)}, the agents hold {found}")
 
 
 def _failed(request: str, code: str, reason: str) -> Tell:

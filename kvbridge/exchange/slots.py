@@ -71,6 +71,10 @@ class SlotPool:
     def free(self) -> int:
         return len(self._free)
 
+    @property
+    def lent(self) -> int:
+        return sum(slot.state is _L for slot in self._slots)
+
     def counts(self) -> SlotCounts:
         states = [slot.state for slot in self._slots]
         return SlotCounts(

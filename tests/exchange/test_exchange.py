@@ -249,11 +249,11 @@ def test_a_landed_chunk_counts_only_if_every_field_matches(field: str) -> None:
     inbound = world.sinks[0].inbound
     assert world.notices and not inbound.late_writes
     true = world.notices[0]
-    assert inbound.landed(replace(true, **{field: NOTICE_LIES[field]})) == []
+    assert inbound.landed(replace(true, **{field: NOTICE_LIES[field]})) is None
     assert inbound.late_writes == 1 and inbound.slots.counts().landed == 0
-    (scatter,) = inbound.landed(true)
-    assert scatter.chunk == true.chunk
-    assert inbound.landed(replace(true, slot=world.notices[1].slot, generation=1)) == []  # the same chunk again
+    scatter = inbound.landed(true)
+    assert scatter is not None and scatter.chunk == true.chunk
+    assert inbound.landed(replace(true, slot=world.notices[1].slot, generation=1)) is None  # the same chunk again
     assert inbound.late_writes == 2
 
 

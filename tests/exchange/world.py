@@ -172,8 +172,6 @@ class World:
                     node.told.append(message)
                 case Ship():
                     self.later("gather", lambda s=action: self._gathered(node, s))
-                case Scatter():
-                    self.later("scatter", lambda s=action: self._scattered(node, s))
 
     def later(self, kind: str, event: Callable[[], None]) -> None:
         self.events.append((kind, event))
@@ -270,9 +268,13 @@ class World:
             digest=0,
         )
         self.notices.append(notice)
-        self.later("notice", lambda: self.do(sink, sink.inbound.landed(notice)))
+        self.later("notice", lambda: self._landed(sink, notice))
         if not source.is_dead:
             self.later("end", lambda: self.do(source, source.outbound.shipped(ship.transfer, ship.local, None)))
+
+    def _landed(self, sink: Node, notice: Notice) -> None:
+        if not sink.is_dead and (scatter := sink.inbound.landed(notice)) is not None:
+            self.later("scatter", lambda: None if sink.is_dead else self._scattered(sink, scatter))
 
     def _scattered(self, sink: Node, scatter: Scatter) -> None:
         self.scatters[scatter.transfer, scatter.chunk] += 1

@@ -139,8 +139,7 @@ def test_work_and_recipe_are_used_again_on_another_stream() -> None:
         memory.copy_(copied[0].field.memory)
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            gather(recipe.at([segments[0].places]), span, sums, work)
+        gather(recipe.at([segments[0].places]), span, sums, work, stream)
         stream.synchronize()
         gather_ref.gather(segments, wanted_span, None, Work("cpu"))
         assert torch.equal(found.cpu(), wanted)

@@ -117,7 +117,7 @@ def test_twins_fill_a_chunk_and_put_it_back() -> None:
     memory = emptied[0].field.memory
     for segment in emptied:
         memory[torch.from_numpy(addresses(segment.field, segment.places.index.tolist()).reshape(-1))] = POISON
-    scatter_ref.scatter(emptied, span, sums, Work("cpu"))
+    scatter_ref.scatter(emptied, span, sums.zero_(), Work("cpu"))
     assert torch.equal(memory, segments[0].field.memory) and int(sums) == sum64(segments, slot)
 
 
