@@ -102,6 +102,9 @@ def _check_model(pool: Pool, plane: Plane) -> Iterator[str]:
         yield f"layer: {plane.layer}, the model has {len(pool.model.layers)}"
         return
     layer = pool.model.layers[plane.layer]
+    if layer is None:
+        yield f"layer: {plane.layer} has a plane, the model says nothing of it"
+        return
     if plane.first_head + plane.heads > plane.total_heads:
         yield f"heads: {plane.heads} from {plane.first_head} on, total_heads {plane.total_heads}"
     if plane.part in ("k", "v"):
