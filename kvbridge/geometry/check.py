@@ -7,6 +7,7 @@ from math import isfinite, prod
 
 from kvbridge_proto.pool import Group, Plane, Pool, Step
 
+from .comb import MOST_PERIOD, period_of
 from .wire import PLAIN
 
 MOST_REASONS = 32
@@ -56,6 +57,11 @@ def _check_shard(pool: Pool) -> Iterator[str]:
     ):
         if rank >= size:
             yield f"{axis}_rank: {rank}, {axis}_size {size}"
+    if (period := period_of(shard)) > MOST_PERIOD:
+        yield (
+            f"cp_interleave: {shard.cp_interleave}, with cp_size {shard.cp_size} a period of {period} tokens, "
+            f"at most {MOST_PERIOD}"
+        )
 
 
 def _check_layers(pool: Pool) -> Iterator[str]:

@@ -117,6 +117,14 @@ def test_a_plane_of_an_unknown_layer_is_no_pool() -> None:
     assert check_pool(unknown)[0].endswith("layer: 1 has a plane, the model says nothing of it")
 
 
+def test_a_period_beyond_bounds_is_no_pool() -> None:
+    pool = describe(SHAPE)
+    assert check_pool(change(pool, shard=Shard(cp_size=2, cp_interleave=1 << 19))) == ()
+    assert check_pool(change(pool, shard=Shard(cp_size=3, cp_interleave=1 << 19))) == (
+        "cp_interleave: 524288, with cp_size 3 a period of 1572864 tokens, at most 1048576",
+    )
+
+
 def test_a_packed_row_moves_to_its_like_only() -> None:
     rows = replace(SHAPE, codec="opaque", key_width=656, value_width=656)
     pool = describe(rows)
