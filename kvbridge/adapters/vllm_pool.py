@@ -17,8 +17,8 @@ from kvbridge_proto.pool import (
     CodecName,
     Engine,
     Group,
+    GroupKind,
     Layer,
-    LayerKind,
     Model,
     Plane,
     Pool,
@@ -43,7 +43,7 @@ CODECS: dict[torch.dtype, CodecName] = {
     torch.float8_e4m3fn: "fp8_e4m3",
     torch.float8_e5m2: "fp8_e5m2",
 }
-KINDS: dict[str, LayerKind] = {
+KINDS: dict[str, GroupKind] = {
     "FullAttentionSpec": "full",
     "SlidingWindowSpec": "sliding",
     "ChunkedLocalAttentionSpec": "chunked",
@@ -92,7 +92,7 @@ class Member:
     attention: Any
 
     @property
-    def kind(self) -> LayerKind:
+    def kind(self) -> GroupKind:
         return KINDS[type(self.spec).__name__]
 
     @property

@@ -18,12 +18,14 @@ from kvbridge_proto.engine import (
     Abandon,
     Attach,
     Attached,
+    Decline,
     Detach,
     Detached,
     Directory,
     Offer,
     Refused,
     Released,
+    Rescale,
     ToAgent,
     ToEngine,
     Want,
@@ -162,6 +164,10 @@ class Engines:
                 self.sink.want(message, home)
             case Abandon(request=request):
                 self.sink.abandon(request)
+            case Rescale() | Decline():
+                about = f"{'rescale' if isinstance(message, Rescale) else 'decline'} {message.revision}"
+                reason = f"{about}: this agent does not change scales yet"
+                connection.send(Refused(code="not_served", reasons=(reason,), about=about))
             case Detach():
                 await self.leave("detached")
                 connection.send(Detached(epoch=home.epoch))

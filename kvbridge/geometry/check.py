@@ -7,6 +7,7 @@ from math import isfinite, prod
 
 from kvbridge_proto.pool import Group, Plane, Pool, Step
 
+from .comb import MOST_PERIOD, period_of
 from .wire import PLAIN
 
 MOST_REASONS = 32
@@ -56,6 +57,11 @@ def _check_shard(pool: Pool) -> Iterator[str]:
     ):
         if rank >= size:
             yield f"{axis}_rank: {rank}, {axis}_size {size}"
+    if (period := period_of(shard)) > MOST_PERIOD:
+        yield (
+            f"cp_interleave: {shard.cp_interleave}, with cp_size {shard.cp_size} a period of {period} tokens, "
+            f"at most {MOST_PERIOD}"
+        )
 
 
 def _check_layers(pool: Pool) -> Iterator[str]:
@@ -102,6 +108,9 @@ def _check_model(pool: Pool, plane: Plane) -> Iterator[str]:
         yield f"layer: {plane.layer}, the model has {len(pool.model.layers)}"
         return
     layer = pool.model.layers[plane.layer]
+    if layer is None:
+        yield f"layer: {plane.layer} has a plane, the model says nothing of it"
+        return
     if plane.first_head + plane.heads > plane.total_heads:
         yield f"heads: {plane.heads} from {plane.first_head} on, total_heads {plane.total_heads}"
     if plane.part in ("k", "v"):

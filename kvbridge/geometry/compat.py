@@ -71,6 +71,8 @@ def _other_model(source: Model, sink: Model) -> Iterator[Difference]:
     if len(source.layers) != len(sink.layers):
         return
     for index, (ours, theirs) in enumerate(zip(source.layers, sink.layers, strict=True)):
+        if ours is None or theirs is None:
+            continue
         for name in Layer.__struct_fields__:
             yield Difference(name, getattr(ours, name), getattr(theirs, name), f"layer {index}")
 

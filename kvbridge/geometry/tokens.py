@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 from kvbridge_proto.pool import Group
 from kvbridge_proto.words import Blocks
 
 from ..errors import EngineError
-
-Places = npt.NDArray[np.int64]
+from .comb import Places as Places
 
 
 def _nothing() -> Places:

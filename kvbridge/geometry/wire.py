@@ -7,6 +7,20 @@ from kvbridge_proto.pool import Codec
 
 # One number per element, with a scale at most: any of these can become any other.
 PLAIN = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
+# One fp32 scale beside each row -> what the numbers of the row are.
+ROW_SCALED = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
+# The scales of these are rows of another plane of the layer, part `<part>_scale`.
+SCALED_ROWS = {*ROW_SCALED, "int4_row_scale", "mxfp8_e4m3", "nvfp4", "fp8_ds_v4"}
+
+
+def is_scale(part: str) -> bool:
+    """True if a plane of this part holds the scales of another's rows."""
+    return part.endswith("_scale")
+
+
+def base_name(codec: Codec) -> str:
+    """What the numbers of a row are, whatever scales it."""
+    return ROW_SCALED.get(codec.name, codec.name)
 
 
 def scales_of(codec: Codec, first_head: int, heads: int) -> tuple[float, ...]:
@@ -21,6 +35,16 @@ def is_same_row(ours: Codec, theirs: Codec) -> bool:
         (ours.name, ours.width, ours.element_bytes, ours.row_bytes)
         == (theirs.name, theirs.width, theirs.element_bytes, theirs.row_bytes)
     )
+
+
+def can_convert(source: Codec, sink: Codec) -> bool:
+    """True if rows of the one can become rows of the other, scales and all."""
+    if is_same_row(source, sink):
+        return True
+    names = {source.name, sink.name}
+    if source.width != sink.width:
+        return False
+    return names <= {*PLAIN, *ROW_SCALED} or ("fp8_ds_mla" in names and names <= {*PLAIN, "fp8_ds_mla"})
 
 
 def is_same_scales(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:

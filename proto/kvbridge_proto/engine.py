@@ -6,11 +6,11 @@ engine's own request ids, rooms by whatever both engines were told (for vLLM the
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .pool import Count, Handle, Name, Pool
+from .pool import Count, Handle, Name, Pool, Positive
 from .status import Status, StatusQuery
 from .words import Address, Agent, Blocks, Code, Rank, Reasons, Room, Seconds, VersionRange
 
@@ -18,17 +18,32 @@ Request = Annotated[str, Meta(min_length=1, max_length=256)]
 Tables = Annotated[tuple[Blocks, ...], Meta(max_length=256)]
 
 
+class Scales(Struct, frozen=True, array_like=True):
+    """The scales of one plane, as in `Codec.scales`: one for the plane or one per head."""
+
+    layer: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    part: Annotated[str, Meta(max_length=32)]
+    scales: Annotated[tuple[float, ...], Meta(min_length=1, max_length=4096)]
+
+
+NewScales = Annotated[tuple[Scales, ...], Meta(max_length=65536)]
+
+
 class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     """Here is my memory. Answered by Attached or Refused.
 
     `fence_fd` is the place, beside the message, of a descriptor of one shared page whose first 8 bytes count what my
     stream has finished; without it every Offer and Want is about work that is finished already.
+
+    `policy` says what becomes of rows that come under other scales than mine: requantized to mine, or I am asked
+    (Adopt) to take theirs.
     """
 
     versions: VersionRange
     pool: Pool
     handles: Annotated[tuple[Handle, ...], Meta(max_length=4096)]
     fence_fd: Annotated[int, Meta(ge=0, lt=64)] | None = None
+    policy: Literal["requantize", "adopt"] = "requantize"
 
 
 class Directory(Struct, frozen=True, kw_only=True, tag="directory"):
@@ -85,6 +100,24 @@ class Abandon(Struct, frozen=True, kw_only=True, tag="abandon"):
     reason: Annotated[str, Meta(max_length=1024)] = ""
 
 
+class Rescale(Struct, frozen=True, kw_only=True, tag="rescale"):
+    """From here on rows are written under these scales. Answered by Rescaled or Refused.
+
+    `revision` grows with each. Planes that are not named keep theirs. What was planned before fails with `rescaled`,
+    and offers made before are over.
+    """
+
+    revision: Positive
+    scales: NewScales
+
+
+class Decline(Struct, frozen=True, kw_only=True, tag="decline"):
+    """I do not take the scales of the Adopt of this revision; wants that wait for them fail."""
+
+    revision: Positive
+    reason: Annotated[str, Meta(max_length=1024)]
+
+
 class Detach(Struct, frozen=True, kw_only=True, tag="detach"):
     """I am leaving, or my memory is about to change. The agent unmaps it and answers Detached."""
 
@@ -100,7 +133,10 @@ class Detached(Struct, frozen=True, kw_only=True, tag="detached"):
 
 
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
-    """Your last message was not accepted; `about` names the request, or is empty for the connection."""
+    """Your last message was not accepted.
+
+    `about` names the request, or the revision (`rescale 3`), or is empty for the connection.
+    """
 
     code: Code
     reasons: Reasons
@@ -131,5 +167,19 @@ class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
     reason: Annotated[str, Meta(max_length=1024)]
 
 
-ToAgent = Attach | Directory | Offer | Withdraw | Want | Abandon | Detach | StatusQuery
-ToEngine = Attached | Detached | Refused | Released | Done | Failed | Status
+class Rescaled(Struct, frozen=True, kw_only=True, tag="rescaled"):
+    """The scales of this revision hold, under a new epoch."""
+
+    revision: Count
+    epoch: Count
+
+
+class Adopt(Struct, frozen=True, kw_only=True, tag="adopt"):
+    """A source has these scales for your planes. Answered by Rescale of the same revision, or by Decline."""
+
+    revision: Positive
+    scales: NewScales
+
+
+ToAgent = Attach | Directory | Offer | Withdraw | Want | Abandon | Rescale | Decline | Detach | StatusQuery
+ToEngine = Attached | Detached | Refused | Released | Done | Failed | Rescaled | Adopt | Status

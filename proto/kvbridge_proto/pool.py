@@ -24,10 +24,17 @@ CodecName = Literal[
     "int8",
     "int8_row_scale",
     "fp8_row_scale",
+    "int4_row_scale",
+    "mxfp8_e4m3",
+    "nvfp4",
     "fp8_ds_mla",
+    "fp8_ds_v4",
+    "fp8_ds_v41",
+    "nvfp4_ds_mla",
     "opaque",
 ]
 LayerKind = Literal["full", "sliding", "chunked", "mla", "state"]
+GroupKind = Literal["full", "sliding", "chunked", "state"]
 HandleKind = Literal["shm_fd", "cuda_ipc", "vmm_fd"]
 
 
@@ -42,8 +49,11 @@ class Codec(Struct, frozen=True, kw_only=True):
     """How `width` numbers become one row of `row_bytes` bytes.
 
     scales: empty (none), one for the plane, or one per head of the plane; value = stored * scale.
-    Inline scales are part of the row and belong to the codec's name. `element_bytes` is the unit that the
-    plane's element axis counts; a packed row (`fp8_ds_mla`, `opaque`) counts single bytes.
+    A codec whose scales lie in memory, one or more for each row (`*_row_scale`, `mxfp8_e4m3`, `nvfp4`, `fp8_ds_v4`),
+    keeps them in another plane of the layer, part `<part>_scale`, and `row_bytes` is without them. Three codecs are
+    whole rows with all they need inside: `fp8_ds_mla` (656 bytes), `fp8_ds_v41` (528), `nvfp4_ds_mla` (352).
+    `element_bytes` is the unit that the plane's element axis counts; a packed row (`fp8_ds_mla`, `opaque`) counts
+    single bytes.
     """
 
     name: CodecName
@@ -79,9 +89,14 @@ class Plane(Struct, frozen=True, kw_only=True):
 
 
 class Group(Struct, frozen=True, kw_only=True):
-    """Planes that share a block table. `window` is in tokens, 0 for none."""
+    """Planes that share a block table. `window` is in tokens, 0 for none.
 
-    kind: LayerKind
+    `kind` says which tokens are kept; a layer of kind `mla` lies in a `full` or a `sliding` group. In a `state` group a
+    block is one row (a plane's `token_axis` counts one place) and the state after t tokens lies in entry
+    `(t - 1) // block_tokens`.
+    """
+
+    kind: GroupKind
     block_tokens: Positive
     blocks: Positive
     window: Count = 0
@@ -90,7 +105,9 @@ class Group(Struct, frozen=True, kw_only=True):
 class Shard(Struct, frozen=True, kw_only=True):
     """Which rank of its engine this is. Layers and heads are spelled on the planes; tokens are split here.
 
-    With `cp_size` > 1, token i belongs to rank `(i // cp_interleave) % cp_size`.
+    With `cp_size` > 1, token i belongs to rank `(i // cp_interleave) % cp_size`. `tp_rank` counts all ranks of a
+    pipeline stage, those of prefill context parallelism one after another (`pcp_rank * tp + tp_rank`); `cp_rank` and
+    `cp_size` say only which tokens a rank holds.
     """
 
     tp_rank: Count = 0
@@ -114,10 +131,13 @@ class Layer(Struct, frozen=True, kw_only=True):
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """The identity of a cache: two pools are of one model when these are equal."""
+    """The identity of a cache: two pools are of one model when these are equal.
+
+    A layer is None where this rank does not know it, being on another pipeline rank.
+    """
 
     name: Name
-    layers: Annotated[tuple[Layer, ...], Meta(max_length=4096)]
+    layers: Annotated[tuple[Layer | None, ...], Meta(max_length=4096)]
 
 
 class Engine(Struct, frozen=True, kw_only=True):

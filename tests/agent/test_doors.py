@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kvbridge_proto.engine import Done, Failed, Refused
+from kvbridge_proto.engine import Decline, Done, Failed, Refused, Rescale, Scales
 from kvbridge_proto.words import VersionRange
 from msgspec.structs import replace
 
@@ -123,6 +123,16 @@ def test_blocks_that_cannot_be_fail_the_request_alone(pair: Pair) -> None:
     assert released.code == "block_out_of_range" and "999" in released.reason
     pair.source.offer("few", [1], 100)
     assert pair.source.released("few").code == "blocks_too_few"
+    pair.works()
+
+
+def test_new_scales_are_refused_by_name(pair: Pair) -> None:
+    for about, message in (
+        ("rescale 3", Rescale(revision=3, scales=(Scales(0, "k", (0.5,)),))),
+        ("decline 2", Decline(revision=2, reason="no")),
+    ):
+        pair.sink.client.send(message)
+        assert pair.sink.client.wait(Refused, request=about).code == "not_served"
     pair.works()
 
 

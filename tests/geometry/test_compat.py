@@ -93,11 +93,36 @@ def test_refuses_context_parallel_by_name() -> None:
     assert reasons(pool, split) == ("cp_size: source 1, sink 2; only 1 and 1 can be moved yet",)
 
 
-@pytest.mark.parametrize("kind", ["sliding", "chunked", "mla", "state"])
+@pytest.mark.parametrize("kind", ["sliding", "chunked", "state"])
 def test_refuses_other_kinds_of_group_by_name(kind: Any) -> None:
     pool = describe(SHAPE)
     other = change(pool, groups=(change(pool.groups[0], kind=kind),))
     assert reasons(other, pool) == (f"kind: source {kind}, sink full; only full can be moved yet",)
+
+
+def test_a_layer_that_one_side_does_not_know_is_not_compared() -> None:
+    """A rank knows the layers of its own pipeline stage only."""
+    first, last = (describe(replace(SHAPE, pp_size=2), pp_rank=rank) for rank in range(2))
+    mine = change(first, model=change(first.model, layers=(first.model.layers[0], None)))
+    yours = change(last, model=change(last.model, layers=(None, last.model.layers[1])))
+    assert check_pool(mine) == check_pool(yours) == ()
+    assert not isinstance(verdict(mine, yours), Incompatible)
+    wide = describe(replace(SHAPE, key_width=96))
+    assert "key_width: source 32, sink 96 (layer 0)" in reasons(mine, wide)
+
+
+def test_a_plane_of_an_unknown_layer_is_no_pool() -> None:
+    pool = describe(SHAPE)
+    unknown = change(pool, model=change(pool.model, layers=(pool.model.layers[0], None)))
+    assert check_pool(unknown)[0].endswith("layer: 1 has a plane, the model says nothing of it")
+
+
+def test_a_period_beyond_bounds_is_no_pool() -> None:
+    pool = describe(SHAPE)
+    assert check_pool(change(pool, shard=Shard(cp_size=2, cp_interleave=1 << 19))) == ()
+    assert check_pool(change(pool, shard=Shard(cp_size=3, cp_interleave=1 << 19))) == (
+        "cp_interleave: 524288, with cp_size 3 a period of 1572864 tokens, at most 1048576",
+    )
 
 
 def test_a_packed_row_moves_to_its_like_only() -> None:

@@ -36,6 +36,7 @@ POOL = Pool(
         layers=(
             Layer(kind="full", kv_heads=4, key_width=64, value_width=64),
             Layer(kind="sliding", kv_heads=4, key_width=64, value_width=64, window=1024),
+            None,
         ),
     ),
     shard=Shard(tp_rank=1, tp_size=2),
@@ -55,6 +56,7 @@ RANKS = (
     Rank(tp_rank=1, pp_rank=0, address="tcp://127.0.0.1:7701"),
 )
 BLOCKS = (Blocks(0, 0, (17, 4, 99)), Blocks(1, 2, (7,)))
+SCALES = (engine.Scales(0, "k", (0.5,)), engine.Scales(0, "v", (0.5, 0.25)))
 TOKEN = bytes(range(16))
 SLOTS = status.SlotCounts(free=29, lent=1, landed=1, quarantined=1)
 
@@ -80,6 +82,8 @@ TO_AGENT: tuple[Any, ...] = (
         deadline_s=30.0,
     ),
     engine.Abandon(request="cmpl-1-b", reason="aborted by the client"),
+    engine.Rescale(revision=2, scales=SCALES),
+    engine.Decline(revision=1, reason="scales: requests have been computed under ours"),
     engine.Detach(),
     status.StatusQuery(),
 )
@@ -90,6 +94,8 @@ TO_ENGINE: tuple[Any, ...] = (
     engine.Released(request="cmpl-1-a", code="deadline", reason="hold_s: 480 s are over"),
     engine.Done(request="cmpl-1-b", moved_bytes=49152, seconds=0.004),
     engine.Failed(request="cmpl-1-b", code="peer_lost", reason="tcp://127.0.0.1:7700 is silent for 5 s"),
+    engine.Rescaled(revision=2, epoch=4),
+    engine.Adopt(revision=1, scales=SCALES),
     status.Status(
         agent=AGENT,
         state="serving",

@@ -118,6 +118,17 @@ WRONG = {
     "endless deadline": {"deadline_s": float("inf")},
     "a list for the map": [1, 2, 3],
 }
+RESCALE = plain(engine.Rescale(revision=2, scales=(engine.Scales(0, "k", (0.5,)),)))
+WRONG_SCALES = {
+    "revision nought": {"revision": 0},
+    "no revision": {"revision": ...},
+    "no scales of a plane": {"scales": [[0, "k", []]]},
+    "too many scales of a plane": {"scales": [[0, "k", [1.0] * 4097]]},
+    "text for a scale": {"scales": [[0, "k", ["1"]]]},
+    "scales cut short": {"scales": [[0, "k"]]},
+    "layer beyond 16 bits": {"scales": [[1 << 16, "k", [1.0]]]},
+    "long part": {"scales": [[0, "k" * 33, [1.0]]]},
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -129,6 +140,26 @@ def test_refuses_wrong_values_by_name(case: str) -> None:
     else:
         value = change
     assert code_of(msgpack.packb(value), engine.ToAgent) == "message_invalid"
+
+
+@pytest.mark.parametrize("case", WRONG_SCALES)
+def test_refuses_wrong_scales(case: str) -> None:
+    value = {k: v for k, v in {**RESCALE, **WRONG_SCALES[case]}.items() if v is not ...}
+    assert code_of(msgpack.packb(value), engine.ToAgent) == "message_invalid"
+
+
+def test_refuses_a_policy_it_does_not_know() -> None:
+    attach = plain(next(sample for sample, _ in FRAMES.values() if isinstance(sample, engine.Attach)))
+    assert code_of(msgpack.packb(attach | {"policy": "ignore"}), engine.ToAgent) == "message_invalid"
+    del attach["policy"]
+    assert decode(msgpack.packb(attach), engine.ToAgent).policy == "requantize"
+
+
+def test_refuses_a_group_of_latents() -> None:
+    """Which tokens are kept is full or sliding there; the layer says that its rows are latents."""
+    attach = plain(next(sample for sample, _ in FRAMES.values() if isinstance(sample, engine.Attach)))
+    attach["pool"]["groups"][0]["kind"] = "mla"
+    assert code_of(msgpack.packb(attach), engine.ToAgent) == "message_invalid"
 
 
 def test_refusal_names_the_field() -> None:
@@ -149,7 +180,7 @@ def _with_extras(value: Any) -> Any:
     if isinstance(value, dict):
         grown = {k: _with_extras(v) for k, v in value.items()}
         return grown if "kvbridge_chunks_total{role=source}" in grown else {**grown, "new_in_v9": {"a": [1]}}
-    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+    if isinstance(value, list) and value and all(isinstance(item, dict | None) for item in value):
         return [_with_extras(item) for item in value]
     return value
 

@@ -1,0 +1,72 @@
+"""What codecs are to each other: whose numbers, whose scales, and which becomes which."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import get_args
+
+import pytest
+from kvbridge_proto.pool import Codec, CodecName
+
+from kvbridge.geometry.wire import PLAIN, ROW_SCALED, SCALED_ROWS, base_name, can_convert, is_scale
+
+WIDTH = 576
+# Bytes of a row of 576 numbers, scales that lie in another plane aside.
+ROW_BYTES = {
+    **{name: WIDTH * size for name, size in PLAIN.items()},
+    "int8_row_scale": 576,
+    "fp8_row_scale": 576,
+    "int4_row_scale": 288,
+    "mxfp8_e4m3": 576,
+    "nvfp4": 288,
+    "fp8_ds_mla": 656,
+    "fp8_ds_v4": 576,
+    "fp8_ds_v41": 528,
+    "nvfp4_ds_mla": 352,
+    "opaque": 656,
+}
+ROWS = [
+    Codec(name=name, width=WIDTH, element_bytes=PLAIN.get(name, 1), row_bytes=ROW_BYTES[name])
+    for name in get_args(CodecName)
+]
+NUMBERS = {*PLAIN, "int8_row_scale", "fp8_row_scale"}
+
+
+def _row(name: str) -> Codec:
+    return next(codec for codec in ROWS if codec.name == name)
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [("k", False), ("latent", False), ("scale", False), ("k_scale", True), ("latent_scale", True), ("k_scales", False)],
+)
+def test_scales_are_known_by_their_part(part: str, expected: bool) -> None:
+    assert is_scale(part) == expected
+
+
+def test_names_are_codecs() -> None:
+    names = set(get_args(CodecName))
+    assert {*PLAIN, *ROW_SCALED, *ROW_SCALED.values(), *SCALED_ROWS} <= names
+    assert not SCALED_ROWS & {*PLAIN, "fp8_ds_mla", "fp8_ds_v41", "nvfp4_ds_mla", "opaque"}
+
+
+def test_a_row_scaled_codec_holds_plain_numbers() -> None:
+    assert base_name(_row("fp8_row_scale")) == "fp8_e4m3"
+    assert base_name(_row("int8_row_scale")) == "int8"
+    for name in {*get_args(CodecName)} - {"fp8_row_scale", "int8_row_scale"}:
+        assert base_name(_row(name)) == name
+
+
+@pytest.mark.parametrize(("source", "sink"), list(product(ROWS, ROWS)), ids=lambda codec: codec.name)
+def test_numbers_become_numbers_and_packed_rows_their_like(source: Codec, sink: Codec) -> None:
+    names = {source.name, sink.name}
+    is_latent = names - {"fp8_ds_mla"} <= set(PLAIN)
+    assert can_convert(source, sink) == (len(names) == 1 or names <= NUMBERS or is_latent)
+
+
+def test_rows_of_other_widths_are_other_rows() -> None:
+    for name in ("bf16", "fp8_row_scale", "fp8_ds_mla"):
+        narrow = Codec(name="fp32", width=128, element_bytes=4, row_bytes=512)
+        assert not can_convert(_row(name), narrow)
+    short = Codec(name="opaque", width=WIDTH, element_bytes=1, row_bytes=528)
+    assert not can_convert(_row("opaque"), short)
