@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvbridge_kernels.places import Places
 from kvbridge_kernels.recipe import Recipe
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
-from record import write
+from record import ROOT, write
 
 LAYERS, HEADS, WIDTH, BLOCK = 32, 8, 128, 16
 ROUNDS = 12
@@ -195,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, nargs="+", default=[128, 1024, 4096], help="MiB of engine memory a chunk")
     parser.add_argument("--smoke", action="store_true", help="tiny, interpreted, nothing kept")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="where the JSON goes")
     given = parser.parse_args()
     if given.smoke:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -203,7 +205,7 @@ def main() -> None:
     found = run(given.mib, False)
     print("device copy, payload GB/s:", {mib: round(rate) for mib, rate in found["copy_payload_gb_s"].items()})
     print("one block of 64 planes:", found["one_block"])
-    write("kernels", found)
+    write("kernels", found, given.out)
 
 
 if __name__ == "__main__":

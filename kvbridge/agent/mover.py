@@ -189,7 +189,6 @@ class Mover:
     # On the thread:
 
     def _run(self) -> None:
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
         try:
             self._serve()
         except (Exception, DeviceLost) as error:  # nobody else can move anything: the agent must end
@@ -238,6 +237,8 @@ class Mover:
         self.device, self.description = equipment.porter.device, equipment.porter.description
         self._jobs = Jobs(equipment, self._boot, self._listener, self._tell, self._write_timeout_s)
         self._equipment = equipment
+        # Of this thread alone: NIXL's are there already, and would inherit it.
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
 
     def _poll(self, equipment: Equipment) -> bool:
         """Resume the jobs whose wait is over."""
