@@ -147,18 +147,18 @@ def _idle(rows: Rows) -> Iterator[Line]:
 def vllm_lines(results: Mapping[str, Any]) -> list[Line]:
     """From what tests/gpu/vllm_pairs.py found; NixlConnector of the same run is what equal pools are held against."""
     rows = [(pair, row) for pair in results["pairs"] for row in pair["rows"]]
-    theirs = {row["tokens"]: (pair, row) for pair, row in rows if pair["name"] == "nixl"}
+    theirs = {row["tokens"]: row for pair, row in rows if pair["name"] == "nixl"}
     found = []
     for pair, row in rows:
         if pair["name"] == "nixl":
             continue
         is_goal = pair["name"] == "equal" and row["tokens"] == 8192
-        above_ms = row["ttft_ms"] - pair["floor_ms"]
+        above_ms = row["ttft_ms"] - row["floor_ms"]
         limit = ": transfer <= 5 ms, TTFT <= floor + 15 ms" if is_goal else ""
-        against = f"floor {pair['floor_ms']:.1f} ms"
+        against = f"floor {row['floor_ms']:.1f} ms"
         if row["tokens"] in theirs:
-            nixl, its = theirs[row["tokens"]]
-            against += f"; NixlConnector, equal: {its['transfer_ms']:.2f}, {its['ttft_ms'] - nixl['floor_ms']:+.1f} ms"
+            its = theirs[row["tokens"]]
+            against += f"; NixlConnector, equal: {its['transfer_ms']:.2f}, {its['ttft_ms'] - its['floor_ms']:+.1f} ms"
         met = row["transfer_ms"] <= 5 and above_ms <= 15 if is_goal else None
         figures = f"transfer {row['transfer_ms']:.2f} ms, TTFT {above_ms:+.1f} ms; tokens {row.get('decoded', '-')}"
         found.append(Line(f"vLLM, {row['tokens']} tokens, {pair['name']}{limit}", figures, against, met))

@@ -113,7 +113,7 @@ def first_tokens(found: Mapping[str, Any], path: Path) -> None:
         for place, pair in enumerate(pairs):
             for row in _rows(pair["rows"], tokens=tokens):
                 axes.barh(place, row["ttft_ms"], 0.7, color=_shade(pair["name"]))
-                axes.plot([pair["floor_ms"]] * 2, [place - 0.35, place + 0.35], color=INK, linewidth=1.5)
+                axes.plot([row["floor_ms"]] * 2, [place - 0.35, place + 0.35], color=INK, linewidth=1.5)
                 axes.text(row["ttft_ms"], place, f" {row['ttft_ms']:.1f}", va="center", fontsize=7, color=INK)
         axes.set_xlabel(f"{tokens} tokens: ms to first token (tick: floor)")
         axes.margins(x=0.12)
