@@ -29,7 +29,7 @@ def gather(
     Enqueued on `stream`, or the current one of `work.device`; nothing is allocated or waited for. Places and scales are
     read before this returns, `work` until the launch has run. ValueError before anything is enqueued.
     """
-    launch.run(gather_tiles, chunk, slot, sums, work, True, stream)
+    launch.run(gather_tiles, chunk, slot, sums, work, is_gather=True, stream=stream)
 
 
 def warm(chunk: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work) -> None:

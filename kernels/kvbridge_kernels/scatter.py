@@ -29,7 +29,7 @@ def scatter(
     Enqueued on `stream`, or the current one of `work.device`; nothing is allocated or waited for. Places and scales are
     read before this returns, `work` until the launch has run. ValueError before anything is enqueued.
     """
-    launch.run(scatter_tiles, chunk, slot, sums, work, False, stream)
+    launch.run(scatter_tiles, chunk, slot, sums, work, is_gather=False, stream=stream)
 
 
 def warm(chunk: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work) -> None:

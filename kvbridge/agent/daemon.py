@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import secrets
 import signal
@@ -86,6 +87,8 @@ class Agent:
                     tasks.create_task(self._serve_local(tasks)),
                 ]
                 self.state = "serving"
+                gc.collect()
+                gc.freeze()  # torch's hundred thousand objects stay: no collection has to look at them again
                 log.info(
                     "serving: name=%s boot=%s address=%s socket=%s device=%s",
                     self.card.name,

@@ -53,7 +53,10 @@ class Listener(Told, Protocol):
     """Who hears what the mover did; every call but `landed` is made on the loop."""
 
     def landed(self, notice: Notice) -> tuple[Scatter, Attachment] | None:
-        """What to do with a chunk that came in; None to drop it. Called on the mover's thread: must not wait."""
+        """What to do with a chunk that came in; None to drop it.
+
+        Called on the mover's thread, which stands still meanwhile: may wait for one decision of the loop, no longer.
+        """
 
     def on_dropped(self, notice: Notice) -> None: ...
     def on_foreign_notice(self, code: str) -> None: ...
@@ -254,6 +257,7 @@ class Mover:
         moves = equipment.porter.poll()
         for moved in moves:
             self._resume(self._moving.pop(moved.ticket), moved)
+        self._say()  # slots to lend, before others are scattered
         is_moving = bool(moves) or len(self._fenced) < len(fenced)
         for dock in equipment.docks:
             for event in dock.fabric.poll(time.monotonic()):
@@ -294,6 +298,7 @@ class Mover:
             self._tell(self._listener.on_dropped, notice)
         else:
             self._resume(self._jobs.scatter(*landed), None)
+            self._say()
 
     def _fail(self, job: Job, error: EngineError) -> None:
         """End a job that waits for what will not come; it tells so itself."""

@@ -32,8 +32,9 @@ class Givers:
             self._assigned[source] = known
         return known[2]
 
-    def forget(self, source: str) -> None:
-        self._assigned.pop(source, None)
+    def forget(self) -> None:
+        """A session is over: keep none of its engine's."""
+        self._assigned.clear()
 
 
 def _are_same(before: Sequence[Session], now: Sequence[Session]) -> bool:

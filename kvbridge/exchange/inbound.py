@@ -38,7 +38,7 @@ DOUBT_AGAIN_S = 5.0  # for slots that only the source's agent can give back
 
 
 class Inbound:
-    """All wants of this agent's engine."""
+    """All wants of this agent's engine. One call at a time, from whatever thread: `landed` is the mover's."""
 
     def __init__(self, slots: SlotPool, new_id: Callable[[], str], new_token: Callable[[], bytes]) -> None:
         self.slots = slots
@@ -107,7 +107,7 @@ class Inbound:
         """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
         waiting = [w for w in self.wants.values() if w.state is WantState.REACHING and address in self._needed(w)]
         self._sessions.pop(address, None)
-        self._givers.forget(address)
+        self._givers.forget()
         hurt = {wanted.want.request: wanted for wanted in waiting}
         for transfer, wanted in list(self._wanted_by.items()):
             intake = wanted.intakes[transfer]
@@ -139,12 +139,13 @@ class Inbound:
         if wanted is None or intake is None or not matches(notice, wanted, intake):
             self.late_writes += 1
             return None
+        scatter = scatter_of(notice, wanted, intake)
         if not self.slots.land(notice.slot, notice.generation, notice.transfer):
             self.late_writes += 1
             return None
         intake.landed.add(notice.chunk)
         wanted.scattering += 1
-        return scatter_of(notice, wanted, intake)
+        return scatter
 
     def scattered(self, transfer: str, slot: int, failure: tuple[str, str] | None, now: float) -> list[Action]:
         """The mover is through with a landed slot; `failure` is (code, reason) if its rows were not taken over."""

@@ -29,7 +29,7 @@ def test_the_same_sessions_are_assigned_once_and_others_anew() -> None:
     again = givers.takes("P0", [sessions[0], replace(sessions[1])], pool)
     assert again == first and again is not first
     assert givers.takes("P0", sessions, copy(pool)) is not first
-    givers.forget("P0")
+    givers.forget()
     assert givers.takes("P0", sessions, pool) is not first
 
 

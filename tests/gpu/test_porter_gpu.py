@@ -137,3 +137,29 @@ def test_a_copy_brings_all_bytes(porter: GpuPorter) -> None:
         porter.copy(slots.span(0), slots.span(1))
         assert over(porter).failure is None
         assert porter.read(slots.span(1)) == content
+
+
+def test_digests_of_one_bundle_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sums are never cleared: a digest is what a move has added, after others, a copy and a launch that failed."""
+    held = filled()
+    moves, size = one_chunk(held)
+    wanted = torch.empty(size, dtype=torch.uint8)
+    with attached(held) as (_, pool):
+        digest = gather_on_cpu(pool, moves.moves(), wanted, "sum64")
+    source, porter = OnGpu(held), GpuPorter(driver.Gpu.open("cuda:0"), 1)
+    with porter.staging(1 << 20, 2) as slots:
+        slot = slots.span(0, size)
+        for _ in range(2):
+            porter.gather(source, moves, slot, "sum64")
+            assert over(porter).digest == digest
+        porter.copy(slot, slots.span(1, size))
+        assert over(porter).digest == 0
+        porter.scatter(source, moves, slot, "sum64", digest)
+        assert over(porter) == Moved(4, digest)
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "copy_to_host", lambda *_: (_ for _ in ()).throw(RuntimeError("no copy")))
+            with pytest.raises(RuntimeError, match="no copy"):
+                porter.gather(source, moves, slot, "sum64")  # its kernel has run: what it added is not the next one's
+        porter.gather(source, moves, slot, "sum64")
+        assert over(porter).digest == digest
+    porter.close()
