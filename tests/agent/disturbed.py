@@ -1,0 +1,267 @@
+"""Large transfers between real agents and real engines, disturbed at random moments: the safety rule, story by story.
+
+`tests/agent/test_abandon.py` tells the stories on CPUs, `tests/gpu/test_abandon.py` on GPUs by every route; only
+devices, sizes and routes differ.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from kvbridge_proto.status import Status
+
+from kvbridge.demo.engine import Job
+from kvbridge.demo.pools import Request, Shape
+from kvbridge.demo.processes import AgentProcess, EngineProcess, end
+
+from .rank import CALM_S, GONE, SEEDS
+
+QUIET_S = 10.0
+HOLD_S = 20.0
+DEATH_HOLD_S = 3.0  # of offers that a sink may not live to claim
+UNDISTURBED = 5
+SPARE_TIMES = 2
+
+# What a source's engine may be told of an offer whose sink's agent died. Nothing, if all was gathered.
+RELEASED_BY_DEATH = {"", "peer_lost", "write_failed", "offer_expired"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What differs between the machines that the stories are told on. Slots for the agents, a prompt of many slots."""
+
+    devices: tuple[str, str]
+    route: str
+    tokens: int
+    slot_bytes: int
+    inbound_slots: int
+    outbound_slots: int
+
+    @property
+    def options(self) -> dict[str, str]:
+        names = ("slot_bytes", "inbound_slots", "outbound_slots")
+        return {name: str(getattr(self, name)) for name in names} | {"routes": self.route}
+
+    def shape(self, axes: str, block_tokens: int) -> Shape:
+        blocks = self.tokens // block_tokens + 3
+        return Shape(name=f"{axes} {block_tokens}", axes=axes, block_tokens=block_tokens, blocks=blocks)
+
+
+class Side:
+    """An agent and the engine beside it; the agent may die and be started again, at the same address and socket."""
+
+    def __init__(self, pair: Pair, role: Literal["source", "sink"], shape: Shape, device: str) -> None:
+        self._stack, self._folder = pair.stack, pair.folder
+        self._options = pair.scale.options | {"device": device}
+        self.role = role
+        job = Job(
+            role=role,
+            shape=shape,
+            rank=0,
+            socket=str(self._folder / f"{role}.sock"),
+            ranks=("tcp://127.0.0.1:1",),  # nobody asks the only rank of an engine where it is
+            requests=[Request(name="prompt", tokens=pair.scale.tokens)],
+            device=device,
+        )
+        command = [sys.executable, "-m", "tests.agent.rank", msgspec.json.encode(job).decode()]
+        self.engine = EngineProcess(role, command, self._folder / f"{role}-engine.err")
+        self._stack.callback(end, self.engine.process)
+        self.said = ""  # by agents that are dead
+        self._start()
+
+    def _start(self) -> None:
+        self.agent = AgentProcess(self._folder, self.role, self._options)
+        self._stack.callback(end, self.agent.process)
+
+    def attach(self) -> None:
+        self.agent.wait_serving()
+        self._options["listen"] = self.agent.address
+        self.tell("attach")
+
+    def tell(self, verb: str, **more: Any) -> dict[str, Any]:
+        """What the engine answers."""
+        self.engine.say(json.dumps({"verb": verb, **more}))
+        return self.engine.hear(verb)
+
+    def offer(self, **more: Any) -> None:
+        """The engine offers; how that ended is its next word."""
+        self.engine.say(json.dumps({"verb": "offer", **more}))
+        self.engine.hear("offered")
+
+    def offer_ended(self) -> str:
+        """The code that the engine was told; none if all was gathered."""
+        code: str = self.engine.hear("offer")["code"]
+        return code
+
+    def revive(self) -> None:
+        """After a kill: the engine has heard of it, another agent takes the socket, the engine attaches to it."""
+        assert self.agent.process.wait(10) < 0, "the agent should have been killed"
+        told = self.tell("gone")
+        assert told["is_gone"], told
+        self.said += self.agent.log.read_text()
+        self._start()
+        self.attach()
+
+    @property
+    def log(self) -> str:
+        return self.said + self.agent.log.read_text()
+
+    def becomes(self, is_so: Callable[[Status], bool]) -> Status:
+        """The first status of which this is so. Fails by a deadline, with the last one."""
+        deadline = time.monotonic() + QUIET_S
+        while not is_so(status := self.agent.status()):
+            assert time.monotonic() < deadline, f"{self.role}: not so in {QUIET_S} s: {status}"
+            time.sleep(0.05)
+        return status
+
+    def is_quiet(self) -> None:
+        """Wait until no transfer is left and every slot is free."""
+
+        def is_free(status: Status) -> bool:
+            slots = (status.inbound, status.outbound)
+            return not status.transfers and not any(s.lent or s.landed or s.quarantined for s in slots)
+
+        self.becomes(is_free)
+
+
+class Pair:
+    """A source and a sink that have met."""
+
+    def __init__(self, folder: Path, stack: ExitStack, scale: Scale) -> None:
+        self.folder, self.stack, self.scale = folder, stack, scale
+        self._rooms = 0
+        self._took: list[float] = []
+        shapes = scale.shape("LPBTHE", 16), scale.shape("LPBHTE", 64)
+        self.source = Side(self, "source", shapes[0], scale.devices[0])
+        self.sink = Side(self, "sink", shapes[1], scale.devices[1])
+        for side in (self.source, self.sink):
+            side.engine.hear("ready")
+            side.attach()
+        self.exact()  # the agents meet
+        self._took.clear()
+        for _ in range(UNDISTURBED):
+            self.exact()
+        (peer,) = self.sink.agent.status().peers
+        assert peer.route.startswith(scale.route), peer
+
+    @property
+    def usual_s(self) -> float:
+        """How long transfers take, lately, that nobody disturbs."""
+        return statistics.median(self._took[-UNDISTURBED:])
+
+    @property
+    def fastest_s(self) -> float:
+        return min(self._took)
+
+    def room(self) -> dict[str, Any]:
+        self._rooms += 1
+        return {"seed": self._rooms % SEEDS, "room": f"room {self._rooms}"}
+
+    def exact(self) -> None:
+        """A transfer that nobody disturbs: every byte of the sink's memory is right."""
+        room = self.room()
+        self.source.offer(hold_s=HOLD_S, **room)
+        told = self.sink.tell("want", source=self.source.agent.address, **room)
+        assert (told["code"], told["wrong"]) == ("", ""), told
+        assert self.source.offer_ended() == ""
+        self._took.append(told["seconds"])
+
+    def disturbed(self, after_s: float, kill: int = 0) -> tuple[str, str]:
+        """A transfer disturbed after so long: the codes that the two engines, sink and source, were told.
+
+        Done before the disturbance it is right in every byte; else nobody has written after its end.
+        """
+        room = self.room()
+        self.source.offer(hold_s=DEATH_HOLD_S if kill else HOLD_S, **room)
+        told = self.sink.tell(
+            "disturb",
+            source=self.source.agent.address,
+            after_s=after_s,
+            kill=kill,
+            pattern=16 + self._rooms % 128,
+            **room,
+        )
+        if not told["code"]:
+            self._took.append(told["seconds"])
+        print(f"disturbed after {after_s * 1e3:.1f} of some {self.usual_s * 1e3:.1f} ms: {told['code'] or 'done'}")
+        assert told["wrong"] == "", f"disturbed after {after_s * 1e3:.2f} ms: {told}"
+        return told["code"], self.source.offer_ended()
+
+    def is_sound(self) -> None:
+        """All is free, the next transfer is exact, all is free again."""
+        self.exact()
+        self.source.is_quiet()
+        self.sink.is_quiet()
+        for side in (self.source, self.sink):
+            assert "Traceback" not in side.log, side.log
+
+
+@contextmanager
+def pair_of(folder: Path, scale: Scale) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(folder, stack, scale)
+
+
+def abandons(pair: Pair, seed: int, rounds: int) -> None:
+    """The sink's engine abandons at random moments; what comes next may find slots that are still quarantined."""
+    chance, codes = random.Random(seed), []
+    for i in range(rounds):
+        failed, released = pair.disturbed((i + chance.random()) / rounds * pair.usual_s)
+        assert (failed, released) in {("", ""), ("aborted", "aborted"), ("aborted", "")}
+        codes.append(failed)
+    assert codes.count("aborted") >= rounds // 2, f"most transfers were over before they were abandoned: {codes}"
+    pair.is_sound()
+
+
+def sinks_agent_dies(pair: Pair, seed: int, times: int) -> None:
+    """The sink's agent is killed: its engine hears that, the source gets its blocks back and serves the next one."""
+    for failed, released in _kills(pair, pair.sink, seed, times):
+        assert failed in ("", GONE)
+        assert released in (RELEASED_BY_DEATH if failed else {""})
+        assert pair.source.agent.process.poll() is None
+        pair.source.is_quiet()
+
+
+def sources_agent_dies(pair: Pair, seed: int, times: int) -> None:
+    """The source's agent is killed: the want fails by name, and no slot is free again before there is proof.
+
+    That the connection is gone is not enough, nor is time: the dead agent's writes are over for sure only once the
+    next one has taken its place at its address.
+    """
+    quarantined = 0
+    for failed, released in _kills(pair, pair.source, seed, times):
+        assert failed in ("", "peer_lost") and released in ("", GONE)
+        slots = pair.sink.becomes(lambda status: not status.transfers and not status.inbound.landed).inbound
+        time.sleep(CALM_S)
+        assert not slots.lent and pair.sink.agent.status().inbound == slots
+        print(f"{slots.quarantined} slots are quarantined until the source's agent is back")
+        quarantined += slots.quarantined
+    assert quarantined, "no agent died while slots were lent to it"
+
+
+def _kills(pair: Pair, victim: Side, seed: int, times: int) -> Iterator[tuple[str, str]]:
+    """So many transfers whose victim's agent is killed under way, and those that were over too soon.
+
+    After each the agent comes back, and all is well again.
+    """
+    chance = random.Random(seed)
+    for _ in range(times + SPARE_TIMES):
+        codes = pair.disturbed(chance.uniform(0, 0.7) * pair.fastest_s, kill=victim.agent.process.pid)
+        print(f"the engines were told: sink {codes[0] or 'done'}, source {codes[1] or 'all gathered'}")
+        yield codes
+        victim.revive()
+        pair.is_sound()
+        times -= bool(codes[0])
+        if not times:
+            return
+    raise AssertionError("transfers were over before the agent was killed")

@@ -1,0 +1,30 @@
+"""Transfers that are abandoned, or lose an agent, at random moments: nobody writes where nobody may any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .disturbed import Pair, Scale, abandons, pair_of, sinks_agent_dies, sources_agent_dies
+
+# A scatter of 4 MiB outlasts an engine's waking up: were Failed told while one runs, it would show.
+SCALE = Scale(devices=("cpu", "cpu"), route="nixl", tokens=1024, slot_bytes=4 << 20, inbound_slots=4, outbound_slots=2)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with pair_of(tmp_path_factory.mktemp("disturbed"), SCALE) as pair:
+        yield pair
+
+
+def test_nobody_writes_after_failed(pair: Pair) -> None:
+    abandons(pair, seed=1, rounds=20)
+
+
+def test_the_sinks_agent_dies(pair: Pair) -> None:
+    sinks_agent_dies(pair, seed=2, times=1)
+
+
+def test_the_sources_agent_dies(pair: Pair) -> None:
+    sources_agent_dies(pair, seed=3, times=2)

@@ -1,0 +1,48 @@
+"""tests/agent/test_abandon.py on GPUs, by every route, with a GiB in 128 MiB slots: nobody writes where nobody may.
+
+The stories of one route share a pair of agents and engines, so a run of the whole file starts few processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.agent.disturbed import Pair, Scale, abandons, pair_of, sinks_agent_dies, sources_agent_dies
+
+ONE, TWO = ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")
+
+
+def scale(devices: tuple[str, str], route: str) -> Scale:
+    return Scale(devices, route, tokens=32768, slot_bytes=128 << 20, inbound_slots=6, outbound_slots=2)
+
+
+SCALES = [
+    *(
+        pytest.param(scale(ONE, route), marks=pytest.mark.gpu, id=f"one-{route}")
+        for route in ("direct", "nixl", "host")
+    ),
+    *(pytest.param(scale(TWO, route), marks=pytest.mark.multi_gpu, id=f"two-{route}") for route in ("direct", "nixl")),
+]
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with pair_of(tmp_path_factory.mktemp("disturbed"), request.param) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("pair", SCALES, indirect=True)
+def test_nobody_writes_after_failed(pair: Pair) -> None:
+    abandons(pair, seed=1, rounds=20)
+
+
+@pytest.mark.parametrize("pair", SCALES, indirect=True)
+def test_the_sinks_agent_dies(pair: Pair) -> None:
+    sinks_agent_dies(pair, seed=2, times=1)
+
+
+@pytest.mark.parametrize("pair", SCALES, indirect=True)
+def test_the_sources_agent_dies(pair: Pair) -> None:
+    sources_agent_dies(pair, seed=3, times=1)
