@@ -55,7 +55,8 @@ def decode(frame: bytes | bytearray | memoryview, kind: type[T] | Any, limits: L
     known: Any = kind
     if len(frame) <= min(msgspec.structs.astuple(limits)):
         # msgspec builds only what is there, whatever length is announced, and goes no deeper than Python's stack.
-        with contextlib.suppress(msgspec.DecodeError, RecursionError):  # what is wrong is said below
+        # What it does not like is looked at again below, where it gets its name.
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             message = _decoder(known).decode(frame)
             return message
     message = typed(unpack(frame, limits), kind)

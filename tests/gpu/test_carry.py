@@ -24,6 +24,7 @@ REQUESTS = [
 ]
 ROUTES = ("direct", "nixl", "host")
 LATE_CYCLES = 40_000_000  # about 20 ms on an H200
+TOO_LATE_CYCLES = 3_000_000_000  # 1.5 s: a first transfer compiles, and others start processes meanwhile
 
 
 def carried(
@@ -77,7 +78,7 @@ def test_waits_for_both_engines_streams(tmp_path: Path, route: str) -> None:
 @pytest.mark.parametrize("unfenced", ["source", "sink"])
 def test_who_does_not_wait_is_found_out(tmp_path: Path, unfenced: str) -> None:
     source, sink = PAIRS[2]
-    outcome, _ = carried(tmp_path, ["cuda:0"], source, sink, LATE_CYCLES, unfenced)
+    outcome, _ = carried(tmp_path, ["cuda:0"], source, sink, TOO_LATE_CYCLES, unfenced)
     assert outcome.wrong
 
 
