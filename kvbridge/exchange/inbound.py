@@ -65,7 +65,7 @@ class Inbound:
             if want.end_token < want.first_token:
                 reason = f"end_token: got {want.end_token}, first_token {want.first_token}"
                 return [failed(want.request, "bad_range", reason)]
-            tables = tables_of(home.pool, want.blocks, want.first_token, want.end_token)
+            tables = tables_of(home, want.blocks, want.first_token, want.end_token)
         except KVBridgeError as error:
             return [failed(want.request, error.code, str(error))]
         wanted = Wanted(want, home, tables, now)

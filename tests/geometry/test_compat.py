@@ -87,12 +87,6 @@ def test_refuses_layers_of_another_kind(field: str, value: Any, expected: str) -
     assert expected in reasons(describe(SHAPE), with_layers(describe(SHAPE), **{field: value}))
 
 
-def test_refuses_context_parallel_by_name() -> None:
-    pool = describe(SHAPE)
-    split = change(pool, shard=Shard(cp_size=2))
-    assert reasons(pool, split) == ("cp_size: source 1, sink 2; only 1 and 1 can be moved yet",)
-
-
 @pytest.mark.parametrize("kind", ["sliding", "chunked", "state"])
 def test_refuses_other_kinds_of_group_by_name(kind: Any) -> None:
     pool = describe(SHAPE)
