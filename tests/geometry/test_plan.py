@@ -234,7 +234,7 @@ def test_another_process_derives_the_same_plan() -> None:
         subprocess.run(
             [sys.executable, "-c", DIGEST],
             cwd=root,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{root}:{root}/kernels:{root}/proto"},
             capture_output=True,
             text=True,
             check=True,
