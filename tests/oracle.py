@@ -18,6 +18,7 @@ import numpy as np
 from kvbridge_proto.pool import Group, Plane, Pool, Shard, Step
 from kvbridge_proto.words import Blocks
 
+from kvbridge.geometry.comb import Comb
 from kvbridge.geometry.plan import Move, Part, Plan, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.geometry.tokens import BlockTable
@@ -282,7 +283,8 @@ def block_table(pool: Pool, table: Table, first_block: int = 0, end_token: int =
         elif end_token:
             before = np.count_nonzero(is_own(pool.shard, np.arange(first_seen(group, end_token))))
             first = max(first, before // group.block_tokens)
-        tables[index] = BlockTable.of(group, Blocks(index, first, tuple(ids[first:end])))
+        piece = Blocks(index, first, tuple(ids[first:end]))
+        tables[index] = BlockTable.of(group, piece, share=Comb.of(pool.shard))
     return tables
 
 
