@@ -80,8 +80,8 @@ def _other_model(source: Model, sink: Model) -> Iterator[Difference]:
 def _not_yet(source: Pool, sink: Pool) -> Iterator[str]:
     """What the records can hold but nothing moves yet."""
     kinds = [sorted({pool.groups[plane.group].kind for plane in pool.planes}) for pool in (source, sink)]
-    if kinds != [["full"], ["full"]]:
-        yield f"kind: source {' '.join(kinds[0])}, sink {' '.join(kinds[1])}; only full can be moved yet"
+    if kinds[0] not in (kinds[1], ["full"]) or ("state" in kinds[1]) != ("state" in kinds[0]):
+        yield f"kind: source {' '.join(kinds[0])}, sink {' '.join(kinds[1])}; needs the same, or full at the source"
 
 
 def _other_form(source: Pool, sink: Pool) -> Iterator[Difference]:

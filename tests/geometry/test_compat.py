@@ -96,7 +96,7 @@ def test_refuses_layers_of_another_kind(field: str, value: Any, expected: str) -
 def test_refuses_other_kinds_of_group_by_name(kind: Any) -> None:
     pool = describe(SHAPE)
     other = change(pool, groups=(change(pool.groups[0], kind=kind),))
-    assert reasons(other, pool) == (f"kind: source {kind}, sink full; only full can be moved yet",)
+    assert reasons(other, pool) == (f"kind: source {kind}, sink full; needs the same, or full at the source",)
 
 
 def test_a_layer_that_one_side_does_not_know_is_not_compared() -> None:
