@@ -45,7 +45,7 @@ class Run:
 def fold(
     strips: Sequence[Strip], source: Pool, sink: Pool, first_token: int, slot_bytes: int, is_whole: bool = True
 ) -> list[Strip]:
-    """The same bytes as fewer strips of longer rows, none longer than a slot; whole blocks only where `is_whole`."""
+    """The same bytes as fewer strips of longer rows, none longer than a slot; of tokens only, unless `is_whole`."""
     longest = min(LONGEST_BYTES, slot_bytes)
     kept: list[Strip] = []
     runs: list[Run] = []

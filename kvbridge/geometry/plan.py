@@ -38,8 +38,8 @@ class Move:
     The plane's own heads [first_head, first_head + heads) at `places` lie in the slot from `slot_offset` on
     as `[head][place][row]` in the codec `wire`. `plane.codec` is the memory's; its scales are none, one, or one
     for each of the plane's heads; those of `wire` are none, one, or one for each of the move's heads. Place p
-    is unit `p % units` of block `p // units`, `units` being the count of the plane's token axis. `scale` is the plane
-    of the rows' own scales, where they have some and the rows are converted.
+    is unit `p % units` of block `p // units`, `units` being the count of the plane's token axis. `scale` is where
+    the plane's rows have a scale each: numbers are converted, and their scales read or made anew.
     """
 
     plane: Plane
@@ -58,10 +58,9 @@ class Move:
     @property
     def is_bitwise(self) -> bool:
         """True if the bytes move as they are: the same codec with the same scales."""
-        if self.scale is not None:
-            return False
         memory = scales_of(self.plane.codec, self.first_head, self.heads)
-        return is_same_row(self.plane.codec, self.wire) and is_same_scales(memory, self.wire.scales)
+        is_same = is_same_row(self.plane.codec, self.wire) and is_same_scales(memory, self.wire.scales)
+        return is_same and self.scale is None
 
 
 @dataclass(frozen=True, slots=True)
