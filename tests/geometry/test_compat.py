@@ -92,7 +92,7 @@ def test_refuses_layers_of_another_kind(field: str, value: Any, expected: str) -
     assert expected in reasons(describe(SHAPE), with_layers(describe(SHAPE), **{field: value}))
 
 
-@pytest.mark.parametrize("kind", ["sliding", "chunked", "state"])
+@pytest.mark.parametrize("kind", ["sliding", "chunked"])
 def test_refuses_other_kinds_of_group_by_name(kind: Any) -> None:
     pool = describe(SHAPE)
     other = change(pool, groups=(change(pool.groups[0], kind=kind),))
