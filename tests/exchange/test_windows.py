@@ -79,6 +79,20 @@ def test_a_window_waits_for_the_last_offer(kind: str) -> None:
     one.check_rest()
 
 
+def test_no_slots_are_lent_to_a_window_that_waits() -> None:
+    one = world(slots=2)
+    one.want_pieces("r", 39, (blocks(FULL, 0, 3), late_entries("sliding", 39, 16)))
+    one.run()
+    one.offer_pieces("r", 39, (blocks(FULL, 0, 10),), last=False)
+    one.run()
+    (outlet,) = one.sources[0].outbound.outlets.values()
+    assert outlet.told_ready == outlet.lent == outlet.next_chunk == outlet.plan.early_chunks < outlet.plan.chunks
+    one.offer_pieces("r", 39, (late_entries("sliding", 39, 4),))
+    one.run()
+    assert isinstance(one.answers()["r"], Done)
+    one.check_rest()
+
+
 def test_an_early_offer_needs_no_window_blocks() -> None:
     one = world()
     one.offer_pieces("r", 20, (blocks(FULL, 0, 5),), last=False)
