@@ -1,207 +1,49 @@
 """Pools whose every element knows its own (layer, part, head, token, element), and a mover in plain numpy.
 
-`build` makes a pool of a layout that an engine uses, poison in all of its memory; `fill` writes the rows of a
+`tests.pools` makes a pool of a layout that an engine uses, poison in all of its memory; `fill` writes the rows of a
 request, every element a hash of its five coordinates; `mismatch` says which row of a pool is wrong and where what
 is there came from. `read` is the slow reference that everything else is measured by.
+
+Which tokens a rank keeps, and where, is said here once more in the plainest way, beside no code of ours: the one with
+`(token // interleave) % size == rank` of its context-parallel rank, in the order of the tokens; of a window the
+tokens that the next query sees; of a state one row for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from kvbridge_proto.pool import Codec, CodecName, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+from kvbridge_proto.pool import Group, Plane, Pool, Shard, Step
 from kvbridge_proto.words import Blocks
 
-from kvbridge.geometry.plan import Move, Plan, plan
+from kvbridge.geometry.comb import Comb
+from kvbridge.geometry.plan import Move, Part, Plan, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.geometry.tokens import BlockTable
 
-POISON = 0xA5
-PARTS = ("k", "v")
-ELEMENT_BYTES: dict[CodecName, int] = {
-    "bf16": 2,
-    "fp16": 2,
-    "fp32": 4,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-    "int8": 1,
-    "opaque": 1,
-}
+from .pools import LAYOUTS as LAYOUTS
+from .pools import PARTS as PARTS
+from .pools import POISON as POISON
+from .pools import STATES, Held
+from .pools import Shape as Shape
+from .pools import build as build
+from .pools import build_all as build_all
+from .pools import describe as describe
+from .pools import mla as mla
+from .pools import split as split
 
-# Axes of one region, outermost first: L layer, P part, B block, T token, H head, E element. A letter that is missing
-# means a region for each of its values.
-LAYOUTS = {
-    "nhd": "BTHE",  # K and V apart
-    "hnd": "BHTE",
-    "two_first": "PBTHE",  # (2, NB, ...)
-    "block_first": "BPTHE",  # (NB, 2, ...)
-    "packed": "BTHPE",  # K|V in one row
-    "packed_hnd": "BHTPE",
-    "cross_layer": "BLPTHE",  # block outermost, all layers in one region
-    "cross_layer_hnd": "BLPHTE",
-    "token_outer": "BTLPHE",
-    "cpu_vec": "BHP*",  # vLLM's CPU cache: K column-major, V row-major, K half before V half in (block, head)
-    "cpu_amx": "BHP*",  # the same on a machine with AMX: both tiled
-}
+ALL_PARTS = (*PARTS, "latent", *STATES, "k_scale", "v_scale", "latent_scale")
+DS_SCALES = slice(512, 528)  # in a row of fp8_ds_mla
 
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """One rank's pool and its memory, one byte array for each region."""
-
-    pool: Pool
-    memory: tuple[np.ndarray, ...]
-
-    def copy(self) -> Held:
-        return Held(self.pool, tuple(region.copy() for region in self.memory))
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The model and how an engine keeps it; a rank of it is `build(shape, ...)`."""
-
-    layout: str = "nhd"
-    layers: int = 2
-    kv_heads: int = 4
-    key_width: int = 8
-    value_width: int = 8
-    block_tokens: int = 16
-    blocks: int = 12
-    codec: CodecName = "bf16"
-    scales: Mapping[str, tuple[float, ...]] | None = None
-    tp_size: int = 1
-    pp_size: int = 1
-    pad_bytes: int = 0
-    model: str = "oracle"
-
-
-def split(count: int, rank: int, size: int) -> range:
-    """What rank `rank` of `size` holds of `count` heads or layers; with more ranks than heads they are repeated."""
-    first = rank * count // size
-    return range(first, max((rank + 1) * count // size, first + 1))
-
-
-def build(shape: Shape, tp_rank: int = 0, pp_rank: int = 0) -> Held:
-    """One rank's pool, all poison."""
-    pool = describe(shape, tp_rank, pp_rank)
-    return Held(pool, tuple(np.full(region.size_bytes, POISON, np.uint8) for region in pool.regions))
-
-
-def describe(shape: Shape, tp_rank: int = 0, pp_rank: int = 0) -> Pool:
-    """The record of one rank's pool."""
-    heads = split(shape.kv_heads, tp_rank, shape.tp_size)
-    layers = split(shape.layers, pp_rank, shape.pp_size)
-    assert shape.pp_size <= shape.layers
-    planes, sizes = _planes(shape, heads, layers)
-    kept = Layer(kind="full", kv_heads=shape.kv_heads, key_width=shape.key_width, value_width=shape.value_width)
-    return Pool(
-        engine=Engine(kind="oracle", version="0", id=shape.layout),
-        model=Model(name=shape.model, layers=(kept,) * shape.layers),
-        shard=Shard(tp_rank=tp_rank, tp_size=shape.tp_size, pp_rank=pp_rank, pp_size=shape.pp_size),
-        groups=(Group(kind="full", block_tokens=shape.block_tokens, blocks=shape.blocks),),
-        regions=tuple(Region(size) for size in sizes),
-        planes=tuple(planes),
-    )
-
-
-def build_all(shape: Shape) -> list[Held]:
-    """Every rank of an engine."""
-    return [build(shape, tp, pp) for pp in range(shape.pp_size) for tp in range(shape.tp_size)]
-
-
-def _planes(shape: Shape, heads: range, layers: range) -> tuple[list[Plane], list[int]]:
-    axes = LAYOUTS[shape.layout]
-    planes: list[Plane] = []
-    sizes: list[int] = []
-    regions: dict[tuple[int, str], int] = {}
-    for layer in layers:
-        for part in PARTS:
-            key = (layer if "L" not in axes else 0, part if "P" not in axes else "")
-            strides, size = _strides(shape, axes, len(heads), len(layers), part)
-            region = regions.setdefault(key, len(regions))
-            if region == len(sizes):
-                sizes.append(shape.pad_bytes + size)
-            offset = shape.pad_bytes + (layer - layers.start) * strides["L"] + strides["P"]
-            width = shape.key_width if part == "k" else shape.value_width
-            token_axis, element_axis = _inner_axes(shape, part, width, strides)
-            element_bytes = ELEMENT_BYTES[shape.codec]
-            planes.append(
-                Plane(
-                    layer=layer,
-                    part=part,
-                    region=region,
-                    offset=offset,
-                    block_stride=strides["B"],
-                    token_axis=token_axis,
-                    head_stride=strides["H"],
-                    element_axis=element_axis,
-                    first_head=heads.start,
-                    heads=len(heads),
-                    total_heads=shape.kv_heads,
-                    codec=Codec(
-                        name=shape.codec,
-                        width=width,
-                        element_bytes=element_bytes,
-                        row_bytes=width * element_bytes,
-                        scales=_scales(shape, part, heads),
-                    ),
-                )
-            )
-    return planes, sizes
-
-
-def _scales(shape: Shape, part: str, heads: range) -> tuple[float, ...]:
-    """`Shape.scales` has one for all, or one for each of the model's heads."""
-    scales = (shape.scales or {}).get(part, ())
-    return scales[heads.start : heads.stop] if len(scales) > 1 else scales
-
-
-def _strides(shape: Shape, axes: str, heads: int, layers: int, part: str) -> tuple[dict[str, int], int]:
-    """Bytes between neighbours of each axis for this part (of P: where the part begins), and the region's size."""
-    widths = {"k": shape.key_width, "v": shape.value_width}
-    element = ELEMENT_BYTES[shape.codec]
-    counts = {"L": layers, "B": shape.blocks, "T": shape.block_tokens, "H": heads}
-    sizes = {name: element for name in PARTS}
-    strides = {axis: 0 for axis in "LPBTHE"}
-    for axis in reversed(axes):
-        if axis == "P":
-            strides["P"] = 0 if part == "k" else sizes["k"]
-            sizes = {name: sum(sizes.values()) for name in PARTS}
-        elif axis == "*":
-            sizes = {name: element * shape.block_tokens * widths[name] for name in PARTS}
-        elif axis == "E":
-            strides["E"] = element
-            sizes = {name: element * widths[name] for name in PARTS}
-        else:
-            if axis == "B":
-                sizes = {name: size + shape.pad_bytes for name, size in sizes.items()}
-            strides[axis] = sizes[part]
-            sizes = {name: size * counts[axis] for name, size in sizes.items()}
-    return strides, sizes[part]
-
-
-def _inner_axes(
-    shape: Shape, part: str, width: int, strides: Mapping[str, int]
-) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    tokens, element = shape.block_tokens, ELEMENT_BYTES[shape.codec]
-    if shape.layout == "cpu_vec":
-        if part == "k":
-            return (Step(tokens, element),), (Step(width, tokens * element),)
-        return (Step(tokens, width * element),), (Step(width, element),)
-    if shape.layout == "cpu_amx":
-        assert element == 2
-        if part == "k":
-            return (Step(tokens // 16, 16 * width * 2), Step(16, 4)), (Step(width // 2, 64), Step(2, 2))
-        return (Step(tokens // 2, 64), Step(2, 2)), (Step(width // 16, tokens * 32), Step(16, 4))
-    return (Step(tokens, strides["T"]),), (Step(width, element),)
+# The blocks of a request from its first token on: of every group the same, or of each its own.
+Table = Sequence[int] | Mapping[int, Sequence[int]]
 
 
 def value(layer: int, part: str, head: Any, token: Any, element: Any) -> Any:
     """The 64-bit number that element has; an element of n bytes keeps the lowest n."""
-    mixed: Any = np.uint64((layer * 2 + PARTS.index(part) + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
+    mixed: Any = np.uint64((layer * 16 + ALL_PARTS.index(part) + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
     with np.errstate(over="ignore"):
         for coordinate in (head, token, element):
             mixed = (mixed ^ np.asarray(coordinate, np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -209,14 +51,25 @@ def value(layer: int, part: str, head: Any, token: Any, element: Any) -> Any:
     return mixed
 
 
-def rows(plane: Plane, tokens: range) -> np.ndarray:
-    """What the plane's heads must hold for these tokens: bytes [token, head, row]."""
+def rows(plane: Plane, tokens: range | np.ndarray) -> np.ndarray:
+    """What the plane's heads must hold for these tokens: bytes [token, head, row]. Scales are powers of two."""
     codec = plane.codec
-    token = np.arange(tokens.start, tokens.stop)[:, None, None]
+    token = np.asarray(tokens, np.int64)[:, None, None]
     head = np.arange(plane.first_head, plane.first_head + plane.heads)[None, :, None]
-    numbers = value(plane.layer, plane.part, head, token, np.arange(codec.width)[None, None, :])
+    elements = np.arange(codec.row_bytes // codec.element_bytes)[None, None, :]
+    numbers = value(plane.layer, plane.part, head, token, elements)
+    if plane.part.endswith("_scale") and codec.name == "fp32":
+        return _scales(numbers)
     whole = numbers.astype("<u8").view(np.uint8).reshape(*numbers.shape, 8)
-    return whole[..., : codec.element_bytes].reshape(len(tokens), plane.heads, codec.row_bytes)
+    found = whole[..., : codec.element_bytes].reshape(len(token), plane.heads, codec.row_bytes)
+    if codec.name == "fp8_ds_mla":
+        found[..., DS_SCALES] = _scales(numbers[..., :4])
+    return found
+
+
+def _scales(numbers: np.ndarray) -> np.ndarray:
+    """One of eight fp32 scales for each number: bytes [..., 4 * numbers]."""
+    return np.ldexp(np.float32(1), (numbers % np.uint64(8)).astype(int) - 6).astype("<f4").view(np.uint8)
 
 
 def at(axis: Sequence[Step], index: int) -> int:
@@ -280,46 +133,95 @@ def places_of(table: Sequence[int], tokens: range, block_tokens: int) -> np.ndar
     return np.asarray(table, np.int64)[token // block_tokens] * block_tokens + token % block_tokens
 
 
-def fill(held: Held, table: Sequence[int], tokens: range) -> None:
-    """Write the rows of a request whose blocks from token 0 on are `table`."""
+def ids_of(table: Table, group: int) -> Sequence[int]:
+    """The blocks of one group."""
+    return table[group] if isinstance(table, Mapping) else table
+
+
+def is_own(shard: Shard, tokens: np.ndarray) -> np.ndarray:
+    """Which tokens are this context-parallel rank's."""
+    return (tokens // shard.cp_interleave) % shard.cp_size == shard.cp_rank
+
+
+def first_seen(group: Group, end_token: int) -> int:
+    """The first token of [0, end_token) that is still needed for what comes after."""
+    if group.kind == "sliding":
+        return max(0, end_token + 1 - group.window)
+    return end_token // group.window * group.window if group.kind == "chunked" else 0
+
+
+def rows_at(pool: Pool, group: int, table: Table, tokens: range) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of which a rank has rows in this group once it has computed or received `tokens`, and their places."""
+    kept, ids = pool.groups[group], np.asarray(ids_of(table, group), np.int64)
+    if not tokens:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    if kept.kind == "state":
+        return np.array([tokens.stop - 1]), ids[[(tokens.stop - 1) // kept.block_tokens]]
+    every = np.arange(tokens.stop)
+    own = is_own(pool.shard, every)
+    index = np.cumsum(own) - 1  # how many tokens of this rank's own are before each
+    token = every[own & (every >= max(tokens.start, first_seen(kept, tokens.stop)))]
+    index = index[token]
+    return token, ids[index // kept.block_tokens] * kept.block_tokens + index % kept.block_tokens
+
+
+def fill(held: Held, table: Table, tokens: range) -> None:
+    """Write the rows of a request whose blocks from token 0 on are `table`, as this rank keeps them."""
     for plane in held.pool.planes:
-        places = places_of(table, tokens, held.pool.groups[plane.group].block_tokens)
-        put_rows(held, plane, places, rows(plane, tokens))
+        token, places = rows_at(held.pool, plane.group, table, tokens)
+        put_rows(held, plane, places, rows(plane, token))
 
 
-def mismatch(held: Held, before: Held, table: Sequence[int], tokens: range, tail: range = range(0)) -> str:
+def mismatch(held: Held, before: Held, table: Table, tokens: range, tail: range = range(0)) -> str:
     """Empty if `held` is `before` with the rows of `tokens` written and nothing else; or what is wrong, in words.
 
-    Rows of `tail` (the rest of a last block) may hold anything.
+    Rows of `tail` (the rest of a last block) may hold anything where all tokens are kept.
     """
-    found, expected = held.copy(), before.copy()
+    expected = before.copy()
     fill(expected, table, tokens)
+    return difference(held, expected, table, tokens, tail)
+
+
+def difference(held: Held, expected: Held, table: Table, tokens: range, tail: range = range(0)) -> str:
+    """Empty if the two hold the same; or what is wrong in `held`, in words."""
+    found, expected = held.copy(), expected.copy()
     for each in (found, expected):
         for plane in each.pool.planes:
-            places = places_of(table, tail, each.pool.groups[plane.group].block_tokens)
-            put_rows(each, plane, places, np.zeros((len(tail), plane.heads, plane.codec.row_bytes), np.uint8))
+            places = _tail(each.pool, plane.group, table, tail)
+            put_rows(each, plane, places, np.zeros((len(places), plane.heads, plane.codec.row_bytes), np.uint8))
     for region, (ours, theirs) in enumerate(zip(found.memory, expected.memory, strict=True)):
         if not np.array_equal(ours, theirs):
-            wrong = _wrong_row(found, table, tokens)
+            wrong = _wrong_row(found, expected, table, tokens)
             byte = int(np.flatnonzero(ours != theirs)[0])
             return wrong or f"region {region} byte {byte}: wrote {ours[byte]:#x} outside of the wanted rows"
     return ""
 
 
-def _wrong_row(held: Held, table: Sequence[int], tokens: range) -> str:
-    known = {
-        rows(plane, range(token, token + 1))[0, head].tobytes(): _name(plane, plane.first_head + head, token)
-        for plane in held.pool.planes
-        for head in range(plane.heads)
-        for token in tokens
-    }
+def _tail(pool: Pool, group: int, table: Table, tail: range) -> np.ndarray:
+    """The places of those tokens that have a block."""
+    kept, ids = pool.groups[group], np.asarray(ids_of(table, group), np.int64)
+    if kept.kind != "full" or not tail:
+        return np.zeros(0, np.int64)
+    own = is_own(pool.shard, np.arange(tail.stop))
+    index = np.arange(np.count_nonzero(own[: tail.start]), np.count_nonzero(own))
+    index = index[index < len(ids) * kept.block_tokens]
+    return ids[index // kept.block_tokens] * kept.block_tokens + index % kept.block_tokens
+
+
+def _wrong_row(held: Held, expected: Held, table: Table, tokens: range) -> str:
+    known: dict[bytes, str] = {}
     for plane in held.pool.planes:
-        places = places_of(table, tokens, held.pool.groups[plane.group].block_tokens)
-        found, expected = take_rows(held, plane, places), rows(plane, tokens)
-        for token, head in np.argwhere((found != expected).any(axis=2)):
-            row = found[token, head].tobytes()
+        token, places = rows_at(held.pool, plane.group, table, tokens)
+        for (which, head), _ in np.ndenumerate(np.zeros((len(token), plane.heads))):
+            row = take_rows(expected, plane, places[which : which + 1])[0, head]
+            known[row.tobytes()] = _name(plane, plane.first_head + head, int(token[which]))
+    for plane in held.pool.planes:
+        token, places = rows_at(held.pool, plane.group, table, tokens)
+        found, wanted = take_rows(held, plane, places), take_rows(expected, plane, places)
+        for which, head in np.argwhere((found != wanted).any(axis=2)):
+            row = found[which, head].tobytes()
             source = known.get(row, "poison" if row == bytes([POISON]) * len(row) else row.hex())
-            return f"{_name(plane, plane.first_head + int(head), tokens[int(token)])} holds {source}"
+            return f"{_name(plane, plane.first_head + int(head), int(token[which]))} holds {source}"
     return ""
 
 
@@ -347,26 +249,54 @@ def scatter(held: Held, moves: Iterable[Move], slot: np.ndarray) -> None:
 
 
 def table_of(pool: Pool, tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """Blocks for so many tokens in a shuffled order."""
-    group = pool.groups[0]
-    needed = -(-tokens // group.block_tokens)
-    assert needed <= group.blocks, f"{needed} blocks needed, {group.blocks} there"
-    return tuple(int(block) for block in np.random.default_rng(seed).permutation(group.blocks)[:needed])
+    """Blocks of the first group for so many tokens in a shuffled order."""
+    return _shuffled(pool, 0, tokens, seed)
 
 
-def block_table(pool: Pool, table: Sequence[int], first_block: int = 0) -> dict[int, BlockTable]:
-    """What the adapter would send: entries from `first_block` on."""
-    return {0: BlockTable.of(pool.groups[0], Blocks(0, first_block, tuple(table[first_block:])))}
+def tables_of(pool: Pool, tokens: int, seed: int = 0) -> dict[int, tuple[int, ...]]:
+    """Blocks of every group for so many tokens: the same for all ranks of an engine, as a scheduler gives them."""
+    return {group: _shuffled(pool, group, tokens, seed + 100 * group) for group in range(len(pool.groups))}
 
 
-def run(planned: Plan, source: Held, source_table: Sequence[int], sink: Held, sink_table: Sequence[int]) -> None:
+def _shuffled(pool: Pool, group: int, tokens: int, seed: int) -> tuple[int, ...]:
+    kept, shard = pool.groups[group], pool.shard
+    if kept.kind != "state" and shard.cp_size > 1:
+        ranks = np.arange(tokens) // shard.cp_interleave % shard.cp_size
+        tokens = int(np.bincount(ranks, minlength=1).max()) if tokens else 0
+    needed = -(-tokens // kept.block_tokens)
+    assert needed <= kept.blocks, f"{needed} blocks needed, {kept.blocks} there"
+    return tuple(int(block) for block in np.random.default_rng(seed).permutation(kept.blocks)[:needed])
+
+
+def block_table(pool: Pool, table: Table, first_block: int = 0, end_token: int = 0) -> dict[int, BlockTable]:
+    """What the adapter would send: entries from `first_block` on.
+
+    With `end_token`, groups that do not keep all tokens have the entries of those that they keep, and no more.
+    """
+    tables = {}
+    for index, group in enumerate(pool.groups):
+        ids, first = ids_of(table, index), first_block
+        end = len(ids)
+        if group.kind == "state" and end_token:
+            first = (end_token - 1) // group.block_tokens
+            end = first + 1
+        elif end_token:
+            before = np.count_nonzero(is_own(pool.shard, np.arange(first_seen(group, end_token))))
+            first = max(first, before // group.block_tokens)
+        piece = Blocks(index, first, tuple(ids[first:end]))
+        tables[index] = BlockTable.of(group, piece, share=Comb.of(pool.shard))
+    return tables
+
+
+def run(planned: Plan, source: Held, source_table: Table, sink: Held, sink_table: Table) -> None:
     """Carry out a plan through one poisoned slot."""
-    ours, theirs = block_table(source.pool, source_table), block_table(sink.pool, sink_table)
+    ours = block_table(source.pool, source_table, 0, planned.end_token)
+    theirs = block_table(sink.pool, sink_table, 0, planned.end_token)
     for index in range(planned.chunks):
         chunk = planned.chunk(index)
         slot = np.full(chunk.size_bytes, POISON, np.uint8)
-        gather(source, planned.source_moves(chunk, ours), slot)
-        scatter(sink, planned.sink_moves(chunk, theirs), slot)
+        gather(source, Part(planned, chunk, ours, True).moves(), slot)
+        scatter(sink, Part(planned, chunk, theirs, False).moves(), slot)
 
 
 def transfer(
@@ -377,18 +307,26 @@ def transfer(
     The prompt is `prompt` tokens long, or ends where `tokens` do.
     """
     end = max(prompt, tokens.stop)
-    source_table = table_of(sources[0].pool, end, seed=1)
+    source_table = tables_of(sources[0].pool, end, seed=1)
     for source in sources:
         fill(source, source_table, range(end))
     for sink in sinks:
-        before, table = sink.copy(), table_of(sink.pool, end, seed=2)
+        before, table = sink.copy(), tables_of(sink.pool, end, seed=2)
         takes = assign([source.pool for source in sources], sink.pool)
         for source, taken in zip(sources, takes, strict=True):
             planned = plan(source.pool, sink.pool, taken, tokens.start, tokens.stop, slot_bytes)
             run(planned, source, source_table, sink, table)
-        block_tokens = sink.pool.groups[0].block_tokens
-        tail = range(tokens.stop, len(table) * block_tokens if tokens else tokens.stop)
-        wrong = mismatch(sink, before, table, tokens, tail)
+        wrong = mismatch(sink, before, table, tokens, tail_of(sources, sink, table, tokens))
         if wrong:
             return f"{sink.pool.engine.id}: {wrong}"
     return ""
+
+
+def tail_of(sources: Sequence[Held], sink: Held, table: Table, tokens: range) -> range:
+    """The tokens behind these in the sink's last blocks, if a source may send it whole blocks."""
+    shares = [(held.pool.shard.cp_size, held.pool.shard.cp_rank, held.pool.shard.cp_interleave) for held in sources]
+    shard = sink.pool.shard
+    if not tokens or (shard.cp_size, shard.cp_rank, shard.cp_interleave) not in shares:
+        return range(0)
+    longest = max(len(ids_of(table, i)) * group.block_tokens for i, group in enumerate(sink.pool.groups))
+    return range(tokens.stop, max(tokens.stop, (longest + shard.cp_interleave) * shard.cp_size))

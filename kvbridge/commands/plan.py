@@ -130,7 +130,7 @@ def _chunks(plan: Plan) -> Table:
 
 
 def _row(chunk: Chunk) -> tuple[str, str, str, str]:
-    tokens = f"{chunk.first_token}-{chunk.end_token - 1}"
+    tokens = f"{chunk.first_mark}-{chunk.end_mark - 1}"
     return str(chunk.index), tokens, f"{chunk.first_strip}-{chunk.end_strip - 1}", f"{chunk.size_bytes:,}"
 
 

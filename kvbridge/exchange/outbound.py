@@ -1,8 +1,9 @@
 """The source's half: what our engine offers, and the transfers that carry it away. Pure.
 
 An offer and the claims on it may come in either order; they meet in a room. Chunks are shipped (gathered, then
-pushed) as soon as their tokens are computed and the sink has lent a slot. The engine's blocks are its own again when
-no gather of them is or will be under way; that does not wait for the network.
+pushed) as soon as their tokens are computed and the sink has lent a slot; windows and states once the offer is whole,
+for an engine that goes on computing gives their blocks to other tokens. The engine's blocks are its own again when no
+gather of them is or will be under way; that does not wait for the network.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .lease import Deadlines
 from .outlet import OUT_TABLE, Offered, OutEvent, Outlet, OutState
 from .session import Home, Session
 from .slots import LocalSlots
-from .tables import extended, ready_chunks
+from .tables import check_late, extended, ready_chunks
 
 
 class Outbound:
@@ -176,7 +177,7 @@ class Outbound:
             raise EngineError("room_changed", f"room: first {offered.room}, now {offer.room}")
         if offer.tokens < offered.tokens:
             raise EngineError("tokens_shrank", f"tokens: first {offered.tokens}, now {offer.tokens}")
-        offered.tables = extended(offered.tables, home.pool, offer.blocks, offer.tokens)
+        offered.tables = extended(offered.tables, home, offer.blocks, offer.tokens, offer.is_last)
         offered.tokens, offered.is_last = offer.tokens, offer.is_last
         offered.fence = max(offered.fence, offer.fence)
 
@@ -207,10 +208,17 @@ class Outbound:
     def _short_of(self, offered: Offered) -> list[Action]:
         """Fail what an offer that has said its last word can never satisfy."""
         actions: list[Action] = []
-        for out in list(self.outlets.values()):
-            if out.offered is offered and offered.is_last and out.claim.end_token > offered.tokens:
+        if not offered.is_last:
+            return actions
+        for out in [out for out in self.outlets.values() if out.offered is offered]:
+            if out.claim.end_token > offered.tokens:
                 reason = f"end_token: wanted {out.claim.end_token}, offered {offered.tokens}"
                 actions += self._stop(out, "tokens_missing", reason)
+                continue
+            try:
+                check_late(out.plan, offered.tables)
+            except KVBridgeError as error:
+                actions += self._stop(out, error.code, str(error))
         return actions
 
     def _end_offer(self, offered: Offered, code: str, reason: str) -> list[Action]:
@@ -247,7 +255,7 @@ class Outbound:
         """Tell the sink how many chunks wait, if it has not lent slots for all of them."""
         if out.state is not OutState.FLOWING or out.offered is None:
             return []
-        ready = ready_chunks(out.plan, out.offered.tokens)
+        ready = ready_chunks(out.plan, out.offered.tokens, out.offered.is_last)
         if ready <= max(out.told_ready, out.lent):
             return []
         out.told_ready = ready
@@ -272,7 +280,8 @@ class Outbound:
             return False
         offered = out.offered
         assert offered is not None
-        return offered.over is None and out.plan.chunk(out.next_chunk).end_token <= offered.tokens
+        chunk = out.plan.chunk(out.next_chunk)
+        return offered.over is None and chunk.needs_tokens <= offered.tokens and chunk.is_late <= offered.is_last
 
     def _ship(self, out: Outlet, local: int) -> Ship:
         offered = out.offered

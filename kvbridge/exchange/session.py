@@ -13,6 +13,7 @@ from kvbridge_proto.peer import Hello, Refuse, Welcome
 from kvbridge_proto.pool import Pool
 from kvbridge_proto.words import OURS, Agent, Rank, negotiate
 
+from ..geometry.comb import Comb
 from ..geometry.compat import Incompatible, Verdict, verdict
 from ..geometry.plan import Planner
 from .route import UNPROVED, Routed, Site
@@ -54,6 +55,10 @@ class Home:
     site: Site
     digests: tuple[str, ...]
     ranks: tuple[Rank, ...] = ()
+    share: Comb = field(init=False, repr=False, compare=False)  # the tokens that our pool holds
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "share", Comb.of(self.pool.shard))
 
 
 @dataclass(frozen=True, slots=True)

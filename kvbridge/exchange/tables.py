@@ -5,49 +5,85 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 
-from kvbridge_proto.pool import Pool
 from kvbridge_proto.words import Blocks
 
 from ..errors import EngineError
+from ..geometry.leg import kept
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
+from .session import Home
 
 
 def extended(
-    tables: Mapping[int, BlockTable], pool: Pool, pieces: Sequence[Blocks], end_token: int
+    tables: Mapping[int, BlockTable], home: Home, pieces: Sequence[Blocks], end_token: int, is_last: bool
 ) -> dict[int, BlockTable]:
-    """`tables` with `pieces` appended. Raises EngineError if they are not whole up to `end_token` in every group."""
-    grown = _appended(tables, pool, pieces)
-    _check(grown, pool, 0, end_token)
+    """`tables` with `pieces` appended. Raises EngineError if they are not whole up to `end_token` in every group.
+
+    A group that keeps a window is looked at when `is_last`: its blocks change until then, and need not be said before.
+    """
+    grown = _appended(tables, home, pieces)
+    _check(grown, home, 0, end_token, is_last)
     return grown
 
 
-def tables_of(pool: Pool, pieces: Sequence[Blocks], first_token: int, end_token: int) -> dict[int, BlockTable]:
-    """The tables of a want. Raises EngineError if they do not cover tokens [first_token, end_token)."""
-    tables = _appended({}, pool, pieces)
-    _check(tables, pool, first_token, end_token)
+def tables_of(home: Home, pieces: Sequence[Blocks], first_token: int, end_token: int) -> dict[int, BlockTable]:
+    """The tables of a want. Raises EngineError if they do not cover what is needed of [first_token, end_token)."""
+    tables = _appended({}, home, pieces)
+    _check(tables, home, first_token, end_token, True)
     return tables
 
 
-def _appended(tables: Mapping[int, BlockTable], pool: Pool, pieces: Sequence[Blocks]) -> dict[int, BlockTable]:
-    grown = dict(tables)
+def _appended(tables: Mapping[int, BlockTable], home: Home, pieces: Sequence[Blocks]) -> dict[int, BlockTable]:
+    grown, groups = dict(tables), home.pool.groups
     for piece in pieces:
-        if piece.group >= len(pool.groups):
-            raise EngineError("unknown_group", f"group: got {piece.group}, the pool has {len(pool.groups)}")
-        table = grown.get(piece.group) or BlockTable.of(pool.groups[piece.group])
+        if piece.group >= len(groups):
+            raise EngineError("unknown_group", f"group: got {piece.group}, the pool has {len(groups)}")
+        table = grown.get(piece.group) or BlockTable.of(groups[piece.group], share=home.share)
         grown[piece.group] = table.extended(piece)
     return grown
 
 
-def _check(tables: Mapping[int, BlockTable], pool: Pool, first_token: int, end_token: int) -> None:
+def _check(tables: Mapping[int, BlockTable], home: Home, first_token: int, end_token: int, is_last: bool) -> None:
     if first_token == end_token:
         return
-    for group in range(len(pool.groups)):
-        if group not in tables:
-            raise EngineError("missing_group", f"group: {group} has no block table")
-        tables[group].check(first_token, end_token)
+    for index, group in enumerate(home.pool.groups):
+        if group.kind == "full":
+            begin = first_token
+        elif is_last:
+            begin = max(first_token, kept(group, end_token))
+        else:
+            continue
+        first, end = begin, end_token
+        if group.kind != "state":
+            first, end = home.share.count(first), home.share.count(end)
+        if first < end:
+            _table(tables, index).check(first, end)
 
 
-def ready_chunks(plan: Plan, tokens: int) -> int:
-    """How many chunks of the plan, in order, need no more than the first `tokens` tokens."""
-    return bisect.bisect_right(range(plan.chunks), tokens, key=lambda index: plan.chunk(index).end_token)
+def check_late(plan: Plan, tables: Mapping[int, BlockTable]) -> None:
+    """Raises EngineError if the source's tables, now that they are whole, lack blocks of the late legs of a plan.
+
+    What was offered last may be longer than what is wanted, and its windows begin later then.
+    """
+    for leg in plan.legs:
+        if not leg.is_late:
+            continue
+        for group in sorted({strip.source.group for strip in leg.strips}):
+            table = _table(tables, group)
+            if leg.kind == "state":
+                table.last(plan.end_token)
+            else:
+                for mark in (leg.first, leg.end - 1):
+                    table.at(leg.comb, mark, mark + 1)
+
+
+def _table(tables: Mapping[int, BlockTable], group: int) -> BlockTable:
+    if group not in tables:
+        raise EngineError("missing_group", f"group: {group} has no block table")
+    return tables[group]
+
+
+def ready_chunks(plan: Plan, tokens: int, is_last: bool) -> int:
+    """How many chunks of the plan, in order, can be read while the first `tokens` tokens are there."""
+    chunks = range(plan.chunks if is_last else plan.early_chunks)
+    return bisect.bisect_right(chunks, tokens, key=lambda index: plan.chunk(index).needs_tokens)

@@ -58,6 +58,11 @@ class Comb:
         periods, rest = divmod(tokens, self.period)
         return periods * len(self.marks) + bisect_left(self.marks, rest)
 
+    def token(self, mark: int) -> int:
+        """The token of one mark."""
+        periods, at = divmod(mark, len(self.marks))
+        return periods * self.period + self.marks[at]
+
     def tokens(self, first: int, end: int) -> Places:
         """The tokens of marks [first, end)."""
         assert self.marks or first >= end

@@ -79,11 +79,9 @@ def _other_model(source: Model, sink: Model) -> Iterator[Difference]:
 
 def _not_yet(source: Pool, sink: Pool) -> Iterator[str]:
     """What the records can hold but nothing moves yet."""
-    if source.shard.cp_size > 1 or sink.shard.cp_size > 1:
-        yield f"cp_size: source {source.shard.cp_size}, sink {sink.shard.cp_size}; only 1 and 1 can be moved yet"
     kinds = [sorted({pool.groups[plane.group].kind for plane in pool.planes}) for pool in (source, sink)]
-    if kinds != [["full"], ["full"]]:
-        yield f"kind: source {' '.join(kinds[0])}, sink {' '.join(kinds[1])}; only full can be moved yet"
+    if kinds[0] not in (kinds[1], ["full"]) or ("state" in kinds[1]) != ("state" in kinds[0]):
+        yield f"kind: source {' '.join(kinds[0])}, sink {' '.join(kinds[1])}; needs the same, or full at the source"
 
 
 def _other_form(source: Pool, sink: Pool) -> Iterator[Difference]:
@@ -99,7 +97,7 @@ def _other_form(source: Pool, sink: Pool) -> Iterator[Difference]:
 
 
 def _changes(source: Pool, sink: Pool) -> Iterator[Difference]:
-    for name in ("tp_size", "pp_size"):
+    for name in ("tp_size", "pp_size", "cp_size", "cp_interleave"):
         yield Difference(name, getattr(source.shard, name), getattr(sink.shard, name))
     for ours, theirs in _common_planes(source, sink):
         place = f"layer {ours.layer} {ours.part}"

@@ -2,39 +2,33 @@
 
 Both agents derive the same plan from the two pools; they compare its digest, then speak of chunks by number.
 
-A plan is a grid: token spans x bands of strips. Chunk i is band `i % bands` of span `i // bands`, so that the
-first tokens leave first while a prompt is still being computed. Nothing is listed: a chunk is arithmetic, and
-only its moves are spelled out when its turn comes.
+A plan is a list of legs, each a grid of chunks (see leg.py): first the full layers, then what keeps a window, then
+states. Nothing is listed: a chunk is arithmetic, and only its moves are spelled out when its turn comes.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from kvbridge_proto.peer import Take
-from kvbridge_proto.pool import Codec, Plane, Pool
+from kvbridge_proto.pool import Codec, Group, Plane, Pool
 from kvbridge_proto.words import Blocks
 
 from ..errors import KVBridgeError, OperatorError, PeerError
+from .comb import Comb
 from .fold import fold
+from .leg import ALIGN as ALIGN
+from .leg import ORDER, Leg, Strand, fitted
 from .shard import common
-from .strip import Strip, pair, split_heads
+from .strip import Strip, pair
 from .tokens import BlockTable, Places
 from .wire import is_same_row, is_same_scales, scales_of
-
-# Strips begin at multiples of this in a slot, so that rows can be moved as wide words.
-ALIGN = 16
-# Tokens are cut so that a strip has about this much in a chunk: less costs a call per few rows, more delays the
-# first chunk of a prompt that is still being computed.
-PIECE_BYTES = 128 << 10
-
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +38,8 @@ class Move:
     The plane's own heads [first_head, first_head + heads) at `places` lie in the slot from `slot_offset` on
     as `[head][place][row]` in the codec `wire`. `plane.codec` is the memory's; its scales are none, one, or one
     for each of the plane's heads; those of `wire` are none, one, or one for each of the move's heads. Place p
-    is unit `p % units` of block `p // units`, `units` being the count of the plane's token axis.
+    is unit `p % units` of block `p // units`, `units` being the count of the plane's token axis. `scale` is where
+    the plane's rows have a scale each: numbers are converted, and their scales read or made anew.
     """
 
     plane: Plane
@@ -54,6 +49,7 @@ class Move:
     slot_offset: int
     places: Places
     unit_tokens: int = 1
+    scale: Plane | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -63,46 +59,49 @@ class Move:
     def is_bitwise(self) -> bool:
         """True if the bytes move as they are: the same codec with the same scales."""
         memory = scales_of(self.plane.codec, self.first_head, self.heads)
-        return is_same_row(self.plane.codec, self.wire) and is_same_scales(memory, self.wire.scales)
+        is_same = is_same_row(self.plane.codec, self.wire) and is_same_scales(memory, self.wire.scales)
+        return is_same and self.scale is None
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Strips [first_strip, end_strip) of tokens [first_token, end_token); to be gathered once all those are there."""
+    """Strips [first_strip, end_strip) of marks [first_mark, end_mark) of a leg, to be gathered once it may be.
+
+    That is once `needs_tokens` tokens are there, and if it `is_late`, once no more will come.
+    """
 
     index: int
-    first_token: int
-    end_token: int
+    leg: int
+    first_mark: int
+    end_mark: int
     first_strip: int
     end_strip: int
     size_bytes: int
+    needs_tokens: int
+    is_late: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The grid, see the module. `bands` are where a band of strips begins, and the end; `digest` names all of it."""
+    """The legs, see the module; `strips` are those of all legs, `digest` names all of it."""
 
     first_token: int
     end_token: int
     strips: tuple[Strip, ...]
-    unit_tokens: Numbers
-    unit_bytes: Numbers
-    span_tokens: int
-    bands: tuple[int, ...]
+    legs: tuple[Leg, ...]
+    chunks: int
     digest: str
-    _known_bytes: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
     _spelled: dict[int, Chunk] = field(default_factory=dict, init=False, repr=False)  # asked for many times each
-
-    @property
-    def chunks(self) -> int:
-        return -(-(self.end_token - self.first_token) // self.span_tokens) * (len(self.bands) - 1)
 
     @property
     def total_bytes(self) -> int:
         """Slot bytes of all chunks together."""
-        spans, tail = divmod(self.end_token - self.first_token, self.span_tokens)
-        full = int(self._sizes(0, len(self.strips), self.span_tokens).sum())
-        return spans * full + int(self._sizes(0, len(self.strips), tail).sum())
+        return sum(leg.total_bytes for leg in self.legs)
+
+    @property
+    def early_chunks(self) -> int:
+        """How many chunks, the first ones, may be gathered while tokens are still being computed."""
+        return sum(leg.chunks for leg in self.legs if not leg.is_late)
 
     def chunk(self, index: int) -> Chunk:
         """Chunk `index` of [0, chunks)."""
@@ -110,49 +109,34 @@ class Plan:
             return known
         if not 0 <= index < self.chunks:
             raise IndexError(f"chunk: {index} of {self.chunks}")
-        span, band = divmod(index, len(self.bands) - 1)
-        first_token = self.first_token + span * self.span_tokens
-        end_token = min(first_token + self.span_tokens, self.end_token)
-        first, end = self.bands[band], self.bands[band + 1]
-        size = self._bytes_of(band, end_token - first_token)
-        chunk = self._spelled[index] = Chunk(index, first_token, end_token, first, end, size)
+        number, at = 0, index
+        while at >= self.legs[number].chunks:
+            at -= self.legs[number].chunks
+            number += 1
+        leg = self.legs[number]
+        span, band = divmod(at, len(leg.bands) - 1)
+        first = leg.first + span * leg.span_tokens
+        end = min(first + leg.span_tokens, leg.end)
+        chunk = self._spelled[index] = Chunk(
+            index,
+            number,
+            first,
+            end,
+            leg.first_strip + leg.bands[band],
+            leg.first_strip + leg.bands[band + 1],
+            leg.bytes_of(band, end - first),
+            self.end_token if leg.is_late else leg.comb.token(end - 1) + 1,
+            leg.is_late,
+        )
         return chunk
-
-    def _bytes_of(self, band: int, tokens: int) -> int:
-        """Of a chunk; most are alike."""
-        size = self._known_bytes.get((band, tokens))
-        if size is None:
-            size = int(self._sizes(self.bands[band], self.bands[band + 1], tokens).sum())
-            self._known_bytes[band, tokens] = size
-        return size
 
     def source_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
         """How the source gathers the chunk into a slot; `tables` are its block tables, by group."""
-        sides = [(strip.source, strip.source_head) for strip in self.strips[chunk.first_strip : chunk.end_strip]]
-        return self._moves(chunk, sides, tables)
+        return Part(self, chunk, tables, is_source=True).moves()
 
     def sink_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
         """How the sink scatters the chunk from a slot; `tables` are its block tables, by group."""
-        sides = [(strip.sink, strip.sink_head) for strip in self.strips[chunk.first_strip : chunk.end_strip]]
-        return self._moves(chunk, sides, tables)
-
-    def _moves(
-        self, chunk: Chunk, sides: Sequence[tuple[Plane, int]], tables: Mapping[int, BlockTable]
-    ) -> tuple[Move, ...]:
-        sizes = self._sizes(chunk.first_strip, chunk.end_strip, chunk.end_token - chunk.first_token)
-        offsets = (np.cumsum(sizes) - sizes).tolist()
-        places: dict[tuple[int, int], Places] = {}
-        moves: list[Move] = []
-        strips = self.strips[chunk.first_strip : chunk.end_strip]
-        for strip, (plane, first_head), offset in zip(strips, sides, offsets, strict=True):
-            key = (plane.group, strip.unit_tokens)
-            if key not in places:
-                places[key] = tables[plane.group].places(chunk.first_token, chunk.end_token, strip.unit_tokens)
-            moves.append(Move(plane, first_head, strip.heads, strip.wire, offset, places[key], strip.unit_tokens))
-        return tuple(moves)
-
-    def _sizes(self, first_strip: int, end_strip: int, tokens: int) -> Numbers:
-        return _sizes(self.unit_tokens[first_strip:end_strip], self.unit_bytes[first_strip:end_strip], tokens)
+        return Part(self, chunk, tables, is_source=False).moves()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,29 +149,53 @@ class Part:
     is_source: bool
 
     def moves(self) -> tuple[Move, ...]:
-        find = self.plan.source_moves if self.is_source else self.plan.sink_moves
-        return find(self.chunk, self.tables)
+        chunk, leg = self.chunk, self.plan.legs[self.chunk.leg]
+        first, end = chunk.first_strip - leg.first_strip, chunk.end_strip - leg.first_strip
+        sizes = leg.sizes(bisect_left(leg.bands, first), chunk.end_mark - chunk.first_mark)
+        offsets = (np.cumsum(sizes) - sizes).tolist()
+        places: dict[tuple[int, int], Places] = {}
+        moves: list[Move] = []
+        for strip, offset in zip(leg.strips[first:end], offsets, strict=True):
+            if self.is_source:
+                plane, first_head, scale = strip.source, strip.source_head, strip.source_scale
+            else:
+                plane, first_head, scale = strip.sink, strip.sink_head, strip.sink_scale
+            unit_tokens = strip.unit_tokens
+            key = (plane.group, unit_tokens)
+            if key not in places:
+                places[key] = self.places(*key)
+            moves.append(Move(plane, first_head, strip.heads, strip.wire, offset, places[key], unit_tokens, scale))
+        return tuple(moves)
 
     def places(self, group: int, unit_tokens: int) -> Places:
         """The places of every move of this group whose rows are `unit_tokens` long."""
-        return self.tables[group].places(self.chunk.first_token, self.chunk.end_token, unit_tokens)
+        chunk, leg = self.chunk, self.plan.legs[self.chunk.leg]
+        table = self.tables[group]
+        if leg.kind == "state":
+            return table.last(self.plan.end_token)
+        return table.at(leg.comb, chunk.first_mark, chunk.end_mark, unit_tokens)
 
     @property
     def form(self) -> object:
-        """Equal for parts whose moves differ in their places only, while the plan's strips exist."""
+        """Equal for parts whose moves differ in their places only, while the plan's strips exist.
+
+        The strips tell the leg: each is of one.
+        """
         chunk = self.chunk
-        tokens = chunk.end_token - chunk.first_token
-        return id(self.plan.strips), chunk.first_strip, chunk.end_strip, tokens, self.is_source
+        marks = chunk.end_mark - chunk.first_mark
+        return id(self.plan.strips), chunk.first_strip, chunk.end_strip, marks, self.is_source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weave:
-    """What plans of the same rows share, however many tokens they are of: the strips, and a digest of all of them."""
+    """What plans of the same rows share, whichever tokens they are of; `digest` is of all of it."""
 
     strips: tuple[Strip, ...]
-    unit_tokens: Numbers
-    unit_bytes: Numbers
+    strands: tuple[Strand, ...]
     digest: bytes
+
+
+NOTHING = Weave((), (), b"")
 
 
 class Planner:
@@ -198,44 +206,78 @@ class Planner:
     def __init__(self, source: Pool, sink: Pool) -> None:
         self._source = source
         self._sink = sink
-        self._period = lcm(*(group.block_tokens for group in source.groups))
+        ours, theirs = Comb.of(source.shard), Comb.of(sink.shard)
+        self._comb = ours & theirs
+        self._is_whole = self._comb == ours == theirs
+        self._period = lcm(*(group.block_tokens for group in source.groups if group.kind != "state"))
         self._woven: dict[object, Weave] = {}
 
     def plan(self, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
         """The plan by which the source gives the rows `takes` of tokens [first_token, end_token) to the sink.
 
-        Raises PeerError for takes or tokens that cannot be, OperatorError if a slot is too small for a row.
+        It has no chunks where the two have no tokens in common. Raises PeerError for takes or tokens that cannot be,
+        OperatorError if a slot is too small for a row.
         """
         if not 0 <= first_token <= end_token:
             raise PeerError("bad_tokens", f"end_token: {end_token}, first_token: {first_token}")
         if not takes or first_token == end_token:
-            return _sealed(first_token, first_token, NOTHING, slot_bytes, 1, (0,))
-        key = (tuple(takes), first_token % self._period, slot_bytes)
+            return _cut(NOTHING, first_token, first_token, slot_bytes)
+        first_mark = self._comb.count(first_token) % self._period if self._is_whole else 0
+        key = (tuple(takes), first_mark, slot_bytes)
         if (weave := self._woven.pop(key, None)) is None:
-            weave = _weave(self._source, self._sink, takes, first_token, slot_bytes)
+            weave = self._weave(takes, first_mark, slot_bytes)
             if len(self._woven) == self.KEPT:
                 del self._woven[next(iter(self._woven))]
         self._woven[key] = weave  # the newest last
         return _cut(weave, first_token, end_token, slot_bytes)
 
     def samples(self, slot_bytes: int, is_source: bool) -> list[Part]:
-        """A chunk from a block's border on and one from inside a block, as one side sees them: what is to be expected.
+        """The first chunk of each leg, from a block's border on and from inside a block: what is to be expected.
 
-        Their blocks are any. Empty where the two pools have no rows in common.
+        As one side sees them; their blocks are any. Empty where the two pools have no rows in common.
         """
         takes, own = common(self._source, self._sink), self._source if is_source else self._sink
-        tokens = max(group.block_tokens for pool in (self._source, self._sink) for group in pool.groups)
+        if not self._comb.marks:
+            return []
+        groups = [group for pool in (self._source, self._sink) for group in pool.groups if group.kind != "state"]
+        end_token = self._comb.token(max((group.block_tokens for group in groups), default=1) - 1) + 1
+        share = Comb.of(own.shard)
         tables = {}
         for index, group in enumerate(own.groups):
-            entries = -(-(tokens + 1) // group.block_tokens)
-            if entries > group.blocks:
+            entries = -(-share.count(end_token + 1) // group.block_tokens)
+            if group.kind != "state" and entries > group.blocks:
                 return []
-            tables[index] = BlockTable.of(group, Blocks(index, 0, tuple(range(entries))))
+            ids = tuple(range(entries)) if group.kind != "state" else (0,) * entries
+            tables[index] = BlockTable.of(group, Blocks(index, 0, ids), share=share)
         try:
-            plans = [self.plan(takes, first, first + tokens, slot_bytes) for first in (0, 1)]
+            plans = [self.plan(takes, first, end_token + first, slot_bytes) for first in (0, 1)]
         except KVBridgeError:  # whoever wants something will be told
             return []
-        return [Part(each, each.chunk(0), tables, is_source) for each in plans if each.chunks]
+        return [Part(each, each.chunk(index), tables, is_source) for each in plans for index in _first_of_legs(each)]
+
+    def _weave(self, takes: Sequence[Take], first_mark: int, slot_bytes: int) -> Weave:
+        usable, groups = slot_bytes // ALIGN * ALIGN, self._sink.groups
+        strands: list[Strand] = []
+        sealed: list[object] = [self._comb.period, self._comb.marks]
+        first_strip = 0
+        for group, rows in _by_leg(pair(self._source, self._sink, takes), groups):
+            strips = None
+            if group.kind != "state":  # a window begins anywhere: no block of it is sure to be whole
+                is_whole = self._is_whole and group.kind == "full"
+                strips = fitted(fold(rows, self._source, self._sink, first_mark, usable, is_whole), usable)
+            strips = strips or fitted(rows, usable)
+            if strips is None:
+                widest = max(rows, key=lambda strip: strip.wire.row_bytes)
+                raise OperatorError(
+                    "slot_too_small",
+                    f"slot_bytes: {slot_bytes}, a row of layer {widest.sink.layer} {widest.sink.part} "
+                    f"has {widest.wire.row_bytes} bytes",
+                )
+            strands.append(Strand.of(group, self._comb, strips, first_strip))
+            first_strip += len(strips)
+            sealed += [group.kind, group.window, _seal(rows), _seal(strips)]
+        digest = hashlib.blake2b(msgspec.msgpack.encode(sealed), digest_size=16).digest()
+        return Weave(tuple(strip for strand in strands for strip in strand.strips), tuple(strands), digest)
 
 
 def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
@@ -243,97 +285,48 @@ def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_
     return Planner(source, sink).plan(takes, first_token, end_token, slot_bytes)
 
 
-def _weave(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, slot_bytes: int) -> Weave:
-    usable = slot_bytes // ALIGN * ALIGN
-    rows = pair(source, sink, takes)
-    folded = fold(rows, source, sink, first_token, usable)
-    strips = _fitted(folded, usable) or _fitted(rows, usable)
-    if strips is None:
-        widest = max(rows, key=lambda strip: strip.wire.row_bytes)
-        raise OperatorError(
-            "slot_too_small",
-            f"slot_bytes: {slot_bytes}, a row of layer {widest.sink.layer} {widest.sink.part} "
-            f"has {widest.wire.row_bytes} bytes",
+def _by_leg(strips: Sequence[Strip], groups: Sequence[Group]) -> list[tuple[Group, list[Strip]]]:
+    """The strips of each leg, in the order of the legs, with a group that is like all of its groups."""
+    legs: dict[tuple[int, int], tuple[Group, list[Strip]]] = {}
+    of = [
+        legs.setdefault((ORDER.index(group.kind), 0 if group.kind == "full" else group.window), (group, []))[1]
+        for group in groups
+    ]
+    for strip in strips:
+        of[strip.sink.group].append(strip)
+    return [legs[key] for key in sorted(legs) if legs[key][1]]
+
+
+def _seal(strips: Sequence[Strip]) -> list[object]:
+    """All of these strips that both sides must see alike."""
+    return [
+        (
+            strip.sink.layer,
+            strip.sink.part,
+            strip.sink.first_head + strip.sink_head,
+            strip.heads,
+            strip.wire,
+            strip.unit_tokens,
         )
-    return Weave(tuple(strips), *_columns(strips), _seal(rows, strips))
+        for strip in strips
+    ]
 
 
 def _cut(weave: Weave, first_token: int, end_token: int, slot_bytes: int) -> Plan:
-    usable, tokens = slot_bytes // ALIGN * ALIGN, end_token - first_token
-    unit_tokens, unit_bytes = weave.unit_tokens, weave.unit_bytes
-    span_tokens = _span(unit_tokens, unit_bytes, tokens, usable)
-    sizes = _sizes(unit_tokens, unit_bytes, min(span_tokens, tokens))
-    return _sealed(first_token, end_token, weave, slot_bytes, span_tokens, _bands(sizes, usable))
-
-
-def _fitted(strips: Sequence[Strip], slot_bytes: int) -> list[Strip] | None:
-    """The strips, cut by heads so that the fewest tokens of a span fit a slot; None where one head does not."""
-    grain = lcm(*{strip.unit_tokens for strip in strips})
-    fitted: list[Strip] = []
-    for strip in strips:
-        heads = slot_bytes // (grain // strip.unit_tokens * strip.wire.row_bytes)
-        if not heads:
-            return None
-        fitted += split_heads(strip, heads)
-    return fitted
-
-
-def _columns(strips: Sequence[Strip]) -> tuple[Numbers, Numbers]:
-    unit_tokens = np.array([strip.unit_tokens for strip in strips], np.int64)
-    return unit_tokens, np.array([strip.unit_bytes for strip in strips], np.int64)
-
-
-def _sizes(unit_tokens: Numbers, unit_bytes: Numbers, tokens: int) -> Numbers:
-    """Slot bytes of each strip for a span of so many tokens."""
-    return -(-(-(-tokens // unit_tokens) * unit_bytes) // ALIGN) * ALIGN
-
-
-def _span(unit_tokens: Numbers, unit_bytes: Numbers, tokens: int, slot_bytes: int) -> int:
-    """Tokens of a span: enough to fill a slot, or strips of about PIECE_BYTES; no strip more than a slot.
-
-    A multiple of every unit, and of ALIGN where it can be (then nothing is padded); all about equal.
-    """
-    grain = int(np.lcm.reduce(unit_tokens))
-    grain_bytes = grain // unit_tokens * unit_bytes
-    all_bytes, most_bytes = int(grain_bytes.sum()), int(grain_bytes.max())
-    wanted = max(slot_bytes, PIECE_BYTES * len(unit_bytes)) // all_bytes
-    limit = max(1, min(wanted, slot_bytes // most_bytes)) * grain
-    step = lcm(grain, ALIGN)
-    if limit < step:
-        step = grain
-    limit -= limit % step
-    spans = -(-tokens // limit)
-    return -(-tokens // (spans * step)) * step
-
-
-def _bands(sizes: Numbers, slot_bytes: int) -> tuple[int, ...]:
-    """Where to cut a span's strips so that each band fits a slot."""
-    ends = np.cumsum(sizes)
-    bands = [0]
-    while bands[-1] < len(sizes):
-        done = int(ends[bands[-1] - 1]) if bands[-1] else 0
-        bands.append(int(np.searchsorted(ends, done + slot_bytes, side="right")))
-    return tuple(bands)
-
-
-def _seal(rows: Sequence[Strip], strips: Sequence[Strip]) -> bytes:
-    """A digest of all that both sides must see alike: the rows before folding and the strips after."""
-    seal = [
-        (strip.sink.layer, strip.sink.part, strip.sink.first_head + strip.sink_head, strip.heads, strip.wire)
-        for strip in (*rows, *strips)
-    ]
-    return hashlib.blake2b(msgspec.msgpack.encode(seal), digest_size=16).digest()
-
-
-def _sealed(
-    first_token: int, end_token: int, weave: Weave, slot_bytes: int, span_tokens: int, bands: tuple[int, ...]
-) -> Plan:
-    """The plan with its digest."""
-    tokens = (first_token, end_token, span_tokens)
-    whole = ("kvbridge plan 1", ALIGN, slot_bytes, tokens, bands, weave.unit_tokens.tolist(), weave.digest)
+    """The plan of some tokens, with its digest."""
+    usable = slot_bytes // ALIGN * ALIGN
+    found = [strand.cut(first_token, end_token, usable) for strand in weave.strands]
+    legs = tuple(leg for leg in found if leg is not None)
+    grids = [(leg.kind, leg.first, leg.end, leg.span_tokens, leg.bands) for leg in legs]
+    whole = ("kvbridge plan 2", ALIGN, slot_bytes, first_token, end_token, grids, weave.digest)
     digest = hashlib.blake2b(msgspec.msgpack.encode(whole), digest_size=16).hexdigest()
-    unit_tokens, unit_bytes = weave.unit_tokens, weave.unit_bytes
-    return Plan(first_token, end_token, weave.strips, unit_tokens, unit_bytes, span_tokens, bands, digest)
+    return Plan(first_token, end_token, weave.strips, legs, sum(leg.chunks for leg in legs), digest)
 
 
-NOTHING = Weave((), np.zeros(0, np.int64), np.zeros(0, np.int64), b"")
+def _first_of_legs(planned: Plan) -> list[int]:
+    """The first chunk of each leg."""
+    firsts, done = [], 0
+    for leg in planned.legs:
+        firsts.append(done)
+        done += leg.chunks
+    return firsts

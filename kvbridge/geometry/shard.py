@@ -1,15 +1,19 @@
-"""Who gives which rows: an exact cover of the sink's layers x heads by the sources' holdings. Pure."""
+"""Who gives which rows: an exact cover of the sink's layers x heads x tokens by the sources' holdings. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import lcm
 
+import numpy as np
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Pool
 
 from ..errors import PeerError
+from .comb import Comb
+from .wire import is_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +28,14 @@ class Holding:
 
 
 def holdings(pool: Pool) -> list[Holding]:
-    """What a pool holds, in layer order; neighbouring layers that are held alike make one holding."""
+    """What a pool holds, in layer order; neighbouring layers that are held alike make one holding.
+
+    Scales are no part of it: they are held where their rows are, or the rows have none.
+    """
     rows: dict[str, list[tuple[int, int, int]]] = {}
     for plane in pool.planes:
+        if is_scale(plane.part):
+            continue
         rows.setdefault(plane.part, []).append((plane.layer, plane.first_head, plane.heads))
     held: list[Holding] = []
     for parts, held_alike in _alike(rows):
@@ -57,10 +66,12 @@ def _alike(rows: dict[str, list[tuple[int, int, int]]]) -> Iterator[tuple[frozen
 def assign(sources: Sequence[Pool], sink: Pool) -> tuple[tuple[Take, ...], ...]:
     """For each source the rows that the sink takes from it: together every row of the sink, none twice.
 
-    Where several sources hold a head, the sinks spread over them by their tensor-parallel rank.
+    Under context parallelism a row is taken from several sources, from each the tokens that both hold. Where several
+    sources hold a head of the same tokens, the sinks spread over them by their tensor-parallel rank.
     Raises PeerError naming the rows that nobody holds.
     """
     held = [holdings(pool) for pool in sources]
+    shares = _shares(sources, sink)
     takes: list[list[Take]] = [[] for _ in sources]
     for need in holdings(sink):
         borders = {need.first_layer, need.end_layer}
@@ -70,7 +81,7 @@ def assign(sources: Sequence[Pool], sink: Pool) -> tuple[tuple[Take, ...], ...]:
         layers = sorted(layer for layer in borders if need.first_layer <= layer <= need.end_layer)
         for first_layer, end_layer in pairwise(layers):
             cell = Holding(first_layer, end_layer, need.first_head, need.end_head, need.parts)
-            for index, take in _cut_heads(held, cell, sink.shard.tp_rank):
+            for index, take in _cut_heads(held, shares, cell, sink.shard.tp_rank):
                 _append(takes[index], take)
     return tuple(tuple(each) for each in takes)
 
@@ -87,7 +98,44 @@ def common(source: Pool, sink: Pool) -> tuple[Take, ...]:
     return tuple(takes)
 
 
-def _cut_heads(held: Sequence[Sequence[Holding]], cell: Holding, sink_rank: int) -> list[tuple[int, Take]]:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The sources that hold the same tokens; `tokens` names these tokens where not all sources hold all."""
+
+    sources: frozenset[int]
+    tokens: str
+
+
+def _shares(sources: Sequence[Pool], sink: Pool) -> list[Share]:
+    """The shares of tokens that the sink has tokens of, with nobody in them if nobody is there."""
+    shards = [pool.shard for pool in sources]
+    splits = sorted({(shard.cp_size, shard.cp_interleave if shard.cp_size > 1 else 1) for shard in shards})
+    if len(splits) > 1:
+        some = (f"cp_size: {size}, cp_interleave {interleave} at some ranks" for size, interleave in splits)
+        raise PeerError("source_ranks_mismatch", *some)
+    if not splits or splits[0][0] == 1:
+        return [Share(frozenset(range(len(sources))), "")]
+    size, interleave = splits[0]
+    return [
+        Share(
+            frozenset(index for index, shard in enumerate(shards) if shard.cp_rank == rank),
+            f", tokens: cp rank {rank} of {size} (interleave {interleave})",
+        )
+        for rank in _ranks_of(size, interleave, sink)
+    ]
+
+
+def _ranks_of(size: int, interleave: int, sink: Pool) -> list[int]:
+    """Which of `size` context-parallel ranks hold tokens that this sink holds too."""
+    share = Comb.of(sink.shard)
+    periods = lcm(size * interleave, share.period) // share.period
+    tokens = share.tokens(0, periods * len(share.marks))
+    return [int(rank) for rank in np.unique(tokens // interleave % size)]
+
+
+def _cut_heads(
+    held: Sequence[Sequence[Holding]], shares: Sequence[Share], cell: Holding, sink_rank: int
+) -> list[tuple[int, Take]]:
     """The takes of one run of layers in which every source holds the same heads throughout."""
     holders: list[tuple[int, int, int]] = []
     for index, each in enumerate(held):
@@ -102,14 +150,16 @@ def _cut_heads(held: Sequence[Sequence[Holding]], cell: Holding, sink_rank: int)
     heads = sorted(borders)
     cut: list[tuple[int, Take]] = []
     for first_head, end_head in pairwise(heads):
-        able = sorted({index for index, first, end in holders if first <= first_head and end_head <= end})
-        if not able:
-            raise PeerError(
-                "rows_not_held",
-                f"layers: the sink needs [{cell.first_layer}, {cell.end_layer}), heads [{first_head}, {end_head}), "
-                f"parts {' '.join(sorted(cell.parts))}; none of {len(held)} sources holds them",
-            )
-        cut.append((able[sink_rank % len(able)], Take(cell.first_layer, cell.end_layer, first_head, end_head)))
+        holding = {index for index, first, end in holders if first <= first_head and end_head <= end}
+        for share in shares:
+            able = sorted(holding & share.sources)
+            if not able:
+                raise PeerError(
+                    "rows_not_held",
+                    f"layers: the sink needs [{cell.first_layer}, {cell.end_layer}), heads [{first_head}, {end_head}), "
+                    f"parts {' '.join(sorted(cell.parts))}{share.tokens}; none of {len(held)} sources holds them",
+                )
+            cut.append((able[sink_rank % len(able)], Take(cell.first_layer, cell.end_layer, first_head, end_head)))
     return cut
 
 

@@ -26,6 +26,8 @@ class Strip:
     heads: int
     wire: Codec
     unit_tokens: int = 1
+    source_scale: Plane | None = None
+    sink_scale: Plane | None = None
 
     @property
     def unit_bytes(self) -> int:

@@ -9,6 +9,7 @@ from kvbridge_proto.pool import Group
 from kvbridge_proto.words import Blocks
 
 from ..errors import EngineError
+from .comb import ALL, Comb
 from .comb import Places as Places
 
 
@@ -20,17 +21,19 @@ def _nothing() -> Places:
 class BlockTable:
     """The blocks of one request in one group: `ids[i]` holds tokens from `(first_block + i) * block_tokens` on.
 
+    Tokens are counted as the rank keeps them: under context parallelism only those of its `share`, without gaps.
     A value: growing makes a new one, so a table that the mover thread reads never changes under it.
     """
 
     group: Group
     first_block: int = 0
     ids: Places = field(default_factory=_nothing)
+    share: Comb = ALL
 
     @classmethod
-    def of(cls, group: Group, *pieces: Blocks) -> BlockTable:
+    def of(cls, group: Group, *pieces: Blocks, share: Comb = ALL) -> BlockTable:
         """The table that these pieces make; it begins at the first piece's first entry. Raises EngineError."""
-        table = cls(group, pieces[0].first if pieces else 0)
+        table = cls(group, pieces[0].first if pieces else 0, share=share)
         for piece in pieces:
             table = table.extended(piece)
         return table
@@ -51,7 +54,7 @@ class BlockTable:
                 "block_out_of_range",
                 f"block id: group {piece.group} got {outside[0]}, the pool has {self.group.blocks} blocks",
             )
-        return BlockTable(self.group, first, np.concatenate((self.ids, ids)))
+        return BlockTable(self.group, first, np.concatenate((self.ids, ids)), self.share)
 
     @property
     def first_token(self) -> int:
@@ -88,3 +91,23 @@ class BlockTable:
         unit = np.arange(first, end, dtype=np.int64)
         block = unit // units
         return self.ids[block - self.first_block] * units + (unit - block * units)
+
+    def at(self, comb: Comb, first: int, end: int, unit_tokens: int = 1) -> Places:
+        """The places of marks [first, end) of a comb whose tokens are all in this share.
+
+        Units of more than a token need the whole share. Raises EngineError where a token has no block.
+        """
+        if first == end or comb == self.share:
+            return self.places(first, end, unit_tokens)
+        assert unit_tokens == 1
+        token = self.share.index(comb.tokens(first, end))
+        self.check(int(token[0]), int(token[-1]) + 1)
+        block_tokens = self.group.block_tokens
+        block = token // block_tokens
+        return self.ids[block - self.first_block] * block_tokens + (token - block * block_tokens)
+
+    def last(self, end_token: int) -> Places:
+        """The place of the state after `end_token` tokens: its block. Raises EngineError where there is none."""
+        self.check(end_token - 1, end_token)
+        entry = (end_token - 1) // self.group.block_tokens - self.first_block
+        return self.ids[entry : entry + 1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -34,6 +34,7 @@ from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import LocalSlots, SlotPool
+from kvbridge.geometry.plan import Part
 
 LAYERS, HEADS, WIDTH, BLOCKS = 2, 4, 8, 64
 SLOT_BYTES = 1024
@@ -86,9 +87,19 @@ class Node:
 
 
 class World:
-    """`run` makes everything happen that is under way, in an order the seed decides."""
+    """`run` makes everything happen that is under way, in an order the seed decides.
 
-    def __init__(self, sources: int = 1, sinks: int = 1, slots: int = 4, local: int = 2, seed: int = 0) -> None:
+    The engines are `sources` and `sinks` ranks that split the heads, or have the pools given.
+    """
+
+    def __init__(
+        self,
+        sources: int | Sequence[Pool] = 1,
+        sinks: int | Sequence[Pool] = 1,
+        slots: int = 4,
+        local: int = 2,
+        seed: int = 0,
+    ) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
         self.events: list[tuple[str, Callable[[], None]]] = []
@@ -98,13 +109,13 @@ class World:
         self.notices: list[Notice] = []
         self.refused: list[Refuse] = []
         self.hold: set[str] = set()  # kinds of events that do not happen now
-        ranks = tuple(Rank(tp_rank=r, pp_rank=0, address=f"P{r}") for r in range(sources))
         self.nodes: dict[str, Node] = {}
-        for r in range(sources):
-            self._add(f"P{r}", make_pool("prefill", r, sources, 4), ranks, slots, local)
-        sink_ranks = tuple(Rank(tp_rank=r, pp_rank=0, address=f"D{r}") for r in range(sinks))
-        for r in range(sinks):
-            self._add(f"D{r}", make_pool("decode", r, sinks, 16), sink_ranks, slots, local)
+        for letter, engine, block_tokens, pools in (("P", "prefill", 4, sources), ("D", "decode", 16, sinks)):
+            if isinstance(pools, int):
+                pools = [make_pool(engine, rank, pools, block_tokens) for rank in range(pools)]
+            ranks = tuple(Rank(tp_rank=r, pp_rank=0, address=f"{letter}{r}") for r in range(len(pools)))
+            for r, pool in enumerate(pools):
+                self._add(f"{letter}{r}", pool, ranks, slots, local)
 
     def _add(self, name: str, pool: Pool, ranks: tuple[Rank, ...], slots: int, local: int) -> None:
         agent = Agent(name=name, boot=f"boot-{name}-{next(self.numbers)}", address=name, version="1")
@@ -127,20 +138,36 @@ class World:
 
     def offer(self, request: str, tokens: int, blocks: int, first: int = 0, last: bool = True, room: str = "") -> None:
         pieces = (Blocks(0, first, tuple(range(first, first + blocks))),) if blocks else ()
+        self.offer_pieces(request, tokens, pieces, last, room)
+
+    def offer_pieces(
+        self, request: str, tokens: int, pieces: tuple[Blocks, ...], last: bool = True, room: str = ""
+    ) -> None:
         message = Offer(room=room or request, request=request, tokens=tokens, blocks=pieces, is_last=last, hold_s=100.0)
         for node in self.sources:
             self.do(node, node.outbound.offer(message, node.home, self.now))
 
     def want(self, request: str, end: int, first: int = 0, room: str = "", deadline: float = 50.0) -> None:
         begin = first // 16
-        ids = tuple(range(begin, -(-end // 16)))
+        pieces = (Blocks(0, begin, tuple(range(begin, -(-end // 16)))),)
+        self.want_pieces(request, end, pieces, first, room, deadline)
+
+    def want_pieces(
+        self,
+        request: str,
+        end: int,
+        pieces: tuple[Blocks, ...],
+        first: int = 0,
+        room: str = "",
+        deadline: float = 50.0,
+    ) -> None:
         message = Want(
             request=request,
             room=room or request,
             source="P0",
             first_token=first,
             end_token=end,
-            blocks=(Blocks(0, begin, ids),),
+            blocks=pieces,
             deadline_s=deadline,
         )
         for node in self.sinks:
@@ -244,6 +271,7 @@ class World:
     def _gathered(self, source: Node, ship: Ship) -> None:
         if source.is_dead:
             return
+        assert Part(ship.plan, ship.plan.chunk(ship.chunk), ship.tables, is_source=True).moves()
         key = (ship.boot, ship.lease.slot)
         assert key not in self.writing, f"slot {key} is written under two leases"
         self.writing[key] = ship
@@ -277,6 +305,7 @@ class World:
             self.later("scatter", lambda: None if sink.is_dead else self._scattered(sink, scatter))
 
     def _scattered(self, sink: Node, scatter: Scatter) -> None:
+        assert Part(scatter.plan, scatter.plan.chunk(scatter.chunk), scatter.tables, is_source=False).moves()
         self.scatters[scatter.transfer, scatter.chunk] += 1
         self.do(sink, sink.inbound.scattered(scatter.transfer, scatter.slot, None, self.now))
 

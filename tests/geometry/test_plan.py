@@ -48,11 +48,11 @@ def test_the_grid_covers_every_token_of_every_strip_once(layouts, blocks, first,
     for index in range(planned.chunks):
         chunk = planned.chunk(index)
         band = counted[chunk.first_strip : chunk.end_strip]
-        assert len(band) and (band[:, 1] == chunk.first_token).all() and chunk.first_token < chunk.end_token
-        band[:, 1] = chunk.end_token
+        assert len(band) and (band[:, 1] == chunk.first_mark).all() and chunk.first_mark < chunk.end_mark
+        band[:, 1] = chunk.end_mark
         assert 0 < chunk.size_bytes <= slot_bytes
-        assert chunk.end_token >= end_token, "a later chunk must not be ready before an earlier one"
-        end_token = chunk.end_token
+        assert chunk.needs_tokens >= end_token, "a later chunk must not be ready before an earlier one"
+        end_token = chunk.needs_tokens
         total += chunk.size_bytes
     assert (counted[:, 1] == first + tokens).all()
     assert total == planned.total_bytes
@@ -71,15 +71,15 @@ def test_a_long_prompt_fills_its_slots() -> None:
 def test_the_first_chunks_need_only_the_first_tokens() -> None:
     shape = Shape(layers=32, kv_heads=8, key_width=128, value_width=128, blocks=4096)
     planned = plan_between(shape, replace(shape, block_tokens=32), range(8000), 4 << 20)
-    assert planned.chunk(0).end_token <= 512
-    assert planned.chunk(planned.chunks - 1).end_token == 8000
+    assert planned.chunk(0).needs_tokens <= 512
+    assert planned.chunk(planned.chunks - 1).needs_tokens == 8000
 
 
 def test_chunks_are_arithmetic() -> None:
     shape = Shape(layers=64, kv_heads=8, key_width=128, value_width=128, blocks=1 << 20)
     planned = plan_between(shape, replace(shape, layout="hnd"), range(1 << 40), 4 << 20)
     assert planned.chunks > 1 << 30
-    assert planned.chunk(planned.chunks - 1).end_token == 1 << 40
+    assert planned.chunk(planned.chunks - 1).needs_tokens == 1 << 40
     with pytest.raises(IndexError, match=f"chunk: {planned.chunks} of {planned.chunks}"):
         planned.chunk(planned.chunks)
 
@@ -102,7 +102,7 @@ def test_only_the_blocks_of_a_chunk_are_needed() -> None:
     held = build(replace(SHAPE, blocks=40))
     planned = plan_between(replace(SHAPE, blocks=40), replace(SHAPE, layout="hnd"), range(600), 1 << 14)
     chunk = planned.chunk(0)
-    blocks = -(-chunk.end_token // 16)
+    blocks = -(-chunk.needs_tokens // 16)
     assert blocks < 38
     assert planned.source_moves(chunk, block_table(held.pool, table_of(held.pool, blocks * 16)))
 
@@ -234,7 +234,7 @@ def test_another_process_derives_the_same_plan() -> None:
         subprocess.run(
             [sys.executable, "-c", DIGEST],
             cwd=root,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{root}:{root}/kernels:{root}/proto"},
             capture_output=True,
             text=True,
             check=True,

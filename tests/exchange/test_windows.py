@@ -1,0 +1,159 @@
+"""Groups that do not keep every token: their blocks are said with the last offer, and read after it."""
+
+from __future__ import annotations
+
+import pytest
+from kvbridge_proto.engine import Done, Failed
+from kvbridge_proto.pool import Group, Pool, Step
+from kvbridge_proto.words import Blocks
+from msgspec.structs import replace
+
+from .world import BLOCKS, World, make_pool
+
+WINDOW = 10
+FULL, LATE = 0, 1
+
+
+def hybrid(engine: str, block_tokens: int, kind: str = "sliding", rank: int = 0, ranks: int = 1) -> Pool:
+    """Layer 0 keeps every token, layer 1 a window or a state."""
+    pool = make_pool(engine, rank, ranks, block_tokens)
+    late = Group(kind=kind, block_tokens=block_tokens, blocks=BLOCKS, window=WINDOW if kind != "state" else 0)
+    planes = []
+    for plane in pool.planes:
+        plane = replace(plane, group=plane.layer)
+        planes.append(replace(plane, token_axis=(Step(1, 0),)) if plane.layer and kind == "state" else plane)
+    layers = tuple(replace(layer, kind=name) for layer, name in zip(pool.model.layers, ("full", kind), strict=True))
+    model = replace(pool.model, layers=layers)
+    return replace(pool, model=model, groups=(pool.groups[0], late), planes=tuple(planes))
+
+
+def world(kind: str = "sliding", seed: int = 0, slots: int = 8) -> World:
+    return World([hybrid("prefill", 4, kind)], [hybrid("decode", 16, kind)], slots=slots, seed=seed)
+
+
+def blocks(group: int, first: int, end: int) -> Blocks:
+    return Blocks(group, first, tuple(range(first, end)))
+
+
+def late_entries(kind: str, end: int, block_tokens: int) -> Blocks:
+    """The entries that hold what the next query sees after `end` tokens, and no others."""
+    first = max(0, end + 1 - WINDOW) if kind == "sliding" else end // WINDOW * WINDOW
+    first = end - 1 if kind == "state" else first
+    return blocks(LATE, first // block_tokens, -(-end // block_tokens))
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("kind", ["sliding", "chunked", "state"])
+def test_carries_requests_whatever_the_order(kind: str, seed: int) -> None:
+    small = world(kind, seed, slots=4)
+    for i in range(5):
+        end = 38 + i
+        offer = (blocks(FULL, 0, 12), late_entries(kind, end, 4))
+        want = (blocks(FULL, 0, 3), late_entries(kind, end, 16))
+        if (seed + i) % 2:
+            small.want_pieces(f"r{i}", end, want)
+        small.offer_pieces(f"r{i}", end, offer)
+        if not (seed + i) % 2:
+            small.want_pieces(f"r{i}", end, want)
+    small.run()
+    assert [type(answer) for answer in small.answers().values()] == [Done] * 5
+    assert len(small.released()) == 5
+    small.check_rest()
+
+
+@pytest.mark.parametrize("kind", ["sliding", "chunked", "state"])
+def test_a_window_waits_for_the_last_offer(kind: str) -> None:
+    """Also when all tokens are there already: only the last word says that their blocks stay as they are."""
+    one = world(kind, slots=16)
+    one.want_pieces("r", 39, (blocks(FULL, 0, 3), late_entries(kind, 39, 16)))
+    one.offer_pieces("r", 20, (blocks(FULL, 0, 5),), last=False)
+    one.run()
+    early = sum(one.scatters.values())
+    one.offer_pieces("r", 39, (blocks(FULL, 5, 10),), last=False)
+    one.run()
+    (outlet,) = one.sources[0].outbound.outlets.values()
+    assert early < sum(one.scatters.values()) == outlet.next_chunk == outlet.plan.early_chunks < outlet.plan.chunks
+    one.offer_pieces("r", 39, (late_entries(kind, 39, 4),))
+    one.run()
+    assert isinstance(one.answers()["r"], Done)
+    one.check_rest()
+
+
+def test_no_slots_are_lent_to_a_window_that_waits() -> None:
+    one = world(slots=2)
+    one.want_pieces("r", 39, (blocks(FULL, 0, 3), late_entries("sliding", 39, 16)))
+    one.run()
+    one.offer_pieces("r", 39, (blocks(FULL, 0, 10),), last=False)
+    one.run()
+    (outlet,) = one.sources[0].outbound.outlets.values()
+    assert outlet.told_ready == outlet.lent == outlet.next_chunk == outlet.plan.early_chunks < outlet.plan.chunks
+    one.offer_pieces("r", 39, (late_entries("sliding", 39, 4),))
+    one.run()
+    assert isinstance(one.answers()["r"], Done)
+    one.check_rest()
+
+
+def test_an_early_offer_needs_no_window_blocks() -> None:
+    one = world()
+    one.offer_pieces("r", 20, (blocks(FULL, 0, 5),), last=False)
+    one.run()
+    assert not one.released()
+    one.offer_pieces("r", 20, ())
+    one.run()
+    assert one.released()["r"].code == "missing_group" and f"group: {LATE}" in one.released()["r"].reason
+
+
+@pytest.mark.parametrize(("first", "end", "code"), [(7, 10, ""), (8, 10, "blocks_too_few"), (7, 9, "blocks_too_few")])
+def test_a_last_offer_needs_all_of_the_window(first: int, end: int, code: str) -> None:
+    """39 tokens: the query at 39 sees token 30 and on, which begins in entry 7 of blocks of 4."""
+    one = world()
+    one.want_pieces("r", 39, (blocks(FULL, 0, 3), blocks(LATE, 1, 3)))
+    one.offer_pieces("r", 39, (blocks(FULL, 0, 10), blocks(LATE, first, end)))
+    one.run()
+    assert one.released()["r"].code == code
+    one.pass_time(200)
+    one.run()
+    assert isinstance(one.answers()["r"], Failed if code else Done)
+    one.check_rest()
+
+
+def test_a_want_needs_blocks_for_the_window_and_no_more() -> None:
+    one = world()
+    one.want_pieces("r", 39, (blocks(FULL, 0, 3), blocks(LATE, 2, 3)))
+    one.want_pieces("s", 39, (blocks(FULL, 0, 3),))
+    for request, code in (("r", "blocks_too_few"), ("s", "missing_group")):
+        answer = one.answers()[request]
+        assert isinstance(answer, Failed) and answer.code == code
+    one.check_rest()
+
+
+def test_a_prefix_inside_the_window_needs_no_blocks_before() -> None:
+    one = world()
+    one.offer_pieces("r", 39, (blocks(FULL, 0, 10), late_entries("sliding", 39, 4)))
+    one.want_pieces("r", 39, (blocks(FULL, 2, 3), blocks(LATE, 2, 3)), first=32)
+    one.run()
+    done = one.answers()["r"]
+    assert isinstance(done, Done) and done.moved_bytes == 2 * 7 * 2 * 4 * 16  # layers x tokens x parts x heads x row
+    one.check_rest()
+
+
+def test_a_window_of_a_longer_offer_that_begins_too_late_fails_by_name() -> None:
+    """What is offered last keeps its own window; a want of less may need a token before it."""
+    one = world()
+    one.want_pieces("r", 30, (blocks(FULL, 0, 2), blocks(LATE, 1, 2)))
+    one.offer_pieces("r", 45, (blocks(FULL, 0, 12), late_entries("sliding", 45, 4)))
+    one.run()
+    answer = one.answers()["r"]
+    assert isinstance(answer, Failed) and answer.code == "blocks_too_few"
+    assert "[36, 48)" in answer.reason
+    one.check_rest()
+
+
+def test_a_chunk_that_is_over_needs_no_blocks() -> None:
+    """At 40 tokens a new chunk of 10 begins: nothing of the old one is wanted."""
+    one = world("chunked")
+    one.offer_pieces("r", 40, (blocks(FULL, 0, 10),))
+    one.want_pieces("r", 40, (blocks(FULL, 0, 3),))
+    one.run()
+    assert isinstance(one.answers()["r"], Done)
+    one.check_rest()
