@@ -42,15 +42,17 @@ class Run:
     block_tokens: int
 
 
-def fold(strips: Sequence[Strip], source: Pool, sink: Pool, first_token: int, slot_bytes: int) -> list[Strip]:
-    """The same bytes as fewer strips of longer rows, none longer than a slot."""
+def fold(
+    strips: Sequence[Strip], source: Pool, sink: Pool, first_token: int, slot_bytes: int, is_whole: bool = True
+) -> list[Strip]:
+    """The same bytes as fewer strips of longer rows, none longer than a slot; of tokens only, unless `is_whole`."""
     longest = min(LONGEST_BYTES, slot_bytes)
     kept: list[Strip] = []
     runs: list[Run] = []
     for strip in strips:
         ours = source.groups[strip.source.group].block_tokens
         theirs = sink.groups[strip.sink.group].block_tokens
-        block_tokens = ours if ours == theirs and first_token % ours == 0 else 0
+        block_tokens = ours if is_whole and ours == theirs and first_token % ours == 0 else 0
         run = _first_run(strip, block_tokens, longest)
         if run is None:
             kept.append(strip)

@@ -44,7 +44,8 @@ class Move:
     The plane's own heads [first_head, first_head + heads) at `places` lie in the slot from `slot_offset` on
     as `[head][place][row]` in the codec `wire`. `plane.codec` is the memory's; its scales are none, one, or one
     for each of the plane's heads; those of `wire` are none, one, or one for each of the move's heads. Place p
-    is unit `p % units` of block `p // units`, `units` being the count of the plane's token axis.
+    is unit `p % units` of block `p // units`, `units` being the count of the plane's token axis. `scale` is where
+    the plane's rows have a scale each: numbers are converted, and their scales read or made anew.
     """
 
     plane: Plane
@@ -54,6 +55,7 @@ class Move:
     slot_offset: int
     places: Places
     unit_tokens: int = 1
+    scale: Plane | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -63,7 +65,8 @@ class Move:
     def is_bitwise(self) -> bool:
         """True if the bytes move as they are: the same codec with the same scales."""
         memory = scales_of(self.plane.codec, self.first_head, self.heads)
-        return is_same_row(self.plane.codec, self.wire) and is_same_scales(memory, self.wire.scales)
+        is_same = is_same_row(self.plane.codec, self.wire) and is_same_scales(memory, self.wire.scales)
+        return is_same and self.scale is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,27 +131,31 @@ class Plan:
 
     def source_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
         """How the source gathers the chunk into a slot; `tables` are its block tables, by group."""
-        sides = [(strip.source, strip.source_head) for strip in self.strips[chunk.first_strip : chunk.end_strip]]
+        strips = self.strips[chunk.first_strip : chunk.end_strip]
+        sides = [(strip.source, strip.source_head, strip.source_scale) for strip in strips]
         return self._moves(chunk, sides, tables)
 
     def sink_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
         """How the sink scatters the chunk from a slot; `tables` are its block tables, by group."""
-        sides = [(strip.sink, strip.sink_head) for strip in self.strips[chunk.first_strip : chunk.end_strip]]
+        strips = self.strips[chunk.first_strip : chunk.end_strip]
+        sides = [(strip.sink, strip.sink_head, strip.sink_scale) for strip in strips]
         return self._moves(chunk, sides, tables)
 
     def _moves(
-        self, chunk: Chunk, sides: Sequence[tuple[Plane, int]], tables: Mapping[int, BlockTable]
+        self, chunk: Chunk, sides: Sequence[tuple[Plane, int, Plane | None]], tables: Mapping[int, BlockTable]
     ) -> tuple[Move, ...]:
         sizes = self._sizes(chunk.first_strip, chunk.end_strip, chunk.end_token - chunk.first_token)
         offsets = (np.cumsum(sizes) - sizes).tolist()
         places: dict[tuple[int, int], Places] = {}
         moves: list[Move] = []
         strips = self.strips[chunk.first_strip : chunk.end_strip]
-        for strip, (plane, first_head), offset in zip(strips, sides, offsets, strict=True):
+        for strip, (plane, first_head, scale), offset in zip(strips, sides, offsets, strict=True):
             key = (plane.group, strip.unit_tokens)
             if key not in places:
                 places[key] = tables[plane.group].places(chunk.first_token, chunk.end_token, strip.unit_tokens)
-            moves.append(Move(plane, first_head, strip.heads, strip.wire, offset, places[key], strip.unit_tokens))
+            moves.append(
+                Move(plane, first_head, strip.heads, strip.wire, offset, places[key], strip.unit_tokens, scale)
+            )
         return tuple(moves)
 
     def _sizes(self, first_strip: int, end_strip: int, tokens: int) -> Numbers:

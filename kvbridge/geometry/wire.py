@@ -53,11 +53,18 @@ def is_same_scales(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
 
 
 def wire_codec(source: Codec, source_head: int, sink: Codec, sink_head: int, heads: int) -> Codec:
-    """The narrower of two codecs (the source's if equally wide) with the scales of just these heads."""
-    if sink.row_bytes < source.row_bytes:
-        codec, first_head = sink, sink_head
-    else:
-        codec, first_head = source, source_head
+    """The narrower of two codecs (the source's if equally wide) with the scales of just these heads.
+
+    Only memory has rows with a scale of their own: converted rows cross as the other side has them, in fp32 if both
+    have such scales.
+    """
+    is_sinks = sink.row_bytes < source.row_bytes
+    if not is_same_row(source, sink):
+        has_own = source.name in ROW_SCALED, sink.name in ROW_SCALED
+        if all(has_own):
+            return Codec(name="fp32", width=source.width, element_bytes=4, row_bytes=4 * source.width)
+        is_sinks = has_own[0] or (is_sinks and not has_own[1])
+    codec, first_head = (sink, sink_head) if is_sinks else (source, source_head)
     if len(codec.scales) <= 1 or len(codec.scales) == heads:
         return codec
     return msgspec.structs.replace(codec, scales=scales_of(codec, first_head, heads))
