@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from kvbridge_kernels import scatter_ref
 from kvbridge_kernels.codecs_ref import Cast, Number, RowScale
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.segment import Segment
+from kvbridge_kernels.tables import Work
 
-from tests.kernels.chunks import content
+from tests.kernels.chunks import GUARD, Kernel, assert_same_memory, check_gather, content, on, slot_on, work_on
 from tests.kernels.test_moves import addresses
 
 WHERE = ("behind", "before", "token", "head")
@@ -83,3 +85,37 @@ def segment_of(
     segment = Segment(field, places, 16, 0, Cast(Number(name, rows.row_scale()), wire))
     pitch = -(-segment.plane_bytes // 16) * 16
     return Segment(field, places, 16, pitch, segment.cast), 16 + rows.planes * pitch
+
+
+def check_rows(
+    gather: Kernel,
+    scatter: Kernel,
+    rows: Rows,
+    name: str,
+    wire: Number,
+    wanted: int = 9,
+    device: str = "cpu",
+    tame: bool = False,
+) -> None:
+    """Both ways against the twins: rows, their scales bit for bit, slot, digest, and all that is no one's."""
+    segment, size = segment_of(rows, name, wire, wanted, tame=tame, is_exact=tame)
+    check_gather(gather, [segment], size, device)
+    check_rows_scattered(scatter, rows, segment, content(np.random.default_rng(1), size, tame), device)
+
+
+def check_rows_scattered(scatter: Kernel, rows: Rows, segment: Segment, sent: torch.Tensor, device: str) -> None:
+    found, twins = on([segment], device), on([segment], "cpu")
+    sums = []
+    for move, segments, where in ((scatter, found, device), (scatter_ref.scatter, twins, "cpu")):
+        slot, span = slot_on(where, len(sent))
+        slot[GUARD:-GUARD] = sent.to(where)
+        total = torch.zeros(1, dtype=torch.int64, device=where)
+        move(segments, span, total, work_on(where) if move is scatter else Work("cpu"))
+        sums.append(int(total))
+    assert sums[0] == sums[1]
+    memory, wanted = found[0].field.memory.cpu(), twins[0].field.memory
+    _, scales = rows.fields(wanted)
+    at_scales = torch.from_numpy(addresses(scales, segment.places.index.tolist()))
+    assert torch.equal(memory[at_scales], wanted[at_scales])
+    assert not torch.equal(wanted[at_scales], segment.field.memory[at_scales])
+    assert_same_memory([segment], memory, wanted)
