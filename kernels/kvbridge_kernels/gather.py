@@ -91,7 +91,7 @@ def gather_tiles(
             )
         position = tiles.start(records, plane) + i_row * row * SIZE
         if WORD:
-            total += _write_words(elements, slot, position, first_column, row, m_row, WORD, STEP, FAR)
+            total += _write_words(elements, slot, position, first_column, row, m_row, SIZE, WORD, STEP, FAR)
         else:
             o_slot = tiles.in_slot(i_column, WIRE, FAR)
             tiles.write(slot + position, o_slot, elements, mask, FAR, COLUMNS)
@@ -102,10 +102,18 @@ def gather_tiles(
 
 @triton.jit
 def _write_words(
-    elements, slot, position, first_column, row, m_row, WORD: tl.constexpr, STEP: tl.constexpr, FAR: tl.constexpr
+    elements,
+    slot,
+    position,
+    first_column,
+    row,
+    m_row,
+    SIZE: tl.constexpr,
+    WORD: tl.constexpr,
+    STEP: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     """Their sum. It is made of the words that are written: ptxas 12.8 loses pairs of fp8 used both alone and packed."""
-    SIZE: tl.constexpr = elements.dtype.primitive_bitwidth // 8
     JOINED: tl.constexpr = WORD // SIZE
     words = words_of(elements, WORD)
     COLUMNS: tl.constexpr = words.shape[1]

@@ -109,7 +109,7 @@ def test_a_row_without_a_largest_number_and_one_with_only_that() -> None:
     sent = torch.zeros(size, dtype=torch.uint8)
     values = sent[16 : 16 + segment.plane_bytes].view(torch.float32).view(2, 9, 40)
     values[0, 1, 39], values[0, 2, 0], values[1, 3, 7], values[1, 4] = 5.0, -7.0, 1e37, -1e-3
-    values[1, 8, :2] = torch.tensor([torch.nan, 3.0])
+    values[1, 8, :2] = torch.tensor([torch.nan, 0.3])
     check_rows_scattered(scatter, rows, segment, sent, "cpu")
 
 
