@@ -21,7 +21,8 @@ class Segment:
     """Rows at `places` of a field's planes; in the slot each plane's lie densely as [head][place][row].
 
     `field.memory` is a uint8 tensor, on the CPU or on a GPU. Without a cast the bytes are moved as they are; with one,
-    its scales are on the CPU. Places must not repeat where they are written. Segments of a chunk mostly share `places`.
+    its scales are on the CPU, or beside the rows. Places must not repeat where they are written. Segments of a chunk
+    mostly share `places`.
     """
 
     field: Field

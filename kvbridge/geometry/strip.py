@@ -9,7 +9,7 @@ from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Codec, Plane, Pool
 
 from ..errors import PeerError
-from .facet import FACETTED, facets
+from .facet import FACETTED, facets, is_cuttable
 from .wire import ROW_SCALED, SCALED_ROWS, is_same_row, is_scale, wire_codec
 
 
@@ -97,6 +97,8 @@ def _strips(source: _Side, sink: _Side, layer: int, part: str, take: Take) -> It
             scales = f"{part}_scale"
             yield _strip(source.held(layer, scales, take), sink.held(layer, scales, take), take)
     elif FACETTED in names:
+        if not (is_cuttable(theirs) and is_cuttable(ours)):
+            raise PeerError("bad_take", f"take: {_spell(take)}, rows of layer {layer} {part} cannot be cut into tiles")
         for one, other in zip(facets(theirs), facets(ours), strict=True):
             heads = one.plane.heads
             wire = wire_codec(one.plane.codec, 0, other.plane.codec, 0, heads)

@@ -9,6 +9,8 @@ from kvbridge_proto.pool import Codec
 PLAIN = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 # One fp32 scale beside each row -> what the numbers of the row are.
 ROW_SCALED = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
+# Numbers in a row that is given a scale of its own: the kernels hold all of them at once.
+MOST_NUMBERS = 1024
 # The scales of these are rows of another plane of the layer, part `<part>_scale`.
 SCALED_ROWS = {*ROW_SCALED, "int4_row_scale", "mxfp8_e4m3", "nvfp4", "fp8_ds_v4"}
 
@@ -42,7 +44,7 @@ def can_convert(source: Codec, sink: Codec) -> bool:
     if is_same_row(source, sink):
         return True
     names = {source.name, sink.name}
-    if source.width != sink.width:
+    if source.width != sink.width or (names & ROW_SCALED.keys() and source.width > MOST_NUMBERS):
         return False
     return names <= {*PLAIN, *ROW_SCALED} or ("fp8_ds_mla" in names and names <= {*PLAIN, "fp8_ds_mla"})
 

@@ -7,6 +7,7 @@ import pytest
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Plane, Step
 
+from kvbridge.errors import PeerError
 from kvbridge.geometry.check import extent
 from kvbridge.geometry.facet import facets, is_cuttable
 from kvbridge.geometry.fold import fold
@@ -115,3 +116,12 @@ def test_only_one_head_of_dense_rows_is_cut(name: str) -> None:
     ):
         assert not is_cuttable(wrong)
     assert not is_cuttable(plane, rope_width=576)
+
+
+def test_refuses_a_take_of_latents_that_cannot_be_cut() -> None:
+    packed, plain = latent_pool("fp8_ds_mla"), latent_pool("bf16")
+    change = msgspec.structs.replace
+    spread = tuple(change(plane, element_axis=(Step(288, 4), Step(2, 2))) for plane in plain.planes)
+    for source, sink in ((packed, change(plain, planes=spread)), (change(plain, planes=spread), packed)):
+        with pytest.raises(PeerError, match="rows of layer 0 latent cannot be cut into tiles"):
+            pair(source, sink, ALL)

@@ -179,14 +179,17 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("wire", DTYPES)
 @pytest.mark.parametrize("name", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize("rows", ROWS, ids=str)
-def test_rows_have_scales_of_their_own(rows: Rows, name: str, wire: str) -> None:
-    wanted = min(21, rows.blocks * rows.block_tokens)
-    check_rows(gather, scatter, rows, name, Number(wire), wanted, "cuda")
-    scaled = number(wire, (1, len(rows.moved)), seed=2)
-    check_rows(gather, scatter, rows, name, scaled, wanted, "cuda")
+def test_rows_have_scales_of_their_own(rows: Rows, name: str) -> None:
+    check_rows(gather, scatter, rows, name, Number("bf16"), min(21, rows.blocks * rows.block_tokens), "cuda")
+
+
+@pytest.mark.parametrize("wire", DTYPES)
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8"])
+def test_rows_with_scales_and_scales_on_the_wire(name: str, wire: str) -> None:
+    for each in (Number(wire), number(wire, (1, 2), seed=2)):
+        check_rows(gather, scatter, Rows("token", width=40), name, each, 20, "cuda")
 
 
 @pytest.mark.parametrize("wire", DTYPES)
