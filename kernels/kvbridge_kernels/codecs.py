@@ -24,6 +24,9 @@ ROUNDER = tl.constexpr(float(3 << 22))
 LARGEST_FP16 = tl.constexpr(codecs_ref.LARGEST["fp16"])
 LARGEST_E4M3 = tl.constexpr(codecs_ref.LARGEST["fp8_e4m3"])
 LARGEST_E5M2 = tl.constexpr(codecs_ref.LARGEST["fp8_e5m2"])
+LARGEST_INT8 = tl.constexpr(codecs_ref.LARGEST["int8"])
+MOST_IN_ROW = tl.constexpr(codecs_ref.MOST_IN_ROW)
+SMALLEST_SCALE = tl.constexpr(codecs_ref.SMALLEST_SCALE)
 LARGEST_BF16 = tl.constexpr(codecs_ref.LARGEST["bf16"])
 
 
@@ -41,15 +44,21 @@ def cast(
     DIVIDE: tl.constexpr,
     OVERFLOW: tl.constexpr,
     NATIVE: tl.constexpr,
+    own,
+    m_row,
 ):
     """uint [R, C] of codec OLD -> uint [R, C] of codec NEW; row r belongs to head i_head[r] of `plane`.
 
     `scales`: fp32 [old | new | RN(1 / new), planes, heads]. MULTIPLY by the old one; DIVIDE by the new one, "exact" or
     "fast", by its "inverse" (scales.py says when), or not, ""; OVERFLOW: a finite value may be too large for NEW.
+    Either may be "own": each row has a scale in memory, fp32 at the addresses `own` [R] where `m_row`, which is read to
+    multiply by, and is worked out and written to divide by.
     """
     values = stored.to(OLD, bitcast=True).to(tl.float32)
     table = scales.to(tl.pointer_type(tl.float32)) + plane.to(tl.int64) * heads
-    if MULTIPLY:
+    if MULTIPLY == "own":
+        values *= tl.load(own.to(tl.pointer_type(tl.float32)), mask=m_row, other=1.0)[:, None]
+    elif MULTIPLY:
         values *= tl.load(table + i_head)[:, None]
     table += planes * heads
     if DIVIDE == "exact":
@@ -59,7 +68,21 @@ def cast(
     if DIVIDE == "fast":
         inverse = tl.load(table + planes * heads + i_head)
         values = _divide(values, tl.load(table + i_head)[:, None], inverse[:, None], OLD)
+    if DIVIDE == "own":
+        scale = _row_scale(values, NEW)
+        tl.store(own.to(tl.pointer_type(tl.float32)), scale, mask=m_row)
+        values = tl.math.div_rn(values, scale[:, None] + tl.zeros_like(values))
     return _encode(values, NEW, OVERFLOW, NATIVE)
+
+
+@triton.jit
+def _row_scale(values, NEW: tl.constexpr):
+    """fp32 [R]: the least scale under which NEW holds the largest number of each row."""
+    largest = tl.max(tl.where(values != values, 0.0, tl.abs(values)), axis=1)
+    largest = tl.minimum(largest, MOST_IN_ROW)
+    most: tl.constexpr = LARGEST_INT8 if NEW == tl.int8 else LARGEST_E4M3
+    scale = tl.math.div_rn(largest, tl.zeros_like(largest) + most)
+    return tl.maximum(scale, SMALLEST_SCALE)
 
 
 @triton.jit

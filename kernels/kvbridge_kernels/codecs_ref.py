@@ -3,15 +3,19 @@
 value = stored * scale; stored = round to nearest even(clamp(value / scale)). A finite value never becomes an
 infinity: it is clamped to the largest number of the codec. Infinities stay in fp16, bf16 and fp32 and are clamped
 in 8 bits; NaN stays NaN where the codec has one and is 0 in int8. Equal codecs are never cast, but moved.
+
+Rows of 8 bits may each have a scale of their own beside them in memory: read with the row, and made with it as
+amax / largest, amax being the row's largest number; NaN aside, and infinities as large as bf16 can be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from .field import Axis, Field
 from .scratch import Scratch
 
 DTYPES = {
@@ -32,16 +36,38 @@ LARGEST = {
 }
 # 448 times this is finite in fp32, 480 times is not.
 TO_INFINITY = torch.finfo(torch.float32).max / 464.0
+# A row's largest number counts as no more, so that its scale times the largest of the codec is finite in fp32.
+MOST_IN_ROW = LARGEST["bf16"]
+# Of a row of zeros; what is lost below it no other codec here but bf16 and fp32 could hold.
+SMALLEST_SCALE = 2.0**-100
 # fp32 working tile: 256 KiB stays in a core's L2 beside its source (1 MiB on the machines measured).
 TILE_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
+class RowScale:
+    """Each row has a scale of its own, fp32 in the field's memory: for head 0 it is `at` bytes from the row's start."""
+
+    at: int
+    head_stride: int
+
+    def of(self, field: Field) -> Field:
+        """The scales of a field's rows."""
+        heads = Axis(field.heads.count, self.head_stride)
+        return replace(field, offset=field.offset + self.at, heads=heads, elements=(Axis(1, 4),), element_bytes=4)
+
+
+@dataclass(frozen=True, slots=True)
 class Number:
-    """How one number is stored. `scale` is None, or fp32 [planes or 1, heads or 1]."""
+    """How one number is stored. `scale` is None, fp32 [planes or 1, heads or 1], or beside each row in memory."""
 
     name: str
-    scale: torch.Tensor | None = None
+    scale: torch.Tensor | RowScale | None = None
+
+    @property
+    def table(self) -> torch.Tensor | None:
+        """The scales, unless they lie beside the rows."""
+        return None if isinstance(self.scale, RowScale) else self.scale
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,7 +88,7 @@ class Cast:
 def cast(source: torch.Tensor, target: torch.Tensor, old: Number, new: Number, scratch: Scratch | None = None) -> None:
     """Fill `target` with the numbers of `source`, both uint8 [planes, heads, bytes], the last two axes dense."""
     scratch = scratch or Scratch()
-    scales = [number.scale for number in (old, new)]
+    scales = [number.table for number in (old, new)]
     if all(scale is None or scale.shape[1] == 1 for scale in scales):
         source, target = source.flatten(1).unsqueeze(1), target.flatten(1).unsqueeze(1)
     stored, wanted = source.view(old.dtype), target.view(new.dtype)
@@ -71,6 +97,26 @@ def cast(source: torch.Tensor, target: torch.Tensor, old: Number, new: Number, s
         values = _work("values", torch.float32, stored[tile], scratch)
         decode(stored[tile], old.name, old_scale, values, scratch)
         encode(values, new.name, new_scale, wanted[tile], _may_overflow(old, new))
+
+
+def cast_rows(
+    source: torch.Tensor, target: torch.Tensor, scales: torch.Tensor, old: Number, name: str, scratch: Scratch
+) -> None:
+    """As cast, from and to uint8 [planes, rows, bytes], each row under a scale of its own; those go to `scales`.
+
+    `scales` is fp32 [planes, rows].
+    """
+    stored, wanted = source.view(old.dtype), target.view(DTYPES[name])
+    assert stored.shape[2] <= TILE_ELEMENTS
+    for tile in _tiles(*stored.shape):
+        old_scale = None if old.table is None else _of_tile(old.table, tile)
+        values = _work("values", torch.float32, stored[tile], scratch)
+        decode(stored[tile], old.name, old_scale, values, scratch)
+        sizes = torch.abs(values, out=_work("sizes", torch.float32, values, scratch))
+        largest = sizes.nan_to_num_(0.0, MOST_IN_ROW).amax(2, keepdim=True).clamp_(max=MOST_IN_ROW)
+        scale = largest.div_(LARGEST[name]).clamp_(min=SMALLEST_SCALE)
+        scales[tile[:2]] = scale[:, :, 0]
+        encode(values, name, scale, wanted[tile])
 
 
 def decode(stored: torch.Tensor, name: str, scale: torch.Tensor | None, values: torch.Tensor, scratch: Scratch) -> None:
@@ -120,8 +166,8 @@ def encode(
 
 def _may_overflow(old: Number, new: Number) -> bool:
     """Whether a finite number of `old` can be too large for `new`."""
-    largest = LARGEST[old.name] * (1.0 if old.scale is None else float(old.scale.max()))
-    return largest > LARGEST[new.name] * (1.0 if new.scale is None else float(new.scale.min()))
+    largest = LARGEST[old.name] * (1.0 if old.table is None else float(old.table.abs().max()))
+    return not largest <= LARGEST[new.name] * (1.0 if new.table is None else float(new.table.min()))
 
 
 def _of_tile(scale: torch.Tensor, tile: tuple[slice, slice, slice]) -> torch.Tensor:

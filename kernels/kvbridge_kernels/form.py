@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from .codecs_ref import Cast
+from .codecs_ref import Cast, RowScale
 from .field import Axis, Field
 
 Offsets = npt.NDArray[np.int64]
@@ -50,6 +50,7 @@ class Form:
     stride_bits: int  # all strides or-ed: what they are multiples of
     places_key: tuple[int, tuple[Axis, ...]]
     codecs: tuple[str, str] | None
+    row_scale: RowScale | None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -63,6 +64,8 @@ class Form:
             self.element_bytes,
             self.elements,
             self.codecs,
+            self.row_scale,
+            self.row_scale and self.head_stride,
         )
 
     @property
@@ -114,18 +117,24 @@ def form_of(field: Field, cast: Cast | None) -> Form:
         stride_bits=bits,
         places_key=(field.blocks.stride, field.tokens),
         codecs=None if cast is None else (cast.memory.name, cast.wire.name),
+        row_scale=cast.memory.scale if cast is not None and isinstance(cast.memory.scale, RowScale) else None,
     )
 
 
-def tile_of(form: Form, row: int, size: int, least: int, tiling: Tiling) -> tuple[int, int, int]:
+def tile_of(
+    form: Form, row: int, size: int, least: int, tiling: Tiling, is_whole: bool = False
+) -> tuple[int, int, int]:
     """Places, heads and columns of a tile, powers of two: as much of a row as wastes least, then what follows it.
 
     In memory that is the token's next head (NHD) or the head's next token (HND); in the slot it is always the token.
-    `row` counts elements of `size` bytes at most; a thread takes `least` of them.
+    `row` counts elements of `size` bytes at most; a thread takes `least` of them. The row is in one tile if `is_whole`.
     """
     most = tiling.tile_bytes // size
     widths = [1 << i for i in range(least.bit_length() - 1, most.bit_length())]
     columns = min(widths, key=lambda width: (-(-row // width) * width, -width))
+    if is_whole:
+        columns = max(least, 1 << (row - 1).bit_length())
+        most = max(most, columns)
     head_tile = min(low_bit(form.heads), most // columns, 16) if form.head_stride < form.token_stride else 1
     return most // (columns * head_tile), head_tile, columns
 

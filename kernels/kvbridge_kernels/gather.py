@@ -67,6 +67,8 @@ def gather_tiles(
     DENSE: tl.constexpr,
     MANY_HEADS: tl.constexpr,
     MANY_COLUMNS: tl.constexpr,
+    SCALE_AT: tl.constexpr,
+    SCALE_SKEW: tl.constexpr,
 ):
     SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
     if WORD:
@@ -83,15 +85,13 @@ def gather_tiles(
         mask = m_row[:, None] & m_column[None, :]
         elements = tiles.read(near, o_column, mask, MEMORY, NEAR, RUN)
         if OLD is not None:
+            own = near + SCALE_AT + i_head.to(tl.int64) * SCALE_SKEW
             elements = cast(
-                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW, NATIVE
+                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW, NATIVE, own, m_row
             )
         position = tiles.start(records, plane) + i_row * row * SIZE
         if WORD:
-            # Summed and written as the same words: ptxas 12.8 loses pairs of fp8 that are used both alone and packed.
-            words = words_of(elements, WORD)
-            total += sum_of(words, position + first_column * SIZE, WORD)
-            _write_words(words, slot + position, first_column, row, m_row, WORD // SIZE, STEP, FAR)
+            total += _write_words(elements, slot, position, first_column, row, m_row, SIZE, WORD, STEP, FAR)
         else:
             o_slot = tiles.in_slot(i_column, WIRE, FAR)
             tiles.write(slot + position, o_slot, elements, mask, FAR, COLUMNS)
@@ -101,9 +101,23 @@ def gather_tiles(
 
 
 @triton.jit
-def _write_words(words, address, first_column, row, m_row, JOINED: tl.constexpr, STEP: tl.constexpr, FAR: tl.constexpr):
-    """Each word is JOINED elements."""
+def _write_words(
+    elements,
+    slot,
+    position,
+    first_column,
+    row,
+    m_row,
+    SIZE: tl.constexpr,
+    WORD: tl.constexpr,
+    STEP: tl.constexpr,
+    FAR: tl.constexpr,
+):
+    """Their sum. It is made of the words that are written: ptxas 12.8 loses pairs of fp8 used both alone and packed."""
+    JOINED: tl.constexpr = WORD // SIZE
+    words = words_of(elements, WORD)
     COLUMNS: tl.constexpr = words.shape[1]
     i_word, m_word = tiles.columns_of(first_column // JOINED, row // JOINED, COLUMNS, STEP // JOINED)
     o_word = tiles.in_slot(i_word, words.dtype, FAR)
-    tiles.write(address, o_word, words, m_row[:, None] & m_word[None, :], FAR, COLUMNS)
+    tiles.write(slot + position, o_word, words, m_row[:, None] & m_word[None, :], FAR, COLUMNS)
+    return sum_of(words, position + first_column * SIZE, WORD)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from . import segment as chunk
-from .codecs_ref import Cast, cast
+from .codecs_ref import Cast, Number, RowScale, cast
 from .digest_ref import sum64
 from .field import Field
 from .layout import End, flat, views
@@ -52,6 +52,8 @@ def gather_rows(
     does not fit; nothing is read outside the field.
     """
     check(field, places, slot, conversion)
+    if not places.count:
+        return
     scratch = scratch or Scratch()
     rows = slot
     if conversion is not None:
@@ -59,8 +61,12 @@ def gather_rows(
     for route in places.routes(field, rows.stride(0)):
         _gather_route(field, route, rows, scratch)
     if conversion is not None:
-        heads = field.heads.count
-        cast(by_head(rows, heads), by_head(slot, heads), conversion.memory, conversion.wire, scratch)
+        lines, old, new = field.heads.count, conversion.memory, conversion.wire
+        if isinstance(old.scale, RowScale):
+            lines, scales = lines * places.count, row_scales(field, places, slot.device, scratch)
+            gather_rows(old.scale.of(field), places, scales.view(torch.uint8), None, scratch)
+            old, new = Number(old.name, scales), by_row(new, places)
+        cast(by_line(rows, lines), by_line(slot, lines), old, new, scratch)
 
 
 def _gather_route(field: Field, route: Route, slot: torch.Tensor, scratch: Scratch) -> None:
@@ -91,6 +97,8 @@ def check(field: Field, places: Places, slot: torch.Tensor, conversion: Cast | N
         raise ValueError(f"field ends at byte {field.end}, its memory has {field.memory.numel()}")
     if places.lowest < 0 or places.highest >= field.places:
         raise ValueError(f"places reach from {places.lowest} to {places.highest}, the field has {field.places}")
+    if conversion is not None:
+        chunk.check_cast(conversion, field)
     size_bytes = field.plane_bytes(places.count)
     shape = [field.planes.count, conversion.wire_bytes(size_bytes) if conversion else size_bytes]
     if slot.dtype != torch.uint8 or list(slot.shape) != shape or slot.stride(1) != 1:
@@ -103,7 +111,23 @@ def rows_of(field: Field, places: Places, slot: torch.Tensor, scratch: Scratch) 
     return scratch.take("cast", planes * size_bytes, slot.device).view(planes, size_bytes)
 
 
-def by_head(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """[planes, bytes] as [planes, heads, bytes]."""
-    size_bytes = rows.shape[1] // heads
-    return rows.as_strided([rows.shape[0], heads, size_bytes], [rows.stride(0), size_bytes, 1])
+def row_scales(field: Field, places: Places, device: torch.device, scratch: Scratch) -> torch.Tensor:
+    """Room for a scale of each row: fp32 [planes, heads * places], as a slot has its rows."""
+    planes, rows = field.planes.count, field.heads.count * places.count
+    return scratch.take("row_scales", 4 * planes * rows, device).view(torch.float32).view(planes, rows)
+
+
+def by_row(number: Number, places: Places) -> Number:
+    """The same for [planes, heads * places, bytes]."""
+    scale = number.table
+    return (
+        number
+        if scale is None or scale.shape[1] == 1
+        else Number(number.name, scale.repeat_interleave(places.count, 1))
+    )
+
+
+def by_line(rows: torch.Tensor, lines: int) -> torch.Tensor:
+    """[planes, bytes] as [planes, lines, bytes]; a line is a head, or a row of it."""
+    size_bytes = rows.shape[1] // lines
+    return rows.as_strided([rows.shape[0], lines, size_bytes], [rows.stride(0), size_bytes, 1])

@@ -167,7 +167,9 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
         near = min(near, _access(size, wire_size, is_gather))
         far = min(far, _access(wire_size, size, not is_gather or has_sums))
     row = form.row_bytes // size
-    tile = tile_of(form, row, max(size, wire_size), 16 // min(size, wire_size), tiling)
+    own = form.row_scale
+    is_whole = own is not None and not is_gather
+    tile = tile_of(form, row, max(size, wire_size), 16 // min(size, wire_size), tiling, is_whole)
     run = tile[2] if form.is_dense else min(tile[2], low_bit(form.run_bytes // size))
     constants = {
         "PLACES": tile[0],
@@ -177,9 +179,9 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
         "WIRE": UINTS[wire_size],
         "OLD": old,
         "NEW": new,
-        "MULTIPLY": steps.multiply,
+        "MULTIPLY": "own" if own is not None and is_gather else steps.multiply,
         # The interpreter's fma rounds twice.
-        "DIVIDE": steps.divide if work.is_native or not steps.divide else "exact",
+        "DIVIDE": "own" if is_whole else steps.divide if work.is_native or not steps.divide else "exact",
         "OVERFLOW": steps.overflow,
         "NATIVE": work.is_native and row % 4 == 0,
         "NEAR": near,
@@ -190,6 +192,8 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
         "DENSE": form.is_dense,
         "MANY_HEADS": form.heads > tile[1],
         "MANY_COLUMNS": row > tile[2],
+        "SCALE_AT": 0 if own is None else own.at,
+        "SCALE_SKEW": 0 if own is None else own.head_stride - form.head_stride,
     }
     columns = None if form.is_dense else form.columns(size, size if near >= size else 1)
     return Kernel(constants, tiling.warps, tiling.tiles, row, tile, columns)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .codecs_ref import Cast
+from .codecs_ref import Cast, Number, RowScale
 from .field import Axis
 from .form import Form, Offsets, form_of
 from .places import Places
@@ -98,6 +98,7 @@ class Recipe:
             or places.highest >= form.places
             or min(stride, offset, pitch) < 0
             or offset + (planes - 1) * pitch + size > span.size_bytes
+            or form.row_scale is not None
         ):
             check(segment, span)
         device = memory.memory.get_device()
@@ -140,8 +141,8 @@ def _form(segment: Segment, forms: dict[object, Form]) -> Form:
             memory.planes.count,
             inner.name,
             outer.name,
-            None if inner.scale is None else inner.scale.shape,
-            None if outer.scale is None else outer.scale.shape,
+            _scale_key(inner),
+            _scale_key(outer),
         )
     form = forms.get(key)
     if form is None:
@@ -149,3 +150,8 @@ def _form(segment: Segment, forms: dict[object, Form]) -> Form:
             check_cast(cast, memory)
         form = forms[key] = form_of(memory, cast)
     return form
+
+
+def _scale_key(number: Number) -> object:
+    scale = number.scale
+    return scale if scale is None or isinstance(scale, RowScale) else scale.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,18 +42,22 @@ def scaled(form: Form, casts: Sequence[Cast], planes: int, is_gather: bool, know
     """
     assert form.codecs is not None
     old, new = form.codecs if is_gather else form.codecs[::-1]
-    ends = [(c.memory.scale, c.wire.scale) if is_gather else (c.wire.scale, c.memory.scale) for c in casts]
+    ends = [(c.memory.table, c.wire.table) if is_gather else (c.wire.table, c.memory.table) for c in casts]
+    is_any = is_gather and form.row_scale is not None  # what the rows' own scales are is known to the kernel alone
     if not ends or ends[0] == (None, None):
-        return Scaled(np.empty(0, np.int64), Steps(overflow=_may_overflow(old, new, 1.0, 1.0)))
+        overflow = _may_overflow(old, new, math.inf if is_any else 1.0, 1.0)
+        return Scaled(np.empty(0, np.int64), Steps(overflow=overflow))
     room = np.ones((3 * planes * form.heads + 1) // 2 * 2, np.float32)
     table = room[: 3 * planes * form.heads].reshape(3, planes, form.heads)
     for end in range(2):
         if ends[0][end] is not None:
             found = torch.cat([scale for scales in ends if (scale := scales[end]) is not None]).numpy()
             table[end] = found if len(found) == planes else found.repeat(planes // len(found), axis=0)
-    key = (old, new, *(end is not None for end in ends[0]), table[:2].tobytes())
+    key = (old, new, is_any, *(end is not None for end in ends[0]), table[:2].tobytes())
     steps = known.get(key)
-    if steps is None:
+    if steps is None and is_any:
+        steps = known[key] = Steps(False, "exact", _may_overflow(old, new, math.inf, 1.0))
+    elif steps is None:
         steps = known[key] = _steps(old, new, ends[0][0] is not None, ends[0][1] is not None, table[0], table[1])
     if steps.divide in ("fast", "inverse"):
         np.divide(np.float32(1), table[1], out=table[2])

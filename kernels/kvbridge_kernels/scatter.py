@@ -67,6 +67,8 @@ def scatter_tiles(
     DENSE: tl.constexpr,
     MANY_HEADS: tl.constexpr,
     MANY_COLUMNS: tl.constexpr,
+    SCALE_AT: tl.constexpr,
+    SCALE_SKEW: tl.constexpr,
 ):
     SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
     if WORD:
@@ -87,8 +89,9 @@ def scatter_tiles(
         if WORD:
             total += sum_of(words_of(elements, WORD), position + first_column * SIZE, WORD)
         if OLD is not None:
+            own = near + SCALE_AT + i_head.to(tl.int64) * SCALE_SKEW
             elements = cast(
-                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW, NATIVE
+                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW, NATIVE, own, m_row
             )
         tiles.write(near, o_column, elements, mask, NEAR, RUN)
         tile += tl.num_programs(0)

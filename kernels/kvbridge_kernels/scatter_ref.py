@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from . import segment as chunk
-from .codecs_ref import Cast, cast
+from .codecs_ref import Cast, RowScale, cast, cast_rows
 from .digest_ref import sum64
 from .field import Field
-from .gather_ref import by_head, check, ends, rows_in, rows_of
+from .gather_ref import by_line, by_row, check, ends, row_scales, rows_in, rows_of
 from .layout import End, views
 from .places import Places, Route
 from .scratch import Scratch
@@ -48,11 +48,19 @@ def scatter_rows(
     ValueError before any byte is written when something does not fit. Places must not repeat.
     """
     check(field, places, slot, conversion)
+    if not places.count:
+        return
     scratch = scratch or Scratch()
     rows = slot
     if conversion is not None:
-        rows, heads = rows_of(field, places, slot, scratch), field.heads.count
-        cast(by_head(slot, heads), by_head(rows, heads), conversion.wire, conversion.memory, scratch)
+        rows = rows_of(field, places, slot, scratch)
+        lines, old, new = field.heads.count, conversion.wire, conversion.memory
+        if isinstance(new.scale, RowScale):
+            lines, scales = lines * places.count, row_scales(field, places, slot.device, scratch)
+            cast_rows(by_line(slot, lines), by_line(rows, lines), scales, by_row(old, places), new.name, scratch)
+            scatter_rows(new.scale.of(field), places, scales.view(torch.uint8), None, scratch)
+        else:
+            cast(by_line(slot, lines), by_line(rows, lines), old, new, scratch)
     for route in places.routes(field, rows.stride(0)):
         _scatter_route(field, route, rows, scratch)
 

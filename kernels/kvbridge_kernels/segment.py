@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .codecs_ref import DTYPES, Cast
+from .codecs_ref import DTYPES, Cast, RowScale
 from .field import Field
 from .places import Places
+
+# A row that gets a scale of its own is held whole while it is made.
+MOST_NUMBERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,8 @@ class Segment:
     """Rows at `places` of a field's planes; in the slot each plane's lie densely as [head][place][row].
 
     `field.memory` is a uint8 tensor, on the CPU or on a GPU. Without a cast the bytes are moved as they are; with one,
-    its scales are on the CPU. Places must not repeat where they are written. Segments of a chunk mostly share `places`.
+    its scales are on the CPU, or beside the rows. Places must not repeat where they are written. Segments of a chunk
+    mostly share `places`.
     """
 
     field: Field
@@ -76,8 +80,12 @@ def check_cast(cast: Cast, field: Field) -> None:
     if size != field.element_bytes:
         raise ValueError(f"{cast.memory.name} takes {size} bytes, the field's elements {field.element_bytes}")
     planes, heads = field.planes.count, field.heads.count
+    if isinstance(cast.memory.scale, RowScale):
+        _check_row_scale(cast.memory.name, cast.memory.scale, field)
+    if isinstance(cast.wire.scale, RowScale):
+        raise ValueError("scales of single rows are for memory, the wire has none")
     for number in (cast.memory, cast.wire):
-        scale = number.scale
+        scale = number.table
         if scale is not None and (
             scale.dtype != torch.float32
             or scale.dim() != 2
@@ -87,6 +95,22 @@ def check_cast(cast: Cast, field: Field) -> None:
             raise ValueError(
                 f"scales must be fp32 [{planes} or 1, {heads} or 1], got {scale.dtype} {list(scale.shape)}"
             )
+
+
+def _check_row_scale(name: str, scale: RowScale, field: Field) -> None:
+    if name not in ("fp8_e4m3", "int8"):
+        raise ValueError(f"scales of single rows are for fp8_e4m3 and int8, not for {name}")
+    numbers = field.row_bytes // field.element_bytes
+    if numbers > MOST_NUMBERS:
+        raise ValueError(f"row: {numbers} numbers, a row with a scale of its own may have {MOST_NUMBERS}")
+    scales = scale.of(field)
+    if scales.offset < 0 or scales.end > field.memory.numel():
+        raise ValueError(
+            f"row scales from byte {scales.offset} to {scales.end}, their memory has {field.memory.numel()}"
+        )
+    strides = [axis.stride for axis in (scales.planes, scales.blocks, *scales.tokens, scales.heads) if axis.count > 1]
+    if any(each % 4 for each in (field.memory.data_ptr() + scales.offset, *strides)):
+        raise ValueError(f"row scales must be at multiples of 4 bytes: offset {scales.offset}, strides {strides}")
 
 
 def gaps(segments: Sequence[Segment], size_bytes: int) -> list[tuple[int, int]]:

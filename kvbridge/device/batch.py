@@ -48,8 +48,9 @@ def _form(move: Move) -> object:
     codecs = [
         (codec.name, codec.element_bytes, codec.row_bytes, len(codec.scales)) for codec in (plane.codec, move.wire)
     ]
+    scale = None if move.scale is None else (move.scale.offset - plane.offset, move.scale.head_stride)
     where = (plane.region, plane.group, move.first_head, move.heads, move.unit_tokens)
-    return (*where, *strides, *codecs, move.is_bitwise)
+    return (*where, *strides, *codecs, scale, move.is_bitwise)
 
 
 def _distance(one: Move, other: Move) -> tuple[int, int]:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
+from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number, RowScale
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.recipe import Recipe
 from kvbridge_kernels.segment import Segment
-from kvbridge_proto.pool import Codec, Pool
+from kvbridge_proto.pool import Codec, Plane, Pool
 
 from ..errors import EngineError
 from ..geometry.check import places_of
 from ..geometry.plan import Move, Part
-from ..geometry.wire import scales_of
+from ..geometry.wire import ROW_SCALED, base_name, scales_of
 from .batch import Batch, batches
 from .memory import AttachedPool, Regions, check_plane
 
@@ -113,8 +113,27 @@ def _check(pool: Pool, move: Move, slot_bytes: int) -> None:
     end = move.slot_offset + move.size_bytes
     if move.slot_offset < 0 or end > slot_bytes:
         raise EngineError("move_outside_slot", f"move: ends at byte {end}, the slot has {slot_bytes}")
-    if not move.is_bitwise and not {plane.codec.name, move.wire.name} <= DTYPES.keys():
+    if move.scale is not None:
+        _check_scale(pool, plane, move.scale)
+    elif move.is_bitwise:
+        return
+    name = plane.codec.name if move.scale is None else base_name(plane.codec)
+    if not {name, move.wire.name} <= DTYPES.keys():
         raise EngineError("codec_not_convertible", f"codec: {plane.codec.name}, on the wire {move.wire.name}")
+
+
+def _check_scale(pool: Pool, plane: Plane, scale: Plane) -> None:
+    """A row and its scale must lie at one place of one region, and the rows must be such."""
+    check_plane(pool, scale)
+    ours, theirs = ((each.region, each.group, each.block_stride, each.token_axis) for each in (plane, scale))
+    if plane.codec.name not in ROW_SCALED or scale.codec.name != "fp32" or scale.codec.width != 1 or ours != theirs:
+        raise EngineError(
+            "bad_plane",
+            f"layer {plane.layer} {plane.part}: {plane.codec.name} at {ours}, "
+            f"its scales {scale.codec.name} of width {scale.codec.width} at {theirs}",
+        )
+    if scale.heads != plane.heads:
+        raise EngineError("bad_plane", f"heads: {plane.heads} of {plane.part}, {scale.heads} of {scale.part}")
 
 
 def _mould(attached: AttachedPool, regions: Regions, batch: Batch) -> _Mould:
@@ -146,9 +165,13 @@ def _conversion(batch: Batch) -> Cast | None:
     first = batch.moves[0]
     if first.is_bitwise:
         return None
+    wire = _number(first.wire, [move.wire.scales for move in batch.moves])
+    if first.scale is not None:
+        at, stride = first.scale.offset - first.plane.offset, first.scale.head_stride
+        at += first.first_head * (stride - first.plane.head_stride)
+        return Cast(Number(base_name(first.plane.codec), RowScale(at, stride)), wire)
     memory = [scales_of(move.plane.codec, move.first_head, move.heads) for move in batch.moves]
-    wire = [move.wire.scales for move in batch.moves]
-    return Cast(_number(first.plane.codec, memory), _number(first.wire, wire))
+    return Cast(_number(first.plane.codec, memory), wire)
 
 
 def _number(codec: Codec, scales: Sequence[tuple[float, ...]]) -> Number:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Codec, Plane, Pool
 
 from ..errors import PeerError
-from .wire import wire_codec
+from .facet import FACETTED, facets, is_cuttable
+from .wire import ROW_SCALED, SCALED_ROWS, is_same_row, is_scale, wire_codec
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
     """`heads` heads that move together: from `source_head` on in one plane, from `sink_head` on in the other.
 
-    In a slot it is `[head][unit][row]` in the wire codec; a unit is `unit_tokens` tokens (1 unless folded).
+    In a slot it is `[head][unit][row]` in the wire codec; a unit is `unit_tokens` tokens (1 unless folded). A side
+    whose rows have scales of their own that the other side's have not says where it keeps them.
     """
 
     source: Plane
@@ -35,39 +37,78 @@ class Strip:
         return self.heads * self.wire.row_bytes
 
 
+class _Side:
+    """The planes of one pool by what they hold."""
+
+    def __init__(self, name: str, pool: Pool) -> None:
+        self._name = name
+        self._planes = {(plane.layer, plane.part): plane for plane in pool.planes}
+
+    def held(self, layer: int, part: str, take: Take) -> Plane:
+        """The plane of a part. PeerError if it has not all heads of a take."""
+        plane = self._planes.get((layer, part))
+        first, end = (plane.first_head, plane.first_head + plane.heads) if plane else (0, 0)
+        if plane is None or take.first_head < first or take.end_head > end:
+            raise PeerError(
+                "bad_take",
+                f"take: {_spell(take)}, the {self._name} holds heads [{first}, {end}) of layer {layer} {part}",
+            )
+        return plane
+
+    def own_scale(self, plane: Plane, take: Take) -> Plane | None:
+        """Where the rows of a plane have a scale each."""
+        return self.held(plane.layer, f"{plane.part}_scale", take) if plane.codec.name in ROW_SCALED else None
+
+
 def pair(source: Pool, sink: Pool, takes: Sequence[Take]) -> list[Strip]:
-    """One strip for each of the sink's planes that a take touches. Raises PeerError for rows a side lacks."""
-    theirs = {(plane.layer, plane.part): plane for plane in source.planes}
-    ours: dict[int, list[Plane]] = {}
+    """Strips for all of the sink's rows that a take touches. Raises PeerError for rows a side lacks.
+
+    One for each plane, but two of a latent that is cut; scales in memory follow the rows that both sides keep alike.
+    """
+    theirs, ours = _Side("source", source), _Side("sink", sink)
+    layers: dict[int, list[str]] = {}
     for plane in sink.planes:
-        ours.setdefault(plane.layer, []).append(plane)
+        if not is_scale(plane.part):
+            layers.setdefault(plane.layer, []).append(plane.part)
     strips: list[Strip] = []
     taken: dict[int, list[Take]] = {}
     for take in takes:
         if take.first_layer >= take.end_layer or take.first_head >= take.end_head:
             raise PeerError("bad_take", f"take: {_spell(take)} is empty")
         for layer in range(take.first_layer, take.end_layer):
-            if layer not in ours:
+            if layer not in layers:
                 raise PeerError("bad_take", f"take: {_spell(take)}, the sink holds no layer {layer}")
             before = taken.setdefault(layer, [])
             for other in before:
                 if take.first_head < other.end_head and other.first_head < take.end_head:
                     raise PeerError("bad_take", f"take: {_spell(take)} overlaps {_spell(other)}")
             before.append(take)
-            strips += [_strip(theirs.get((layer, plane.part)), plane, take) for plane in ours[layer]]
+            for part in layers[layer]:
+                strips += _strips(theirs, ours, layer, part, take)
     return strips
 
 
-def _strip(source: Plane | None, sink: Plane, take: Take) -> Strip:
-    for side, plane in (("source", source), ("sink", sink)):
-        held = (plane.first_head, plane.first_head + plane.heads) if plane else (0, 0)
-        if take.first_head < held[0] or take.end_head > held[1]:
-            raise PeerError(
-                "bad_take",
-                f"take: {_spell(take)}, the {side} holds heads [{held[0]}, {held[1]}) "
-                f"of layer {sink.layer} {sink.part}",
-            )
-    assert source is not None
+def _strips(source: _Side, sink: _Side, layer: int, part: str, take: Take) -> Iterator[Strip]:
+    theirs, ours = source.held(layer, part, take), sink.held(layer, part, take)
+    names = {theirs.codec.name, ours.codec.name}
+    if is_same_row(theirs.codec, ours.codec):
+        yield _strip(theirs, ours, take)
+        if names <= SCALED_ROWS:
+            scales = f"{part}_scale"
+            yield _strip(source.held(layer, scales, take), sink.held(layer, scales, take), take)
+    elif FACETTED in names:
+        if not (is_cuttable(theirs) and is_cuttable(ours)):
+            raise PeerError("bad_take", f"take: {_spell(take)}, rows of layer {layer} {part} cannot be cut into tiles")
+        for one, other in zip(facets(theirs), facets(ours), strict=True):
+            heads = one.plane.heads
+            wire = wire_codec(one.plane.codec, 0, other.plane.codec, 0, heads)
+            yield Strip(one.plane, 0, other.plane, 0, heads, wire, 1, one.scale, other.scale)
+    else:
+        strip = _strip(theirs, ours, take)
+        yield replace(strip, source_scale=source.own_scale(theirs, take), sink_scale=sink.own_scale(ours, take))
+
+
+def _strip(source: Plane, sink: Plane, take: Take) -> Strip:
     source_head, sink_head = take.first_head - source.first_head, take.first_head - sink.first_head
     heads = take.end_head - take.first_head
     wire = wire_codec(source.codec, source_head, sink.codec, sink_head, heads)

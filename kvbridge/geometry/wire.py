@@ -9,6 +9,8 @@ from kvbridge_proto.pool import Codec
 PLAIN = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 # One fp32 scale beside each row -> what the numbers of the row are.
 ROW_SCALED = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
+# Numbers in a row that is given a scale of its own: the kernels hold all of them at once.
+MOST_NUMBERS = 1024
 # The scales of these are rows of another plane of the layer, part `<part>_scale`.
 SCALED_ROWS = {*ROW_SCALED, "int4_row_scale", "mxfp8_e4m3", "nvfp4", "fp8_ds_v4"}
 
@@ -42,7 +44,7 @@ def can_convert(source: Codec, sink: Codec) -> bool:
     if is_same_row(source, sink):
         return True
     names = {source.name, sink.name}
-    if source.width != sink.width:
+    if source.width != sink.width or (names & ROW_SCALED.keys() and source.width > MOST_NUMBERS):
         return False
     return names <= {*PLAIN, *ROW_SCALED} or ("fp8_ds_mla" in names and names <= {*PLAIN, "fp8_ds_mla"})
 
@@ -53,11 +55,18 @@ def is_same_scales(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
 
 
 def wire_codec(source: Codec, source_head: int, sink: Codec, sink_head: int, heads: int) -> Codec:
-    """The narrower of two codecs (the source's if equally wide) with the scales of just these heads."""
-    if sink.row_bytes < source.row_bytes:
-        codec, first_head = sink, sink_head
-    else:
-        codec, first_head = source, source_head
+    """The narrower of two codecs (the source's if equally wide) with the scales of just these heads.
+
+    Only memory has rows with a scale of their own: converted rows cross as the other side has them, in fp32 if both
+    have such scales.
+    """
+    is_sinks = sink.row_bytes < source.row_bytes
+    if not is_same_row(source, sink):
+        has_own = source.name in ROW_SCALED, sink.name in ROW_SCALED
+        if all(has_own):
+            return Codec(name="fp32", width=source.width, element_bytes=4, row_bytes=4 * source.width)
+        is_sinks = has_own[0] or (is_sinks and not has_own[1])
+    codec, first_head = (sink, sink_head) if is_sinks else (source, source_head)
     if len(codec.scales) <= 1 or len(codec.scales) == heads:
         return codec
     return msgspec.structs.replace(codec, scales=scales_of(codec, first_head, heads))

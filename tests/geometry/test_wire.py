@@ -6,9 +6,10 @@ from itertools import product
 from typing import get_args
 
 import pytest
+from kvbridge_kernels import segment
 from kvbridge_proto.pool import Codec, CodecName
 
-from kvbridge.geometry.wire import PLAIN, ROW_SCALED, SCALED_ROWS, base_name, can_convert, is_scale
+from kvbridge.geometry.wire import MOST_NUMBERS, PLAIN, ROW_SCALED, SCALED_ROWS, base_name, can_convert, is_scale
 
 WIDTH = 576
 # Bytes of a row of 576 numbers, scales that lie in another plane aside.
@@ -70,3 +71,14 @@ def test_rows_of_other_widths_are_other_rows() -> None:
         assert not can_convert(_row(name), narrow)
     short = Codec(name="opaque", width=WIDTH, element_bytes=1, row_bytes=528)
     assert not can_convert(_row("opaque"), short)
+
+
+def test_a_row_that_gets_a_scale_is_not_wider_than_the_kernels_take() -> None:
+    plain, scaled = (
+        [Codec(name=name, width=width, element_bytes=size, row_bytes=width * size) for width in (1024, 1025)]
+        for name, size in (("bf16", 2), ("int8_row_scale", 1))
+    )
+    assert MOST_NUMBERS == segment.MOST_NUMBERS
+    assert can_convert(plain[0], scaled[0]) and can_convert(scaled[0], plain[0])
+    assert not can_convert(plain[1], scaled[1]) and not can_convert(scaled[1], plain[1])
+    assert can_convert(scaled[1], scaled[1]) and can_convert(plain[1], plain[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kvbridge_kernels import gather_ref
+from kvbridge_kernels import gather_ref, scatter_ref
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.digest_ref import sum64
 from kvbridge_kernels.field import Axis, Field
@@ -14,11 +14,14 @@ from kvbridge_kernels.recipe import Recipe
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
 
+from tests.kernels import slow_codecs as slow
 from tests.kernels.chunks import (
     GUARD,
     MOVES,
     POISON,
     Shape,
+    assert_same_memory,
+    assert_same_rows,
     check_gather,
     check_scatter,
     chunk_of,
@@ -26,7 +29,10 @@ from tests.kernels.chunks import (
     on,
     slot_on,
 )
-from tests.kernels.test_codecs import patterns_of, stored_as_bytes
+from tests.kernels.rows import WHERE, Rows, check_rows, check_rows_scattered, segment_of
+from tests.kernels.test_codecs import CORNERS, NANS, bytes_as_stored, patterns_of, stored_as_bytes
+from tests.kernels.test_row_scales import SCALES as ROW_SCALES
+from tests.kernels.test_row_scales import odd_rows, rows_of
 
 pytest.importorskip("triton")
 from kvbridge_kernels.gather import gather, warm
@@ -123,6 +129,114 @@ def test_scales_that_no_inverse_serves_are_divided_by() -> None:
         cast = Cast(Number("bf16"), Number(name, scales))
         segment = Segment(field, Places(torch.arange(rows)), 0, 0, cast)
         check_gather(gather, [segment], segment.plane_bytes, "cuda")
+
+
+EIGHTS = ("fp8_e4m3", "fp8_e5m2", "int8")
+
+
+@pytest.mark.parametrize("new", DTYPES)
+@pytest.mark.parametrize("old", EIGHTS)
+def test_every_8_bit_pattern(old: str, new: str) -> None:
+    """Under every pair of scales, a head each: gathered into every codec, scattered out of any 8 bits."""
+    pairs = torch.tensor([(first, second) for first in SCALES for second in SCALES]).T.contiguous()
+    ours, theirs = Number(old, pairs[:1]), Number(new, pairs[1:])
+    heads, patterns = pairs.shape[1], torch.arange(256, dtype=torch.uint8)
+    memory = patterns.repeat(heads)
+    field = Field(memory, 0, Axis(1, 0), Axis(1, 0), (Axis(1, 0),), Axis(heads, 256), (Axis(256, 1),), 1)
+    segment = Segment(field, Places(torch.arange(1)), 0, 0, Cast(ours, theirs))
+    check_gather(gather, [segment], segment.plane_bytes, "cuda")
+
+    row = 256 * SIZES[new]
+    field = Field(torch.full((heads * row,), POISON, dtype=torch.uint8), 0, Axis(1, 0), Axis(1, 0), (Axis(1, 0),),
+                  Axis(heads, row), (Axis(256, SIZES[new]),), SIZES[new])  # fmt: skip
+    segment = Segment(field, Places(torch.arange(1)), 0, 0, Cast(theirs, ours))
+    check_scatter(scatter, [segment], segment.plane_bytes, "cuda", sent=memory)
+
+
+@pytest.mark.parametrize("copies", [1, 4])  # whether the processor rounds by itself
+@pytest.mark.parametrize(("old", "new", "corners"), CORNERS)
+def test_the_corners_of_8_bits(old: str, new: str, corners: dict[int, int], copies: int) -> None:
+    patterns = [*corners, *NANS.get(old, ())] * copies
+    memory = torch.tensor(patterns, dtype=torch.uint8)
+    row = len(patterns)
+    field = Field(memory, 0, Axis(1, 0), Axis(1, 0), (Axis(1, 0),), Axis(1, 0), (Axis(row, 1),), 1)
+    segment = Segment(field, Places(torch.arange(1)), 0, 0, Cast(Number(old), Number(new)))
+    found, span = slot_on("cuda", row * SIZES[new])
+    gather(on([segment], "cuda"), span, None, Work("cuda"))
+    got = bytes_as_stored(found[GUARD:-GUARD].cpu().numpy(), new)[: len(patterns) // copies]
+    assert [hex(each) for each in got[: len(corners)]] == [hex(each) for each in corners.values()]
+    if new != "int8":
+        assert np.isnan(slow.numbers(new)[got[len(corners) :]]).all()
+
+
+ROWS = [
+    *(Rows(where, planes=2) for where in WHERE),
+    Rows("token", heads=4, width=128, moved=range(0, 4)),  # as a packed latent has them
+    Rows("token", heads=8, width=128, block_tokens=16, blocks=9, moved=range(0, 8)),
+    *(Rows("behind", width=width) for width in (4, 24, 80, 256, 1024)),
+    Rows("behind", width=576, heads=1, moved=range(0, 1)),
+    Rows("head", width=20, block_tokens=1),
+]
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_rows_have_scales_of_their_own(rows: Rows, name: str) -> None:
+    check_rows(gather, scatter, rows, name, Number("bf16"), min(21, rows.blocks * rows.block_tokens), "cuda")
+
+
+@pytest.mark.parametrize("wire", DTYPES)
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8"])
+def test_rows_with_scales_and_scales_on_the_wire(name: str, wire: str) -> None:
+    for each in (Number(wire), number(wire, (1, 2), seed=2)):
+        check_rows(gather, scatter, Rows("token", width=40), name, each, 20, "cuda")
+
+
+@pytest.mark.parametrize("wire", DTYPES)
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8"])
+def test_every_8_bit_pattern_under_every_scale_of_a_row(name: str, wire: str) -> None:
+    field, own = rows_of(len(ROW_SCALES), 256)
+    table = field.memory.numpy().reshape(-1, 260)
+    table[:, :4] = ROW_SCALES.view(np.uint8).reshape(-1, 4)
+    table[:, 4:] = np.arange(256)
+    for scale in (None, torch.tensor([[0.0371]])):
+        cast = Cast(Number(name, own), Number(wire, scale))
+        segment = Segment(field, Places(torch.arange(len(table))), 0, 0, cast)
+        check_gather(gather, [segment], segment.plane_bytes, "cuda")
+
+
+@pytest.mark.parametrize("wire", DTYPES)
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8"])
+def test_rows_of_every_size_are_quantized_as_the_twin_does(name: str, wire: str) -> None:
+    """Zeros, NaN, infinities, and what is almost one of them."""
+    stored = slow.encode(odd_rows(128), wire)
+    rows = Rows("before", heads=1, width=128, block_tokens=1, blocks=len(stored), moved=range(0, 1))
+    segment, size = segment_of(rows, name, Number(wire), len(stored))
+    sent = torch.zeros(size, dtype=torch.uint8)
+    sent[16 : 16 + segment.plane_bytes] = torch.from_numpy(stored_as_bytes(stored.reshape(-1), wire))
+    check_rows_scattered(scatter, rows, segment, sent, "cuda")
+
+
+def test_a_kernel_for_rows_with_scales_is_used_again() -> None:
+    """The first launch compiles, the second takes what was compiled, with its constants in their order."""
+    rows = Rows("token", width=128)
+    segment, size = segment_of(rows, "fp8_e4m3", Number("bf16"), 9)
+    wanted, wanted_span = slot_on("cpu", size)
+    gather_ref.gather([segment], wanted_span, None, Work("cpu"))
+    twins = on([segment], "cpu")
+    scatter_ref.scatter(twins, wanted_span, None, Work("cpu"))
+    work, copied = Work("cuda"), on([segment], "cuda")
+    warm(copied, slot_on("cuda", size)[1], False, work)
+    for _ in range(2):
+        found, span = slot_on("cuda", size)
+        gather(copied, span, None, work)
+        assert_same_rows([segment], found.cpu()[GUARD:-GUARD], wanted[GUARD:-GUARD])
+    for _ in range(2):
+        memory = on([segment], "cuda")[0].field.memory
+        copied[0].field.memory.copy_(memory)
+        scatter(copied, span, None, work)
+        torch.cuda.synchronize()
+        assert_same_memory([segment], copied[0].field.memory.cpu(), twins[0].field.memory)
 
 
 def test_work_and_recipe_are_used_again_on_another_stream() -> None:

@@ -142,10 +142,16 @@ def check_gather(gather: Kernel, segments: Sequence[Segment], size: int, device:
 
 
 def check_scatter(
-    scatter: Kernel, segments: Sequence[Segment], size: int, device: str = "cpu", tame: bool = False
+    scatter: Kernel,
+    segments: Sequence[Segment],
+    size: int,
+    device: str = "cpu",
+    tame: bool = False,
+    sent: torch.Tensor | None = None,
 ) -> None:
-    """All of the kernel's memory against the twin's, from random slots."""
-    sent = content(np.random.default_rng(1), size, tame)
+    """All of the kernel's memory against the twin's, from slots of random bytes or of these."""
+    if sent is None:
+        sent = content(np.random.default_rng(1), size, tame)
     twins = on(segments, "cpu")
     wanted_slot, wanted_span = slot_on("cpu", size)
     wanted_slot[GUARD:-GUARD] = sent

@@ -6,10 +6,12 @@ compared on a GPU, tests/gpu/test_kernels.py, as is the processor's own rounding
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kvbridge_kernels import gather_ref
-from kvbridge_kernels.codecs_ref import Cast
+from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.gather import gather, warm
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.recipe import Recipe
@@ -18,6 +20,7 @@ from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 
 from tests.kernels.chunks import MOVES, Shape, check_gather, check_scatter, chunk_of, number, on, slot_on, work_on
+from tests.kernels.rows import WHERE, Rows, check_rows, check_rows_scattered, segment_of
 
 
 @pytest.mark.parametrize("shape", MOVES, ids=str)
@@ -75,6 +78,60 @@ def test_rows_of_odd_widths_are_rounded_and_summed(width: int) -> None:
     )
     check_gather(gather, segments, size)
     check_scatter(scatter, segments, size, tame=True)
+
+
+ROWS = [
+    *(Rows(where, planes=2) for where in WHERE),
+    Rows("token", heads=6, width=128, moved=range(0, 4)),
+    Rows("behind", width=24),
+    Rows("behind", width=576, heads=1, moved=range(0, 1)),
+    Rows("head", width=4, block_tokens=1),
+]
+
+
+@pytest.mark.parametrize(("name", "wire"), [("fp8_e4m3", "fp32"), ("int8", "fp32"), ("fp8_e4m3", "fp8_e5m2")])
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_rows_have_scales_of_their_own(rows: Rows, name: str, wire: str) -> None:
+    check_rows(gather, scatter, rows, name, Number(wire), tame=True)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_rows_with_scales_and_scales_on_the_wire(wire: str, is_scaled: bool) -> None:
+    each = number(wire, (1, 2), is_exact=True) if is_scaled else Number(wire)
+    check_rows(gather, scatter, Rows("token", width=40), "int8" if wire == "fp8_e4m3" else "fp8_e4m3", each, tame=True)
+
+
+def test_a_row_without_a_largest_number_and_one_with_only_that() -> None:
+    """Zeros get the smallest scale, a row's last number counts, and a NaN does not."""
+    rows = Rows("token", width=40)
+    segment, size = segment_of(rows, "fp8_e4m3", Number("fp32"), 9)
+    sent = torch.zeros(size, dtype=torch.uint8)
+    values = sent[16 : 16 + segment.plane_bytes].view(torch.float32).view(2, 9, 40)
+    values[0, 1, 39], values[0, 2, 0], values[1, 3, 7], values[1, 4] = 5.0, -7.0, 1e37, -1e-3
+    values[1, 8, :2] = torch.tensor([torch.nan, 0.3])
+    check_rows_scattered(scatter, rows, segment, sent, "cpu")
+
+
+def test_a_wide_row_is_refused_by_the_kernels_too() -> None:
+    segment, size = segment_of(Rows(width=1028, blocks=1), "int8", Number("bf16"), 2)
+    _, span = slot_on("cpu", size)
+    for move in (gather, scatter):
+        with pytest.raises(ValueError, match="row: 1028 numbers, a row with a scale of its own may have 1024"):
+            move([segment], span, None, work_on("cpu"))
+
+
+def test_scales_outside_of_memory_are_refused_in_every_segment_of_a_form() -> None:
+    """The second is like the first but at the end of the memory."""
+    rows = Rows("behind", width=8)
+    segment, size = segment_of(rows, "int8", Number("bf16"), 2)
+    field = segment.field
+    end = field.memory.numel() - (field.end - field.offset)
+    late = replace(segment, field=replace(field, offset=end), slot_offset=size)
+    _, span = slot_on("cpu", 2 * size)
+    for move in (gather, scatter):
+        with pytest.raises(ValueError, match="row scales from byte"):
+            move([segment, late], span, None, work_on("cpu"))
 
 
 def test_no_places_and_no_segments_clear_the_slot() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kvbridge_kernels.codecs_ref import DTYPES, Number, cast
+from kvbridge_kernels.codecs_ref import DTYPES, LARGEST, Number, cast
 
 from tests.kernels import slow_codecs as slow
 
@@ -106,3 +106,62 @@ def test_length_does_not_change_a_result(count: int) -> None:
 def test_table_is_what_torch_means_by_the_codec(name: str) -> None:
     meant = torch.arange(256, dtype=torch.uint8).view(DTYPES[name]).float().numpy()
     assert np.array_equal(meant, slow.numbers(name).astype(np.float32), equal_nan=True)
+
+
+# What each codec has at its ends and around zero, and what becomes of it, worked out by hand: (old, new, patterns).
+CORNERS: list[tuple[str, str, dict[int, int]]] = [
+    # +-448, the largest; +-0; 2^-9, the smallest; 7 * 2^-9, the largest without an exponent; 2^-6, the first with one
+    ("fp8_e4m3", "fp8_e5m2", {0x7E: 0x5F, 0xFE: 0xDF, 0x00: 0x00, 0x80: 0x80, 0x01: 0x18, 0x07: 0x23, 0x08: 0x24}),
+    ("fp8_e4m3", "int8", {0x7E: 127, 0xFE: 0x80, 0x7F: 0, 0xFF: 0, 0x00: 0, 0x80: 0, 0x01: 0, 0x38: 1, 0xB8: 0xFF}),
+    ("fp8_e4m3", "bf16", {0x7E: 0x43E0, 0xFE: 0xC3E0, 0x00: 0, 0x80: 0x8000, 0x01: 0x3B00, 0x07: 0x3C60, 0x38: 0x3F80}),
+    ("fp8_e4m3", "fp16", {0x7E: 0x5F00, 0xFE: 0xDF00, 0x00: 0, 0x80: 0x8000, 0x01: 0x1800, 0x07: 0x2300, 0x38: 0x3C00}),
+    # +-57344 and the infinities are clamped; 2^-16 is lost, 2^-10 lies between 0 and 2^-9, 1.25 * 2^-10 above that
+    (
+        "fp8_e5m2",
+        "fp8_e4m3",
+        {0x7B: 0x7E, 0xFB: 0xFE, 0x7C: 0x7E, 0xFC: 0xFE, 0x01: 0x00, 0x81: 0x80, 0x14: 0x00, 0x15: 0x01},
+    ),
+    ("fp8_e5m2", "int8", {0x7C: 127, 0xFC: 0x80, 0x7D: 0, 0x3C: 1, 0x38: 0, 0x3E: 2, 0xB8: 0, 0x80: 0}),
+    ("fp8_e5m2", "bf16", {0x7C: 0x7F80, 0xFC: 0xFF80, 0x01: 0x3780, 0x81: 0xB780, 0x7B: 0x4760, 0x80: 0x8000}),
+    ("fp8_e5m2", "fp16", {0x7C: 0x7C00, 0xFC: 0xFC00, 0x01: 0x0100, 0x81: 0x8100, 0x7B: 0x7B00, 0x80: 0x8000}),
+    # -128; 127 up to 128; 17 and 19 are ties of e4m3, 9 and 11 of e5m2
+    ("int8", "fp8_e4m3", {0x80: 0xF0, 127: 0x70, 0x81: 0xF0, 17: 0x58, 19: 0x5A, 0: 0, 1: 0x38, 0xFF: 0xB8}),
+    ("int8", "fp8_e5m2", {0x80: 0xD8, 127: 0x58, 9: 0x48, 11: 0x4A, 0: 0, 1: 0x3C, 0xFF: 0xBC}),
+    ("int8", "bf16", {0x80: 0xC300, 127: 0x42FE, 0: 0, 1: 0x3F80, 0xFF: 0xBF80}),
+    ("int8", "fp16", {0x80: 0xD800, 127: 0x57F0, 0: 0, 1: 0x3C00, 0xFF: 0xBC00}),
+]
+# Patterns that are NaN in the old codec are NaN in the new one, whichever.
+NANS = {"fp8_e4m3": (0x7F, 0xFF), "fp8_e5m2": (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)}
+
+
+@pytest.mark.parametrize(("old", "new", "corners"), CORNERS)
+def test_the_corners_of_8_bits(old: str, new: str, corners: dict[int, int]) -> None:
+    found = run(np.array([*corners, *NANS.get(old, ())]), Number(old), Number(new))
+    assert [hex(each) for each in found[: len(corners)]] == [hex(each) for each in corners.values()]
+    assert new == "int8" or np.isnan(slow.numbers(new)[found[len(corners) :]]).all()
+
+
+# The source's scale and the sink's: alike, far apart either way, and anything.
+PAIRS = [(1.0, 1.0), (0.5, 0.5), (1.0, 0.5), (0.5, 1.0), (1.0, 64.0), (64.0, 1.0), (1e-3, 1e3), (1e3, 1e-3)]
+PAIRS += [tuple(pair) for pair in np.exp2(np.random.default_rng(4).uniform(-8, 8, (12, 2))).tolist()]
+BOUNDS = {"fp8_e4m3": (2.0**-4, 2.0**-10), "fp8_e5m2": (2.0**-3, 2.0**-17), "int8": (0.0, 0.5)}
+
+
+@pytest.mark.parametrize(("old_scale", "new_scale"), PAIRS)
+@pytest.mark.parametrize("old", BOUNDS)
+@pytest.mark.parametrize("new", BOUNDS)
+def test_requantizing_keeps_the_bound(old: str, new: str, old_scale: float, new_scale: float) -> None:
+    """|x' - x| <= a |x| + b s, and what is too large becomes the largest."""
+    patterns = patterns_of(old)
+    values = slow.decode(patterns, old, old_scale).astype(np.float64)
+    values[np.isinf(values)] = np.copysign(1e30, values[np.isinf(values)])
+    found = slow.decode(run(patterns, number(old, old_scale), number(new, new_scale)), new, new_scale).astype(
+        np.float64
+    )
+    relative, absolute = BOUNDS[new]
+    known, rounding = ~np.isnan(values), 1 + 1e-6  # of the two scales to fp32
+    low, high = (-128.0 if new == "int8" else -LARGEST[new]) * new_scale, LARGEST[new] * new_scale
+    wanted = np.clip(values, low, high)[known]
+    bound = (relative * np.abs(wanted) + absolute * new_scale) * rounding + np.abs(wanted) * 1e-6
+    assert (np.abs(found[known] - wanted) <= bound).all()
+    assert (np.isnan(found[~known]) | (found[~known] == 0)).all()
