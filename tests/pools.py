@@ -29,7 +29,7 @@ from kvbridge_proto.pool import (
 POISON = 0xA5
 PARTS = ("k", "v")
 STATES = ("conv", "ssm")
-STATE_WIDTHS = {"conv": 12, "ssm": 40}
+STATE_WIDTHS = {"conv": 24, "ssm": 80}  # of all ranks together
 ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}  # all others are counted in single bytes
 # Of which a row has fewer bytes than numbers, or more.
 ROW_BYTES: dict[str, int] = {"fp8_ds_mla": 656, "fp8_ds_v4": 576, "fp8_ds_v41": 528, "nvfp4_ds_mla": 352}
@@ -266,10 +266,11 @@ class _Planes:
         shape = self._shape
         name: CodecName = shape.codec if shape.codec in ELEMENT_BYTES else "bf16"
         element_bytes = ELEMENT_BYTES[name]
-        block = sum(STATE_WIDTHS.values()) * element_bytes + shape.pad_bytes
+        widths = {part: width // shape.tp_size for part, width in STATE_WIDTHS.items()}
+        block = sum(widths.values()) * element_bytes + shape.pad_bytes
         offset = shape.pad_bytes
         for part in STATES:
-            width = STATE_WIDTHS[part]
+            width = widths[part]
             self._planes.append(
                 Plane(
                     layer=layer,

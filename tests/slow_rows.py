@@ -20,7 +20,7 @@ ROW_SCALED = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
 WORDS = {"bf16": "<u2", "fp16": "<u2", "fp32": "<f4"}
 LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0}
 TILE, TILES, ROPE = 128, 4, 64  # numbers, in a row of fp8_ds_mla: 4 tiles of fp8, 4 scales, then rope in bf16
-A_BIT_MORE = 1 + 2.0**-20  # the arithmetic is in fp32
+FP32 = 2.0**-22  # what the arithmetic may be off by, of a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _is_near(values: np.ndarray, found: np.ndarray, name: str) -> np.ndarray:
     """Within half a step, each row under a scale of its own."""
     scale = np.abs(values).max(axis=-1, keepdims=True) / LARGEST[name]
     bound = scale / 2 if name == "int8" else np.abs(values) / 16 + scale / 1024
-    return np.abs(found - values) <= bound * A_BIT_MORE
+    return np.abs(found - values) <= bound + np.abs(values) * FP32
 
 
 def _words(stored: np.ndarray, name: str) -> np.ndarray:

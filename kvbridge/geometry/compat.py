@@ -60,6 +60,7 @@ class Difference:
 
 # The kinds of layer that are attention with keys and values of their own; how much of them is kept is a group's matter.
 ATTENTION = ("full", "sliding", "chunked")
+ATTENTION_PARTS = ("k", "v", "latent")  # their widths are the model's
 SAME_MODEL = "the same model on both sides"
 SAME_CODEC = "the same kv_cache_dtype on both sides"
 
@@ -158,6 +159,11 @@ def _other_form(source: Pool, sink: Pool) -> Iterator[Difference]:
     theirs_of = {(plane.layer, plane.part): plane for plane in sink.planes if is_scale(plane.part)}
     for ours, theirs in _common_planes(source, sink):
         place = f"layer {ours.layer} {ours.part}"
+        if ours.total_heads != theirs.total_heads:
+            continue  # of another model, or a state cut in other pieces
+        if ours.part not in ATTENTION_PARTS and ours.codec.width != theirs.codec.width:
+            yield Difference("width", ours.codec.width, theirs.codec.width, place, SAME_MODEL)
+            continue
         if not can_convert(ours.codec, theirs.codec):
             yield from _if_other("codec", _form(ours), _form(theirs), place, SAME_CODEC)
             continue

@@ -159,6 +159,16 @@ def test_a_state_is_carried_between_equal_ranks_only() -> None:
     )
 
 
+def test_refuses_a_state_of_another_width() -> None:
+    pool = describe(replace(SHAPE, kinds=("full", "state")))
+    conv = pool.planes[2]
+    narrow = change(
+        conv, codec=change(conv.codec, width=12, row_bytes=24), element_axis=(Step(12, conv.element_axis[0].stride),)
+    )
+    other = change(pool, planes=(*pool.planes[:2], narrow, *pool.planes[3:]))
+    assert reasons(pool, other) == (f"width: source 24, sink 12 (layer 1 conv){SAME_MODEL}",)
+
+
 def test_groups_that_cannot_be_are_named() -> None:
     pool = describe(replace(SHAPE, kinds=("full", "state")))
     one, state = pool.groups
