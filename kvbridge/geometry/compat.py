@@ -95,7 +95,7 @@ def changes(source: Pool, sink: Pool) -> list[Difference]:
 def other_scales(source: Pool, sink: Pool) -> tuple[Scales, ...]:
     """The source's scales of the sink's planes, where they are other than the sink's and the numbers are alike."""
     found: list[Scales] = []
-    for ours, theirs in _common_planes(align(source, sink), sink):
+    for ours, theirs in common_planes(align(source, sink), sink):
         first, codec = theirs.first_head - ours.first_head, ours.codec
         if codec.name != theirs.codec.name or codec.name not in PLAIN:
             continue
@@ -139,7 +139,7 @@ def _other_tokens(source: Pool, sink: Pool) -> Iterator[Difference]:
         needs = f"interleaves whose common period is below {MOST_PERIOD} tokens"
         mine, yours = (f"{interleave} x {size} ranks" for size, interleave in combs)
         yield Difference("cp_interleave", mine, yours, needs=needs)
-    for ours, theirs in _common_planes(source, sink):
+    for ours, theirs in common_planes(source, sink):
         place = f"layer {ours.layer} {ours.part}"
         kept, wanted = source.groups[ours.group], sink.groups[theirs.group]
         if kept.kind != "full":
@@ -157,7 +157,7 @@ def _other_form(source: Pool, sink: Pool) -> Iterator[Difference]:
     """Rows that no conversion takes from one form to the other."""
     scales = {(plane.layer, plane.part): plane for plane in source.planes if is_scale(plane.part)}
     theirs_of = {(plane.layer, plane.part): plane for plane in sink.planes if is_scale(plane.part)}
-    for ours, theirs in _common_planes(source, sink):
+    for ours, theirs in common_planes(source, sink):
         place = f"layer {ours.layer} {ours.part}"
         if ours.total_heads != theirs.total_heads:
             continue  # of another model, or a state cut in other pieces
@@ -189,7 +189,7 @@ def _changes(source: Pool, sink: Pool) -> Iterator[Difference]:
         yield from _if_other(name, getattr(source.shard, name), getattr(sink.shard, name))
     if source.shard.cp_size > 1 and sink.shard.cp_size > 1:
         yield from _if_other("cp_interleave", source.shard.cp_interleave, sink.shard.cp_interleave)
-    for ours, theirs in _common_planes(source, sink):
+    for ours, theirs in common_planes(source, sink):
         place = f"layer {ours.layer} {ours.part}"
         mine, yours = source.groups[ours.group], sink.groups[theirs.group]
         yield from _if_other("kind", _keeps(mine), _keeps(yours), place)
@@ -205,7 +205,7 @@ def _if_other(field: str, source: object, sink: object, place: str = "", needs: 
         yield Difference(field, source, sink, place, needs)
 
 
-def _common_planes(source: Pool, sink: Pool) -> Iterator[tuple[Plane, Plane]]:
+def common_planes(source: Pool, sink: Pool) -> Iterator[tuple[Plane, Plane]]:
     """Planes of rows; those of their scales go where they go."""
     mine = {(plane.layer, plane.part): plane for plane in source.planes}
     for theirs in sink.planes:
