@@ -15,6 +15,8 @@ def align(source: Pool, sink: Pool) -> Pool:
 
     A layer of the model that the source says nothing of is None. The source itself where the numbers agree.
     """
+    if not any(plane.name for plane in sink.planes):
+        return source
     origins = _origins(source, sink)
     if all(origin == layer for layer, origin in origins.items()):
         return source

@@ -23,6 +23,7 @@ from kvbridge_proto.words import Blocks
 
 from ..errors import KVBridgeError, OperatorError, PeerError
 from .fold import fold
+from .layers import align
 from .shard import common
 from .strip import Strip, pair, split_heads
 from .tokens import BlockTable, Places
@@ -196,7 +197,7 @@ class Planner:
     KEPT = 64
 
     def __init__(self, source: Pool, sink: Pool) -> None:
-        self._source = source
+        self._source = align(source, sink)
         self._sink = sink
         self._period = lcm(*(group.block_tokens for group in source.groups))
         self._woven: dict[object, Weave] = {}

@@ -10,6 +10,7 @@ from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Pool
 
 from ..errors import PeerError
+from .layers import align
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def assign(sources: Sequence[Pool], sink: Pool) -> tuple[tuple[Take, ...], ...]:
     Where several sources hold a head, the sinks spread over them by their tensor-parallel rank.
     Raises PeerError naming the rows that nobody holds.
     """
-    held = [holdings(pool) for pool in sources]
+    held = [holdings(align(pool, sink)) for pool in sources]
     takes: list[list[Take]] = [[] for _ in sources]
     for need in holdings(sink):
         borders = {need.first_layer, need.end_layer}
@@ -79,7 +80,7 @@ def common(source: Pool, sink: Pool) -> tuple[Take, ...]:
     """All rows that both hold, whoever takes them from whom."""
     takes: list[Take] = []
     for need in holdings(sink):
-        for have in holdings(source):
+        for have in holdings(align(source, sink)):
             layers = max(have.first_layer, need.first_layer), min(have.end_layer, need.end_layer)
             heads = max(have.first_head, need.first_head), min(have.end_head, need.end_head)
             if layers[0] < layers[1] and heads[0] < heads[1] and have.parts >= need.parts:

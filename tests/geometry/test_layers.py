@@ -9,6 +9,8 @@ from kvbridge_proto.pool import Pool
 
 from kvbridge.geometry.compat import Convertible, Incompatible, Same, verdict
 from kvbridge.geometry.layers import align
+from kvbridge.geometry.plan import plan
+from kvbridge.geometry.shard import assign, common
 from tests.oracle import Shape, describe
 
 SHAPE = Shape(layers=4)
@@ -97,3 +99,16 @@ def test_kinds_of_the_same_name_must_agree() -> None:
     found = verdict(source, sink)
     assert isinstance(found, Incompatible)
     assert found.reasons[0] == "key_width: source 8, sink 16 (layer 0 and 3 more); needs the same model on both sides"
+
+
+def test_a_plan_takes_the_planes_of_the_same_name() -> None:
+    source = named(describe(SHAPE), DRAFT)
+    sink = renumbered(named(describe(replace(SHAPE, layout="hnd")), DRAFT), {0: 0, 1: 1, 2: 2, 3: 5}, 6)
+    (takes,) = assign([source], sink)
+    assert takes == common(source, sink)
+    assert [(take.first_layer, take.end_layer) for take in takes] == [(0, 3), (5, 6)]
+    strips = plan(source, sink, takes, 0, 40, 1 << 16).strips
+    draft = [plane for plane in source.planes if plane.name == "draft.0"]
+    assert [(strip.source.region, strip.source.offset) for strip in strips if strip.sink.layer == 5] == [
+        (plane.region, plane.offset) for plane in draft
+    ]
