@@ -23,6 +23,7 @@ from kvbridge.geometry.plan import Move, Part, Plan, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.geometry.tokens import BlockTable
 
+from .kernels import slow_codecs
 from .pools import LAYOUTS as LAYOUTS
 from .pools import PARTS as PARTS
 from .pools import POISON as POISON
@@ -35,7 +36,16 @@ from .pools import mla as mla
 from .pools import split as split
 
 ALL_PARTS = (*PARTS, "latent", *STATES, "k_scale", "v_scale", "latent_scale")
-DS_SCALES = slice(512, 528)  # in a row of fp8_ds_mla
+# In a row of fp8_ds_mla.
+DS_SCALES, DS_ROPE = slice(512, 528), slice(528, 656)
+NAMES_OF_8_BITS = {
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+    "int8": "int8",
+    "fp8_row_scale": "fp8_e4m3",
+    "int8_row_scale": "int8",
+    "fp8_ds_mla": "fp8_e4m3",
+}
 
 # The blocks of a request from its first token on: of every group the same, or of each its own.
 Table = Sequence[int] | Mapping[int, Sequence[int]]
@@ -51,8 +61,11 @@ def value(layer: int, part: str, head: Any, token: Any, element: Any) -> Any:
     return mixed
 
 
-def rows(plane: Plane, tokens: range | np.ndarray) -> np.ndarray:
-    """What the plane's heads must hold for these tokens: bytes [token, head, row]. Scales are powers of two."""
+def rows(plane: Plane, tokens: range | np.ndarray, is_tame: bool = False) -> np.ndarray:
+    """What the plane's heads must hold for these tokens: bytes [token, head, row]. Scales are powers of two.
+
+    Tame numbers are finite, and those of more than 8 bits in [-8, 8): there is more to lose by converting them.
+    """
     codec = plane.codec
     token = np.asarray(tokens, np.int64)[:, None, None]
     head = np.arange(plane.first_head, plane.first_head + plane.heads)[None, :, None]
@@ -62,9 +75,21 @@ def rows(plane: Plane, tokens: range | np.ndarray) -> np.ndarray:
         return _scales(numbers)
     whole = numbers.astype("<u8").view(np.uint8).reshape(*numbers.shape, 8)
     found = whole[..., : codec.element_bytes].reshape(len(token), plane.heads, codec.row_bytes)
+    if is_tame and codec.element_bytes > 1:
+        found = _tame(numbers, codec.name)
+    elif is_tame and codec.name in NAMES_OF_8_BITS:
+        found = np.where(np.isfinite(slow_codecs.numbers(NAMES_OF_8_BITS[codec.name]))[found], found, 0x33)
     if codec.name == "fp8_ds_mla":
         found[..., DS_SCALES] = _scales(numbers[..., :4])
-    return found
+        found[..., DS_ROPE] = _tame(numbers[..., :64], "bf16")
+    return found.astype(np.uint8)
+
+
+def _tame(numbers: np.ndarray, name: str) -> np.ndarray:
+    """Numbers in [-8, 8): bytes [..., element_bytes * numbers]."""
+    values = (numbers % np.uint64(1 << 16)).astype(np.float32) / 4096 - 8
+    stored = slow_codecs.encode(values, name)
+    return np.ascontiguousarray(stored.astype("<f4" if name == "fp32" else "<u2")).view(np.uint8)
 
 
 def _scales(numbers: np.ndarray) -> np.ndarray:
@@ -165,11 +190,11 @@ def rows_at(pool: Pool, group: int, table: Table, tokens: range) -> tuple[np.nda
     return token, ids[index // kept.block_tokens] * kept.block_tokens + index % kept.block_tokens
 
 
-def fill(held: Held, table: Table, tokens: range) -> None:
+def fill(held: Held, table: Table, tokens: range, is_tame: bool = False) -> None:
     """Write the rows of a request whose blocks from token 0 on are `table`, as this rank keeps them."""
     for plane in held.pool.planes:
         token, places = rows_at(held.pool, plane.group, table, tokens)
-        put_rows(held, plane, places, rows(plane, token))
+        put_rows(held, plane, places, rows(plane, token, is_tame))
 
 
 def mismatch(held: Held, before: Held, table: Table, tokens: range, tail: range = range(0)) -> str:

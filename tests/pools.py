@@ -29,7 +29,7 @@ from kvbridge_proto.pool import (
 POISON = 0xA5
 PARTS = ("k", "v")
 STATES = ("conv", "ssm")
-STATE_WIDTHS = {"conv": 12, "ssm": 40}
+STATE_WIDTHS = {"conv": 24, "ssm": 80}  # of all ranks together
 ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}  # all others are counted in single bytes
 # Of which a row has fewer bytes than numbers, or more.
 ROW_BYTES: dict[str, int] = {"fp8_ds_mla": 656, "fp8_ds_v4": 576, "fp8_ds_v41": 528, "nvfp4_ds_mla": 352}
@@ -40,7 +40,7 @@ SCALE_BLOCK: dict[str, int] = {"mxfp8_e4m3": 32, "nvfp4": 16}
 ROW_SCALES = ("fp8_row_scale", "int8_row_scale", "int4_row_scale")
 
 # Axes of one region, outermost first: L layer, P part, B block, T token, H head, E element. A letter that is missing
-# means a region for each of its values. Scales are parts too: those of a packed row lie beside its numbers.
+# means a region for each of its values. A scale of a row lies behind its numbers; other scales are parts like K and V.
 LAYOUTS = {
     "nhd": "BTHE",  # K and V apart
     "hnd": "BHTE",
@@ -240,7 +240,8 @@ class _Planes:
         tokens = shape.tokens_of(shape.kind(layer))
         for part, codec in codecs.items():
             strides, size = _strides(shape, codecs, tokens, len(heads), layers, part)
-            region = self._region(layer if "L" not in axes else -1, part if "P" not in axes else "", size)
+            own = part.removesuffix("_scale") if shape.codec in ROW_SCALES else part
+            region = self._region(layer if "L" not in axes else -1, own if "P" not in axes else "", size)
             token_axis, element_axis = _inner_axes(shape, tokens, part, codec, strides)
             self._planes.append(
                 Plane(
@@ -265,10 +266,11 @@ class _Planes:
         shape = self._shape
         name: CodecName = shape.codec if shape.codec in ELEMENT_BYTES else "bf16"
         element_bytes = ELEMENT_BYTES[name]
-        block = sum(STATE_WIDTHS.values()) * element_bytes + shape.pad_bytes
+        widths = {part: width // shape.tp_size for part, width in STATE_WIDTHS.items()}
+        block = sum(widths.values()) * element_bytes + shape.pad_bytes
         offset = shape.pad_bytes
         for part in STATES:
-            width = STATE_WIDTHS[part]
+            width = widths[part]
             self._planes.append(
                 Plane(
                     layer=layer,
@@ -309,24 +311,28 @@ def _strides(
 ) -> tuple[dict[str, int], int]:
     """Bytes between neighbours of each axis for this part (of P: where the part begins), and the region's size."""
     counts = {"L": layers, "B": shape.blocks, "T": tokens, "H": heads}
-    sizes = {name: codec.element_bytes for name, codec in codecs.items()}
+    own = {name: name.removesuffix("_scale") if shape.codec in ROW_SCALES else name for name in codecs}
+    row_bytes = {name: sum(codecs[each].row_bytes for each in codecs if own[each] == name) for name in own.values()}
+    sizes = {name: codecs[name].element_bytes for name in row_bytes}
     strides = {axis: 0 for axis in "LPBTHE"}
+    strides["P"] = codecs[own[part]].row_bytes if own[part] != part else 0
     for axis in reversed(LAYOUTS[shape.layout]):
         if axis == "P":
-            names = list(codecs)
-            strides["P"] = sum(sizes[name] for name in names[: names.index(part)])
-            sizes = {name: sum(sizes.values()) for name in codecs}
+            names = list(row_bytes)
+            strides["P"] += sum(sizes[name] for name in names[: names.index(own[part])])
+            sizes = {name: sum(sizes.values()) for name in names}
         elif axis == "*":
-            sizes = {name: tokens * codec.row_bytes for name, codec in codecs.items()}
+            assert shape.codec not in ROW_SCALES
+            sizes = {name: tokens * size for name, size in row_bytes.items()}
         elif axis == "E":
             strides["E"] = codecs[part].element_bytes
-            sizes = {name: codec.row_bytes for name, codec in codecs.items()}
+            sizes = dict(row_bytes)
         else:
             if axis == "B":
                 sizes = {name: size + shape.pad_bytes for name, size in sizes.items()}
-            strides[axis] = sizes[part]
+            strides[axis] = sizes[own[part]]
             sizes = {name: size * counts[axis] for name, size in sizes.items()}
-    return strides, sizes[part]
+    return strides, sizes[own[part]]
 
 
 def _inner_axes(

@@ -167,6 +167,24 @@ def test_plan_shows_verdict_takes_and_chunks(tmp_path: Path) -> None:
     assert all(part["chunks"] > 0 and part["bytes"] > 0 for part in found["sources"])
 
 
+def test_plan_says_what_each_change_means(tmp_path: Path) -> None:
+    source = write_pools(tmp_path, "source", Shape(codec="bf16", key_width=32, value_width=32))
+    sink = write_pools(tmp_path, "sink", Shape(codec="fp8_e4m3", key_width=32, value_width=32, tp_size=2))
+    told = kvbridge("plan", source, sink, "--rank", "1")
+    assert told.returncode == 0, told.stderr
+    assert "rows are quantized at the source; 32 bytes of a row cross, 64 there and 32 here" in told.stdout
+    assert "to nhd tp 1/2" in told.stdout
+    found = json.loads(kvbridge("plan", source, sink, "--json").stdout)
+    assert found["sink"] == "nhd tp 0/2 pp 0/1"
+    assert [(each["field"], each["source"], each["sink"]) for each in found["changes"][:2]] == [
+        ("tp_size", "1", "2"),
+        ("codec", "bf16", "fp8_e4m3"),
+    ]
+    assert all(each["words"] for each in found["changes"])
+    told = kvbridge("plan", source, sink, "--rank", "2")
+    assert told.returncode == 1 and "bad_option: rank: 2" in told.stderr
+
+
 def test_plan_of_equal_pools_is_same(tmp_path: Path) -> None:
     pool = write_pools(tmp_path, "pool", Shape())
     assert json.loads(kvbridge("plan", pool, pool, "--json").stdout)["verdict"] == "Same"
@@ -178,8 +196,9 @@ def test_plan_refuses_another_model_with_the_reasons(tmp_path: Path) -> None:
     told = kvbridge("plan", source, sink)
     assert told.returncode == 1
     assert "incompatible" in told.stderr
-    assert "64" in told.stderr
-    assert "96" in told.stderr
+    assert "key_width: source 64, sink 96 (layer 0 and 1 more); needs the same model on both sides" in told.stderr
+    (change,) = json.loads(kvbridge("plan", source, sink, "--json").stdout)["changes"]
+    assert (change["needs"], change["words"]) == ("the same model on both sides", "")
 
 
 def test_plan_of_half_an_engine_says_that_rows_are_missing(tmp_path: Path) -> None:

@@ -101,16 +101,17 @@ def status(
 
 def plan(
     source: Annotated[Path, typer.Argument(help="Pool of the prefilling engine, JSON; or a list, one per rank.")],
-    sink: Annotated[Path, typer.Argument(help="Pool of one decoding rank, JSON.")],
+    sink: Annotated[Path, typer.Argument(help="Pool of one decoding rank, JSON; or a list, of which --rank is taken.")],
     tokens: Annotated[int, typer.Option(min=0, help="Tokens of the request.")] = 1024,
     slot_bytes: Annotated[int, typer.Option(min=1, help="Slot size of both agents.")] = 4 << 20,
+    rank: Annotated[int, typer.Option(min=0, help="Which pool of a list of decoding ranks.")] = 0,
     as_json: JSON = False,
 ) -> None:
     """Say whether two pools fit, why not, and what would move. Needs no agent."""
     with _told("plan"):
         from .plan import show
 
-        show(source, sink, tokens, slot_bytes, as_json)
+        show(source, sink, tokens, slot_bytes, rank, as_json)
 
 
 def demo(

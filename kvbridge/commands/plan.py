@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import KVBridgeError, OperatorError
-from ..geometry.compat import Convertible, Incompatible, Verdict, verdict
+from ..geometry.compat import Difference, Incompatible, Verdict, changes, check_pool, obstacles, verdict
 from ..geometry.plan import Chunk, Plan, plan
 from ..geometry.shard import assign
+from ..geometry.words import sentence
 
 SHOWN_CHUNKS = 8
 
@@ -32,17 +33,35 @@ class Part:
     plan: Plan
 
 
-def show(source: Path, sink: Path, tokens: int, slot_bytes: int, as_json: bool) -> None:
-    """Print it. Raises OperatorError for a file that is no pool, and for pools that do not fit (`incompatible`)."""
-    sources, (target, *others) = pools(source), pools(sink)
-    if others:
-        raise OperatorError("bad_pool_file", f"{sink}: holds {1 + len(others)} pools, the sink is one rank")
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is not the same on both sides, and what it means. Without words, it stands in the way."""
+
+    field: str
+    source: str
+    sink: str
+    place: str
+    needs: str
+    words: str
+    text: str
+
+
+def show(source: Path, sink: Path, tokens: int, slot_bytes: int, rank: int, as_json: bool) -> None:
+    """Print it for one rank of the sink.
+
+    Raises OperatorError for a file that is no pool, and for pools that do not fit (`incompatible`).
+    """
+    sources, targets = pools(source), pools(sink)
+    if rank >= len(targets):
+        raise OperatorError("bad_option", f"rank: {rank}, {sink} has {len(targets)}")
+    target = targets[rank]
     found = verdict(sources[0], target)
+    said = _changes(found, sources[0], target)
     parts = [] if isinstance(found, Incompatible) else parts_of(sources, target, tokens, slot_bytes)
     if as_json:
-        sys.stdout.write(json.dumps(_plain(found, parts), indent=2) + "\n")
+        sys.stdout.write(json.dumps(_plain(found, said, target, parts), indent=2) + "\n")
     else:
-        _print(found, parts)
+        _print(found, said, target, parts)
     if isinstance(found, Incompatible):
         raise OperatorError("incompatible", *found.reasons)
 
@@ -72,16 +91,25 @@ def parts_of(sources: Sequence[Pool], sink: Pool, tokens: int, slot_bytes: int) 
     ]
 
 
-def _reasons(found: Verdict) -> tuple[str, ...]:
-    if isinstance(found, Convertible):
-        return found.changes
-    return found.reasons if isinstance(found, Incompatible) else ()
+def _changes(found: Verdict, source: Pool, sink: Pool) -> list[Change]:
+    """What is changed, or what stands in the way. Nothing of pools that make no sense: the verdict has said why."""
+    if isinstance(found, Incompatible):
+        is_nonsense = check_pool(source) or check_pool(sink)
+        return [] if is_nonsense else [_change(each, "") for each in obstacles(source, sink)]
+    return [_change(each, sentence(each, source, sink)) for each in changes(source, sink)]
 
 
-def _plain(found: Verdict, parts: Sequence[Part]) -> dict[str, Any]:
+def _change(each: Difference, words: str) -> Change:
+    return Change(each.field, str(each.source), str(each.sink), each.place, each.needs, words, str(each))
+
+
+def _plain(found: Verdict, said: Sequence[Change], sink: Pool, parts: Sequence[Part]) -> dict[str, Any]:
+    reasons = found.reasons if isinstance(found, Incompatible) else [each.text for each in said]
     return {
         "verdict": type(found).__name__,
-        "reasons": list(_reasons(found)),
+        "reasons": list(reasons),
+        "changes": [{name: text for name, text in asdict(each).items() if name != "text"} for each in said],
+        "sink": _rank(sink),
         "sources": [
             {
                 "rank": _rank(part.pool),
@@ -95,12 +123,15 @@ def _plain(found: Verdict, parts: Sequence[Part]) -> dict[str, Any]:
     }
 
 
-def _print(found: Verdict, parts: Sequence[Part]) -> None:
+def _print(found: Verdict, said: Sequence[Change], sink: Pool, parts: Sequence[Part]) -> None:
     console = Console()
     console.print(f"[bold]{type(found).__name__}[/bold]")
     if not isinstance(found, Incompatible):  # its reasons are the error's text
-        for reason in _reasons(found):
-            console.print(f"  {reason}", markup=False, highlight=False)
+        for each in said:
+            console.print(f"  {each.text}", markup=False, highlight=False)
+            console.print(f"    {each.words}", markup=False, highlight=False, style="dim")
+    if parts:
+        console.print(f"\nto {_rank(sink)}", markup=False, highlight=False)
     for part in parts:
         console.print(f"\nfrom {_rank(part.pool)}", markup=False, highlight=False)
         console.print(_takes(part))
@@ -136,4 +167,5 @@ def _row(chunk: Chunk) -> tuple[str, str, str, str]:
 
 def _rank(pool: Pool) -> str:
     shard = pool.shard
-    return f"{pool.engine.id} tp {shard.tp_rank}/{shard.tp_size} pp {shard.pp_rank}/{shard.pp_size}"
+    share = f" cp {shard.cp_rank}/{shard.cp_size}" if shard.cp_size > 1 else ""
+    return f"{pool.engine.id} tp {shard.tp_rank}/{shard.tp_size} pp {shard.pp_rank}/{shard.pp_size}{share}"

@@ -5,21 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isfinite, prod
 
-from kvbridge_proto.pool import Group, Plane, Pool, Step
+import msgspec
+from kvbridge_proto.engine import Scales
+from kvbridge_proto.pool import Codec, Group, Plane, Pool, Step
 
 from .comb import MOST_PERIOD, period_of
-from .wire import PLAIN
+from .wire import PLAIN, ROW_SCALED, SCALED_ROWS, is_scale
 
 MOST_REASONS = 32
+# Codecs of one byte a number, which have scales.
+NARROW = {name for name, size in PLAIN.items() if size == 1}
+# Numbers that share a scale of one byte.
+SCALE_BLOCK = {"mxfp8_e4m3": 32, "nvfp4": 16}
+# Bytes of a row, and numbers in it where there is one width only.
+WHOLE_ROWS: dict[str, tuple[int, int]] = {
+    "fp8_ds_mla": (656, 576),
+    "fp8_ds_v4": (576, 0),
+    "fp8_ds_v41": (528, 0),
+    "nvfp4_ds_mla": (352, 0),
+}
 
 
 def check_pool(pool: Pool) -> tuple[str, ...]:
     """Why this pool cannot be, each reason with its field and both values; nothing if it can."""
-    reasons = [*_check_shard(pool), *_check_layers(pool)]
+    reasons = [*_check_shard(pool), *_check_groups(pool), *_check_layers(pool), *_check_scale_planes(pool)]
     for index, plane in enumerate(pool.planes):
         where = f"plane {index} (layer {plane.layer} {plane.part})"
         reasons += [f"{where}: {reason}" for reason in _check_plane(pool, plane)]
     return shortened(reasons)
+
+
+def rescaled(pool: Pool, scales: Sequence[Scales]) -> Pool:
+    """The pool with these scales; planes that are not named keep theirs."""
+    new = {(each.layer, each.part): each.scales for each in scales}
+    replace = msgspec.structs.replace
+    planes = (
+        replace(plane, codec=replace(plane.codec, scales=new.get((plane.layer, plane.part), plane.codec.scales)))
+        for plane in pool.planes
+    )
+    return replace(pool, planes=tuple(planes))
 
 
 def shortened(reasons: Sequence[str]) -> tuple[str, ...]:
@@ -64,8 +88,14 @@ def _check_shard(pool: Pool) -> Iterator[str]:
         )
 
 
+def _check_groups(pool: Pool) -> Iterator[str]:
+    for index, group in enumerate(pool.groups):
+        if group.kind in ("sliding", "chunked") and not group.window:
+            yield f"window: 0, group {index} is {group.kind}"
+
+
 def _check_layers(pool: Pool) -> Iterator[str]:
-    """One plane for each (layer, part), and the parts of a layer for the same heads."""
+    """One plane for each (layer, part), and the parts of a layer for the same heads under as many scales."""
     first: dict[int, Plane] = {}
     seen: set[tuple[int, str]] = set()
     for plane in pool.planes:
@@ -78,6 +108,44 @@ def _check_layers(pool: Pool) -> Iterator[str]:
                 f"heads: layer {plane.layer} has {plane.heads} from {plane.first_head} on for {plane.part}, "
                 f"{other.heads} from {other.first_head} on for {other.part}"
             )
+        ours, theirs = len(plane.codec.scales), len(other.codec.scales)
+        if ours != theirs and {plane.part, other.part} == {"k", "v"}:
+            yield f"scales: {other.part} has {theirs}, {plane.part} has {ours} (layer {plane.layer})"
+
+
+def _check_scale_planes(pool: Pool) -> Iterator[str]:
+    """Rows and the plane of their scales: neither without the other, and as the codec says."""
+    planes = {(plane.layer, plane.part): plane for plane in pool.planes}
+    for plane in pool.planes:
+        where = f"layer {plane.layer} {plane.part}"
+        if is_scale(plane.part):
+            data = planes.get((plane.layer, plane.part.removesuffix("_scale")))
+            if data is None or data.codec.name not in SCALED_ROWS:
+                yield f"{where}: part: scales of {data.codec.name if data else 'nothing'}, must be of scaled rows"
+        elif plane.codec.name in SCALED_ROWS:
+            scales = planes.get((plane.layer, f"{plane.part}_scale"))
+            if scales is None:
+                yield f"{where}: part: {plane.codec.name} needs a plane {plane.part}_scale, there is none"
+            else:
+                yield from (f"{where}: {reason}" for reason in _check_scales_of(plane, scales))
+
+
+def _check_scales_of(plane: Plane, scales: Plane) -> Iterator[str]:
+    codec = scales.codec
+    if plane.codec.name in SCALE_BLOCK:
+        expected = plane.codec.width // SCALE_BLOCK[plane.codec.name]
+        if (codec.name, codec.row_bytes) != ("opaque", expected):
+            yield f"scales: {codec.name} of {codec.row_bytes} bytes, must be opaque of {expected}"
+    if plane.codec.name not in ROW_SCALED:
+        return
+    if (codec.name, codec.width) != ("fp32", 1):
+        yield f"scales: {codec.width} x {codec.name}, must be 1 x fp32"
+    for field in ("group", "region", "block_stride", "token_axis"):
+        if (ours := getattr(plane, field)) != (theirs := getattr(scales, field)):
+            yield f"{field}: {theirs} of the scales, {ours} of the rows"
+    strides = [scales.offset, scales.block_stride, scales.head_stride, *(step.stride for step in scales.token_axis)]
+    if odd := [stride for stride in strides if stride % 4]:
+        yield f"stride: {odd[0]} bytes to a scale, must be a multiple of 4"
 
 
 def _check_plane(pool: Pool, plane: Plane) -> Iterator[str]:
@@ -114,29 +182,51 @@ def _check_model(pool: Pool, plane: Plane) -> Iterator[str]:
     if layer is None:
         yield f"layer: {plane.layer} has a plane, the model says nothing of it"
         return
+    group = pool.groups[plane.group]
+    if (layer.kind == "state") != (group.kind == "state"):
+        yield f"group: {plane.group} is {group.kind}, the model's kind {layer.kind}"
     if plane.first_head + plane.heads > plane.total_heads:
         yield f"heads: {plane.heads} from {plane.first_head} on, total_heads {plane.total_heads}"
-    if plane.part in ("k", "v"):
+    if plane.part in ("k", "v", "latent"):
         if plane.total_heads != layer.kv_heads:
             yield f"total_heads: {plane.total_heads}, the model's kv_heads {layer.kv_heads}"
-        name, width = ("key_width", layer.key_width) if plane.part == "k" else ("value_width", layer.value_width)
+        is_value = plane.part == "v"
+        name, width = ("value_width", layer.value_width) if is_value else ("key_width", layer.key_width)
         if plane.codec.name != "opaque" and plane.codec.width != width:
             yield f"width: {plane.codec.width}, the model's {name} {width}"
 
 
 def _check_codec(plane: Plane) -> Iterator[str]:
     codec = plane.codec
-    element_bytes = PLAIN.get(codec.name)
-    if element_bytes is not None:
-        if codec.element_bytes != element_bytes:
-            yield f"element_bytes: {codec.element_bytes}, {codec.name} has {element_bytes}"
-        if codec.row_bytes != codec.width * element_bytes:
-            yield f"row_bytes: {codec.row_bytes}, {codec.width} x {codec.name} are {codec.width * element_bytes}"
+    yield from _check_row(codec)
     if len(codec.scales) not in (0, 1, plane.heads):
         yield f"scales: {len(codec.scales)}, must be none, 1 or one for each of {plane.heads} heads"
     for scale in codec.scales:
         if not (isfinite(scale) and scale > 0):
             yield f"scales: {scale}, must be a finite number above 0"
+    if codec.name not in NARROW and set(codec.scales) - {1.0}:
+        yield f"scales: {len(codec.scales)} for {codec.name}, only 8-bit codecs have them"
+
+
+def _check_row(codec: Codec) -> Iterator[str]:
+    """Sizes that follow from the codec's name."""
+    name, width = codec.name, codec.width
+    size = PLAIN.get(name, 1)
+    if name != "opaque" and codec.element_bytes != size:
+        yield f"element_bytes: {codec.element_bytes}, {name} has {size}"
+    block = SCALE_BLOCK.get(name, 1)
+    if width % block:
+        yield f"width: {width}, {name} has scales of {block} numbers each"
+    if name in WHOLE_ROWS:
+        row_bytes, only = WHOLE_ROWS[name]
+        if only and width != only:
+            yield f"width: {width}, {name} has {only}"
+        if codec.row_bytes != row_bytes:
+            yield f"row_bytes: {codec.row_bytes}, {name} has {row_bytes}"
+    elif name != "opaque":
+        row_bytes = width // 2 if name in ("nvfp4", "int4_row_scale") else width * size
+        if codec.row_bytes != row_bytes:
+            yield f"row_bytes: {codec.row_bytes}, {width} x {name} are {row_bytes}"
 
 
 def _check_overlap(plane: Plane, group: Group) -> Iterator[str]:

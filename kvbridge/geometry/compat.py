@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 
-import msgspec
-from kvbridge_proto.pool import Layer, Model, Plane, Pool
+from kvbridge_proto.engine import Scales
+from kvbridge_proto.pool import Group, Layer, Plane, Pool
 
 from .check import check_pool as check_pool
 from .check import extent as extent
 from .check import shortened
-from .wire import PLAIN, is_same_row, is_same_scales
+from .comb import MOST_PERIOD, period_of
+from .layers import align
+from .wire import PLAIN, ROW_SCALED, can_convert, is_same_row, is_same_scales, is_scale, scales_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,94 +41,203 @@ Verdict = Same | Convertible | Incompatible
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One field on both sides, the same or not; `place` says where, if it is not one of the whole pool."""
+    """One field on both sides, the same or not.
+
+    `place` says where, if it is not one of the whole pool; `needs` what would help, where it stands in the way.
+    """
 
     field: str
     source: object
     sink: object
     place: str = ""
+    needs: str = ""
+
+    def __str__(self) -> str:
+        place = f" ({self.place})" if self.place else ""
+        needs = f"; needs {self.needs}" if self.needs else ""
+        return f"{self.field}: source {self.source}, sink {self.sink}{place}{needs}"
 
 
-def fingerprint(model: Model) -> str:
-    """A name for the identity of a cache: equal exactly where the models are."""
-    return hashlib.blake2b(msgspec.msgpack.encode(model), digest_size=16).hexdigest()
+# The kinds of layer that are attention with keys and values of their own; how much of them is kept is a group's matter.
+ATTENTION = ("full", "sliding", "chunked")
+ATTENTION_PARTS = ("k", "v", "latent")  # their widths are the model's
+SAME_MODEL = "the same model on both sides"
+SAME_CODEC = "the same kv_cache_dtype on both sides"
 
 
 def verdict(source: Pool, sink: Pool) -> Verdict:
     """Whether rows of `source` can become rows of `sink`. Both agents judge the same two pools alike."""
     reasons = [f"source {reason}" for reason in check_pool(source)]
     reasons += [f"sink {reason}" for reason in check_pool(sink)]
-    if not reasons:
-        reasons = _spelled([*_other_model(source.model, sink.model), *_other_form(source, sink)])
-        reasons += _not_yet(source, sink)
+    reasons = reasons or [str(each) for each in obstacles(source, sink)]
     if reasons:
         return Incompatible(shortened(reasons))
-    changes = _spelled(_changes(source, sink))
-    return Convertible(shortened(changes)) if changes else Same()
+    found = [str(each) for each in changes(source, sink)]
+    return Convertible(shortened(found)) if found else Same()
 
 
-def _other_model(source: Model, sink: Model) -> Iterator[Difference]:
-    yield Difference("model", source.name, sink.name)
-    yield Difference("layers", len(source.layers), len(sink.layers))
-    if len(source.layers) != len(sink.layers):
-        return
-    for index, (ours, theirs) in enumerate(zip(source.layers, sink.layers, strict=True)):
-        if ours is None or theirs is None:
+def obstacles(source: Pool, sink: Pool) -> list[Difference]:
+    """What stands in the way between two pools that make sense; each once, however many layers have it."""
+    aligned = align(source, sink)
+    return _merged([*_other_model(source, aligned, sink), *_other_tokens(aligned, sink), *_other_form(aligned, sink)])
+
+
+def changes(source: Pool, sink: Pool) -> list[Difference]:
+    """What becomes different on the way; each once, however many layers have it."""
+    if len(source.model.layers) > len(sink.model.layers):
+        fewer = f"{len(sink.model.layers)} and takes its own"
+        layers = [Difference("layers", len(source.model.layers), fewer)]
+    else:
+        layers = []
+    return _merged([*layers, *_changes(align(source, sink), sink)])
+
+
+def other_scales(source: Pool, sink: Pool) -> tuple[Scales, ...]:
+    """The source's scales of the sink's planes, where they are other than the sink's and the numbers are alike."""
+    found: list[Scales] = []
+    for ours, theirs in common_planes(align(source, sink), sink):
+        first, codec = theirs.first_head - ours.first_head, ours.codec
+        if codec.name != theirs.codec.name or codec.name not in PLAIN:
             continue
-        for name in Layer.__struct_fields__:
-            yield Difference(name, getattr(ours, name), getattr(theirs, name), f"layer {index}")
+        if len(codec.scales) > 1 and not 0 <= first <= first + theirs.heads <= ours.heads:
+            continue  # another rank of the source has the scales of the other heads
+        scales = scales_of(codec, max(first, 0), theirs.heads) or (1.0,)
+        if not is_same_scales(scales, theirs.codec.scales):
+            found.append(Scales(theirs.layer, theirs.part, scales))
+    return tuple(found)
 
 
-def _not_yet(source: Pool, sink: Pool) -> Iterator[str]:
-    """What the records can hold but nothing moves yet."""
-    kinds = [sorted({pool.groups[plane.group].kind for plane in pool.planes}) for pool in (source, sink)]
-    if kinds[0] not in (kinds[1], ["full"]) or ("state" in kinds[1]) != ("state" in kinds[0]):
-        yield f"kind: source {' '.join(kinds[0])}, sink {' '.join(kinds[1])}; needs the same, or full at the source"
+def _other_model(source: Pool, aligned: Pool, sink: Pool) -> Iterator[Difference]:
+    yield from _if_other("model", source.model.name, sink.model.name, needs=SAME_MODEL)
+    held = {plane.layer for plane in aligned.planes}
+    known = len(source.model.layers)
+    for plane in {plane.layer: plane for plane in sink.planes}.values():
+        # A rank of a pipeline holds some layers only; what none of them holds is found when they are assigned.
+        if plane.layer not in held and (source.shard.pp_size == 1 or (plane.layer >= known and not plane.name)):
+            needs = "the draft model on the prefill side, or none on the decode side"
+            name = f" {plane.name}" if plane.name else ""
+            yield Difference("layers", known, len(sink.model.layers), f"layer {plane.layer}{name}", needs)
+    for index, (ours, theirs) in enumerate(zip(aligned.model.layers, sink.model.layers, strict=False)):
+        if ours is not None and theirs is not None:
+            yield from _other_layer(ours, theirs, f"layer {index}")
+
+
+def _other_layer(ours: Layer, theirs: Layer, place: str) -> Iterator[Difference]:
+    for name in Layer.__struct_fields__:
+        mine, yours = getattr(ours, name), getattr(theirs, name)
+        if name == "kind" and mine in ATTENTION and yours in ATTENTION:
+            continue  # an engine may keep all tokens of a layer that looks at a window: see _other_tokens
+        if name == "window" and not (mine and yours):
+            continue
+        yield from _if_other(name, mine, yours, place, SAME_MODEL)
+
+
+def _other_tokens(source: Pool, sink: Pool) -> Iterator[Difference]:
+    """Tokens that one side does not keep, or not where the other could find them."""
+    combs = [(pool.shard.cp_size, pool.shard.cp_interleave) for pool in (source, sink)]
+    if lcm(period_of(source.shard), period_of(sink.shard)) > MOST_PERIOD:
+        needs = f"interleaves whose common period is below {MOST_PERIOD} tokens"
+        mine, yours = (f"{interleave} x {size} ranks" for size, interleave in combs)
+        yield Difference("cp_interleave", mine, yours, needs=needs)
+    for ours, theirs in common_planes(source, sink):
+        place = f"layer {ours.layer} {ours.part}"
+        kept, wanted = source.groups[ours.group], sink.groups[theirs.group]
+        if kept.kind != "full":
+            needs = "the hybrid KV cache manager on the sink, or off at the source"
+            yield from _if_other("kind", _keeps(kept), _keeps(wanted), place, needs)
+        if kept.kind == wanted.kind == "state":
+            needs = "equal tensor parallel sizes: a state is cut by rank"
+            yield from _if_other("tp_size", ours.total_heads, theirs.total_heads, place, needs)
+            if combs[0][0] > 1 or combs[1][0] > 1:
+                needs = "no context parallel ranks where layers keep a state"
+                yield Difference("cp_size", combs[0][0], combs[1][0], place, needs)
 
 
 def _other_form(source: Pool, sink: Pool) -> Iterator[Difference]:
     """Rows that no conversion takes from one form to the other."""
-    for ours, theirs in _common_planes(source, sink):
-        if not is_same_row(ours.codec, theirs.codec) and not {ours.codec.name, theirs.codec.name} <= set(PLAIN):
-            yield Difference("codec", _form(ours), _form(theirs), f"layer {ours.layer} {ours.part}")
+    scales = {(plane.layer, plane.part): plane for plane in source.planes if is_scale(plane.part)}
+    theirs_of = {(plane.layer, plane.part): plane for plane in sink.planes if is_scale(plane.part)}
+    for ours, theirs in common_planes(source, sink):
+        place = f"layer {ours.layer} {ours.part}"
+        if ours.total_heads != theirs.total_heads:
+            continue  # of another model, or a state cut in other pieces
+        if ours.part not in ATTENTION_PARTS and ours.codec.width != theirs.codec.width:
+            yield Difference("width", ours.codec.width, theirs.codec.width, place, SAME_MODEL)
+            continue
+        if not can_convert(ours.codec, theirs.codec):
+            yield from _if_other("codec", _form(ours), _form(theirs), place, SAME_CODEC)
+            continue
+        if not is_same_row(ours.codec, theirs.codec):
+            if "fp8_ds_mla" in (ours.codec.name, theirs.codec.name) and not (_is_dense(ours) and _is_dense(theirs)):
+                needs = "rows whose numbers lie side by side"
+                yield from _if_other("codec", _spread(ours), _spread(theirs), place, needs)
+            continue
+        mine, yours = (each.get((ours.layer, f"{ours.part}_scale")) for each in (scales, theirs_of))
+        if mine is not None and yours is not None and not is_same_row(mine.codec, yours.codec):
+            yield from _if_other("codec", _form(mine), _form(yours), f"{place}_scale", SAME_CODEC)
     parts = _parts(source)
     for layer, needed in _parts(sink).items():
         held = parts.get(layer, needed)
         if not held >= needed:
-            yield Difference("parts", " ".join(sorted(held)), " ".join(sorted(needed)), f"layer {layer}")
+            yield from _if_other(
+                "parts", " ".join(sorted(held)), " ".join(sorted(needed)), f"layer {layer}", SAME_MODEL
+            )
 
 
 def _changes(source: Pool, sink: Pool) -> Iterator[Difference]:
-    for name in ("tp_size", "pp_size", "cp_size", "cp_interleave"):
-        yield Difference(name, getattr(source.shard, name), getattr(sink.shard, name))
-    for ours, theirs in _common_planes(source, sink):
+    for name in ("tp_size", "pp_size", "cp_size"):
+        yield from _if_other(name, getattr(source.shard, name), getattr(sink.shard, name))
+    if source.shard.cp_size > 1 and sink.shard.cp_size > 1:
+        yield from _if_other("cp_interleave", source.shard.cp_interleave, sink.shard.cp_interleave)
+    for ours, theirs in common_planes(source, sink):
         place = f"layer {ours.layer} {ours.part}"
         mine, yours = source.groups[ours.group], sink.groups[theirs.group]
-        yield Difference("block_tokens", mine.block_tokens, yours.block_tokens, place)
-        yield Difference("codec", _form(ours), _form(theirs), place)
+        yield from _if_other("kind", _keeps(mine), _keeps(yours), place)
+        yield from _if_other("block_tokens", mine.block_tokens, yours.block_tokens, place)
+        yield from _if_other("codec", _form(ours), _form(theirs), place)
         if not is_same_scales(ours.codec.scales, theirs.codec.scales):
             yield Difference("scales", _scales(ours), _scales(theirs), place)
-        yield Difference("layout", _layout(ours), _layout(theirs), place)
+        yield from _if_other("layout", _layout(ours), _layout(theirs), place)
 
 
-def _common_planes(source: Pool, sink: Pool) -> Iterator[tuple[Plane, Plane]]:
+def _if_other(field: str, source: object, sink: object, place: str = "", needs: str = "") -> Iterator[Difference]:
+    if source != sink:
+        yield Difference(field, source, sink, place, needs)
+
+
+def common_planes(source: Pool, sink: Pool) -> Iterator[tuple[Plane, Plane]]:
+    """Planes of rows; those of their scales go where they go."""
     mine = {(plane.layer, plane.part): plane for plane in source.planes}
     for theirs in sink.planes:
         ours = mine.get((theirs.layer, theirs.part))
-        if ours is not None:
+        if ours is not None and not is_scale(theirs.part):
             yield ours, theirs
 
 
 def _parts(pool: Pool) -> dict[int, set[str]]:
     parts: dict[int, set[str]] = {}
     for plane in pool.planes:
-        parts.setdefault(plane.layer, set()).add(plane.part)
+        if not is_scale(plane.part):
+            parts.setdefault(plane.layer, set()).add(plane.part)
     return parts
+
+
+def _keeps(group: Group) -> str:
+    return f"{group.kind} {group.window}" if group.window else group.kind
 
 
 def _form(plane: Plane) -> str:
     codec = plane.codec
-    return codec.name if codec.name in PLAIN else f"{codec.name} of {codec.row_bytes} bytes"
+    return codec.name if codec.name in (*PLAIN, *ROW_SCALED) else f"{codec.name} of {codec.row_bytes} bytes"
+
+
+def _is_dense(plane: Plane) -> bool:
+    """True if the bytes of a row lie side by side."""
+    return len(plane.element_axis) == 1 and plane.element_axis[0].stride == plane.codec.element_bytes
+
+
+def _spread(plane: Plane) -> str:
+    return _form(plane) if _is_dense(plane) else f"{_form(plane)}, {plane.element_axis[-1].stride} bytes apart"
 
 
 def _scales(plane: Plane) -> str:
@@ -143,16 +254,13 @@ def _layout(plane: Plane) -> str:
     return " > ".join(sorted((name for name in axes if axes[name]), key=lambda name: -axes[name]))
 
 
-def _spelled(differences: Iterable[Difference]) -> list[str]:
-    """A sentence for each pair of values that are not the same, however many layers have it."""
-    places: dict[tuple[str, str, str], list[str]] = {}
+def _merged(differences: Iterable[Difference]) -> list[Difference]:
+    """One for each pair of values, with its first place and how many more there are."""
+    found: dict[tuple[str, str, str, str], list[Difference]] = {}
     for each in differences:
-        key = (each.field, str(each.source), str(each.sink))
-        if each.source != each.sink or each.field == "scales":
-            places.setdefault(key, []).append(each.place)
-    sentences = []
-    for (field, ours, theirs), where in places.items():
-        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-        place = f" ({where[0]}{more})" if where[0] else ""
-        sentences.append(f"{field}: source {ours}, sink {theirs}{place}")
-    return sentences
+        found.setdefault((each.field, str(each.source), str(each.sink), each.needs), []).append(each)
+    merged = []
+    for alike in found.values():
+        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        merged.append(replace(alike[0], place=alike[0].place + more))
+    return merged

@@ -23,6 +23,7 @@ from kvbridge_proto.words import Blocks
 from ..errors import KVBridgeError, OperatorError, PeerError
 from .comb import Comb
 from .fold import fold
+from .layers import align
 from .leg import ALIGN as ALIGN
 from .leg import ORDER, Leg, Strand, fitted
 from .shard import common
@@ -204,7 +205,7 @@ class Planner:
     KEPT = 64
 
     def __init__(self, source: Pool, sink: Pool) -> None:
-        self._source = source
+        self._source = align(source, sink)
         self._sink = sink
         ours, theirs = Comb.of(source.shard), Comb.of(sink.shard)
         self._comb = ours & theirs

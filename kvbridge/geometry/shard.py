@@ -13,6 +13,7 @@ from kvbridge_proto.pool import Pool
 
 from ..errors import PeerError
 from .comb import Comb
+from .layers import align
 from .wire import is_scale
 
 
@@ -70,7 +71,7 @@ def assign(sources: Sequence[Pool], sink: Pool) -> tuple[tuple[Take, ...], ...]:
     sources hold a head of the same tokens, the sinks spread over them by their tensor-parallel rank.
     Raises PeerError naming the rows that nobody holds.
     """
-    held = [holdings(pool) for pool in sources]
+    held = [holdings(align(pool, sink)) for pool in sources]
     shares = _shares(sources, sink)
     takes: list[list[Take]] = [[] for _ in sources]
     for need in holdings(sink):
@@ -90,7 +91,7 @@ def common(source: Pool, sink: Pool) -> tuple[Take, ...]:
     """All rows that both hold, whoever takes them from whom."""
     takes: list[Take] = []
     for need in holdings(sink):
-        for have in holdings(source):
+        for have in holdings(align(source, sink)):
             layers = max(have.first_layer, need.first_layer), min(have.end_layer, need.end_layer)
             heads = max(have.first_head, need.first_head), min(have.end_head, need.end_head)
             if layers[0] < layers[1] and heads[0] < heads[1] and have.parts >= need.parts:

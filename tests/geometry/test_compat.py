@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from kvbridge_proto.engine import Scales
 from kvbridge_proto.pool import Codec, Group, Pool, Shard, Step
 
-from kvbridge.geometry.check import MOST_REASONS
-from kvbridge.geometry.compat import Convertible, Incompatible, Same, check_pool, extent, fingerprint, verdict
-from tests.oracle import LAYOUTS, Shape, describe
+from kvbridge.geometry.check import MOST_REASONS, rescaled
+from kvbridge.geometry.compat import Convertible, Incompatible, Same, check_pool, extent, other_scales, verdict
+from tests.oracle import LAYOUTS, Shape, describe, mla
 
 SHAPE = Shape(key_width=32, value_width=16)
 change = msgspec.structs.replace
@@ -59,20 +60,25 @@ def test_says_what_is_converted(changes: dict[str, Any], expected: str) -> None:
 
 
 def test_says_that_scales_are_not_the_same() -> None:
-    source, sink = (describe(replace(SHAPE, codec="int8", scales=scales)) for scales in (None, {"k": (2.0,)}))
+    source, sink = (
+        describe(replace(SHAPE, codec="int8", scales=scales)) for scales in (None, {"k": (2.0,), "v": (2.0,)})
+    )
     found = verdict(source, sink)
-    assert found == Convertible(("scales: source none, sink 2 (layer 0 k and 1 more)",))
+    assert found == Convertible(("scales: source none, sink 2 (layer 0 k and 3 more)",))
+
+
+SAME_MODEL = "; needs the same model on both sides"
+SAME_CODEC = "; needs the same kv_cache_dtype on both sides"
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"key_width": 64}, "key_width: source 32, sink 64 (layer 0 and 1 more)"),
-        ({"value_width": 64}, "value_width: source 16, sink 64 (layer 0 and 1 more)"),
-        ({"kv_heads": 8}, "kv_heads: source 4, sink 8 (layer 0 and 1 more)"),
-        ({"layers": 3}, "layers: source 2, sink 3"),
-        ({"model": "other"}, "model: source oracle, sink other"),
-        ({"codec": "opaque"}, "codec: source bf16, sink opaque of 32 bytes (layer 0 k and 1 more)"),
+        ({"key_width": 64}, f"key_width: source 32, sink 64 (layer 0 and 1 more){SAME_MODEL}"),
+        ({"value_width": 64}, f"value_width: source 16, sink 64 (layer 0 and 1 more){SAME_MODEL}"),
+        ({"kv_heads": 8}, f"kv_heads: source 4, sink 8 (layer 0 and 1 more){SAME_MODEL}"),
+        ({"model": "other"}, f"model: source oracle, sink other{SAME_MODEL}"),
+        ({"codec": "opaque"}, f"codec: source bf16, sink opaque of 32 bytes (layer 0 k and 1 more){SAME_CODEC}"),
     ],
 )
 def test_refuses_another_model(changes: dict[str, Any], expected: str) -> None:
@@ -80,23 +86,99 @@ def test_refuses_another_model(changes: dict[str, Any], expected: str) -> None:
     assert expected in reasons(ours, theirs)
 
 
+def test_refuses_layers_of_another_kind() -> None:
+    pool = describe(SHAPE)
+    assert reasons(pool, with_layers(pool, rope_width=64)) == (
+        f"rope_width: source 0, sink 64 (layer 0 and 1 more){SAME_MODEL}",
+    )
+    assert reasons(pool, with_layers(pool, kind="mla")) == (
+        f"kind: source full, sink mla (layer 0 and 1 more){SAME_MODEL}",
+    )
+    assert reasons(with_layers(pool, window=64), with_layers(pool, window=128)) == (
+        f"window: source 64, sink 128 (layer 0 and 1 more){SAME_MODEL}",
+    )
+
+
+def test_context_parallel_sizes_are_said() -> None:
+    pool = describe(SHAPE)
+    split = describe(replace(SHAPE, cp_size=2, cp_interleave=16))
+    assert verdict(pool, split) == Convertible(("tp_size: source 1, sink 2", "cp_size: source 1, sink 2"))
+    other = describe(replace(SHAPE, cp_size=2, cp_interleave=3), cp_rank=1)
+    assert verdict(split, other) == Convertible(("cp_interleave: source 16, sink 3",))
+
+
+def test_refuses_interleaves_that_are_never_in_step() -> None:
+    source, sink = (describe(replace(SHAPE, cp_size=2, cp_interleave=il)) for il in (1021, 1019))
+    assert reasons(source, sink) == (
+        "cp_interleave: source 1021 x 2 ranks, sink 1019 x 2 ranks; "
+        "needs interleaves whose common period is below 1048576 tokens",
+    )
+
+
+HYBRID = "the hybrid KV cache manager on the sink, or off at the source"
+
+
 @pytest.mark.parametrize(
-    ("field", "value", "expected"),
+    ("ours", "theirs", "expected"),
     [
-        ("rope_width", 64, "rope_width: source 0, sink 64 (layer 0 and 1 more)"),
-        ("window", 128, "window: source 0, sink 128 (layer 0 and 1 more)"),
-        ("kind", "sliding", "kind: source full, sink sliding (layer 0 and 1 more)"),
+        (("full", 0), ("sliding", 64), Convertible(("kind: source full, sink sliding 64 (layer 0 k and 3 more)",))),
+        (("full", 0), ("chunked", 64), Convertible(("kind: source full, sink chunked 64 (layer 0 k and 3 more)",))),
+        (("sliding", 64), ("sliding", 64), Same()),
+        (("sliding", 64), ("full", 0), f"kind: source sliding 64, sink full (layer 0 k and 3 more); needs {HYBRID}"),
+        (
+            ("sliding", 64),
+            ("chunked", 64),
+            f"kind: source sliding 64, sink chunked 64 (layer 0 k and 3 more); needs {HYBRID}",
+        ),
+        (
+            ("chunked", 64),
+            ("chunked", 32),
+            f"kind: source chunked 64, sink chunked 32 (layer 0 k and 3 more); needs {HYBRID}",
+        ),
     ],
 )
-def test_refuses_layers_of_another_kind(field: str, value: Any, expected: str) -> None:
-    assert expected in reasons(describe(SHAPE), with_layers(describe(SHAPE), **{field: value}))
+def test_a_window_comes_from_all_tokens_or_from_the_same_window(
+    ours: tuple[Any, int], theirs: tuple[Any, int], expected: Any
+) -> None:
+    source, sink = (describe(replace(SHAPE, kinds=(kind,), window=window)) for kind, window in (ours, theirs))
+    assert (expected in reasons(source, sink)) if isinstance(expected, str) else verdict(source, sink) == expected
 
 
-@pytest.mark.parametrize("kind", ["sliding", "chunked"])
-def test_refuses_other_kinds_of_group_by_name(kind: Any) -> None:
-    pool = describe(SHAPE)
-    other = change(pool, groups=(change(pool.groups[0], kind=kind),))
-    assert reasons(other, pool) == (f"kind: source {kind}, sink full; needs the same, or full at the source",)
+def test_a_state_is_carried_between_equal_ranks_only() -> None:
+    shape = replace(SHAPE, kinds=("full", "state"))
+    pool, other = describe(shape), describe(replace(shape, tp_size=2))
+    assert check_pool(pool) == () and verdict(pool, pool) == Same()
+    assert reasons(pool, other) == (
+        "tp_size: source 1, sink 2 (layer 1 conv and 1 more); "
+        "needs equal tensor parallel sizes: a state is cut by rank",
+    )
+    split = describe(replace(shape, cp_size=2))
+    assert reasons(split, split) == (
+        "cp_size: source 2, sink 2 (layer 1 conv and 1 more); "
+        "needs no context parallel ranks where layers keep a state",
+    )
+
+
+def test_refuses_a_state_of_another_width() -> None:
+    pool = describe(replace(SHAPE, kinds=("full", "state")))
+    conv = pool.planes[2]
+    narrow = change(
+        conv, codec=change(conv.codec, width=12, row_bytes=24), element_axis=(Step(12, conv.element_axis[0].stride),)
+    )
+    other = change(pool, planes=(*pool.planes[:2], narrow, *pool.planes[3:]))
+    assert reasons(pool, other) == (f"width: source 24, sink 12 (layer 1 conv){SAME_MODEL}",)
+
+
+def test_groups_that_cannot_be_are_named() -> None:
+    pool = describe(replace(SHAPE, kinds=("full", "state")))
+    one, state = pool.groups
+    assert "plane 2 (layer 1 conv): token_axis: counts 1, block_tokens 16" in check_pool(
+        change(pool, groups=(one, change(state, kind="full")))
+    )
+    assert "plane 2 (layer 1 conv): group: 1 is full, the model's kind state" in check_pool(
+        change(pool, groups=(one, change(state, kind="full")))
+    )
+    assert check_pool(change(pool, groups=(change(one, kind="sliding"), state))) == ("window: 0, group 0 is sliding",)
 
 
 def test_a_layer_that_one_side_does_not_know_is_not_compared() -> None:
@@ -107,7 +189,7 @@ def test_a_layer_that_one_side_does_not_know_is_not_compared() -> None:
     assert check_pool(mine) == check_pool(yours) == ()
     assert not isinstance(verdict(mine, yours), Incompatible)
     wide = describe(replace(SHAPE, key_width=96))
-    assert "key_width: source 32, sink 96 (layer 0)" in reasons(mine, wide)
+    assert f"key_width: source 32, sink 96 (layer 0){SAME_MODEL}" in reasons(mine, wide)
 
 
 def test_a_plane_of_an_unknown_layer_is_no_pool() -> None:
@@ -125,28 +207,157 @@ def test_a_period_beyond_bounds_is_no_pool() -> None:
 
 
 def test_a_packed_row_moves_to_its_like_only() -> None:
-    rows = replace(SHAPE, codec="opaque", key_width=656, value_width=656)
-    pool = describe(rows)
-    assert verdict(pool, pool) == Same()
-    packed = Codec(name="fp8_ds_mla", width=656, element_bytes=1, row_bytes=656)
-    assert verdict(with_planes(pool, codec=packed), with_planes(pool, codec=packed)) == Same()
-    assert reasons(pool, with_planes(pool, codec=packed)) == (
-        "codec: source opaque of 656 bytes, sink fp8_ds_mla of 656 bytes (layer 0 k and 3 more)",
+    latent, opaque = describe(mla("fp8_ds_v4", key_width=512)), describe(mla("opaque", key_width=576))
+    assert verdict(latent, latent) == verdict(opaque, opaque) == Same()
+    other = describe(mla("bf16", key_width=512))
+    assert reasons(latent, other) == (
+        f"codec: source fp8_ds_v4 of 576 bytes, sink bf16 (layer 0 latent and 1 more){SAME_CODEC}",
     )
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp8_e4m3"])
+def test_a_latent_of_656_bytes_becomes_a_plain_one_and_back(codec: Any) -> None:
+    packed, plain = describe(mla("fp8_ds_mla")), describe(mla(codec))
+    expected = f"codec: source fp8_ds_mla of 656 bytes, sink {codec} (layer 0 latent and 1 more)"
+    found = verdict(packed, plain)
+    assert isinstance(found, Convertible) and expected in found.changes
+    assert isinstance(verdict(plain, packed), Convertible)
+
+
+def test_a_latent_is_cut_only_where_its_numbers_lie_side_by_side() -> None:
+    size = 1 << 21
+    spread = with_planes(describe(mla(blocks=1)), element_axis=(Step(288, 4), Step(2, 2)))
+    spread = change(spread, regions=(change(spread.regions[0], size_bytes=size),) * 2)
+    assert check_pool(spread) == ()
+    assert reasons(spread, describe(mla("fp8_ds_mla"))) == (
+        "codec: source bf16, 2 bytes apart, sink fp8_ds_mla of 656 bytes (layer 0 latent and 1 more); "
+        "needs rows whose numbers lie side by side",
+    )
+
+
+@pytest.mark.parametrize("one", ["fp8_row_scale", "int8_row_scale", "bf16", "int8"])
+def test_rows_with_scales_of_their_own_become_any_plain_rows(one: Any) -> None:
+    for other in ("fp8_row_scale", "int8_row_scale", "fp8_e5m2", "fp32"):
+        source, sink = describe(replace(SHAPE, codec=one)), describe(replace(SHAPE, codec=other))
+        found = verdict(source, sink)
+        assert found == Same() if one == other else isinstance(found, Convertible)
+
+
+@pytest.mark.parametrize("one", ["mxfp8_e4m3", "nvfp4", "int4_row_scale"])
+def test_block_scaled_rows_move_to_their_like_only(one: Any) -> None:
+    shape = replace(SHAPE, codec=one, value_width=32)
+    assert verdict(describe(shape), describe(shape)) == Same()
+    assert isinstance(verdict(describe(shape), describe(replace(shape, tp_size=2))), Convertible)
+    found = reasons(describe(shape), describe(replace(shape, codec="bf16")))
+    assert found[0].endswith(f", sink bf16 (layer 0 k and 3 more){SAME_CODEC}") and len(found) == 1
+
+
+@pytest.mark.parametrize("codec", ["fp8_row_scale", "mxfp8_e4m3", "nvfp4", "int4_row_scale"])
+def test_scaled_rows_without_their_scales_are_no_pool(codec: Any) -> None:
+    pool = describe(replace(SHAPE, codec=codec, value_width=32))
+    assert check_pool(pool) == ()
+    lacking = change(pool, planes=tuple(plane for plane in pool.planes if plane.part != "v_scale"))
+    assert f"layer 0 v: part: {codec} needs a plane v_scale, there is none" in check_pool(lacking)
+    orphan = change(pool, planes=tuple(plane for plane in pool.planes if plane.part != "v"))
+    assert "layer 0 v_scale: part: scales of nothing, must be of scaled rows" in check_pool(orphan)
+    plain = tuple(plane for plane in describe(replace(SHAPE, value_width=32)).planes)
+    beside = tuple(plane for plane in pool.planes if plane.part == "k_scale")
+    expected = "layer 0 k_scale: part: scales of bf16, must be of scaled rows"
+    assert expected in check_pool(change(pool, planes=(*plain, *beside)))
+
+
+@pytest.mark.parametrize(
+    ("codec", "changes", "expected"),
+    [
+        ("fp8_row_scale", {"offset": 34}, "stride: 34 bytes to a scale, must be a multiple of 4"),
+        ("fp8_row_scale", {"head_stride": 70}, "stride: 70 bytes to a scale, must be a multiple of 4"),
+        ("fp8_row_scale", {"block_stride": 8}, "block_stride: 8 of the scales, 3584 of the rows"),
+        ("int8_row_scale", {"codec": Codec(name="fp32", width=2, element_bytes=4, row_bytes=8)},
+         "scales: 2 x fp32, must be 1 x fp32"),
+        ("mxfp8_e4m3", {"codec": Codec(name="opaque", width=2, element_bytes=1, row_bytes=2)},
+         "scales: opaque of 2 bytes, must be opaque of 1"),
+        ("nvfp4", {"codec": Codec(name="fp32", width=1, element_bytes=4, row_bytes=4)},
+         "scales: fp32 of 4 bytes, must be opaque of 2"),
+    ],
+)  # fmt: skip
+def test_a_plane_of_scales_that_cannot_be_is_named(codec: Any, changes: dict[str, Any], expected: str) -> None:
+    pool = describe(replace(SHAPE, codec=codec, layout="packed_hnd"))
+    assert pool.planes[1].part == "k_scale"
+    broken = change(pool, planes=(pool.planes[0], change(pool.planes[1], **changes), *pool.planes[2:]))
+    assert f"layer 0 k: {expected}" in check_pool(broken)
+
+
+@pytest.mark.parametrize(
+    ("codec", "changes", "expected"),
+    [
+        ("fp8_ds_mla", {"row_bytes": 640}, "row_bytes: 640, fp8_ds_mla has 656"),
+        ("fp8_ds_mla", {"width": 512}, "width: 512, fp8_ds_mla has 576"),
+        ("fp8_ds_v4", {"row_bytes": 584}, "row_bytes: 584, fp8_ds_v4 has 576"),
+        ("fp8_ds_v41", {"row_bytes": 584}, "row_bytes: 584, fp8_ds_v41 has 528"),
+        ("nvfp4_ds_mla", {"row_bytes": 353}, "row_bytes: 353, nvfp4_ds_mla has 352"),
+        ("bf16", {"width": 575}, "width: 575, the model's key_width 576"),
+    ],
+)
+def test_a_latent_of_another_width_is_no_pool(codec: Any, changes: dict[str, Any], expected: str) -> None:
+    pool = describe(mla(codec))
+    plane = pool.planes[0]
+    broken = change(pool, planes=(change(plane, codec=change(plane.codec, **changes)), *pool.planes[1:]))
+    assert f"plane 0 (layer 0 latent): {expected}" in check_pool(broken)
+
+
+@pytest.mark.parametrize(
+    ("codec", "width", "expected"),
+    [
+        ("mxfp8_e4m3", 48, "width: 48, mxfp8_e4m3 has scales of 32 numbers each"),
+        ("nvfp4", 24, "width: 24, nvfp4 has scales of 16 numbers each"),
+    ],
+)
+def test_a_row_is_whole_blocks_of_scales(codec: Any, width: int, expected: str) -> None:
+    pool = describe(replace(SHAPE, codec=codec, key_width=width, value_width=32))
+    assert f"plane 0 (layer 0 k): {expected}" in check_pool(pool)
+
+
+def test_k_and_v_have_as_many_scales() -> None:
+    shape = replace(SHAPE, codec="int8", scales={"k": (2.0,), "v": (1.0, 2.0, 3.0, 4.0)})
+    assert check_pool(describe(shape)) == tuple(f"scales: k has 1, v has 4 (layer {layer})" for layer in range(2))
+    assert check_pool(describe(replace(SHAPE, codec="int8", scales={"k": (2.0,), "v": (4.0,)}))) == ()
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp32", "fp8_row_scale", "opaque"])
+def test_only_8_bit_codecs_have_scales(codec: Any) -> None:
+    pool = describe(replace(SHAPE, codec=codec))
+    plane = pool.planes[0]
+    for scales, expected in (((1.0,), ()), ((2.0,), (f"scales: 1 for {codec}, only 8-bit codecs have them",))):
+        scaled = change(plane, codec=change(plane.codec, scales=scales))
+        found = [reason for reason in check_pool(change(pool, planes=(scaled, *pool.planes[1:]))) if "only" in reason]
+        assert found == [f"plane 0 (layer 0 k): {each}" for each in expected]
+
+
+def test_scales_are_replaced_where_they_are_named() -> None:
+    pool = describe(replace(SHAPE, codec="int8", scales={"k": (2.0,), "v": (4.0,)}))
+    found = rescaled(pool, [Scales(0, "v", (8.0,)), Scales(1, "k", (3.0,))])
+    assert [plane.codec.scales for plane in found.planes] == [(2.0,), (8.0,), (3.0,), (4.0,)]
+    assert change(found, planes=pool.planes) == pool
+
+
+def test_other_scales_are_those_of_the_source_for_the_heads_of_the_sink() -> None:
+    scales = {"k": (1.0, 2.0, 3.0, 4.0), "v": (5.0, 6.0, 7.0, 8.0)}
+    source = describe(replace(SHAPE, codec="fp8_e4m3", scales=scales))
+    sink = describe(replace(SHAPE, codec="fp8_e4m3", tp_size=2, scales={"k": (1.0,), "v": (1.0,)}), 1)
+    assert other_scales(source, sink) == tuple(
+        Scales(layer, part, scales[part][2:]) for layer in range(2) for part in ("k", "v")
+    )
+    assert other_scales(source, source) == ()
+    assert other_scales(describe(SHAPE), sink) == ()  # bf16 has none to take
+    plain = describe(replace(SHAPE, codec="fp8_e4m3"))
+    assert other_scales(plain, source)[0] == Scales(0, "k", (1.0,))
 
 
 def test_refuses_a_source_that_lacks_a_part() -> None:
     pool = describe(SHAPE)
     keys = change(pool, planes=tuple(plane for plane in pool.planes if plane.part == "k"))
-    assert reasons(keys, pool) == ("parts: source k, sink k v (layer 0 and 1 more)",)
+    assert reasons(keys, pool) == (f"parts: source k, sink k v (layer 0 and 1 more){SAME_MODEL}",)
     assert verdict(pool, keys) == Same()
-
-
-def test_the_fingerprint_is_of_the_model_alone() -> None:
-    pool = describe(SHAPE)
-    assert fingerprint(pool.model) == fingerprint(describe(replace(SHAPE, layout="hnd", tp_size=2)).model)
-    assert fingerprint(pool.model) != fingerprint(describe(replace(SHAPE, key_width=64)).model)
-    assert fingerprint(pool.model) != fingerprint(with_layers(pool, rope_width=1).model)
 
 
 BF16 = Codec(name="bf16", width=32, element_bytes=2, row_bytes=64)

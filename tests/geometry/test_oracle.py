@@ -148,6 +148,8 @@ def test_a_state_is_one_row_of_the_last_block() -> None:
 )
 @pytest.mark.parametrize("layout", ["nhd", "packed_hnd", "cross_layer", "cpu_vec"])
 def test_scales_lie_beside_the_rows_and_on_no_other_byte(layout: str, codec: str) -> None:
+    if layout == "cpu_vec" and codec.endswith("_row_scale"):
+        return  # no engine has it, and no plane could say it: the token axes are not the same
     (held,) = build_all(Shape(layout=layout, codec=codec, key_width=32, value_width=64, blocks=2))
     fill(held, (1, 0), range(32))
     for plane in held.pool.planes:

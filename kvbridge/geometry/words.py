@@ -1,0 +1,108 @@
+"""What each change means for whoever runs the engines, one sentence each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvbridge_proto.pool import Codec, Plane, Pool
+
+from .compat import Difference, common_planes
+from .layers import align
+from .wire import PLAIN, ROW_SCALED, base_name, is_same_row, is_same_scales, wire_codec
+
+# The most that a number x may be off by once it has 8 bits under a scale s, and where it saturates.
+BOUNDS = {
+    "fp8_e4m3": "|x|/16 + s/1024, saturating at 448 s",
+    "fp8_e5m2": "|x|/8 + s/131072, saturating at 57344 s",
+    "int8": "s/2, saturating at 127 s",
+}
+
+
+def sentence(change: Difference, source: Pool, sink: Pool) -> str:
+    """What happens because of one of the `changes` between two pools."""
+    return WORDS[change.field](change, source, sink)
+
+
+def _tp_size(change: Difference, source: Pool, sink: Pool) -> str:
+    return "each rank of the sink takes its heads from the ranks that hold them"
+
+
+def _pp_size(change: Difference, source: Pool, sink: Pool) -> str:
+    return "each rank of the sink takes its layers from the ranks that hold them"
+
+
+def _cp_size(change: Difference, source: Pool, sink: Pool) -> str:
+    ranks = source.shard.cp_size
+    if ranks == 1:
+        return f"tokens are picked out at the source: 1/{sink.shard.cp_size} of them for each rank of the sink"
+    return f"tokens are gathered again, those of each rank of the source (1/{ranks}) that the sink's rank keeps"
+
+
+def _cp_interleave(change: Difference, source: Pool, sink: Pool) -> str:
+    return "a rank of the sink takes from each rank of the source the tokens that both keep"
+
+
+def _kind(change: Difference, source: Pool, sink: Pool) -> str:
+    windows = sorted({group.window for group in sink.groups if group.window})
+    return f"only the last {' or '.join(map(str, windows))} tokens of these layers travel"
+
+
+def _block_tokens(change: Difference, source: Pool, sink: Pool) -> str:
+    return "tokens are placed anew; only whole rows travel, no blocks"
+
+
+def _layout(change: Difference, source: Pool, sink: Pool) -> str:
+    return "rows are gathered from the one order and scattered in the other; the wire has neither"
+
+
+def _layers(change: Difference, source: Pool, sink: Pool) -> str:
+    return "layers that the sink does not have stay where they are"
+
+
+def _codec(change: Difference, source: Pool, sink: Pool) -> str:
+    ours, theirs = _first(source, sink, lambda one, other: not is_same_row(one.codec, other.codec))
+    wire = _wire(ours.codec, theirs.codec)
+    narrow = PLAIN.get(base_name(theirs.codec), 1) == 1
+    verb = "quantized" if narrow else "converted"
+    side = "source" if is_same_row(wire, theirs.codec) else "sink"
+    if not is_same_row(wire, ours.codec) and side == "sink":
+        side = "source and at the sink"
+    crossing = f"{wire.row_bytes} bytes of a row cross, {ours.codec.row_bytes} there and {theirs.codec.row_bytes} here"
+    return f"rows are {verb} at the {side}; {crossing}{_error(theirs.codec)}"
+
+
+def _wire(source: Codec, sink: Codec) -> Codec:
+    """What a row is on its way; tiles and rope of a latent are two of them, as wide together as the plain side's."""
+    if "fp8_ds_mla" in (source.name, sink.name):
+        return sink if source.name == "fp8_ds_mla" else source
+    return wire_codec(source, 0, sink, 0, 1)
+
+
+def _scales(change: Difference, source: Pool, sink: Pool) -> str:
+    _, theirs = _first(source, sink, lambda one, other: not is_same_scales(one.codec.scales, other.codec.scales))
+    return f"requantized to the sink's scales{_error(theirs.codec)}"
+
+
+def _error(codec: Codec) -> str:
+    bound = BOUNDS.get(base_name(codec))
+    own = ", s being of each row" if codec.name in ROW_SCALED else ""
+    return f"; off by at most {bound}{own}" if bound else ""
+
+
+def _first(source: Pool, sink: Pool, is_other: Callable[[Plane, Plane], bool]) -> tuple[Plane, Plane]:
+    """The first planes that differ so."""
+    return next(pair for pair in common_planes(align(source, sink), sink) if is_other(*pair))
+
+
+WORDS: dict[str, Callable[[Difference, Pool, Pool], str]] = {
+    "tp_size": _tp_size,
+    "pp_size": _pp_size,
+    "cp_size": _cp_size,
+    "cp_interleave": _cp_interleave,
+    "kind": _kind,
+    "block_tokens": _block_tokens,
+    "codec": _codec,
+    "scales": _scales,
+    "layout": _layout,
+    "layers": _layers,
+}
