@@ -21,7 +21,7 @@ from kvbridge.geometry.wire import PLAIN, ROW_SCALED
 from tests.device.attached import attached
 from tests.device.moving import gather, scatter
 from tests.device.test_porter_cpu import carry
-from tests.geometry.pools import latent_pool, poisoned, rows_at, scaled_pool, table_of, without_rows
+from tests.geometry.scaled import latent_pool, poisoned, rows_at, scaled_pool, table_of, without_rows
 from tests.kernels import slow_codecs as slow
 from tests.oracle import POISON, Held, Shape, describe, places_of, put_rows
 

@@ -13,7 +13,7 @@ from kvbridge.geometry.facet import facets, is_cuttable
 from kvbridge.geometry.fold import fold
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.strip import pair
-from tests.geometry.pools import latent_pool
+from tests.geometry.scaled import latent_pool
 from tests.oracle import at
 
 ALL = (Take(0, 2, 0, 1),)

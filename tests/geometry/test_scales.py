@@ -15,7 +15,7 @@ from kvbridge.geometry.fold import fold
 from kvbridge.geometry.plan import Move, plan
 from kvbridge.geometry.strip import pair, split_heads
 from kvbridge.geometry.wire import PLAIN, wire_codec
-from tests.geometry.pools import kept_as, poisoned, rows_at, scaled_pool, table_of, without_rows
+from tests.geometry.scaled import kept_as, poisoned, rows_at, scaled_pool, table_of, without_rows
 from tests.oracle import Held, Shape, run, split
 
 SHAPE = Shape(codec="fp8_e4m3", layers=2, kv_heads=4, key_width=64, value_width=32, block_tokens=16, blocks=6)
