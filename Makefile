@@ -38,7 +38,7 @@ test-gpu: $(AGENT)
 	PYTHON=.venv/bin/python tests/gpu/run tests
 
 bench: $(AGENT) $(ENGINE)
-	for name in codec plan mover; do .venv/bin/python bench/$$name.py || exit 1; done
+	for name in codec plan mover convert; do .venv/bin/python bench/$$name.py || exit 1; done
 	.venv-vllm/bin/python bench/vllm_pair.py
 
 bench-gpu: $(AGENT)

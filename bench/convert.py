@@ -1,0 +1,146 @@
+"""How fast a request is gathered and scattered where the two sides differ, beside equal sides, in the same run.
+
+    python bench/convert.py [--device cuda:0] [--tokens 2048] [--rounds 5]
+
+One rank of the source and one of the sink, whole plans through one slot, blocks in random order. GB/s count the bytes
+that cross the wire; what the equal pair of the same model does is in the last column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from record import write
+
+from kvbridge.device.porter import Moved, Porter
+from kvbridge.device.porter_cpu import CpuPorter
+from kvbridge.geometry.plan import Part, Plan, plan
+from kvbridge.geometry.shard import assign
+from tests.carried import Mapped
+from tests.oracle import Shape, block_table, describe, mla, tables_of
+from tests.pools import ranks_of
+
+SLOT_BYTES = 16 << 20
+GQA = Shape(layers=16, kv_heads=8, key_width=128, value_width=128)
+LATENT = mla(layers=27, block_tokens=64)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One line of the table; `like` is the equal pair that it stands beside."""
+
+    name: str
+    source: Shape
+    sink: Shape
+    like: str
+
+
+PAIRS = (
+    Pair("bf16 -> bf16", GQA, GQA, "bf16 -> bf16"),
+    Pair("bf16 -> fp8", GQA, replace(GQA, codec="fp8_e4m3", scales={"k": (0.05,), "v": (0.05,)}), "bf16 -> bf16"),
+    Pair("bf16 -> fp8 row scales", GQA, replace(GQA, codec="fp8_row_scale"), "bf16 -> bf16"),
+    Pair("bf16, CP 1 -> 8", GQA, replace(GQA, cp_size=8, cp_interleave=16), "bf16 -> bf16"),
+    Pair("latent bf16 -> bf16", LATENT, LATENT, "latent bf16 -> bf16"),
+    Pair("latent bf16, TP 8 -> 1", replace(LATENT, tp_size=8), LATENT, "latent bf16 -> bf16"),
+    Pair("latent fp8_ds_mla -> bf16", replace(LATENT, codec="fp8_ds_mla"), LATENT, "latent bf16 -> bf16"),
+    Pair("latent bf16 -> fp8_ds_mla", LATENT, replace(LATENT, codec="fp8_ds_mla"), "latent bf16 -> bf16"),
+    Pair("latent bf16, CP 1 -> 8", LATENT, replace(LATENT, cp_size=8), "latent bf16 -> bf16"),
+)
+
+
+class Side:
+    """One engine's rank in memory of its own, and its parts of a plan."""
+
+    def __init__(self, shape: Shape, ranks: tuple[int, int, int], tokens: int, device: str, seed: int) -> None:
+        shape = replace(shape, blocks=-(-tokens // shape.block_tokens) + 8)
+        self.pool = describe(shape, *ranks)
+        memories = [torch.randint(0, 100, (r.size_bytes,), dtype=torch.uint8, device=device) for r in self.pool.regions]
+        self.mapped = Mapped(self.pool, memories)
+        self._tables = block_table(self.pool, tables_of(self.pool, tokens, seed), 0, tokens)
+
+    def parts(self, planned: Plan, is_source: bool) -> list[Part]:
+        return [Part(planned, planned.chunk(i), self._tables, is_source) for i in range(planned.chunks)]
+
+
+def measure(pair: Pair, tokens: int, rounds: int, porter: Porter, device: str) -> tuple[int, float, float]:
+    """Wire bytes, and seconds of gathering and of scattering them: the medians."""
+    source = Side(pair.source, ranks_of(pair.source)[0], tokens, device, 1)
+    sink = Side(pair.sink, ranks_of(pair.sink)[0], tokens, device, 2)
+    takes = assign([describe(pair.source, *ranks) for ranks in ranks_of(pair.source)], sink.pool)[0]
+    planned = plan(source.pool, sink.pool, takes, 0, tokens, SLOT_BYTES)
+    assert planned.chunks, f"{pair.name}: the first ranks have nothing in common"
+    gathering, scattering, kind = [], [], porter.digests[0]
+    with porter.staging(SLOT_BYTES, 1) as slots:
+        for _ in range(rounds + 1):
+            gathered = scattered = 0.0
+            for ours, theirs in zip(source.parts(planned, True), sink.parts(planned, False), strict=True):
+                slot = slots.span(0, ours.chunk.size_bytes)
+                started = time.perf_counter()
+                porter.gather(source.mapped, ours, slot, kind)
+                moved = over(porter)
+                halfway = time.perf_counter()
+                porter.scatter(sink.mapped, theirs, slot, kind, moved.digest)
+                over(porter)
+                gathered += halfway - started
+                scattered += time.perf_counter() - halfway
+            gathering.append(gathered)
+            scattering.append(scattered)
+    return planned.total_bytes, statistics.median(gathering[1:]), statistics.median(scattering[1:])
+
+
+def over(porter: Porter) -> Moved:
+    while not (moved := porter.poll()):
+        pass
+    assert moved[0].failure is None, moved[0].failure
+    return moved[0]
+
+
+def porter_of(device: str) -> Porter:
+    if device == "cpu":
+        return CpuPorter()
+    from kvbridge.device.driver import Gpu
+    from kvbridge.device.porter_gpu import GpuPorter
+
+    return GpuPorter(Gpu.open(device), 4)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    porter = porter_of(options.device)
+    rows, whole = [], {}
+    print(f"{'':28} {'wire MiB':>9} {'gather':>8} {'scatter':>8} GB/s of the wire; both, of the equal pair")
+    for pair in PAIRS:
+        size, gathered, scattered = measure(pair, options.tokens, options.rounds, porter, options.device)
+        whole[pair.name] = rate = size / (gathered + scattered)
+        rates, of_equal = (size / gathered / 1e9, size / scattered / 1e9), rate / whole[pair.like]
+        print(f"{pair.name:28} {size / 2**20:9.1f} {rates[0]:8.1f} {rates[1]:8.1f} {of_equal:8.2f}", flush=True)
+        rows.append(
+            {
+                "pair": pair.name,
+                "wire_bytes": size,
+                "gather": round(rates[0], 2),
+                "scatter": round(rates[1], 2),
+                "of_equal": round(of_equal, 2),
+            }
+        )
+    porter.close()
+    name = "convert" if options.device == "cpu" else "convert_gpu"
+    write(name, {"unit": "GB/s", "device": options.device, "tokens": options.tokens, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
