@@ -21,6 +21,7 @@ class Options:
     connect_s    how long start-up waits for the agent; without one the engine starts all the same
     model_name   what both engines call the model; the last part of the model's path if not set
     prefill      the prefilling side's agent (tcp://host:port), for proxies that hand over no kv_transfer_params
+    cross_layer  ask vLLM up to 0.28 for one tensor that holds all layers; VLLM_KV_CACHE_LAYOUT=BLHNC does it later
     """
 
     socket: str = "/run/kvbridge/agent-{rank}.sock"
@@ -29,6 +30,7 @@ class Options:
     connect_s: float = 30.0
     model_name: str = ""
     prefill: str = ""
+    cross_layer: bool = False
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Options:

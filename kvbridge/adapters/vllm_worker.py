@@ -26,7 +26,7 @@ from kvbridge_proto.engine import (
     Want,
     Withdraw,
 )
-from kvbridge_proto.pool import Handle, Shard
+from kvbridge_proto.pool import Handle
 from kvbridge_proto.words import OURS
 from msgspec.structs import replace
 from vllm.logger import init_logger
@@ -35,6 +35,7 @@ from ..device.fence import EngineFence
 from ..device.handles import export_all
 from .client import EngineClient
 from .link import AgentLink, Over
+from .vllm_eras import shard_of
 from .vllm_ledger import Ledger, Receive, Reports
 from .vllm_options import Options
 from .vllm_pool import Memory, describe
@@ -81,18 +82,17 @@ class WorkerSide:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and share the memory, and attach. Without an agent the engine starts all the same."""
-        shard, rank = _place(self._config)
         transfer = self._config.kv_transfer_config
         assert transfer is not None
         memory = describe(
             kv_caches,
             self._config,
             self._cache,
-            shard,
+            shard_of(self._config),
             model_name=self._options.model_name or self._config.model_config.model.rstrip("/").rpartition("/")[2],
             engine_id=transfer.engine_id or "",
         )
-        self.attach(self._options.socket_of(rank), memory)
+        self.attach(self._options.socket_of(_rank_of(self._config)), memory)
 
     def attach(self, path: str, memory: Memory) -> None:
         """Share the memory, and tell the agent at `path`, now and after every loss."""
@@ -104,7 +104,9 @@ class WorkerSide:
         attach = Attach(versions=OURS, pool=memory.pool, handles=handles, fence_fd=fence_fd)
         self._link = AgentLink(EngineClient(path), attach, lambda: self._export(memory)[1], log, self._clock)
         self._link.start(self._options.connect_s)
-        self._told = self._link.address
+        # vLLM asks one rank of those that differ in prefill context parallelism only; they all tell in the first step.
+        is_asked = getattr(self._config.parallel_config, "prefill_context_parallel_size", 1) == 1
+        self._told = self._link.address if is_asked else ""
 
     def _export(self, memory: Memory) -> tuple[tuple[Handle, ...], list[int]]:
         """Handles and their descriptors, the fence's last; the caller closes them."""
@@ -244,14 +246,13 @@ class WorkerSide:
             late.is_nudged, late.late_at = True, now + GRACE_S
 
 
-def _place(config: VllmConfig) -> tuple[Shard, int]:
-    """Which rank this is, and its number among this engine's ranks on this host (what `{rank}` in the path means)."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+def _rank_of(config: VllmConfig) -> int:
+    """Its number among this engine's ranks on this host: what `{rank}` in the path means."""
+    from vllm.distributed.parallel_state import get_world_group
 
-    parallel, tp, pp = config.parallel_config, get_tp_group(), get_pp_group()
-    shard = Shard(tp_rank=tp.rank_in_group, tp_size=tp.world_size, pp_rank=pp.rank_in_group, pp_size=pp.world_size)
+    parallel = config.parallel_config
     replica = parallel.data_parallel_rank_local or 0
-    return shard, replica * parallel.local_world_size + get_world_group().local_rank
+    return int(replica * parallel.local_world_size + get_world_group().local_rank)
 
 
 def _fence_of(device: torch.device) -> EngineFence | None:

@@ -6,7 +6,7 @@ After vLLM 0.32.0's tests/v1/kv_connector/unit/utils.py (Apache-2.0), which driv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class World:
     """One engine of `tp` ranks. `step` is one engine step; sampled tokens are all 7.
 
     `hooks` says whose hooks the workers' model runner calls: those of vLLM 0.32, or those of 0.26. `fence_of` gives
-    the workers a fence, `on_forward` is called where the forward would be enqueued.
+    the workers a fence, `on_forward` is called where the forward would be enqueued. `specs` make several groups.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class World:
         hooks: str = HOOKS[0],
         fence_of: Callable[[torch.device], Any] | None = None,
         on_forward: Callable[[], None] = lambda: None,
+        specs: Sequence[Any] = (),
         **more: Any,
     ) -> None:
         self.folder = folder
@@ -87,8 +88,9 @@ class World:
             num_blocks=blocks,
             kv_cache_tensors=[],
             kv_cache_groups=[
-                KVCacheGroupSpec(
-                    ["layer"], FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+                KVCacheGroupSpec([f"layer{index or ''}"], spec)
+                for index, spec in enumerate(
+                    specs or [FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)]
                 )
             ],
         )
