@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvbridge_proto.engine import Done, Failed, Want
-from kvbridge_proto.peer import Cancel, Claim, Grant, Lease, Notice, Settled, Take
+from kvbridge_proto.engine import Done, Want
+from kvbridge_proto.peer import Cancel, Grant, Lease, Notice, Settled, Take
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
@@ -25,6 +25,8 @@ from .intake import (
     Wanted,
     WantEvent,
     WantState,
+    claim_of,
+    failed,
     matches,
     scatter_of,
 )
@@ -62,10 +64,10 @@ class Inbound:
         try:
             if want.end_token < want.first_token:
                 reason = f"end_token: got {want.end_token}, first_token {want.first_token}"
-                return [_failed(want.request, "bad_range", reason)]
+                return [failed(want.request, "bad_range", reason)]
             tables = tables_of(home.pool, want.blocks, want.first_token, want.end_token)
         except KVBridgeError as error:
-            return [_failed(want.request, error.code, str(error))]
+            return [failed(want.request, error.code, str(error))]
         wanted = Wanted(want, home, tables, now)
         self.wants[want.request] = wanted
         self._deadlines.set(("want", want.request), now + want.deadline_s)
@@ -260,24 +262,7 @@ class Inbound:
             plenty = self.slots.free - len(self.slots) // 2  # half stays for those that are ready for sure
             if plenty > 0:  # save the round trip of asking when ready
                 leases = self.slots.lend(min(plenty, planned.chunks), intake.transfer, session.peer.boot)
-        want, home = wanted.want, wanted.home
-        claim = Claim(
-            transfer=intake.transfer,
-            want=f"{home.pool.engine.id}/{want.request}"[:256],
-            sink=rank_index(home.pool),
-            sinks=engine_ranks(home.pool),
-            room=want.room,
-            source_epoch=session.peer_epoch,
-            sink_epoch=home.epoch,
-            first_token=want.first_token,
-            end_token=want.end_token,
-            takes=takes,
-            plan=planned.digest,
-            token=intake.token,
-            leases=leases,
-            deadline_s=max(0.0, wanted.started + want.deadline_s - now),
-        )
-        return Send(address, claim)
+        return Send(address, claim_of(wanted, intake, takes, leases, now))
 
     def _finish_if_complete(self, wanted: Wanted, now: float) -> list[Action]:
         if wanted.state is not WantState.FLOWING:
@@ -317,7 +302,7 @@ class Inbound:
     def _end_failed(self, wanted: Wanted, event: WantEvent) -> list[Action]:
         wanted.state = WANT_TABLE.after(wanted.state, event)
         self._forget(wanted)
-        return [_failed(wanted.want.request, *wanted.failure)]
+        return [failed(wanted.want.request, *wanted.failure)]
 
     def _end_intake(self, intake: Intake, event: IntakeEvent, now: float) -> None:
         """Move an intake on; leases that are still out when it stops or is lost become doubtful."""
@@ -383,7 +368,3 @@ class Inbound:
         done = sum(intake.scattered for intake in wanted.intakes.values())
         total = sum(intake.plan.chunks for intake in wanted.intakes.values())
         return f"deadline_s: {wanted.want.deadline_s} passed with {done} of {total} chunks"
-
-
-def _failed(request: str, code: str, reason: str) -> Tell:
-    return Tell(Failed(request=request, code=code[:64], reason=reason[:1024]))

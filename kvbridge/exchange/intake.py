@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvbridge_proto.engine import Want
-from kvbridge_proto.peer import Notice
+from kvbridge_proto.engine import Failed, Want
+from kvbridge_proto.peer import Claim, Lease, Notice, Take
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
-from .actions import Scatter
-from .session import Home, Session
+from .actions import Scatter, Tell
+from .session import Home, Session, engine_ranks, rank_index
 from .table import Table
 
 
@@ -97,6 +97,27 @@ class Wanted:
     failure: tuple[str, str] = ("", "")
 
 
+def claim_of(wanted: Wanted, intake: Intake, takes: tuple[Take, ...], leases: tuple[Lease, ...], now: float) -> Claim:
+    """What the source of an intake is asked for."""
+    want, home = wanted.want, wanted.home
+    return Claim(
+        transfer=intake.transfer,
+        want=f"{home.pool.engine.id}/{want.request}"[:256],
+        sink=rank_index(home.pool),
+        sinks=engine_ranks(home.pool),
+        room=want.room,
+        source_epoch=intake.session.peer_epoch,
+        sink_epoch=home.epoch,
+        first_token=want.first_token,
+        end_token=want.end_token,
+        takes=takes,
+        plan=intake.plan.digest,
+        token=intake.token,
+        leases=leases,
+        deadline_s=max(0.0, wanted.started + want.deadline_s - now),
+    )
+
+
 def matches(notice: Notice, wanted: Wanted, intake: Intake) -> bool:
     """Whether a notice is what we are waiting for, in every field."""
     return (
@@ -127,3 +148,8 @@ def scatter_of(notice: Notice, wanted: Wanted, intake: Intake) -> Scatter:
         session.routed.route,
         wanted.want.fence,
     )
+
+
+def failed(request: str, code: str, reason: str) -> Tell:
+    """The answer to a want that ended without its rows."""
+    return Tell(Failed(request=request, code=code[:64], reason=reason[:1024]))
