@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isfinite, prod
 
+import msgspec
+from kvbridge_proto.engine import Scales
 from kvbridge_proto.pool import Group, Plane, Pool, Step
 
 from .comb import MOST_PERIOD, period_of
@@ -20,6 +22,17 @@ def check_pool(pool: Pool) -> tuple[str, ...]:
         where = f"plane {index} (layer {plane.layer} {plane.part})"
         reasons += [f"{where}: {reason}" for reason in _check_plane(pool, plane)]
     return shortened(reasons)
+
+
+def rescaled(pool: Pool, scales: Sequence[Scales]) -> Pool:
+    """The pool with these scales; planes that are not named keep theirs."""
+    new = {(each.layer, each.part): each.scales for each in scales}
+    replace = msgspec.structs.replace
+    planes = (
+        replace(plane, codec=replace(plane.codec, scales=new.get((plane.layer, plane.part), plane.codec.scales)))
+        for plane in pool.planes
+    )
+    return replace(pool, planes=tuple(planes))
 
 
 def shortened(reasons: Sequence[str]) -> tuple[str, ...]:
