@@ -82,6 +82,8 @@ class World:
         self.hooks = hooks
         self.fence_of = fence_of
         self.on_forward = on_forward
+        self.memory_of = memory_of
+        self.layers: dict[str, Any] | None = None
         self.clock = Clock()
         self.config = _config(folder, tp, budget, more)
         self.cache = KVCacheConfig(
@@ -129,7 +131,7 @@ class World:
         """What an engine's start-up does; an agent that is there answers by the next step."""
         tp = len(self.workers)
         for rank, worker in enumerate(self.workers):
-            worker.worker.attach(str(self.path(rank)), _memory(rank, tp))
+            worker.worker.attach(str(self.path(rank)), self.memory_of(rank, tp), self.layers)
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         )
@@ -294,7 +296,7 @@ def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmCon
     )
 
 
-def _memory(rank: int, tp: int) -> Memory:
+def memory_of(rank: int, tp: int) -> Memory:
     """Hardly any, but real: it goes through shared memory."""
     tensor = torch.zeros(tp, 4096, dtype=torch.uint8)
     codec = Codec(name="bf16", width=4, element_bytes=2, row_bytes=8)
