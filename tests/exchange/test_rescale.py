@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 from kvbridge_proto.engine import Done, Failed
 
-from .world import Node, World
+from .world import Node, World, make_pool
 
 SAYS = {"rescaled", "peer_left", "peer_lost", "no_session", "stale_epoch", "deadline", "offer_expired"}
+
+
+def scaled(sources: int = 1, seed: int = 0) -> World:
+    """fp8 under 0.5 at the source, under 1 at the sink."""
+    pools = [make_pool("prefill", rank, sources, 4, 0.5) for rank in range(sources)]
+    return World(pools, [make_pool("decode", 0, 1, 16, 1.0)], seed=seed)
 
 
 def assert_never_mixed(world: World) -> None:
@@ -28,7 +34,7 @@ def rescale_after(world: World, node: Node, events: int) -> None:
 @pytest.mark.parametrize("who", ["P", "D", "PD"])
 @pytest.mark.parametrize("seed", range(50))
 def test_what_was_planned_before_fails_and_never_mixes(seed: int, who: str) -> None:
-    world = World(2, 1, seed=seed, scale=0.5)
+    world = scaled(2, seed)
     for i in range(6):
         world.want(f"r{i}", 40 + i)
         world.offer(f"r{i}", 40 + i, 12)
@@ -52,7 +58,7 @@ def test_what_was_planned_before_fails_and_never_mixes(seed: int, who: str) -> N
 
 
 def test_a_plan_of_the_old_scales_ends_with_the_code_and_a_new_want_gets_through() -> None:
-    world = World(scale=0.5)
+    world = scaled()
     world.want("old", 40)
     world.run()  # claimed, nothing offered yet
     world.rescale(world.sinks[0], 0.25)
@@ -67,7 +73,7 @@ def test_a_plan_of_the_old_scales_ends_with_the_code_and_a_new_want_gets_through
 
 
 def test_offers_of_a_source_whose_scales_changed_are_over() -> None:
-    world = World(scale=0.5)
+    world = scaled()
     world.offer("r", 40, 12)
     world.rescale(world.sources[0], 0.25)
     assert world.released()["r"].code == "rescaled"
@@ -80,7 +86,7 @@ def test_offers_of_a_source_whose_scales_changed_are_over() -> None:
 
 
 def test_a_want_that_was_reaching_goes_on() -> None:
-    world = World(scale=0.5)
+    world = scaled()
     world.want("r", 40)
     world.hold.add("hello")
     world.run()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -95,10 +95,18 @@ class Node:
 
 
 class World:
-    """`run` makes everything happen that is under way, in an order the seed decides."""
+    """`run` makes everything happen that is under way, in an order the seed decides.
+
+    The engines are `sources` and `sinks` ranks that split the heads, or have the pools given.
+    """
 
     def __init__(
-        self, sources: int = 1, sinks: int = 1, slots: int = 4, local: int = 2, seed: int = 0, scale: float = 0.0
+        self,
+        sources: int | Sequence[Pool] = 1,
+        sinks: int | Sequence[Pool] = 1,
+        slots: int = 4,
+        local: int = 2,
+        seed: int = 0,
     ) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
@@ -110,13 +118,13 @@ class World:
         self.refused: list[Refuse] = []
         self.moved: list[tuple[tuple[Strip, ...], bool, Pool]] = []  # begun: by which plan, gathers, under which pool
         self.hold: set[str] = set()  # kinds of events that do not happen now
-        ranks = tuple(Rank(tp_rank=r, pp_rank=0, address=f"P{r}") for r in range(sources))
         self.nodes: dict[str, Node] = {}
-        for r in range(sources):
-            self._add(f"P{r}", make_pool("prefill", r, sources, 4, scale), ranks, slots, local)
-        sink_ranks = tuple(Rank(tp_rank=r, pp_rank=0, address=f"D{r}") for r in range(sinks))
-        for r in range(sinks):
-            self._add(f"D{r}", make_pool("decode", r, sinks, 16, scale * 2), sink_ranks, slots, local)
+        for letter, engine, block_tokens, pools in (("P", "prefill", 4, sources), ("D", "decode", 16, sinks)):
+            if isinstance(pools, int):
+                pools = [make_pool(engine, rank, pools, block_tokens) for rank in range(pools)]
+            ranks = tuple(Rank(tp_rank=r, pp_rank=0, address=f"{letter}{r}") for r in range(len(pools)))
+            for r, pool in enumerate(pools):
+                self._add(f"{letter}{r}", pool, ranks, slots, local)
 
     def _add(self, name: str, pool: Pool, ranks: tuple[Rank, ...], slots: int, local: int) -> None:
         agent = Agent(name=name, boot=f"boot-{name}-{next(self.numbers)}", address=name, version="1")
