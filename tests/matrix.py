@@ -34,19 +34,6 @@ SCALES: dict[str, dict[str, tuple[float, ...]] | None] = {
     "plane": {"k": (0.5,), "v": (0.03,), "latent": (0.25,)},
     "head": {"k": (0.5, 1.0, 0.3, 7.0), "v": (0.02, 2.0, 0.25, 1.0), "latent": (0.25,)},
 }
-# Rows of which a package is not there yet: they must fail, and are taken out here once they no longer do.
-PENDING: frozenset[str] = frozenset(
-    {
-        "context parallel",
-        "context parallel latents",
-        "latents",
-        "packed latents",
-        "row scales",
-        "windows",
-        "states",
-        "everything at once",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from .vllm_groups import transfer_ids
+from .vllm_eras import layers_of, transfer_ids
 from .vllm_options import Options
 from .vllm_scheduler import SchedulerSide
 from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
@@ -43,7 +43,7 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        options = Options.read(self._kv_transfer_config.kv_connector_extra_config)
+        self._options = options = Options.read(self._kv_transfer_config.kv_connector_extra_config)
         self._load_errors: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
@@ -87,6 +87,14 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register(kv_caches)
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Up to 0.28, whether all layers should be in one tensor; later versions have layouts for that."""
+        return self._options.cross_layer
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[Any]) -> None:
+        self.worker.register(layers_of(kv_cache, attn_backend, self._kv_cache_config))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.worker.handshake()

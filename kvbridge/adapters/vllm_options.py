@@ -21,6 +21,8 @@ class Options:
     connect_s    how long start-up waits for the agent; without one the engine starts all the same
     model_name   what both engines call the model; the last part of the model's path if not set
     prefill      the prefilling side's agent (tcp://host:port), for proxies that hand over no kv_transfer_params
+    scales       what becomes of rows under other scales than ours: "requantize", nothing else is possible
+    cross_layer  ask vLLM up to 0.28 for one tensor that holds all layers; VLLM_KV_CACHE_LAYOUT=BLHNC does it later
     """
 
     socket: str = "/run/kvbridge/agent-{rank}.sock"
@@ -29,6 +31,8 @@ class Options:
     connect_s: float = 30.0
     model_name: str = ""
     prefill: str = ""
+    scales: str = "requantize"
+    cross_layer: bool = False
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Options:
@@ -47,7 +51,10 @@ class Options:
                 raise OperatorError(
                     "option_invalid", f"{PREFIX}{name}: {value!r} is {type(value).__name__}, must be {wanted.__name__}"
                 )
-        return cls(**ours)
+        options = cls(**ours)
+        if options.scales != "requantize":
+            raise OperatorError("option_invalid", f"{PREFIX}scales: {options.scales} is not possible; needs requantize")
+        return options
 
     def socket_of(self, rank: int) -> str:
         """The socket of one rank's agent."""

@@ -18,8 +18,9 @@ from kvbridge_proto.words import Blocks, Rank
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from .vllm_groups import transfer_groups, transfer_tables
+from .vllm_eras import transfer_tables
 from .vllm_options import Options
+from .vllm_pieces import Tables
 from .vllm_rooms import message_name, offered_room, prompt_room, wanted_room
 from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
 
@@ -86,12 +87,13 @@ class SchedulerSide:
         self._options = options
         self._cache = cache
         self._engine_id = transfer.engine_id
-        self._tp_size = parallel.tensor_parallel_size
+        # Ranks of prefill context parallelism count as tensor-parallel ones.
+        self._tp_size = parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
         self._pp_size = parallel.pipeline_parallel_size
         # Proxies that hand over no parameters tell the sides apart by role only.
         self._offers_all = transfer.kv_role == "kv_producer"
         self._wants_all = transfer.kv_role == "kv_consumer" and bool(options.prefill)
-        self._block_tokens = [group.kv_cache_spec.block_size for group in transfer_groups(cache)]
+        self._tables = Tables.of(cache, parallel)
         self._agents: dict[RankKey, str] = {}
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
@@ -133,6 +135,9 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         prompt = request.prompt_token_ids or [0] * request.num_prompt_tokens
         if params.get("do_remote_decode"):
+            if self._tables.has_windows and request.max_tokens != 1:
+                log.warning("%s: max_tokens %d, must be 1: not offered", request.request_id, request.max_tokens)
+                return  # the blocks of a window are used again as soon as another token is computed
             room = offered_room(request.request_id, prompt)
             self._sending[request.request_id] = Sending(request, room, True)
         elif params.get("do_remote_prefill"):
@@ -191,19 +196,9 @@ class SchedulerSide:
         name = message_name(request.request_id)
         first, end = receiving.first_token, receiving.first_token + external_tokens
         table = transfer_tables(self._cache, blocks.get_block_ids())
-        self._step.before.append(
-            self._want(name, receiving, first, end, tuple(self._pieces(table, [first] * len(table), end)))
-        )
+        self._step.before.append(self._want(name, receiving, first, end, self._tables.wanted(table, first, end)))
         self._step.awaited[name] = request.request_id
         self._awaited.add(request.request_id)
-
-    def _pieces(self, table: Sequence[Sequence[int]], firsts: Sequence[int], end: int) -> list[Blocks]:
-        """The blocks that hold tokens [first, end) of each group."""
-        pieces = []
-        for group, (ids, first, size) in enumerate(zip(table, firsts, self._block_tokens, strict=True)):
-            entry, last = first // size, -(-end // size)
-            pieces.append(Blocks(group, entry, tuple(ids[entry:last])))
-        return pieces
 
     def _want(self, name: str, what: Receiving, first: int, end: int, blocks: tuple[Blocks, ...]) -> Want:
         return Want(
@@ -303,17 +298,17 @@ class SchedulerSide:
             return
         if not sending.name:
             sending.name = message_name(request.request_id, sending.attempt)
-            sending.blocks = [0] * len(self._block_tokens)
-        firsts = [count * size for count, size in zip(sending.blocks, self._block_tokens, strict=True)]
-        pieces = self._pieces(sending.tables, firsts, tokens)
+            sending.blocks = [0] * len(sending.tables)
         sending.tokens = tokens
-        sending.blocks = [piece.first + len(piece.ids) for piece in pieces]
+        pieces = self._tables.offered(sending.tables, sending.blocks, tokens, sending.is_whole)
+        for piece in pieces:
+            sending.blocks[piece.group] = piece.first + len(piece.ids)
         self._step.after.append(
             Offer(
                 room=sending.room,
                 request=sending.name,
                 tokens=tokens,
-                blocks=tuple(piece for piece in pieces if piece.ids),
+                blocks=pieces,
                 is_last=sending.is_whole,
                 hold_s=self._options.hold_s,
             )

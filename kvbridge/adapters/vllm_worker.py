@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from kvbridge_proto.engine import (
@@ -22,11 +22,12 @@ from kvbridge_proto.engine import (
     Offer,
     Refused,
     Released,
+    Rescale,
     ToAgent,
     Want,
     Withdraw,
 )
-from kvbridge_proto.pool import Handle, Shard
+from kvbridge_proto.pool import Handle, Pool
 from kvbridge_proto.words import OURS
 from msgspec.structs import replace
 from vllm.logger import init_logger
@@ -35,9 +36,11 @@ from ..device.fence import EngineFence
 from ..device.handles import export_all
 from .client import EngineClient
 from .link import AgentLink, Over
+from .vllm_eras import shard_of
 from .vllm_ledger import Ledger, Receive, Reports
 from .vllm_options import Options
 from .vllm_pool import Memory, describe
+from .vllm_scales import are_pending, changed_scales
 from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
 
 if TYPE_CHECKING:
@@ -76,26 +79,33 @@ class WorkerSide:
         self._look_at = 0.0
         self._rest_s = 0.0
         self._key: RankKey = (0, 0)
+        self._pool: Pool | None = None
+        self._layers: Mapping[str, Any] | None = None  # until their scales are known
+        self._rescale: Rescale | None = None  # since the scales are others than were attached
 
     # Start-up:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and share the memory, and attach. Without an agent the engine starts all the same."""
-        shard, rank = _place(self._config)
         transfer = self._config.kv_transfer_config
         assert transfer is not None
         memory = describe(
             kv_caches,
             self._config,
             self._cache,
-            shard,
+            shard_of(self._config),
             model_name=self._options.model_name or self._config.model_config.model.rstrip("/").rpartition("/")[2],
             engine_id=transfer.engine_id or "",
         )
-        self.attach(self._options.socket_of(rank), memory)
+        layers = self._config.compilation_config.static_forward_context
+        self.attach(self._options.socket_of(_rank_of(self._config)), memory, layers)
 
-    def attach(self, path: str, memory: Memory) -> None:
-        """Share the memory, and tell the agent at `path`, now and after every loss."""
+    def attach(self, path: str, memory: Memory, layers: Mapping[str, Any] | None = None) -> None:
+        """Share the memory, and tell the agent at `path`, now and after every loss.
+
+        `layers` are vLLM's, by name; some versions compute the scales of their rows with the first request.
+        """
+        self._pool, self._layers = memory.pool, layers if layers and are_pending(layers) else None
         self._fence = self._fence_of(memory.device)
         handles, fds = self._export(memory)  # moves memory that is no GPU's; now, not in the middle of serving
         _close(fds)
@@ -104,7 +114,9 @@ class WorkerSide:
         attach = Attach(versions=OURS, pool=memory.pool, handles=handles, fence_fd=fence_fd)
         self._link = AgentLink(EngineClient(path), attach, lambda: self._export(memory)[1], log, self._clock)
         self._link.start(self._options.connect_s)
-        self._told = self._link.address
+        # vLLM asks one rank of those that differ in prefill context parallelism only; they all tell in the first step.
+        is_asked = getattr(self._config.parallel_config, "prefill_context_parallel_size", 1) == 1
+        self._told = self._link.address if is_asked else ""
 
     def _export(self, memory: Memory) -> tuple[tuple[Handle, ...], list[int]]:
         """Handles and their descriptors, the fence's last; the caller closes them."""
@@ -175,12 +187,24 @@ class WorkerSide:
     def after_forward(self) -> None:
         """Offer what the forward writes; then what the scheduler keeps can be settled. Once a step, however called."""
         step, self._step = self._step, Step()
+        if self._layers is not None:
+            self._look_at_scales(self._layers)
         fence = self._mark(bool(step.after))
         for message in step.after:
             if isinstance(message, Offer) and self._say(replace(message, fence=fence)):
                 self._ledger.offered(message.request, self._clock() + message.hold_s + GRACE_S)
         for name, request_id in step.held.items():
             self._ledger.held(name, request_id)
+
+    def _look_at_scales(self, layers: Mapping[str, Any]) -> None:
+        """Tell once, before rows under them are offered."""
+        assert self._pool is not None
+        if are_pending(layers):
+            return
+        self._layers = None
+        if changed := changed_scales(self._pool, layers):
+            self._rescale = Rescale(revision=1, scales=changed)
+            self._say(self._rescale)
 
     def _mark(self, is_needed: bool) -> int:
         """A count that the fence reaches when the GPU has done all that is enqueued now; 0: it has, on a CPU."""
@@ -199,7 +223,10 @@ class WorkerSide:
     def _want(self, want: Want, request_id: str) -> None:
         blocks = tuple(block for piece in want.blocks for block in piece.ids)
         self._ledger.wanted(want.request, Receive(request_id, self._clock() + want.deadline_s + GRACE_S, blocks))
-        if not self._say(want):
+        if self._layers is not None:
+            log.warning("%s: not fetched: what scales its rows would have is not known yet", want.request)
+            self._ledger.failed(want.request)
+        elif not self._say(want):
             self._ledger.failed(want.request)  # nobody was told of its blocks
 
     def _say(self, message: ToAgent) -> bool:
@@ -221,14 +248,19 @@ class WorkerSide:
                     if code:
                         log.info("%s: released: %s: %s", name, code, reason)
                     self._ledger.released(name)
+                case Refused(about=about, code=code, reasons=reasons) if about.startswith("rescale"):
+                    # Nothing may be planned under the scales that the agent still believes in.
+                    self._link.give_up(f"{about} refused: {code}: {'; '.join(reasons)}")
                 case Refused(about=name, code=code, reasons=reasons):
                     log.warning("%s: refused by the agent: %s: %s", name, code, "; ".join(reasons))
                     self._ledger.failed(name)
                     self._ledger.released(name)
                 case Over():
                     self._ledger.over()
-        if self._link.is_attached and not was_attached and self._directory is not None:
-            self._say(self._directory)
+        if self._link.is_attached and not was_attached:
+            for first in (self._rescale, self._directory):
+                if first is not None:
+                    self._say(first)
 
     def _look_for_late(self) -> None:
         """An agent that is alive but silent is asked to stop, then given up. Blocks stay ours until it has let go."""
@@ -244,14 +276,13 @@ class WorkerSide:
             late.is_nudged, late.late_at = True, now + GRACE_S
 
 
-def _place(config: VllmConfig) -> tuple[Shard, int]:
-    """Which rank this is, and its number among this engine's ranks on this host (what `{rank}` in the path means)."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+def _rank_of(config: VllmConfig) -> int:
+    """Its number among this engine's ranks on this host: what `{rank}` in the path means."""
+    from vllm.distributed.parallel_state import get_world_group
 
-    parallel, tp, pp = config.parallel_config, get_tp_group(), get_pp_group()
-    shard = Shard(tp_rank=tp.rank_in_group, tp_size=tp.world_size, pp_rank=pp.rank_in_group, pp_size=pp.world_size)
+    parallel = config.parallel_config
     replica = parallel.data_parallel_rank_local or 0
-    return shard, replica * parallel.local_world_size + get_world_group().local_rank
+    return int(replica * parallel.local_world_size + get_world_group().local_rank)
 
 
 def _fence_of(device: torch.device) -> EngineFence | None:

@@ -26,12 +26,14 @@ from kvbridge_proto.engine import (
     Refused,
     Released,
     Rescale,
+    Rescaled,
     ToAgent,
     ToEngine,
     Want,
     Withdraw,
 )
 from kvbridge_proto.engine import Failed as WantFailed
+from kvbridge_proto.pool import Pool
 from kvbridge_proto.status import EngineStatus, Status, StatusQuery
 from kvbridge_proto.words import OURS, Agent, Rank, negotiate
 
@@ -39,6 +41,7 @@ from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..errors import EngineError, KVBridgeError
 from ..exchange.session import Home
+from ..geometry.check import check_pool, rescaled
 from ..geometry.plan import Planner
 from ..transport.local import LocalConnection
 from .attachment import Attachment
@@ -73,6 +76,7 @@ class Engines:
         self._attached: Attachment | None = None
         self._home: Home | None = None
         self._epoch = 0
+        self._revision = 0  # of the engine's scales
         self._leaving: asyncio.Task[None] | None = None
 
     @property
@@ -164,10 +168,11 @@ class Engines:
                 self.sink.want(message, home)
             case Abandon(request=request):
                 self.sink.abandon(request)
-            case Rescale() | Decline():
-                about = f"{'rescale' if isinstance(message, Rescale) else 'decline'} {message.revision}"
-                reason = f"{about}: this agent does not change scales yet"
-                connection.send(Refused(code="not_served", reasons=(reason,), about=about))
+            case Rescale():
+                self._rescale(connection, message, home)
+            case Decline(revision=revision):
+                reason = f"decline {revision}: this agent asks no engine to take other scales"
+                connection.send(Refused(code="not_served", reasons=(reason,), about=f"decline {revision}"))
             case Detach():
                 await self.leave("detached")
                 connection.send(Detached(epoch=home.epoch))
@@ -183,7 +188,7 @@ class Engines:
             connection.send(Refused(code=error.code, reasons=reasons))
             return
         self._epoch += 1
-        self._connection, self._attached = connection, attached
+        self._connection, self._attached, self._revision = connection, attached, 0
         self.sink.attached = self.source.attached = attached
         pool, agent = attach.pool, self._agent()
         own = Rank(tp_rank=pool.shard.tp_rank, pp_rank=pool.shard.pp_rank, address=agent.address)
@@ -199,6 +204,40 @@ class Engines:
         twin, slot_bytes = Planner(pool, pool), self._mover.site.fabric.slot_bytes
         for is_source in (True, False):  # most peers will be alike; what others need is made ready when they come
             self._mover.warm(attached, twin.samples(slot_bytes, is_source))
+
+    def _rescale(self, connection: LocalConnection, message: Rescale, home: Home) -> None:
+        """Rows come under other scales: another epoch of the same memory. What is under way ends as its end comes."""
+        try:
+            pool = self._checked(message, home)
+        except EngineError as error:
+            log.warning("refused new scales: code=%s %s", error.code, error)
+            self._metrics.refused(error.code)
+            reasons = tuple(reason[:1024] for reason in error.reasons[:64])
+            connection.send(Refused(code=error.code, reasons=reasons, about=f"rescale {message.revision}"))
+            return
+        assert self._attached is not None
+        self._epoch += 1
+        reason = f"scales of the engine changed (revision {message.revision})"
+        self.source.rescaled(reason)
+        self._revision, self._home = message.revision, replace(home, epoch=self._epoch, pool=pool)
+        self._attached = self.sink.attached = self.source.attached = replace(self._attached, epoch=self._epoch)
+        self.peers.renew(reason)
+        self.sink.rescaled(self._home)
+        log.info("rescaled: revision=%d epoch=%d planes=%d", message.revision, self._epoch, len(message.scales))
+        connection.send(Rescaled(revision=message.revision, epoch=self._epoch))
+
+    def _checked(self, message: Rescale, home: Home) -> Pool:
+        """The pool under its new scales. Raises EngineError."""
+        if message.revision <= self._revision:
+            raise EngineError("stale_revision", f"revision: {message.revision}, the last was {self._revision}")
+        planes = {(plane.layer, plane.part) for plane in home.pool.planes}
+        for each in message.scales:
+            if (each.layer, each.part) not in planes:
+                raise EngineError("scales_unknown_plane", f"scales: layer {each.layer} {each.part}, the pool has none")
+        pool = rescaled(home.pool, message.scales)
+        if reasons := check_pool(pool):
+            raise EngineError("bad_pool", *reasons)
+        return pool
 
     def _open(self, attach: Attach, fds: list[int]) -> Attachment:
         """Map what the engine sent. Raises KVBridgeError; nothing stays mapped then."""
@@ -222,6 +261,8 @@ class Engines:
             holder = self._home.pool.engine
             reason = f"engine: {holder.kind} {holder.id} (pid {self._connection.pid}) is attached to this agent"
             raise KVBridgeError("engine_present", reason)
+        if attach.policy == "adopt":
+            raise KVBridgeError("not_served", "policy: adopt is not possible; needs requantize")
         version = negotiate(OURS, attach.versions)
         if version is None:
             theirs = attach.versions

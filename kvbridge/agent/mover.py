@@ -307,14 +307,15 @@ class Mover:
 
     def _is_using(self, attachment: Attachment) -> bool:
         """Also ends the jobs that wait for this engine's fence: it may never come."""
-        left = [job for wait, job in self._fenced if wait.attachment is attachment]
-        self._fenced = [(wait, job) for wait, job in self._fenced if wait.attachment is not attachment]
+        memory = attachment.memory  # of all its epochs: scales may have changed since a job began
+        left = [job for wait, job in self._fenced if wait.attachment.memory is memory]
+        self._fenced = [(wait, job) for wait, job in self._fenced if wait.attachment.memory is not memory]
         for job in left:
             self._fail(job, EngineError("engine_left", "the engine left before its forward had finished"))
         assert self._equipment is not None
-        if self._equipment.porter.is_using(attachment.memory):
+        if self._equipment.porter.is_using(memory):
             return True
-        self._equipment.porter.forget(attachment.memory)
+        self._equipment.porter.forget(memory)
         return False
 
     def _tell(self, hear: Callable[..., None], *args: object) -> None:

@@ -356,9 +356,18 @@ class Peers:
 
     def end_all(self, reason: str) -> None:
         """Our engine left or we are stopping: every session names an epoch that is over."""
-        for address, dialled in list(self._dialled.items()):
+        addresses = list(self._dialled)
+        self.renew(reason)
+        for address in addresses:
+            self.sink.unreachable(address, "engine_left", reason)
+
+    def renew(self, reason: str) -> None:
+        """Another epoch of the same engine: sessions end, the sink knows and asks anew for whom it needs."""
+        while self._dialled:
+            address, dialled = self._dialled.popitem()
+            self._deadlines.clear(address)
+            dialled.step(SessionEvent.LOSE)
             dialled.link.send(Goodbye(reason=reason))
-            self._end(address, "engine_left", reason)
         for boot, accepted in list(self._accepted.items()):
             accepted.link.send(Goodbye(reason=reason))
             self._lose_sink(boot, reason)

@@ -64,6 +64,9 @@ class Sink:
     def abandon(self, request: str) -> None:
         self._do(self._inbound.abandon, request, self._clock())
 
+    def rescaled(self, home: Home) -> None:
+        self._do(self._inbound.rescaled, home, self._clock())
+
     def engine_left(self) -> None:
         self._do(self._inbound.engine_left, self._clock())
 

@@ -65,6 +65,9 @@ class Source:
     def withdraw(self, request: str, reason: str) -> None:
         self._do(self._outbound.withdraw(request, reason))
 
+    def rescaled(self, reason: str) -> None:
+        self._do(self._outbound.rescaled(reason))
+
     def engine_left(self) -> None:
         self._do(self._outbound.engine_left())
 

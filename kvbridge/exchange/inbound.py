@@ -85,6 +85,24 @@ class Inbound:
             actions += self._fail(wanted, "engine_left", "the engine left", now)
         return [action for action in actions if not isinstance(action, Tell)]
 
+    def rescaled(self, home: Home, now: float) -> list[Action]:
+        """Our rows come under other scales from here on, and all sessions are over: what is planned says the old ones.
+
+        Wants that have not claimed anything yet go on, by new sessions.
+        """
+        actions: list[Action] = []
+        for wanted in list(self.wants.values()):
+            if wanted.state is WantState.REACHING:
+                wanted.home = home
+            else:
+                actions += self._fail(wanted, "rescaled", "scales of our engine changed", now)
+        for address in list(self._sessions):
+            self._lose(address, now)
+        for wanted in self.wants.values():
+            if wanted.state is WantState.REACHING:
+                actions += self._advance(wanted, now)
+        return actions
+
     # Sessions:
 
     def opened(self, address: str, session: Session, now: float) -> list[Action]:
@@ -108,21 +126,26 @@ class Inbound:
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
         waiting = [w for w in self.wants.values() if w.state is WantState.REACHING and address in self._needed(w)]
-        self._sessions.pop(address, None)
-        self._givers.forget()
-        hurt = {wanted.want.request: wanted for wanted in waiting}
-        for transfer, wanted in list(self._wanted_by.items()):
-            intake = wanted.intakes[transfer]
-            if intake.address == address and intake.state is not IntakeState.ENDED:
-                self._end_intake(intake, IntakeEvent.LOSE, now)
-                hurt[wanted.want.request] = wanted
-                self._forget_if_over(transfer)
+        hurt = {wanted.want.request: wanted for wanted in [*waiting, *self._lose(address, now)]}
         actions: list[Action] = [  # perhaps that rank has moved: ask who knows
             Ask(other) for other, s in self._sessions.items() if any(rank.address == address for rank in s.ranks)
         ]
         for wanted in hurt.values():
             actions += self._fail(wanted, code, reason, now)
         return actions
+
+    def _lose(self, address: str, now: float) -> list[Wanted]:
+        """The session with `address` is over: so is all that comes from there. Whose transfers that were."""
+        self._sessions.pop(address, None)
+        self._givers.forget()
+        hurt = []
+        for transfer, wanted in list(self._wanted_by.items()):
+            intake = wanted.intakes[transfer]
+            if intake.address == address and intake.state is not IntakeState.ENDED:
+                self._end_intake(intake, IntakeEvent.LOSE, now)
+                hurt.append(wanted)
+                self._forget_if_over(transfer)
+        return hurt
 
     # From a source:
 

@@ -58,14 +58,22 @@ class Outbound:
             return [Tell(Released(request=request, code="unknown_offer"))]
         return self._end_offer(offered, "withdrawn", reason)
 
+    def rescaled(self, reason: str) -> list[Action]:
+        """Rows come under other scales from here on: what is planned says the old ones."""
+        return self._end_all("rescaled", reason)
+
     def engine_left(self) -> list[Action]:
         """Our engine is gone: its memory must not be read any more."""
+        actions = self._end_all("engine_left", "the engine left")
+        return [action for action in actions if not isinstance(action, Tell)]
+
+    def _end_all(self, code: str, reason: str) -> list[Action]:
         actions: list[Action] = []
         for offered in list(self.offers.values()):
-            actions += self._end_offer(offered, "engine_left", "the engine left")
+            actions += self._end_offer(offered, code, reason)
         for out in list(self.outlets.values()):
-            actions += self._stop(out, "engine_left", "the engine left")
-        return [action for action in actions if not isinstance(action, Tell)]
+            actions += self._stop(out, code, reason)
+        return actions
 
     # From a sink:
 

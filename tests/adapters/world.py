@@ -6,7 +6,7 @@ After vLLM 0.32.0's tests/v1/kv_connector/unit/utils.py (Apache-2.0), which driv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class World:
     """One engine of `tp` ranks. `step` is one engine step; sampled tokens are all 7.
 
     `hooks` says whose hooks the workers' model runner calls: those of vLLM 0.32, or those of 0.26. `fence_of` gives
-    the workers a fence, `on_forward` is called where the forward would be enqueued.
+    the workers a fence, `on_forward` is called where the forward would be enqueued. `specs` make several groups.
     """
 
     def __init__(
@@ -75,20 +75,24 @@ class World:
         hooks: str = HOOKS[0],
         fence_of: Callable[[torch.device], Any] | None = None,
         on_forward: Callable[[], None] = lambda: None,
+        specs: Sequence[Any] = (),
         **more: Any,
     ) -> None:
         self.folder = folder
         self.hooks = hooks
         self.fence_of = fence_of
         self.on_forward = on_forward
+        self.memory_of = memory_of
+        self.layers: dict[str, Any] | None = None
         self.clock = Clock()
         self.config = _config(folder, tp, budget, more)
         self.cache = KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=[],
             kv_cache_groups=[
-                KVCacheGroupSpec(
-                    ["layer"], FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+                KVCacheGroupSpec([f"layer{index or ''}"], spec)
+                for index, spec in enumerate(
+                    specs or [FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)]
                 )
             ],
         )
@@ -127,7 +131,7 @@ class World:
         """What an engine's start-up does; an agent that is there answers by the next step."""
         tp = len(self.workers)
         for rank, worker in enumerate(self.workers):
-            worker.worker.attach(str(self.path(rank)), _memory(rank, tp))
+            worker.worker.attach(str(self.path(rank)), self.memory_of(rank, tp), self.layers)
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         )
@@ -292,7 +296,7 @@ def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmCon
     )
 
 
-def _memory(rank: int, tp: int) -> Memory:
+def memory_of(rank: int, tp: int) -> Memory:
     """Hardly any, but real: it goes through shared memory."""
     tensor = torch.zeros(tp, 4096, dtype=torch.uint8)
     codec = Codec(name="bf16", width=4, element_bytes=2, row_bytes=8)

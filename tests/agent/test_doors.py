@@ -12,8 +12,9 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
-from kvbridge_proto.engine import Decline, Done, Failed, Refused, Rescale, Scales
+from kvbridge_proto.engine import Decline, Done, Failed, Refused, Rescale, Rescaled, Scales
 from kvbridge_proto.words import VersionRange
 from msgspec.structs import replace
 
@@ -126,14 +127,58 @@ def test_blocks_that_cannot_be_fail_the_request_alone(pair: Pair) -> None:
     pair.works()
 
 
-def test_new_scales_are_refused_by_name(pair: Pair) -> None:
-    for about, message in (
-        ("rescale 3", Rescale(revision=3, scales=(Scales(0, "k", (0.5,)),))),
-        ("decline 2", Decline(revision=2, reason="no")),
-    ):
-        pair.sink.client.send(message)
-        assert pair.sink.client.wait(Refused, request=about).code == "not_served"
+def refusal(engine: SyntheticEngine, message: Rescale | Decline) -> tuple[str, str]:
+    about = f"{'rescale' if isinstance(message, Rescale) else 'decline'} {message.revision}"
+    engine.client.send(message)
+    refused = engine.client.wait(Refused, request=about)
+    return refused.code, " ".join(refused.reasons)
+
+
+def test_rescale_of_an_unknown_plane_is_refused(pair: Pair) -> None:
+    code, reason = refusal(pair.sink, Rescale(revision=3, scales=(Scales(99, "k", (0.5,)),)))
+    assert code == "scales_unknown_plane" and "layer 99 k" in reason
     pair.works()
+
+
+def test_scales_that_cannot_be_are_refused_with_their_value(pair: Pair) -> None:
+    code, reason = refusal(pair.sink, Rescale(revision=3, scales=(Scales(0, "k", (-0.5,)),)))
+    assert code == "bad_pool" and "-0.5" in reason
+    pair.works()
+
+
+def test_taking_another_engines_scales_is_refused_by_name(pair: Pair, tmp_path: Path) -> None:
+    assert refusal(pair.sink, Decline(revision=2, reason="no"))[0] == "not_served"
+    with agent(tmp_path, "x") as running, closing(SyntheticEngine(running, build(Shape("nhd")))) as engine:
+        refused = engine.attach(policy="adopt")
+        assert isinstance(refused, Refused) and refused.code == "not_served"
+        assert refused.reasons == ("policy: adopt is not possible; needs requantize",)
+
+
+def test_rows_after_new_scales_are_converted_under_them(tmp_path: Path) -> None:
+    """The source's numbers are fp8 under one scale, then under another; the sink's bf16 shows which was used."""
+    with ExitStack() as stack:
+        agents = [stack.enter_context(agent(tmp_path, name)) for name in ("p", "d")]
+        narrow = build(Shape("nhd", codec="fp8_e4m3"))
+        source = stack.enter_context(closing(SyntheticEngine(agents[0], narrow)))
+        sink = stack.enter_context(closing(SyntheticEngine(agents[1], build(Shape("nhd")))))
+        assert [engine.attach().epoch for engine in (source, sink)] == [1, 1]
+        for memory in source.held.memory:
+            memory[:] = 0x38  # 1.0
+        for revision, scale in enumerate((0.5, 4.0), 1):
+            planes = {(plane.layer, plane.part) for plane in source.pool.planes}
+            source.client.send(
+                Rescale(revision=revision, scales=tuple(Scales(layer, part, (scale,)) for layer, part in planes))
+            )
+            assert source.client.wait(Rescaled) == Rescaled(revision=revision, epoch=1 + revision)
+            source.offer(f"r{revision}", [1], 16)
+            sink.want(f"r{revision}", agents[0].address, [1], range(16))
+            answer = sink.answer(f"r{revision}")
+            assert isinstance(answer, Done), answer
+            assert source.released(f"r{revision}").code == ""
+            values = np.concatenate([memory.view(np.uint16) for memory in sink.held.memory]).astype(np.uint32) << 16
+            written = 2 * 2 * 4 * 16 * 8  # layers, parts, heads, tokens, width
+            assert np.count_nonzero(values.view(np.float32) == scale) == written
+        assert refusal(source, Rescale(revision=2, scales=()))[0] == "stale_revision"
 
 
 def test_a_peer_of_another_model_is_refused_with_both_values(tmp_path: Path) -> None:

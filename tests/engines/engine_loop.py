@@ -18,27 +18,31 @@ from typing import Any
 import numpy as np
 
 RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
+LATER = 16  # tokens that may have been decoded before rows are looked at
 
 
 def read_rows(worker: Any, ids: list[list[int]], first: int, end: int) -> dict[str, Any]:
-    """On a worker: the rows of its planes at tokens [first, end), and which heads they are."""
-    import torch
-    from kvbridge_proto.pool import Shard
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    """On a worker: the rows of its planes at tokens [first, end), and which heads they are.
 
+    Of a window, those that are kept once LATER tokens more are computed; the others are zeros.
+    """
+    import torch
+
+    from kvbridge.adapters.vllm_eras import shard_of
+    from kvbridge.adapters.vllm_pieces import Kept
     from kvbridge.adapters.vllm_pool import describe
 
     config, runner = worker.vllm_config, worker.model_runner
     layers = config.compilation_config.static_forward_context
     caches = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
-    tp, pp = get_tp_group(), get_pp_group()
-    shard = Shard(tp_rank=tp.rank_in_group, tp_size=tp.world_size, pp_rank=pp.rank_in_group, pp_size=pp.world_size)
+    shard = shard_of(config)
     memory = describe(caches, config, runner.kv_cache_config, shard, model_name="any", engine_id="any")
     found = {}
     for plane in memory.pool.planes:
         storage = memory.storages[plane.region]
         region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        block_tokens = memory.pool.groups[plane.group].block_tokens
+        group = memory.pool.groups[plane.group]
+        block_tokens = group.block_tokens
         tokens = np.arange(first, end)
         blocks = np.array(ids[plane.group])[tokens // block_tokens]
         within = _places(plane.token_axis)[tokens % block_tokens]
@@ -47,6 +51,7 @@ def read_rows(worker: Any, ids: list[list[int]], first: int, end: int) -> dict[s
         where = (plane.offset + blocks * plane.block_stride + within)[None, :, None] + heads[:, None, None] + row
         codec = {"name": plane.codec.name, "width": plane.codec.width, "scales": list(plane.codec.scales)}
         rows = region[torch.from_numpy(where).to(storage.device)].cpu().numpy()
+        rows[:, tokens < Kept(block_tokens, group.kind, group.window).first(end + LATER)] = 0
         found[f"{plane.layer}.{plane.part}"] = (plane.first_head, plane.total_heads, codec, rows)
     return found
 

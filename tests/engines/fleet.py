@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ CONFIGS = {
     "large": EngineConfig(model="", block_size=128),
     "two": EngineConfig(model="", block_size=32, tensor_parallel_size=2, cores="0|1", max_num_batched_tokens=256),
     "fp8": EngineConfig(model="", block_size=32, kv_cache_dtype="fp8", enable_prefix_caching=False),
+    "sixteen": EngineConfig(model="", block_size=16),
+    "two-sixteen": EngineConfig(model="", block_size=16, tensor_parallel_size=2, cores="0|1"),
     "alone": EngineConfig(model="", block_size=32),
 }
 
@@ -41,11 +44,19 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 class Fleet:
     """Engines by name, started when first asked for."""
 
-    def __init__(self, folder: Path, stack: ExitStack, dtype: str = "bfloat16") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stack: ExitStack,
+        dtype: str = "bfloat16",
+        write: Callable[[Path], Path] = write_model,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
         self.folder = folder
         self._dtype = dtype
         self._stack = stack
-        self._model = str(write_model(folder / "model"))
+        self._model = str(write(folder / "model"))
+        self._more = more or {}  # engine arguments for all
         self._engines: dict[str, EngineProcess] = {}
         self.agents: dict[str, list[AgentProcess]] = {}
         self._numbers = iter(range(1, 1_000_000))
@@ -64,7 +75,7 @@ class Fleet:
 
     def _start(self, name: str) -> EngineProcess:
         config = CONFIGS[name]
-        more = {"num_gpu_blocks_override": TOKENS // config.block_size, "dtype": self._dtype}
+        more = {"num_gpu_blocks_override": TOKENS // config.block_size, "dtype": self._dtype, **self._more}
         config = replace(config, model=self._model, enable_prefix_caching=name != "alone", more=more)
         if name != "alone":
             config = replace(config, engine_id=f"engine-{name}", connector=self._connector(name))

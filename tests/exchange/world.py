@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
-from kvbridge_proto.engine import Done, Failed, Offer, Released, Want
+from kvbridge_proto.engine import Done, Failed, Offer, Released, Scales, Want
 from kvbridge_proto.peer import (
     Cancel,
     Claim,
@@ -34,17 +34,26 @@ from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import LocalSlots, SlotPool
+from kvbridge.geometry.check import rescaled
 from kvbridge.geometry.plan import Part
+from kvbridge.geometry.strip import Strip
 
 LAYERS, HEADS, WIDTH, BLOCKS = 2, 4, 8, 64
 SLOT_BYTES = 1024
 
 
-def make_pool(engine: str, rank: int, ranks: int, block_tokens: int) -> Pool:
-    """One rank of a small bf16 engine; heads are split evenly."""
-    heads, row = HEADS // ranks, WIDTH * 2
+def make_pool(engine: str, rank: int, ranks: int, block_tokens: int, scale: float = 0.0) -> Pool:
+    """One rank of a small bf16 engine, or an fp8 one under this scale; heads are split evenly."""
+    size = 1 if scale else 2
+    heads, row = HEADS // ranks, WIDTH * size
     block = block_tokens * heads * row
-    codec = Codec(name="bf16", width=WIDTH, element_bytes=2, row_bytes=row)
+    codec = Codec(
+        name="fp8_e4m3" if scale else "bf16",
+        width=WIDTH,
+        element_bytes=size,
+        row_bytes=row,
+        scales=(scale,) if scale else (),
+    )
     planes = tuple(
         Plane(
             layer=layer,
@@ -53,7 +62,7 @@ def make_pool(engine: str, rank: int, ranks: int, block_tokens: int) -> Pool:
             block_stride=block,
             token_axis=(Step(block_tokens, heads * row),),
             head_stride=row,
-            element_axis=(Step(WIDTH, 2),),
+            element_axis=(Step(WIDTH, size),),
             first_head=rank * heads,
             heads=heads,
             total_heads=HEADS,
@@ -108,6 +117,7 @@ class World:
         self.scatters: Counter[tuple[str, int]] = Counter()
         self.notices: list[Notice] = []
         self.refused: list[Refuse] = []
+        self.moved: list[tuple[tuple[Strip, ...], bool, Pool]] = []  # begun: by which plan, gathers, under which pool
         self.hold: set[str] = set()  # kinds of events that do not happen now
         self.nodes: dict[str, Node] = {}
         for letter, engine, block_tokens, pools in (("P", "prefill", 4, sources), ("D", "decode", 16, sinks)):
@@ -197,7 +207,8 @@ class World:
                     self.later("message", lambda s=sink, b=body: self._to_sink(node, s, b))
                 case Tell(message=message):
                     node.told.append(message)
-                case Ship():
+                case Ship(plan=plan):
+                    self.moved.append((plan.strips, True, node.home.pool))
                     self.later("gather", lambda s=action: self._gathered(node, s))
 
     def later(self, kind: str, event: Callable[[], None]) -> None:
@@ -240,6 +251,9 @@ class World:
         if source.is_dead or sink.is_dead:
             return
         match body:
+            case Claim() if boot not in source.accepted:
+                refuse = Refuse(code="no_session", reasons=("test",), about=body.transfer)
+                self.later("message", lambda: self._to_sink(source, sink, refuse))
             case Claim():
                 self.do(source, machine.claim(body, source.accepted[boot], source.home, self.now))
             case Grant():
@@ -265,8 +279,31 @@ class World:
             case Refuse(about=transfer, code=code, reasons=reasons):
                 self.refused.append(body)
                 self.do(sink, machine.drained(name, transfer, code, "; ".join(reasons), self.now))
+                if code == "no_session":
+                    self.do(sink, machine.unreachable(name, code, "test", self.now))
             case _:
                 raise AssertionError(body)
+
+    def rescale(self, node: Node, scale: float) -> None:
+        """All planes of an engine rank come under another scale; its agent does what `Engines` does."""
+        pool = node.home.pool
+        scales = tuple(Scales(plane.layer, plane.part, (scale,)) for plane in pool.planes)
+        ended = node.outbound.rescaled("test")
+        node.home = replace(node.home, epoch=node.home.epoch + 1, pool=rescaled(pool, scales))
+        self.do(node, ended)
+        others = self.sinks if node.name[0] == "P" else self.sources
+        for other in others:
+            if other.home.agent.boot in node.accepted or node.home.agent.boot in other.accepted:
+                self.later("message", lambda o=other: self._parted(o, node))
+            if node.accepted.pop(other.home.agent.boot, None) is not None:
+                self.do(node, node.outbound.lost(other.home.agent.boot))
+        self.do(node, node.inbound.rescaled(node.home, self.now))
+
+    def _parted(self, node: Node, other: Node) -> None:
+        """`other` said goodbye."""
+        if node.accepted.pop(other.home.agent.boot, None) is not None:
+            self.do(node, node.outbound.lost(other.home.agent.boot))
+        self.do(node, node.inbound.unreachable(other.name, "peer_left", "test", self.now))
 
     def _gathered(self, source: Node, ship: Ship) -> None:
         if source.is_dead:
@@ -302,6 +339,7 @@ class World:
 
     def _landed(self, sink: Node, notice: Notice) -> None:
         if not sink.is_dead and (scatter := sink.inbound.landed(notice)) is not None:
+            self.moved.append((scatter.plan.strips, False, sink.home.pool))
             self.later("scatter", lambda: None if sink.is_dead else self._scattered(sink, scatter))
 
     def _scattered(self, sink: Node, scatter: Scatter) -> None:

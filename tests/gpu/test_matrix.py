@@ -15,7 +15,7 @@ from kvbridge.device.staging import Staging
 from kvbridge.geometry.compat import Incompatible, verdict
 from kvbridge.geometry.plan import Part
 from tests.carried import Mapped, OnCpu, carried, pools_of
-from tests.matrix import PENDING, ROWS, Row
+from tests.matrix import ROWS, Row
 from tests.pools import Held
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def gpu() -> Iterator[tuple[GpuPorter, Staging]]:
     porter.close()
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.name not in PENDING], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_gpu_writes_the_bytes_that_a_cpu_writes(row: Row, gpu: tuple[GpuPorter, Staging]) -> None:
     for number, case in enumerate(row.cases()):
         if isinstance(verdict(*pools_of(case, number)), Incompatible):

@@ -1,0 +1,101 @@
+"""How vLLM keeps the numbers of a layer: which codec, how many bytes, under which scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from kvbridge_proto.pool import Codec, CodecName
+
+from ..errors import OperatorError
+from .vllm_shapes import Cell, Spot
+
+if TYPE_CHECKING:
+    from .vllm_members import Member
+
+PLAIN: dict[torch.dtype, CodecName] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+}
+FP8: dict[str, CodecName] = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+# Each row of a head and token under a scale of its own, which stands behind it (`_ensure_scale_caches` of Triton's).
+ROW_SCALED: dict[str, CodecName] = {
+    "int8_per_token_head": "int8_row_scale",
+    "fp8_per_token_head": "fp8_row_scale",
+    "int4_per_token_head": "int4_row_scale",
+}
+# Latent rows with all they need inside, by their bytes; 584 keeps 8 of them behind the rows of its block.
+LATENT: dict[int, CodecName] = {656: "fp8_ds_mla", 584: "fp8_ds_v4", 528: "fp8_ds_v41", 352: "nvfp4_ds_mla"}
+V4_SCALE_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The codec of a layer's rows, and what that makes of the tensor's cells."""
+
+    name: CodecName
+    cell: Cell
+
+
+def form_of(member: Member, heads: int) -> Form:
+    """Raises OperatorError for numbers that no codec of ours describes."""
+    tensor, said = member.tensor, member.said
+    size, (key, value) = tensor.element_size(), member.widths
+    if said in ROW_SCALED and size == 1 and key == value:
+        name = ROW_SCALED[said]
+        row = key // 2 if name == "int4_row_scale" else key
+        return Form(name, Cell(heads, row, row, scale_bytes=4, scale_unit=1 if name == "int4_row_scale" else 4))
+    if member.is_latent and "ds_mla" in said and size == 1:
+        row = tensor.shape[-1]
+        if row in LATENT:
+            if LATENT[row] == "fp8_ds_v4":
+                cell = Cell(heads, row - V4_SCALE_BYTES, 0, V4_SCALE_BYTES, scale_unit=1, is_apart=True)
+                return Form("fp8_ds_v4", cell)
+            return Form(LATENT[row], Cell(heads, row, 0))
+    plain = FP8.get(said) if tensor.dtype == torch.uint8 else PLAIN.get(tensor.dtype)
+    if plain is not None and member.quant_mode in ("NONE", "FP8_PER_TENSOR"):
+        return Form(plain, Cell(heads, key * size, value * size))
+    raise OperatorError(
+        "codec_unknown",
+        f"{member.name}: kv_cache_dtype {said} in {tensor.dtype} ({member.quant_mode}, {key} + {value} numbers) "
+        "is not supported; needs another kv_cache_dtype",
+    )
+
+
+def codec_of(member: Member, form: Form, spot: Spot) -> Codec:
+    """The codec of one plane of the layer."""
+    cell, size = form.cell, member.tensor.element_size()
+    if spot.part.endswith("_scale"):
+        unit = cell.scale_unit
+        name: CodecName = "fp32" if unit == 4 else "opaque"
+        return Codec(name=name, width=spot.width, element_bytes=unit, row_bytes=spot.width * unit)
+    key, value = member.widths
+    width = value if spot.part == "v" else key
+    scales = member_scales(member)[spot.part] if form.name in ("fp8_e4m3", "fp8_e5m2") else ()
+    return Codec(name=form.name, width=width, element_bytes=size, row_bytes=spot.width * size, scales=scales)
+
+
+def member_scales(member: Member) -> dict[str, tuple[float, ...]]:
+    """The scales of a layer's parts: one each, or one a head in both where the checkpoint has them so in either."""
+    if member.is_latent:
+        return {"latent": _scales(member, "k")}
+    k, v = _scales(member, "k"), _scales(member, "v")
+    count = max(len(k), len(v))
+    return {"k": k * (count // len(k)), "v": v * (count // len(v))}
+
+
+def _scales(member: Member, part: str) -> tuple[float, ...]:
+    """Where there is one a head, vLLM's own float is no use."""
+    scale = getattr(member.attention, f"_{part}_scale", None)
+    if isinstance(scale, torch.Tensor) and scale.numel() > 1:
+        scales = tuple(float(value) for value in scale.flatten().tolist())
+        if len(scales) != member.heads:
+            raise OperatorError(
+                "scales_unknown", f"{member.name}: {len(scales)} scales of {part} for {member.heads} heads"
+            )
+        return scales
+    return (float(getattr(member.attention, f"_{part}_scale_float")),)

@@ -1,0 +1,111 @@
+"""What differs between the versions of vLLM that we know, 0.26 to 0.32: the one place that asks which one this is.
+
+It never asks for the number: a version has a name or has not. Up to 0.28 a cache may hold all layers in one tensor and
+a connector is handed just that; before 0.30 a failed receive can be told of in blocks only; 0.32 lets groups stay out
+of transfers and some caches whole on every rank of decode context parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvbridge_proto.pool import Shard
+
+from ..errors import OperatorError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def transfer_ids(cache: KVCacheConfig) -> tuple[int, ...]:
+    """Indices of the groups that travel, in vLLM's own numbering."""
+    return tuple(getattr(cache, "transfer_group_ids", range(len(cache.kv_cache_groups))))
+
+
+def transfer_groups(cache: KVCacheConfig) -> tuple[Any, ...]:
+    """Those groups; a pool numbers them from 0."""
+    return tuple(cache.kv_cache_groups[index] for index in transfer_ids(cache))
+
+
+def transfer_tables(cache: KVCacheConfig, tables: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Their block tables out of a request's tables of all groups."""
+    return [list(tables[index]) for index in transfer_ids(cache)]
+
+
+def check_groups(cache: KVCacheConfig) -> None:
+    """Raises OperatorError for more groups than this version can report a failed receive for."""
+    from vllm import __version__
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    count = len(transfer_ids(cache))
+    if count > 1 and not hasattr(base, "KVConnectorTransferResults"):
+        raise OperatorError(
+            "groups_unsupported",
+            f"kv_cache_groups: {count}, vLLM {__version__} cannot be told of a failed receive in more than one; "
+            "needs --disable-hybrid-kv-cache-manager",
+        )
+
+
+def block_tokens(spec: Any, parallel: Any) -> int:
+    """Tokens of the request between one entry of a block table and the next.
+
+    Under decode context parallelism a block holds a rank's share of as many tokens as all ranks' blocks together.
+    """
+    is_split = getattr(spec, "dcp_sharded", True)
+    return int(spec.block_size) * (getattr(parallel, "decode_context_parallel_size", 1) if is_split else 1)
+
+
+def interleave_of(parallel: Any) -> int:
+    """How many tokens in a row belong to one rank of decode context parallelism."""
+    for name in ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"):
+        if getattr(parallel, name, None):
+            return int(getattr(parallel, name))
+    return 1
+
+
+def shard_of(config: VllmConfig) -> Shard:
+    """Which rank of its engine this process is.
+
+    Ranks of prefill context parallelism all hold every token (0.26 and 0.32 gather K and V before they write them);
+    ranks of decode context parallelism are neighbours among the tensor-parallel ones.
+    """
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    parallel, tp, pp = config.parallel_config, get_tp_group(), get_pp_group()
+    pcp_rank, pcp_size = 0, getattr(parallel, "prefill_context_parallel_size", 1)
+    if pcp_size > 1:
+        from vllm.distributed.parallel_state import get_pcp_group
+
+        pcp_rank = get_pcp_group().rank_in_group
+    cp_rank, cp_size = 0, getattr(parallel, "decode_context_parallel_size", 1)
+    if cp_size > 1:
+        from vllm.distributed.parallel_state import get_dcp_group
+
+        cp_rank = get_dcp_group().rank_in_group
+    return Shard(
+        tp_rank=pcp_rank * tp.world_size + tp.rank_in_group,
+        tp_size=pcp_size * tp.world_size,
+        pp_rank=pp.rank_in_group,
+        pp_size=pp.world_size,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+        cp_interleave=interleave_of(parallel) if cp_size > 1 else 1,
+    )
+
+
+def layers_of(tensor: torch.Tensor, backend: Any, cache: KVCacheConfig) -> dict[str, torch.Tensor]:
+    """Each layer's view of the one tensor that held them all up to 0.28, as vLLM itself makes them there.
+
+    The tensor has its dimensions as they lie in memory; the backend knows where the layers and all else went.
+    """
+    try:
+        order = backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    except (AttributeError, NotImplementedError):
+        order = tuple(range(tensor.dim()))
+    layers = tensor.permute(*(order.index(dimension) for dimension in range(len(order)))).unbind(0)
+    return {
+        name: view for placed, view in zip(cache.kv_cache_tensors, layers, strict=True) for name in placed.shared_by
+    }

@@ -1,0 +1,192 @@
+"""The layers that own KV in a vLLM engine's rank, with what vLLM says about each: its kind, widths, heads, number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Shard
+
+from ..errors import OperatorError
+from .vllm_eras import transfer_groups
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# Which tokens a group of such layers keeps. A window that vLLM does not make use of is in a FullAttentionSpec.
+KINDS: dict[str, GroupKind] = {
+    "FullAttentionSpec": "full",
+    "MLAAttentionSpec": "full",
+    "SlidingWindowSpec": "sliding",
+    "SlidingWindowMLASpec": "sliding",
+    "ChunkedLocalAttentionSpec": "chunked",
+}
+LATENTS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The KV heads this rank holds; with fewer heads than ranks, neighbouring ranks hold the same one."""
+
+    first: int
+    count: int
+    total: int
+
+    @classmethod
+    def of(cls, total: int, tp_rank: int, tp_size: int) -> Heads:
+        """vLLM's rule (QKVParallelLinear)."""
+        if total >= tp_size:
+            return cls(tp_rank * (total // tp_size), total // tp_size, total)
+        return cls(tp_rank // (tp_size // total), 1, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One layer's tensor with what vLLM says about it. `layer` is its number in the model's record."""
+
+    name: str
+    layer: int
+    group: int
+    tensor: torch.Tensor
+    spec: Any
+    attention: Any
+    held: Heads
+    said: str
+    rope_width: int
+
+    @property
+    def heads(self) -> int:
+        return self.held.count
+
+    @property
+    def is_latent(self) -> bool:
+        return type(self.spec).__name__ in LATENTS
+
+    @property
+    def quant_mode(self) -> str:
+        return str(getattr(getattr(self.spec, "kv_quant_mode", None), "name", "NONE"))
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers in a row of K and of V; a latent has no V."""
+        key = int(self.spec.head_size)
+        return key, 0 if self.is_latent else int(getattr(self.spec, "head_size_v", None) or key)
+
+    @property
+    def record(self) -> Layer:
+        """What both engines must agree on: the model's, whatever this engine keeps of it."""
+        sliding, chunk = (getattr(self.spec, n, None) or 0 for n in ("sliding_window", "attention_chunk_size"))
+        kind: LayerKind = "mla" if self.is_latent else "sliding" if sliding else "chunked" if chunk else "full"
+        return Layer(
+            kind=kind,
+            kv_heads=self.held.total,
+            key_width=self.widths[0],
+            value_width=self.widths[1],
+            rope_width=self.rope_width,
+            window=int(sliding or chunk),
+        )
+
+
+def members_of(
+    kv_caches: Mapping[str, torch.Tensor], config: VllmConfig, cache: KVCacheConfig, shard: Shard
+) -> list[Member]:
+    """In the order of the groups that take part in transfers. Raises OperatorError naming what we do not know."""
+    layers = config.compilation_config.static_forward_context
+    parallel = config.parallel_config
+    tp_size = shard.tp_size // getattr(parallel, "prefill_context_parallel_size", 1)
+    total = config.model_config.get_total_num_kv_heads()
+    heads = Heads.of(total, shard.tp_rank % tp_size, tp_size)
+    found = []
+    for index, group in enumerate(transfer_groups(cache)):
+        for name in group.layer_names:
+            attention = layers[name]
+            if getattr(attention, "kv_sharing_target_layer_name", None):
+                continue  # reads another layer's KV
+            spec = group.kv_cache_spec
+            spec = getattr(spec, "kv_cache_specs", {}).get(name, spec)
+            _check(name, spec, shard)
+            tensor = kv_caches[name]
+            if not isinstance(tensor, torch.Tensor):
+                raise OperatorError("shape_unknown", f"{name}: KV cache {type(tensor).__name__}, expected a tensor")
+            is_latent = type(spec).__name__ in LATENTS
+            said = str(getattr(attention, "kv_cache_dtype", config.cache_config.cache_dtype))
+            held, rope = (Heads(0, 1, 1), _rope(attention, config)) if is_latent else (heads, 0)
+            found.append(Member(name, -1, index, tensor, spec, attention, held, said, rope))
+    return _numbered(found, config)
+
+
+def kind_of(spec: Any) -> GroupKind:
+    """Which tokens a group with this spec keeps."""
+    return KINDS.get(type(_one_of(spec)).__name__, "full")
+
+
+def window_of(spec: Any) -> int:
+    """The window that this spec's group keeps, 0 for none."""
+    name = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind_of(spec))
+    return int(getattr(_one_of(spec), name)) if name else 0
+
+
+def _one_of(spec: Any) -> Any:
+    """Layers of one group may have specs of their own, all of one kind."""
+    return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+
+
+def model_layers(members: list[Member], config: VllmConfig, shard: Shard) -> tuple[Layer | None, ...]:
+    """One record for each layer this rank has; None for those of other pipeline ranks and those without KV."""
+    mine = {member.layer: member.record for member in members}
+    count = max(mine) + 1
+    if shard.pp_size > 1:
+        count = max(count, _depth(config))
+    return tuple(mine.get(index) for index in range(count))
+
+
+def _check(name: str, spec: Any, shard: Shard) -> None:
+    kind = type(spec).__name__
+    if kind == "MambaSpec":
+        # The state after the last prompt token but one is what the decode side goes on from, and vLLM's scheduler
+        # keeps only that after the last; stopping a request earlier changes what its own code relies on.
+        raise OperatorError(
+            "layer_unsupported", f"{name}: MambaSpec; needs a model without recurrent state, whose layers keep all rows"
+        )
+    if kind not in KINDS:
+        raise OperatorError("layer_unsupported", f"{name}: {kind} is not supported yet")
+    states = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
+    if states != 1:
+        raise OperatorError("layer_unsupported", f"{name}: tokens_per_state {states}, must be 1")
+    if shard.cp_size > 1 and not getattr(spec, "dcp_sharded", True):
+        raise OperatorError(
+            "context_parallel_unsupported",
+            f"{name}: dcp_sharded False, decode_context_parallel_size {shard.cp_size}; needs all layers split alike",
+        )
+
+
+def _rope(attention: Any, config: VllmConfig) -> int:
+    """How many of a latent row's numbers, its last, are the rotated key."""
+    width = getattr(attention, "qk_rope_head_dim", None)
+    return int(width or getattr(config.model_config.hf_text_config, "qk_rope_head_dim", None) or 0)
+
+
+def _depth(config: VllmConfig) -> int:
+    return int(config.model_config.hf_text_config.num_hidden_layers)
+
+
+def _numbered(members: list[Member], config: VllmConfig) -> list[Member]:
+    """Each under vLLM's own number. A draft model counts from 0 again: its layers get the next numbers after all."""
+    from dataclasses import replace
+
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    seen: set[int] = set()
+    found, again = [], []
+    for member in members:
+        index = extract_layer_index(member.name)
+        if index in seen:
+            again.append(member)
+        else:
+            seen.add(index)
+            found.append(replace(member, layer=index))
+    first = max([*seen, _depth(config) - 1]) + 1 if again else 0
+    return found + [replace(member, layer=first + place) for place, member in enumerate(again)]

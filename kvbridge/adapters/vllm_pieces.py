@@ -1,0 +1,82 @@
+"""Which entries of a request's block tables an offer or a want names. Pure.
+
+Full groups are offered as they grow. A window's blocks are given to others while a prompt goes on, so they come with
+the last offer only, and only those that vLLM keeps for the token that the decode side computes next. Entries before
+them hold vLLM's null block or somebody else's rows: nobody must read or write those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvbridge_proto.pool import GroupKind
+from kvbridge_proto.words import Blocks
+
+from .vllm_eras import block_tokens, transfer_groups
+from .vllm_members import kind_of, window_of
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One group: tokens from one entry to the next, and which tokens vLLM keeps."""
+
+    block_tokens: int
+    kind: GroupKind
+    window: int
+
+    def first(self, end_token: int) -> int:
+        """The first token that vLLM keeps once `end_token` tokens are computed (`get_num_skipped_tokens`)."""
+        if self.kind == "sliding":
+            return max(0, end_token + 1 - self.window)
+        if self.kind == "chunked":
+            return end_token // self.window * self.window
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The groups that travel, in the order of a request's tables."""
+
+    groups: tuple[Kept, ...]
+
+    @classmethod
+    def of(cls, cache: KVCacheConfig, parallel: Any) -> Tables:
+        specs = [group.kv_cache_spec for group in transfer_groups(cache)]
+        return cls(tuple(Kept(block_tokens(spec, parallel), kind_of(spec), window_of(spec)) for spec in specs))
+
+    @property
+    def has_windows(self) -> bool:
+        return any(group.kind != "full" for group in self.groups)
+
+    def wanted(self, tables: Sequence[Sequence[int]], first: int, end: int) -> tuple[Blocks, ...]:
+        """The entries that hold tokens [first, end) of each group, as far as they are kept."""
+        return tuple(
+            _piece(index, ids, group, max(first, group.first(end)), end)
+            for index, (ids, group) in enumerate(zip(tables, self.groups, strict=True))
+        )
+
+    def offered(
+        self, tables: Sequence[Sequence[int]], offered: Sequence[int], tokens: int, is_last: bool
+    ) -> tuple[Blocks, ...]:
+        """The entries up to `tokens` that were not offered yet; `offered` counts those that were, by group.
+
+        The other side wants all tokens but the last, so a window begins where it did one token earlier.
+        """
+        pieces = []
+        for index, (ids, group) in enumerate(zip(tables, self.groups, strict=True)):
+            if group.kind == "full":
+                piece = _piece(index, ids, group, offered[index] * group.block_tokens, tokens)
+                pieces += [piece] if piece.ids else []
+            elif is_last:
+                pieces.append(_piece(index, ids, group, group.first(tokens - 1), tokens))
+        return tuple(pieces)
+
+
+def _piece(index: int, ids: Sequence[int], group: Kept, first: int, end: int) -> Blocks:
+    entry, last = first // group.block_tokens, -(-end // group.block_tokens)
+    return Blocks(index, entry, tuple(ids[entry:last]))

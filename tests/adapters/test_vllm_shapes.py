@@ -1,0 +1,226 @@
+"""Every shape that vLLM has given its KV cache, built as it builds it: a number the engine writes is where we say.
+
+The engine is not needed: each case repeats how that version allocates (`get_kv_cache_shape`, its stride orders, padding
+behind a page, blocks split for the kernel) and how its kernels then find K and V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import pytest
+import torch
+from kvbridge_proto.pool import Step
+
+from kvbridge.adapters.vllm_shapes import Cell, Spot, halves_of
+from kvbridge.errors import OperatorError
+
+BLOCKS, HEADS, TOKENS, WIDTH = 6, 3, 16, 32
+Views = dict[str, "torch.Tensor"]
+
+
+def kv_first(cache: torch.Tensor) -> Views:
+    return dict(zip("kv", cache.unbind(0), strict=True))
+
+
+def blocks_first(cache: torch.Tensor) -> Views:
+    return dict(zip("kv", cache.unbind(1), strict=True))
+
+
+def packed(cache: torch.Tensor) -> Views:
+    return dict(zip("kv", cache.transpose(1, 2).split(cache.shape[-1] // 2, dim=-1), strict=True))
+
+
+def unequal(cache: torch.Tensor) -> Views:
+    return dict(zip("kv", cache.transpose(1, 2).split([WIDTH, WIDTH // 2], dim=-1), strict=True))
+
+
+def latent(cache: torch.Tensor) -> Views:
+    return {"latent": (cache.squeeze(1) if cache.dim() == 4 else cache)[:, :, None]}
+
+
+def row_scaled(cache: torch.Tensor) -> Views:
+    """`TritonAttentionImpl._ensure_scale_caches`: [K | its scale | V | its scale]."""
+    half = cache.shape[3] // 2
+    strides = tuple(stride // 4 for stride in (cache.stride(0), cache.stride(2), cache.stride(1)))
+    floats = torch.tensor([], dtype=torch.float32).set_(cache.untyped_storage())
+    shape = (cache.shape[0], cache.shape[2], cache.shape[1])
+    views = {}
+    for index, part in enumerate("kv"):
+        at = (cache.storage_offset() + index * half + half - 4) // 4
+        views[f"{part}_scale"] = torch.as_strided(floats, shape, strides, at)[..., None]
+        views[part] = cache[..., index * half : (index + 1) * half - 4].transpose(1, 2)
+    return views
+
+
+def v4(cache: torch.Tensor) -> Views:
+    """`deepseek_v4/common/ops`: the rows of 576 bytes of a block, behind them its scales of 8."""
+    flat = torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage())
+    blocks, _, tokens, _ = cache.shape
+    page, start = cache.stride(0), cache.storage_offset()
+    return {
+        "latent": torch.as_strided(flat, (blocks, tokens, 1, 576), (page, 576, 0, 1), start),
+        "latent_scale": torch.as_strided(flat, (blocks, tokens, 1, 8), (page, 8, 0, 1), start + tokens * 576),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """`order` is the physical order of the dimensions of `shape`; `kernel` tokens are a block of the tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    views: Callable[[torch.Tensor], Views]
+    cell: Cell
+    dtype: torch.dtype = torch.bfloat16
+    kernel: int = TOKENS
+    padding: int = 0  # elements behind each page
+
+
+def cell(size: int, **more: int) -> Cell:
+    return Cell(HEADS, WIDTH * size, more.pop("value", WIDTH * size), **more)
+
+
+def cases() -> list[Case]:
+    found = []
+    for kernel in (TOKENS, TOKENS // 4):
+        blocks = BLOCKS * TOKENS // kernel
+        split = {"kernel": kernel}
+        five = (2, blocks, kernel, HEADS, WIDTH)
+        found += [
+            Case("2BNHD NHD", five, (0, 1, 2, 3, 4), kv_first, cell(2), **split),
+            Case("2BNHD HND", five, (0, 1, 3, 2, 4), kv_first, cell(2), **split),
+            Case("B2NHD inside 2BNHD", five, (1, 0, 2, 3, 4), kv_first, cell(2), **split),
+        ]
+        five = (blocks, 2, kernel, HEADS, WIDTH)
+        found += [
+            Case("B2NHD NHD", five, (0, 1, 2, 3, 4), blocks_first, cell(4), torch.float32, **split),
+            Case("B2NHD HND", five, (0, 1, 3, 2, 4), blocks_first, cell(1), torch.uint8, **split),
+        ]
+        four = (blocks, HEADS, kernel, 2 * WIDTH)
+        found += [
+            Case("BHNC HND", four, (0, 1, 2, 3), packed, cell(2), **split),
+            Case("BHNC NHD", four, (0, 2, 1, 3), packed, cell(2), **split),
+            Case("BHNC LHBNC", four, (1, 0, 2, 3), packed, cell(2), **split),
+            Case("BHNC K and V unequal", (*four[:3], WIDTH + WIDTH // 2), (0, 2, 1, 3), unequal, cell(2, value=WIDTH)),
+            Case("BHNC padded", four, (0, 1, 2, 3), packed, cell(2), padding=96),
+        ][: 3 if kernel != TOKENS else None]
+        for dtype, order in ((torch.int8, (0, 1, 2, 3)), (torch.uint8, (0, 2, 1, 3))):
+            shape = (*four[:3], 2 * (WIDTH + 4))
+            name = f"BHNC row scales {dtype}"
+            found.append(Case(name, shape, order, row_scaled, cell(1, scale_bytes=4), dtype, **split))
+        for row, dtype in ((576, torch.bfloat16), (576, torch.uint8), (656, torch.uint8), (528, torch.uint8)):
+            size = dtype.itemsize
+            shape = (blocks, kernel, row)
+            found.append(Case(f"BNW {row}", shape, (0, 1, 2), latent, Cell(1, row * size, 0), dtype, **split))
+            shape = (blocks, 1, kernel, row)
+            found.append(Case(f"B1NW {row}", shape, (0, 2, 1, 3), latent, Cell(1, row * size, 0), dtype, **split))
+    apart = Cell(1, 576, 0, 8, scale_unit=1, is_apart=True)
+    found.append(Case("B1NW 584", (BLOCKS, 1, TOKENS, 584), (0, 1, 2, 3), v4, apart, torch.uint8, padding=448))
+    return found
+
+
+def tensor_of(case: Case) -> torch.Tensor:
+    """Four layers of which ours is the third, each block's pages side by side where the blocks are outermost."""
+    inner = [case.shape[dimension] for dimension in case.order]
+    page = prod(inner[1:]) + case.padding
+    is_page = case.order[0] == (1 if case.views is kv_first and case.order[0] else 0) and inner[0] > 2
+    if not is_page:
+        whole = torch.zeros(prod(inner) + 64, dtype=case.dtype)
+        view = torch.as_strided(whole, inner, torch.empty(inner, device="meta").stride(), 64)
+    else:
+        whole = torch.zeros(inner[0] * 4 * page, dtype=case.dtype)
+        # Blocks that a kernel splits lie one after the other; the others may have other layers' pages between.
+        pages = 1 if case.kernel != TOKENS else 4
+        strides = (pages * page, *torch.empty(inner[1:], device="meta").stride())
+        view = torch.as_strided(whole, inner, strides, (2 if pages == 4 else 0) * page)
+    return view.permute(*(case.order.index(dimension) for dimension in range(len(inner))))
+
+
+def places(axis: tuple[Step, ...]) -> torch.Tensor:
+    total = torch.zeros(1, dtype=torch.int64)
+    for step in axis:
+        total = (total[:, None] + torch.arange(step.count) * step.stride).flatten()
+    return total
+
+
+def read(storage: torch.Tensor, start: int, spot: Spot, heads: int, unit: int) -> torch.Tensor:
+    """[token of the table, head, byte of the row], by the spot's own arithmetic."""
+    where = (
+        start
+        + spot.offset
+        + (torch.arange(BLOCKS) * spot.block_stride)[:, None, None, None]
+        + places(spot.token_axis)[:, None, None]
+        + (torch.arange(heads) * spot.head_stride)[:, None]
+        + places(spot.element_axis)
+    )
+    return storage[where[..., None] + torch.arange(unit)].flatten(0, 1).flatten(2)
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.name} of {case.kernel}")
+def test_every_number_lies_where_the_engine_puts_it(case: Case) -> None:
+    cache = tensor_of(case)
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.arange(BLOCKS * TOKENS)  # block of the kernel x its tokens + token, as block tables number them
+    written = {}
+    for part, view in case.views(cache).items():
+        size, heads, width = view.element_size(), view.shape[2], view.shape[3]
+        values = torch.randint(0, 256, (len(slots), heads, width * size), generator=generator, dtype=torch.uint8)
+        view[slots // case.kernel, slots % case.kernel] = values.view(view.dtype)
+        written[part] = values
+    size = cache.element_size()
+    spots = halves_of(cache.shape, cache.stride(), size, case.cell, TOKENS, BLOCKS)
+    assert {spot.part for spot in spots} == set(written)
+    storage = torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage())
+    for spot in spots:
+        unit = written[spot.part].shape[-1] // spot.width
+        got = read(storage, cache.storage_offset() * size, spot, case.cell.heads, unit)
+        assert torch.equal(got, written[spot.part]), spot.part
+
+
+@pytest.mark.parametrize(
+    ("shape", "changed", "text"),
+    [
+        ((BLOCKS, HEADS, TOKENS, WIDTH), {}, r"expected \[B, 3, N, 64\], \[2, B, N, 3, 32\] or \[B, 2, N, 3, 32\]"),
+        ((BLOCKS, HEADS + 1, TOKENS, 2 * WIDTH), {}, r"\(6, 4, 16, 64\) with strides \(4096, 1024, 64, 1\) of 2-byte"),
+        ((BLOCKS + 1, HEADS, TOKENS, 2 * WIDTH), {}, "for 6 blocks of 16 tokens"),
+        ((BLOCKS, HEADS, 5, 2 * WIDTH), {}, "expected"),
+        ((BLOCKS, TOKENS, 2 * WIDTH), {}, "expected"),
+        ((BLOCKS, HEADS, TOKENS, 2, WIDTH), {}, "expected"),
+        ((BLOCKS,), {}, "expected"),
+        ((BLOCKS, TOKENS, 655), {"cell": Cell(1, 656, 0), "size": 1}, r"expected \[B, N, 656\] or \[B, 1, N, 656\]"),
+        ((BLOCKS, 2, TOKENS, 656), {"cell": Cell(1, 656, 0), "size": 1}, "expected"),
+        ((BLOCKS, HEADS, TOKENS, 2 * WIDTH), {"cell": cell(1, scale_bytes=4), "size": 1}, r"expected \[B, 3, N, 72\]$"),
+        ((2, 2, TOKENS, HEADS, WIDTH), {"blocks": 2}, "can be read in two ways"),
+        (
+            (2 * BLOCKS, 1, TOKENS // 2, 584),
+            {"cell": Cell(1, 576, 0, 8, scale_unit=1, is_apart=True), "size": 1},
+            "expected",
+        ),
+    ],
+)
+def test_names_what_it_does_not_know(shape: tuple[int, ...], changed: dict, text: str) -> None:
+    strides = torch.empty(shape, device="meta").stride()
+    with pytest.raises(OperatorError, match=text) as error:
+        size, kept = changed.get("size", 2), changed.get("cell", cell(2))
+        halves_of(shape, strides, size, kept, TOKENS, changed.get("blocks", BLOCKS))
+    assert error.value.code == "shape_unknown"
+
+
+def test_two_halves_of_two_blocks_are_told_apart_by_the_number_of_blocks() -> None:
+    shape = (2, 7, TOKENS, HEADS, WIDTH)
+    strides = torch.empty(shape, device="meta").stride()
+    k, v = halves_of(shape, strides, 2, cell(2), TOKENS, 7)
+    assert (k.block_stride, v.offset) == (strides[1] * 2, strides[0] * 2)
+    k, v = halves_of((7, *shape[:1], *shape[2:]), strides, 2, cell(2), TOKENS, 7)
+    assert (k.block_stride, v.offset) == (strides[0] * 2, strides[1] * 2)
+
+
+def test_refuses_rows_with_scales_that_are_not_dense() -> None:
+    shape = (BLOCKS, HEADS, TOKENS, 2 * (WIDTH + 4))
+    with pytest.raises(OperatorError, match="must be dense") as error:
+        halves_of(shape, (1, 2, 3, 2), 1, cell(1, scale_bytes=4), TOKENS, BLOCKS)
+    assert error.value.code == "shape_unknown"

@@ -1,0 +1,83 @@
+"""Small models of other kinds than the demo's: attention over a latent, and attention in windows."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from kvbridge.demo.model import HEAD_WIDTH, HIDDEN, LAYERS, QUERY_HEADS, VOCABULARY, write_config, write_model
+
+WINDOW = 96
+LATENT, ROPE = 512, 64  # the only ones that vLLM's CPU backend for latents has kernels for
+
+
+def write_windowed(folder: Path) -> Path:
+    """Every second layer sees the last WINDOW tokens only."""
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(LAYERS)]
+    return write_model(folder, layer_types=kinds, sliding_window=WINDOW)
+
+
+def write_latent(folder: Path) -> Path:
+    """DeepSeek-V2 without experts."""
+    import torch
+    from safetensors.torch import save_file
+
+    write_config(
+        folder,
+        architectures=["DeepseekV2ForCausalLM"],
+        model_type="deepseek_v2",
+        num_key_value_heads=QUERY_HEADS,
+        kv_lora_rank=LATENT,
+        q_lora_rank=None,
+        qk_nope_head_dim=HEAD_WIDTH,
+        qk_rope_head_dim=ROPE,
+        v_head_dim=HEAD_WIDTH,
+        head_dim=ROPE,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_layer_freq=1,
+        first_k_dense_replace=LAYERS,  # all of them
+        routed_scaling_factor=1.0,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+    )
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in _shapes(json.loads((folder / "config.json").read_text())).items():
+        if name.endswith("norm.weight"):
+            weights[name] = torch.ones(shape, dtype=torch.bfloat16)
+            continue
+        gain = 1.0 if "embed_tokens" in name else (4.0 if "lm_head" in name else 1.5) / math.sqrt(shape[1])
+        weights[name] = (torch.randn(shape, generator=generator) * gain).to(torch.bfloat16)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    inner = config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (HIDDEN,),
+                "post_attention_layernorm": (HIDDEN,),
+                "self_attn.q_proj": (QUERY_HEADS * (HEAD_WIDTH + ROPE), HIDDEN),
+                "self_attn.kv_a_proj_with_mqa": (LATENT + ROPE, HIDDEN),
+                "self_attn.kv_a_layernorm": (LATENT,),
+                "self_attn.kv_b_proj": (QUERY_HEADS * 2 * HEAD_WIDTH, LATENT),
+                "self_attn.o_proj": (HIDDEN, QUERY_HEADS * HEAD_WIDTH),
+                "mlp.gate_proj": (inner, HIDDEN),
+                "mlp.up_proj": (inner, HIDDEN),
+                "mlp.down_proj": (HIDDEN, inner),
+            }.items()
+        }
+    return shapes
