@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 from kvbridge_proto.pool import Pool
 
 from kvbridge.geometry.compat import Convertible, Incompatible, Same, verdict
 from kvbridge.geometry.layers import align
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign, common
-from tests.oracle import Shape, describe
+from tests.oracle import Shape, build, describe, fill, places_of, rows, run, tables_of, take_rows
+from tests.pools import Held
 
 SHAPE = Shape(layers=4)
 change = msgspec.structs.replace
@@ -112,3 +114,19 @@ def test_a_plan_takes_the_planes_of_the_same_name() -> None:
     assert [(strip.source.region, strip.source.offset) for strip in strips if strip.sink.layer == 5] == [
         (plane.region, plane.offset) for plane in draft
     ]
+
+
+def test_rows_go_to_the_layer_of_the_same_name() -> None:
+    source = build(SHAPE)
+    source = Held(named(source.pool, DRAFT), source.memory)
+    sink = build(replace(SHAPE, layout="hnd", block_tokens=32))
+    numbers = {0: 1, 1: 0, 2: 2, 3: 5}
+    sink = Held(renumbered(named(sink.pool, DRAFT), numbers, 6), sink.memory)
+    ours, theirs = tables_of(source.pool, 50, 1), tables_of(sink.pool, 50, 2)
+    fill(source, ours, range(50))
+    (takes,) = assign([source.pool], sink.pool)
+    run(plan(source.pool, sink.pool, takes, 0, 50, 1 << 12), source, ours, sink, theirs)
+    origins = {(plane.name, plane.part): plane for plane in source.pool.planes}
+    for plane in sink.pool.planes:
+        found = take_rows(sink, plane, places_of(theirs[0], range(50), 32))
+        assert np.array_equal(found, rows(origins[plane.name, plane.part], range(50)))
