@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvbridge_proto.engine import Done, Want
+from kvbridge_proto.engine import Done, Refused, Want
 from kvbridge_proto.peer import Cancel, Grant, Lease, Notice, Settled, Take
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
 from .actions import Action, Ask, Reach, Scatter, Send, Tell
+from .adoption import Adoption
 from .givers import Givers
 from .intake import (
     INTAKE_TABLE,
@@ -51,6 +52,7 @@ class Inbound:
         self._new_token = new_token
         self._givers = Givers()
         self._sources = Sources()
+        self._adoption = Adoption()
         self._wanted_by: dict[str, Wanted] = {}  # transfer -> its want
         self._in_doubt: dict[str, tuple[str, str]] = {}  # transfer -> (address, boot) that has not drained it
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
@@ -83,6 +85,7 @@ class Inbound:
         actions: list[Action] = []
         for wanted in list(self.wants.values()):
             actions += self._fail(wanted, "engine_left", "the engine left", now)
+        self._adoption = Adoption()
         return [action for action in actions if not isinstance(action, Tell)]
 
     def rescaled(self, home: Home, now: float) -> list[Action]:
@@ -98,10 +101,14 @@ class Inbound:
                 actions += self._fail(wanted, "rescaled", "scales of our engine changed", now)
         for address in list(self._sources.open):
             self._lose(address, now)
-        for wanted in self.wants.values():
-            if wanted.state is WantState.REACHING:
-                actions += self._advance(wanted, now)
-        return actions
+        return actions + self._advance_all(now)
+
+    def declined(self, revision: int, reason: str, now: float) -> list[Action]:
+        """Our engine does not take the scales that it was asked to take: wants that wait for them fail."""
+        if not self._adoption.declined(revision, reason):
+            reasons = (f"revision: {revision}, you were not asked",)
+            return [Tell(Refused(code="stale_revision", reasons=reasons, about=f"decline {revision}"))]
+        return self._advance_all(now)
 
     # Sessions:
 
@@ -118,10 +125,7 @@ class Inbound:
             for transfer, (_, doubted) in self._in_doubt.items()
             if doubted == session.peer.boot and transfer not in self._wanted_by
         ]
-        for wanted in list(self.wants.values()):
-            if wanted.state is WantState.REACHING:
-                actions += self._advance(wanted, now)
-        return actions + self._pump()
+        return actions + self._advance_all(now) + self._pump()
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
@@ -139,6 +143,7 @@ class Inbound:
         """The session with `address` is over: so is all that comes from there. Whose transfers that were."""
         self._sources.open.pop(address, None)
         self._givers.forget()
+        self._adoption.forget()
         hurt = []
         for transfer, wanted in list(self._wanted_by.items()):
             intake = wanted.intakes[transfer]
@@ -230,6 +235,10 @@ class Inbound:
 
     # How a want goes on:
 
+    def _advance_all(self, now: float) -> list[Action]:
+        reaching = [wanted for wanted in self.wants.values() if wanted.state is WantState.REACHING]
+        return [action for wanted in reaching for action in self._advance(wanted, now)]
+
     def _advance(self, wanted: Wanted, now: float) -> list[Action]:
         source = wanted.want.source
         if missing := self._sources.missing(source):
@@ -237,8 +246,13 @@ class Inbound:
         if not self._sources.is_whole(source):
             self._deadlines.set(("ask", source), now + ASK_AGAIN_S)
             return []
+        sessions = self._sources.reached(source)
         try:
-            return self._claim(wanted, self._sources.reached(source), now)
+            if wanted.want.first_token < wanted.want.end_token:
+                question = self._adoption.question(source, list(sessions.values()), wanted.home)
+                if question is not None:
+                    return question
+            return self._claim(wanted, sessions, now)
         except KVBridgeError as error:
             return self._fail(wanted, error.code, str(error), now)
 
@@ -376,7 +390,7 @@ class Inbound:
     def _where(self, wanted: Wanted) -> str:
         if wanted.state is WantState.REACHING:
             missing = ", ".join(self._sources.missing(wanted.want.source))
-            return f"deadline_s: {wanted.want.deadline_s} passed while reaching {missing or 'all ranks'}"
+            return f"deadline_s: {wanted.want.deadline_s} passed while reaching {missing or 'all ranks, or agreeing'}"
         done = sum(intake.scattered for intake in wanted.intakes.values())
         total = sum(intake.plan.chunks for intake in wanted.intakes.values())
         return f"deadline_s: {wanted.want.deadline_s} passed with {done} of {total} chunks"
