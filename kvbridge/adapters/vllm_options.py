@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..errors import OperatorError
 
 PREFIX = "kvbridge_"
+Policy = Literal["requantize", "adopt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class Options:
     connect_s    how long start-up waits for the agent; without one the engine starts all the same
     model_name   what both engines call the model; the last part of the model's path if not set
     prefill      the prefilling side's agent (tcp://host:port), for proxies that hand over no kv_transfer_params
-    scales       what becomes of rows under other scales than ours: "requantize", nothing else is possible
+    scales       what becomes of rows under other scales than ours: "requantize" to ours, or "adopt" theirs, while
+                 no request was computed or received here; then rows under others are refused
     cross_layer  ask vLLM up to 0.28 for one tensor that holds all layers; VLLM_KV_CACHE_LAYOUT=BLHNC does it later
     """
 
@@ -31,7 +33,7 @@ class Options:
     connect_s: float = 30.0
     model_name: str = ""
     prefill: str = ""
-    scales: str = "requantize"
+    scales: Policy = "requantize"
     cross_layer: bool = False
 
     @classmethod
@@ -52,8 +54,10 @@ class Options:
                     "option_invalid", f"{PREFIX}{name}: {value!r} is {type(value).__name__}, must be {wanted.__name__}"
                 )
         options = cls(**ours)
-        if options.scales != "requantize":
-            raise OperatorError("option_invalid", f"{PREFIX}scales: {options.scales} is not possible; needs requantize")
+        if options.scales not in (policies := get_args(Policy)):
+            raise OperatorError(
+                "option_invalid", f"{PREFIX}scales: {options.scales!r}, must be one of {', '.join(policies)}"
+            )
         return options
 
     def socket_of(self, rank: int) -> str:

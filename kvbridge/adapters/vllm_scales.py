@@ -1,6 +1,8 @@
-"""Scales that vLLM up to 0.27 takes from the first rows it computes (`calculate_kv_scales`). Pure.
+"""The scales of a worker's layers, where they are not those that were attached.
 
-Each layer begins with 1 and computes its own once, in the first forward, before it writes a row; then they stay.
+vLLM up to 0.27 may take them from the first rows it computes (`calculate_kv_scales`): each layer begins with 1 and
+computes its own once, in the first forward, before it writes a row; then they stay. And while no row is there at all,
+an engine may take those of the engine that prefills for it.
 """
 
 from __future__ import annotations
@@ -8,8 +10,65 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvbridge_proto.engine import Scales
+from kvbridge_proto.engine import Adopt, Decline, Rescale, Scales
 from kvbridge_proto.pool import Pool
+
+# They read the layer's tensors in every forward; on a CPU, where no graph is captured, the floats beside them. Others
+# (FlashInfer's and those for latents, 0.26 to 0.32) multiply the floats into a factor in the first forward and keep it.
+READ_ALWAYS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+
+
+class LayerScales:
+    """What the agent is told of them. `layers` are vLLM's, by name.
+
+    `told` is since they are others than were attached; `is_taking` while the agent has not confirmed those we took.
+    """
+
+    def __init__(self, pool: Pool, layers: Mapping[str, Any]) -> None:
+        self.told: Rescale | None = None
+        self.is_taking = False
+        self.is_used = False  # rows may be there
+        self.is_pending = are_pending(layers)
+        self._pool = pool
+        self._layers = layers
+
+    def look(self) -> Rescale | None:
+        """What to tell, once they are computed and before rows under them are offered."""
+        if not self.is_pending or are_pending(self._layers):
+            return None
+        self.is_pending = False
+        if changed := changed_scales(self._pool, self._layers):
+            self.told = Rescale(revision=1, scales=changed)
+        return self.told
+
+    def answer(self, question: Adopt) -> Rescale | Decline:
+        """Take a source's scales, if nothing of this engine is under its own."""
+        if why := self._obstacle(question.scales):
+            return Decline(revision=question.revision, reason=why)
+        names = {(plane.layer, plane.part): plane.name for plane in self._pool.planes}
+        for each in question.scales:
+            _write(self._layers[names[each.layer, each.part]], _half(each.part), each.scales[0])
+        self.told = Rescale(revision=question.revision, scales=changed_scales(self._pool, self._layers))
+        self.is_taking = True
+        return self.told
+
+    def _obstacle(self, scales: tuple[Scales, ...]) -> str:
+        if self.is_used:
+            return "rows are there under ours: a request was computed or received"
+        if self.is_pending or self.told is not None:
+            return "ours are computed with the first request" if self.is_pending else "others were taken before"
+        planes = {(plane.layer, plane.part): plane for plane in self._pool.planes}
+        for each in scales:
+            plane = planes.get((each.layer, each.part))
+            layer = None if plane is None else self._layers.get(plane.name)
+            if layer is None:
+                return f"layer {each.layer} {each.part}: this engine has none"
+            if len(set(each.scales)) > 1 or getattr(layer, f"_{_half(each.part)}_scale").numel() > 1:
+                return f"layer {each.layer} {each.part}: one for each head, must be one for the layer"
+            backend = layer.attn_backend.get_name()
+            if backend not in READ_ALWAYS:
+                return f"backend: {backend} keeps those it began with, must be one of {', '.join(READ_ALWAYS)}"
+        return ""
 
 
 def are_pending(layers: Mapping[str, Any]) -> bool:
@@ -23,7 +82,21 @@ def changed_scales(pool: Pool, layers: Mapping[str, Any]) -> tuple[Scales, ...]:
     for plane in pool.planes:
         if len(plane.codec.scales) != 1:
             continue
-        scale = float(getattr(layers[plane.name], "_v_scale_float" if plane.part == "v" else "_k_scale_float"))
+        scale = float(getattr(layers[plane.name], f"_{_half(plane.part)}_scale_float"))
         if scale != plane.codec.scales[0]:
             found.append(Scales(plane.layer, plane.part, (scale,)))
     return tuple(found)
+
+
+def _half(part: str) -> str:
+    """vLLM's name: a latent is a key."""
+    return "v" if part == "v" else "k"
+
+
+def _write(layer: Any, half: str, scale: float) -> None:
+    """In stream order, and in place: graphs have the tensor's address."""
+    getattr(layer, f"_{half}_scale").fill_(scale)
+    setattr(layer, f"_{half}_scale_float", scale)
+    copy = getattr(layer, f"_{half}_scale_cpu", None)  # vLLM since 0.32
+    if copy is not None:
+        copy.fill_(scale)

@@ -100,6 +100,7 @@ class SchedulerSide:
         self._awaited: set[str] = set()
         self._step = Step()
         self._empty_steps = 0
+        self._is_used = False
         # Batches in flight (pipeline, async scheduling) leave steps empty in between; replicas wait for each other.
         self._busy_steps = 2 * config.max_concurrent_batches + 2
         self._may_rest = parallel.data_parallel_size == 1
@@ -260,6 +261,7 @@ class SchedulerSide:
                 if sending is not None and not sending.is_whole:
                     self._offer(sending, sending.request.num_computed_tokens + count)
         step, self._step = self._step, Step()
+        step.is_used = self._is_used = self._is_used or output.total_num_scheduled_tokens > 0
         self._empty_steps = 0 if output.total_num_scheduled_tokens else self._empty_steps + 1
         if self._may_rest and self._empty_steps > self._busy_steps:
             step.rest_s = LONG_REST_S if self._empty_steps > LONG_AFTER_STEPS else REST_S

@@ -22,7 +22,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when
     `before` goes out before the forward pass, `after` when it has written what the messages speak of. `awaited` maps
     the names of wants to requests whose receive must be reported, `held` those of offers to requests whose blocks
     are kept until reported as sent. `rest_s` is how long a worker may wait for its agent in this step, because the
-    engine has had nothing to compute for some steps.
+    engine has had nothing to compute for some steps. `is_used` once anything was computed, in this step or before.
     """
 
     before: list[ToAgent] = field(default_factory=list)
@@ -30,6 +30,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when
     awaited: dict[str, str] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
     rest_s: float = 0.0
+    is_used: bool = False
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvbridge_proto.engine import (
     Abandon,
+    Adopt,
     Attach,
     Directory,
     Done,
@@ -22,12 +23,12 @@ from kvbridge_proto.engine import (
     Offer,
     Refused,
     Released,
-    Rescale,
+    Rescaled,
     ToAgent,
     Want,
     Withdraw,
 )
-from kvbridge_proto.pool import Handle, Pool
+from kvbridge_proto.pool import Handle
 from kvbridge_proto.words import OURS
 from msgspec.structs import replace
 from vllm.logger import init_logger
@@ -40,7 +41,7 @@ from .vllm_eras import shard_of
 from .vllm_ledger import Ledger, Receive, Reports
 from .vllm_options import Options
 from .vllm_pool import Memory, describe
-from .vllm_scales import are_pending, changed_scales
+from .vllm_scales import LayerScales
 from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
 
 if TYPE_CHECKING:
@@ -79,9 +80,7 @@ class WorkerSide:
         self._look_at = 0.0
         self._rest_s = 0.0
         self._key: RankKey = (0, 0)
-        self._pool: Pool | None = None
-        self._layers: Mapping[str, Any] | None = None  # until their scales are known
-        self._rescale: Rescale | None = None  # since the scales are others than were attached
+        self._scales: LayerScales
 
     # Start-up:
 
@@ -103,15 +102,16 @@ class WorkerSide:
     def attach(self, path: str, memory: Memory, layers: Mapping[str, Any] | None = None) -> None:
         """Share the memory, and tell the agent at `path`, now and after every loss.
 
-        `layers` are vLLM's, by name; some versions compute the scales of their rows with the first request.
+        `layers` are vLLM's, by name: their scales may become others than `memory` says.
         """
-        self._pool, self._layers = memory.pool, layers if layers and are_pending(layers) else None
+        self._scales = LayerScales(memory.pool, layers or {})
         self._fence = self._fence_of(memory.device)
         handles, fds = self._export(memory)  # moves memory that is no GPU's; now, not in the middle of serving
         _close(fds)
         self._key = (memory.pool.shard.pp_rank, memory.pool.shard.tp_rank)
         fence_fd = None if self._fence is None else len(fds) - 1
-        attach = Attach(versions=OURS, pool=memory.pool, handles=handles, fence_fd=fence_fd)
+        policy = self._options.scales
+        attach = Attach(versions=OURS, pool=memory.pool, handles=handles, fence_fd=fence_fd, policy=policy)
         self._link = AgentLink(EngineClient(path), attach, lambda: self._export(memory)[1], log, self._clock)
         self._link.start(self._options.connect_s)
         # vLLM asks one rank of those that differ in prefill context parallelism only; they all tell in the first step.
@@ -150,6 +150,7 @@ class WorkerSide:
         Wanted blocks may still be written by an earlier forward, for a request that is gone: hence their fence.
         """
         self._step, self._rest_s = step, step.rest_s
+        self._scales.is_used |= step.is_used
         self._turn()
         fence = self._mark(any(isinstance(message, Want) and message.blocks for message in step.before))
         for message in step.before:
@@ -187,24 +188,14 @@ class WorkerSide:
     def after_forward(self) -> None:
         """Offer what the forward writes; then what the scheduler keeps can be settled. Once a step, however called."""
         step, self._step = self._step, Step()
-        if self._layers is not None:
-            self._look_at_scales(self._layers)
+        if (changed := self._scales.look()) is not None:
+            self._say(changed)
         fence = self._mark(bool(step.after))
         for message in step.after:
             if isinstance(message, Offer) and self._say(replace(message, fence=fence)):
                 self._ledger.offered(message.request, self._clock() + message.hold_s + GRACE_S)
         for name, request_id in step.held.items():
             self._ledger.held(name, request_id)
-
-    def _look_at_scales(self, layers: Mapping[str, Any]) -> None:
-        """Tell once, before rows under them are offered."""
-        assert self._pool is not None
-        if are_pending(layers):
-            return
-        self._layers = None
-        if changed := changed_scales(self._pool, layers):
-            self._rescale = Rescale(revision=1, scales=changed)
-            self._say(self._rescale)
 
     def _mark(self, is_needed: bool) -> int:
         """A count that the fence reaches when the GPU has done all that is enqueued now; 0: it has, on a CPU."""
@@ -223,7 +214,7 @@ class WorkerSide:
     def _want(self, want: Want, request_id: str) -> None:
         blocks = tuple(block for piece in want.blocks for block in piece.ids)
         self._ledger.wanted(want.request, Receive(request_id, self._clock() + want.deadline_s + GRACE_S, blocks))
-        if self._layers is not None:
+        if self._scales.is_pending:
             log.warning("%s: not fetched: what scales its rows would have is not known yet", want.request)
             self._ledger.failed(want.request)
         elif not self._say(want):
@@ -239,7 +230,7 @@ class WorkerSide:
         for message in self._link.turn():
             match message:
                 case Done(request=name):
-                    self._ledger.received(name)
+                    self._received(name)
                 case Failed(request=name, code=code, reason=reason):
                     if name in self._ledger.receives:
                         log.warning("%s: KV not received: %s: %s", name, code, reason)
@@ -248,6 +239,12 @@ class WorkerSide:
                     if code:
                         log.info("%s: released: %s: %s", name, code, reason)
                     self._ledger.released(name)
+                case Adopt():
+                    answer = self._scales.answer(message)
+                    log.info("asked to take the scales of the prefilling engine: %s", answer)
+                    self._say(answer)
+                case Rescaled():
+                    self._scales.is_taking = False
                 case Refused(about=about, code=code, reasons=reasons) if about.startswith("rescale"):
                     # Nothing may be planned under the scales that the agent still believes in.
                     self._link.give_up(f"{about} refused: {code}: {'; '.join(reasons)}")
@@ -256,11 +253,20 @@ class WorkerSide:
                     self._ledger.failed(name)
                     self._ledger.released(name)
                 case Over():
+                    self._scales.is_taking = False
                     self._ledger.over()
         if self._link.is_attached and not was_attached:
-            for first in (self._rescale, self._directory):
+            for first in (self._scales.told, self._directory):
                 if first is not None:
                     self._say(first)
+
+    def _received(self, name: str) -> None:
+        if self._scales.is_taking and name in self._ledger.receives:
+            log.warning("%s: KV came under the scales from before", name)
+            self._ledger.failed(name)
+            return
+        self._scales.is_used |= name in self._ledger.receives
+        self._ledger.received(name)
 
     def _look_for_late(self) -> None:
         """An agent that is alive but silent is asked to stop, then given up. Blocks stay ours until it has let go."""

@@ -76,7 +76,6 @@ class Engines:
         self._attached: Attachment | None = None
         self._home: Home | None = None
         self._epoch = 0
-        self._revision = 0  # of the engine's scales
         self._leaving: asyncio.Task[None] | None = None
 
     @property
@@ -170,9 +169,8 @@ class Engines:
                 self.sink.abandon(request)
             case Rescale():
                 self._rescale(connection, message, home)
-            case Decline(revision=revision):
-                reason = f"decline {revision}: this agent asks no engine to take other scales"
-                connection.send(Refused(code="not_served", reasons=(reason,), about=f"decline {revision}"))
+            case Decline(revision=revision, reason=reason):
+                self.sink.declined(revision, reason)
             case Detach():
                 await self.leave("detached")
                 connection.send(Detached(epoch=home.epoch))
@@ -188,11 +186,12 @@ class Engines:
             connection.send(Refused(code=error.code, reasons=reasons))
             return
         self._epoch += 1
-        self._connection, self._attached, self._revision = connection, attached, 0
+        self._connection, self._attached = connection, attached
         self.sink.attached = self.source.attached = attached
         pool, agent = attach.pool, self._agent()
         own = Rank(tp_rank=pool.shard.tp_rank, pp_rank=pool.shard.pp_rank, address=agent.address)
-        self._home = Home(agent, self._epoch, pool, self._mover.site, self._mover.digests, (own,))
+        site, digests = self._mover.site, self._mover.digests
+        self._home = Home(agent, self._epoch, pool, site, digests, (own,), attach.policy)
         log.info(
             "attached: %s epoch=%d pid=%d planes=%d",
             _name(attach),
@@ -208,7 +207,7 @@ class Engines:
     def _rescale(self, connection: LocalConnection, message: Rescale, home: Home) -> None:
         """Rows come under other scales: another epoch of the same memory. What is under way ends as its end comes."""
         try:
-            pool = self._checked(message, home)
+            pool = _checked(message, home)
         except EngineError as error:
             log.warning("refused new scales: code=%s %s", error.code, error)
             self._metrics.refused(error.code)
@@ -219,25 +218,12 @@ class Engines:
         self._epoch += 1
         reason = f"scales of the engine changed (revision {message.revision})"
         self.source.rescaled(reason)
-        self._revision, self._home = message.revision, replace(home, epoch=self._epoch, pool=pool)
+        self._home = replace(home, epoch=self._epoch, pool=pool, revision=message.revision)
         self._attached = self.sink.attached = self.source.attached = replace(self._attached, epoch=self._epoch)
         self.peers.renew(reason)
         self.sink.rescaled(self._home)
         log.info("rescaled: revision=%d epoch=%d planes=%d", message.revision, self._epoch, len(message.scales))
         connection.send(Rescaled(revision=message.revision, epoch=self._epoch))
-
-    def _checked(self, message: Rescale, home: Home) -> Pool:
-        """The pool under its new scales. Raises EngineError."""
-        if message.revision <= self._revision:
-            raise EngineError("stale_revision", f"revision: {message.revision}, the last was {self._revision}")
-        planes = {(plane.layer, plane.part) for plane in home.pool.planes}
-        for each in message.scales:
-            if (each.layer, each.part) not in planes:
-                raise EngineError("scales_unknown_plane", f"scales: layer {each.layer} {each.part}, the pool has none")
-        pool = rescaled(home.pool, message.scales)
-        if reasons := check_pool(pool):
-            raise EngineError("bad_pool", *reasons)
-        return pool
 
     def _open(self, attach: Attach, fds: list[int]) -> Attachment:
         """Map what the engine sent. Raises KVBridgeError; nothing stays mapped then."""
@@ -261,8 +247,6 @@ class Engines:
             holder = self._home.pool.engine
             reason = f"engine: {holder.kind} {holder.id} (pid {self._connection.pid}) is attached to this agent"
             raise KVBridgeError("engine_present", reason)
-        if attach.policy == "adopt":
-            raise KVBridgeError("not_served", "policy: adopt is not possible; needs requantize")
         version = negotiate(OURS, attach.versions)
         if version is None:
             theirs = attach.versions
@@ -293,6 +277,20 @@ def _fd(fds: list[int], index: int) -> int:
     if index >= len(fds):
         raise EngineError("fd_missing", f"fence_fd: {index}, {len(fds)} came with the message")
     return fds[index]
+
+
+def _checked(message: Rescale, home: Home) -> Pool:
+    """The pool under its new scales. Raises EngineError."""
+    if message.revision <= home.revision:
+        raise EngineError("stale_revision", f"revision: {message.revision}, the last was {home.revision}")
+    planes = {(plane.layer, plane.part) for plane in home.pool.planes}
+    for each in message.scales:
+        if (each.layer, each.part) not in planes:
+            raise EngineError("scales_unknown_plane", f"scales: layer {each.layer} {each.part}, the pool has none")
+    pool = rescaled(home.pool, message.scales)
+    if reasons := check_pool(pool):
+        raise EngineError("bad_pool", *reasons)
+    return pool
 
 
 def _name(attach: Attach) -> str:

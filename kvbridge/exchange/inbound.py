@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvbridge_proto.engine import Done, Want
+from kvbridge_proto.engine import Done, Refused, Want
 from kvbridge_proto.peer import Cancel, Grant, Lease, Notice, Settled, Take
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
 from .actions import Action, Ask, Reach, Scatter, Send, Tell
+from .adoption import Adoption
 from .givers import Givers
 from .intake import (
     INTAKE_TABLE,
@@ -31,8 +32,9 @@ from .intake import (
     scatter_of,
 )
 from .lease import Deadlines
-from .session import Home, Session, engine_ranks, rank_index
+from .session import Home, Session
 from .slots import SlotPool
+from .sources import Sources
 from .tables import tables_of
 
 ASK_AGAIN_S = 0.1  # for ranks that the source's engine has not named yet
@@ -49,8 +51,8 @@ class Inbound:
         self._new_id = new_id
         self._new_token = new_token
         self._givers = Givers()
-        self._sessions: dict[str, Session] = {}
-        self._boots: dict[str, str] = {}
+        self._sources = Sources()
+        self._adoption = Adoption()
         self._wanted_by: dict[str, Wanted] = {}  # transfer -> its want
         self._in_doubt: dict[str, tuple[str, str]] = {}  # transfer -> (address, boot) that has not drained it
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
@@ -83,6 +85,7 @@ class Inbound:
         actions: list[Action] = []
         for wanted in list(self.wants.values()):
             actions += self._fail(wanted, "engine_left", "the engine left", now)
+        self._adoption = Adoption()
         return [action for action in actions if not isinstance(action, Tell)]
 
     def rescaled(self, home: Home, now: float) -> list[Action]:
@@ -96,39 +99,41 @@ class Inbound:
                 wanted.home = home
             else:
                 actions += self._fail(wanted, "rescaled", "scales of our engine changed", now)
-        for address in list(self._sessions):
+        for address in list(self._sources.open):
             self._lose(address, now)
-        for wanted in self.wants.values():
-            if wanted.state is WantState.REACHING:
-                actions += self._advance(wanted, now)
-        return actions
+        return actions + self._advance_all(now)
+
+    def declined(self, revision: int, reason: str, now: float) -> list[Action]:
+        """Our engine does not take the scales that it was asked to take: wants that wait for them fail."""
+        if not self._adoption.declined(revision, reason):
+            reasons = (f"revision: {revision}, you were not asked",)
+            return [Tell(Refused(code="stale_revision", reasons=reasons, about=f"decline {revision}"))]
+        return self._advance_all(now)
 
     # Sessions:
 
     def opened(self, address: str, session: Session, now: float) -> list[Action]:
         """A session with the agent at `address` is open (or open again, knowing more ranks)."""
-        boot = self._boots.get(address)
+        boot = self._sources.boots.get(address)
         if boot is not None and boot != session.peer.boot:
             self.slots.boot_gone(boot)
             self._in_doubt = {t: (a, b) for t, (a, b) in self._in_doubt.items() if b != boot}
-        self._boots[address] = session.peer.boot
-        self._sessions[address] = session
+        self._sources.boots[address] = session.peer.boot
+        self._sources.open[address] = session
         actions: list[Action] = [
             Send(address, Cancel(transfer=transfer, code="forgotten"))
             for transfer, (_, doubted) in self._in_doubt.items()
             if doubted == session.peer.boot and transfer not in self._wanted_by
         ]
-        for wanted in list(self.wants.values()):
-            if wanted.state is WantState.REACHING:
-                actions += self._advance(wanted, now)
-        return actions + self._pump()
+        return actions + self._advance_all(now) + self._pump()
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
-        waiting = [w for w in self.wants.values() if w.state is WantState.REACHING and address in self._needed(w)]
+        reaching = [wanted for wanted in self.wants.values() if wanted.state is WantState.REACHING]
+        waiting = [wanted for wanted in reaching if address in self._sources.needed(wanted.want.source)]
         hurt = {wanted.want.request: wanted for wanted in [*waiting, *self._lose(address, now)]}
         actions: list[Action] = [  # perhaps that rank has moved: ask who knows
-            Ask(other) for other, s in self._sessions.items() if any(rank.address == address for rank in s.ranks)
+            Ask(other) for other, s in self._sources.open.items() if any(rank.address == address for rank in s.ranks)
         ]
         for wanted in hurt.values():
             actions += self._fail(wanted, code, reason, now)
@@ -136,8 +141,9 @@ class Inbound:
 
     def _lose(self, address: str, now: float) -> list[Wanted]:
         """The session with `address` is over: so is all that comes from there. Whose transfers that were."""
-        self._sessions.pop(address, None)
+        self._sources.open.pop(address, None)
         self._givers.forget()
+        self._adoption.forget()
         hurt = []
         for transfer, wanted in list(self._wanted_by.items()):
             intake = wanted.intakes[transfer]
@@ -200,7 +206,7 @@ class Inbound:
         """The source will not write anything of this transfer any more: its slots are free again."""
         doubt = self._in_doubt.get(transfer)
         intake = self._intake(address, transfer)
-        if intake is None and (doubt is None or doubt[1] != self._boots.get(address)):
+        if intake is None and (doubt is None or doubt[1] != self._sources.boots.get(address)):
             return []
         self._in_doubt.pop(transfer, None)
         self.slots.drain(transfer)
@@ -220,7 +226,7 @@ class Inbound:
             if kind == "want" and key in self.wants:
                 wanted = self.wants[key]
                 actions += self._fail(wanted, "deadline", self._where(wanted), now)
-            elif kind == "ask" and key in self._sessions:
+            elif kind == "ask" and key in self._sources.open:
                 actions.append(Ask(key))
             elif kind == "doubt" and any(address == key for address, _ in self._in_doubt.values()):
                 self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
@@ -229,26 +235,23 @@ class Inbound:
 
     # How a want goes on:
 
-    def _needed(self, wanted: Wanted) -> list[str]:
-        """Addresses of all ranks of the source engine, as far as they are known."""
-        first = self._sessions.get(wanted.want.source)
-        if first is None:
-            return [wanted.want.source]
-        own = rank_index(first.peer_pool)
-        size = first.peer_pool.shard.tp_size
-        others = [rank.address for rank in first.ranks if rank.pp_rank * size + rank.tp_rank != own]
-        return [wanted.want.source, *others]
+    def _advance_all(self, now: float) -> list[Action]:
+        reaching = [wanted for wanted in self.wants.values() if wanted.state is WantState.REACHING]
+        return [action for wanted in reaching for action in self._advance(wanted, now)]
 
     def _advance(self, wanted: Wanted, now: float) -> list[Action]:
-        needed = self._needed(wanted)
-        missing = [address for address in needed if address not in self._sessions]
-        if missing:
+        source = wanted.want.source
+        if missing := self._sources.missing(source):
             return [Reach(address) for address in missing]
-        if len(needed) < engine_ranks(self._sessions[wanted.want.source].peer_pool):
-            self._deadlines.set(("ask", wanted.want.source), now + ASK_AGAIN_S)
+        if not self._sources.is_whole(source):
+            self._deadlines.set(("ask", source), now + ASK_AGAIN_S)
             return []
-        sessions = {address: self._sessions[address] for address in needed}
+        sessions = self._sources.reached(source)
         try:
+            if wanted.want.first_token < wanted.want.end_token:
+                question = self._adoption.question(source, list(sessions.values()), wanted.home)
+                if question is not None:
+                    return question
             return self._claim(wanted, sessions, now)
         except KVBridgeError as error:
             return self._fail(wanted, error.code, str(error), now)
@@ -315,10 +318,9 @@ class Inbound:
 
     def _waive(self, wanted: Wanted) -> list[Action]:
         """Tell the ranks we did reach that nothing will be taken, or they keep their blocks until the hold ends."""
-        reached = [(address, self._sessions[address]) for address in self._needed(wanted) if address in self._sessions]
         want = wanted.want
         actions: list[Action] = []
-        for address, session in reached:
+        for address, session in self._sources.reached(want.source).items():
             nothing = session.planner.plan((), want.first_token, want.end_token, session.slot_bytes)
             actions.append(self._claim_from(wanted, address, session, (), nothing, wanted.started))
         return actions
@@ -355,7 +357,7 @@ class Inbound:
     def _intake(self, address: str, transfer: str) -> Intake | None:
         wanted = self._wanted_by.get(transfer)
         intake = wanted.intakes.get(transfer) if wanted else None
-        return intake if intake is not None and intake.session.peer.boot == self._boots.get(address) else None
+        return intake if intake is not None and intake.session.peer.boot == self._sources.boots.get(address) else None
 
     def _pump(self) -> list[Action]:
         """Lend free slots to transfers whose chunks are ready, one each in turn."""
@@ -387,8 +389,8 @@ class Inbound:
 
     def _where(self, wanted: Wanted) -> str:
         if wanted.state is WantState.REACHING:
-            missing = [a for a in self._needed(wanted) if a not in self._sessions]
-            return f"deadline_s: {wanted.want.deadline_s} passed while reaching {', '.join(missing) or 'all ranks'}"
+            missing = ", ".join(self._sources.missing(wanted.want.source))
+            return f"deadline_s: {wanted.want.deadline_s} passed while reaching {missing or 'all ranks, or agreeing'}"
         done = sum(intake.scattered for intake in wanted.intakes.values())
         total = sum(intake.plan.chunks for intake in wanted.intakes.values())
         return f"deadline_s: {wanted.want.deadline_s} passed with {done} of {total} chunks"

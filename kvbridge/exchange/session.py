@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Literal
 
 from kvbridge_proto.peer import Hello, Refuse, Welcome
 from kvbridge_proto.pool import Pool
@@ -47,7 +48,10 @@ SESSION_TABLE = Table(
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Our side of every session: this start of the agent and what its engine attached."""
+    """Our side of every session: this start of the agent and what its engine attached.
+
+    `policy` is what the engine wants done about other scales, `revision` that of its own.
+    """
 
     agent: Agent
     epoch: int
@@ -55,6 +59,8 @@ class Home:
     site: Site
     digests: tuple[str, ...]
     ranks: tuple[Rank, ...] = ()
+    policy: Literal["requantize", "adopt"] = "requantize"
+    revision: int = 0
     share: Comb = field(init=False, repr=False, compare=False)  # the tokens that our pool holds
 
     def __post_init__(self) -> None:

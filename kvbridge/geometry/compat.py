@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-from kvbridge_proto.engine import Scales
 from kvbridge_proto.pool import Group, Layer, Plane, Pool
 
 from .check import check_pool as check_pool
@@ -14,7 +13,7 @@ from .check import extent as extent
 from .check import shortened
 from .comb import MOST_PERIOD, period_of
 from .layers import align
-from .wire import PLAIN, ROW_SCALED, can_convert, is_same_row, is_same_scales, is_scale, scales_of
+from .wire import PLAIN, ROW_SCALED, can_convert, is_same_row, is_same_scales, is_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +89,6 @@ def changes(source: Pool, sink: Pool) -> list[Difference]:
     else:
         layers = []
     return _merged([*layers, *_changes(align(source, sink), sink)])
-
-
-def other_scales(source: Pool, sink: Pool) -> tuple[Scales, ...]:
-    """The source's scales of the sink's planes, where they are other than the sink's and the numbers are alike."""
-    found: list[Scales] = []
-    for ours, theirs in common_planes(align(source, sink), sink):
-        first, codec = theirs.first_head - ours.first_head, ours.codec
-        if codec.name != theirs.codec.name or codec.name not in PLAIN:
-            continue
-        if len(codec.scales) > 1 and not 0 <= first <= first + theirs.heads <= ours.heads:
-            continue  # another rank of the source has the scales of the other heads
-        scales = scales_of(codec, max(first, 0), theirs.heads) or (1.0,)
-        if not is_same_scales(scales, theirs.codec.scales):
-            found.append(Scales(theirs.layer, theirs.part, scales))
-    return tuple(found)
 
 
 def _other_model(source: Pool, aligned: Pool, sink: Pool) -> Iterator[Difference]:
@@ -196,7 +180,7 @@ def _changes(source: Pool, sink: Pool) -> Iterator[Difference]:
         yield from _if_other("block_tokens", mine.block_tokens, yours.block_tokens, place)
         yield from _if_other("codec", _form(ours), _form(theirs), place)
         if not is_same_scales(ours.codec.scales, theirs.codec.scales):
-            yield Difference("scales", _scales(ours), _scales(theirs), place)
+            yield Difference("scales", spelled(ours.codec.scales), spelled(theirs.codec.scales), place)
         yield from _if_other("layout", _layout(ours), _layout(theirs), place)
 
 
@@ -240,8 +224,8 @@ def _spread(plane: Plane) -> str:
     return _form(plane) if _is_dense(plane) else f"{_form(plane)}, {plane.element_axis[-1].stride} bytes apart"
 
 
-def _scales(plane: Plane) -> str:
-    scales = plane.codec.scales
+def spelled(scales: Sequence[float]) -> str:
+    """The scales of a plane, for people."""
     return "none" if not scales else f"{scales[0]:g}" if len(scales) == 1 else f"{len(scales)} from {scales[0]:g} on"
 
 

@@ -22,7 +22,7 @@ def test_reads_its_own_names_and_leaves_others_alone() -> None:
         ({"kvbridge_deadline_s": 0}, r"kvbridge_deadline_s: 0, must be in \(0, 86400\]"),
         ({"kvbridge_deadline_s": True}, "kvbridge_deadline_s: True is bool, must be float"),
         ({"kvbridge_socket": 7}, "kvbridge_socket: 7 is int, must be str"),
-        ({"kvbridge_scales": "adopt"}, "kvbridge_scales: adopt is not possible; needs requantize"),
+        ({"kvbridge_scales": "adapt"}, "kvbridge_scales: 'adapt', must be one of requantize, adopt"),
     ],
 )
 def test_refuses_what_it_cannot_mean(extra: dict[str, object], text: str) -> None:

@@ -146,12 +146,10 @@ def test_scales_that_cannot_be_are_refused_with_their_value(pair: Pair) -> None:
     pair.works()
 
 
-def test_taking_another_engines_scales_is_refused_by_name(pair: Pair, tmp_path: Path) -> None:
-    assert refusal(pair.sink, Decline(revision=2, reason="no"))[0] == "not_served"
-    with agent(tmp_path, "x") as running, closing(SyntheticEngine(running, build(Shape("nhd")))) as engine:
-        refused = engine.attach(policy="adopt")
-        assert isinstance(refused, Refused) and refused.code == "not_served"
-        assert refused.reasons == ("policy: adopt is not possible; needs requantize",)
+def test_a_decline_of_what_nobody_asked_is_refused(pair: Pair) -> None:
+    code, reason = refusal(pair.sink, Decline(revision=2, reason="no"))
+    assert code == "stale_revision" and "2" in reason
+    pair.works()
 
 
 def test_rows_after_new_scales_are_converted_under_them(tmp_path: Path) -> None:

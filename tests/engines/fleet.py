@@ -30,6 +30,7 @@ CONFIGS = {
     "large": EngineConfig(model="", block_size=128),
     "two": EngineConfig(model="", block_size=32, tensor_parallel_size=2, cores="0|1", max_num_batched_tokens=256),
     "fp8": EngineConfig(model="", block_size=32, kv_cache_dtype="fp8", enable_prefix_caching=False),
+    "large-fp8": EngineConfig(model="", block_size=128, kv_cache_dtype="fp8"),
     "sixteen": EngineConfig(model="", block_size=16),
     "two-sixteen": EngineConfig(model="", block_size=16, tensor_parallel_size=2, cores="0|1"),
     "alone": EngineConfig(model="", block_size=32),
@@ -51,12 +52,14 @@ class Fleet:
         dtype: str = "bfloat16",
         write: Callable[[Path], Path] = write_model,
         more: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = folder
         self._dtype = dtype
         self._stack = stack
         self._model = str(write(folder / "model"))
         self._more = more or {}  # engine arguments for all
+        self._options = options or {}  # of the connector, for all
         self._engines: dict[str, EngineProcess] = {}
         self.agents: dict[str, list[AgentProcess]] = {}
         self._numbers = iter(range(1, 1_000_000))
@@ -84,7 +87,8 @@ class Fleet:
         return self._stack.enter_context(engine)
 
     def _connector(self, name: str) -> dict[str, Any]:
-        return {"kvbridge_socket": str(self.folder / f"{name}-{{rank}}.sock"), "kvbridge_deadline_s": 40}
+        socket = str(self.folder / f"{name}-{{rank}}.sock")
+        return {"kvbridge_socket": socket, "kvbridge_deadline_s": 40, **self._options}
 
     def start_agents(self, name: str) -> None:
         """One agent for each rank, on the address its predecessor had, if there was one."""

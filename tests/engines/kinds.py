@@ -19,6 +19,22 @@ def write_windowed(folder: Path) -> Path:
     return write_model(folder, layer_types=kinds, sliding_window=WINDOW)
 
 
+def write_scaled(folder: Path) -> Path:
+    """With scales for an fp8 cache, as llm-compressor leaves them; each layer has its own, for k and for v."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    said = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+    write_model(folder, quantization_config=said | {"kv_cache_scheme": scheme})
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(LAYERS):
+        for part, scale in (("k", 0.03 + layer / 100), ("v", 0.07 + layer / 100)):
+            weights[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor([scale])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def write_latent(folder: Path) -> Path:
     """DeepSeek-V2 without experts."""
     import torch

@@ -18,7 +18,7 @@ def sessions_of(world: World) -> list[Session]:
     world.offer("r", 64, 16)
     world.want("r", 64)
     world.run()
-    return [world.sinks[0].inbound._sessions[node.name] for node in world.sources]
+    return [world.sinks[0].inbound._sources.open[node.name] for node in world.sources]
 
 
 def test_the_same_sessions_are_assigned_once_and_others_anew() -> None:

@@ -157,10 +157,18 @@ class World:
         for node in self.sources:
             self.do(node, node.outbound.offer(message, node.home, self.now))
 
-    def want(self, request: str, end: int, first: int = 0, room: str = "", deadline: float = 50.0) -> None:
+    def want(
+        self,
+        request: str,
+        end: int,
+        first: int = 0,
+        room: str = "",
+        deadline: float = 50.0,
+        source: str = "P0",
+    ) -> None:
         begin = first // 16
         pieces = (Blocks(0, begin, tuple(range(begin, -(-end // 16)))),)
-        self.want_pieces(request, end, pieces, first, room, deadline)
+        self.want_pieces(request, end, pieces, first, room, deadline, source)
 
     def want_pieces(
         self,
@@ -170,11 +178,12 @@ class World:
         first: int = 0,
         room: str = "",
         deadline: float = 50.0,
+        source: str = "P0",
     ) -> None:
         message = Want(
             request=request,
             room=room or request,
-            source="P0",
+            source=source,
             first_token=first,
             end_token=end,
             blocks=pieces,
@@ -284,12 +293,12 @@ class World:
             case _:
                 raise AssertionError(body)
 
-    def rescale(self, node: Node, scale: float) -> None:
+    def rescale(self, node: Node, scale: float, revision: int = 0) -> None:
         """All planes of an engine rank come under another scale; its agent does what `Engines` does."""
-        pool = node.home.pool
+        pool, revision = node.home.pool, revision or node.home.revision + 1
         scales = tuple(Scales(plane.layer, plane.part, (scale,)) for plane in pool.planes)
         ended = node.outbound.rescaled("test")
-        node.home = replace(node.home, epoch=node.home.epoch + 1, pool=rescaled(pool, scales))
+        node.home = replace(node.home, epoch=node.home.epoch + 1, pool=rescaled(pool, scales), revision=revision)
         self.do(node, ended)
         others = self.sinks if node.name[0] == "P" else self.sources
         for other in others:

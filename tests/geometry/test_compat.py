@@ -11,7 +11,7 @@ from kvbridge_proto.engine import Scales
 from kvbridge_proto.pool import Codec, Group, Pool, Shard, Step
 
 from kvbridge.geometry.check import MOST_REASONS, rescaled
-from kvbridge.geometry.compat import Convertible, Incompatible, Same, check_pool, extent, other_scales, verdict
+from kvbridge.geometry.compat import Convertible, Incompatible, Same, check_pool, extent, verdict
 from tests.oracle import LAYOUTS, Shape, describe, mla
 
 SHAPE = Shape(key_width=32, value_width=16)
@@ -338,19 +338,6 @@ def test_scales_are_replaced_where_they_are_named() -> None:
     found = rescaled(pool, [Scales(0, "v", (8.0,)), Scales(1, "k", (3.0,))])
     assert [plane.codec.scales for plane in found.planes] == [(2.0,), (8.0,), (3.0,), (4.0,)]
     assert change(found, planes=pool.planes) == pool
-
-
-def test_other_scales_are_those_of_the_source_for_the_heads_of_the_sink() -> None:
-    scales = {"k": (1.0, 2.0, 3.0, 4.0), "v": (5.0, 6.0, 7.0, 8.0)}
-    source = describe(replace(SHAPE, codec="fp8_e4m3", scales=scales))
-    sink = describe(replace(SHAPE, codec="fp8_e4m3", tp_size=2, scales={"k": (1.0,), "v": (1.0,)}), 1)
-    assert other_scales(source, sink) == tuple(
-        Scales(layer, part, scales[part][2:]) for layer in range(2) for part in ("k", "v")
-    )
-    assert other_scales(source, source) == ()
-    assert other_scales(describe(SHAPE), sink) == ()  # bf16 has none to take
-    plain = describe(replace(SHAPE, codec="fp8_e4m3"))
-    assert other_scales(plain, source)[0] == Scales(0, "k", (1.0,))
 
 
 def test_refuses_a_source_that_lacks_a_part() -> None:

@@ -1,0 +1,68 @@
+"""Whether our engine takes the scales of a source: asked once for the same scales, then remembered. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvbridge_proto.engine import Adopt, Scales
+
+from ..errors import EngineError
+from ..geometry.scales import other_scales, scales_there
+from .actions import Action, Tell
+from .session import Home, Session
+
+MOST_ANSWERS = 64  # kept; sources that calibrate anew at each start are strangers each time
+
+
+class Adoption:
+    """What our engine was asked, and what it said. The agent's policy is its engine's (Attach)."""
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[Scales, ...], int] = {}  # -> the revision by which it is answered
+        self._refusals: dict[int, str] = {}
+        self._last = 0
+        self._agreed: dict[str, tuple[list[Session], Home]] = {}
+
+    def question(self, source: str, sessions: Sequence[Session], home: Home) -> list[Action] | None:
+        """What to ask before rows of these sessions are taken; nothing while an answer is awaited, None if all is well.
+
+        Raises EngineError if the engine has other scales and will keep them.
+        """
+        if home.policy != "adopt" or self._is_known(source, sessions, home):
+            return None
+        scales = scales_there([session.peer_pool for session in sessions], home.pool)
+        difference = other_scales(scales, home.pool)
+        if difference is None:
+            self._agreed[source] = list(sessions), home
+            return None
+        revision = self._asked.get(scales)
+        if revision is None:
+            self._last = revision = max(self._last, home.revision) + 1
+            self._forget_old()
+            self._asked[scales] = revision
+            return [Tell(Adopt(revision=revision, scales=scales))]
+        if revision not in self._refusals and revision > home.revision:
+            return []
+        raise EngineError("adopt_refused", f"{difference} ({self._refusals.get(revision, 'the engine took others')})")
+
+    def declined(self, revision: int, reason: str) -> bool:
+        """The engine keeps its own. False if it was not asked."""
+        if revision not in self._asked.values():
+            return False
+        self._refusals[revision] = reason
+        return True
+
+    def forget(self) -> None:
+        """A session is over: keep none of its engine's."""
+        self._agreed.clear()
+
+    def _is_known(self, source: str, sessions: Sequence[Session], home: Home) -> bool:
+        """The very same sessions and pool: to compare scales costs more than all else of a want."""
+        before, then = self._agreed.get(source, ([], home))
+        is_same = len(before) == len(sessions) and all(a is b for a, b in zip(before, sessions, strict=True))
+        return is_same and then.pool is home.pool
+
+    def _forget_old(self) -> None:
+        if len(self._refusals) >= MOST_ANSWERS:
+            self._asked = {scales: r for scales, r in self._asked.items() if r not in self._refusals}
+            self._refusals.clear()
