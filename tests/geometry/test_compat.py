@@ -215,6 +215,31 @@ def test_a_packed_row_moves_to_its_like_only() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "sink", "expected"),
+    [
+        ((16, 1), (32, 1), "source 16, sink 32"),
+        ((48, 1), (32, 1), "source 48, sink 32"),
+        ((16, 1), (16, 2), "source 16, sink 16 x 2 ranks"),
+        ((16, 2), (16, 3), "source 16 x 2 ranks, sink 16 x 3 ranks"),
+        ((16, 2), (32, 1), ""),
+        ((64, 1), (16, 2), ""),
+    ],
+)
+def test_windows_need_a_block_that_is_a_multiple(source: tuple[int, int], sink: tuple[int, int], expected: str) -> None:
+    """What the source keeps begins on a border of its own blocks; of those with all tokens any block will do."""
+    needs = "a block at the source that is a multiple of the sink's, where layers keep a window"
+    for kinds in (("sliding",), ("chunked",), ("full",)):
+        shape = replace(SHAPE, kinds=kinds, window=64)
+        ours, theirs = (describe(replace(shape, block_tokens=block, cp_size=size)) for block, size in (source, sink))
+        if expected and kinds != ("full",):
+            assert reasons(ours, theirs) == (f"block_tokens: {expected} (layer 0 k and 3 more); needs {needs}",)
+        else:
+            assert isinstance(verdict(ours, theirs), Convertible)
+        from_all = describe(replace(SHAPE, block_tokens=source[0], cp_size=source[1]))
+        assert isinstance(verdict(from_all, theirs), Convertible)
+
+
 @pytest.mark.parametrize("codec", ["bf16", "fp8_e4m3"])
 def test_a_latent_of_656_bytes_becomes_a_plain_one_and_back(codec: Any) -> None:
     packed, plain = describe(mla("fp8_ds_mla")), describe(mla(codec))
