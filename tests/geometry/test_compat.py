@@ -111,7 +111,7 @@ def test_refuses_interleaves_that_are_never_in_step() -> None:
     source, sink = (describe(replace(SHAPE, cp_size=2, cp_interleave=il)) for il in (1021, 1019))
     assert reasons(source, sink) == (
         "cp_interleave: source 1021 x 2 ranks, sink 1019 x 2 ranks; "
-        "needs interleaves whose common period is below 1048576 tokens",
+        "needs interleaves whose common period is below 65536 tokens",
     )
 
 
@@ -200,9 +200,9 @@ def test_a_plane_of_an_unknown_layer_is_no_pool() -> None:
 
 def test_a_period_beyond_bounds_is_no_pool() -> None:
     pool = describe(SHAPE)
-    assert check_pool(change(pool, shard=Shard(cp_size=2, cp_interleave=1 << 19))) == ()
-    assert check_pool(change(pool, shard=Shard(cp_size=3, cp_interleave=1 << 19))) == (
-        "cp_interleave: 524288, with cp_size 3 a period of 1572864 tokens, at most 1048576",
+    assert check_pool(change(pool, shard=Shard(cp_size=2, cp_interleave=1 << 15))) == ()
+    assert check_pool(change(pool, shard=Shard(cp_size=3, cp_interleave=1 << 15))) == (
+        "cp_interleave: 32768, with cp_size 3 a period of 98304 tokens, at most 65536",
     )
 
 
@@ -439,6 +439,28 @@ def test_reasons_fit_a_message() -> None:
     assert len(found) == MOST_REASONS + 1 <= 64
     assert found[-1] == f"and {200 - MOST_REASONS} reasons more"
     assert all(len(reason) <= 1024 for reason in reasons(pool, pool))
+
+
+def test_a_reason_fits_a_message() -> None:
+    """Each part may have a name of 32 letters, and a layer as many parts as a pool has planes."""
+    pool = describe(replace(SHAPE, layers=1))
+    planes = tuple(change(pool.planes[0], part=f"{index:032}") for index in range(200))
+    (found,) = reasons(pool, change(pool, planes=planes))
+    assert found.startswith("parts: source k v, sink 000") and found.endswith("...") and len(found) == 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "odd"),
+    [({"offset": 2}, 2), ({"block_stride": 10498}, 10498), ({"token_axis": (Step(16, 658),)}, 658)],
+)
+def test_a_latent_of_656_bytes_begins_at_a_word(changes: dict[str, Any], odd: int) -> None:
+    """It has fp32 scales inside."""
+    pool = describe(mla("fp8_ds_mla"))
+    pool = change(pool, regions=(change(pool.regions[0], size_bytes=1 << 20),) * 2)
+    broken = change(pool, planes=(change(pool.planes[0], **changes), *pool.planes[1:]))
+    assert check_pool(pool) == ()
+    expected = f"plane 0 (layer 0 latent): stride: {odd} bytes to a scale, must be a multiple of 4"
+    assert expected in check_pool(broken)
 
 
 def test_the_extent_is_the_last_byte_of_the_last_row() -> None:
