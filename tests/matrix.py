@@ -7,6 +7,7 @@ must be split.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -171,10 +172,18 @@ def windows() -> Iterator[Case]:
     for number, each in enumerate(kinds):
         for block in BLOCKS:
             sink = replace(GQA, layers=4, block_tokens=block, **each)
-            yield case(replace(sink, block_tokens=16), sink, number + block)
+            yield case(replace(sink, block_tokens=48), sink, number + block)
             yield case(replace(GQA, layers=4, tp_size=2), sink, number + block)  # all tokens are kept there
             wide = replace(sink, group_tokens={"sliding": 32, "chunked": 8})
-            yield case(replace(sink, cp_size=2), wide, number + block)
+            yield case(replace(sink, block_tokens=16, cp_size=2), wide, number + block)
+            yield case(replace(sink, block_tokens=96, cp_interleave=16), replace(sink, cp_size=2), number + block)
+
+
+def odd_windows() -> Iterator[Case]:
+    for kinds in (("sliding",), HYBRID, ("chunked",)):
+        shape = replace(GQA, kinds=kinds, window=WINDOW)
+        for sink in (replace(shape, block_tokens=48), replace(shape, cp_size=3)):
+            yield replace(case(shape, sink), end=40)  # from the middle of a block of the sink on
 
 
 def lost_windows() -> Iterator[Case]:
@@ -185,8 +194,8 @@ def lost_windows() -> Iterator[Case]:
 def states() -> Iterator[Case]:
     for ranks, block in itertools.product((1, 2), BLOCKS):
         for number, codec in enumerate(("bf16", "fp32")):
-            source = replace(GQA, layers=3, kinds=STATE, window=WINDOW, tp_size=ranks, group_tokens={"state": 64})
-            yield case(source, replace(source, codec=codec, block_tokens=block, group_tokens={}), number)
+            sink = replace(GQA, layers=3, kinds=STATE, window=WINDOW, tp_size=ranks, codec=codec, block_tokens=block)
+            yield case(replace(sink, codec="bf16", block_tokens=48, group_tokens={"state": 64}), sink, number)
 
 
 def cut_states() -> Iterator[Case]:
@@ -274,8 +283,12 @@ def mixed(axes: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
                 cp_size=1 if has_state else share[0],
                 cp_interleave=1 if has_state else share[1],
             )
-            sides.append(sized(shape))
-        yield Case(*sides, chosen["first"], END, chosen["slot_bytes"])
+            sides.append(shape)
+        source, sink = sides
+        if "sliding" in kinds:  # the source's block, of all its ranks, is a multiple of the sink's
+            whole = math.lcm(source.block_tokens * source.cp_size, sink.block_tokens * sink.cp_size)
+            source = replace(source, block_tokens=whole // source.cp_size)
+        yield Case(sized(source), sized(sink), chosen["first"], END, chosen["slot_bytes"])
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
@@ -331,6 +344,7 @@ ROWS = (
         "context parallel latents", "Any context parallel sizes and interleaves, latents", lambda: shares(LATENT_SHAPE)
     ),
     Row("windows", "Sliding and chunked windows, alone or beside full attention; from full attention too", windows),
+    Row("odd windows", "A window at the source in blocks that are no multiple of the sink's", odd_windows),
     Row("lost windows", "A window at the source, all tokens at the sink", lost_windows),
     Row("states", "States of Mamba layers, equal tensor parallel sizes, other block sizes and dtypes", states),
     Row("cut states", "States of Mamba layers, other tensor parallel sizes", cut_states),

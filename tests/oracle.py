@@ -6,7 +6,7 @@ is there came from. `read` is the slow reference that everything else is measure
 
 Which tokens a rank keeps, and where, is said here once more in the plainest way, beside no code of ours: the one with
 `(token // interleave) % size == rank` of its context-parallel rank, in the order of the tokens; of a window the
-tokens that the next query sees; of a state one row for all of them.
+blocks of which the next query sees a token; of a state one row for all of them.
 """
 
 from __future__ import annotations
@@ -168,11 +168,24 @@ def is_own(shard: Shard, tokens: np.ndarray) -> np.ndarray:
     return (tokens // shard.cp_interleave) % shard.cp_size == shard.cp_rank
 
 
-def first_seen(group: Group, end_token: int) -> int:
-    """The first token of [0, end_token) that is still needed for what comes after."""
-    if group.kind == "sliding":
-        return max(0, end_token + 1 - group.window)
-    return end_token // group.window * group.window if group.kind == "chunked" else 0
+def first_seen(group: Group, end_token: int, cp_size: int = 1) -> int:
+    """The first token of [0, end_token] in a block of which the next query, at `end_token`, sees any token."""
+    if group.kind == "full":
+        return 0
+    seen = end_token
+    while seen and is_seen(group, seen - 1, end_token):
+        seen -= 1
+    whole = group.block_tokens * cp_size
+    while seen % whole:
+        seen -= 1
+    return seen
+
+
+def is_seen(group: Group, token: int, query: int) -> bool:
+    """Whether a query sees a token before it."""
+    if group.kind == "chunked":
+        return token // group.window == query // group.window
+    return group.kind == "full" or query - token < group.window
 
 
 def rows_at(pool: Pool, group: int, table: Table, tokens: range) -> tuple[np.ndarray, np.ndarray]:
@@ -185,7 +198,7 @@ def rows_at(pool: Pool, group: int, table: Table, tokens: range) -> tuple[np.nda
     every = np.arange(tokens.stop)
     own = is_own(pool.shard, every)
     index = np.cumsum(own) - 1  # how many tokens of this rank's own are before each
-    token = every[own & (every >= max(tokens.start, first_seen(kept, tokens.stop)))]
+    token = every[own & (every >= max(tokens.start, first_seen(kept, tokens.stop, pool.shard.cp_size)))]
     index = index[token]
     return token, ids[index // kept.block_tokens] * kept.block_tokens + index % kept.block_tokens
 
@@ -296,19 +309,16 @@ def _shuffled(pool: Pool, group: int, tokens: int, seed: int) -> tuple[int, ...]
 def block_table(pool: Pool, table: Table, first_block: int = 0, end_token: int = 0) -> dict[int, BlockTable]:
     """What the adapter would send: entries from `first_block` on.
 
-    With `end_token`, groups that do not keep all tokens have the entries of those that they keep, and no more.
+    With `end_token`, windows have the entries of the tokens that they keep, and no more; of states all entries are
+    there, so that it shows which one is taken.
     """
     tables = {}
     for index, group in enumerate(pool.groups):
         ids, first = ids_of(table, index), first_block
-        end = len(ids)
-        if group.kind == "state" and end_token:
-            first = (end_token - 1) // group.block_tokens
-            end = first + 1
-        elif end_token:
-            before = np.count_nonzero(is_own(pool.shard, np.arange(first_seen(group, end_token))))
+        if group.kind in ("sliding", "chunked") and end_token:
+            before = np.count_nonzero(is_own(pool.shard, np.arange(first_seen(group, end_token, pool.shard.cp_size))))
             first = max(first, before // group.block_tokens)
-        piece = Blocks(index, first, tuple(ids[first:end]))
+        piece = Blocks(index, first, tuple(ids[first:]))
         tables[index] = BlockTable.of(group, piece, share=Comb.of(pool.shard))
     return tables
 

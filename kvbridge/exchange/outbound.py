@@ -224,7 +224,7 @@ class Outbound:
                 actions += self._stop(out, "tokens_missing", reason)
                 continue
             try:
-                check_late(out.plan, offered.tables)
+                check_late(out.plan, offered.tables, offered.tokens)
             except KVBridgeError as error:
                 actions += self._stop(out, error.code, str(error))
         return actions

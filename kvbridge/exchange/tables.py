@@ -50,7 +50,7 @@ def _check(tables: Mapping[int, BlockTable], home: Home, first_token: int, end_t
         if group.kind == "full":
             begin = first_token
         elif is_last:
-            begin = max(first_token, kept(group, end_token))
+            begin = max(first_token, kept(group, end_token, home.pool.shard))
         else:
             continue
         first, end = begin, end_token
@@ -60,14 +60,18 @@ def _check(tables: Mapping[int, BlockTable], home: Home, first_token: int, end_t
             _table(tables, index).check(first, end)
 
 
-def check_late(plan: Plan, tables: Mapping[int, BlockTable]) -> None:
-    """Raises EngineError if the source's tables, now that they are whole, lack blocks of the late legs of a plan.
+def check_late(plan: Plan, tables: Mapping[int, BlockTable], tokens: int) -> None:
+    """Raises EngineError if the late legs of a plan are not in the source's tables, now that they are whole.
 
-    What was offered last may be longer than what is wanted, and its windows begin later then.
+    What was offered last, `tokens`, may be more than is wanted. Its windows begin later then, and its states are those
+    after tokens that are not wanted.
     """
     for leg in plan.legs:
         if not leg.is_late:
             continue
+        if leg.kind == "state" and plan.end_token != tokens:
+            reason = f"end_token: wanted {plan.end_token}, offered {tokens}, and a state is of exactly these"
+            raise EngineError("state_moved_on", reason)
         for group in sorted({strip.source.group for strip in leg.strips}):
             table = _table(tables, group)
             if leg.kind == "state":

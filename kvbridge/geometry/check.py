@@ -13,6 +13,7 @@ from .comb import MOST_PERIOD, period_of
 from .wire import PLAIN, ROW_SCALED, SCALED_ROWS, is_scale
 
 MOST_REASONS = 32
+MOST_LETTERS = 1024  # of a reason
 # Codecs of one byte a number, which have scales.
 NARROW = {name for name, size in PLAIN.items() if size == 1}
 # Numbers that share a scale of one byte.
@@ -47,10 +48,12 @@ def rescaled(pool: Pool, scales: Sequence[Scales]) -> Pool:
 
 
 def shortened(reasons: Sequence[str]) -> tuple[str, ...]:
-    """No more reasons than a message may carry."""
-    if len(reasons) <= MOST_REASONS:
-        return tuple(reasons)
-    return (*reasons[:MOST_REASONS], f"and {len(reasons) - MOST_REASONS} reasons more")
+    """No more reasons than a message may carry, and none longer."""
+    kept = tuple(
+        reason if len(reason) <= MOST_LETTERS else f"{reason[: MOST_LETTERS - 3]}..."
+        for reason in reasons[:MOST_REASONS]
+    )
+    return (*kept, f"and {len(reasons) - MOST_REASONS} reasons more") if len(reasons) > MOST_REASONS else kept
 
 
 def extent(plane: Plane, group: Group) -> int:
@@ -143,7 +146,14 @@ def _check_scales_of(plane: Plane, scales: Plane) -> Iterator[str]:
     for field in ("group", "region", "block_stride", "token_axis"):
         if (ours := getattr(plane, field)) != (theirs := getattr(scales, field)):
             yield f"{field}: {theirs} of the scales, {ours} of the rows"
-    strides = [scales.offset, scales.block_stride, scales.head_stride, *(step.stride for step in scales.token_axis)]
+    yield from _check_words(scales)
+
+
+def _check_words(plane: Plane) -> Iterator[str]:
+    """Scales are read as words of four bytes."""
+    strides = [plane.offset, plane.block_stride, *(step.stride for step in plane.token_axis)]
+    if plane.heads > 1:
+        strides.append(plane.head_stride)
     if odd := [stride for stride in strides if stride % 4]:
         yield f"stride: {odd[0]} bytes to a scale, must be a multiple of 4"
 
@@ -172,6 +182,8 @@ def _check_plane(pool: Pool, plane: Plane) -> Iterator[str]:
     if end > region.size_bytes:
         yield f"end: byte {end}, region {plane.region} has {region.size_bytes} bytes"
     yield from _check_overlap(plane, group)
+    if plane.codec.name == "fp8_ds_mla":  # its rows have fp32 scales inside
+        yield from _check_words(plane)
 
 
 def _check_model(pool: Pool, plane: Plane) -> Iterator[str]:

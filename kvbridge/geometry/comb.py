@@ -11,7 +11,8 @@ import numpy.typing as npt
 from kvbridge_proto.pool import Shard
 
 Places = npt.NDArray[np.int64]
-MOST_PERIOD = 1 << 20  # tokens; a comb is listed mark by mark once, which must stay cheap
+# Tokens. A comb is listed mark by mark: whoever speaks to us makes us do that, so it is a few milliseconds at most.
+MOST_PERIOD = 1 << 16
 
 
 def period_of(shard: Shard) -> int:

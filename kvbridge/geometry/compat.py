@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-from kvbridge_proto.pool import Group, Layer, Plane, Pool
+from kvbridge_proto.pool import Group, Layer, Plane, Pool, Shard
 
 from .check import check_pool as check_pool
 from .check import extent as extent
 from .check import shortened
 from .comb import MOST_PERIOD, period_of
 from .layers import align
+from .leg import whole_block
 from .wire import PLAIN, ROW_SCALED, can_convert, is_same_row, is_same_scales, is_scale
 
 
@@ -129,6 +130,12 @@ def _other_tokens(source: Pool, sink: Pool) -> Iterator[Difference]:
         if kept.kind != "full":
             needs = "the hybrid KV cache manager on the sink, or off at the source"
             yield from _if_other("kind", _keeps(kept), _keeps(wanted), place, needs)
+            # What the source keeps begins with a block of its own, and that maybe inside one of the sink.
+            is_inside = whole_block(kept, source.shard) % whole_block(wanted, sink.shard) > 0
+            if kept.kind == wanted.kind != "state" and kept.window == wanted.window and is_inside:
+                needs = "a block at the source that is a multiple of the sink's, where layers keep a window"
+                said = _block(kept, source.shard), _block(wanted, sink.shard)
+                yield Difference("block_tokens", *said, place, needs)
         if kept.kind == wanted.kind == "state":
             needs = "equal tensor parallel sizes: a state is cut by rank"
             yield from _if_other("tp_size", ours.total_heads, theirs.total_heads, place, needs)
@@ -208,6 +215,10 @@ def _parts(pool: Pool) -> dict[int, set[str]]:
 
 def _keeps(group: Group) -> str:
     return f"{group.kind} {group.window}" if group.window else group.kind
+
+
+def _block(group: Group, shard: Shard) -> str:
+    return f"{group.block_tokens} x {shard.cp_size} ranks" if shard.cp_size > 1 else str(group.block_tokens)
 
 
 def _form(plane: Plane) -> str:

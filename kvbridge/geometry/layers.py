@@ -6,6 +6,8 @@ somewhere else or not at all on the other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 from kvbridge_proto.pool import Layer, Plane, Pool
 
@@ -15,15 +17,26 @@ def align(source: Pool, sink: Pool) -> Pool:
 
     A layer of the model that the source says nothing of is None. The source itself where the numbers agree.
     """
-    if not any(plane.name for plane in sink.planes):
+    return align_all((source,), sink)[0]
+
+
+def align_all(sources: Sequence[Pool], sink: Pool) -> list[Pool]:
+    """Each of many sources, aligned."""
+    yours = _names(sink.planes)
+    return [_aligned(source, sink, yours) for source in sources] if any(yours.values()) else list(sources)
+
+
+def _aligned(source: Pool, sink: Pool, yours: Mapping[int, str]) -> Pool:
+    mine = _names(source.planes)
+    if mine.items() <= yours.items():
         return source
-    origins = _origins(source, sink)
+    origins = _origins(mine, yours)
     if all(origin == layer for layer, origin in origins.items()):
         return source
     targets = {origin: layer for layer, origin in origins.items()}
     return msgspec.structs.replace(
         source,
-        model=msgspec.structs.replace(source.model, layers=_layers(source, sink, origins)),
+        model=msgspec.structs.replace(source.model, layers=_layers(source, sink, yours, origins)),
         planes=tuple(
             msgspec.structs.replace(plane, layer=targets[plane.layer])
             for plane in source.planes
@@ -32,9 +45,8 @@ def align(source: Pool, sink: Pool) -> Pool:
     )
 
 
-def _origins(source: Pool, sink: Pool) -> dict[int, int]:
+def _origins(mine: Mapping[int, str], yours: Mapping[int, str]) -> dict[int, int]:
     """The source's number of each layer that both have."""
-    mine, yours = _names(source.planes), _names(sink.planes)
     named = {name: layer for layer, name in mine.items() if name}
     elsewhere = {name for name in yours.values() if name}
     origins: dict[int, int] = {}
@@ -50,9 +62,8 @@ def _names(planes: tuple[Plane, ...]) -> dict[int, str]:
     return {plane.layer: plane.name for plane in planes}
 
 
-def _layers(source: Pool, sink: Pool, origins: dict[int, int]) -> tuple[Layer | None, ...]:
+def _layers(source: Pool, sink: Pool, held: Mapping[int, str], origins: Mapping[int, int]) -> tuple[Layer | None, ...]:
     known, taken = source.model.layers, set(origins.values())
-    held = _names(sink.planes)
     layers: list[Layer | None] = []
     for layer in range(len(sink.model.layers)):
         if layer in origins:

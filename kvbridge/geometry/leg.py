@@ -1,7 +1,7 @@
 """Legs: strips that move for the same tokens, as a grid of token spans x bands of strips. Pure.
 
 A leg counts marks: the tokens that source and sink have in common, one after another (see comb.py). All full layers
-are one leg; layers that keep a window of tokens are another for each kind and window; the states, one row each
+are one leg; layers that keep a window of tokens are another for each kind, window and block; the states, one row each
 however many tokens, are the last. A strip is of the leg of its group in the sink's pool.
 """
 
@@ -13,7 +13,7 @@ from math import lcm
 
 import numpy as np
 import numpy.typing as npt
-from kvbridge_proto.pool import Group, GroupKind
+from kvbridge_proto.pool import Group, GroupKind, Shard
 
 from .comb import Comb
 from .strip import Strip, split_heads
@@ -28,13 +28,22 @@ ORDER: tuple[GroupKind, ...] = ("full", "sliding", "chunked", "state")
 Numbers = npt.NDArray[np.int64]
 
 
-def kept(group: Group, end_token: int) -> int:
-    """The first token that a request of `end_token` tokens, its next query at `end_token`, needs in this group."""
+def whole_block(group: Group, shard: Shard) -> int:
+    """Tokens of one entry of a group's table, those of all context-parallel ranks together."""
+    return group.block_tokens * shard.cp_size
+
+
+def kept(group: Group, end_token: int, shard: Shard) -> int:
+    """The first token of a request of `end_token` tokens, its next query at `end_token`, that must be in this group.
+
+    It is the first of a block: an engine that keeps a block may take it, whole, for another request that begins alike.
+    """
+    block = whole_block(group, shard)
     match group.kind:
         case "sliding":
-            return max(0, end_token + 1 - group.window)
+            return max(0, end_token + 1 - group.window) // block * block
         case "chunked":
-            return end_token // group.window * group.window
+            return end_token // group.window * group.window // block * block
         case "state":  # the one entry that holds the state after these tokens
             return (end_token - 1) // group.block_tokens * group.block_tokens if end_token else 0
         case _:
@@ -46,6 +55,7 @@ class Strand:
     """The strips of a leg, before its tokens are known; `first_strip` is where they begin among all of a plan."""
 
     group: Group  # the sink's, or one like it: it says which tokens are needed
+    shard: Shard  # the sink's
     comb: Comb
     strips: tuple[Strip, ...]
     first_strip: int
@@ -53,10 +63,10 @@ class Strand:
     unit_bytes: Numbers
 
     @classmethod
-    def of(cls, group: Group, comb: Comb, strips: Sequence[Strip], first_strip: int) -> Strand:
+    def of(cls, group: Group, shard: Shard, comb: Comb, strips: Sequence[Strip], first_strip: int) -> Strand:
         unit_tokens = np.array([strip.unit_tokens for strip in strips], np.int64)
         unit_bytes = np.array([strip.unit_bytes for strip in strips], np.int64)
-        return cls(group, comb, tuple(strips), first_strip, unit_tokens, unit_bytes)
+        return cls(group, shard, comb, tuple(strips), first_strip, unit_tokens, unit_bytes)
 
     def cut(self, first_token: int, end_token: int, slot_bytes: int) -> Leg | None:
         """The leg of the tokens [first_token, end_token), at least one; None if none of them is needed here."""
@@ -65,7 +75,7 @@ class Strand:
             first, end = 0, 1
         else:
             if kind != "full":
-                first_token = max(first_token, kept(self.group, end_token))
+                first_token = max(first_token, kept(self.group, end_token, self.shard))
             first, end = comb.count(first_token), comb.count(end_token)
         if first == end:
             return None

@@ -263,7 +263,7 @@ class Planner:
         first_strip = 0
         for group, rows in _by_leg(pair(self._source, self._sink, takes), groups):
             strips = None
-            if group.kind != "state":  # a window begins anywhere: no block of it is sure to be whole
+            if group.kind != "state":  # a window does not begin at `first_mark`, by which rows are folded
                 is_whole = self._is_whole and group.kind == "full"
                 strips = fitted(fold(rows, self._source, self._sink, first_mark, usable, is_whole), usable)
             strips = strips or fitted(rows, usable)
@@ -274,9 +274,9 @@ class Planner:
                     f"slot_bytes: {slot_bytes}, a row of layer {widest.sink.layer} {widest.sink.part} "
                     f"has {widest.wire.row_bytes} bytes",
                 )
-            strands.append(Strand.of(group, self._comb, strips, first_strip))
+            strands.append(Strand.of(group, self._sink.shard, self._comb, strips, first_strip))
             first_strip += len(strips)
-            sealed += [group.kind, group.window, _seal(rows), _seal(strips)]
+            sealed += [*_leg_of(group), _seal(rows), _seal(strips)]
         digest = hashlib.blake2b(msgspec.msgpack.encode(sealed), digest_size=16).digest()
         return Weave(tuple(strip for strand in strands for strip in strand.strips), tuple(strands), digest)
 
@@ -288,14 +288,17 @@ def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_
 
 def _by_leg(strips: Sequence[Strip], groups: Sequence[Group]) -> list[tuple[Group, list[Strip]]]:
     """The strips of each leg, in the order of the legs, with a group that is like all of its groups."""
-    legs: dict[tuple[int, int], tuple[Group, list[Strip]]] = {}
-    of = [
-        legs.setdefault((ORDER.index(group.kind), 0 if group.kind == "full" else group.window), (group, []))[1]
-        for group in groups
-    ]
+    legs: dict[tuple[int, int, int], tuple[Group, list[Strip]]] = {}
+    of = [legs.setdefault(_leg_of(group), (group, []))[1] for group in groups]
     for strip in strips:
         of[strip.sink.group].append(strip)
     return [legs[key] for key in sorted(legs) if legs[key][1]]
+
+
+def _leg_of(group: Group) -> tuple[int, int, int]:
+    """Groups for which this is the same need the same tokens."""
+    is_window = group.kind in ("sliding", "chunked")
+    return ORDER.index(group.kind), *((group.window, group.block_tokens) if is_window else (0, 0))
 
 
 def _seal(strips: Sequence[Strip]) -> list[object]:

@@ -13,7 +13,7 @@ from kvbridge_proto.pool import Pool
 
 from ..errors import PeerError
 from .comb import Comb
-from .layers import align
+from .layers import align, align_all
 from .wire import is_scale
 
 
@@ -71,7 +71,7 @@ def assign(sources: Sequence[Pool], sink: Pool) -> tuple[tuple[Take, ...], ...]:
     sources hold a head of the same tokens, the sinks spread over them by their tensor-parallel rank.
     Raises PeerError naming the rows that nobody holds.
     """
-    held = [holdings(align(pool, sink)) for pool in sources]
+    held = [holdings(pool) for pool in align_all(sources, sink)]
     shares = _shares(sources, sink)
     takes: list[list[Take]] = [[] for _ in sources]
     for need in holdings(sink):
@@ -89,9 +89,15 @@ def assign(sources: Sequence[Pool], sink: Pool) -> tuple[tuple[Take, ...], ...]:
 
 def common(source: Pool, sink: Pool) -> tuple[Take, ...]:
     """All rows that both hold, whoever takes them from whom."""
+    held = holdings(align(source, sink))
+    holders: dict[int, list[int]] = {}
+    for index, have in enumerate(held):
+        for layer in range(have.first_layer, have.end_layer):
+            holders.setdefault(layer, []).append(index)
     takes: list[Take] = []
     for need in holdings(sink):
-        for have in holdings(align(source, sink)):
+        able = {index for layer in range(need.first_layer, need.end_layer) for index in holders.get(layer, ())}
+        for have in [held[index] for index in sorted(able)]:
             layers = max(have.first_layer, need.first_layer), min(have.end_layer, need.end_layer)
             heads = max(have.first_head, need.first_head), min(have.end_head, need.end_head)
             if layers[0] < layers[1] and heads[0] < heads[1] and have.parts >= need.parts:

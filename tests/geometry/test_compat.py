@@ -111,7 +111,7 @@ def test_refuses_interleaves_that_are_never_in_step() -> None:
     source, sink = (describe(replace(SHAPE, cp_size=2, cp_interleave=il)) for il in (1021, 1019))
     assert reasons(source, sink) == (
         "cp_interleave: source 1021 x 2 ranks, sink 1019 x 2 ranks; "
-        "needs interleaves whose common period is below 1048576 tokens",
+        "needs interleaves whose common period is below 65536 tokens",
     )
 
 
@@ -200,9 +200,9 @@ def test_a_plane_of_an_unknown_layer_is_no_pool() -> None:
 
 def test_a_period_beyond_bounds_is_no_pool() -> None:
     pool = describe(SHAPE)
-    assert check_pool(change(pool, shard=Shard(cp_size=2, cp_interleave=1 << 19))) == ()
-    assert check_pool(change(pool, shard=Shard(cp_size=3, cp_interleave=1 << 19))) == (
-        "cp_interleave: 524288, with cp_size 3 a period of 1572864 tokens, at most 1048576",
+    assert check_pool(change(pool, shard=Shard(cp_size=2, cp_interleave=1 << 15))) == ()
+    assert check_pool(change(pool, shard=Shard(cp_size=3, cp_interleave=1 << 15))) == (
+        "cp_interleave: 32768, with cp_size 3 a period of 98304 tokens, at most 65536",
     )
 
 
@@ -213,6 +213,31 @@ def test_a_packed_row_moves_to_its_like_only() -> None:
     assert reasons(latent, other) == (
         f"codec: source fp8_ds_v4 of 576 bytes, sink bf16 (layer 0 latent and 1 more){SAME_CODEC}",
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "expected"),
+    [
+        ((16, 1), (32, 1), "source 16, sink 32"),
+        ((48, 1), (32, 1), "source 48, sink 32"),
+        ((16, 1), (16, 2), "source 16, sink 16 x 2 ranks"),
+        ((16, 2), (16, 3), "source 16 x 2 ranks, sink 16 x 3 ranks"),
+        ((16, 2), (32, 1), ""),
+        ((64, 1), (16, 2), ""),
+    ],
+)
+def test_windows_need_a_block_that_is_a_multiple(source: tuple[int, int], sink: tuple[int, int], expected: str) -> None:
+    """What the source keeps begins on a border of its own blocks; of those with all tokens any block will do."""
+    needs = "a block at the source that is a multiple of the sink's, where layers keep a window"
+    for kinds in (("sliding",), ("chunked",), ("full",)):
+        shape = replace(SHAPE, kinds=kinds, window=64)
+        ours, theirs = (describe(replace(shape, block_tokens=block, cp_size=size)) for block, size in (source, sink))
+        if expected and kinds != ("full",):
+            assert reasons(ours, theirs) == (f"block_tokens: {expected} (layer 0 k and 3 more); needs {needs}",)
+        else:
+            assert isinstance(verdict(ours, theirs), Convertible)
+        from_all = describe(replace(SHAPE, block_tokens=source[0], cp_size=source[1]))
+        assert isinstance(verdict(from_all, theirs), Convertible)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "fp8_e4m3"])
@@ -401,6 +426,28 @@ def test_reasons_fit_a_message() -> None:
     assert len(found) == MOST_REASONS + 1 <= 64
     assert found[-1] == f"and {200 - MOST_REASONS} reasons more"
     assert all(len(reason) <= 1024 for reason in reasons(pool, pool))
+
+
+def test_a_reason_fits_a_message() -> None:
+    """Each part may have a name of 32 letters, and a layer as many parts as a pool has planes."""
+    pool = describe(replace(SHAPE, layers=1))
+    planes = tuple(change(pool.planes[0], part=f"{index:032}") for index in range(200))
+    (found,) = reasons(pool, change(pool, planes=planes))
+    assert found.startswith("parts: source k v, sink 000") and found.endswith("...") and len(found) == 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "odd"),
+    [({"offset": 2}, 2), ({"block_stride": 10498}, 10498), ({"token_axis": (Step(16, 658),)}, 658)],
+)
+def test_a_latent_of_656_bytes_begins_at_a_word(changes: dict[str, Any], odd: int) -> None:
+    """It has fp32 scales inside."""
+    pool = describe(mla("fp8_ds_mla"))
+    pool = change(pool, regions=(change(pool.regions[0], size_bytes=1 << 20),) * 2)
+    broken = change(pool, planes=(change(pool.planes[0], **changes), *pool.planes[1:]))
+    assert check_pool(pool) == ()
+    expected = f"plane 0 (layer 0 latent): stride: {odd} bytes to a scale, must be a multiple of 4"
+    assert expected in check_pool(broken)
 
 
 def test_the_extent_is_the_last_byte_of_the_last_row() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
 import numpy as np
-from kvbridge_proto.pool import Pool
+from kvbridge_proto.pool import Plane, Pool
 
 from kvbridge.geometry.compat import Convertible, Incompatible, Same, verdict
 from kvbridge.geometry.layers import align
@@ -130,3 +131,42 @@ def test_rows_go_to_the_layer_of_the_same_name() -> None:
     for plane in sink.pool.planes:
         found = take_rows(sink, plane, places_of(theirs[0], range(50), 32))
         assert np.array_equal(found, rows(origins[plane.name, plane.part], range(50)))
+
+
+class Counted(tuple[Plane, ...]):
+    """Planes that count how often somebody goes through all of them."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[Plane]:
+        self.walks += 1
+        return super().__iter__()
+
+
+def counted(pool: Pool) -> tuple[Pool, Counted]:
+    planes = Counted(pool.planes)
+    return change(pool, planes=planes), planes
+
+
+def test_a_sink_is_read_as_often_for_many_sources_as_for_one() -> None:
+    walks = []
+    for ranks in (1, 4):
+        shape = replace(SHAPE, tp_size=ranks)
+        sources = [named(describe(shape, rank), DRAFT) for rank in range(ranks)]
+        sink, planes = counted(named(describe(SHAPE), DRAFT))
+        assign(sources, sink)
+        walks.append(planes.walks)
+    assert walks[0] == walks[1] > 0
+
+
+def test_a_source_is_read_as_often_for_many_holdings_as_for_one() -> None:
+    """Layers of other heads, one after another, are a holding each."""
+    walks = []
+    for layers in (1, 6):
+        pool = describe(replace(SHAPE, layers=layers))
+        planes = tuple(change(plane, heads=1 + plane.layer % 2) for plane in pool.planes)
+        sink = change(pool, planes=planes)
+        source, read = counted(sink)
+        assert len(common(source, sink)) == layers
+        walks.append(read.walks)
+    assert walks[0] == walks[1] > 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
-from kvbridge_proto.pool import Group, Region
+from kvbridge_proto.pool import Group, Region, Shard, Step
 
 from kvbridge.geometry.leg import kept
 from kvbridge.geometry.plan import ALIGN, Part, Plan, Planner, plan
@@ -23,9 +24,12 @@ from tests.oracle import (
     fill,
     first_seen,
     mismatch,
+    places_of,
+    rows,
     rows_at,
     run,
     tables_of,
+    take_rows,
     transfer,
 )
 from tests.pools import STATE_WIDTHS, STATES, Held
@@ -48,18 +52,38 @@ def planned_for(source: Shape, sink: Shape, tokens: range, slot_bytes: int = 1 <
 
 @pytest.mark.parametrize("first", [0, 16, 40, 61, 70])
 def test_only_the_window_travels(first: int) -> None:
-    """80 tokens: the query at 80 sees 61 and on."""
+    """80 tokens: the query at 80 sees 61 and on, from the block that begins at 48."""
     for sink in (HYBRID, replace(HYBRID, layout="hnd", tp_size=2)):
         carry(HYBRID, sink, range(first, 80))
     planned = planned_for(HYBRID, HYBRID, range(first, 80))
-    assert planned.total_bytes == ROW_BYTES * 2 * (80 - first + 80 - max(first, 61))
+    assert planned.total_bytes == ROW_BYTES * 2 * (80 - first + 80 - max(first, 48))
 
 
 @pytest.mark.parametrize("end", [1, 19, 20, 21, 64, 65])
 def test_a_window_begins_with_the_prompt_or_later(end: int) -> None:
-    carry(HYBRID, replace(HYBRID, layout="packed", block_tokens=32), range(end))
-    (full, window) = planned_for(HYBRID, HYBRID, range(end)).legs
-    assert (full.first, full.end) == (0, end) and (window.first, window.end) == (max(0, end - 19), end)
+    wide = replace(HYBRID, block_tokens=32)
+    carry(wide, replace(HYBRID, layout="packed"), range(end))
+    (full, window) = planned_for(wide, HYBRID, range(end)).legs
+    assert (full.first, full.end) == (0, end) and (window.first, window.end) == (max(0, end - 19) // 16 * 16, end)
+
+
+@pytest.mark.parametrize(("source", "sink"), [(16, 16), (32, 16), (48, 8), (16, 1)])
+@pytest.mark.parametrize("kind", ["sliding", "chunked"])
+def test_no_row_of_a_block_that_is_kept_stays_as_it_was(kind: str, source: int, sink: int) -> None:
+    """At any length: what the sink keeps it may take for other requests, whole."""
+    shape = Shape(layers=1, kv_heads=1, kinds=(kind,), window=32, blocks=90)
+    for end in range(1, 80):
+        ours, theirs = build(replace(shape, block_tokens=source)), build(replace(shape, block_tokens=sink))
+        tables = tables_of(ours.pool, end, 1), tables_of(theirs.pool, end, 2)
+        fill(ours, tables[0], range(end))
+        (takes,) = assign([ours.pool], theirs.pool)
+        run(plan(ours.pool, theirs.pool, takes, 0, end, 1 << 12), ours, tables[0], theirs, tables[1])
+        needed = max(0, end - 31) if kind == "sliding" else end // 32 * 32
+        for entry in range(needed // sink, -(-end // sink)):
+            tokens = range(entry * sink, min(end, (entry + 1) * sink))
+            for plane in theirs.pool.planes:
+                found = take_rows(theirs, plane, places_of(tables[1][0], tokens, sink))
+                assert np.array_equal(found, rows(plane, tokens)), (end, entry)
 
 
 def test_blocks_before_the_window_are_not_read() -> None:
@@ -81,7 +105,7 @@ def test_blocks_before_the_window_are_not_read() -> None:
 def test_chunked_borders(end: int, first: int | None) -> None:
     """A query at the first token of a chunk sees nothing before."""
     shape = replace(HYBRID, kinds=("full", "chunked"), window=32)
-    carry(shape, replace(shape, layout="hnd", block_tokens=48), range(end))
+    carry(replace(shape, block_tokens=48), replace(shape, layout="hnd", block_tokens=24), range(end))
     legs = planned_for(shape, shape, range(end)).legs
     assert [(leg.kind, leg.first, leg.end) for leg in legs[1:]] == ([] if first is None else [("chunked", first, end)])
 
@@ -135,8 +159,9 @@ def test_a_source_that_keeps_everything_gives_a_window(kind: str) -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), list(itertools.product(((1, 1), (2, 1), (3, 16), (8, 3)), repeat=2)))
 def test_windows_under_context_parallelism(ours: tuple[int, int], theirs: tuple[int, int]) -> None:
-    shape = replace(HYBRID, layers=2, window=37)
-    source = replace(shape, cp_size=ours[0], cp_interleave=ours[1])
+    shape = replace(HYBRID, layers=2, window=37, blocks=100)
+    whole = math.lcm(16 * ours[0], 16 * theirs[0])  # a block of all ranks of the source
+    source = replace(shape, cp_size=ours[0], cp_interleave=ours[1], block_tokens=whole // ours[0])
     sink = replace(shape, cp_size=theirs[0], cp_interleave=theirs[1], layout="hnd")
     carry(source, sink, range(90))
     carry(source, sink, range(60, 90))
@@ -161,10 +186,12 @@ def test_late_legs_come_last_and_need_all_tokens() -> None:
 def test_groups_of_one_window_are_one_leg_and_others_are_not() -> None:
     pool = describe(replace(HYBRID, kinds=("full", "sliding", "chunked"), layers=3))
     group = pool.groups[1]
-    for window, legs in ((20, 3), (40, 4)):
-        other = msgspec.structs.replace(group, window=window, block_tokens=16)
+    for window, block, legs in ((20, 16, 3), (40, 16, 4), (20, 8, 4)):
+        other = msgspec.structs.replace(group, window=window, block_tokens=block)
         planes = tuple(
-            msgspec.structs.replace(plane, group=3) if (plane.layer, plane.part) == (1, "v") else plane
+            msgspec.structs.replace(plane, group=3, token_axis=(Step(block, plane.token_axis[0].stride),))
+            if (plane.layer, plane.part) == (1, "v")
+            else plane
             for plane in pool.planes
         )
         both = msgspec.structs.replace(pool, groups=(*pool.groups, other), planes=planes)
@@ -220,7 +247,8 @@ def test_samples_have_a_chunk_of_every_leg() -> None:
 def test_what_is_kept_is_what_the_oracle_says(kind: str) -> None:
     for window, end in itertools.product((1, 7, 16, 100), range(60)):
         group = Group(kind=kind, block_tokens=16, blocks=10, window=window)
-        assert kept(group, end) == first_seen(group, end)
+        for size in (1, 2):
+            assert kept(group, end, Shard(cp_size=size)) == first_seen(group, end, size)
 
 
 def test_a_state_is_in_the_entry_of_its_last_token() -> None:
@@ -228,4 +256,4 @@ def test_a_state_is_in_the_entry_of_its_last_token() -> None:
     for end in (1, 16, 17, 80):
         table = tables_of(pool, 80)
         assert block_table(pool, table, 0, end)[1].last(end).tolist() == rows_at(pool, 1, table, range(end))[1].tolist()
-        assert kept(pool.groups[1], end) // 16 == (end - 1) // 16
+        assert kept(pool.groups[1], end, pool.shard) // 16 == (end - 1) // 16
