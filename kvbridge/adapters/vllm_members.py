@@ -124,9 +124,9 @@ def kind_of(spec: Any) -> GroupKind:
 
 
 def window_of(spec: Any) -> int:
-    """The window that this spec's group keeps, 0 for none."""
-    name = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind_of(spec))
-    return int(getattr(_one_of(spec), name)) if name else 0
+    """How many tokens this spec's group keeps, 0 for all: the model's window, and what drafts need before it (0.32)."""
+    one, name = _one_of(spec), {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind_of(spec))
+    return int(getattr(one, name)) + int(getattr(one, "extra_retained_tokens", 0)) if name else 0
 
 
 def _one_of(spec: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from kvbridge_proto.engine import Done, Offer, Want
+from kvbridge_proto.engine import Done, Offer, Released, Want
 from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager, SlidingWindowManager
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
@@ -39,7 +39,54 @@ def test_keeps_what_vllms_own_manager_keeps(manager: Any, spec: Any) -> None:
     one.sliding_window = one.attention_chunk_size = 2 * BLOCK
     one.extra_retained_tokens = 0
     for tokens in range(6 * BLOCK):
-        assert kept(spec).first(tokens) == one.get_num_skipped_tokens(tokens)
+        assert kept(spec).first(tokens) == one.get_num_skipped_tokens(tokens) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("window", "refused"), [(SLIDING, range(47, 201, 16)), (CHUNKED, range(32, 201, 32))], ids=["sliding", "chunked"]
+)
+def test_whatever_is_offered_is_held_until_it_is_released(
+    tmp_path: Path, window: Any, refused: range, is_async: bool
+) -> None:
+    """For every length of a prompt: vLLM gives blocks of a window up just before it asks us what to keep."""
+    world = World(tmp_path, specs=[FULL, window], async_scheduling=is_async).ready()
+    (agent,) = world.agents
+    blocks = world.scheduler.kv_cache_manager.block_pool.blocks
+    not_served = []
+    for tokens in range(1, 201):
+        request = world.prefill(tokens)
+        params: list[Any] = []
+        for _ in range(9):
+            result = world.step()
+            params += [one.kv_transfer_params for one in (result.outputs if result else ()) if one.finished]
+        assert request.is_finished() and len(params) == 1
+        offers = agent.take(Offer)
+        for offer in offers:
+            for piece in offer.blocks:
+                assert 0 not in piece.ids and all(blocks[entry].ref_cnt == 1 for entry in piece.ids), tokens
+        assert [offer.tokens for offer in offers if offer.is_last] == ([tokens] if params[0] else [])
+        if not params[0]:
+            not_served.append(tokens)
+            assert not offers
+        for offer in offers[-1:]:
+            agent.say(Released(request=offer.request))
+        world.run()
+        world.assert_empty()
+    assert not_served == list(refused)
+
+
+@WINDOWS
+def test_who_waits_for_what_vllm_gives_up_hears_that_nothing_comes(tmp_path: Path, window: Any) -> None:
+    world = World(tmp_path, specs=[FULL, window], role="kv_producer").ready()
+    (agent,) = world.agents
+    world.request(47 if window is SLIDING else 64, max_tokens=1)
+    world.run()
+    offer = agent.one(Offer)
+    assert (offer.tokens, offer.blocks, offer.is_last) == (0, (), True) and offer.room.startswith("prompt-")
+    agent.say(Released(request=offer.request))
+    world.steps(2)
+    world.assert_empty()
 
 
 @WINDOWS
