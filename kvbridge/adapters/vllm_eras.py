@@ -67,20 +67,27 @@ def interleave_of(parallel: Any) -> int:
 
 
 def shard_of(config: VllmConfig) -> Shard:
-    """Which rank of its engine this process is.
+    """Which rank of its engine this process is. Raises OperatorError for both kinds of context parallelism at once.
 
-    Ranks of prefill context parallelism all hold every token (0.26 and 0.32 gather K and V before they write them);
-    ranks of decode context parallelism are neighbours among the tensor-parallel ones.
+    With one of them: ranks of prefill context parallelism all hold every token (0.26 and 0.32 gather K and V before
+    they write them); ranks of decode context parallelism are neighbours among the tensor-parallel ones. With both,
+    0.32 splits the tokens among ranks of the former too, in another order.
     """
+    parallel = config.parallel_config
+    pcp_rank, pcp_size = 0, getattr(parallel, "prefill_context_parallel_size", 1)
+    cp_rank, cp_size = 0, getattr(parallel, "decode_context_parallel_size", 1)
+    if pcp_size > 1 and cp_size > 1:
+        raise OperatorError(
+            "context_parallel_unsupported",
+            f"prefill_context_parallel_size {pcp_size}, decode_context_parallel_size {cp_size}; needs one of them 1",
+        )
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    parallel, tp, pp = config.parallel_config, get_tp_group(), get_pp_group()
-    pcp_rank, pcp_size = 0, getattr(parallel, "prefill_context_parallel_size", 1)
+    tp, pp = get_tp_group(), get_pp_group()
     if pcp_size > 1:
         from vllm.distributed.parallel_state import get_pcp_group
 
         pcp_rank = get_pcp_group().rank_in_group
-    cp_rank, cp_size = 0, getattr(parallel, "decode_context_parallel_size", 1)
     if cp_size > 1:
         from vllm.distributed.parallel_state import get_dcp_group
 

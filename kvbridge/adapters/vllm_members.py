@@ -97,8 +97,6 @@ def members_of(
     layers = config.compilation_config.static_forward_context
     parallel = config.parallel_config
     tp_size = shard.tp_size // getattr(parallel, "prefill_context_parallel_size", 1)
-    total = config.model_config.get_total_num_kv_heads()
-    heads = Heads.of(total, shard.tp_rank % tp_size, tp_size)
     found = []
     for index, group in enumerate(transfer_groups(cache)):
         for name in group.layer_names:
@@ -113,9 +111,30 @@ def members_of(
                 raise OperatorError("shape_unknown", f"{name}: KV cache {type(tensor).__name__}, expected a tensor")
             is_latent = type(spec).__name__ in LATENTS
             said = str(getattr(attention, "kv_cache_dtype", config.cache_config.cache_dtype))
-            held, rope = (Heads(0, 1, 1), _rope(attention, config)) if is_latent else (heads, 0)
+            held, rope = Heads(0, 1, 1), _rope(attention, config) if is_latent else 0
+            if not is_latent:
+                held = _heads(name, int(spec.num_kv_heads), config, shard.tp_rank % tp_size, tp_size)
             found.append(Member(name, -1, index, tensor, spec, attention, held, said, rope))
     return _numbered(found, config)
+
+
+def _heads(name: str, count: int, config: VllmConfig, tp_rank: int, tp_size: int) -> Heads:
+    """Layers of one model may differ in their heads, and drafts have their own. Only `count` is on the layer itself.
+
+    One head on each of several ranks may be shared among them: then what the models say decides.
+    """
+    if count > 1 or tp_size == 1:
+        return Heads.of(count * tp_size, tp_rank, tp_size)
+    draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
+    totals = {int(model.get_total_num_kv_heads()) for model in (config.model_config, draft) if model is not None}
+    fitting = [heads for heads in (Heads.of(total, tp_rank, tp_size) for total in sorted(totals)) if heads.count == 1]
+    if len(fitting) != 1:
+        raise OperatorError(
+            "heads_unknown",
+            f"{name}: 1 KV head on each of {tp_size} tensor-parallel ranks, of {' or '.join(map(str, sorted(totals)))} "
+            "in all as the models say; needs a tensor_parallel_size that shares no head between ranks",
+        )
+    return fitting[0]
 
 
 def kind_of(spec: Any) -> GroupKind:
@@ -124,9 +143,9 @@ def kind_of(spec: Any) -> GroupKind:
 
 
 def window_of(spec: Any) -> int:
-    """The window that this spec's group keeps, 0 for none."""
-    name = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind_of(spec))
-    return int(getattr(_one_of(spec), name)) if name else 0
+    """How many tokens this spec's group keeps, 0 for all: the model's window, and what drafts need before it (0.32)."""
+    one, name = _one_of(spec), {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind_of(spec))
+    return int(getattr(one, name)) + int(getattr(one, "extra_retained_tokens", 0)) if name else 0
 
 
 def _one_of(spec: Any) -> Any:

@@ -2,7 +2,8 @@
 
 Full groups are offered as they grow. A window's blocks are given to others while a prompt goes on, so they come with
 the last offer only, and only those that vLLM keeps for the token that the decode side computes next. Entries before
-them hold vLLM's null block or somebody else's rows: nobody must read or write those.
+them hold vLLM's null block or somebody else's rows: nobody must read or write those. Whole blocks are kept, and vLLM's
+prefix cache hands out whole blocks: a window's first block travels from its first row on.
 """
 
 from __future__ import annotations
@@ -20,22 +21,28 @@ from .vllm_members import kind_of, window_of
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+NULL_BLOCK = 0  # vLLM's place for a block that a request does not have
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One group: tokens from one entry to the next, and which tokens vLLM keeps."""
+    """One group: tokens from one entry to the next, and which tokens vLLM keeps. `window` is the pool's."""
 
     block_tokens: int
     kind: GroupKind
     window: int
 
     def first(self, end_token: int) -> int:
-        """The first token that vLLM keeps once `end_token` tokens are computed (`get_num_skipped_tokens`)."""
+        """The first token of the first block that vLLM keeps once `end_token` tokens are computed.
+
+        All blocks are given up that `get_num_skipped_tokens` covers whole.
+        """
+        skipped = 0
         if self.kind == "sliding":
-            return max(0, end_token + 1 - self.window)
-        if self.kind == "chunked":
-            return end_token // self.window * self.window
-        return 0
+            skipped = max(0, end_token + 1 - self.window)
+        elif self.kind == "chunked":
+            skipped = end_token // self.window * self.window
+        return skipped // self.block_tokens * self.block_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,14 @@ class Tables:
     @property
     def has_windows(self) -> bool:
         return any(group.kind != "full" for group in self.groups)
+
+    def outlives(self, tokens: int) -> bool:
+        """Whether what the other side needs of a prompt is still there when its request has ended.
+
+        Before vLLM asks us to keep the blocks, it gives up those that the token after the prompt does not need; the
+        other side computes the prompt's last token again, whose window may begin in the block before.
+        """
+        return all(group.first(tokens) == group.first(tokens - 1) for group in self.groups)
 
     def wanted(self, tables: Sequence[Sequence[int]], first: int, end: int) -> tuple[Blocks, ...]:
         """The entries that hold tokens [first, end) of each group, as far as they are kept."""
@@ -75,6 +90,17 @@ class Tables:
             elif is_last:
                 pieces.append(_piece(index, ids, group, group.first(tokens - 1), tokens))
         return tuple(pieces)
+
+    def has_windows_of(self, tables: Sequence[Sequence[int]], tokens: int) -> bool:
+        """Whether the blocks are there that the last offer needs.
+
+        The prefix cache gives a request its window, but none of the tokens that drafts need before it.
+        """
+        return not any(
+            NULL_BLOCK in _piece(0, ids, group, group.first(tokens - 1), tokens).ids
+            for ids, group in zip(tables, self.groups, strict=True)
+            if group.kind != "full"
+        )
 
 
 def _piece(index: int, ids: Sequence[int], group: Kept, first: int, end: int) -> Blocks:

@@ -139,6 +139,9 @@ class SchedulerSide:
             if self._tables.has_windows and request.max_tokens != 1:
                 log.warning("%s: max_tokens %d, must be 1: not offered", request.request_id, request.max_tokens)
                 return  # the blocks of a window are used again as soon as another token is computed
+            if not self._tables.outlives(request.num_prompt_tokens):
+                self._log_given_up(request)
+                return
             room = offered_room(request.request_id, prompt)
             self._sending[request.request_id] = Sending(request, room, True)
         elif params.get("do_remote_prefill"):
@@ -168,8 +171,22 @@ class SchedulerSide:
             return
         if self._wants_all:
             self._receiving[request.request_id] = Receiving(room, self._options.prefill)
-        elif request.max_tokens == 1:
+        elif request.max_tokens == 1 and self._tables.outlives(request.num_prompt_tokens):
             self._sending[request.request_id] = Sending(request, room, False)
+        elif request.max_tokens == 1:
+            self._log_given_up(request)
+            self._step.before.append(self._nothing(room, message_name(request.request_id)))
+
+    def _log_given_up(self, request: Request) -> None:
+        log.info(
+            "%s: not offered: vLLM gives up the first block of a window with the last of %d tokens",
+            request.request_id,
+            request.num_prompt_tokens,
+        )
+
+    def _nothing(self, room: str, name: str) -> Offer:
+        """The other side waits in this room whatever we do: now it knows, and computes itself. Holds no block."""
+        return Offer(room=room, request=name, tokens=0, blocks=(), is_last=True, hold_s=self._options.hold_s)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """How much of the prompt to fetch beyond `computed`: all but its last token.
@@ -298,6 +315,9 @@ class SchedulerSide:
         tokens = min(computed, request.num_prompt_tokens)
         if tokens <= sending.tokens:
             return
+        if tokens == request.num_prompt_tokens and not self._tables.has_windows_of(sending.tables, tokens):
+            log.info("%s: not offered whole: vLLM's prefix cache had only part of a window", request.request_id)
+            return  # `finished` withdraws what was offered
         if not sending.name:
             sending.name = message_name(request.request_id, sending.attempt)
             sending.blocks = [0] * len(sending.tables)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from kvbridge_proto.words import Blocks
 
-from kvbridge.adapters.vllm_eras import block_tokens, interleave_of, layers_of, transfer_ids
+from kvbridge.adapters.vllm_eras import block_tokens, interleave_of, layers_of, shard_of, transfer_ids
 from kvbridge.adapters.vllm_pieces import Kept, Tables
+from kvbridge.errors import OperatorError
 
 
 def uniform(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -69,3 +70,10 @@ def test_an_entry_of_a_shared_table_holds_all_ranks_tokens() -> None:
     assert tables.wanted([[7, 8, 9]], 70, 130) == (Blocks(0, 1, (8, 9)),)
     assert tables.offered([[7, 8, 9]], [1], 128, False) == (Blocks(0, 1, (8,)),)
     assert tables.offered([[7, 8, 9]], [2], 128, False) == ()
+
+
+def test_both_kinds_of_context_parallelism_at_once_are_refused() -> None:
+    parallel = SimpleNamespace(prefill_context_parallel_size=2, decode_context_parallel_size=4)
+    config: Any = SimpleNamespace(parallel_config=parallel)
+    with pytest.raises(OperatorError, match=r"prefill_context_parallel_size 2, decode_context_parallel_size 4; needs"):
+        shard_of(config)

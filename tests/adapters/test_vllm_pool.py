@@ -60,6 +60,7 @@ def build(
     older: bool = False,
     blocks: int = BLOCKS,
     specs: dict[str, Any] | None = None,
+    drafts: Any = None,
     **parallel: int,
 ) -> Pool:
     """`layer`, `model` and `cache` add to what vLLM's objects of those names say; `older` is the cache of 0.26.
@@ -84,6 +85,7 @@ def build(
         ),
         cache_config=SimpleNamespace(cache_dtype=kv_cache_dtype, **(cache or {})),
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(caches, attention)),
+        speculative_config=drafts,
     )
     named = specs or dict.fromkeys(caches, kv_spec or spec())
     groups = [
@@ -152,6 +154,41 @@ def test_fp8_carries_the_layers_scales() -> None:
 def test_heads_follow_vllms_rule_of_replication(total: int, size: int, expected: list[tuple[int, int]]) -> None:
     found = [Heads.of(total, rank, size) for rank in range(size)]
     assert [(heads.first, heads.count) for heads in found] == expected
+
+
+def draft(heads: int) -> Any:
+    return SimpleNamespace(draft_model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads))
+
+
+def test_every_layer_has_the_heads_that_it_has_and_not_the_models() -> None:
+    two, one = tensors("LBHN", 1), torch.zeros(BLOCKS, 1, TOKENS, 2 * WIDTH, dtype=torch.bfloat16)
+    caches = two | {"model.layers.1.self_attn.attn": one}
+    specs = dict(zip(caches, (spec(), spec(num_kv_heads=1)), strict=True))
+    pool = build(caches, specs=specs)
+    assert [(plane.layer, plane.heads, plane.total_heads) for plane in pool.planes] == 2 * [(0, 2, 2)] + 2 * [(1, 1, 1)]
+    assert [layer.kv_heads for layer in pool.model.layers if layer] == [2, 1]
+    ranks = [build(two, shard=Shard(tp_rank=rank, tp_size=2), total_heads=2) for rank in range(2)]
+    assert [(pool.planes[0].first_head, pool.planes[0].total_heads) for pool in ranks] == [(0, 4), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("model", "drafts", "expected"),
+    [(2, None, {2}), (2, 2, {2}), (2, 8, {2}), (8, 2, {2}), (8, None, None), (2, 4, None)],
+)
+def test_one_head_on_each_of_several_ranks_is_of_the_model_that_fits(
+    model: int, drafts: int | None, expected: set[int] | None
+) -> None:
+    def total() -> set[int]:
+        caches = {"model.layers.0.attn": torch.zeros(BLOCKS, 1, TOKENS, 2 * WIDTH, dtype=torch.bfloat16)}
+        more = {"drafts": draft(drafts)} if drafts else {}
+        pool = build(caches, kv_spec=spec(num_kv_heads=1), shard=Shard(tp_rank=3, tp_size=4), total_heads=model, **more)
+        return {plane.total_heads for plane in pool.planes}
+
+    if expected is None:
+        with pytest.raises(OperatorError, match="1 KV head on each of 4 tensor-parallel ranks, of"):
+            total()
+    else:
+        assert total() == expected
 
 
 def test_a_pipeline_rank_names_its_own_layers_and_counts_the_others() -> None:

@@ -10,11 +10,16 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from kvbridge_proto.engine import Done, Offer, Want
+from kvbridge_proto.engine import Done, Offer, Released, Want
+from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
 from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager, SlidingWindowManager
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
+from kvbridge.adapters.vllm_members import kind_of, window_of
 from kvbridge.adapters.vllm_pieces import Kept
+from kvbridge.geometry.check import check_pool
+from kvbridge.geometry.plan import Planner
+from kvbridge.geometry.shard import assign
 
 from .world import BLOCK, World
 
@@ -25,10 +30,67 @@ FULL = FullAttentionSpec(**COMMON)
 SLIDING = SlidingWindowSpec(**COMMON, sliding_window=2 * BLOCK)
 CHUNKED = ChunkedLocalAttentionSpec(**COMMON, attention_chunk_size=2 * BLOCK)
 WINDOWS = pytest.mark.parametrize("window", [SLIDING, CHUNKED], ids=["sliding", "chunked"])
+DRAFTS: dict[str, Any] = {"extra_retained_tokens": 5} if hasattr(SlidingWindowSpec, "extra_retained_tokens") else {}
+ODD = [
+    SLIDING,
+    CHUNKED,
+    SlidingWindowSpec(**COMMON, sliding_window=2 * BLOCK, **DRAFTS),
+    SlidingWindowSpec(**COMMON, sliding_window=21),
+    ChunkedLocalAttentionSpec(**COMMON, attention_chunk_size=24),
+]
+ODD_WINDOWS = pytest.mark.parametrize("window", ODD, ids=["sliding", "chunked", "drafts", "sliding 21", "chunked 24"])
 
 
 def kept(window: Any) -> Kept:
-    return Kept(BLOCK, "sliding", 2 * BLOCK) if window is SLIDING else Kept(BLOCK, "chunked", 2 * BLOCK)
+    return Kept(BLOCK, kind_of(window), window_of(window))
+
+
+def pool_of(window: Any, blocks: int) -> Pool:
+    """A layer in each of two groups, one full and one with this window."""
+    planes = tuple(
+        Plane(
+            layer=layer,
+            part="k",
+            group=layer,
+            offset=layer * blocks * BLOCK * 4,
+            block_stride=BLOCK * 4,
+            token_axis=(Step(BLOCK, 4),),
+            head_stride=4,
+            element_axis=(Step(1, 4),),
+            first_head=0,
+            heads=1,
+            total_heads=1,
+            codec=Codec(name="fp32", width=1, element_bytes=4, row_bytes=4),
+        )
+        for layer in range(2)
+    )
+    pool = Pool(
+        engine=Engine(kind="vllm", version="test", id="engine"),
+        model=Model(name="model", layers=2 * (Layer(kind="full", kv_heads=1, key_width=1, value_width=0),)),
+        shard=Shard(),
+        groups=(
+            Group(kind="full", block_tokens=BLOCK, blocks=blocks),
+            Group(kind=kind_of(window), block_tokens=BLOCK, blocks=blocks, window=window_of(window)),
+        ),
+        regions=(Region(2 * blocks * BLOCK * 4),),
+        planes=planes,
+    )
+    assert check_pool(pool) == ()
+    return pool
+
+
+class Travels:
+    """Which tokens of each group travel for a want, as the agents plan it."""
+
+    def __init__(self, window: Any, blocks: int = 100) -> None:
+        pool = pool_of(window, blocks)
+        self.planner, (self.takes,) = Planner(pool, pool), assign([pool], pool)
+
+    def first(self, end: int) -> tuple[int, int]:
+        """The first token of either group; `end` where there is none."""
+        legs = {leg.strips[0].sink.group: leg for leg in self.planner.plan(self.takes, 0, end, 1 << 12).legs}
+        full, late = (legs[group].comb.token(legs[group].first) if group in legs else end for group in (0, 1))
+        return full, late
 
 
 @pytest.mark.parametrize(
@@ -39,7 +101,108 @@ def test_keeps_what_vllms_own_manager_keeps(manager: Any, spec: Any) -> None:
     one.sliding_window = one.attention_chunk_size = 2 * BLOCK
     one.extra_retained_tokens = 0
     for tokens in range(6 * BLOCK):
-        assert kept(spec).first(tokens) == one.get_num_skipped_tokens(tokens)
+        assert kept(spec).first(tokens) == one.get_num_skipped_tokens(tokens) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("window", "refused"), [(SLIDING, range(47, 201, 16)), (CHUNKED, range(32, 201, 32))], ids=["sliding", "chunked"]
+)
+def test_whatever_is_offered_is_held_until_it_is_released(
+    tmp_path: Path, window: Any, refused: range, is_async: bool
+) -> None:
+    """For every length of a prompt: vLLM gives blocks of a window up just before it asks us what to keep."""
+    world = World(tmp_path, specs=[FULL, window], async_scheduling=is_async).ready()
+    (agent,) = world.agents
+    blocks = world.scheduler.kv_cache_manager.block_pool.blocks
+    not_served = []
+    for tokens in range(1, 201):
+        request = world.prefill(tokens)
+        params: list[Any] = []
+        for _ in range(9):
+            result = world.step()
+            params += [one.kv_transfer_params for one in (result.outputs if result else ()) if one.finished]
+        assert request.is_finished() and len(params) == 1
+        offers = agent.take(Offer)
+        for offer in offers:
+            for piece in offer.blocks:
+                assert 0 not in piece.ids and all(blocks[entry].ref_cnt == 1 for entry in piece.ids), tokens
+        assert [offer.tokens for offer in offers if offer.is_last] == ([tokens] if params[0] else [])
+        if not params[0]:
+            not_served.append(tokens)
+            assert not offers
+        for offer in offers[-1:]:
+            agent.say(Released(request=offer.request))
+        world.run()
+        world.assert_empty()
+    assert not_served == list(refused)
+
+
+@WINDOWS
+def test_who_waits_for_what_vllm_gives_up_hears_that_nothing_comes(tmp_path: Path, window: Any) -> None:
+    world = World(tmp_path, specs=[FULL, window], role="kv_producer").ready()
+    (agent,) = world.agents
+    world.request(47 if window is SLIDING else 64, max_tokens=1)
+    world.run()
+    offer = agent.one(Offer)
+    assert (offer.tokens, offer.blocks, offer.is_last) == (0, (), True) and offer.room.startswith("prompt-")
+    agent.say(Released(request=offer.request))
+    world.steps(2)
+    world.assert_empty()
+
+
+@ODD_WINDOWS
+def test_agents_move_what_the_adapter_takes_for_kept(window: Any) -> None:
+    travels = Travels(window)
+    for tokens in range(1, 201):
+        assert travels.first(tokens) == (0, kept(window).first(tokens)), tokens
+
+
+@ODD_WINDOWS
+def test_a_prompt_that_comes_again_is_computed_from_rows_that_were_written(tmp_path: Path, window: Any) -> None:
+    """vLLM's prefix cache takes a received window for whole blocks of it: all their rows must have come."""
+    world = World(tmp_path, specs=[FULL, window], blocks=3000, budget=512).ready()
+    travels, (agent,) = Travels(window, 3000), world.agents
+    written: set[tuple[int, int, int]] = set()  # group, block, row
+    running: list[Any] = []
+
+    def entries() -> Any:
+        return world.scheduler.kv_cache_manager.get_block_ids(running[0].request_id)
+
+    def write(group: int, ids: Any, first: int, end: int) -> None:
+        written.update((group, ids[token // BLOCK], token % BLOCK) for token in range(first, end))
+
+    def on_decode() -> None:
+        for group, ids in enumerate(entries()):
+            write(group, ids, running[0].num_prompt_tokens - 1, running[0].num_prompt_tokens)
+
+    def on_second() -> None:
+        (new,) = world.scheduled.scheduled_new_reqs
+        hits.append(hit := new.num_computed_tokens)
+        size = window.sliding_window if kind_of(window) == "sliding" else window.attention_chunk_size
+        begin = max(0, hit + 1 - size) if kind_of(window) == "sliding" else hit // size * size
+        for group, (ids, first) in enumerate(zip(entries(), (0, begin), strict=True)):
+            for token in range(first, hit):
+                assert (group, ids[token // BLOCK], token % BLOCK) in written, (tokens, hit, group, token)
+
+    hits: list[int] = []
+    for tokens in (*range(18, 140, 3), 123):
+        prompt = [tokens * 1000 + len(hits) * 200_000 + place for place in range(tokens)]
+        world.on_forward = lambda: None
+        running[:] = [world.decode(prompt=prompt, max_tokens=1)]
+        world.steps(2)
+        want = agent.one(Want)
+        for piece, first in zip(want.blocks, travels.first(want.end_token), strict=True):
+            ids = dict(enumerate(piece.ids, piece.first))
+            written -= {(piece.group, block, row) for block in piece.ids for row in range(BLOCK)}
+            write(piece.group, ids, first, want.end_token)
+        world.on_forward = on_decode
+        agent.say(Done(request=want.request, moved_bytes=1, seconds=0.1))
+        world.run()
+        world.on_forward = on_second
+        running[:] = [world.request(prompt=prompt, max_tokens=1)]
+        world.run()
+    assert max(hits) == 128 and len(set(hits)) > 5
 
 
 @WINDOWS

@@ -110,6 +110,7 @@ class World:
         self.workers = [self._worker(rank, tp) for rank in range(tp)]
         self.agents: list[FakeAgent] = []
         self.numbers = count(1)
+        self.scheduled: Any = None  # the last step's
         init_none_hash(sha256)
 
     def _worker(self, rank: int, tp: int) -> KVBridgeConnector:
@@ -178,7 +179,7 @@ class World:
         """One step of the engine; its outputs for the first client."""
         for agent in self.agents:
             agent.pump()
-        scheduled = self.scheduler.schedule()
+        self.scheduled = scheduled = self.scheduler.schedule()
         outputs = [self._work(worker, scheduled) for worker in self.workers]
         result = self.scheduler.update_from_output(scheduled, self.aggregator.aggregate(outputs))
         for agent in self.agents:
