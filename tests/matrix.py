@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .oracle import Shape, mla
+from .pools import ranks_of
 
 PLAIN = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8")
 ROW_SCALED = ("fp8_row_scale", "int8_row_scale")
@@ -55,6 +56,12 @@ class Row:
     name: str
     words: str
     cases: Callable[[], Iterable[Case]]
+    to_every_rank: bool = False
+
+    def ranks(self, case: Case, number: int) -> Sequence[int]:
+        """Which of the sink's ranks case `number` is carried to: one, another each time, or all."""
+        count = len(ranks_of(case.sink))
+        return range(count) if self.to_every_rank else [number % count]
 
 
 GQA = Shape(key_width=32, value_width=32, layers=2, blocks=8)
@@ -321,7 +328,7 @@ ROWS = (
     Row("layouts", "Any layout to any other", lambda: product(GQA, "layout", LAYOUTS)),
     Row("blocks", "Any block size to any other", lambda: product(GQA, "block_tokens", BLOCKS, layout="hnd")),
     Row("prefixes", "From any token on: what the sink has in its prefix cache is not sent", prefixes),
-    Row("tensor parallel", "Any tensor parallel sizes, heads repeated on some ranks or not", tensor_parallel),
+    Row("tensor parallel", "Any tensor parallel sizes, heads repeated on some ranks or not", tensor_parallel, True),
     Row("pipelines", "Any pipeline parallel sizes, split evenly or not", pipelines),
     Row("codecs", "bf16, fp16, fp32, fp8 e4m3, fp8 e5m2 and int8, each to each", codecs),
     Row("scales", "fp8 and int8 under no scale, one for each layer or one for each head, each to each", scales),
@@ -335,13 +342,16 @@ ROWS = (
     ),
     Row("block scales", "MXFP8, NVFP4 and int4 rows to the same dtype, any tensor parallel sizes", block_scales),
     Row("other block scales", "MXFP8, NVFP4 or int4 rows to or from another dtype", other_block_scales),
-    Row("latent ranks", "MLA latents, any tensor parallel sizes", latent_ranks),
+    Row("latent ranks", "MLA latents, any tensor parallel sizes", latent_ranks, True),
     Row("latents", "MLA latents in bf16, fp8 or fp8_ds_mla, each to each, with context parallel ranks", latents),
     Row("packed latents", "MLA latents of 584, 528 or 352 bytes a token to the same dtype", packed_latents),
     Row("other packed latents", "MLA latents of 584, 528 or 352 bytes a token to or from bf16", other_packed_latents),
-    Row("context parallel", "Any context parallel sizes and interleaves, keys and values", lambda: shares(GQA)),
+    Row("context parallel", "Any context parallel sizes and interleaves, keys and values", lambda: shares(GQA), True),
     Row(
-        "context parallel latents", "Any context parallel sizes and interleaves, latents", lambda: shares(LATENT_SHAPE)
+        "context parallel latents",
+        "Any context parallel sizes and interleaves, latents",
+        lambda: shares(LATENT_SHAPE),
+        True,
     ),
     Row("windows", "Sliding and chunked windows, alone or beside full attention; from full attention too", windows),
     Row("odd windows", "A window at the source in blocks that are no multiple of the sink's", odd_windows),

@@ -15,7 +15,12 @@ HEAD = """# What can be carried
 Written by `python -m tests.write_matrix`; do not edit. Each line stands for the cases that `tests/test_matrix.py`
 carries from one pool to another and compares, element by element, with a reference that knows no plan; its verdict is
 the one that two agents reach when they meet. What differs is converted on the way; what stands in the way is named as
-below, with both values. `kvbridge plan A.json B.json` says it of two pools.
+below, with both values. Rows that are refused are not carried: the test sees that nothing moves them without an error.
+`kvbridge plan A.json B.json` says it of two pools.
+
+This page is of pools as agents see them. The vLLM adapter describes fewer: when an engine starts it refuses, by name,
+layers with recurrent state (Mamba), and caches in MXFP8 or NVFP4 other than the latent rows of 352 bytes; of int8 it
+knows rows with scales of their own only.
 
 """
 

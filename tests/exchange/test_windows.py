@@ -165,13 +165,13 @@ def test_a_chunk_that_is_over_needs_no_blocks() -> None:
     one.check_rest()
 
 
-@pytest.mark.parametrize(("kind", "end", "first"), [("sliding", 46, 9), ("chunked", 43, 10)])
+@pytest.mark.parametrize(("kind", "end", "first"), [("sliding", 46, 9), ("chunked", 53, 12)])
 def test_the_block_in_which_a_window_begins_is_wanted_whole(kind: str, end: int, first: int) -> None:
     """The sink's engine keeps it, and may take it for another request: no row of it may be left as it was."""
     one = world(kind)
     late = blocks(LATE, first, -(-end // 4))
-    one.offer_pieces("r", end, (blocks(FULL, 0, 12), late_entries(kind, end, 16)))
-    one.want_pieces("r", end, (blocks(FULL, 2, 3), late), first=32)
+    one.offer_pieces("r", end, (blocks(FULL, 0, 14), late_entries(kind, end, 16)))
+    one.want_pieces("r", end, (blocks(FULL, 2, 4), late), first=32)
     one.run()
     done = one.answers()["r"]
     tokens = end - 32 + end - 4 * first
