@@ -306,7 +306,8 @@ class Peers:
         current = self._home()
         if link.is_lost or current is None or current.epoch != home.epoch:
             self._mover.disconnect(boot, connected.serial)
-            link.send(Refuse(code="no_engine", reasons=("the engine left during the handshake",)))
+            code, what = ("no_engine", "left") if current is None else ("stale_epoch", "changed its scales")
+            link.send(Refuse(code=code, reasons=(f"the engine {what} during the handshake",)))
             return None
         return connected
 
@@ -331,7 +332,9 @@ class Peers:
                 self._end(address, body.code, "; ".join(body.reasons))
             case Ready() | Failing() | Drained() | Refuse() if address is not None:
                 self.sink.from_source(address, body)
-                if isinstance(body, Refuse) and body.code in ("no_session", "no_engine", "stale_epoch"):
+                dialled = self._dialled.get(address)
+                is_open = dialled is not None and dialled.session is not None  # or that claim was of the one before
+                if is_open and isinstance(body, Refuse) and body.code in ("no_session", "no_engine", "stale_epoch"):
                     self._end(address, body.code, "; ".join(body.reasons))  # what we think is open is not
             case Claim() | Grant() | Cancel() | Settled() if (accepted := self._accepted.get(sender)) is not None:
                 self.source.from_sink(accepted.session, body)

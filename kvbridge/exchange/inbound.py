@@ -26,6 +26,7 @@ from .intake import (
     Wanted,
     WantEvent,
     WantState,
+    begin_again,
     claim_of,
     failed,
     matches,
@@ -136,7 +137,11 @@ class Inbound:
             Ask(other) for other, s in self._sources.open.items() if any(rank.address == address for rank in s.ranks)
         ]
         for wanted in hurt.values():
-            actions += self._fail(wanted, code, reason, now)
+            if (over := begin_again(wanted, code)) is None:
+                actions += self._fail(wanted, code, reason, now)
+                continue
+            self._wanted_by = {transfer: want for transfer, want in self._wanted_by.items() if transfer not in over}
+            actions += self._advance(wanted, now)
         return actions
 
     def _lose(self, address: str, now: float) -> list[Wanted]:
@@ -349,9 +354,7 @@ class Inbound:
 
     def _forget_if_over(self, transfer: str) -> None:
         wanted = self._wanted_by.get(transfer)
-        if wanted is None or wanted.state is not WantState.ENDED:
-            return
-        if wanted.intakes[transfer].state is IntakeState.ENDED:
+        if wanted and wanted.state is WantState.ENDED and wanted.intakes[transfer].state is IntakeState.ENDED:
             del self._wanted_by[transfer]
 
     def _intake(self, address: str, transfer: str) -> Intake | None:

@@ -29,18 +29,23 @@ class WantEvent(Enum):
     FAIL_BUSY = auto()  # failed while scatters run
     FAIL = auto()
     QUIET = auto()  # the last scatter is over
+    AGAIN = auto()  # its session ended before anything came, and the peer goes on
 
 
 WANT_TABLE = Table(
     {
         (WantState.REACHING, WantEvent.CLAIM): WantState.FLOWING,
         (WantState.REACHING, WantEvent.FAIL): WantState.ENDED,
+        (WantState.FLOWING, WantEvent.AGAIN): WantState.REACHING,
         (WantState.FLOWING, WantEvent.FINISH): WantState.ENDED,
         (WantState.FLOWING, WantEvent.FAIL): WantState.ENDED,
         (WantState.FLOWING, WantEvent.FAIL_BUSY): WantState.ENDING,
         (WantState.ENDING, WantEvent.QUIET): WantState.ENDED,
     }
 )
+
+# How sessions end with a peer that may go on, under another epoch. If it does not, the next greeting tells.
+GOES_ON = ("peer_left", "stale_epoch")
 
 
 class IntakeState(Enum):
@@ -148,6 +153,24 @@ def scatter_of(notice: Notice, wanted: Wanted, intake: Intake) -> Scatter:
         session.routed.route,
         wanted.want.fence,
     )
+
+
+def begin_again(wanted: Wanted, code: str) -> list[str] | None:
+    """Take a want back to reaching after its session ended with `code`; which transfers are over by that.
+
+    None, and nothing changed, where it has to fail: its source may not go on or may still hold its claim, rows have
+    come, or another rank's claim stands.
+    """
+    if wanted.state is WantState.REACHING:
+        return [] if code in GOES_ON else None
+    if wanted.state is not WantState.FLOWING or code != "peer_left":
+        return None
+    if any(intake.landed or intake.state is not IntakeState.ENDED for intake in wanted.intakes.values()):
+        return None
+    wanted.state = WANT_TABLE.after(wanted.state, WantEvent.AGAIN)
+    over = list(wanted.intakes)
+    wanted.intakes.clear()
+    return over
 
 
 def failed(request: str, code: str, reason: str) -> Tell:

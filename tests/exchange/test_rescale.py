@@ -98,3 +98,47 @@ def test_a_want_that_was_reaching_goes_on() -> None:
     assert isinstance(world.answers()["r"], Done)
     assert_never_mixed(world)
     world.check_rest()
+
+
+@pytest.mark.parametrize("has_claimed", [False, True])
+def test_a_want_of_which_nothing_came_reaches_a_source_of_new_scales_again(has_claimed: bool) -> None:
+    """Its claim, or its greeting, crosses the goodbye of the source, and is under the scales from before."""
+    world = scaled()
+    world.want("before", 40)
+    world.offer("before", 40, 12)
+    world.run()
+    world.hold |= {"message", "hello"}
+    if not has_claimed:
+        (sink,) = world.sinks
+        world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "test", world.now))
+    world.rescale(world.sources[0], 0.25)
+    world.want("after", 40)  # the sink has not heard of it
+    world.offer("after", 40, 12)
+    world.hold.clear()
+    world.run()
+    assert isinstance(answer := world.answers()["after"], Done), answer
+    assert answer.moved_bytes == world.answers()["before"].moved_bytes  # type: ignore[attr-defined]
+    assert_never_mixed(world)
+    world.check_rest()
+
+
+def test_a_want_fails_when_its_source_leaves_in_the_middle_of_its_rows() -> None:
+    world = scaled()
+    world.want("r", 240)
+    world.offer("r", 120, 30, last=False)
+    world.run()
+    assert world.scatters and not world.answers()
+    (sink,) = world.sinks
+    world.do(sink, sink.inbound.unreachable("P0", "peer_left", "test", world.now))
+    assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "peer_left"
+
+
+def test_a_want_ends_when_the_source_that_said_goodbye_is_gone() -> None:
+    world = scaled()
+    world.want("r", 40)
+    world.run()
+    (sink,) = world.sinks
+    world.nodes["P0"].is_dead = True
+    world.do(sink, sink.inbound.unreachable("P0", "peer_left", "test", world.now))
+    world.run()
+    assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "peer_unreachable"

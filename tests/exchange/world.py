@@ -288,7 +288,7 @@ class World:
             case Refuse(about=transfer, code=code, reasons=reasons):
                 self.refused.append(body)
                 self.do(sink, machine.drained(name, transfer, code, "; ".join(reasons), self.now))
-                if code == "no_session":
+                if code == "no_session" and sink.home.agent.boot not in source.accepted:  # nor greeted again since
                     self.do(sink, machine.unreachable(name, code, "test", self.now))
             case _:
                 raise AssertionError(body)
