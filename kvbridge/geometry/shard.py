@@ -35,11 +35,9 @@ def holdings(pool: Pool) -> list[Holding]:
     """
     rows: dict[str, list[tuple[int, int, int]]] = {}
     for plane in pool.planes:
-        if is_scale(plane.part):
-            continue
         rows.setdefault(plane.part, []).append((plane.layer, plane.first_head, plane.heads))
     held: list[Holding] = []
-    for parts, held_alike in _alike(rows):
+    for parts, held_alike in _alike({part: each for part, each in rows.items() if not is_scale(part)}):
         first = before = held_alike[0]
         for row in held_alike[1:]:
             if row != (before[0] + 1, *first[1:]):
