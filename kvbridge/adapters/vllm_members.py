@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -194,8 +194,6 @@ def _depth(config: VllmConfig) -> int:
 
 def _numbered(members: list[Member], config: VllmConfig) -> list[Member]:
     """Each under vLLM's own number. A draft model counts from 0 again: its layers get the next numbers after all."""
-    from dataclasses import replace
-
     from vllm.model_executor.models.utils import extract_layer_index
 
     seen: set[int] = set()

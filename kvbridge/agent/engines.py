@@ -180,11 +180,7 @@ class Engines:
             version = self._check_attach(attach)
             attached = self._open(attach, fds)
         except KVBridgeError as error:
-            log.warning("refused an engine: pid=%d code=%s %s", connection.pid, error.code, error)
-            self._metrics.refused(error.code)
-            reasons = tuple(reason[:1024] for reason in error.reasons[:64])
-            connection.send(Refused(code=error.code, reasons=reasons))
-            return
+            return self._refuse(connection, "an engine", error)
         self._epoch += 1
         self._connection, self._attached = connection, attached
         self.sink.attached = self.source.attached = attached
@@ -209,11 +205,7 @@ class Engines:
         try:
             pool = _checked(message, home)
         except EngineError as error:
-            log.warning("refused new scales: code=%s %s", error.code, error)
-            self._metrics.refused(error.code)
-            reasons = tuple(reason[:1024] for reason in error.reasons[:64])
-            connection.send(Refused(code=error.code, reasons=reasons, about=f"rescale {message.revision}"))
-            return
+            return self._refuse(connection, "new scales", error, about=f"rescale {message.revision}")
         assert self._attached is not None
         self._epoch += 1
         reason = f"scales of the engine changed (revision {message.revision})"
@@ -224,6 +216,12 @@ class Engines:
         self.sink.rescaled(self._home)
         log.info("rescaled: revision=%d epoch=%d planes=%d", message.revision, self._epoch, len(message.scales))
         connection.send(Rescaled(revision=message.revision, epoch=self._epoch))
+
+    def _refuse(self, connection: LocalConnection, what: str, error: KVBridgeError, about: str = "") -> None:
+        log.warning("refused %s: pid=%d code=%s %s", what, connection.pid, error.code, error)
+        self._metrics.refused(error.code)
+        reasons = tuple(reason[:1024] for reason in error.reasons[:64])
+        connection.send(Refused(code=error.code, reasons=reasons, about=about))
 
     def _open(self, attach: Attach, fds: list[int]) -> Attachment:
         """Map what the engine sent. Raises KVBridgeError; nothing stays mapped then."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbridge_proto.engine import Adopt, Scales
+from kvbridge_proto.pool import Pool
 
 from ..errors import EngineError
 from ..geometry.scales import other_scales, scales_there
 from .actions import Action, Tell
-from .session import Home, Session
+from .session import Home, Session, are_same
 
 MOST_ANSWERS = 64  # kept; sources that calibrate anew at each start are strangers each time
 
@@ -21,7 +22,7 @@ class Adoption:
         self._asked: dict[tuple[Scales, ...], int] = {}  # -> the revision by which it is answered
         self._refusals: dict[int, str] = {}
         self._last = 0
-        self._agreed: dict[str, tuple[list[Session], Home]] = {}
+        self._agreed: dict[str, tuple[list[Session], Pool]] = {}
 
     def question(self, source: str, sessions: Sequence[Session], home: Home) -> list[Action] | None:
         """What to ask before rows of these sessions are taken; nothing while an answer is awaited, None if all is well.
@@ -33,7 +34,7 @@ class Adoption:
         scales = scales_there([session.peer_pool for session in sessions], home.pool)
         difference = other_scales(scales, home.pool)
         if difference is None:
-            self._agreed[source] = list(sessions), home
+            self._agreed[source] = list(sessions), home.pool
             return None
         revision = self._asked.get(scales)
         if revision is None:
@@ -58,9 +59,8 @@ class Adoption:
 
     def _is_known(self, source: str, sessions: Sequence[Session], home: Home) -> bool:
         """The very same sessions and pool: to compare scales costs more than all else of a want."""
-        before, then = self._agreed.get(source, ([], home))
-        is_same = len(before) == len(sessions) and all(a is b for a, b in zip(before, sessions, strict=True))
-        return is_same and then.pool is home.pool
+        before, pool = self._agreed.get(source, ([], home.pool))
+        return pool is home.pool and are_same(before, sessions)
 
     def _forget_old(self) -> None:
         if len(self._refusals) >= MOST_ANSWERS:

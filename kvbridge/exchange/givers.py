@@ -9,7 +9,7 @@ from kvbridge_proto.pool import Pool
 
 from ..errors import PeerError
 from ..geometry.shard import assign
-from .session import Session, engine_ranks, rank_index
+from .session import Session, are_same, engine_ranks, rank_index
 
 Takes = tuple[tuple[Take, ...], ...]
 
@@ -26,7 +26,7 @@ class Givers:
         Raises PeerError unless they are all the ranks of one engine and hold every row.
         """
         known = self._assigned.get(source)
-        if known is None or known[1] is not pool or not _are_same(known[0], sessions):
+        if known is None or known[1] is not pool or not are_same(known[0], sessions):
             _check_ranks(sessions)
             known = list(sessions), pool, assign([session.peer_pool for session in sessions], pool)
             self._assigned[source] = known
@@ -35,11 +35,6 @@ class Givers:
     def forget(self) -> None:
         """A session is over: keep none of its engine's."""
         self._assigned.clear()
-
-
-def _are_same(before: Sequence[Session], now: Sequence[Session]) -> bool:
-    """The very same: to compare two pools costs more than to assign."""
-    return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
 
 
 def _check_ranks(sessions: Sequence[Session]) -> None:

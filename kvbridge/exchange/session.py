@@ -6,6 +6,7 @@ engine: when any of the four changes, it is over and another one is made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
@@ -82,6 +83,11 @@ class Session:
     ranks: tuple[Rank, ...] = ()
     routed: Routed = UNPROVED
     planner: Planner = field(kw_only=True, repr=False, compare=False)
+
+
+def are_same(before: Sequence[Session], now: Sequence[Session]) -> bool:
+    """Whether these are the very same sessions: to compare what they hold costs more than what is kept of them."""
+    return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
 
 
 def engine_ranks(pool: Pool) -> int:
