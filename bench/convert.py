@@ -1,9 +1,10 @@
 """How fast a request is gathered and scattered where the two sides differ, beside equal sides, in the same run.
 
-    python bench/convert.py [--device cuda:0] [--tokens 2048] [--rounds 5]
+    python bench/convert.py [--device cuda:0] [--tokens 2048] [--rounds 5] [--out FOLDER]
 
-One rank of the source and one of the sink, whole plans through one slot, blocks in random order. GB/s count the bytes
-that cross the wire; what the equal pair of the same model does is in the last column.
+One rank of the source and one of the sink, whole plans through one slot of an agent's size, blocks in random order,
+gather and scatter one after the other. GB/s count the bytes that cross the wire. `time` is of the equal pair of the
+same model and the same tokens, in the same run; a sink that is one of eight shards takes an eighth of the tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from record import write
+from record import RESULTS, write
 
 from kvbridge.device.porter import Moved, Porter
 from kvbridge.device.porter_cpu import CpuPorter
@@ -29,7 +30,7 @@ from tests.carried import Mapped
 from tests.oracle import Shape, block_table, describe, mla, tables_of
 from tests.pools import ranks_of
 
-SLOT_BYTES = 16 << 20
+SLOT_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 GQA = Shape(layers=16, kv_heads=8, key_width=128, value_width=128)
 LATENT = mla(layers=27, block_tokens=64)
 
@@ -73,13 +74,14 @@ class Side:
 
 def measure(pair: Pair, tokens: int, rounds: int, porter: Porter, device: str) -> tuple[int, float, float]:
     """Wire bytes, and seconds of gathering and of scattering them: the medians."""
+    slot_bytes = SLOT_BYTES[device.partition(":")[0]]
     source = Side(pair.source, ranks_of(pair.source)[0], tokens, device, 1)
     sink = Side(pair.sink, ranks_of(pair.sink)[0], tokens, device, 2)
     takes = assign([describe(pair.source, *ranks) for ranks in ranks_of(pair.source)], sink.pool)[0]
-    planned = plan(source.pool, sink.pool, takes, 0, tokens, SLOT_BYTES)
+    planned = plan(source.pool, sink.pool, takes, 0, tokens, slot_bytes)
     assert planned.chunks, f"{pair.name}: the first ranks have nothing in common"
     gathering, scattering, kind = [], [], porter.digests[0]
-    with porter.staging(SLOT_BYTES, 1) as slots:
+    with porter.staging(slot_bytes, 1) as slots:
         for _ in range(rounds + 1):
             gathered = scattered = 0.0
             for ours, theirs in zip(source.parts(planned, True), sink.parts(planned, False), strict=True):
@@ -118,28 +120,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     porter = porter_of(options.device)
     rows, whole = [], {}
-    print(f"{'':28} {'wire MiB':>9} {'gather':>8} {'scatter':>8} GB/s of the wire; both, of the equal pair")
+    heads = f"{'wire MiB':>9} {'gather':>8} {'scatter':>8} GB/s {'ms':>8} {'wire':>6} {'time':>6}"
+    print(f"{'':28} {heads} of the equal pair's")
     for pair in PAIRS:
         size, gathered, scattered = measure(pair, options.tokens, options.rounds, porter, options.device)
-        whole[pair.name] = rate = size / (gathered + scattered)
-        rates, of_equal = (size / gathered / 1e9, size / scattered / 1e9), rate / whole[pair.like]
-        print(f"{pair.name:28} {size / 2**20:9.1f} {rates[0]:8.1f} {rates[1]:8.1f} {of_equal:8.2f}", flush=True)
-        rows.append(
-            {
-                "pair": pair.name,
-                "wire_bytes": size,
-                "gather": round(rates[0], 2),
-                "scatter": round(rates[1], 2),
-                "of_equal": round(of_equal, 2),
-            }
+        whole[pair.name] = size, gathered + scattered
+        equal_bytes, equal_s = whole[pair.like]
+        row = {
+            "pair": pair.name,
+            "wire_bytes": size,
+            "gather": round(size / gathered / 1e9, 2),
+            "scatter": round(size / scattered / 1e9, 2),
+            "ms": round((gathered + scattered) * 1e3, 3),
+            "wire_of_equal": round(size / equal_bytes, 3),
+            "time_of_equal": round((gathered + scattered) / equal_s, 3),
+        }
+        rows.append(row)
+        print(
+            f"{pair.name:28} {size / 2**20:9.1f} {row['gather']:8.1f} {row['scatter']:8.1f}      {row['ms']:8.2f}"
+            f" {row['wire_of_equal']:6.2f} {row['time_of_equal']:6.2f}",
+            flush=True,
         )
     porter.close()
     name = "convert" if options.device == "cpu" else "convert_gpu"
-    write(name, {"unit": "GB/s", "device": options.device, "tokens": options.tokens, "rows": rows})
+    write(name, {"unit": "GB/s", "device": options.device, "tokens": options.tokens, "rows": rows}, options.out)
 
 
 if __name__ == "__main__":

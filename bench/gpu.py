@@ -25,7 +25,7 @@ import gpu_tune
 import torch
 from gpu_place import Extent, Place, cores, gpus, versions
 from gpu_table import as_rows, lines, printed
-from record import ROOT, write
+from record import RESULTS, write
 
 BUDGET_S: dict[Extent, float] = {"smoke": 150, "quick": 180, "full": 420}
 STAGES = ("ceilings", "routes", "busy")
@@ -94,7 +94,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer sizes, pairs and loads")
     parser.add_argument("--smoke", action="store_true", help="no GPU: the same paths on the processor")
     parser.add_argument("--only", default=",".join(STAGES), help=f"some of {','.join(STAGES)}; or tune")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="where JSON and logs go")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where JSON and logs go")
     parser.add_argument("--agent", action="append", default=[], metavar="OPTION=VALUE", help="an agent's option")
     parser.add_argument("--budget-s", type=float, help="what would take longer is skipped, and said")
     return parser.parse_args(arguments)

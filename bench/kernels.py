@@ -26,7 +26,7 @@ from kvbridge_kernels.places import Places
 from kvbridge_kernels.recipe import Recipe
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
-from record import ROOT, write
+from record import RESULTS, write
 
 LAYERS, HEADS, WIDTH, BLOCK = 32, 8, 128, 16
 ROUNDS = 12
@@ -196,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, nargs="+", default=[128, 1024, 4096], help="MiB of engine memory a chunk")
     parser.add_argument("--smoke", action="store_true", help="tiny, interpreted, nothing kept")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="where the JSON goes")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes")
     given = parser.parse_args()
     if given.smoke:
         os.environ["TRITON_INTERPRET"] = "1"

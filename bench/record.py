@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 
 
 def machine() -> dict[str, str]:
@@ -35,7 +36,7 @@ def commit() -> str:
     return head + "+" * is_changed if head else "unknown"
 
 
-def write(name: str, found: dict[str, Any], folder: Path = ROOT / "bench" / "results") -> Path:
+def write(name: str, found: dict[str, Any], folder: Path = RESULTS) -> Path:
     """Keep what was measured; a later run of the same bench replaces it."""
     path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     source_codec: CodecName = "bf16"
     device: str = "cpu"
     late_cycles: int = 0
-    unfenced: Literal["", "source", "sink"] = ""  # the side that says its stream has finished when it has not
+    is_fenced: bool = True  # if not, it says that its stream has finished when it has not
 
 
 class Rejected(Exception):
@@ -186,7 +186,7 @@ class SyntheticEngine:
         return self._mark()
 
     def _mark(self) -> int:
-        return self.fence.mark() if self.fence and self.job.unfenced != self.job.role else 0
+        return self.fence.mark() if self.fence and self.job.is_fenced else 0
 
     def _put_late(self, rows: Iterator[Rows]) -> None:
         ready = list(rows)  # all that copies from the host, and so would wait, is done before the kernel

@@ -99,12 +99,19 @@ def carry(
     late_cycles: int = 0,
     unfenced: str = "",
 ) -> Outcome:
-    """One pair: start the engines, let the requests flow, hear what the sinks found in their memory."""
+    """One pair: start the engines, let the requests flow, hear what the sinks found in their memory.
+
+    With `late_cycles` both sides are late (see Job); or only the `unfenced` one, which the other must not outlast.
+    """
     before, after = running[: source.tp_size], running[source.tp_size : source.tp_size + sink.tp_size]
+
+    def late(role: str) -> dict[str, Any]:
+        return {"late_cycles": late_cycles if unfenced in ("", role) else 0, "is_fenced": role != unfenced}
+
     with ExitStack() as stack:
-        late: dict[str, Any] = {"late_cycles": late_cycles, "unfenced": unfenced}
-        jobs = [*_jobs("source", source, before, requests, **late)]
-        jobs += _jobs("sink", sink, after, requests, source=before[0].address, source_codec=source.codec, **late)
+        origin = {"source": before[0].address, "source_codec": source.codec}
+        jobs = [*_jobs("source", source, before, requests, **late("source"))]
+        jobs += _jobs("sink", sink, after, requests, **origin, **late("sink"))
         engines = [_start(folder, stack, job) for job in jobs]
         sinks = engines[len(before) :]
         for engine in engines:

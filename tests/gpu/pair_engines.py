@@ -68,6 +68,7 @@ class Side:
     layout: str = ""
     connector: str = "kvbridge"
     has_graphs: bool = False
+    is_crossed: bool = False  # all layers in one tensor
 
 
 @dataclass
@@ -231,6 +232,7 @@ class Engines:
                 "kvbridge_connect_s": 60,
                 "kvbridge_deadline_s": 20,
                 "kvbridge_model_name": "pairs",
+                "kvbridge_cross_layer": side.is_crossed,
             }
             connector |= {"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
         return {"kv_role": "kv_both", "engine_id": f"pairs-{name}", **connector}

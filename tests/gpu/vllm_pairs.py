@@ -77,6 +77,7 @@ def gpu_pairs(gpus: int) -> list[Pair]:
     large, triton = Side("right64", (1,), 64), Side("triton16", (1,), 16, backend="TRITON_ATTN", layout="HND")
     fp8 = Side("fp8", (1,), 16, kv="fp8", backend="TRITON_ATTN")
     graphs = Side("graphs16", (0,), 16, has_graphs=True)
+    crossed = Side("crossed16", (0,), 16, layout="HND", is_crossed=True)
     two = Side("two16", (2, 3) if gpus > 3 else (0, 1), 16)
     nixl = [Side(f"nixl{gpu}", (gpu,), 16, connector="NixlConnector") for gpu in (0, 1)]
     return [
@@ -87,6 +88,7 @@ def gpu_pairs(gpus: int) -> list[Pair]:
         Pair("nhd-to-hnd", left, triton),
         Pair("bf16-to-fp8", left, fp8, is_same_codec=False),
         Pair("equal-graphs", right, graphs),
+        Pair("cross-layer", right, crossed),
         Pair("tp1-to-tp2", left, two),
         Pair("tp2-to-tp1", two, left),
     ]
