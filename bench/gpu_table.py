@@ -168,6 +168,21 @@ def vllm_lines(results: Mapping[str, Any]) -> list[Line]:
     ]
 
 
+def kernel_lines(results: Mapping[str, Any]) -> list[Line]:
+    """Those sizes of bench/kernels.py that have a goal."""
+    copies = results["copy_payload_gb_s"]
+    return [
+        Line(
+            f"{move['case']}, {move['mib']} MiB: >= {move['goal']:.2f} of a device copy",
+            f"{move['of_copy']:.3f} ({move['us']:.0f} us)",
+            f"copy {copies[str(move['mib'])]:.0f} GB/s",
+            move["of_copy"] >= move["goal"],
+        )
+        for move in results["moves"]
+        if move["goal"]
+    ]
+
+
 def _ratio(
     goal: str, ours: Mapping[str, Any], ceiling: Mapping[str, Any], name: str, least: float, is_goal: bool
 ) -> Line:
@@ -200,9 +215,11 @@ def main() -> None:
 
 
 def _lines_of(found: Mapping[str, Any]) -> list[Line]:
-    """Of a GPU bench, of vLLM pairs, or of another bench that lists its goals as such lines."""
+    """Of a GPU bench, of vLLM pairs, of the kernels, or of another bench that lists its goals as such lines."""
     if "pairs" in found:
         return vllm_lines(found)
+    if "moves" in found:
+        return kernel_lines(found)
     return lines(found) if "source" in found else [Line(**each) for each in found["goals"]]
 
 

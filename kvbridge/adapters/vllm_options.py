@@ -24,7 +24,8 @@ class Options:
     prefill      the prefilling side's agent (tcp://host:port), for proxies that hand over no kv_transfer_params
     scales       what becomes of rows under other scales than ours: "requantize" to ours, or "adopt" theirs, while
                  no request was computed or received here; then rows under others are refused
-    cross_layer  ask vLLM up to 0.28 for one tensor that holds all layers; VLLM_KV_CACHE_LAYOUT=BLHNC does it later
+    cross_layer  ask vLLM up to 0.28 for one tensor that holds all layers (its V2 model runner has none);
+                 VLLM_KV_CACHE_LAYOUT=BLHNC does it later
     """
 
     socket: str = "/run/kvbridge/agent-{rank}.sock"

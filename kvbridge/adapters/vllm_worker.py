@@ -52,6 +52,7 @@ log = init_logger("vllm.kvbridge.worker")
 
 GRACE_S = 10.0  # what an agent gets beyond its own deadline, and again after being asked to stop
 READERS_S = 1.0  # how long a step waits for the agent to stop reading preempted blocks
+ONE_TENSOR = "needs VLLM_USE_V2_MODEL_RUNNER=0 up to vLLM 0.28, VLLM_KV_CACHE_LAYOUT=BLHNC from 0.29"
 LOOK_S = 0.5  # how often deadlines are looked at
 
 
@@ -104,6 +105,8 @@ class WorkerSide:
 
         `layers` are vLLM's, by name: their scales may become others than `memory` says.
         """
+        if self._options.cross_layer and (count := len(memory.pool.regions)) > 1:
+            log.warning("kvbridge_cross_layer: %d tensors hold the layers all the same; %s", count, ONE_TENSOR)
         self._scales = LayerScales(memory.pool, layers or {})
         self._fence = self._fence_of(memory.device)
         handles, fds = self._export(memory)  # moves memory that is no GPU's; now, not in the middle of serving

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import msgspec
 import torch
 from kvbridge_proto.pool import Pool, Shard, Step
 from vllm.v1.kv_cache_interface import (
@@ -21,10 +23,13 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvbridge.adapters import vllm_worker
 from kvbridge.adapters.vllm_members import Heads
-from kvbridge.adapters.vllm_pool import describe
+from kvbridge.adapters.vllm_pool import Memory, describe
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
+
+from .world import World, memory_of
 
 pytestmark = pytest.mark.vllm
 
@@ -362,3 +367,16 @@ def test_refuses_by_name_what_it_cannot_describe(change: dict[str, Any], text: s
     dtype, order = change.pop("dtype", torch.bfloat16), change.pop("order", "LBHN")
     with pytest.raises(OperatorError, match=text):
         build(tensors(order, 1, dtype=dtype), **change)
+
+
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_says_so_where_vllm_has_not_made_the_one_tensor_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: int
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(vllm_worker.log, "warning", lambda text, *values: said.append(text % values))
+    world = World(tmp_path, extra={"kvbridge_cross_layer": True})
+    memory = memory_of(0, 1)
+    pool = msgspec.structs.replace(memory.pool, regions=memory.pool.regions * tensors)
+    world.workers[0].worker.attach(str(tmp_path / "nobody.sock"), Memory(pool, memory.storages * tensors))
+    assert [each for each in said if each.startswith("kvbridge_cross_layer: 2 tensors")] == said[: tensors - 1]

@@ -19,6 +19,7 @@ from ..agent.harness import AgentProcess, agent
 from ..engines.engine_process import EngineConfig, EngineProcess
 
 DONE = re.compile(r"done: request=(\S+) bytes=(\d+) ms=([\d.]+)")
+CROSSED = "Allocating a cross layer KV cache"  # vLLM's own words
 START_S = 150.0
 AGENT_START_S = 90.0  # while as many engines import
 SEED = 7
@@ -169,6 +170,8 @@ class Engines:
                 for rank, gpu in enumerate(side.gpus):
                     running.agents.append(self._enter(self._agent(f"{name}-{rank}", gpu)))
             engine.wait_ready(START_S)
+            if side.is_crossed and CROSSED not in engine.log.read_text():
+                raise RuntimeError(f"{name} has no cross-layer cache")
             if not self.is_cpu:
                 running.weights()
         except BaseException:
@@ -205,6 +208,8 @@ class Engines:
                 environment["VLLM_KV_CACHE_LAYOUT"] = side.layout
             if len(side.gpus) > 1:  # its set-up asks every pair of GPUs, in processes of their own
                 more["disable_custom_all_reduce"] = True
+            if side.is_crossed:  # the other model runner of 0.26 does not ask the connector
+                environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
             if side.has_graphs:  # without torch.compile, which would take a minute
                 sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
                 more |= {"enforce_eager": False, "compilation_config": sizes}
