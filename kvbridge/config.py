@@ -64,6 +64,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     write_timeout_s: Annotated[
         float, Meta(gt=0, le=600, description="A write that takes longer fails its transfer; its slots stay locked")
     ] = 30.0
+    rebuild_s: Annotated[
+        float,
+        Meta(gt=0, le=86400, description="Once half the inbound slots were quarantined for so long, make slots anew"),
+    ] = 60.0
     drain_s: Annotated[float, Meta(ge=0, le=3600, description="How long transfers may go on after SIGTERM")] = 10.0
     metrics: Annotated[str, Meta(description="host:port for Prometheus; empty: off")] = "127.0.0.1:9400"
     log_level: Annotated[LogLevel, Meta(description="debug, info, warning or error")] = "info"

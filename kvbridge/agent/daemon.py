@@ -35,6 +35,7 @@ from .equipment import equip
 from .metrics import Gauges, Metrics
 from .mover import Mover
 from .peers import Peers
+from .rebuild import Rebuilder
 from .sink import Sink
 from .source import Source
 from .status import transfers
@@ -84,6 +85,7 @@ class Agent:
                 serving = [
                     tasks.create_task(self.peers.serve()),
                     tasks.create_task(self._tick()),
+                    tasks.create_task(self.rebuilder.watch()),
                     tasks.create_task(self._serve_local(tasks)),
                 ]
                 self.state = "serving"
@@ -149,6 +151,7 @@ class Agent:
         self.peers.sink = self.engines.sink = self.sink
         self.peers.source = self.engines.source = self.source
         self.engines.peers = self.peers
+        self.rebuilder = Rebuilder(self.slots, self.engines, self.mover, self.metrics, self.config.rebuild_s)
         self.metrics.watch(
             Gauges(
                 inbound=self.slots.counts,

@@ -45,6 +45,7 @@ from ..geometry.check import check_pool, rescaled
 from ..geometry.plan import Planner
 from ..transport.local import LocalConnection
 from .attachment import Attachment
+from .equipment import Docks
 from .metrics import Metrics
 from .mover import Mover
 from .peers import Peers
@@ -216,6 +217,14 @@ class Engines:
         self.sink.rescaled(self._home)
         log.info("rescaled: revision=%d epoch=%d planes=%d", message.revision, self._epoch, len(message.scales))
         connection.send(Rescaled(revision=message.revision, epoch=self._epoch))
+
+    def rebuild(self, docks: Docks, reason: str) -> None:
+        """Other slots for the same engine and epoch: all sessions end, and new ones name these."""
+        self.peers.renew(reason)
+        self._mover.switch(docks)
+        if self._home is not None:
+            self._home = replace(self._home, site=docks.site)
+        self.sink.rebuilt(self._home)
 
     def _refuse(self, connection: LocalConnection, what: str, error: KVBridgeError, about: str = "") -> None:
         log.warning("refused %s: pid=%d code=%s %s", what, connection.pid, error.code, error)

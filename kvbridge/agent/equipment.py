@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from kvbridge_proto.peer import DeviceCard, FabricCard
@@ -14,12 +16,13 @@ from ..device import driver
 from ..device.porter import Porter
 from ..device.porter_cpu import CpuPorter
 from ..device.staging import Staging
-from ..errors import OperatorError
+from ..errors import FabricError, OperatorError
 from ..exchange.route import Site
 from ..transport.fabric import Fabric
 from ..transport.fabric_nixl import NixlFabric
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MOST_KEPT = 2  # stagings that rebuilds may keep; host memory is given back once nothing is written out of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Dock:
     def card(self) -> FabricCard:
         return FabricCard(
             kind=self.fabric.kind,
+            name=self.name,
             memory=self.inbound.memory,
             descriptor=self.fabric.descriptor(),
             base=self.inbound.base,
@@ -47,15 +51,71 @@ class Dock:
 
 
 @dataclass(frozen=True, slots=True)
-class Equipment:
+class Docks:
     """`dock` holds the slots that rows are moved to and from; `host` their twins in host memory, on a GPU's agent."""
 
-    porter: Porter
     dock: Dock
     host: Dock | None
     site: Site
+    closing: ExitStack
+
+    @property
+    def all(self) -> tuple[Dock, ...]:
+        return (self.dock,) if self.host is None else (self.dock, self.host)
+
+    def retire(self) -> int:
+        """End them although peers that stand still may write to them yet. Returns how many bytes that keeps."""
+        for dock in self.all:
+            dock.fabric.close()
+        kept = sum(dock.inbound.seal() for dock in self.all)
+        self.closing.close()
+        return kept
+
+
+@dataclass(slots=True)
+class Equipment:
+    """A porter, and docks that can be made anew; those of before stay until what they write has ended."""
+
+    porter: Porter
+    current: Docks
+    _make: Callable[[int], Docks]  # the n-th
     _closing: ExitStack
+    _retired: list[Docks] = field(default_factory=list)
+    _made: int = 0
+    _kept_bytes: int = 0
     _joined: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def dock(self) -> Dock:
+        return self.current.dock
+
+    @property
+    def host(self) -> Dock | None:
+        return self.current.host
+
+    @property
+    def site(self) -> Site:
+        return self.current.site
+
+    def prepare(self) -> Docks:
+        """Other docks, which nobody knows yet. Raises FabricError, `rebuild_refused` where it would keep too much."""
+        staging_bytes = self.dock.inbound.size_bytes
+        kept_bytes = self._kept_bytes + len(self._retired) * staging_bytes
+        if kept_bytes >= MOST_KEPT * staging_bytes:
+            raise FabricError("rebuild_refused", f"staging: rebuilds before this one keep {kept_bytes} bytes")
+        self._made += 1
+        return self._make(self._made)
+
+    def switch(self, docks: Docks) -> None:
+        """Work with these from here on."""
+        self._retired.append(self.current)
+        self.current = docks
+
+    def close_retired(self) -> None:
+        """Close the docks of before that nothing is written from any more. No job may be at work in memory."""
+        for docks in [docks for docks in self._retired if not any(dock.fabric.is_busy for dock in docks.all)]:
+            self._retired.remove(docks)
+            self._kept_bytes += docks.retire()
 
     def join(self, dock: Dock, name: str, descriptor: bytes) -> None:
         """Let a peer's slots be written by this dock's fabric; leave as often. Raises FabricError."""
@@ -70,17 +130,19 @@ class Equipment:
             dock.fabric.disconnect(name)
 
     @property
+    def has_retired(self) -> bool:
+        return bool(self._retired)
+
+    @property
     def docks(self) -> tuple[Dock, ...]:
-        return (self.dock,) if self.host is None else (self.dock, self.host)
+        """All whose fabrics want to be polled."""
+        return tuple(dock for docks in (self.current, *self._retired) for dock in docks.all)
 
     def close(self) -> None:
-        """Fabrics first, then the memory they knew."""
+        """The porter, then fabrics, then the memory they knew."""
         self._closing.close()
-
-
-def host_name(boot: str) -> str:
-    """What the fabric of an agent's host slots is called."""
-    return f"{boot}.host"
+        for docks in (*self._retired, self.current):
+            docks.closing.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +171,25 @@ def room(config: AgentConfig, is_gpu: bool) -> Room:
 
 def equip(config: AgentConfig, boot: str) -> Equipment:
     """For the device that the operator chose. Raises OperatorError or FabricError."""
+    gpu = chosen_gpu(config.device)
+    size = room(config, gpu is not None)
     with ExitStack() as closing:
-        gpu = chosen_gpu(config.device)
-        size = room(config, gpu is not None)
         porter = _porter(gpu, size)
-        closing.callback(porter.close)  # should one of the next lines fail
-        dock = _dock(boot, config, size, gpu, porter, closing)
+        closing.callback(porter.close)  # before anything that its streams may work on
+        make = partial(_docks, boot, config, size, gpu, porter)
+        return Equipment(porter, make(0), make, closing.pop_all())
+
+
+def _docks(boot: str, config: AgentConfig, size: Room, gpu: driver.Gpu | None, porter: Porter, number: int) -> Docks:
+    name = f"{boot}.{number}" if number else boot
+    with ExitStack() as closing:
+        dock = _dock(name, config, size, gpu, porter, closing)
         host = None
         if gpu is not None and "host" in config.routes:
-            host = _host_dock(host_name(boot), config, size, closing)
+            host = _host_dock(f"{name}.host", config, size, closing)
         device = _device_card(gpu, dock) if gpu is not None and "direct" in config.routes else None
-        closing.callback(porter.close)  # before anything that its streams may work on
         site = Site(dock.card(), host.card() if host is not None else None, device, config.routes)
-        return Equipment(porter, dock, host, site, closing.pop_all())
+        return Docks(dock, host, site, closing.pop_all())
 
 
 def chosen_gpu(device: str) -> driver.Gpu | None:

@@ -41,6 +41,7 @@ class Metrics:
         self._settled = Counter("kvbridge_transfers_settled", "Transfers a sink confirmed", registry=registry)
         self._gather_s = Counter("kvbridge_gather_seconds", "Time spent gathering", registry=registry)
         self._late = Counter("kvbridge_late_writes", "Landed writes that counted for nothing", registry=registry)
+        self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were made anew", registry=registry)
         self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)
         self._refused = Counter("kvbridge_refused", "Engines and peers refused", ["code"], registry=registry)
 
@@ -106,6 +107,9 @@ class Metrics:
 
     def late_write(self) -> None:
         self._late.inc()
+
+    def rebuilt(self) -> None:
+        self._rebuilds.inc()
 
     def rejected(self, code: str) -> None:
         self._rejected.labels(self._known(code)).inc()

@@ -31,7 +31,7 @@ from ..exchange.route import Site
 from ..geometry.plan import Part
 from ..transport.fabric import Noticed
 from .attachment import Attachment
-from .equipment import Equipment
+from .equipment import Docks, Equipment
 from .jobs import Jobs, Told
 from .routes import Connected, Landing
 from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWrite
@@ -145,6 +145,16 @@ class Mover:
         """Whether our lane holds what the source says it wrote."""
         return bool(await self._call(lambda: self._jobs.is_proved(route, lane, probe)))
 
+    async def prepare_docks(self) -> Docks:
+        """Slots behind a fabric that nobody knows yet, for `switch`. Raises FabricError."""
+        docks: Docks = await self._call(lambda: self._at_work.prepare())
+        return docks
+
+    def switch(self, docks: Docks) -> None:
+        """Work with these slots. What was begun with those of before is finished; nobody may be connected to them."""
+        self.site = docks.site
+        self._put(lambda: self._at_work.switch(docks))
+
     async def let_go(self, attachment: Attachment) -> None:
         """Return when no job given before touches this memory or will (writes out of slots may be under way).
 
@@ -157,6 +167,11 @@ class Mover:
                 self._listener.on_mover_died(error)  # to unmap under a running kernel would be worse
                 raise error
             await asyncio.sleep(0.001)
+
+    @property
+    def _at_work(self) -> Equipment:
+        assert self._equipment is not None
+        return self._equipment
 
     async def _may_use(self, attachment: Attachment) -> bool:
         try:
@@ -266,6 +281,8 @@ class Mover:
                     self._notice(event.payload)
                 elif (id(dock.fabric), event.id) in self._writing:  # else a probe's that was given up
                     self._resume(self._writing.pop((id(dock.fabric), event.id)), event)
+        if equipment.has_retired and not self._moving and not self._fenced:
+            equipment.close_retired()
         return is_moving
 
     def _resume(self, job: Job, event: Event) -> None:
@@ -312,10 +329,10 @@ class Mover:
         self._fenced = [(wait, job) for wait, job in self._fenced if wait.attachment.memory is not memory]
         for job in left:
             self._fail(job, EngineError("engine_left", "the engine left before its forward had finished"))
-        assert self._equipment is not None
-        if self._equipment.porter.is_using(memory):
+        porter = self._at_work.porter
+        if porter.is_using(memory):
             return True
-        self._equipment.porter.forget(memory)
+        porter.forget(memory)
         return False
 
     def _tell(self, hear: Callable[..., None], *args: object) -> None:

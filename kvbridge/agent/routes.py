@@ -21,7 +21,7 @@ from ..device.staging import Span, lane_of
 from ..errors import FabricError, PeerError
 from ..exchange.route import Routed, Site, options
 from ..transport.fabric import WriteFailed, WriteLate
-from .equipment import Dock, Equipment, host_name
+from .equipment import Dock, Equipment
 from .waiting import Event, Wait, WaitMove, WaitWrite
 
 log = logging.getLogger("kvbridge.routes")
@@ -130,11 +130,13 @@ def _close_all(equipment: Equipment, slow: list[tuple[Target, Probe]], kept: Tar
 def _open(equipment: Equipment, landing: Landing, route: Route, serial: int) -> Target:
     """Connect by this route. Raises KVBridgeError."""
     site, boot = landing.site, landing.boot
-    dock, card, name = equipment.dock, site.fabric, boot
+    dock, card = equipment.dock, site.fabric
     if route == "host":
         assert site.dram is not None
         dock, card = equipment.host or equipment.dock, site.dram
-        name = host_name(boot) if site.host is not None else boot
+    name = card.name
+    if name != boot and not name.startswith(f"{boot}."):  # the staging of another agent is not this one's to give
+        raise PeerError("bad_card", f"name: {name}, of {boot}")
     equipment.join(dock, name, card.descriptor)
     base, mapped = card.base, 0
     if route == "direct":

@@ -67,6 +67,9 @@ class Sink:
     def rescaled(self, home: Home) -> None:
         self._do(self._inbound.rescaled, home, self._clock())
 
+    def rebuilt(self, home: Home | None) -> None:
+        self._do(self._inbound.rebuilt, home, self._clock())
+
     def declined(self, revision: int, reason: str) -> None:
         self._do(self._inbound.declined, revision, reason, self._clock())
 

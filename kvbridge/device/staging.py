@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Callable
 from types import TracebackType
@@ -16,6 +17,9 @@ from . import driver
 
 # A cache line: slots never share one, and words of any width fit.
 SLOT_ALIGN = 64
+PROT_NONE = 0
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # asm-generic/mman.h
+_sealed: list[object] = []  # what must not be unmapped as long as this process lives
 
 
 class Staging:
@@ -31,12 +35,15 @@ class Staging:
         memory: Literal["dram", "vram"],
         base: int,
         free: Callable[[], None],
+        pages: mmap.mmap | None = None,
     ) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self.memory = memory
         self.base = base
         self._free: Callable[[], None] | None = free
+        self._pages = pages
+        self._is_pinned = False
 
     @classmethod
     def pageable(cls, slot_bytes: int, slots: int) -> Self:
@@ -46,21 +53,14 @@ class Staging:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
         touched = torch.frombuffer(pages, dtype=torch.uint8).zero_()
-        return cls(slot_bytes, slots, "dram", touched.data_ptr(), pages.close)
+        return cls(slot_bytes, slots, "dram", touched.data_ptr(), pages.close, pages)
 
     @classmethod
     def pinned(cls, slot_bytes: int, slots: int) -> Self:
         """In host memory that the GPU's copy engines reach. Needs a CUDA context on this thread."""
         staging = cls.pageable(slot_bytes, slots)
         driver.host_register(staging.base, staging.size_bytes)
-        unmap = staging._free
-
-        def free() -> None:
-            driver.host_unregister(staging.base)
-            assert unmap is not None
-            unmap()
-
-        staging._free = free
+        staging._is_pinned = True
         return staging
 
     @classmethod
@@ -91,8 +91,32 @@ class Staging:
     def close(self) -> None:
         """Give the memory back. Idempotent."""
         if self._free is not None:
+            self._unpin()
             self._free()
             self._free = None
+
+    def _unpin(self) -> None:
+        if self._is_pinned:
+            driver.host_unregister(self.base)
+            self._is_pinned = False
+
+    def seal(self) -> int:
+        """End it although somebody may still write here: the addresses are never used for anything else.
+
+        Host memory goes back and writes to it fault; a GPU has no such thing, there the memory stays ours. Returns
+        how many bytes that keeps. Idempotent, and `close` has nothing left to do.
+        """
+        if self._free is None:
+            return 0
+        if self._pages is None:
+            _sealed.append(self._free)
+            self._free = None
+            return self.size_bytes
+        _sealed.append(self._pages)  # its end would unmap them
+        self._unpin()
+        _reserve(self.base, self.size_bytes)
+        self._free = None
+        return 0
 
     def __enter__(self) -> Self:
         return self
@@ -101,6 +125,16 @@ class Staging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _reserve(address: int, size_bytes: int) -> None:
+    """Put nothing at these addresses, for good: what was there is given back, every access faults."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE
+    if libc.mmap(address, size_bytes, PROT_NONE, flags, -1, 0) != address:
+        raise OSError(ctypes.get_errno(), f"{size_bytes} bytes at {address:#x} could not be reserved")
 
 
 def lane_of(base: int, slot_bytes: int, slots: int, number: int) -> Span:

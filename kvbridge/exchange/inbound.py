@@ -31,6 +31,7 @@ from .intake import (
     failed,
     matches,
     scatter_of,
+    why_late,
 )
 from .lease import Deadlines
 from .session import Home, Session
@@ -90,16 +91,24 @@ class Inbound:
         return [action for action in actions if not isinstance(action, Tell)]
 
     def rescaled(self, home: Home, now: float) -> list[Action]:
-        """Our rows come under other scales from here on, and all sessions are over: what is planned says the old ones.
+        """Our rows come under other scales from here on, and all sessions are over: they were planned with the old."""
+        return self._end_sessions(home, "rescaled", "scales of our engine changed", now)
 
-        Wants that have not claimed anything yet go on, by new sessions.
-        """
+    def rebuilt(self, home: Home | None, now: float) -> list[Action]:
+        """Our slots are others from here on, and all sessions are over: theirs were the old ones. So is every doubt."""
+        actions = [] if home is None else self._end_sessions(home, "rebuilt", "the agent made its slots anew", now)
+        self._in_doubt.clear()
+        self.slots.rebuilt()
+        return actions + self._pump()
+
+    def _end_sessions(self, home: Home, code: str, reason: str, now: float) -> list[Action]:
+        """All sessions are over. Wants that have not claimed anything yet go on, by new ones."""
         actions: list[Action] = []
         for wanted in list(self.wants.values()):
             if wanted.state is WantState.REACHING:
                 wanted.home = home
             else:
-                actions += self._fail(wanted, "rescaled", "scales of our engine changed", now)
+                actions += self._fail(wanted, code, reason, now)
         for address in list(self._sources.open):
             self._lose(address, now)
         return actions + self._advance_all(now)
@@ -230,7 +239,8 @@ class Inbound:
         for kind, key in self._deadlines.due(now):
             if kind == "want" and key in self.wants:
                 wanted = self.wants[key]
-                actions += self._fail(wanted, "deadline", self._where(wanted), now)
+                reason = why_late(wanted, self._sources.missing(wanted.want.source))
+                actions += self._fail(wanted, "deadline", reason, now)
             elif kind == "ask" and key in self._sources.open:
                 actions.append(Ask(key))
             elif kind == "doubt" and any(address == key for address, _ in self._in_doubt.values()):
@@ -278,13 +288,7 @@ class Inbound:
         return actions + self._finish_if_complete(wanted, now)
 
     def _claim_from(
-        self,
-        wanted: Wanted,
-        address: str,
-        session: Session,
-        takes: tuple[Take, ...],
-        planned: Plan,
-        now: float,
+        self, wanted: Wanted, address: str, session: Session, takes: tuple[Take, ...], planned: Plan, now: float
     ) -> Action:
         intake = Intake(self._new_id(), address, session, planned, self._new_token())
         leases: tuple[Lease, ...] = ()
@@ -389,11 +393,3 @@ class Inbound:
 
     def _hunger(self, intake: Intake) -> int:
         return intake.ready - len(intake.landed) - self.slots.lent_to(intake.transfer)
-
-    def _where(self, wanted: Wanted) -> str:
-        if wanted.state is WantState.REACHING:
-            missing = ", ".join(self._sources.missing(wanted.want.source))
-            return f"deadline_s: {wanted.want.deadline_s} passed while reaching {missing or 'all ranks, or agreeing'}"
-        done = sum(intake.scattered for intake in wanted.intakes.values())
-        total = sum(intake.plan.chunks for intake in wanted.intakes.values())
-        return f"deadline_s: {wanted.want.deadline_s} passed with {done} of {total} chunks"

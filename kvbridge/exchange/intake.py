@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -171,6 +171,16 @@ def begin_again(wanted: Wanted, code: str) -> list[str] | None:
     over = list(wanted.intakes)
     wanted.intakes.clear()
     return over
+
+
+def why_late(wanted: Wanted, missing: Sequence[str]) -> str:
+    """What a want had come to when its time was over; `missing` are the ranks that were not reached."""
+    passed = f"deadline_s: {wanted.want.deadline_s} passed"
+    if wanted.state is WantState.REACHING:
+        return f"{passed} while reaching {', '.join(missing) or 'all ranks, or agreeing'}"
+    done = sum(intake.scattered for intake in wanted.intakes.values())
+    total = sum(intake.plan.chunks for intake in wanted.intakes.values())
+    return f"{passed} with {done} of {total} chunks"
 
 
 def failed(request: str, code: str, reason: str) -> Tell:

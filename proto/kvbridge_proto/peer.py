@@ -23,10 +23,12 @@ PROBE_LANES = 64
 class FabricCard(Struct, frozen=True, kw_only=True):
     """How to reach an agent's staging. `descriptor` is the fabric's own; slot i starts at `base + i * slot_bytes`.
 
-    After the slots follows one more, cut into PROBE_LANES lanes: only probes are written there.
+    After the slots follows one more, cut into PROBE_LANES lanes: only probes are written there. `name` is what the
+    descriptor calls this staging: the agent's boot, or that with a dot and more behind it.
     """
 
     kind: Name
+    name: Name
     memory: Literal["dram", "vram"] = "dram"
     descriptor: Annotated[bytes, Meta(max_length=1 << 16)]
     base: Bytes

@@ -7,13 +7,16 @@ devices, sizes and routes differ.
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,11 +49,12 @@ class Scale:
     slot_bytes: int
     inbound_slots: int
     outbound_slots: int
+    more: Mapping[str, str] = field(default_factory=dict)  # options of both agents
 
     @property
     def options(self) -> dict[str, str]:
         names = ("slot_bytes", "inbound_slots", "outbound_slots")
-        return {name: str(getattr(self, name)) for name in names} | {"routes": self.route}
+        return {name: str(getattr(self, name)) for name in names} | {"routes": self.route} | dict(self.more)
 
     def shape(self, axes: str, block_tokens: int) -> Shape:
         blocks = self.tokens // block_tokens + 3
@@ -204,6 +208,50 @@ class Pair:
         self.sink.is_quiet()
         for side in (self.source, self.sink):
             assert "Traceback" not in side.log, side.log
+
+
+def stands_still(pair: Pair, seed: int) -> int:
+    """The source's agent is stopped under way: the sink's slots, in doubt for too long, are made anew.
+
+    Its engine is left alone. When the source's agent goes on, what it still writes goes where nothing is any more, and
+    all is well again.
+    Returns how many slots were in doubt.
+    """
+    chance, source = random.Random(seed), pair.source.agent.process.pid
+    for _ in range(SPARE_TIMES * 3):
+        room, before = pair.room(), _rebuilds(pair.sink.agent.status())
+        pair.source.offer(hold_s=HOLD_S, **room)
+        told = pair.sink.tell(
+            "disturb",
+            source=pair.source.agent.address,
+            after_s=chance.uniform(0.1, 0.6) * pair.fastest_s,
+            kill=source,
+            number=signal.SIGSTOP,
+            pattern=77,
+            **room,
+        )
+        assert told["wrong"] == "" and told["code"] in ("", "peer_lost"), told
+        slots = pair.sink.agent.status().inbound
+        print(f"stopped: {told['code'] or 'done'}, {slots}")
+        is_enough = bool(told["code"]) and slots.quarantined * 2 >= pair.scale.inbound_slots
+        if is_enough:
+            status = pair.sink.becomes(partial(_has_rebuilt, before=before))
+            assert status.engine is not None and status.engine.epoch == 1, "its engine was not left alone"
+            assert status.inbound.free == pair.scale.inbound_slots
+        os.kill(source, signal.SIGCONT)
+        pair.source.offer_ended()
+        pair.is_sound()
+        if is_enough:
+            return slots.quarantined
+    raise AssertionError("the source's agent was never stopped while half of the slots were lent")
+
+
+def _rebuilds(status: Status) -> float:
+    return status.counters["kvbridge_rebuilds_total"]
+
+
+def _has_rebuilt(status: Status, before: float) -> bool:
+    return _rebuilds(status) > before
 
 
 @contextmanager

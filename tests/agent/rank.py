@@ -78,13 +78,15 @@ class Rank(SyntheticEngine):
         code, reason = self._end_of(room)
         return {"code": code, "reason": reason, "seconds": time.perf_counter() - began, "wrong": self._wrong(seed)}
 
-    def do_disturb(self, seed: int, room: str, source: str, after_s: float, kill: int, pattern: int) -> dict[str, Any]:
-        """Want, then abandon it after so long, or kill that process; how it ended, and what was written since."""
+    def do_disturb(
+        self, seed: int, room: str, source: str, after_s: float, kill: int, pattern: int, number: int = signal.SIGKILL
+    ) -> dict[str, Any]:
+        """Want, then abandon it after so long, or signal that process; how it ended, and what was written since."""
         self._scribble(POISON)
         began = self._want(room, source)
         time.sleep(after_s)
         if kill:
-            os.kill(kill, signal.SIGKILL)
+            os.kill(kill, number)
         else:
             self.client.send(Abandon(request=room))
         code, reason = self._end_of(room)

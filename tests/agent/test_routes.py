@@ -13,7 +13,7 @@ import pytest
 from kvbridge_proto.peer import DeviceCard, Probe
 
 from kvbridge.agent.attachment import Attachment
-from kvbridge.agent.equipment import Dock, Equipment, host_name
+from kvbridge.agent.equipment import Dock, Docks, Equipment
 from kvbridge.agent.jobs import Jobs
 from kvbridge.agent.mover import Mover
 from kvbridge.agent.routes import MOST_ROUNDS, Connected, Landing, Target, pattern, prove
@@ -46,14 +46,15 @@ class Agents:
         self.source, self.sink = self.equipment("a", vram), self.equipment("b", vram)
 
     def equipment(self, boot: str, vram: bool) -> Equipment:
-        docks = [self.dock(boot)] + ([self.dock(host_name(boot))] if vram else [])
+        docks = [self.dock(boot)] + ([self.dock(f"{boot}.host")] if vram else [])
         cards = [dock.card() for dock in docks]
         device = None
         if vram:
             cards[0] = _vram(cards[0])
             device = DeviceCard(machine="m", uuid="GPU-none", payload=bytes(64))
         site = Site(cards[0], cards[1] if vram else None, device)
-        return Equipment(CpuPorter(), docks[0], docks[1] if vram else None, site, ExitStack())
+        ours = Docks(docks[0], docks[1] if vram else None, site, ExitStack())
+        return Equipment(CpuPorter(), ours, lambda _: ours, ExitStack())
 
     def dock(self, name: str) -> Dock:
         fabric = LoopbackFabric(self.network, name)
@@ -137,7 +138,7 @@ def test_goes_on_to_the_next_route_and_says_why(stack: ExitStack) -> None:
     agents = Agents(stack, vram=True)
     agents.network.fail("b", "cable out")  # the fabric of the GPU's slots; that of the host's is another
     target, routed = proved(agents)
-    assert routed.route == "host" and target.name == host_name("b")
+    assert routed.route == "host" and target.name == "b.host"
     assert "direct: " in routed.why and "nixl: cable out" in routed.why
     assert is_there(agents, routed)
     with pytest.raises(FabricError, match="not connected"):
@@ -160,7 +161,7 @@ def _clock() -> Any:
 def test_says_what_stood_against_every_route(stack: ExitStack) -> None:
     agents = Agents(stack, vram=True)
     agents.network.fail("b", "cable out")
-    agents.network.fail(host_name("b"), "cable out")
+    agents.network.fail("b.host", "cable out")
     with pytest.raises(FabricError) as caught:
         proved(agents)
     assert caught.value.code == "no_route"
@@ -249,3 +250,31 @@ def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
 
     asyncio.run(asyncio.wait_for(story(), 10))
     assert ended == ["fence_late", "engine_left"]
+
+
+def test_docks_of_before_are_kept_while_they_write_and_refused_when_they_are_too_many(stack: ExitStack) -> None:
+    agents = Agents(stack)
+    before = agents.source.current
+    made: list[Docks] = []
+
+    def make(number: int) -> Docks:
+        dock = agents.dock(f"a.{number}")
+        made.append(Docks(dock, None, Site(dock.card()), ExitStack()))
+        return made[-1]
+
+    equipment = Equipment(CpuPorter(), before, make, ExitStack())
+    equipment.join(before.dock, "b", agents.sink.dock.fabric.descriptor())
+    address = before.dock.outbound.address(0), agents.sink.dock.inbound.address(0)
+    before.dock.fabric.write("b", *address, 64, b"", deadline=1e9)
+    equipment.switch(equipment.prepare())
+    assert equipment.dock is made[0].dock and equipment.docks == (made[0].dock, before.dock)
+    equipment.close_retired()
+    assert equipment.has_retired, "a write was under way"
+    equipment.switch(equipment.prepare())
+    with pytest.raises(FabricError, match="keep 6291456 bytes"):
+        equipment.prepare()
+    while before.dock.fabric.is_busy:
+        before.dock.fabric.poll(0.0)
+    equipment.close_retired()
+    assert not equipment.has_retired and equipment.docks == (made[1].dock,)
+    assert equipment.prepare().dock.name == "a.3"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import gc
 import mmap
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -67,3 +71,38 @@ def test_refuses_sizes_that_cannot_be(slot_bytes: int, slots: int) -> None:
     with pytest.raises(OperatorError, match=f"slot_bytes: {slot_bytes}") as caught:
         Staging.pageable(slot_bytes, slots)
     assert caught.value.code == "slot_bytes"
+
+
+def test_what_is_sealed_takes_no_write_and_its_addresses_no_other_memory() -> None:
+    size_bytes = 64 << 20
+    staging = Staging.pageable(slot_bytes=size_bytes, slots=1)
+    before = resident_bytes()
+    assert staging.seal() == 0
+    assert before - resident_bytes() > size_bytes // 2
+    line = next(line for line in Path("/proc/self/maps").read_text().splitlines() if f"{staging.base:x}-" in line)
+    assert " ---p " in line
+    assert write_as_a_peer(staging.base) == errno.EFAULT
+    staging.close()
+    gc.collect()
+    assert f"{staging.base:x}-" in Path("/proc/self/maps").read_text(), "something else may be put there now"
+    assert staging.seal() == 0
+
+
+def test_memory_of_a_gpu_stays_ours_when_it_is_sealed() -> None:
+    freed: list[bool] = []
+    staging = Staging(4096, 3, "vram", 1 << 40, lambda: freed.append(True))
+    assert staging.seal() == staging.size_bytes == 4 * 4096
+    staging.close()
+    assert not freed and staging.seal() == 0
+
+
+def write_as_a_peer(address: int) -> int:
+    """How UCX writes to another process of the machine; 0 or the errno."""
+
+    class Piece(ctypes.Structure):
+        _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+    libc, ours = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(8)
+    pieces = [Piece(ctypes.addressof(ours), 8), Piece(address, 8)]
+    written = libc.process_vm_writev(os.getpid(), ctypes.byref(pieces[0]), 1, ctypes.byref(pieces[1]), 1, 0)
+    return 0 if written == 8 else ctypes.get_errno()

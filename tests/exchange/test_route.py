@@ -9,7 +9,9 @@ from kvbridge.exchange.route import Site, options
 
 
 def card(memory: str) -> FabricCard:
-    return FabricCard(kind="nixl", memory=memory, descriptor=b"", base=1 << 30, slot_bytes=1 << 20, slots=4)
+    return FabricCard(
+        kind="nixl", name="boot", memory=memory, descriptor=b"", base=1 << 30, slot_bytes=1 << 20, slots=4
+    )
 
 
 def gpu(machine: str = "m1", host: bool = True, routes: tuple = ("direct", "nixl", "host")) -> Site:

@@ -129,7 +129,7 @@ class World:
 
     def _add(self, name: str, pool: Pool, ranks: tuple[Rank, ...], slots: int, local: int) -> None:
         agent = Agent(name=name, boot=f"boot-{name}-{next(self.numbers)}", address=name, version="1")
-        card = FabricCard(kind="world", descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=slots)
+        card = FabricCard(kind="world", name=agent.boot, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=slots)
         inbound = Inbound(
             SlotPool(slots), lambda: f"t{next(self.numbers)}", lambda: next(self.numbers).to_bytes(16, "big")
         )

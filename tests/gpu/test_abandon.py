@@ -6,10 +6,12 @@ The stories of one route share a pair of agents and engines, so a run of the who
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.agent.disturbed import Pair, Scale, abandons, pair_of, sinks_agent_dies, sources_agent_dies
+from tests.agent.disturbed import Pair, Scale, abandons, pair_of, sinks_agent_dies, sources_agent_dies, stands_still
 
 ONE, TWO = ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")
 
@@ -46,3 +48,9 @@ def test_the_sinks_agent_dies(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", SCALES, indirect=True)
 def test_the_sources_agent_dies(pair: Pair) -> None:
     sources_agent_dies(pair, seed=3, times=1)
+
+
+@pytest.mark.parametrize("scale", [each for each in SCALES if each.id.startswith("one")])
+def test_the_sources_agent_stands_still(tmp_path: Path, scale: Scale) -> None:
+    with pair_of(tmp_path, replace(scale, more={"silence_s": "2", "rebuild_s": "1"})) as pair:
+        stands_still(pair, seed=4)

@@ -127,15 +127,21 @@ TO_ENGINE: tuple[Any, ...] = (
         counters={"kvbridge_chunks_total{role=source}": 1.0},
     ),
 )
+
+
+def card(name: str, descriptor: bytes, base: int) -> peer.FabricCard:
+    return peer.FabricCard(kind="nixl", name=name, descriptor=descriptor, base=base, slot_bytes=4 << 20, slots=32)
+
+
 BODIES: tuple[Any, ...] = (
     peer.Hello(
         versions=OURS,
         agent=AGENT,
         epoch=3,
         pool=POOL,
-        fabric=peer.FabricCard(kind="nixl", descriptor=b"\x00nixl\xff", base=1 << 45, slot_bytes=4 << 20, slots=32),
+        fabric=card("boot-1", b"\x00nixl\xff", 1 << 45),
         digests=("xxh3",),
-        host=peer.FabricCard(kind="nixl", descriptor=b"\x00nixl\xfe", base=1 << 46, slot_bytes=4 << 20, slots=32),
+        host=card("boot-1.host", b"\x00nixl\xfe", 1 << 46),
         device=peer.DeviceCard(machine="4c4c4544", uuid="GPU-5d2e", payload=TOKEN * 4),
         routes=("nixl", "host"),
         probe_lane=7,

@@ -1,0 +1,77 @@
+"""When doubt has eaten the staging: other slots behind another fabric, beside the same engine.
+
+A slot is quarantined until there is proof that nothing can be written there any more. Where that proof does not come
+(its source stands still, or went and never came back), the slots are not freed: they are left behind for good, with
+their addresses, and others take their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from kvbridge_proto.status import SlotCounts
+
+from ..errors import FabricError
+from ..exchange.slots import SlotPool
+from .engines import Engines
+from .metrics import Metrics
+from .mover import Mover
+
+log = logging.getLogger("kvbridge.agent")
+
+LOOK_S = 0.5
+
+
+class Patience:
+    """How long half the slots have been in quarantine. Pure; the caller brings the clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: float | None = None
+
+    def is_over(self, counts: SlotCounts, now: float) -> bool:
+        """Whether it has been too long, and nothing that is under way would be lost."""
+        slots = counts.free + counts.lent + counts.landed + counts.quarantined
+        if 2 * counts.quarantined < slots:
+            self._since = None
+            return False
+        if self._since is None:
+            self._since = now
+        return now - self._since >= self._seconds and not counts.lent and not counts.landed
+
+
+class Rebuilder:
+    """Watches the inbound slots of one agent."""
+
+    def __init__(self, slots: SlotPool, engines: Engines, mover: Mover, metrics: Metrics, seconds: float) -> None:
+        self._slots = slots
+        self._engines = engines
+        self._mover = mover
+        self._metrics = metrics
+        self._patience = Patience(seconds)
+        self._seconds = seconds
+        self._refused = ""
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._patience.is_over(self._slots.counts(), time.monotonic()):
+                await self._rebuild()
+
+    async def _rebuild(self) -> None:
+        try:
+            docks = await self._mover.prepare_docks()
+        except FabricError as error:
+            if error.code != self._refused:  # said once; tried as long as it is needed
+                self._refused = error.code
+                log.error("the slots cannot be made anew: code=%s %s", error.code, error)
+            return
+        self._refused = ""
+        count = self._slots.counts().quarantined
+        reason = f"rebuild_s: {count} of {len(self._slots)} inbound slots were quarantined for {self._seconds:g} s"
+        self._engines.rebuild(docks, reason)
+        self._metrics.rebuilt()
+        log.warning("made the slots anew: %s", reason)
