@@ -76,28 +76,28 @@ class Tables:
         )
 
     def offered(
-        self, tables: Sequence[Sequence[int]], offered: Sequence[int], tokens: int, is_last: bool
+        self, tables: Sequence[Sequence[int]], offered: Sequence[int], tokens: int, end: int | None
     ) -> tuple[Blocks, ...]:
         """The entries up to `tokens` that were not offered yet; `offered` counts those that were, by group.
 
-        The other side wants all tokens but the last, so a window begins where it did one token earlier.
+        Where the other side wants them up to `end`, and this is the last offer, windows come too.
         """
         pieces = []
         for index, (ids, group) in enumerate(zip(tables, self.groups, strict=True)):
             if group.kind == "full":
                 piece = _piece(index, ids, group, offered[index] * group.block_tokens, tokens)
                 pieces += [piece] if piece.ids else []
-            elif is_last:
-                pieces.append(_piece(index, ids, group, group.first(tokens - 1), tokens))
+            elif end is not None:
+                pieces.append(_piece(index, ids, group, group.first(end), tokens))
         return tuple(pieces)
 
-    def has_windows_of(self, tables: Sequence[Sequence[int]], tokens: int) -> bool:
-        """Whether the blocks are there that the last offer needs.
+    def has_windows_of(self, tables: Sequence[Sequence[int]], end: int) -> bool:
+        """Whether the blocks are there that the last offer needs, where tokens up to `end` are wanted.
 
         The prefix cache gives a request its window, but none of the tokens that drafts need before it.
         """
         return not any(
-            NULL_BLOCK in _piece(0, ids, group, group.first(tokens - 1), tokens).ids
+            NULL_BLOCK in _piece(0, ids, group, group.first(end), end).ids
             for ids, group in zip(tables, self.groups, strict=True)
             if group.kind != "full"
         )

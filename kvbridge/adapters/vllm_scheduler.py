@@ -22,6 +22,7 @@ from .vllm_eras import transfer_tables
 from .vllm_options import Options
 from .vllm_pieces import Tables
 from .vllm_rooms import message_name, offered_room, prompt_room, wanted_room
+from .vllm_short import can_be_short, shorten
 from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
 
 if TYPE_CHECKING:
@@ -52,12 +53,14 @@ PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 class Sending:
     """A request whose prompt is offered. `name` is "" until the first offer; `attempt` counts preemptions.
 
-    `tables` are its blocks by group, `blocks` counts those that were offered.
+    The other side wants tokens up to `end`, whether its last was taken off the prompt here or not. `tables` are its
+    blocks by group, `blocks` counts those that were offered.
     """
 
     request: Request
     room: str
     is_named: bool
+    end: int
     name: str = ""
     attempt: int = 0
     tokens: int = 0
@@ -139,11 +142,13 @@ class SchedulerSide:
             if self._tables.has_windows and request.max_tokens != 1:
                 log.warning("%s: max_tokens %d, must be 1: not offered", request.request_id, request.max_tokens)
                 return  # the blocks of a window are used again as soon as another token is computed
-            if not self._tables.outlives(request.num_prompt_tokens):
+            room, end = offered_room(request.request_id, prompt), request.num_prompt_tokens - 1
+            if self._tables.has_windows and can_be_short(request):
+                shorten(request)
+            elif not self._tables.outlives(request.num_prompt_tokens):
                 self._log_given_up(request)
                 return
-            room = offered_room(request.request_id, prompt)
-            self._sending[request.request_id] = Sending(request, room, True)
+            self._sending[request.request_id] = Sending(request, room, True, end)
         elif params.get("do_remote_prefill"):
             self._expect(request, params, prompt)
         elif not request.kv_transfer_params and (self._offers_all or self._wants_all):
@@ -172,7 +177,7 @@ class SchedulerSide:
         if self._wants_all:
             self._receiving[request.request_id] = Receiving(room, self._options.prefill)
         elif request.max_tokens == 1 and self._tables.outlives(request.num_prompt_tokens):
-            self._sending[request.request_id] = Sending(request, room, False)
+            self._sending[request.request_id] = Sending(request, room, False, request.num_prompt_tokens - 1)
         elif request.max_tokens == 1:
             self._log_given_up(request)
             self._step.before.append(self._nothing(room, message_name(request.request_id)))
@@ -315,14 +320,14 @@ class SchedulerSide:
         tokens = min(computed, request.num_prompt_tokens)
         if tokens <= sending.tokens:
             return
-        if tokens == request.num_prompt_tokens and not self._tables.has_windows_of(sending.tables, tokens):
+        if tokens == request.num_prompt_tokens and not self._tables.has_windows_of(sending.tables, sending.end):
             log.info("%s: not offered whole: vLLM's prefix cache had only part of a window", request.request_id)
             return  # `finished` withdraws what was offered
         if not sending.name:
             sending.name = message_name(request.request_id, sending.attempt)
             sending.blocks = [0] * len(sending.tables)
         sending.tokens = tokens
-        pieces = self._tables.offered(sending.tables, sending.blocks, tokens, sending.is_whole)
+        pieces = self._tables.offered(sending.tables, sending.blocks, tokens, sending.end if sending.is_whole else None)
         for piece in pieces:
             sending.blocks[piece.group] = piece.first + len(piece.ids)
         self._step.after.append(

@@ -68,8 +68,8 @@ def test_an_entry_of_a_shared_table_holds_all_ranks_tokens() -> None:
     assert block_tokens(SimpleNamespace(block_size=16), SimpleNamespace()) == 16
     tables = Tables((Kept(64, "full", 0),))
     assert tables.wanted([[7, 8, 9]], 70, 130) == (Blocks(0, 1, (8, 9)),)
-    assert tables.offered([[7, 8, 9]], [1], 128, False) == (Blocks(0, 1, (8,)),)
-    assert tables.offered([[7, 8, 9]], [2], 128, False) == ()
+    assert tables.offered([[7, 8, 9]], [1], 128, None) == (Blocks(0, 1, (8,)),)
+    assert tables.offered([[7, 8, 9]], [2], 128, None) == ()
 
 
 def test_both_kinds_of_context_parallelism_at_once_are_refused() -> None:

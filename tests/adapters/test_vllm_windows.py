@@ -105,17 +105,12 @@ def test_keeps_what_vllms_own_manager_keeps(manager: Any, spec: Any) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize(
-    ("window", "refused"), [(SLIDING, range(47, 201, 16)), (CHUNKED, range(32, 201, 32))], ids=["sliding", "chunked"]
-)
-def test_whatever_is_offered_is_held_until_it_is_released(
-    tmp_path: Path, window: Any, refused: range, is_async: bool
-) -> None:
+@ODD_WINDOWS
+def test_whatever_is_offered_is_held_until_it_is_released(tmp_path: Path, window: Any, is_async: bool) -> None:
     """For every length of a prompt: vLLM gives blocks of a window up just before it asks us what to keep."""
     world = World(tmp_path, specs=[FULL, window], async_scheduling=is_async).ready()
     (agent,) = world.agents
     blocks = world.scheduler.kv_cache_manager.block_pool.blocks
-    not_served = []
     for tokens in range(1, 201):
         request = world.prefill(tokens)
         params: list[Any] = []
@@ -127,15 +122,43 @@ def test_whatever_is_offered_is_held_until_it_is_released(
         for offer in offers:
             for piece in offer.blocks:
                 assert 0 not in piece.ids and all(blocks[entry].ref_cnt == 1 for entry in piece.ids), tokens
-        assert [offer.tokens for offer in offers if offer.is_last] == ([tokens] if params[0] else [])
-        if not params[0]:
-            not_served.append(tokens)
-            assert not offers
+        (last,) = [offer for offer in offers if offer.is_last]
+        assert last.tokens == params[0]["remote_num_tokens"] == max(1, tokens - 1)
+        if tokens > 1:
+            assert {piece.group: piece.first * BLOCK for piece in last.blocks}[1] == kept(window).first(tokens - 1)
         for offer in offers[-1:]:
             agent.say(Released(request=offer.request))
         world.run()
         world.assert_empty()
-    assert not_served == list(refused)
+
+
+@WINDOWS
+def test_a_prompt_that_was_cut_short_fills_no_block_of_the_prefix_cache_with_its_last_token(
+    tmp_path: Path, window: Any
+) -> None:
+    world = World(tmp_path, specs=[FULL, window]).ready()
+    (agent,) = world.agents
+    tokens = list(range(7000, 7000 + 4 * BLOCK))
+    world.prefill(prompt=tokens)
+    world.steps(6)
+    agent.say(Released(request=agent.take(Offer)[-1].request))
+    world.run()
+    hits: list[int] = []
+    world.on_forward = lambda: hits.extend(new.num_computed_tokens for new in world.scheduled.scheduled_new_reqs)
+    world.request(prompt=[*tokens, 1, 2, 3], max_tokens=1)
+    world.run()
+    assert hits == [3 * BLOCK]
+
+
+@WINDOWS
+def test_a_prompt_whose_logits_are_asked_for_keeps_its_last_token(tmp_path: Path, window: Any) -> None:
+    world = World(tmp_path, specs=[FULL, window]).ready()
+    gives_up = 47 if window is SLIDING else 64
+    for tokens, is_offered in ((gives_up, False), (gives_up - 1, True)):
+        request = world.prefill(tokens, prompt_logprobs=1)
+        world.steps(6)
+        assert request.num_prompt_tokens == tokens
+        assert [offer.tokens for offer in world.agents[0].take(Offer) if offer.is_last] == [tokens] * is_offered
 
 
 @WINDOWS
@@ -215,7 +238,7 @@ def test_a_window_comes_with_the_last_offer_and_is_in_no_block_that_was_given_up
     world.on_forward = lambda: tables.append(world.scheduler.kv_cache_manager.get_block_ids(request.request_id))
     world.steps(8)
     offers = agent.take(Offer)
-    assert len(offers) == 4 and offers[-1].is_last and offers[-1].tokens == tokens
+    assert len(offers) == 4 and offers[-1].is_last and offers[-1].tokens == tokens - 1
     assert [piece.group for offer in offers[:-1] for piece in offer.blocks] == [0, 0, 0]
     full, late = offers[-1].blocks
     first = kept(window).first(tokens - 1) // BLOCK

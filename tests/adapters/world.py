@@ -146,11 +146,18 @@ class World:
         return self
 
     def request(
-        self, tokens: int = 40, *, prompt: list[int] | None = None, max_tokens: int = 4, name: str = "", **params: Any
+        self,
+        tokens: int = 40,
+        *,
+        prompt: list[int] | None = None,
+        max_tokens: int = 4,
+        name: str = "",
+        prompt_logprobs: int | None = None,
+        **params: Any,
     ) -> Request:
         """Add a request; `params` are its kv_transfer_params."""
         number = next(self.numbers)
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=prompt_logprobs)
         request = Request(
             request_id=name or f"cmpl-name{number}-0-{number:08x}",
             prompt_token_ids=list(prompt or [number * 1000 + i for i in range(tokens)]),
