@@ -24,7 +24,7 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-@pytest.mark.parametrize("length", [2, WINDOW, WINDOW + 1, 700])
+@pytest.mark.parametrize("length", [2, WINDOW, WINDOW + 1, WINDOW + 127, 700])
 def test_decodes_from_the_windows_that_another_engine_kept(windows: Fleet, length: int) -> None:
     tokens = prompt(length, seed=3 * length)
     answer, ours, theirs = windows.crossed("large", "small", tokens)
