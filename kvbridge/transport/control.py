@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 
 import zmq
 from kvbridge_proto.codec import BadFrame, Limits, decode
-from kvbridge_proto.peer import Body, Envelope, Ping, Pong
+from kvbridge_proto.peer import Body, Envelope, Goodbye, Ping, Pong
 from kvbridge_proto.words import OURS
 
 from ..errors import OperatorError, PeerError
@@ -125,6 +125,7 @@ class Control:
         self.trust = trust
         for link in self.links:
             if trust.name_of(link.key) is None:
+                self.send(link, Goodbye(reason="your key is not on our list any more"))
                 self._lose(link, "key_revoked", f"key {link.key} of {link.address} is not in peers any more")
 
     # -- sending, on behalf of a link ------------------------------------------------------------------------------
