@@ -192,6 +192,8 @@ class Peers:
 
     def tick(self, now: float) -> None:
         for address in self._deadlines.due(now):
+            if (dialled := self._dialled.get(address)) is not None:
+                dialled.link.close()  # the other end may have given it up without our noticing: dial anew next time
             self._end(address, "peer_unreachable", f"connect_s: no Welcome from {address} in {self._connect_s}")
 
     def _end(self, address: str, code: str, reason: str) -> None:

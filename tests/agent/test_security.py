@@ -108,7 +108,11 @@ def test_a_list_lets_in_by_name_and_a_reload_cuts_off(tmp_path: Path, stack: Exi
     wait_for(lambda: "peers read again" in pair.source_agent.text() and not pair.source_agent.status.peers)
     wait_for(lambda: "not on our list" in pair.sink_agent.text())
     failed = pair.carry("revoked")
-    assert isinstance(failed, Failed) and failed.code == "peer_unreachable", failed
+    assert isinstance(failed, Failed) and failed.code == "peer_unreachable", (
+        failed,
+        pair.sink_agent.text(),
+        pair.source_agent.text(),
+    )
 
     peers.write_text("nonsense\n")  # is refused, and changes nothing
     pair.source_agent.process.send_signal(signal.SIGHUP)
