@@ -52,7 +52,7 @@ def pairs(count: int) -> list[Pair]:
 
 @contextlib.asynccontextmanager
 async def two(
-    sink: Trust, source: Trust, settings: Settings = QUICK
+    sink: Trust, source: Trust, settings: Settings | None = None
 ) -> AsyncIterator[tuple[Control, Ear, Control, Ear]]:
     async with (
         Control("sink", settings=settings, trust=sink) as dialling,
@@ -118,7 +118,7 @@ def test_a_server_that_has_another_key_than_it_should_hears_nothing(run: Run) ->
 
     async def story() -> None:
         ours, server, impostor = pairs(3)
-        async with two(trust(ours, source=server), trust(impostor, anybody=ours)) as (sink, heard, source, ear):
+        async with two(trust(ours, source=server), trust(impostor, anybody=ours), QUICK) as (sink, heard, source, ear):
             sink.dial(with_key(source.address, server[0].decode())).send(cancel("secret"))
             lost = await heard.hear(Lost)
             assert lost.code == "peer_unreachable" and "handshakes failed" in lost.reason
@@ -133,7 +133,7 @@ def test_an_agent_with_a_key_and_one_without_do_not_speak(run: Run, side: str) -
         (own,) = pairs(1)
         keyed, bare = trust(own, fleet=own), Trust()
         sides = (keyed, bare) if side == "dialling" else (bare, keyed)
-        async with two(*sides) as (sink, heard, source, ear):
+        async with two(*sides, QUICK) as (sink, heard, source, ear):
             sink.dial(source.address).send(cancel("t"))
             assert (await heard.hear(Lost)).code in ("peer_unreachable", "peer_disconnected")
             await ear.silence(0.2)
