@@ -33,6 +33,22 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     listen: Annotated[str, Meta(description="Where other agents reach us; port 0 takes any")] = "tcp://127.0.0.1:7700"
     advertise: Annotated[str, Meta(description="The address told to others; empty: the one we listen on")] = ""
     allow_wildcard: Annotated[bool, Meta(description="Let `listen` name every interface (0.0.0.0, *, ::)")] = False
+    key: Annotated[
+        str, Meta(max_length=4096, description="File of our secret key (kvbridge keygen); empty: loopback only")
+    ] = ""
+    peers: Annotated[
+        str,
+        Meta(max_length=4096, description="File or folder of public keys that may connect; empty: our own alone"),
+    ] = ""
+    dial: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
+        Meta(
+            max_length=256, description="HOST:PORT patterns that may be dialled; empty: loopback, or whoever has a key"
+        ),
+    ] = ()
+    allow_unauthenticated: Annotated[
+        bool, Meta(description="Serve and dial other hosts without keys: whoever reaches us may fetch KV")
+    ] = False
     allowed_uids: Annotated[
         tuple[Annotated[int, Meta(ge=0)], ...],
         Meta(max_length=64, description="Users whose engines may attach; empty: our own and root"),
@@ -127,7 +143,7 @@ def _typed(name: str, value: Any, origin: str) -> Any:
     hint = get_type_hints(AgentConfig, include_extras=True)[name]
     is_text = isinstance(value, str)
     plain: Any = value
-    if is_text and name in ("allowed_uids", "routes"):
+    if is_text and name in ("allowed_uids", "routes", "dial"):
         plain = [part.strip() for part in value.split(",") if part.strip()]
     try:
         return msgspec.convert(plain, hint, strict=not is_text or origin.endswith(".toml"))
@@ -148,6 +164,10 @@ def _check(config: AgentConfig) -> None:
         raise OperatorError("bad_option", f"slot_bytes: got {config.slot_bytes}, must be a multiple of 4096")
     if config.allow_wildcard and not config.advertise:
         raise OperatorError("bad_option", "advertise: got '', must be set with allow_wildcard: others need one address")
+    if config.peers and not config.key:
+        raise OperatorError("bad_option", f"peers: got {config.peers!r}, but no key of our own is set")
+    if config.key and config.allow_unauthenticated:
+        raise OperatorError("bad_option", "allow_unauthenticated: got true, but a key is set: it would change nothing")
     if config.metrics:
         host, _, port = config.metrics.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:

@@ -60,6 +60,8 @@ BAD = {
     "metrics without port": ("metrics", "127.0.0.1"),
     "metrics on port 70000": ("metrics", "127.0.0.1:70000"),
     "no user": ("allowed_uids", "root"),
+    "peers without a key": ("peers", "/etc/kvbridge/peers"),
+    "a hatch beside a key": ("key", "true"),
     "wildcard without an address to tell": ("allow_wildcard", "true"),
 }
 
@@ -67,8 +69,9 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_refuses_a_bad_value_naming_option_and_value(case: str) -> None:
     name, value = BAD[case]
+    more = {"allow_unauthenticated": "true"} if name == "key" else {}
     with pytest.raises(OperatorError) as caught:
-        load(None, {name: value}, {})
+        load(None, {name: value, **more}, {})
     told = str(caught.value)
     assert caught.value.code == "bad_option"
     assert (name in told and (value[:20] in told or str(len(value)) in told)) or "allow_wildcard" in told

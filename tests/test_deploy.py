@@ -61,5 +61,20 @@ def test_the_unit_sets_options_that_exist() -> None:
     assert {name.lower() for name in named} <= options().keys()
 
 
+@needs_systemd
+def test_systemd_accepts_the_unit_with_a_key(unit: Path) -> None:
+    """The lines that an operator takes the # from."""
+    text = re.sub(r"^#(LoadCredential=|Environment=KVBRIDGE_)", r"\1", unit.read_text(), flags=re.MULTILINE)
+    assert text.count("\nLoadCredential=key:") == 1 and "\nEnvironment=KVBRIDGE_KEY=%d/key\n" in text
+    unit.write_text(text)
+    test_systemd_accepts_the_unit(unit)
+    named = re.findall(rf"^Environment={ENVIRONMENT_PREFIX}(\w+)=", text, re.MULTILINE)
+    assert {"key", "peers"} <= {name.lower() for name in named} <= options().keys()
+
+
+def test_a_reload_is_the_signal_that_reads_the_peers_again() -> None:
+    assert "\nExecReload=/bin/kill -HUP $MAINPID\n" in UNIT.read_text()
+
+
 def test_prometheus_scrapes_where_an_agent_serves() -> None:
     assert AgentConfig().metrics in (DEPLOY / "prometheus" / "kvbridge.yml").read_text()

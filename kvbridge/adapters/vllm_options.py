@@ -21,7 +21,8 @@ class Options:
     deadline_s   how long a decoding request waits for its KV before the engine's failure policy applies
     connect_s    how long start-up waits for the agent; without one the engine starts all the same
     model_name   what both engines call the model; the last part of the model's path if not set
-    prefill      the prefilling side's agent (tcp://host:port), for proxies that hand over no kv_transfer_params
+    prefill      the prefilling side's agent (tcp://host:port, with #KEY if it has one), for proxies that hand over no
+                 kv_transfer_params
     scales       what becomes of rows under other scales than ours: "requantize" to ours, or "adopt" theirs, while
                  no request was computed or received here; then rows under others are refused
     cross_layer  ask vLLM up to 0.28 for one tensor that holds all layers (its V2 model runner has none);

@@ -160,6 +160,8 @@ class SchedulerSide:
             log.warning("%s: kv_transfer_params without request, host or port: computed here", request.request_id)
             return
         source = f"tcp://[{host}]:{port}" if ":" in str(host) else f"tcp://{host}:{port}"
+        if params.get("remote_key"):
+            source += f"#{params['remote_key']}"
         if max(len(source), len(str(remote))) > WIRE_TEXT:
             log.warning("%s: kv_transfer_params longer than the wire allows: computed here", request.request_id)
             return
@@ -269,7 +271,7 @@ class SchedulerSide:
             "remote_num_tokens": sending.tokens,
             "tp_size": self._tp_size,
             "pp_size": self._pp_size,
-        }
+        } | ({"remote_key": agent.fragment} if agent.fragment else {})
 
     # A step:
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from importlib.metadata import version
 
 import torch
@@ -23,12 +24,17 @@ from kvbridge_proto.status import Status
 from kvbridge_proto.words import Agent as AgentCard
 
 from ..config import AgentConfig
+from ..errors import OperatorError
 from ..exchange.actions import Scatter, Ship
 from ..exchange.inbound import Inbound
 from ..exchange.outbound import Outbound
 from ..exchange.slots import LocalSlots, SlotPool
-from ..transport.control import Control, Settings
+from ..transport.control import Control
+from ..transport.endpoint import check_metrics, with_key
+from ..transport.events import Settings
+from ..transport.keys import load_keys
 from ..transport.local import LocalConnection, LocalServer
+from ..transport.trust import Trust
 from .attachment import Attachment
 from .engines import Engines
 from .equipment import equip
@@ -61,6 +67,12 @@ def run(config: AgentConfig) -> None:
     uvloop.run(Agent(config).run())
 
 
+def trust_of(config: AgentConfig) -> Trust:
+    """Whom we let in and whom we dial, as the operator said. Raises OperatorError."""
+    keys = load_keys(config.key, config.peers) if config.key else None
+    return Trust(keys, config.dial, config.allow_unauthenticated)
+
+
 class Agent:
     """One start of one agent."""
 
@@ -89,15 +101,17 @@ class Agent:
                     tasks.create_task(self._serve_local(tasks)),
                 ]
                 self.state = "serving"
+                self.control.trusts(self.trust)  # should the list have changed meanwhile
                 gc.collect()
                 gc.freeze()  # torch's hundred thousand objects stay: no collection has to look at them again
                 log.info(
-                    "serving: name=%s boot=%s address=%s socket=%s device=%s",
+                    "serving: name=%s boot=%s address=%s socket=%s device=%s links: %s",
                     self.card.name,
                     self.boot,
                     self.card.address,
                     self.config.socket,
                     self.mover.description,
+                    self.trust.description,
                 )
                 await self._stop.wait()
                 if self._failure is not None:
@@ -112,8 +126,12 @@ class Agent:
 
     async def _start(self, stack: AsyncExitStack) -> None:
         config, loop = self.config, asyncio.get_running_loop()
+        self.trust = trust_of(config)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        if config.allow_unauthenticated and self.trust.keys is None:
+            log.warning("allow_unauthenticated: anybody who reaches %s may fetch KV and name its bytes", config.listen)
         self.mover = Mover(lambda: equip(config, self.boot), self.boot, self, config.write_timeout_s)
         stack.push_async_callback(self.mover.stop)
         await self.mover.start()
@@ -125,19 +143,37 @@ class Agent:
         self.card = AgentCard(
             name=config.name,
             boot=self.boot,
-            address=config.advertise or self.control.address,
+            address=with_key(
+                config.advertise or self.control.address, self.trust.keys.public if self.trust.keys else ""
+            ),
             version=version("kvbridge"),
         )
         self._assemble()
         # However we end: no socket closes before the mover is through with its engine's memory.
         stack.push_async_callback(self.engines.leave, "the agent is ending")
         if config.metrics:
+            check_metrics(config.metrics, allow_wildcard=config.allow_wildcard)
             stack.callback(self.metrics.serve(config.metrics))
 
     def _control(self) -> Control:
         config = self.config
         settings = Settings(connect_s=config.connect_s, silence_s=config.silence_s)
-        return Control(self.boot, config.listen, settings=settings, allow_wildcard=config.allow_wildcard)
+        wildcard = config.allow_wildcard
+        return Control(self.boot, config.listen, settings=settings, allow_wildcard=wildcard, trust=self.trust)
+
+    def _reload(self) -> None:
+        """The list of peers has changed. One that cannot be read changes nothing; our own key stays as it is."""
+        try:
+            trust = trust_of(self.config)
+        except OperatorError as error:
+            return log.error("peers not read again, the old list stays: %s: %s", error.code, error)
+        if trust.keys is not None and self.trust.keys is not None and trust.keys.public != self.trust.keys.public:
+            trust = replace(trust, keys=replace(self.trust.keys, names=trust.keys.names))
+            log.warning("key: the file has another one; it counts after a restart")
+        self.trust = trust
+        if self.state != "starting":
+            self.control.trusts(trust)
+        log.info("peers read again: %s", trust.description)
 
     def _assemble(self) -> None:
         clock = time.monotonic
@@ -237,6 +273,7 @@ class Agent:
             uptime_s=time.monotonic() - self._started,
             fabric=self.mover.site.fabric.kind,
             device=self.mover.description,
+            security=self.trust.description,
             slot_bytes=self.mover.site.fabric.slot_bytes,
             inbound=self.slots.counts(),
             outbound=self.local_slots.counts(),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 
 from kvbridge_proto.peer import (
-    PROBE_LANES,
     Body,
     Cancel,
     Claim,
@@ -30,7 +29,6 @@ from ..errors import FabricError, PeerError
 from ..exchange.lease import Deadlines
 from ..exchange.route import Site
 from ..exchange.session import (
-    SESSION_TABLE,
     Home,
     Session,
     SessionEvent,
@@ -40,58 +38,20 @@ from ..exchange.session import (
     hello,
     welcome,
 )
-from ..transport.control import Arrived, Control, Lost, Rejected
+from ..transport.control import Control
+from ..transport.events import Arrived, Lost, Rejected
 from ..transport.link import Link
 from .metrics import Metrics
 from .mover import Mover
+from .relations import Accepted, Dialled, Lanes, SinkSide, SourceSide
 from .routes import Connected, Landing
-from .words import described, route_of, verdict_of, warn_of_route
+from .status import peer_statuses
+from .words import described, warn_of_route
 
 log = logging.getLogger("kvbridge.peers")
 
 WARN_S = 60.0
-
-
-class SinkSide(Protocol):
-    """What the sink hears of sessions and sources."""
-
-    def met(self, session: Session) -> None: ...
-    def opened(self, address: str, session: Session) -> None: ...
-    def unreachable(self, address: str, code: str, reason: str) -> None: ...
-    def from_source(self, address: str, body: Ready | Failing | Drained | Refuse) -> None: ...
-
-
-class SourceSide(Protocol):
-    """What the source hears of sessions and sinks."""
-
-    def met(self, session: Session) -> None: ...
-    def from_sink(self, session: Session, body: Claim | Grant | Cancel | Settled) -> None: ...
-    def has_drained(self, transfer: str) -> bool: ...
-    def lost(self, boot: str) -> None: ...
-
-
-@dataclass(slots=True)
-class Dialled:
-    """An agent we fetch from."""
-
-    address: str
-    link: Link
-    state: SessionState = SessionState.NEW
-    session: Session | None = None
-    lane: int = 0  # where the source proves its route
-
-    def step(self, event: SessionEvent) -> None:
-        self.state = SESSION_TABLE.after(self.state, event)
-
-
-@dataclass(slots=True)
-class Accepted:
-    """An agent that fetches from us."""
-
-    link: Link
-    session: Session
-    connected: Connected
-    lane: int
+MOST_GREETINGS = 64  # Hellos that wait for their route to be proved, one after the other
 
 
 class Peers:
@@ -118,7 +78,9 @@ class Peers:
         self._deadlines: Deadlines[str] = Deadlines()
         self._warned: dict[str, float] = {}
         self._greeting = asyncio.Lock()
-        self._lane = 0
+        self._greeted_by: dict[Link, bool] = {}  # whose Hello is being answered; whether it still wants to know
+        self._lanes = Lanes()
+        self._without_lane: deque[str] = deque()
 
     async def serve(self) -> None:
         """Hear what comes in until cancelled."""
@@ -136,7 +98,7 @@ class Peers:
         """One message; what goes wrong with it costs its link and nothing else."""
         try:
             if isinstance(body, Hello):  # waits for the mover; nobody else shall
-                tasks.create_task(self._greet(link, sender, body))
+                self._knocked(tasks, link, sender, body)
             elif isinstance(body, Welcome) and link.is_dialled:
                 tasks.create_task(self._welcome(link, body))
             else:
@@ -150,6 +112,16 @@ class Peers:
         except Exception:
             self._fault(link, f"Welcome of {link.address}")
 
+    def _knocked(self, tasks: asyncio.TaskGroup, link: Link, sender: str, greeting: Hello) -> None:
+        """Each Hello may cost a connection to be made: so many wait at once, and one of a link."""
+        if link in self._greeted_by or len(self._greeted_by) >= MOST_GREETINGS:
+            self._metrics.refused("busy")
+            reason = f"greetings: {len(self._greeted_by)} wait, limit {MOST_GREETINGS}, and one of a link"
+            link.send(Refuse(code="busy", reasons=(reason,)))
+            return
+        self._greeted_by[link] = True
+        tasks.create_task(self._greet(link, sender, greeting))
+
     async def _greet(self, link: Link, sender: str, greeting: Hello) -> None:
         """One Hello at a time: two of one agent must not undo each other's connection."""
         async with self._greeting:
@@ -157,10 +129,12 @@ class Peers:
                 if greeting.agent.boot != sender:
                     reason = f"agent.boot: {greeting.agent.boot} in the message, {sender} on the envelope"
                     link.send(Refuse(code="bad_hello", reasons=(reason,)))
-                elif not link.is_lost:
+                elif self._is_waiting(link):
                     await self._greeted(link, greeting)
             except Exception:
                 self._fault(link, f"Hello of {sender}")
+            finally:
+                del self._greeted_by[link]
 
     def _fault(self, link: Link, what: str) -> None:
         """Our own fault: it costs the link, the log has the cause."""
@@ -197,12 +171,20 @@ class Peers:
         home, dialled = self._home(), self._dialled.get(address)
         if home is None or dialled is None or dialled.state is SessionState.GREETING:
             return
-        dialled.step(SessionEvent.HELLO)
-        if dialled.session is None:
-            self._lane = (self._lane + 1) % PROBE_LANES
-            dialled.lane = self._lane
-        dialled.link.send(hello(home, dialled.lane))
         self._deadlines.set(address, time.monotonic() + self._connect_s)
+        if dialled.session is None and not self._lanes.lend(dialled):
+            self._without_lane.append(address)
+            return
+        dialled.step(SessionEvent.HELLO)
+        dialled.link.send(hello(home, dialled.lane))
+
+    def _give_up_lane(self, dialled: Dialled) -> None:
+        """Its turn is over; who waits for a lane comes next."""
+        self._lanes.take_back(dialled)
+        while self._without_lane and len(self._lanes):
+            waiting = self._dialled.get(self._without_lane.popleft())
+            if waiting is not None and waiting.state is SessionState.NEW:
+                self.ask(waiting.address)
 
     def send_to_source(self, address: str, body: Body) -> None:
         if (dialled := self._dialled.get(address)) is not None:
@@ -210,6 +192,8 @@ class Peers:
 
     def tick(self, now: float) -> None:
         for address in self._deadlines.due(now):
+            if (dialled := self._dialled.get(address)) is not None:
+                dialled.link.close()  # the other end may have given it up without our noticing: dial anew next time
             self._end(address, "peer_unreachable", f"connect_s: no Welcome from {address} in {self._connect_s}")
 
     def _end(self, address: str, code: str, reason: str) -> None:
@@ -218,6 +202,7 @@ class Peers:
         if dialled is None:
             return
         self._deadlines.clear(address)
+        self._give_up_lane(dialled)
         dialled.step(SessionEvent.LOSE)
         log.info("session over: peer=%s code=%s %s", address, code, reason)
         self.sink.unreachable(address, code, reason)
@@ -230,8 +215,12 @@ class Peers:
         if greeting.probe is not None and greeting.probe.lane != dialled.lane:
             return  # the answer to a Hello that we gave up
         session: Session | Refuse = accept(greeting, home)
-        if dialled.session is None and isinstance(session, Session) and not await self._is_proved(session, dialled):
-            session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
+        if dialled.session is None and isinstance(session, Session):
+            if dialled.is_checked:
+                return self._metrics.rejected("unexpected_message")
+            dialled.is_checked = True
+            if not await self._is_proved(session, dialled):
+                session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
         current = self._home()  # looking took a while; the engine may have named more ranks, or left
         if current is None or current.epoch != home.epoch or self._dialled.get(address) is not dialled:
             return
@@ -245,6 +234,7 @@ class Peers:
         self._deadlines.clear(address)
         dialled.step(SessionEvent.WELCOME)
         if dialled.session is None:
+            self._give_up_lane(dialled)
             log.info("session open: peer=%s boot=%s %s", address, session.peer.boot, described(session))
             warn_of_route(address, session)
             self.sink.met(session)
@@ -277,6 +267,11 @@ class Peers:
             return
         boot = session.peer.boot
         known = self._accepted.get(boot)
+        if known is not None and known.link.key != link.key:  # a boot is of who proved to have it first
+            log.warning("refused a peer: boot=%s is of another key than %s", boot, link.key)
+            self._metrics.refused("boot_of_another_key")
+            link.send(Refuse(code="boot_of_another_key", reasons=(f"agent.boot: {boot} came with another key",)))
+            return
         if known is not None and known.link is link and known.lane == greeting.probe_lane:
             connected: Connected | None = known.connected
         else:  # it has forgotten what was proved before, or never knew
@@ -285,7 +280,8 @@ class Peers:
             return
         session = replace(session, routed=connected.routed)
         if known is None:
-            log.info("session open: sink=%s boot=%s %s", session.peer.name, boot, described(session))
+            key = f" key={link.key}" if link.key else ""
+            log.info("session open: sink=%s boot=%s%s %s", session.peer.name, boot, key, described(session))
             warn_of_route(session.peer.name, session)
         elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
             self.source.lost(boot)
@@ -294,6 +290,10 @@ class Peers:
             self.source.met(session)
         link.version = session.version
         link.send(welcome(session, home))
+
+    def _is_waiting(self, link: Link) -> bool:
+        """Whether the sink that said Hello is still there and has not said Goodbye since."""
+        return not link.is_lost and self._greeted_by[link]
 
     async def _connect(self, link: Link, greeting: Hello, home: Home) -> Connected | None:
         """Prove a route to the sink's slots; None if there is none or it has become pointless meanwhile."""
@@ -304,8 +304,10 @@ class Peers:
             link.send(Refuse(code=error.code, reasons=tuple(reason[:1024] for reason in error.reasons[:64])))
             return None
         current = self._home()
-        if link.is_lost or current is None or current.epoch != home.epoch:
+        if not self._is_waiting(link) or current is None or current.epoch != home.epoch:
             self._mover.disconnect(boot, connected.serial)
+            if not self._greeted_by[link]:
+                return None
             code, what = ("no_engine", "left") if current is None else ("stale_epoch", "changed its scales")
             link.send(Refuse(code=code, reasons=(f"the engine {what} during the handshake",)))
             return None
@@ -323,11 +325,17 @@ class Peers:
 
     def _hear(self, link: Link, sender: str, body: Body) -> None:
         address = link.address if link.is_dialled else None
+        accepted = self._accepted.get(sender)
+        if accepted is not None and accepted.link is not link:  # who else says this boot's name is not its agent
+            accepted = None
         match body:
             case Goodbye() if address is not None:
                 self._end(address, "peer_left", body.reason)
             case Goodbye():
-                self._lose_sink(sender, body.reason)
+                if link in self._greeted_by:
+                    self._greeted_by[link] = False
+                if accepted is not None:
+                    self._lose_sink(sender, body.reason)
             case Refuse(about="") if address is not None:
                 self._end(address, body.code, "; ".join(body.reasons))
             case Ready() | Failing() | Drained() | Refuse() if address is not None:
@@ -336,7 +344,7 @@ class Peers:
                 is_open = dialled is not None and dialled.session is not None  # or that claim was of the one before
                 if is_open and isinstance(body, Refuse) and body.code in ("no_session", "no_engine", "stale_epoch"):
                     self._end(address, body.code, "; ".join(body.reasons))  # what we think is open is not
-            case Claim() | Grant() | Cancel() | Settled() if (accepted := self._accepted.get(sender)) is not None:
+            case Claim() | Grant() | Cancel() | Settled() if accepted is not None:
                 self.source.from_sink(accepted.session, body)
             case Claim():
                 link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))
@@ -369,30 +377,12 @@ class Peers:
         while self._dialled:
             address, dialled = self._dialled.popitem()
             self._deadlines.clear(address)
+            self._lanes.take_back(dialled)
             dialled.step(SessionEvent.LOSE)
             dialled.link.send(Goodbye(reason=reason))
         for boot, accepted in list(self._accepted.items()):
             accepted.link.send(Goodbye(reason=reason))
             self._lose_sink(boot, reason)
 
-    def statuses(self) -> Iterator[PeerStatus]:
-        for address, dialled in list(self._dialled.items()):
-            session = dialled.session
-            yield PeerStatus(
-                name=session.peer.name if session else "",
-                address=address,
-                boot=session.peer.boot if session else "",
-                state=f"source {dialled.state.name.lower()}",
-                verdict=verdict_of(session) if session else "",
-                route=route_of(session) if session else "",
-            )
-        for boot, accepted in list(self._accepted.items()):
-            session = accepted.session
-            yield PeerStatus(
-                name=session.peer.name,
-                address=session.peer.address,
-                boot=boot,
-                state="sink open",
-                verdict=verdict_of(session),
-                route=route_of(session),
-            )
+    def statuses(self) -> list[PeerStatus]:
+        return peer_statuses(self._dialled.values(), self._accepted.items(), self._control.trust.name_of)

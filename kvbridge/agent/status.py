@@ -1,11 +1,15 @@
-"""Transfers under way, in the words of `kvbridge status`."""
+"""Transfers under way and other agents, in the words of `kvbridge status`."""
 
 from __future__ import annotations
 
-from kvbridge_proto.status import TransferStatus
+from collections.abc import Callable, Iterable, Iterator
+
+from kvbridge_proto.status import PeerStatus, TransferStatus
 
 from ..exchange.inbound import Inbound
 from ..exchange.outbound import Outbound
+from .relations import Accepted, Dialled
+from .words import route_of, verdict_of
 
 
 def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[TransferStatus, ...]:
@@ -37,3 +41,38 @@ def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[Transfe
         for outlet in outbound.outlets.values()
     ]
     return tuple(wants + outlets)
+
+
+def peer_statuses(
+    dialled: Iterable[Dialled], accepted: Iterable[tuple[str, Accepted]], name_of: Callable[[str], str | None]
+) -> list[PeerStatus]:
+    """One line per agent that we fetch from and per agent that fetches from us."""
+    return [*_sources(dialled, name_of), *_sinks(accepted, name_of)]
+
+
+def _sources(dialled: Iterable[Dialled], name_of: Callable[[str], str | None]) -> Iterator[PeerStatus]:
+    for each in dialled:
+        session = each.session
+        yield PeerStatus(
+            name=session.peer.name if session else "",
+            address=each.address,
+            boot=session.peer.boot if session else "",
+            state=f"source {each.state.name.lower()}",
+            verdict=verdict_of(session) if session else "",
+            route=route_of(session) if session else "",
+            key=name_of(each.link.key) or "",
+        )
+
+
+def _sinks(accepted: Iterable[tuple[str, Accepted]], name_of: Callable[[str], str | None]) -> Iterator[PeerStatus]:
+    for boot, each in accepted:
+        session = each.session
+        yield PeerStatus(
+            name=session.peer.name,
+            address=session.peer.address,
+            boot=boot,
+            state="sink open",
+            verdict=verdict_of(session),
+            route=route_of(session),
+            key=name_of(each.link.key) or "",
+        )

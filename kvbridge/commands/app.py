@@ -21,7 +21,14 @@ JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 def build() -> typer.Typer:
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_root)
-    for name, command in (("agent", _agent_command()), ("status", status), ("plan", plan), ("demo", demo)):
+    commands: dict[str, Callable[..., None]] = {
+        "agent": _agent_command(),
+        "status": status,
+        "plan": plan,
+        "demo": demo,
+        "keygen": keygen,
+    }
+    for name, command in commands.items():
         app.command(name)(command)
     return app
 
@@ -134,3 +141,14 @@ def demo(
             from ..demo.run import run
 
             run(devices=device.split(","), routes=routes)
+
+
+def keygen(
+    path: Annotated[Path, typer.Argument(help="Where the secret key goes. Must not be there yet.")],
+    name: Annotated[str, typer.Option(help="What others call the owner of this key.")] = "fleet",
+) -> None:
+    """Make the key pair by which agents know each other."""
+    with _told("keygen"):
+        from .keygen import run
+
+        run(path, name)

@@ -25,7 +25,7 @@ def show(path: str, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(status)).decode() + "\n")
         return
-    Console().print(rendered(status))
+    Console(markup=False, emoji=False).print(rendered(status))  # a key may look like markup
 
 
 def ask(path: str, answer_s: float = ANSWER_S) -> Status:
@@ -59,7 +59,7 @@ def rendered(status: Status) -> RenderableType:
     """The status for people."""
     parts: list[RenderableType] = [_agent(status), _slots(status)]
     if status.peers:
-        parts.append(_rows("peers", ("name", "address", "state", "route", "verdict"), status.peers))
+        parts.append(_rows("peers", ("name", "address", "state", "route", "key", "verdict"), status.peers))
     if status.transfers:
         columns = ("role", "request", "peer", "state", "chunks_done", "chunks", "age_s")
         parts.append(_rows("transfers", columns, status.transfers))
@@ -74,6 +74,7 @@ def _agent(status: Status) -> Table:
     table.add_row("name", f"{agent.name} (kvbridge {agent.version}, boot {agent.boot})")
     table.add_row("state", f"{status.state}, up {status.uptime_s:.0f} s")
     table.add_row("address", agent.address)
+    table.add_row("links", status.security)
     table.add_row("device", status.device)
     table.add_row("fabric", status.fabric)
     if engine is None:

@@ -13,71 +13,24 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 import zmq
 from kvbridge_proto.codec import BadFrame, Limits, decode
-from kvbridge_proto.peer import Body, Envelope, Ping, Pong
+from kvbridge_proto.peer import Body, Envelope, Goodbye, Ping, Pong
 from kvbridge_proto.words import OURS
 
 from ..errors import OperatorError, PeerError
-from .endpoint import check_dialled, check_listened, is_ipv6
+from .endpoint import is_ipv6
+from .events import Arrived, Event, Lost, Rejected, Settings
 from .link import Link
-from .sockets import GONE, UP, Port
+from .sockets import FAILED, GONE, REFUSED, UP, Port
+from .trust import Trust
+from .zap import Buckets, Door, guard, introduce
 
 TICK_S = 0.1
 PROBE_S = 0.5
 BACKLOG = 4096  # events nobody has taken; beyond, the sockets' own queues fill and push back
 LINGER_MS = 100  # what a Goodbye gets when we close a link ourselves
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Times in seconds. A peer that sends nothing for `silence_s`, pings included, is lost.
-
-    That only matters for a stalled peer or a broken path: a dead one's connection ends at once. Engines that spin on
-    `sched_yield` have kept an agent beside them off the processor for 4 s (2 cores, Linux 6.18, 2026-11-21).
-    """
-
-    connect_s: float = 5.0
-    ping_s: float = 1.0
-    silence_s: float = 15.0
-    frame_bytes: int = 4 << 20
-    queue_bytes: int = 64 << 20
-    max_links: int = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A message for us from the incarnation the link is with. Pings and pongs are answered here and do not show."""
-
-    link: Link
-    envelope: Envelope
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The link's end, said once: nothing more comes from it, what is sent on it is dropped.
-
-    `code` is one of peer_unreachable, peer_disconnected, peer_silent, peer_restarted, peer_not_reading,
-    messages_lost, frame_too_large.
-    """
-
-    link: Link
-    code: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """Something that is not a message for us, dropped. `link` is None if it came from nobody we know."""
-
-    link: Link | None
-    code: str
-    text: str
-
-
-Event = Arrived | Lost | Rejected
 
 
 class Control:
@@ -93,8 +46,10 @@ class Control:
         *,
         settings: Settings | None = None,
         allow_wildcard: bool = False,
+        trust: Trust | None = None,
     ) -> None:
         self.boot = boot
+        self.trust = trust or Trust()
         self.address = ""
         self.rejected: Counter[str] = Counter()
         self.settings = settings or Settings()
@@ -106,6 +61,7 @@ class Control:
         self._accepted: dict[bytes, Link] = {}
         self._ports: dict[Link, Port] = {}
         self._router: Port | None = None
+        self._door: Door | None = None
         self._probe_at: float | None = None
         self._probed_at = 0.0
         self._is_closed = False
@@ -133,15 +89,16 @@ class Control:
         """The link to this address; a new one if there is none or it was lost. Raises PeerError."""
         if link := self._dialled.get(address):
             return link
-        check_dialled(address)
+        endpoint, key = self.trust.check_dialled(address)
         if len(self._dialled) >= self.settings.max_links:
             raise PeerError("too_many_links", f"links: {len(self._dialled)} dialled, limit {self.settings.max_links}")
-        link = Link(self, address, None, self._loop.time())
+        link = Link(self, address, None, self._loop.time(), key)
         port = self._port(
-            zmq.DEALER, is_ipv6(address), lambda: self._serve(link), lambda event: self._watched(link, event)
+            zmq.DEALER, is_ipv6(endpoint), lambda: self._serve(link), lambda event: self._watched(link, event)
         )
         try:
-            port.socket.connect(address)
+            introduce(port.socket, self.trust.keys, key)
+            port.socket.connect(endpoint)
         except zmq.ZMQError as error:
             port.close()
             raise PeerError("bad_address", f"{address}: {error}") from None
@@ -162,6 +119,14 @@ class Control:
     def links(self) -> list[Link]:
         """All that are not lost."""
         return [*self._dialled.values(), *self._accepted.values()]
+
+    def trusts(self, trust: Trust) -> None:
+        """Another list of keys: who is not on it any more is lost, now. Our own pair must be the same."""
+        self.trust = trust
+        for link in self.links:
+            if trust.name_of(link.key) is None:
+                self.send(link, Goodbye(reason="your key is not on our list any more"))
+                self._lose(link, "key_revoked", f"key {link.key} of {link.address} is not in peers any more")
 
     # -- sending, on behalf of a link ------------------------------------------------------------------------------
 
@@ -227,10 +192,16 @@ class Control:
             if frames is None:
                 self._reject(None, "frame_malformed", "frames: not 1 after the identity")
             else:
-                identity = frames[0].bytes
-                self._take(self._accepted.get(identity), frames[1], identity)
+                self._take_proved(frames[0].bytes, frames[1])
             if self._is_full:
                 return
+
+    def _take_proved(self, identity: bytes, frame: zmq.Frame) -> None:
+        """The key that a connection proved must be on our list at each of its messages, and its link's own."""
+        key, link = _key_of(frame), self._accepted.get(identity)
+        if self.trust.name_of(key) is None or (link is not None and link.key != key):
+            return self._reject(link, "key_not_allowed", f"key {key or 'none'} of {frame.get('Peer-Address')}")
+        self._take(link, frame, identity)
 
     def _take(self, link: Link | None, frame: zmq.Frame, identity: bytes | None) -> None:
         try:
@@ -252,11 +223,15 @@ class Control:
 
     def _greet(self, envelope: Envelope, identity: bytes, frame: zmq.Frame) -> None:
         """A stranger's envelope: number 0 begins a link, any other is the tail of one that ended."""
-        link = Link(self, str(frame.get("Peer-Address")), identity, self._loop.time())
+        link = Link(self, str(frame.get("Peer-Address")), identity, self._loop.time(), _key_of(frame))
         if fault := link.check(envelope):
             return self._reject(None, *fault)
         if len(self._accepted) >= self.settings.max_links:
             return self._reject(None, "too_many_links", f"links: limit {self.settings.max_links}")
+        same = sum((other.key, other.address) == (link.key, link.address) for other in self._accepted.values())
+        if same >= self.settings.max_links_of_one:
+            text = f"links: {same} with {link.address}, limit {self.settings.max_links_of_one}"
+            return self._reject(None, "too_many_links", text)
         assert self._router is not None
         self._accepted[identity] = link
         self._ports[link] = self._router
@@ -285,6 +260,10 @@ class Control:
             self._serve(link)  # its last words
             if not link.is_lost:
                 self._lose(link, "peer_disconnected", f"{link.address} closed the connection")
+        elif event == REFUSED:
+            self._lose(link, "key_refused", f"{link.address} does not let our key in; is it in its peers?")
+        elif event & FAILED:
+            link.failures += 1
 
     def _watched_router(self, event: int) -> None:
         # ZeroMQ does not say whose connection ended. Ask all, but not as often as strangers come and go.
@@ -315,7 +294,10 @@ class Control:
         settings = self.settings
         if not link.is_up:
             if now - link.made_at > settings.connect_s:
-                self._lose(link, "peer_unreachable", f"nobody answers at {link.address} in {settings.connect_s} s")
+                reason = f"nobody answers at {link.address} in {settings.connect_s} s"
+                if link.failures:
+                    reason += f"; {link.failures} handshakes failed: is it an agent, has it that key, have both one?"
+                self._lose(link, "peer_unreachable", reason)
         elif now - link.heard_at > settings.silence_s and not self._is_full:
             self._lose(link, "peer_silent", f"nothing heard from {link.address} for {settings.silence_s} s")
         elif link.is_dialled and now - link.pinged_at >= settings.ping_s:
@@ -342,6 +324,13 @@ class Control:
         self.rejected[code] += 1
         self._tell(Rejected(link, code, text))
 
+    def _refused(self, code: str, text: str) -> None:
+        """The door's word; in a flood it is counted, and said as long as there is room."""
+        if self._is_full:
+            self.rejected[code] += 1
+        else:
+            self._reject(None, code, text)
+
     def _tell(self, event: Event) -> None:
         self._events.append(event)
         self._woken.set()
@@ -353,9 +342,12 @@ class Control:
     def _bind(self) -> None:
         if self._listen is None:
             return
-        check_listened(self._listen, allow_wildcard=self._allow_wildcard)
+        self.trust.check_listened(self._listen, allow_wildcard=self._allow_wildcard)
+        buckets = Buckets(self.settings.handshakes_per_s, self.settings.handshakes_at_once)
+        self._door = Door(self._context, lambda: self.trust.keys, buckets, self._refused)
         self._router = self._port(zmq.ROUTER, is_ipv6(self._listen), self._serve_router, self._watched_router)
         try:
+            guard(self._router.socket, self.trust.keys)
             self._router.socket.bind(self._listen)
         except zmq.ZMQError as error:
             raise OperatorError("listen_failed", f"listen {self._listen}: {error}") from error
@@ -378,4 +370,14 @@ class Control:
             self._end(link, LINGER_MS)
         if self._router is not None:
             self._router.close(LINGER_MS)
+        if self._door is not None:
+            self._door.close()
         self._context.term()  # waits for the lingering at most
+
+
+def _key_of(frame: zmq.Frame) -> str:
+    """What its connection proved at the door; "" if there was nothing to prove."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""

@@ -1,15 +1,23 @@
-"""Which ZeroMQ addresses an agent may listen on and dial. Resolves names only when it listens."""
+"""Which ZeroMQ addresses an agent may listen on and dial. Resolves names only when it listens.
+
+An address is `tcp://host:port`, and `tcp://host:port#KEY` where the agent there has a key: so whoever is handed an
+address knows whom to expect. The key is public; that it is one we trust is decided by our own list.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 import socket
+from fnmatch import fnmatchcase
 
 from ..errors import OperatorError, PeerError
 
 # No `;` (ZeroMQ's source address), no `*`, no spaces: what we dial comes from requests.
-_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9._-]+|\*):(?P<port>\d{1,5}|\*)")
+_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9._-]+|\*):(?P<port>\d{1,5}|\*)", re.ASCII)
+_PLACE = re.compile(
+    r"(?P<host>\[[0-9A-Fa-f:.]+(/\d{1,3})?\]|[0-9.]+/\d{1,2}|[A-Za-z0-9._*-]+):(?P<port>\d{1,5}|\*)", re.ASCII
+)
 
 
 def check_dialled(address: str) -> None:
@@ -21,34 +29,110 @@ def check_dialled(address: str) -> None:
         raise PeerError("bad_address", f"address: {address!r} names every host, not one")
 
 
-def check_listened(address: str, *, allow_wildcard: bool) -> None:
-    """Raises OperatorError `bad_address`, or `wildcard_listen` unless every interface is really meant. Port 0: any."""
+def check_listened(address: str, *, allow_wildcard: bool, is_guarded: bool = True) -> None:
+    """Raises OperatorError `bad_address`, `wildcard_listen` unless every interface is really meant, or
+    `unauthenticated_listen` if others than this host could reach us and nothing guards us. Port 0: any."""
     found = _TCP.fullmatch(address)
     if not found or (found["port"].isdigit() and int(found["port"]) > 65535):
         raise OperatorError("bad_address", f"listen: got {address!r}, need tcp://host:port")
-    if allow_wildcard or not (_is_wildcard(found["host"]) or _resolves_to_wildcard(found["host"])):
-        return
-    raise OperatorError(
-        "wildcard_listen",
-        f"listen: {address!r} opens every interface to whoever reaches it; name one address, or allow the wildcard",
-    )
+    if not allow_wildcard and _opens_everything(found["host"]):
+        raise OperatorError(
+            "wildcard_listen",
+            f"listen: {address!r} opens every interface to whoever reaches it; name one address, or allow_wildcard",
+        )
+    if not is_guarded and not _resolves_to_loopback(found["host"]):
+        raise OperatorError(
+            "unauthenticated_listen",
+            f"listen: {address!r} is reached from other hosts, and no key is set: whoever connects could fetch KV; "
+            "make a key with `kvbridge keygen` and set `key`, listen on loopback, or say allow_unauthenticated",
+        )
+
+
+def check_metrics(address: str, *, allow_wildcard: bool) -> None:
+    """Raises OperatorError `wildcard_metrics` for host:port of every interface unless that is meant."""
+    host = address.rpartition(":")[0]
+    if not allow_wildcard and _opens_everything(host):
+        raise OperatorError(
+            "wildcard_metrics",
+            f"metrics: {address!r} opens every interface to whoever reaches it; name one address, or allow_wildcard",
+        )
+
+
+def check_place(place: str) -> None:
+    """Raises OperatorError `bad_option` unless it is HOST:PORT, HOST a name (with *), an IP or a CIDR, PORT or *."""
+    found = _PLACE.fullmatch(place)
+    try:
+        if found is None or (found["port"].isdigit() and int(found["port"]) > 65535):
+            raise ValueError("need HOST:PORT, with * for any")
+        if "/" in found["host"]:
+            ipaddress.ip_network(found["host"].strip("[]"))
+    except ValueError as error:
+        raise OperatorError("bad_option", f"dial: got {place!r}: {error}") from None
+
+
+def is_place(endpoint: str, place: str) -> bool:
+    """Whether `tcp://host:port` is one of the places that the pattern `host:port` means.
+
+    A network matches addresses only: a name could be made to mean another one after we looked.
+    """
+    there, meant = _TCP.fullmatch(endpoint), _PLACE.fullmatch(place)
+    assert there is not None and meant is not None, (endpoint, place)
+    if meant["port"] not in ("*", there["port"].lstrip("0")):
+        return False
+    host, pattern = there["host"].strip("[]").lower(), meant["host"].strip("[]").lower()
+    address = _address(host)
+    if address is None:
+        return fnmatchcase(host, pattern)
+    try:
+        return address in ipaddress.ip_network(pattern)
+    except ValueError:
+        return pattern == "*"
+
+
+def with_key(address: str, key: str) -> str:
+    """The address as it is told to others."""
+    return f"{address}#{key}" if key and "#" not in address else address
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Whether `tcp://host:port` can only be on this host. Does not resolve: a name could mean anything."""
+    found = _TCP.fullmatch(endpoint)
+    if not found:
+        return False
+    address = _address(found["host"].strip("[]"))
+    return found["host"] == "localhost" if address is None else address.is_loopback
 
 
 def is_ipv6(address: str) -> bool:
     return address.startswith("tcp://[")
 
 
-def _is_wildcard(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return host == "*" or ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_unspecified
+        found = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return False
+        return None
+    return getattr(found, "ipv4_mapped", None) or found  # ::ffff:10.0.0.1 is 10.0.0.1
 
 
-def _resolves_to_wildcard(host: str) -> bool:
+def _is_wildcard(host: str) -> bool:
+    address = _address(host.strip("[]"))
+    return host == "*" or (address is not None and address.is_unspecified)
+
+
+def _opens_everything(host: str) -> bool:
     """`0` and names that mean 0.0.0.0 are wildcards as well; names of interfaces do not resolve and are fine."""
+    return _is_wildcard(host) or any(_is_wildcard(place) for place in _resolved(host))
+
+
+def _resolves_to_loopback(host: str) -> bool:
+    places = [_address(place) for place in _resolved(host)]
+    return bool(places) and all(place is not None and place.is_loopback for place in places)
+
+
+def _resolved(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return any(_is_wildcard(str(place[0])) for *_, place in found)
+    except (OSError, UnicodeError):
+        return []
+    return [str(place[0]) for *_, place in found]

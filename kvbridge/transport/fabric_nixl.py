@@ -64,6 +64,7 @@ class NixlFabric:
         # Neither library has another switch; what they would print comes back to us as exceptions anyway.
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+        os.environ["UCX_DEBUG_SIGNO"] = "0"  # else SIGHUP, our reload, is UCX's: it would log everything it does
         import nixl._bindings as nixl
 
         self._nixl: Any = nixl

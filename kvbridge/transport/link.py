@@ -17,15 +17,18 @@ class Link:
     """Made by Control: `dial` makes one, a stranger's first envelope another.
 
     `address` is what was dialled, or where the peer called from. `peer_boot` is empty until its first envelope came.
-    `version` goes into our envelopes; set it once agreed.
+    `key` is the public key that the peer proved, empty without keys. `version` goes into our envelopes; set it once
+    agreed.
     """
 
-    def __init__(self, control: Control, address: str, identity: bytes | None, now: float) -> None:
+    def __init__(self, control: Control, address: str, identity: bytes | None, now: float, key: str = "") -> None:
         self.address = address
+        self.key = key
         self.peer_boot = ""
         self.version = OURS.oldest
         self.is_up = identity is not None
         self.is_lost = False
+        self.failures = 0  # handshakes that failed before it was up
         self.identity = identity
         self.outbox: deque[bytes] = deque()
         self.waiting_bytes = 0

@@ -10,9 +10,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 HEARTBEAT_MS = 1000
 QUEUE_MESSAGES = 1000
+INCOMING_MESSAGES = 64  # of each caller while we do not look, of frame_bytes each at worst
+CURVE_BYTES = 64  # at least what it adds to a frame (33 in libzmq 4.3)
 DRAIN_MESSAGES = 256  # in one go, so that one loud peer does not hold the loop
 GONE = zmq.EVENT_DISCONNECTED
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
@@ -37,7 +40,7 @@ class Port:
         self._is_closed = False
         self._is_roused = False
         _set_up(self.socket, frame_bytes, ipv6, silence_ms)
-        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(UP | GONE | FAILED)
+        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(UP | GONE | FAILED | REFUSED)
         self._fds = (int(self.socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
         self._loop.add_reader(self._fds[0], self._on_ready)
         self._loop.add_reader(self._fds[1], self._watch)
@@ -103,9 +106,9 @@ class Port:
 def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, ipv6: bool, silence_ms: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a peer that is not there: tomorrow's ghosts
-    socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes + CURVE_BYTES)
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, INCOMING_MESSAGES if socket.type == zmq.ROUTER else QUEUE_MESSAGES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
     socket.setsockopt(zmq.HEARTBEAT_TTL, silence_ms)

@@ -25,12 +25,15 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
 
 class PeerStatus(Struct, frozen=True, kw_only=True):
+    """`key` is the name that our list gives to the key that the peer proved."""
+
     name: Name
     address: Name
     boot: Name
     state: Name
     verdict: Annotated[str, Meta(max_length=4096)]
     route: Annotated[str, Meta(max_length=2048)] = ""
+    key: Annotated[str, Meta(max_length=256)] = ""
 
 
 class TransferStatus(Struct, frozen=True, kw_only=True):
@@ -59,6 +62,7 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     uptime_s: Annotated[float, Meta(ge=0)]
     fabric: Name
     device: Name = ""
+    security: Annotated[str, Meta(max_length=512)] = ""
     slot_bytes: Count
     inbound: SlotCounts
     outbound: SlotCounts

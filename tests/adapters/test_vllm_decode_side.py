@@ -43,6 +43,12 @@ def finish(world: World) -> list[Any]:
     return outputs
 
 
+def test_asks_for_the_agent_that_has_the_key_that_was_told(world: World) -> None:
+    world.decode(40, remote_key="rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7")
+    world.steps(3)
+    assert world.agents[0].one(Want).source == "tcp://10.0.0.1:7700#rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["in-step", "async-scheduling"])
 def test_wants_all_but_the_last_token_and_runs_when_they_are_there(tmp_path: Path, is_async: bool) -> None:
     world = World(tmp_path, async_scheduling=is_async).ready()

@@ -80,6 +80,16 @@ def test_keeps_the_blocks_until_the_agent_released_them(world: World) -> None:
     world.assert_empty()
 
 
+# Z85 has all that means something in a URL.
+@pytest.mark.parametrize("key", ["", "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", "#?/@:[]%" * 5])
+def test_tells_the_other_side_the_key_of_our_agent(tmp_path: Path, key: str) -> None:
+    world = World(tmp_path).ready(f"#{key}" if key else "")
+    world.prefill(40)
+    params = world.step().outputs[0].kv_transfer_params
+    told = (params["remote_host"], params["remote_port"], params.get("remote_key"))
+    assert told == ("127.0.0.1", 7700, key or None)
+
+
 def test_frees_at_once_what_was_released_before_the_request_ended(world: World) -> None:
     (agent,) = world.agents
     world.prefill(40)

@@ -122,10 +122,10 @@ class World:
     def path(self, rank: int) -> Path:
         return self.folder / f"agent-{rank}.sock"
 
-    def start_agents(self) -> None:
+    def start_agents(self, key: str = "") -> None:
         """An agent beside each rank, before the engine looks for it."""
         self.agents = [
-            FakeAgent(self.path(rank), f"tcp://127.0.0.1:{7700 + rank}") for rank in range(len(self.workers))
+            FakeAgent(self.path(rank), f"tcp://127.0.0.1:{7700 + rank}" + key) for rank in range(len(self.workers))
         ]
 
     def attach(self) -> None:
@@ -137,9 +137,9 @@ class World:
             {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         )
 
-    def ready(self) -> World:
+    def ready(self, key: str = "") -> World:
         """Agents and engine up and acquainted."""
-        self.start_agents()
+        self.start_agents(key)
         self.attach()
         self.clock.now += 1
         self.steps(3)

@@ -124,17 +124,21 @@ class AgentProcess:
 
 
 @contextlib.contextmanager
-def agent(folder: Path, name: str, start_s: float = START_S, **options: Any) -> Iterator[AgentProcess]:
+def agent(
+    folder: Path, name: str, start_s: float = START_S, module: str = "kvbridge.cli", **options: Any
+) -> Iterator[AgentProcess]:
     """Start an agent, yield it when it serves, end it. An option that is None is left to the agent's own default."""
     path, log = folder / f"{name}.sock", folder / f"{name}.log"
     chosen = {"socket": path, "listen": "tcp://127.0.0.1:0", "name": name, "metrics": "", "inbound_slots": 8}
     chosen |= {"outbound_slots": 4, "slot_bytes": 65536} | options
     said = {key: value for key, value in chosen.items() if value is not None}
-    flags = [part for key, value in said.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    flags = [
+        part
+        for key, value in said.items()
+        for part in ([f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)]))
+    ]
     with log.open("ab") as out:
-        process = subprocess.Popen(
-            [PYTHON, "-m", "kvbridge.cli", "agent", *flags], stdout=out, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen([PYTHON, "-m", module, "agent", *flags], stdout=out, stderr=subprocess.STDOUT)
     running = AgentProcess(process, path, log)
     try:
         _wait_serving(running, start_s)

@@ -101,6 +101,7 @@ TO_ENGINE: tuple[Any, ...] = (
         state="serving",
         uptime_s=12.5,
         fabric="nixl",
+        security="loopback only",
         slot_bytes=4 << 20,
         inbound=SLOTS,
         outbound=status.SlotCounts(free=16, lent=0, landed=0, quarantined=0),
@@ -109,7 +110,12 @@ TO_ENGINE: tuple[Any, ...] = (
         ),
         peers=(
             status.PeerStatus(
-                name="decode-0", address="tcp://127.0.0.1:7702", boot="feed", state="open", verdict="Same"
+                name="decode-0",
+                address="tcp://127.0.0.1:7702",
+                boot="feed",
+                state="open",
+                verdict="Same",
+                key="decode",
             ),
         ),
         transfers=(

@@ -445,7 +445,8 @@ def test_a_strangers_ping_is_answered(run: Run) -> None:
         ("tcp://127.0.0.1:99999", "bad_address"),
         ("ipc:///tmp/x", "bad_address"),
         ("", "bad_address"),
-        ("tcp://192.0.2.1:7700", "listen_failed"),
+        ("tcp://192.0.2.1:7700", "unauthenticated_listen"),
+        ("tcp://127.0.0.77.example:7700", "unauthenticated_listen"),
     ],
 )
 def test_refuses_to_listen_where_it_should_not(run: Run, listen: str, code: str) -> None:

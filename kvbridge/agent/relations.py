@@ -1,0 +1,80 @@
+"""What we keep of other agents: those we fetch from, those that fetch from us, and who of us hears of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvbridge_proto.peer import PROBE_LANES, Cancel, Claim, Drained, Failing, Grant, Ready, Refuse, Settled
+
+from ..exchange.session import SESSION_TABLE, Session, SessionEvent, SessionState
+from ..transport.link import Link
+from .routes import Connected
+
+
+class SinkSide(Protocol):
+    """What the sink hears of sessions and sources."""
+
+    def met(self, session: Session) -> None: ...
+    def opened(self, address: str, session: Session) -> None: ...
+    def unreachable(self, address: str, code: str, reason: str) -> None: ...
+    def from_source(self, address: str, body: Ready | Failing | Drained | Refuse) -> None: ...
+
+
+class SourceSide(Protocol):
+    """What the source hears of sessions and sinks."""
+
+    def met(self, session: Session) -> None: ...
+    def from_sink(self, session: Session, body: Claim | Grant | Cancel | Settled) -> None: ...
+    def has_drained(self, transfer: str) -> bool: ...
+    def lost(self, boot: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Dialled:
+    """An agent we fetch from."""
+
+    address: str
+    link: Link
+    state: SessionState = SessionState.NEW
+    session: Session | None = None
+    lane: int = 0  # where the source proves its route
+    has_lane: bool = False  # still: nobody else may use it
+    is_checked: bool = False  # a Welcome is being looked at
+
+    def step(self, event: SessionEvent) -> None:
+        self.state = SESSION_TABLE.after(self.state, event)
+
+
+@dataclass(slots=True)
+class Accepted:
+    """An agent that fetches from us."""
+
+    link: Link
+    session: Session
+    connected: Connected
+    lane: int
+
+
+class Lanes:
+    """The lanes of our probe slot. Two proofs at once never share one; the longest unused is taken first."""
+
+    def __init__(self) -> None:
+        self._free = deque(range(PROBE_LANES))
+
+    def __len__(self) -> int:
+        """How many are free."""
+        return len(self._free)
+
+    def lend(self, dialled: Dialled) -> bool:
+        """Whether it has one now."""
+        if not dialled.has_lane and self._free:
+            dialled.lane, dialled.has_lane = self._free.popleft(), True
+        return dialled.has_lane
+
+    def take_back(self, dialled: Dialled) -> None:
+        """Its proof was seen, or is of no interest any more."""
+        if dialled.has_lane:
+            dialled.has_lane = False
+            self._free.append(dialled.lane)

@@ -1,0 +1,20 @@
+"""`kvbridge keygen`: a key pair for an agent, or one for a whole fleet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from ..errors import OperatorError
+from ..transport.keys import NAME, write_pair
+
+
+def run(path: Path, name: str) -> None:
+    """Write the secret half to `path`, print the line for the others' lists. Raises OperatorError."""
+    if not NAME.fullmatch(name):
+        raise OperatorError("bad_name", f"name: got {name!r}, need up to 64 letters, digits, dots, dashes, underscores")
+    public = write_pair(path)
+    typer.echo(f"secret key written to {path} (mode 0600): set `key` to it, and let it not leave this host", err=True)
+    typer.echo("the line for the `peers` list of the agents that it may speak to:", err=True)
+    typer.echo(f"{name} {public}")

@@ -1,0 +1,68 @@
+"""Whom this agent lets in and whom it may dial: requests name addresses, and must not choose them freely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import PeerError
+from .endpoint import check_dialled, check_listened, check_place, is_loopback, is_place
+from .keys import Keys
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Our keys (None: nobody proves who they are) and `places`, the HOST:PORT patterns that may be dialled (none: any).
+
+    Without keys it is loopback only, both ways, unless `allow_unauthenticated`. Raises OperatorError if a pattern is
+    not one.
+    """
+
+    keys: Keys | None = None
+    places: Sequence[str] = ()
+    allow_unauthenticated: bool = False
+
+    def __post_init__(self) -> None:
+        for place in self.places:
+            check_place(place)
+
+    @property
+    def description(self) -> str:
+        """For people: what protects the links to other agents."""
+        if self.keys is not None:
+            return f"curve, own key {self.keys.public}, {len(self.keys.names)} keys allowed"
+        return "NONE: anybody may connect (allow_unauthenticated)" if self.allow_unauthenticated else "loopback only"
+
+    def check_listened(self, address: str, *, allow_wildcard: bool) -> None:
+        """Raises OperatorError unless we may listen there."""
+        is_guarded = self.keys is not None or self.allow_unauthenticated
+        check_listened(address, allow_wildcard=allow_wildcard, is_guarded=is_guarded)
+
+    def check_dialled(self, address: str) -> tuple[str, str]:
+        """Endpoint and server key ("": none) of an address that may be dialled. Raises PeerError.
+
+        `bad_address` is not one at all; `peer_not_allowed` is one that the configuration does not let us dial.
+        """
+        endpoint, _, said = address.partition("#")
+        check_dialled(endpoint)
+        if self.places and not any(is_place(endpoint, place) for place in self.places):
+            raise PeerError("peer_not_allowed", f"dial: {endpoint} is not among {', '.join(self.places)}")
+        if self.keys is not None:
+            return endpoint, self._server_key(endpoint, said, self.keys)
+        if not self.allow_unauthenticated and not is_loopback(endpoint):
+            reason = f"key: none is set, so only loopback may be dialled, not {endpoint}; see `kvbridge keygen`"
+            raise PeerError("peer_not_allowed", reason)
+        return endpoint, ""
+
+    def name_of(self, key: str) -> str | None:
+        """Whose key this is; None if its holder is not to be spoken to. Without keys nobody has one."""
+        return self.keys.names.get(key) if self.keys is not None else ""
+
+    def _server_key(self, endpoint: str, said: str, keys: Keys) -> str:
+        key = said or keys.one
+        if not key:
+            reason = f"peers: {len(keys.names)} keys, and the address {endpoint} does not say which: append #PUBLICKEY"
+            raise PeerError("peer_not_allowed", reason)
+        if key not in keys.names:
+            raise PeerError("peer_not_allowed", f"peers: {endpoint} is said to have key {key[:40]}, which is not there")
+        return key

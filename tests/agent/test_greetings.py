@@ -1,0 +1,324 @@
+"""Greetings in numbers and in bad faith: lanes, floods of Hellos, goodbyes during a proof, borrowed boots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from kvbridge_proto.peer import PROBE_LANES, Cancel, Claim, Goodbye, Hello, Probe, Refuse, Welcome
+
+from kvbridge.agent.metrics import Metrics
+from kvbridge.agent.peers import MOST_GREETINGS, Peers
+from kvbridge.agent.routes import Connected, Landing
+from kvbridge.exchange.route import Routed
+from kvbridge.exchange.session import Home, Session, answer, hello, welcome
+from kvbridge.transport.trust import Trust
+from tests.exchange.world import World
+
+
+class Wire:
+    """A link that keeps what was sent."""
+
+    version, is_lost = 1, False
+
+    def __init__(self, address: str, key: str = "", peer_boot: str = "", *, is_dialled: bool = False) -> None:
+        self.address, self.key, self.peer_boot, self.is_dialled = address, key, peer_boot, is_dialled
+        self.sent: list[Any] = []
+
+    def send(self, body: Any) -> bool:
+        self.sent.append(body)
+        return True
+
+    def close(self) -> None:
+        self.is_lost = True
+
+    def said(self, kind: type) -> list[Any]:
+        return [body for body in self.sent if isinstance(body, kind)]
+
+
+class Player:
+    """Control, mover, sink and source: the test's. A proof takes until `may_prove` is set."""
+
+    trust = Trust()
+
+    def __init__(self, home: Home) -> None:
+        self.home: Home | None = home
+        self.wires: dict[str, Wire] = {}
+        self.may_prove = asyncio.Event()
+        self.proving: list[Landing] = []
+        self.disconnected: list[tuple[str, int]] = []
+        self.checked: list[int] = []
+        self.heard: list[tuple[str, Any]] = []
+        self.opened_at: list[str] = []
+        self.over: list[tuple[str, str]] = []
+        self.peers = Peers(self, self, lambda: self.home, Metrics(), 0.2)
+        self.peers.sink = self.peers.source = self
+
+    def dial(self, address: str) -> Wire:
+        return self.wires.setdefault(address, Wire(address, is_dialled=True))
+
+    async def connect(self, landing: Landing) -> Connected:
+        self.proving.append(landing)
+        serial = len(self.proving)
+        await self.may_prove.wait()
+        probe = Probe(lane=landing.lane, seed=1, size_bytes=64, bytes_per_s=1e9)
+        return Connected(Routed("nixl", "", probe), serial)
+
+    def disconnect(self, boot: str, serial: int) -> None:
+        self.disconnected.append((boot, serial))
+
+    async def is_proved(self, route: str, lane: int, probe: Probe) -> bool:
+        self.checked.append(lane)
+        await self.may_prove.wait()
+        return True
+
+    def met(self, session: Session) -> None: ...
+    def opened(self, address: str, session: Session) -> None:
+        self.opened_at.append(address)
+
+    def unreachable(self, address: str, code: str, reason: str) -> None:
+        self.over.append((address, code))
+
+    def from_sink(self, session: Session, body: Any) -> None:
+        self.heard.append((session.peer.boot, body))
+
+    def has_drained(self, transfer: str) -> bool:
+        return False
+
+    def lost(self, boot: str) -> None:
+        self.heard.append((boot, "lost"))
+
+
+def run(story: Callable[[World], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(World()), 30))
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def greeting(world: World, boot: str) -> Hello:
+    home = world.sinks[0].home
+    return hello(replace(home, agent=replace_struct(home.agent, boot=boot)), 0)
+
+
+def replace_struct(value: Any, **changes: Any) -> Any:
+    return type(value)(**{name: getattr(value, name) for name in value.__struct_fields__} | changes)
+
+
+def claim(transfer: str) -> Claim:
+    return Claim(
+        transfer=transfer,
+        want="w",
+        sink=0,
+        sinks=1,
+        room="r",
+        source_epoch=1,
+        sink_epoch=1,
+        first_token=0,
+        end_token=4,
+        takes=(),
+        plan="",
+        token=b"t" * 16,
+        leases=(),
+        deadline_s=1.0,
+    )
+
+
+# The sink's lanes:
+
+
+def welcomed(world: World, wire: Wire) -> Welcome:
+    source = world.sources[0].home
+    said = wire.said(Hello)[-1]
+    session = answer(said, source)
+    assert isinstance(session, Session)
+    probe = Probe(lane=said.probe_lane, seed=1, size_bytes=64, bytes_per_s=1e9)
+    wire.peer_boot = source.agent.boot
+    return welcome(replace(session, routed=Routed("nixl", "", probe)), source)
+
+
+def test_two_proofs_never_share_a_lane_and_the_others_wait_their_turn() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        addresses = [f"P{number}" for number in range(PROBE_LANES + 6)]
+        for address in addresses:
+            player.peers.reach(address)
+        asked = [wire for wire in player.wires.values() if wire.said(Hello)]
+        assert len(asked) == PROBE_LANES
+        assert len({wire.sent[0].probe_lane for wire in asked}) == PROBE_LANES
+        player.may_prove.set()
+        await player.peers._welcome(asked[5], welcomed(world, asked[5]))  # proved: its lane is free
+        player.peers._lose(asked[9], "gone")  # lost: its lane is free
+        player.peers._hear(asked[11], "boot", Goodbye(reason="x"))
+        player.peers._hear(asked[12], "boot", Refuse(code="no_engine", reasons=()))
+        later = [player.wires[address] for address in addresses[PROBE_LANES:]]
+        lanes = [wire.said(Hello)[0].probe_lane for wire in later if wire.said(Hello)]
+        assert lanes == [asked[i].sent[0].probe_lane for i in (5, 9, 11, 12)]
+        assert player.opened_at == ["P5"]
+
+    run(story)
+
+
+def test_who_waits_for_a_lane_is_told_in_time() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        for number in range(PROBE_LANES + 2):
+            player.peers.reach(f"P{number}")
+        await asyncio.sleep(0.3)
+        player.peers.tick(asyncio.get_running_loop().time())
+        assert {code for _, code in player.over} == {"peer_unreachable"}
+        first = {address for address, _ in player.over}
+        assert {f"P{number}" for number in range(PROBE_LANES)} <= first
+        await asyncio.sleep(0.3)
+        player.peers.tick(asyncio.get_running_loop().time())
+        assert len(player.over) == PROBE_LANES + 2  # once each, and all of them
+        player.peers.reach("again")
+        assert player.wires["again"].said(Hello)
+
+    run(story)
+
+
+def test_an_engine_that_leaves_gives_all_lanes_back() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        for turn in range(3):
+            for number in range(PROBE_LANES + 3):
+                player.peers.reach(f"P{turn}-{number}")
+            player.peers.end_all("the engine left")
+        player.peers.reach("last")
+        assert player.wires["last"].said(Hello)
+
+    run(story)
+
+
+def test_a_flood_of_welcomes_is_looked_at_once() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        player.peers.reach("P0")
+        said = welcomed(world, player.wires["P0"])
+        waiting = [asyncio.create_task(player.peers._welcome(player.wires["P0"], said)) for _ in range(1000)]
+        await settle()
+        assert len(player.checked) == 1
+        player.may_prove.set()
+        await asyncio.gather(*waiting)
+        assert player.opened_at == ["P0"]
+
+    run(story)
+
+
+# The source's greetings:
+
+
+def test_a_flood_of_hellos_costs_one_proof_a_link_and_a_bounded_number_in_all() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sources[0].home)
+        async with asyncio.TaskGroup() as tasks:
+            loud = Wire("loud")
+            for _ in range(1000):
+                player.peers._take(tasks, loud, "D-loud", greeting(world, "D-loud"))
+            assert [refusal.code for refusal in loud.said(Refuse)] == ["busy"] * 999
+            others = [Wire(f"other{number}") for number in range(MOST_GREETINGS + 5)]
+            for number, wire in enumerate(others):
+                player.peers._take(tasks, wire, f"D{number}", greeting(world, f"D{number}"))
+            assert [len(wire.said(Refuse)) for wire in others] == [0] * (MOST_GREETINGS - 1) + [1] * 6
+            await settle()
+            assert len(player.proving) == 1  # one at a time
+            player.may_prove.set()
+        assert len(player.proving) == MOST_GREETINGS
+        assert all(wire.said(Welcome) for wire in [loud, *others[: MOST_GREETINGS - 1]])
+        async with asyncio.TaskGroup() as tasks:
+            player.peers._take(tasks, others[-1], "late", greeting(world, "late"))
+        assert others[-1].said(Welcome)
+
+    run(story)
+
+
+async def during_a_proof(world: World, happens: Callable[[Player, Wire], None]) -> tuple[Player, Wire]:
+    player, wire = Player(world.sources[0].home), Wire("D0")
+    async with asyncio.TaskGroup() as tasks:
+        player.peers._take(tasks, wire, "D", greeting(world, "D"))
+        await settle()
+        assert len(player.proving) == 1
+        happens(player, wire)
+        player.may_prove.set()
+    return player, wire
+
+
+def test_a_goodbye_during_a_proof_leaves_nothing_behind() -> None:
+    async def story(world: World) -> None:
+        player, wire = await during_a_proof(world, lambda p, w: p.peers._hear(w, "D", Goodbye(reason="never mind")))
+        assert player.peers.statuses() == [] and player.disconnected == [("D", 1)]
+        assert wire.sent == []
+        async with asyncio.TaskGroup() as tasks:  # and it may come again
+            player.peers._take(tasks, wire, "D", greeting(world, "D"))
+        assert len(player.peers.statuses()) == 1 and wire.said(Welcome)
+
+    run(story)
+
+
+def test_a_link_lost_during_a_proof_leaves_nothing_behind() -> None:
+    async def story(world: World) -> None:
+        def lose(player: Player, wire: Wire) -> None:
+            wire.is_lost = True
+            player.peers._lose(wire, "gone")
+
+        player, wire = await during_a_proof(world, lose)
+        assert player.peers.statuses() == [] and player.disconnected == [("D", 1)] and not wire.said(Welcome)
+
+    run(story)
+
+
+def test_an_engine_that_leaves_during_a_proof_leaves_nothing_behind() -> None:
+    async def story(world: World) -> None:
+        player, wire = await during_a_proof(world, lambda p, w: setattr(p, "home", None))
+        assert player.peers.statuses() == [] and player.disconnected == [("D", 1)]
+        assert [refusal.code for refusal in wire.said(Refuse)] == ["no_engine"]
+
+    run(story)
+
+
+# Borrowed boots:
+
+
+async def met(world: World, key: str = "") -> tuple[Player, Wire]:
+    player, wire = Player(world.sources[0].home), Wire("D0", key, "D")
+    player.may_prove.set()
+    async with asyncio.TaskGroup() as tasks:
+        player.peers._take(tasks, wire, "D", greeting(world, "D"))
+    assert wire.said(Welcome)
+    return player, wire
+
+
+def test_another_key_cannot_take_over_a_boot() -> None:
+    async def story(world: World) -> None:
+        player, _ = await met(world, "key of D")
+        thief = Wire("elsewhere", "key of E", "D")
+        async with asyncio.TaskGroup() as tasks:
+            player.peers._take(tasks, thief, "D", greeting(world, "D"))
+        assert [refusal.code for refusal in thief.said(Refuse)] == ["boot_of_another_key"]
+        assert player.heard == [] and player.disconnected == [] and len(player.proving) == 1
+        again = Wire("D0 on another connection", "key of D", "D")
+        async with asyncio.TaskGroup() as tasks:
+            player.peers._take(tasks, again, "D", greeting(world, "D"))
+        assert again.said(Welcome) and player.heard == [("D", "lost")]
+
+    run(story)
+
+
+def test_another_link_that_says_our_sinks_boot_is_not_our_sink() -> None:
+    async def story(world: World) -> None:
+        player, honest = await met(world)
+        thief = Wire("elsewhere", peer_boot="D")
+        player.peers._hear(thief, "D", claim("stolen"))
+        player.peers._hear(thief, "D", Cancel(transfer="t", code="c"))
+        player.peers._hear(thief, "D", Goodbye(reason="not mine to say"))
+        assert player.heard == [] and len(player.peers.statuses()) == 1
+        assert [refusal.code for refusal in thief.said(Refuse)] == ["no_session"]
+        player.peers._hear(honest, "D", claim("own"))
+        assert [(boot, body.transfer) for boot, body in player.heard] == [("D", "own")]
+
+    run(story)

@@ -1,0 +1,55 @@
+"""`kvbridge agent` that may not pickle and writes its secrets down. `SECRETS=FILE python -m tests.agent.watched_agent`.
+
+Each line of the file is a name and bytes in hex: what no log may hold.
+"""
+
+from __future__ import annotations
+
+import _pickle
+import os
+import pickle
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kvbridge.agent.daemon  # noqa: F401  torch and NIXL may do what they like while they are imported
+from kvbridge import cli
+from kvbridge.transport.fabric_nixl import NixlFabric
+
+PICKLING = ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")
+
+
+def forbid_pickle() -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        sys.stderr.write("PICKLED\n")
+        raise RuntimeError("this process may not pickle")
+
+    for module in (pickle, _pickle):
+        for name in PICKLING:
+            setattr(module, name, refuse)
+
+
+def write_down(file: Path, name: str, call: Callable[..., bytes]) -> Callable[..., bytes]:
+    def recorded(*args: Any) -> bytes:
+        found = call(*args)
+        with file.open("a") as out:
+            out.write(f"{name} {found.hex()}\n")
+        return found
+
+    return recorded
+
+
+def main() -> None:
+    file = Path(os.environ["SECRETS"])
+    secrets.token_bytes = write_down(file, "token", secrets.token_bytes)  # type: ignore[assignment]
+    NixlFabric.descriptor = write_down(file, "descriptor", NixlFabric.descriptor)  # type: ignore[method-assign]
+    forbid_pickle()
+    if os.environ.get("PICKLE_ANYWAY"):
+        pickle.dumps(1)
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Which addresses may be dialled and listened on. Pure, but for names that are resolved when listening."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+
+from kvbridge.errors import OperatorError, PeerError
+from kvbridge.transport.endpoint import check_listened, check_metrics, is_loopback, is_place, with_key
+from kvbridge.transport.keys import Keys
+from kvbridge.transport.trust import Trust
+
+OURS, THEIRS, FOREIGN = (zmq.curve_keypair()[0].decode() for _ in range(3))
+
+
+def keys(*known: str) -> Keys:
+    return Keys(OURS, "", {key: f"name{i}" for i, key in enumerate(known)})
+
+
+def refusal(trust: Trust, address: str) -> str:
+    with pytest.raises(PeerError) as caught:
+        trust.check_dialled(address)
+    assert caught.value.code == "peer_not_allowed"
+    return str(caught.value)
+
+
+LOOPBACK = [
+    "tcp://127.0.0.1:1",
+    "tcp://127.8.9.1:1",
+    "tcp://localhost:1",
+    "tcp://[::1]:1",
+    "tcp://[::ffff:127.0.0.1]:1",
+]
+ELSEWHERE = [
+    *(
+        "tcp://10.0.0.1:1",
+        "tcp://169.254.169.254:80",
+        "tcp://host:1",
+        "tcp://127.0.0.1.example.com:1",
+        "tcp://[fe80::1]:1",
+    ),
+    *(
+        "tcp://2130706433:1",
+        "tcp://0x7f.1:1",
+        "tcp://127.1:1",
+        "tcp://localhost.:1",
+        "tcp://LOCALHOST.evil:1",
+        "tcp://lo:1",
+    ),
+    *("tcp://[::ffff:10.0.0.1]:1", "tcp://[2001:db8::1]:1"),
+]
+
+
+@pytest.mark.parametrize("address", LOOPBACK)
+def test_loopback_needs_no_key(address: str) -> None:
+    assert Trust().check_dialled(address) == (address, "")
+    assert is_loopback(address)
+
+
+@pytest.mark.parametrize("address", ELSEWHERE)
+def test_nothing_else_is_dialled_without_a_key(address: str) -> None:
+    assert "key" in refusal(Trust(), address) and address in refusal(Trust(), address)
+    assert Trust(allow_unauthenticated=True).check_dialled(address) == (address, "")
+
+
+def test_with_keys_whoever_proves_one_may_be_dialled() -> None:
+    trust = Trust(keys(OURS, THEIRS))
+    assert trust.check_dialled(f"tcp://10.0.0.1:1#{THEIRS}") == ("tcp://10.0.0.1:1", THEIRS)
+    assert trust.check_dialled(f"tcp://127.0.0.1:1#{OURS}") == ("tcp://127.0.0.1:1", OURS)
+
+
+def test_a_key_that_is_not_ours_to_trust_is_refused_whatever_the_address_says() -> None:
+    assert FOREIGN in refusal(Trust(keys(OURS, THEIRS)), f"tcp://10.0.0.1:1#{FOREIGN}")
+    assert refusal(Trust(keys(THEIRS)), f"tcp://10.0.0.1:1#{OURS}")
+    assert refusal(Trust(keys(THEIRS)), "tcp://127.0.0.1:1#" + "x" * 5000)
+
+
+def test_an_address_without_a_key_does_where_there_is_but_one() -> None:
+    assert Trust(keys(THEIRS)).check_dialled("tcp://10.0.0.1:1") == ("tcp://10.0.0.1:1", THEIRS)
+    assert "#PUBLICKEY" in refusal(Trust(keys(OURS, THEIRS)), "tcp://10.0.0.1:1")
+    assert "#PUBLICKEY" in refusal(Trust(keys(OURS, THEIRS)), "tcp://10.0.0.1:1#")
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://a:1;b:2", "tcp://*:1", "ipc:///x", f"#{THEIRS}", "", "tcp://h:1 #k", "tcp://h:0"]
+)
+def test_what_is_no_address_is_none_with_keys_either(address: str) -> None:
+    for trust in (Trust(keys(THEIRS)), Trust(allow_unauthenticated=True), Trust()):
+        with pytest.raises(PeerError) as caught:
+            trust.check_dialled(address)
+        assert caught.value.code == "bad_address"
+
+
+@pytest.mark.parametrize(
+    ("place", "yes", "no"),
+    [
+        ("10.1.0.0/16:7700", ["10.1.2.3:7700", "[::ffff:10.1.2.3]:7700"], ["10.2.0.1:7700", "10.1.2.3:7701", "h:7700"]),
+        ("10.1.2.3:*", ["10.1.2.3:1", "10.1.2.3:65535"], ["10.1.2.4:1"]),
+        ("[2001:db8::/32]:7700", ["[2001:db8:1::1]:7700"], ["[2001:db9::1]:7700", "10.0.0.1:7700"]),
+        (
+            "*.kv.internal:7700",
+            ["a.kv.internal:7700", "A.KV.internal:7700"],
+            ["kv.internal:7700", "a.kv.internal.evil:7700"],
+        ),
+        ("decode-*:*", ["decode-1:9"], ["prefill-1:9", "xdecode-1:9"]),
+        ("*:7700", ["anything:7700", "10.0.0.1:7700"], ["anything:7701"]),
+        ("0.0.0.0/0:*", ["8.8.8.8:1"], ["name:1", "[::1]:1"]),
+    ],
+)
+def test_patterns_of_places(place: str, yes: list[str], no: list[str]) -> None:
+    assert [where for where in yes if not is_place(f"tcp://{where}", place)] == []
+    assert [where for where in no if is_place(f"tcp://{where}", place)] == []
+
+
+def test_places_bind_whoever_has_a_key_and_who_needs_none() -> None:
+    for trust in (Trust(keys(THEIRS), ("10.1.0.0/16:*",)), Trust(None, ("10.1.0.0/16:*",), True)):
+        assert trust.check_dialled("tcp://10.1.2.3:1")[0] == "tcp://10.1.2.3:1"
+        assert "10.1.0.0/16" in refusal(trust, "tcp://10.2.2.3:1")
+        assert refusal(trust, "tcp://127.0.0.1:1")
+    assert "key" in refusal(Trust(None, ("10.1.0.0/16:*",)), "tcp://10.1.2.3:1")  # a place alone is no proof
+
+
+@pytest.mark.parametrize(
+    "place", ["", "10.0.0.1", ":1", "10.0.0.1:99999", "10.0.0.1/8:1", "10.0.0.0/40:1", "a b:1", "h:1;x"]
+)
+def test_a_pattern_that_is_none_is_refused_at_start(place: str) -> None:
+    with pytest.raises(OperatorError) as caught:
+        Trust(places=(place,))
+    assert caught.value.code == "bad_option" and repr(place) in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["10.9.8.7", "eth0", "host.invalid", "[2001:db8::1]"])
+def test_listening_beyond_loopback_needs_a_key_or_the_hatch(host: str) -> None:
+    address = f"tcp://{host}:7700"
+    with pytest.raises(OperatorError) as caught:
+        Trust().check_listened(address, allow_wildcard=False)
+    assert caught.value.code == "unauthenticated_listen"
+    assert all(word in str(caught.value) for word in (address, "kvbridge keygen", "allow_unauthenticated"))
+    Trust(keys(OURS)).check_listened(address, allow_wildcard=False)
+    Trust(allow_unauthenticated=True).check_listened(address, allow_wildcard=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_loopback_is_listened_on_without_a_key(host: str) -> None:
+    Trust().check_listened(f"tcp://{host}:0", allow_wildcard=False)
+
+
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "0", "[::]"])
+def test_a_wildcard_needs_its_own_word_and_a_key(host: str) -> None:
+    for guarded in (True, False):
+        with pytest.raises(OperatorError) as caught:
+            check_listened(f"tcp://{host}:1", allow_wildcard=False, is_guarded=guarded)
+        assert caught.value.code == "wildcard_listen"
+    with pytest.raises(OperatorError) as caught:
+        check_listened(f"tcp://{host}:1", allow_wildcard=True, is_guarded=False)
+    assert caught.value.code == "unauthenticated_listen"
+    check_listened(f"tcp://{host}:1", allow_wildcard=True, is_guarded=True)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:9400", "*:9400", "[::]:9400", ":::9400", "0:9400"])
+def test_metrics_are_not_served_on_every_interface_unasked(address: str) -> None:
+    with pytest.raises(OperatorError) as caught:
+        check_metrics(address, allow_wildcard=False)
+    assert caught.value.code == "wildcard_metrics"
+    check_metrics(address, allow_wildcard=True)
+    check_metrics("127.0.0.1:9400", allow_wildcard=False)
+
+
+def test_an_address_is_told_with_its_key_once() -> None:
+    assert with_key("tcp://h:1", OURS) == f"tcp://h:1#{OURS}" == with_key(f"tcp://h:1#{OURS}", OURS)
+    assert with_key("tcp://h:1", "") == "tcp://h:1"
