@@ -1,0 +1,24 @@
+"""All targets by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from .codecs import KINDS, Client, Decoding, Descriptors, Stream
+from .files import ConfigText, PoolFile, StatusText
+from .target import Target
+
+NAMES: dict[str, Callable[[], Target]] = {
+    **{name: partial(Decoding, name) for name in KINDS},
+    "stream": Stream,
+    "fds": Descriptors,
+    "client": Client,
+    "config": ConfigText,
+    "poolfile": PoolFile,
+    "status": StatusText,
+}
+
+
+def made(name: str) -> Target:
+    return NAMES[name]()
