@@ -7,6 +7,7 @@ from functools import partial
 
 from .codecs import KINDS, Client, Decoding, Descriptors, Stream
 from .files import ConfigText, PoolFile, StatusText
+from .pools import Pools
 from .target import Target
 
 NAMES: dict[str, Callable[[], Target]] = {
@@ -17,6 +18,7 @@ NAMES: dict[str, Callable[[], Target]] = {
     "config": ConfigText,
     "poolfile": PoolFile,
     "status": StatusText,
+    "pools": Pools,
 }
 
 
