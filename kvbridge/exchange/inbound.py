@@ -29,6 +29,7 @@ from .intake import (
     begin_again,
     claim_of,
     failed,
+    late_of,
     matches,
     scatter_of,
 )
@@ -230,7 +231,9 @@ class Inbound:
         for kind, key in self._deadlines.due(now):
             if kind == "want" and key in self.wants:
                 wanted = self.wants[key]
-                actions += self._fail(wanted, "deadline", self._where(wanted), now)
+                actions += self._fail(
+                    wanted, "deadline", late_of(wanted, self._sources.missing(wanted.want.source)), now
+                )
             elif kind == "ask" and key in self._sources.open:
                 actions.append(Ask(key))
             elif kind == "doubt" and any(address == key for address, _ in self._in_doubt.values()):
@@ -343,6 +346,8 @@ class Inbound:
             if doubted:
                 self._in_doubt[intake.transfer] = (intake.address, intake.session.peer.boot)
                 self._deadlines.set(("doubt", intake.address), now + DOUBT_AGAIN_S)
+            elif event is IntakeEvent.STOP:  # no slot is out: nothing that the source could say is waited for
+                intake.state = INTAKE_TABLE.after(intake.state, IntakeEvent.DRAIN)
         elif event is IntakeEvent.FINISH:
             self.slots.drain(intake.transfer)  # leases it never used: the source has written every chunk it will
 
@@ -389,11 +394,3 @@ class Inbound:
 
     def _hunger(self, intake: Intake) -> int:
         return intake.ready - len(intake.landed) - self.slots.lent_to(intake.transfer)
-
-    def _where(self, wanted: Wanted) -> str:
-        if wanted.state is WantState.REACHING:
-            missing = ", ".join(self._sources.missing(wanted.want.source))
-            return f"deadline_s: {wanted.want.deadline_s} passed while reaching {missing or 'all ranks, or agreeing'}"
-        done = sum(intake.scattered for intake in wanted.intakes.values())
-        total = sum(intake.plan.chunks for intake in wanted.intakes.values())
-        return f"deadline_s: {wanted.want.deadline_s} passed with {done} of {total} chunks"

@@ -7,6 +7,7 @@ from functools import partial
 
 from .codecs import KINDS, Client, Decoding, Descriptors, Stream
 from .files import ConfigText, PoolFile, StatusText
+from .machines import Machines
 from .pools import Pools
 from .target import Target
 
@@ -19,6 +20,7 @@ NAMES: dict[str, Callable[[], Target]] = {
     "poolfile": PoolFile,
     "status": StatusText,
     "pools": Pools,
+    "machines": Machines,
 }
 
 
