@@ -30,8 +30,9 @@ MOST_LEASES = 4096  # unused, of one sink: as many slots as an agent can have
 class Outbound:
     """All offers of this agent's engine and all transfers out of them."""
 
-    def __init__(self, local: LocalSlots) -> None:
+    def __init__(self, local: LocalSlots, most_claims: int = MOST_CLAIMS) -> None:
         self.local = local
+        self._most_claims = most_claims
         self.offers: dict[str, Offered] = {}
         self.outlets: dict[str, Outlet] = {}
         self._rooms: dict[str, list[Offered]] = {}
@@ -96,8 +97,8 @@ class Outbound:
         if claim.sink >= claim.sinks or claim.sinks > MAX_RANKS:
             reason = f"sink: {claim.sink} of {claim.sinks} ranks, at most {MAX_RANKS}"
             return [_refuse(boot, claim, "bad_sink", reason)]
-        if sum(out.boot == boot for out in self.outlets.values()) >= MOST_CLAIMS:
-            return [_refuse(boot, claim, "too_many_claims", f"claims: {MOST_CLAIMS} of yours are open")]
+        if sum(out.boot == boot for out in self.outlets.values()) >= self._most_claims:
+            return [_refuse(boot, claim, "too_many_claims", f"claims: {self._most_claims} of yours are open")]
         try:
             takes, first, end = claim.takes, claim.first_token, claim.end_token
             planned = session.planner.plan(takes, first, end, session.slot_bytes)
@@ -125,6 +126,8 @@ class Outbound:
 
     def _surplus(self, out: Outlet, leases: Sequence[Lease]) -> str:
         """Why these are more slots than a sink can have, or has a use for; we keep them all."""
+        if not leases:
+            return ""
         if out.lent + len(leases) > out.plan.chunks:
             return f"leases: {out.lent + len(leases)} for {out.plan.chunks} chunks"
         unused = sum(len(each.leases) for each in self.outlets.values() if each.boot == out.boot)

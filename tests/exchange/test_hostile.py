@@ -11,8 +11,9 @@ from kvbridge_proto.peer import Grant, Lease, Refuse
 from kvbridge.exchange.actions import Action, Send
 from kvbridge.exchange.intake import IntakeState
 from kvbridge.exchange.lease import Deadlines
-from kvbridge.exchange.outbound import MOST_CLAIMS, MOST_LEASES
+from kvbridge.exchange.outbound import MOST_LEASES, Outbound
 from kvbridge.exchange.session import Session
+from kvbridge.exchange.slots import LocalSlots
 
 from .world import World
 
@@ -84,7 +85,8 @@ def test_open_claims_of_one_sink_are_bounded() -> None:
     peer = Claimant()
     nothing: dict[str, object] = {"takes": (), "leases": (), "end_token": peer.first.first_token, "room": "nobody's"}
     plan = peer.session.planner.plan((), peer.first.first_token, peer.first.first_token, peer.session.slot_bytes)
-    for number in range(MOST_CLAIMS - 1):
+    peer.machine = Outbound(LocalSlots(2), most_claims=3)
+    for number in range(3):
         assert peer.claim(transfer=f"claim {number}", plan=plan.digest, **nothing) == []
     assert refusal(peer.claim(transfer="more", plan=plan.digest, **nothing)) == "too_many_claims"
     peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, boot="another"))
