@@ -45,7 +45,7 @@ from ..transport.link import Link
 from .metrics import Metrics
 from .mover import Mover
 from .routes import Connected, Landing
-from .words import described, route_of, verdict_of, warn_of_route
+from .words import described, status_of, warn_of_route
 
 log = logging.getLogger("kvbridge.peers")
 
@@ -327,7 +327,8 @@ class Peers:
             case Goodbye() if address is not None:
                 self._end(address, "peer_left", body.reason)
             case Goodbye():
-                self._lose_sink(sender, body.reason)
+                if self._session_of(link, sender) is not None:
+                    self._lose_sink(sender, body.reason)
             case Refuse(about="") if address is not None:
                 self._end(address, body.code, "; ".join(body.reasons))
             case Ready() | Failing() | Drained() | Refuse() if address is not None:
@@ -336,8 +337,8 @@ class Peers:
                 is_open = dialled is not None and dialled.session is not None  # or that claim was of the one before
                 if is_open and isinstance(body, Refuse) and body.code in ("no_session", "no_engine", "stale_epoch"):
                     self._end(address, body.code, "; ".join(body.reasons))  # what we think is open is not
-            case Claim() | Grant() | Cancel() | Settled() if (accepted := self._accepted.get(sender)) is not None:
-                self.source.from_sink(accepted.session, body)
+            case Claim() | Grant() | Cancel() | Settled() if (session := self._session_of(link, sender)) is not None:
+                self.source.from_sink(session, body)
             case Claim():
                 link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))
             case Cancel() if self.source.has_drained(body.transfer):
@@ -346,6 +347,11 @@ class Peers:
                 pass
             case _:
                 self._metrics.rejected("unexpected_message")
+
+    def _session_of(self, link: Link, sender: str) -> Session | None:
+        """The session that was greeted on this very link: whoever else says that name has none."""
+        accepted = self._accepted.get(sender)
+        return accepted.session if accepted is not None and accepted.link is link else None
 
     def _lose(self, link: Link, reason: str) -> None:
         if link.is_dialled:
@@ -377,22 +383,6 @@ class Peers:
 
     def statuses(self) -> Iterator[PeerStatus]:
         for address, dialled in list(self._dialled.items()):
-            session = dialled.session
-            yield PeerStatus(
-                name=session.peer.name if session else "",
-                address=address,
-                boot=session.peer.boot if session else "",
-                state=f"source {dialled.state.name.lower()}",
-                verdict=verdict_of(session) if session else "",
-                route=route_of(session) if session else "",
-            )
-        for boot, accepted in list(self._accepted.items()):
-            session = accepted.session
-            yield PeerStatus(
-                name=session.peer.name,
-                address=session.peer.address,
-                boot=boot,
-                state="sink open",
-                verdict=verdict_of(session),
-                route=route_of(session),
-            )
+            yield status_of(dialled.session, address, f"source {dialled.state.name.lower()}")
+        for accepted in list(self._accepted.values()):
+            yield status_of(accepted.session, accepted.session.peer.address, "sink open")

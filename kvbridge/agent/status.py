@@ -7,6 +7,10 @@ from kvbridge_proto.status import TransferStatus
 from ..exchange.inbound import Inbound
 from ..exchange.outbound import Outbound
 
+# What a status may say at most (status.py of the protocol).
+MOST = 1 << 40
+DAY_S = 86400.0
+
 
 def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[TransferStatus, ...]:
     """One line per want and per outgoing transfer."""
@@ -18,8 +22,8 @@ def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[Transfe
             peer=wanted.want.source,
             state=wanted.state.name.lower(),
             chunks_done=sum(intake.scattered for intake in wanted.intakes.values()),
-            chunks=sum(intake.plan.chunks for intake in wanted.intakes.values()),
-            age_s=max(0.0, now - wanted.started),
+            chunks=min(MOST, sum(intake.plan.chunks for intake in wanted.intakes.values())),
+            age_s=min(DAY_S, max(0.0, now - wanted.started)),
         )
         for wanted in inbound.wants.values()
     ]
@@ -31,8 +35,8 @@ def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[Transfe
             peer=outlet.boot,
             state=outlet.state.name.lower(),
             chunks_done=outlet.shipped,
-            chunks=outlet.plan.chunks,
-            age_s=max(0.0, now - outlet.started),
+            chunks=min(MOST, outlet.plan.chunks),  # a claim may be of any number of tokens
+            age_s=min(DAY_S, max(0.0, now - outlet.started)),
         )
         for outlet in outbound.outlets.values()
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from kvbridge_proto.status import PeerStatus
+
 from ..exchange.session import Session
 from ..geometry.compat import Convertible
 from .routes import is_slow
@@ -31,3 +33,17 @@ def warn_of_route(name: str, session: Session) -> None:
 def verdict_of(session: Session) -> str:
     found = session.verdict
     return "converting " + "; ".join(found.changes) if isinstance(found, Convertible) else "same on both sides"
+
+
+def status_of(session: Session | None, address: str, state: str) -> PeerStatus:
+    """One peer for `kvbridge status`, no longer than a status may be: a peer can differ in more than fits."""
+    if session is None:
+        return PeerStatus(name="", address=address, boot="", state=state, verdict="")
+    return PeerStatus(
+        name=session.peer.name,
+        address=address,
+        boot=session.peer.boot,
+        state=state,
+        verdict=verdict_of(session)[:4096],
+        route=route_of(session)[:2048],
+    )

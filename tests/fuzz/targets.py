@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from .agents import Agents
 from .codecs import KINDS, Client, Decoding, Descriptors, Stream
 from .files import ConfigText, PoolFile, StatusText
 from .machines import Machines
@@ -21,6 +22,7 @@ NAMES: dict[str, Callable[[], Target]] = {
     "status": StatusText,
     "pools": Pools,
     "machines": Machines,
+    "agents": Agents,
 }
 
 

@@ -16,7 +16,16 @@ from .targets import NAMES, made
 # So many that each takes two seconds of one core at most.
 FRAMES = {
     **dict.fromkeys(("envelope", "notice", "probe", "engine", "answer", "client"), 15_000),
-    **{"stream": 4000, "fds": 6000, "config": 1000, "poolfile": 300, "status": 150, "pools": 2500, "machines": 3000},
+    **{
+        "stream": 4000,
+        "fds": 6000,
+        "config": 1000,
+        "poolfile": 300,
+        "status": 150,
+        "pools": 2500,
+        "machines": 3000,
+        "agents": 600,
+    },
 }
 
 
