@@ -129,7 +129,7 @@ def flag_of(name: str) -> str:
 def _file(path: str) -> dict[str, Any]:
     try:
         said = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # of tomllib's own, too: 5000 digits, 500 brackets
         raise OperatorError("bad_config_file", f"config: cannot read {path}: {error}") from None
     for name in said:
         if name not in AgentConfig.__struct_fields__:
@@ -142,6 +142,8 @@ def _typed(name: str, value: Any, origin: str) -> Any:
     """`value` as the option's type; text is read leniently where it comes from a flag or the environment."""
     hint = get_type_hints(AgentConfig, include_extras=True)[name]
     is_text = isinstance(value, str)
+    if is_text and not value.isprintable():  # no NUL for the kernel, no bytes that are no text, no line for the log
+        raise OperatorError("bad_option", f"{name}: got {value!r} from {origin}: must be printable text")
     plain: Any = value
     if is_text and name in ("allowed_uids", "routes", "dial"):
         plain = [part.strip() for part in value.split(",") if part.strip()]
@@ -170,5 +172,5 @@ def _check(config: AgentConfig) -> None:
         raise OperatorError("bad_option", "allow_unauthenticated: got true, but a key is set: it would change nothing")
     if config.metrics:
         host, _, port = config.metrics.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
+        if not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
             raise OperatorError("bad_option", f"metrics: got {config.metrics!r}, must be host:port or empty")

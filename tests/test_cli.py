@@ -122,6 +122,20 @@ def test_status_prints_what_the_agent_says(tmp_path: Path) -> None:
         assert words in told.stdout
 
 
+def test_status_shows_names_that_are_markup_or_commands_as_they_are(tmp_path: Path) -> None:
+    odd = msgspec.structs.replace(STATUS.peers[0], name="[/x] [red]\x1b[2J")
+    with Scripted(tmp_path / "a.sock", pack(msgspec.structs.replace(STATUS, peers=(odd,)))) as agent:
+        told = kvbridge("status", "--socket", agent.path)
+    assert told.returncode == 0, told.stderr
+    assert "[/x]" in told.stdout and "\x1b" not in told.stdout
+
+
+def test_plan_of_a_file_nested_too_deep_says_so(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text('{"x":' * 100_000)
+    told = kvbridge("plan", tmp_path / "deep.json", tmp_path / "deep.json")
+    assert told.returncode == 1 and "bad_pool_file" in told.stderr
+
+
 def test_status_as_json_is_the_message(tmp_path: Path) -> None:
     with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
         told = kvbridge("status", "--socket", agent.path, "--json")

@@ -59,6 +59,7 @@ BAD = {
     "socket too long": ("socket", "/" + "x" * 120),
     "metrics without port": ("metrics", "127.0.0.1"),
     "metrics on port 70000": ("metrics", "127.0.0.1:70000"),
+    "metrics on a port of 5000 digits": ("metrics", "127.0.0.1:" + "9" * 5000),
     "no user": ("allowed_uids", "root"),
     "peers without a key": ("peers", "/etc/kvbridge/peers"),
     "a hatch beside a key": ("key", "true"),
@@ -77,6 +78,13 @@ def test_refuses_a_bad_value_naming_option_and_value(case: str) -> None:
     assert (name in told and (value[:20] in told or str(len(value)) in told)) or "allow_wildcard" in told
 
 
+@pytest.mark.parametrize("value", ["/run/\x00", "/run/\udcff", "/run/a\nb", "/run/\x1b[2J"])
+def test_refuses_what_is_not_printable_text(value: str) -> None:
+    for name in ("socket", "name", "listen"):
+        with pytest.raises(OperatorError, match=f"{name}: got .* from --{name}: must be printable text"):
+            load(None, {name: value}, {})
+
+
 def test_says_where_the_bad_value_came_from(tmp_path: Path) -> None:
     path = write(tmp_path, 'inbound_slots = "8"\n')
     with pytest.raises(OperatorError, match=r"inbound_slots: got '8' from .*kvbridge\.toml: Expected `int | null`"):
@@ -92,7 +100,9 @@ def test_refuses_an_option_that_does_not_exist(tmp_path: Path) -> None:
         load(write(tmp_path, "slot_byte = 4096\n"), None, {})
 
 
-@pytest.mark.parametrize("text", ["name = \n", "\x00", 'name = "a"\nname = "b"\n'])
+@pytest.mark.parametrize(
+    "text", ["name = \n", "\x00", 'name = "a"\nname = "b"\n', f"drain_s = {'9' * 5000}\n", f"name = {'[' * 5000}\n"]
+)
 def test_refuses_a_file_that_is_not_toml(tmp_path: Path, text: str) -> None:
     with pytest.raises(OperatorError, match="cannot read"):
         load(write(tmp_path, text), None, {})

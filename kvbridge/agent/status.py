@@ -11,6 +11,11 @@ from ..exchange.outbound import Outbound
 from .relations import Accepted, Dialled
 from .words import route_of, verdict_of
 
+# What a status may say at most (status.py of the protocol).
+MOST = 1 << 40
+DAY_S = 86400.0
+MOST_VERDICT, MOST_ROUTE = 4096, 2048  # two peers can differ in more than fits
+
 
 def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[TransferStatus, ...]:
     """One line per want and per outgoing transfer."""
@@ -22,8 +27,8 @@ def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[Transfe
             peer=wanted.want.source,
             state=wanted.state.name.lower(),
             chunks_done=sum(intake.scattered for intake in wanted.intakes.values()),
-            chunks=sum(intake.plan.chunks for intake in wanted.intakes.values()),
-            age_s=max(0.0, now - wanted.started),
+            chunks=min(MOST, sum(intake.plan.chunks for intake in wanted.intakes.values())),
+            age_s=min(DAY_S, max(0.0, now - wanted.started)),
         )
         for wanted in inbound.wants.values()
     ]
@@ -35,8 +40,8 @@ def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[Transfe
             peer=outlet.boot,
             state=outlet.state.name.lower(),
             chunks_done=outlet.shipped,
-            chunks=outlet.plan.chunks,
-            age_s=max(0.0, now - outlet.started),
+            chunks=min(MOST, outlet.plan.chunks),  # a claim may be of any number of tokens
+            age_s=min(DAY_S, max(0.0, now - outlet.started)),
         )
         for outlet in outbound.outlets.values()
     ]
@@ -58,8 +63,8 @@ def _sources(dialled: Iterable[Dialled], name_of: Callable[[str], str | None]) -
             address=each.address,
             boot=session.peer.boot if session else "",
             state=f"source {each.state.name.lower()}",
-            verdict=verdict_of(session) if session else "",
-            route=route_of(session) if session else "",
+            verdict=verdict_of(session)[:MOST_VERDICT] if session else "",
+            route=route_of(session)[:MOST_ROUTE] if session else "",
             key=name_of(each.link.key) or "",
         )
 
@@ -72,7 +77,7 @@ def _sinks(accepted: Iterable[tuple[str, Accepted]], name_of: Callable[[str], st
             address=session.peer.address,
             boot=boot,
             state="sink open",
-            verdict=verdict_of(session),
-            route=route_of(session),
+            verdict=verdict_of(session)[:MOST_VERDICT],
+            route=route_of(session)[:MOST_ROUTE],
             key=name_of(each.link.key) or "",
         )

@@ -70,7 +70,7 @@ def pools(path: Path) -> Sequence[Pool]:
     """The pool, or the pools, in a file. Raises OperatorError (`bad_pool_file`)."""
     try:
         read = msgspec.json.decode(path.read_bytes(), type=Pool | tuple[Pool, ...])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise OperatorError("bad_pool_file", f"{path}: {error}") from None
     found: tuple[Pool, ...] = read if isinstance(read, tuple) else (read,)
     if not found:

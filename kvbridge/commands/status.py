@@ -12,6 +12,7 @@ from kvbridge_proto.status import SlotCounts, Status, StatusQuery
 from kvbridge_proto.stream import StreamReader, pack
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from ..errors import OperatorError
 
@@ -71,19 +72,24 @@ def rendered(status: Status) -> RenderableType:
 def _agent(status: Status) -> Table:
     table = Table(title="agent", show_header=False, title_justify="left")
     agent, engine = status.agent, status.engine
-    table.add_row("name", f"{agent.name} (kvbridge {agent.version}, boot {agent.boot})")
-    table.add_row("state", f"{status.state}, up {status.uptime_s:.0f} s")
-    table.add_row("address", agent.address)
-    table.add_row("links", status.security)
-    table.add_row("device", status.device)
-    table.add_row("fabric", status.fabric)
+    _add(table, "name", f"{agent.name} (kvbridge {agent.version}, boot {agent.boot})")
+    _add(table, "state", f"{status.state}, up {status.uptime_s:.0f} s")
+    _add(table, "address", agent.address)
+    _add(table, "links", status.security)
+    _add(table, "device", status.device)
+    _add(table, "fabric", status.fabric)
     if engine is None:
-        table.add_row("engine", "none attached")
+        _add(table, "engine", "none attached")
     else:
-        table.add_row("engine", f"{engine.engine}, pid {engine.pid}, epoch {engine.epoch}")
+        _add(table, "engine", f"{engine.engine}, pid {engine.pid}, epoch {engine.epoch}")
         size = f"{engine.pool_bytes / 2**20:.1f} MiB in {engine.planes} planes"
-        table.add_row("pool", f"{engine.model}, {engine.shard}, {size}")
+        _add(table, "pool", f"{engine.model}, {engine.shard}, {size}")
     return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    """A row of plain text: peers choose their names, which may be rich's markup or a terminal's commands."""
+    table.add_row(*(Text("".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in cell)) for cell in cells))
 
 
 def _slots(status: Status) -> Table:
@@ -92,7 +98,7 @@ def _slots(status: Status) -> Table:
     for name in ("staging", *columns):
         table.add_column(name, justify="left" if name == "staging" else "right")
     for name, counts in (("inbound", status.inbound), ("outbound", status.outbound)):
-        table.add_row(name, *(str(getattr(counts, column)) for column in columns))
+        _add(table, name, *(str(getattr(counts, column)) for column in columns))
     return table
 
 
@@ -102,7 +108,7 @@ def _rows(title: str, columns: tuple[str, ...], records: tuple[msgspec.Struct, .
         table.add_column(column)
     for record in records:
         values = (getattr(record, column) for column in columns)
-        table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in values))
+        _add(table, *(f"{value:.1f}" if isinstance(value, float) else str(value) for value in values))
     return table
 
 
@@ -110,5 +116,5 @@ def _counters(status: Status) -> Table:
     table = Table(title="counters", show_header=False, title_justify="left")
     for name, value in sorted(status.counters.items()):
         if value:
-            table.add_row(name, f"{value:,.0f}")
+            _add(table, name, f"{value:,.0f}")
     return table

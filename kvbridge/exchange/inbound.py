@@ -347,6 +347,8 @@ class Inbound:
             if doubted:
                 self._in_doubt[intake.transfer] = (intake.address, intake.session.peer.boot)
                 self._deadlines.set(("doubt", intake.address), now + DOUBT_AGAIN_S)
+            elif event is IntakeEvent.STOP:  # no slot is out: nothing that the source could say is waited for
+                intake.state = INTAKE_TABLE.after(intake.state, IntakeEvent.DRAIN)
         elif event is IntakeEvent.FINISH:
             self.slots.drain(intake.transfer)  # leases it never used: the source has written every chunk it will
 

@@ -21,9 +21,11 @@ class Deadlines(Generic[K]):
         self._at[key] = at
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, key))
+        self._shrink()
 
     def clear(self, key: K) -> None:
         self._at.pop(key, None)
+        self._shrink()
 
     def due(self, now: float) -> list[K]:
         """The keys whose time has come; they are cleared."""
@@ -43,3 +45,10 @@ class Deadlines(Generic[K]):
         while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
+
+    def _shrink(self) -> None:
+        """Forget what was moved or cleared before a day's worth of it has gathered."""
+        if len(self._heap) > 2 * len(self._at) + 64:
+            self._heap = [(at, index, key) for index, (key, at) in enumerate(self._at.items())]
+            self._count = len(self._heap)
+            heapq.heapify(self._heap)

@@ -9,9 +9,11 @@ gather of them is or will be under way; that does not wait for the network.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from kvbridge_proto.engine import Offer, Released
-from kvbridge_proto.peer import Claim, Drained, Failing, Grant, Ready, Refuse
+from kvbridge_proto.peer import Claim, Drained, Failing, Grant, Lease, Ready, Refuse
+from kvbridge_proto.words import MAX_RANKS
 
 from ..errors import EngineError, KVBridgeError
 from .actions import Action, Send, Ship, Tell
@@ -21,12 +23,16 @@ from .session import Home, Session
 from .slots import LocalSlots
 from .tables import check_late, extended, ready_chunks
 
+MOST_CLAIMS = 4096  # open at once, of one sink
+MOST_LEASES = 4096  # unused, of one sink: as many slots as an agent can have
+
 
 class Outbound:
     """All offers of this agent's engine and all transfers out of them."""
 
-    def __init__(self, local: LocalSlots) -> None:
+    def __init__(self, local: LocalSlots, most_claims: int = MOST_CLAIMS) -> None:
         self.local = local
+        self._most_claims = most_claims
         self.offers: dict[str, Offered] = {}
         self.outlets: dict[str, Outlet] = {}
         self._rooms: dict[str, list[Offered]] = {}
@@ -88,6 +94,11 @@ class Outbound:
         ):
             if ours != theirs:
                 return [_refuse(boot, claim, "stale_epoch", f"{name}: ours {ours}, theirs {theirs}")]
+        if claim.sink >= claim.sinks or claim.sinks > MAX_RANKS:
+            reason = f"sink: {claim.sink} of {claim.sinks} ranks, at most {MAX_RANKS}"
+            return [_refuse(boot, claim, "bad_sink", reason)]
+        if sum(out.boot == boot for out in self.outlets.values()) >= self._most_claims:
+            return [_refuse(boot, claim, "too_many_claims", f"claims: {self._most_claims} of yours are open")]
         try:
             takes, first, end = claim.takes, claim.first_token, claim.end_token
             planned = session.planner.plan(takes, first, end, session.slot_bytes)
@@ -95,7 +106,10 @@ class Outbound:
             return [_refuse(boot, claim, error.code, str(error))]
         if planned.digest != claim.plan:
             return [_refuse(boot, claim, "plan_mismatch", f"plan: ours {planned.digest}, theirs {claim.plan}")]
-        out = Outlet(claim, boot, planned, session.digest, deque(claim.leases), now, lent=len(claim.leases))
+        out = Outlet(claim, boot, planned, session.digest, deque(), now)
+        if surplus := self._surplus(out, claim.leases):
+            return [_refuse(boot, claim, "bad_lease", surplus)]
+        out.lend(claim.leases)
         self.outlets[claim.transfer] = out
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
         return self._bind_waiting(claim.room) + self._pump()
@@ -105,9 +119,23 @@ class Outbound:
         out = self.outlets.get(grant.transfer)
         if out is None or out.boot != boot or out.state not in (OutState.WAITING, OutState.FLOWING):
             return []
-        out.leases.extend(grant.leases)
-        out.lent += len(grant.leases)
+        if surplus := self._surplus(out, grant.leases):
+            return self._stop(out, "bad_lease", surplus) + self._pump()
+        out.lend(grant.leases)
         return self._pump()
+
+    def _surplus(self, out: Outlet, leases: Sequence[Lease]) -> str:
+        """Why these are more slots than a sink can have, or has a use for; we keep them all."""
+        if not leases:
+            return ""
+        if out.lent + len(leases) > out.plan.chunks:
+            return f"leases: {out.lent + len(leases)} for {out.plan.chunks} chunks"
+        unused = sum(len(each.leases) for each in self.outlets.values() if each.boot == out.boot)
+        return (
+            f"leases: {unused + len(leases)} unused, at most {MOST_LEASES}"
+            if unused + len(leases) > MOST_LEASES
+            else ""
+        )
 
     def cancel(self, boot: str, transfer: str, code: str, reason: str) -> list[Action]:
         """The sink gives up. Drained follows when nothing is being written; at once for what we do not know."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -83,3 +83,7 @@ class Outlet:
     @property
     def transfer(self) -> str:
         return self.claim.transfer
+
+    def lend(self, leases: Sequence[Lease]) -> None:
+        self.leases.extend(leases)
+        self.lent += len(leases)

@@ -8,6 +8,7 @@ from math import isfinite, prod
 import msgspec
 from kvbridge_proto.engine import Scales
 from kvbridge_proto.pool import Codec, Group, Plane, Pool, Step
+from kvbridge_proto.words import MAX_RANKS
 
 from .comb import MOST_PERIOD, period_of
 from .wire import PLAIN, ROW_SCALED, SCALED_ROWS, is_scale
@@ -84,6 +85,8 @@ def _check_shard(pool: Pool) -> Iterator[str]:
     ):
         if rank >= size:
             yield f"{axis}_rank: {rank}, {axis}_size {size}"
+    if (ranks := shard.tp_size * shard.pp_size) > MAX_RANKS:
+        yield f"tp_size: {shard.tp_size}, with pp_size {shard.pp_size} {ranks} ranks, at most {MAX_RANKS}"
     if (period := period_of(shard)) > MOST_PERIOD:
         yield (
             f"cp_interleave: {shard.cp_interleave}, with cp_size {shard.cp_size} a period of {period} tokens, "
@@ -213,9 +216,9 @@ def _check_codec(plane: Plane) -> Iterator[str]:
     yield from _check_row(codec)
     if len(codec.scales) not in (0, 1, plane.heads):
         yield f"scales: {len(codec.scales)}, must be none, 1 or one for each of {plane.heads} heads"
-    for scale in codec.scales:
-        if not (isfinite(scale) and scale > 0):
-            yield f"scales: {scale}, must be a finite number above 0"
+    if not all(map(isfinite, codec.scales)) or min(codec.scales, default=1.0) <= 0:
+        first = next(scale for scale in codec.scales if not (isfinite(scale) and scale > 0))  # there may be millions
+        yield f"scales: {first}, must be a finite number above 0"
     if codec.name not in NARROW and set(codec.scales) - {1.0}:
         yield f"scales: {len(codec.scales)} for {codec.name}, only 8-bit codecs have them"
 

@@ -246,10 +246,13 @@ class Planner:
         tables = {}
         for index, group in enumerate(own.groups):
             entries = -(-share.count(end_token + 1) // group.block_tokens)
-            if group.kind != "state" and entries > group.blocks:
+            if group.kind == "state":  # the last two entries: the peer's blocks say how many there are
+                piece = Blocks(index, max(0, entries - 2), (0,) * min(2, entries))
+            elif entries <= group.blocks:
+                piece = Blocks(index, 0, tuple(range(entries)))
+            else:
                 return []
-            ids = tuple(range(entries)) if group.kind != "state" else (0,) * entries
-            tables[index] = BlockTable.of(group, Blocks(index, 0, ids), share=share)
+            tables[index] = BlockTable.of(group, piece, share=share)
         try:
             plans = [self.plan(takes, first, end_token + first, slot_bytes) for first in (0, 1)]
         except KVBridgeError:  # whoever wants something will be told

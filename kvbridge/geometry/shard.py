@@ -58,8 +58,11 @@ def _alike(rows: dict[str, list[tuple[int, int, int]]]) -> Iterator[tuple[frozen
     for part, each in rows.items():
         for row in each:
             parts.setdefault(row, set()).add(part)
-    for names in sorted({frozenset(names) for names in parts.values()}, key=sorted):
-        yield names, sorted(row for row in parts if parts[row] == names)
+    alike: dict[frozenset[str], list[tuple[int, int, int]]] = {}
+    for row, names in parts.items():
+        alike.setdefault(frozenset(names), []).append(row)
+    for key in sorted(alike, key=sorted):
+        yield key, sorted(alike[key])
 
 
 def assign(sources: Sequence[Pool], sink: Pool) -> tuple[tuple[Take, ...], ...]:

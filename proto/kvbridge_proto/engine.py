@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from .pool import Count, Handle, Name, Pool, Positive
 from .status import Status, StatusQuery
-from .words import Address, Agent, Blocks, Code, Rank, Reasons, Room, Seconds, VersionRange
+from .words import Address, Agent, Blocks, Code, Ranks, Reasons, Room, Seconds, VersionRange
 
 Request = Annotated[str, Meta(min_length=1, max_length=256)]
 Tables = Annotated[tuple[Blocks, ...], Meta(max_length=256)]
@@ -49,7 +49,7 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
 class Directory(Struct, frozen=True, kw_only=True, tag="directory"):
     """Where all ranks of my engine have their agents; replaces what was said before."""
 
-    ranks: Annotated[tuple[Rank, ...], Meta(min_length=1, max_length=65536)]
+    ranks: Annotated[Ranks, Meta(min_length=1)]
 
 
 class Offer(Struct, frozen=True, kw_only=True, tag="offer"):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from .pool import Bytes, Count, Name, Pool, Positive
-from .words import Agent, Boot, Code, Rank, Reasons, Room, Seconds, VersionRange
+from .words import Agent, Boot, Code, Ranks, Reasons, Room, Seconds, VersionRange
 
 TransferId = Annotated[str, Meta(min_length=1, max_length=64)]
 Digest = Annotated[str, Meta(max_length=64)]
@@ -86,7 +86,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     pool: Pool
     digest: Name
     slot_bytes: Positive
-    ranks: Annotated[tuple[Rank, ...], Meta(max_length=65536)]
+    ranks: Ranks
     route: Route = "nixl"
     why: Annotated[str, Meta(max_length=1024)] = ""
     probe: Probe | None = None

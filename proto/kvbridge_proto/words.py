@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from .pool import Count, Name
 
 MAX_BLOCKS = 1 << 20
+MAX_RANKS = 1024  # of one engine: each is a link of whoever fetches from it
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Room = Annotated[str, Meta(min_length=1, max_length=256)]
 Address = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -57,3 +58,6 @@ class Rank(Struct, frozen=True, kw_only=True):
     tp_rank: Count
     pp_rank: Count
     address: Address
+
+
+Ranks = Annotated[tuple[Rank, ...], Meta(max_length=MAX_RANKS)]

@@ -226,16 +226,22 @@ class World:
     def run(self, steps: int = 100_000) -> None:
         """Let events happen until none is left that may."""
         for _ in range(steps):
-            able = [i for i, (kind, _) in enumerate(self.events) if kind not in self.hold]
-            if not able:
+            if not self.step():
                 return
-            # messages of one link keep their order, as ZeroMQ does: the oldest message first
-            index = self.random.choice(able)
-            kind = self.events[index][0]
-            if kind in ("message", "hello"):
-                index = next(i for i in able if self.events[i][0] in ("message", "hello"))
-            self.events.pop(index)[1]()
         raise AssertionError("the world does not come to rest")
+
+    def step(self) -> bool:
+        """Let one event happen; False if none may."""
+        able = [i for i, (kind, _) in enumerate(self.events) if kind not in self.hold]
+        if not able:
+            return False
+        # messages of one link keep their order, as ZeroMQ does: the oldest message first
+        index = self.random.choice(able)
+        kind = self.events[index][0]
+        if kind in ("message", "hello"):
+            index = next(i for i in able if self.events[i][0] in ("message", "hello"))
+        self.events.pop(index)[1]()
+        return True
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

@@ -1,0 +1,92 @@
+"""What a peer says of another is not done, and nothing that a peer says keeps `kvbridge status` from being read."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from kvbridge_proto.codec import decode, encode
+from kvbridge_proto.peer import Cancel, Claim, Drained, Goodbye, Grant, Lease, Refuse
+from kvbridge_proto.status import PeerStatus, TransferStatus
+
+from kvbridge.agent.relations import Accepted
+from kvbridge.agent.routes import Connected
+from kvbridge.agent.status import peer_statuses, transfers
+from kvbridge.exchange.session import Session
+from kvbridge.geometry.compat import Convertible
+
+from ..exchange.world import World
+from ..fuzz.agents import Siege
+from ..fuzz.machines import ALL_ROWS
+
+
+async def claimed() -> tuple[Siege, Claim]:
+    """An honest sink has a claim that waits."""
+    siege = Siege()
+    await siege.begin()
+    plan = siege.ours.peers._accepted["good"].session.planner.plan(ALL_ROWS, 0, 80, 1024)
+    await siege.hear(siege.honest, "good", siege.claim(plan.digest))
+    assert "honest" in siege.ours.outbound.outlets
+    return siege, siege.claim(plan.digest)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        Goodbye(reason="not mine to say"),
+        Cancel(transfer="honest", code="aborted"),
+        Grant(transfer="honest", leases=(Lease(0, 1),)),
+    ],
+    ids=lambda body: type(body).__name__,
+)
+def test_a_link_that_says_anothers_name_cannot_speak_for_it(body: Goodbye | Cancel | Grant) -> None:
+    async def story() -> None:
+        siege, _ = await claimed()
+        stranger = siege.links[1]
+        assert stranger.peer_boot == "good"
+        await siege.hear(stranger, "good", body)
+        out = siege.ours.outbound.outlets["honest"]
+        assert not out.leases and out.state.name == "WAITING" and "good" in siege.ours.peers._accepted
+        assert not any(isinstance(said, Drained) for said in siege.honest.heard)
+
+    asyncio.run(story())
+
+
+def test_a_claim_on_anothers_session_is_refused() -> None:
+    async def story() -> None:
+        siege, claim = await claimed()
+        await siege.hear(siege.links[1], "good", msgspec.structs.replace(claim, transfer="stolen"))
+        assert set(siege.ours.outbound.outlets) == {"honest"}
+        refuse = siege.links[1].last(Refuse)
+        assert refuse.code == "no_session"
+
+    asyncio.run(story())
+
+
+def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
+    world = World()
+    world.want("r", end=16)
+    world.run()
+    (session,) = world.sources[0].accepted.values()
+    assert isinstance(session, Session)
+    long = replace(session, verdict=Convertible(("x" * 1024,) * 33))
+    link = SimpleNamespace(key="", address="a" * 256)
+    accepted = Accepted(link, long, Connected(session.routed, 1), 0)  # type: ignore[arg-type]
+    (status,) = peer_statuses((), [("boot", accepted)], {}.get)
+    assert decode(encode(status), PeerStatus) == status and len(status.verdict) == 4096
+
+
+def test_a_claim_of_all_tokens_there_could_be_can_be_shown() -> None:
+    world = World()
+    world.want("r", end=16)
+    world.run()
+    (source,) = world.sources
+    (out,) = source.outbound.outlets.values()
+    session = source.accepted[out.boot]
+    out.plan = session.planner.plan(out.claim.takes, 0, 1 << 40, 64)
+    assert out.plan.chunks > 1 << 40
+    shown = transfers(source.inbound, source.outbound, 1e9)
+    assert decode(encode(shown), tuple[TransferStatus, ...]) == shown

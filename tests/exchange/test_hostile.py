@@ -1,0 +1,132 @@
+"""A peer that has a session and says what no honest one would: it costs that peer, and little of ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+from kvbridge_proto.engine import Done
+from kvbridge_proto.peer import Grant, Lease, Refuse
+
+from kvbridge.exchange.actions import Action, Send
+from kvbridge.exchange.intake import IntakeState
+from kvbridge.exchange.lease import Deadlines
+from kvbridge.exchange.outbound import MOST_LEASES, Outbound
+from kvbridge.exchange.session import Session
+from kvbridge.exchange.slots import LocalSlots
+
+from .world import World
+
+
+class Claimant:
+    """D0 as P0 knows it, saying what the test wants it to say."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        (source,) = self.world.sources
+        self.machine, self.home = source.outbound, source.home
+        self.world.want("seen", end=32)
+        self.world.run()  # a session, and a claim that waits
+        (self.session,) = source.accepted.values()
+        assert isinstance(self.session, Session)
+        (out,) = self.machine.outlets.values()
+        self.boot, self.first = out.boot, out.claim
+
+    def claim(self, **changes: object) -> list[Action]:
+        return self.machine.claim(msgspec.structs.replace(self.first, **changes), self.session, self.home, 0.0)
+
+
+def refusal(actions: list[Action]) -> str:
+    (action,) = actions
+    assert isinstance(action, Send) and isinstance(action.body, Refuse) and action.body.about
+    return action.body.code
+
+
+def leases(count: int, generation: int = 1) -> tuple[Lease, ...]:
+    return tuple(Lease(slot, generation) for slot in range(count))
+
+
+def test_a_claim_with_more_slots_than_chunks_is_refused() -> None:
+    peer = Claimant()
+    (out,) = peer.machine.outlets.values()
+    assert refusal(peer.claim(transfer="more", leases=leases(out.plan.chunks + 1))) == "bad_lease"
+    assert peer.claim(transfer="enough", leases=leases(out.plan.chunks)) == []
+
+
+def test_a_grant_of_more_slots_than_chunks_ends_that_transfer_alone() -> None:
+    peer = Claimant()
+    peer.claim(transfer="other", leases=())
+    (out,) = [each for each in peer.machine.outlets.values() if each.transfer == "other"]
+    assert peer.machine.grant(peer.boot, Grant(transfer="other", leases=leases(out.plan.chunks))) == []
+    (said,) = peer.machine.grant(peer.boot, Grant(transfer="other", leases=leases(1, 9)))
+    assert isinstance(said, Send) and said.body.code == "bad_lease"  # type: ignore[union-attr]
+    assert set(peer.machine.outlets) == {peer.first.transfer}
+
+
+def test_unused_slots_of_one_sink_are_bounded_over_all_its_claims() -> None:
+    peer = Claimant()
+    tokens = 1 << 20
+    plan = peer.session.planner.plan(peer.first.takes, 0, tokens, peer.session.slot_bytes)
+    assert plan.chunks > MOST_LEASES
+    large = {"first_token": 0, "end_token": tokens, "plan": plan.digest}
+    held = sum(len(out.leases) for out in peer.machine.outlets.values())
+    assert peer.claim(transfer="all", leases=leases(MOST_LEASES - held), **large) == []
+    assert refusal(peer.claim(transfer="one", leases=leases(1), **large)) == "bad_lease"
+    assert peer.claim(transfer="none", leases=(), **large) == []
+
+
+def test_a_claim_of_no_rank_is_refused() -> None:
+    peer = Claimant()
+    for sink, sinks in ((1, 1), (7, 4), (5, 1 << 40)):
+        assert refusal(peer.claim(transfer="t", sink=sink, sinks=sinks)) == "bad_sink"
+
+
+def test_open_claims_of_one_sink_are_bounded() -> None:
+    peer = Claimant()
+    nothing: dict[str, object] = {"takes": (), "leases": (), "end_token": peer.first.first_token, "room": "nobody's"}
+    plan = peer.session.planner.plan((), peer.first.first_token, peer.first.first_token, peer.session.slot_bytes)
+    peer.machine = Outbound(LocalSlots(2), most_claims=3)
+    for number in range(3):
+        assert peer.claim(transfer=f"claim {number}", plan=plan.digest, **nothing) == []
+    assert refusal(peer.claim(transfer="more", plan=plan.digest, **nothing)) == "too_many_claims"
+    peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, boot="another"))
+    assert peer.claim(transfer="theirs", plan=plan.digest, **nothing) == []
+
+
+def test_transfers_without_slots_are_forgotten_though_their_source_never_says_drained() -> None:
+    world = World(slots=2)
+    world.want("first", end=32)
+    world.run()
+    (node,) = world.sinks
+    machine = node.inbound
+    world.hold = {"message"}  # the source hears and says nothing any more
+    for number in range(50):
+        world.want(f"r{number}", end=32)
+        world.abandon(f"r{number}")
+    held = [intake for each in machine._wanted_by.values() for intake in each.intakes.values()]
+    assert len(held) <= 1 + len(machine.slots)
+    assert all(intake.state is not IntakeState.ENDED for intake in held)
+    world.hold = set()
+    world.offer("first", tokens=32, blocks=8)
+    world.run()
+    assert isinstance(world.answers()["first"], Done)
+    world.pass_time(1000)
+    world.run()
+    world.check_rest()
+
+
+def test_deadlines_that_were_moved_or_cleared_are_not_kept() -> None:
+    deadlines: Deadlines[str] = Deadlines()
+    for number in range(10_000):
+        deadlines.set("moved", 1000.0 + number)
+        deadlines.set(f"cleared {number}", 2000.0)
+        deadlines.clear(f"cleared {number}")
+    assert len(deadlines._heap) < 100
+    for number in range(1000):
+        deadlines.set(f"kept {number}", float(number))
+    for number in range(0, 1000, 2):
+        deadlines.clear(f"kept {number}")
+    assert deadlines.next() == 1.0
+    assert deadlines.due(500.0) == [f"kept {number}" for number in range(1, 500, 2)]
+    assert deadlines.due(1e6) == [*(f"kept {number}" for number in range(501, 1000, 2)), "moved"]
+    assert deadlines.next() is None

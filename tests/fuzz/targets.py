@@ -1,0 +1,30 @@
+"""All targets by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from .agents import Agents
+from .codecs import KINDS, Client, Decoding, Descriptors, Stream
+from .files import ConfigText, PoolFile, StatusText
+from .machines import Machines
+from .pools import Pools
+from .target import Target
+
+NAMES: dict[str, Callable[[], Target]] = {
+    **{name: partial(Decoding, name) for name in KINDS},
+    "stream": Stream,
+    "fds": Descriptors,
+    "client": Client,
+    "config": ConfigText,
+    "poolfile": PoolFile,
+    "status": StatusText,
+    "pools": Pools,
+    "machines": Machines,
+    "agents": Agents,
+}
+
+
+def made(name: str) -> Target:
+    return NAMES[name]()
