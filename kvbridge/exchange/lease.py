@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
+SPARE = 64
 
 
 class Deadlines(Generic[K]):
@@ -21,6 +22,13 @@ class Deadlines(Generic[K]):
         self._at[key] = at
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, key))
+        if len(self._heap) > 2 * len(self._at) + SPARE:  # cleared long before their time: they would stay till then
+            self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        """How many entries are kept, cleared ones included."""
+        return len(self._heap)
 
     def clear(self, key: K) -> None:
         self._at.pop(key, None)
