@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
+SPARE = 64
 
 
 class Deadlines(Generic[K]):
@@ -22,6 +23,10 @@ class Deadlines(Generic[K]):
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, key))
         self._shrink()
+
+    def __len__(self) -> int:
+        """How many entries are kept, cleared ones included."""
+        return len(self._heap)
 
     def clear(self, key: K) -> None:
         self._at.pop(key, None)
@@ -48,7 +53,7 @@ class Deadlines(Generic[K]):
 
     def _shrink(self) -> None:
         """Forget what was moved or cleared before a day's worth of it has gathered."""
-        if len(self._heap) > 2 * len(self._at) + 64:
+        if len(self._heap) > 2 * len(self._at) + SPARE:
             self._heap = [(at, index, key) for index, (key, at) in enumerate(self._at.items())]
             self._count = len(self._heap)
             heapq.heapify(self._heap)

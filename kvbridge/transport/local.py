@@ -70,6 +70,7 @@ class LocalServer:
         if size > PATH_BYTES:
             raise OperatorError("socket_path_too_long", f"socket path: {size} bytes, limit {PATH_BYTES}")
         try:
+            self._check_folder()
             self._take_lock()
             self._remove_stale()
             self._listen()
@@ -116,9 +117,23 @@ class LocalServer:
         connection.send(Refused(code=code, reasons=(reason,)))
         connection.close(code)
 
+    def _check_folder(self) -> None:
+        """Who may write in the folder may put another socket there. Like /tmp, a sticky one keeps what is ours ours."""
+        folder = self.path.parent
+        found = folder.stat()
+        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            mode = f"{stat.S_IMODE(found.st_mode):04o}"
+            reason = f"{folder} has mode {mode}: anybody could replace it; chmod o-w (or +t) {folder}"
+            raise OperatorError("socket_unsafe", f"socket {self.path}: {reason}")
+        if found.st_uid not in (0, os.geteuid()):
+            raise OperatorError("socket_unsafe", f"socket {self.path}: {folder} belongs to uid {found.st_uid}")
+
     def _take_lock(self) -> None:
         lock = f"{self.path}.lock"
-        self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        found = os.fstat(self._lock)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
+            raise OperatorError("socket_unsafe", f"socket {self.path}: {lock} is not a file of ours alone")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -83,6 +83,17 @@ def test_generations_never_repeat() -> None:
     assert len(seen) == 50
 
 
+def test_deadlines_far_away_that_were_cleared_are_not_kept() -> None:
+    deadlines: Deadlines[str] = Deadlines()
+    deadlines.set("kept", 5.0)
+    for number in range(10_000):
+        deadlines.set(f"{number}", 86400.0)
+        deadlines.clear(f"{number}")
+        deadlines.set("moved", 7.0 + number)
+    assert len(deadlines) < 100
+    assert deadlines.due(6.0) == ["kept"] and deadlines.due(1e6) == ["moved"] and deadlines.next() is None
+
+
 def test_deadlines_move_and_clear() -> None:
     deadlines: Deadlines[str] = Deadlines()
     deadlines.set("a", 5)

@@ -114,6 +114,76 @@ def test_refuses_a_path_in_use_and_replaces_a_dead_agents_socket(path: Path) -> 
     run(path, again)
 
 
+def unsafe(path: Path) -> str:
+    with pytest.raises(OperatorError) as raised:
+        run(path, lambda server: asyncio.sleep(0))
+    assert raised.value.code in ("socket_unsafe", "socket_unavailable"), raised.value
+    return f"{raised.value.code}: {raised.value}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_safe"), [(0o700, True), (0o750, True), (0o770, True), (0o1777, True), (0o777, False), (0o702, False)]
+)
+def test_refuses_a_folder_where_anybody_could_replace_the_socket(path: Path, mode: int, is_safe: bool) -> None:
+    path.parent.chmod(mode)
+    try:
+        if is_safe:
+            run(path, lambda server: asyncio.sleep(0))
+        else:
+            assert f"{mode:04o}" in unsafe(path) and not path.exists()
+    finally:
+        path.parent.chmod(0o700)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a folder away, which only root may")
+def test_refuses_a_folder_of_somebody_else(path: Path) -> None:
+    folder = path.parent / "theirs"
+    folder.mkdir(0o755)
+    os.chown(folder, 65534, 65534)
+    assert "uid 65534" in unsafe(folder / "a.sock") and os.listdir(folder) == []
+
+
+def test_follows_no_lock_that_points_elsewhere(path: Path) -> None:
+    """Else who may write there has us lock, or make, a file of the attacker's choice."""
+    target = path.parent / "precious"
+    lock = Path(f"{path}.lock")
+    lock.symlink_to(target)
+    unsafe(path)
+    assert not target.exists() and not path.exists()
+    lock.unlink()
+    target.write_text("precious")
+    os.link(target, lock)
+    assert "not a file of ours alone" in unsafe(path)
+    lock.unlink()
+    os.mkfifo(lock)
+    unsafe(path)
+    lock.unlink()
+    lock.mkdir()
+    unsafe(path)
+    assert target.read_text() == "precious"
+
+
+def test_does_not_remove_a_socket_that_took_its_place(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        os.unlink(path)
+        with socket.socket(socket.AF_UNIX) as thief:
+            thief.bind(str(path))
+
+    run(path, story)
+    assert path.exists()
+
+
+def test_a_socket_of_a_dead_agent_is_replaced_only_under_the_lock(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        first = os.lstat(path).st_ino
+        with pytest.raises(OperatorError) as raised:
+            async with LocalServer(path):
+                raise AssertionError("stolen")
+        assert raised.value.code == "socket_in_use" and os.lstat(path).st_ino == first
+
+    run(path, story)
+
+
 def test_never_replaces_what_is_not_a_socket(path: Path) -> None:
     path.write_text("precious")
     with pytest.raises(OperatorError, match="something else"):
