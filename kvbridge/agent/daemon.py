@@ -13,6 +13,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from importlib.metadata import version
 
@@ -61,14 +62,21 @@ def run(config: AgentConfig) -> None:
 
 
 class Agent:
-    """One start of one agent."""
+    """One start of one agent. Its clock and its `entropy(size)` are the process's, or a simulator's."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        clock: Callable[[], float] = time.monotonic,
+        entropy: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
         self.config = config
-        self.boot = secrets.token_hex(8)
+        self._clock = clock
+        self._entropy = entropy
+        self.boot = entropy(8).hex()
         self.metrics = Metrics()
         self.state = "starting"
-        self._started = time.monotonic()
+        self._started = clock()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -138,12 +146,12 @@ class Agent:
         return Control(self.boot, config.listen, settings=settings, allow_wildcard=config.allow_wildcard)
 
     def _assemble(self) -> None:
-        clock = time.monotonic
-        self.inbound = Inbound(self.slots, lambda: secrets.token_hex(8), lambda: secrets.token_bytes(16))
+        clock, entropy = self._clock, self._entropy
+        self.inbound = Inbound(self.slots, lambda: entropy(8).hex(), lambda: entropy(16))
         self.outbound = Outbound(self.local_slots)
         self.engines = Engines(lambda: self.card, self.mover, self.metrics, self.status)
         home = lambda: self.engines.home  # noqa: E731
-        self.peers = Peers(self.control, self.mover, home, self.metrics, self.config.connect_s)
+        self.peers = Peers(self.control, self.mover, home, self.metrics, self.config.connect_s, clock)
         self.sink = Sink(self.inbound, self.peers, self.mover, self.metrics, self.engines.tell, clock)
         self.source = Source(self.outbound, self.peers, self.mover, self.metrics, self.engines.tell, home, clock)
         self.peers.sink = self.engines.sink = self.sink
@@ -181,7 +189,7 @@ class Agent:
         while True:
             is_busy = self.inbound.wants or self.outbound.outlets or self.outbound.offers
             await asyncio.sleep(TICK_S if is_busy else IDLE_TICK_S)
-            self.peers.tick(time.monotonic())
+            self.peers.tick(self._clock())
             self.sink.tick()
             self.source.tick()
 
@@ -227,11 +235,11 @@ class Agent:
     # Status:
 
     def status(self) -> Status:
-        now = time.monotonic()
+        now = self._clock()
         return Status(
             agent=self.card,
             state=self.state,
-            uptime_s=time.monotonic() - self._started,
+            uptime_s=now - self._started,
             fabric=self.mover.site.fabric.kind,
             device=self.mover.description,
             slot_bytes=self.mover.site.fabric.slot_bytes,

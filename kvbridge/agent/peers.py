@@ -104,6 +104,7 @@ class Peers:
         home: Callable[[], Home | None],
         metrics: Metrics,
         connect_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sink: SinkSide
         self.source: SourceSide
@@ -113,6 +114,7 @@ class Peers:
         self._home = home
         self._metrics = metrics
         self._connect_s = connect_s
+        self._clock = clock
         self._dialled: dict[str, Dialled] = {}
         self._accepted: dict[str, Accepted] = {}
         self._deadlines: Deadlines[str] = Deadlines()
@@ -171,7 +173,7 @@ class Peers:
 
     def _rejected(self, code: str, text: str) -> None:
         self._metrics.rejected(code)
-        now = time.monotonic()
+        now = self._clock()
         if now - self._warned.get(code, -WARN_S) >= WARN_S:  # counted each time, said once a minute
             self._warned[code] = now
             log.warning("rejected a message: code=%s %s", code, text)
@@ -202,7 +204,7 @@ class Peers:
             self._lane = (self._lane + 1) % PROBE_LANES
             dialled.lane = self._lane
         dialled.link.send(hello(home, dialled.lane))
-        self._deadlines.set(address, time.monotonic() + self._connect_s)
+        self._deadlines.set(address, self._clock() + self._connect_s)
 
     def send_to_source(self, address: str, body: Body) -> None:
         if (dialled := self._dialled.get(address)) is not None:
