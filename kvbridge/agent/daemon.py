@@ -149,7 +149,7 @@ class Agent:
         clock, entropy = self._clock, self._entropy
         self.inbound = Inbound(self.slots, lambda: entropy(8).hex(), lambda: entropy(16))
         self.outbound = Outbound(self.local_slots)
-        self.engines = Engines(lambda: self.card, self.mover, self.metrics, self.status)
+        self.engines = self._assemble_engines()
         home = lambda: self.engines.home  # noqa: E731
         self.peers = Peers(self.control, self.mover, home, self.metrics, self.config.connect_s, clock)
         self.sink = Sink(self.inbound, self.peers, self.mover, self.metrics, self.engines.tell, clock)
@@ -167,6 +167,9 @@ class Agent:
                 is_attached=lambda: self.engines.home is not None,
             )
         )
+
+    def _assemble_engines(self) -> Engines:
+        return Engines(lambda: self.card, self.mover, self.metrics, self.status)
 
     # Serve:
 
@@ -189,9 +192,13 @@ class Agent:
         while True:
             is_busy = self.inbound.wants or self.outbound.outlets or self.outbound.offers
             await asyncio.sleep(TICK_S if is_busy else IDLE_TICK_S)
-            self.peers.tick(self._clock())
-            self.sink.tick()
-            self.source.tick()
+            self.tick()
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self.peers.tick(self._clock())
+        self.sink.tick()
+        self.source.tick()
 
     def on_gathered(self, ship: Ship, size_bytes: int, seconds: float) -> None:
         self.source.on_gathered(ship, size_bytes, seconds)

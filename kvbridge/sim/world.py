@@ -1,0 +1,416 @@
+"""One run: processes, engines and a hostile network under one clock, and the oracle that watches them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from kvbridge_proto.codec import encode
+from kvbridge_proto.peer import Body, Notice, Ping
+from kvbridge_proto.pool import Pool
+
+from ..config import AgentConfig
+from .check import look_for_leaks
+from .engine import Decode, Engine, Held, Prefill, Rank
+from .fabric import DataNetwork
+from .links import SimLink
+from .loop import Clock
+from .matter import Blocks
+from .process import Process
+from .scenario import Fault, Request, Scenario
+
+T = TypeVar("T")
+
+CONNECT_S = 1.0
+SILENCE_S = 1.0
+LOOK_S = 0.25
+FAULTS_END_S = 7.0
+REST_S = 24.0  # after the last fault everybody has so much time to come to rest
+SLACK_S = 1.5
+ENGINE_BLOCKS = 8
+
+
+class Foul(Exception):
+    """Something that must never happen has happened; the text says what."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended: `failure` is empty if nothing was foul. `story` is there if it was asked for."""
+
+    failure: str = ""
+    events: int = 0
+    ends: dict[str, tuple[str, str]] = field(default_factory=dict)  # request -> how it ended on either side
+    story: list[str] = field(default_factory=list)
+
+
+class World:
+    """Everything there is in one run."""
+
+    def __init__(self, scenario: Scenario, is_told: bool = False) -> None:
+        self.scenario = scenario
+        self.clock = Clock()
+        self.data = DataNetwork(self)
+        self.has_fences = scenario.has_fences
+        self.processes: dict[str, Process] = {}
+        self.by_boot: dict[str, Process] = {}
+        self.engines: dict[str, Engine] = {}
+        self.outcome = Outcome()
+        self.story: list[str] | None = [] if is_told else None
+        self._random = random.Random(scenario.seed ^ 0x5EED)
+        self.held_up: list[SimLink] = []  # which have something under way that cannot go on
+        self._blocked: dict[tuple[str, str], int] = {}
+        self._ends: dict[int, dict[bool, str]] = {request.number: {} for request in scenario.requests}
+        self._bases = 0
+        self._wasted = 0
+        self._troubled: dict[str, float] = {}  # when an agent or engine last was not itself
+        self._config = AgentConfig(
+            connect_s=CONNECT_S, silence_s=SILENCE_S, write_timeout_s=scenario.write_timeout_s, routes=("nixl",)
+        )
+        self._writers: dict[tuple[str, int], int] = {}
+
+    # The run:
+
+    def run(self) -> Outcome:
+        try:
+            self._begin()
+            self.clock.run(FAULTS_END_S)
+            self._calm()
+            self.clock.run(FAULTS_END_S + REST_S)
+            if not self.outcome.failure:
+                look_for_leaks(self)
+        except Foul:
+            pass
+        finally:
+            for process in self.processes.values():
+                if not process.is_dead:
+                    process.die()
+        self.outcome.events = self.clock.happened
+        self.outcome.ends = {f"r{n}": (e.get(True, "?"), e.get(False, "?")) for n, e in self._ends.items()}
+        self.outcome.story = self.story or []
+        return self.outcome
+
+    def _begin(self) -> None:
+        scenario = self.scenario
+        for agents in scenario.engines.values():
+            for agent in agents:
+                self._start(agent)
+        for name, agents in scenario.engines.items():
+            kind, tokens = (Prefill, 0) if name[0] == "P" else (Decode, 1)
+            self.engines[name] = kind(self, name, agents, ENGINE_BLOCKS, scenario.block_tokens[tokens])
+        for request in scenario.requests:
+            self.clock.at(0.01 + request.at, partial(self._request, request, request.prefill))
+            self.clock.at(0.01 + request.want_at, partial(self._request, request, request.decode))
+        for fault in scenario.faults:
+            self.clock.at(0.01 + fault.at, partial(self._fault, fault))
+        if any(fault.kind in ("half-open", "partition", "freeze agent") for fault in scenario.faults):
+            self.clock.after(LOOK_S, self._look)
+
+    def _start(self, name: str) -> None:
+        scenario = self.scenario
+        process = Process(self, name, self._config, scenario.slots, scenario.local, scenario.digest)
+        self.processes[name] = self.by_boot[process.boot] = process
+        self.say(name, f"starts, boot {process.boot}")
+
+    def _request(self, request: Request, name: str) -> None:
+        engine = self.engines[name]
+        if engine.is_dead:
+            self.ended(name[0] == "P", request, "no engine")
+        else:
+            engine.waiting[request.name] = request
+            engine.later(0.0, lambda: engine.begin(request))
+
+    def _look(self) -> None:
+        """Whoever hears nothing for long enough gives its link up."""
+        for process in self.processes.values():
+            if not process.is_dead:
+                for link in list(process.links.open):
+                    link.look(SILENCE_S)
+        if self.clock.now < FAULTS_END_S + SILENCE_S:
+            self.clock.after(LOOK_S, self._look)
+
+    # Faults:
+
+    def _fault(self, fault: Fault) -> None:
+        if self.clock.now >= FAULTS_END_S:
+            return
+        self.say("fault", f"{fault.kind} {' and '.join(fault.who)} for {fault.seconds} s".replace("  ", " "))
+        getattr(self, "_" + fault.kind.replace(" ", "_").replace("-", "_"))(fault, *fault.who)
+
+    def _until(self, fault: Fault, end: Callable[[], None]) -> None:
+        def over() -> None:
+            self.say("fault", f"{fault.kind} {' and '.join(fault.who)} is over".replace("  ", " "))
+            end()
+
+        self.clock.at(min(self.clock.now + fault.seconds, FAULTS_END_S - 1e-3), over)
+
+    def _kill_agent(self, fault: Fault, name: str) -> None:
+        process = self.processes[name]
+        if process.is_dead:
+            return
+        self._troubled[name] = FAULTS_END_S
+        process.die()
+        self._until(fault, lambda: self._start(name) if self.processes[name].is_dead else None)
+
+    def _freeze_agent(self, fault: Fault, name: str) -> None:
+        process = self.processes[name]
+        self._troubled[name] = max(self._troubled.get(name, 0.0), self.clock.now + fault.seconds)
+        process.loop.freeze()
+        self._until(fault, process.loop.thaw)
+
+    def _kill_engine(self, fault: Fault, name: str) -> None:
+        engine = self.engines[name]
+        if not engine.is_dead:
+            engine.die()
+            self._until(fault, lambda: engine.start() if engine.is_dead else None)
+
+    def _freeze_engine(self, fault: Fault, name: str) -> None:
+        loop = self.engines[name].loop
+        self._troubled[name] = max(self._troubled.get(name, 0.0), self.clock.now + fault.seconds)
+        loop.freeze()
+        self._until(fault, loop.thaw)
+
+    def _rescale(self, fault: Fault, name: str) -> None:
+        for rank in self.engines[name].ranks:
+            rank.rescale()
+
+    def _detach(self, fault: Fault, name: str) -> None:
+        for rank in self.engines[name].ranks:
+            rank.detach()
+
+    def _cut(self, fault: Fault, one: str, other: str) -> None:
+        for link in list(self.processes[one].links.open):
+            if link.peer is not None and link.peer.links.process.name == other:
+                link.cut()
+
+    def _half_open(self, fault: Fault, one: str, other: str) -> None:
+        self._block(fault, [(one, other)])
+
+    def _partition(self, fault: Fault, one: str, other: str) -> None:
+        self._block(fault, [(one, other), (other, one)])
+
+    def _block(self, fault: Fault, pairs: list[tuple[str, str]]) -> None:
+        for pair in pairs:
+            self._blocked[pair] = self._blocked.get(pair, 0) + 1
+
+        def end() -> None:
+            for pair in pairs:
+                self._blocked[pair] -= 1
+            self._go_on()
+
+        self._until(fault, end)
+
+    def _go_on(self) -> None:
+        self.data.go_on()
+        held_up, self.held_up = self.held_up, []
+        for link in held_up:
+            link.go_on()
+
+    def _slow_writes(self, fault: Fault, *pair: str) -> None:
+        self.data.slow[pair[0], pair[1]] = 2.0 * fault.seconds
+
+        def end() -> None:
+            self.data.slow.pop((pair[0], pair[1]), None)
+
+        self._until(fault, end)
+
+    def _hang_writes(self, fault: Fault, *pair: str) -> None:
+        self.data.hung.add((pair[0], pair[1]))
+
+        def end() -> None:
+            self.data.hung.discard((pair[0], pair[1]))
+            self.data.go_on()
+
+        self._until(fault, end)
+
+    def _fail_writes(self, fault: Fault, *pair: str) -> None:
+        self.data.failing.add((pair[0], pair[1]))
+        self._until(fault, lambda: self.data.failing.discard((pair[0], pair[1])))
+
+    def _spoil(self, fault: Fault) -> None:
+        self.data.spoil += 1
+
+    def _repeat_notice(self, fault: Fault) -> None:
+        self.data.repeat += 2
+
+    def _forge_notice(self, fault: Fault, name: str) -> None:
+        """Somebody says that chunks have landed, of transfers that are under way, with one thing wrong."""
+        process = self.processes[name]
+        for transfer, wanted in list(process.inbound._wanted_by.items()):
+            intake = wanted.intakes[transfer]
+            right: dict[str, Any] = dict(
+                transfer=transfer,
+                token=intake.token,
+                source_boot=intake.session.peer.boot,
+                sink_boot=process.boot,
+                source_epoch=intake.session.peer_epoch,
+                sink_epoch=wanted.home.epoch,
+                slot=self._random.randrange(self.scenario.slots + 1),
+                generation=self._random.randrange(1, 4),
+                chunk=self._random.randrange(intake.plan.chunks),
+                chunk_bytes=intake.plan.chunk(0).size_bytes,
+                digest=0,
+            )
+            wrong: tuple[tuple[str, Any], ...] = (
+                ("token", b"forged" + bytes(10)),
+                ("source_boot", "feedfeedfeedfeed"),
+                ("sink_boot", "feedfeedfeedfeed"),
+                ("source_epoch", 99),
+                ("sink_epoch", 99),
+                ("chunk_bytes", 1),
+                ("chunk", 1 << 30),
+                ("slot", 1 << 30),
+                ("generation", 1 << 30),
+            )
+            field, value = self.pick(wrong)
+            self.data.notify(process, process.boot, encode(Notice(**right | {field: value})))
+        self.data.notify(process, process.boot, b"\xc1 no message")
+
+    def _calm(self) -> None:
+        """Nothing goes wrong any more, and who was gone is back."""
+        self.say("world", "calm from here on")
+        for name, process in list(self.processes.items()):
+            if process.is_dead:
+                self._start(name)
+            elif process.loop.is_frozen:
+                process.loop.thaw()
+        for engine in self.engines.values():
+            if engine.is_dead:
+                engine.start()
+            elif engine.loop.is_frozen:
+                engine.loop.thaw()
+        self._blocked.clear()
+        self.data.slow.clear()
+        self.data.failing.clear()
+        self.data.hung.clear()
+        self._go_on()
+
+    # What the parts ask:
+
+    def blocks_of(self, pool: Pool) -> Blocks:
+        engine = self.engines[pool.engine.id.partition("/")[0]]
+        rank = engine.ranks[pool.shard.tp_rank]
+        if rank.blocks.pool is not pool:  # an engine that has died since it said so
+            return Blocks(pool.engine.id, pool, lambda text: None)
+        return rank.blocks
+
+    def address_of(self, agent: str) -> str:
+        return f"tcp://{agent}:1"
+
+    def at_address(self, address: str) -> Process | None:
+        """Who can be connected to there."""
+        process = self.processes.get(address.removeprefix("tcp://").partition(":")[0])
+        return None if process is None or process.is_dead or process.loop.is_frozen else process
+
+    def is_blocked(self, one: str, other: str) -> bool:
+        return bool(self._blocked) and self._blocked.get((one, other), 0) > 0
+
+    def is_cut_off(self, one: str, other: str) -> bool:
+        return self.is_blocked(one, other) or self.is_blocked(other, one)
+
+    def next_base(self) -> int:
+        self._bases += 1
+        return self._bases << 32
+
+    def waste(self) -> int:
+        """A number that is nobody's row."""
+        self._wasted += 1
+        return -self._wasted - 1
+
+    # Chance:
+
+    def entropy(self, size: int) -> bytes:
+        return self._random.randbytes(size)
+
+    def chance(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def pick(self, options: tuple[T, ...]) -> T:
+        return self._random.choice(options)
+
+    def uniform(self, low: float, high: float) -> float:
+        return self._random.uniform(low, high)
+
+    def jitter(self) -> float:
+        return self._random.random() * 3e-4
+
+    def quick(self) -> float:
+        """How long a message or a write takes: mostly next to nothing."""
+        random = self._random.random
+        return random() * 5e-4 if random() < 0.93 else random() * 0.08
+
+    def gather_s(self) -> float:
+        random = self._random.random
+        return random() * 5e-4 if random() < 0.9 else random() * 0.1
+
+    # What is watched:
+
+    def foul(self, text: str) -> None:
+        self.say("foul", text)
+        if not self.outcome.failure:
+            self.outcome.failure = text
+            self.clock.stop()  # wherever this exception ends
+            raise Foul(text)
+
+    def say(self, who: str, text: str) -> None:
+        if self.story is not None:
+            self.story.append(f"{self.clock.now:9.4f}  {who:8} {text}")
+
+    def on_message(self, sender: Process, receiver: Process, body: Body) -> None:
+        if self.story is not None and not isinstance(body, Ping):
+            self.say(sender.name, f"-> {receiver.name}: {_brief(body)}")
+
+    def on_write(self, source: Process, target: Process, slot: int) -> None:
+        self.say(source.name, f"=> {target.name}: writes slot {slot}")
+
+    def ended(self, is_prefill: bool, request: Request, how: str) -> None:
+        """A request is over on one side: once, and once only."""
+        self.say(request.prefill if is_prefill else request.decode, f"{request.name}: {how}")
+        ends = self._ends[request.number]
+        if is_prefill in ends:
+            self.foul(f"{request.name} ended twice on one side: {ends[is_prefill]}, then {how}")
+        ends[is_prefill] = how
+
+    def unended(self) -> list[str]:
+        return [
+            f"r{number} never ended at its {'prefilling' if side else 'decoding'} engine"
+            for number, ends in self._ends.items()
+            for side in (True, False)
+            if side not in ends
+        ]
+
+    def answered(self, engine: Engine, rank: Rank, held: Held) -> None:
+        """A want's answer came: not later than its deadline, if everybody was well."""
+        late = self.clock.now - held.said_at - held.request.deadline_s
+        troubled = max(self._troubled.get(rank.agent, 0.0), self._troubled.get(engine.name, 0.0))
+        if late > SLACK_S and troubled < held.said_at:
+            self.foul(f"{held.request.name}: answered {late:.2f} s after its deadline")
+
+
+def _brief(body: Body) -> str:
+    """A message for people."""
+    name = type(body).__name__
+    fields = {
+        "Claim": ("transfer", "room", "first_token", "end_token", "leases"),
+        "Grant": ("transfer", "leases"),
+        "Ready": ("transfer", "chunks"),
+        "Cancel": ("transfer", "code"),
+        "Drained": ("transfer", "code"),
+        "Failing": ("transfer", "code"),
+        "Settled": ("transfer",),
+        "Refuse": ("about", "code", "reasons"),
+        "Goodbye": ("reason",),
+        "Hello": ("epoch",),
+        "Welcome": ("epoch",),
+    }.get(name, ())
+    return f"{name} " + " ".join(f"{field}={_short(getattr(body, field))}" for field in fields)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_short(each) for each in value) + "]"
+    text = f"{value.slot}@{value.generation}" if hasattr(value, "generation") else str(value)  # type: ignore[attr-defined]
+    return text[:60]
