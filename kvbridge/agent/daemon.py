@@ -69,12 +69,13 @@ class Agent:
         config: AgentConfig,
         clock: Callable[[], float] = time.monotonic,
         entropy: Callable[[int], bytes] = secrets.token_bytes,
+        metrics: Metrics | None = None,
     ) -> None:
         self.config = config
         self._clock = clock
         self._entropy = entropy
         self.boot = entropy(8).hex()
-        self.metrics = Metrics()
+        self.metrics = metrics or Metrics()
         self.state = "starting"
         self._started = clock()
         self._stop = asyncio.Event()

@@ -21,7 +21,13 @@ JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 def build() -> typer.Typer:
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_root)
-    for name, command in (("agent", _agent_command()), ("status", status), ("plan", plan), ("demo", demo)):
+    for name, command in (
+        ("agent", _agent_command()),
+        ("status", status),
+        ("plan", plan),
+        ("demo", demo),
+        ("sim", sim),
+    ):
         app.command(name)(command)
     return app
 
@@ -134,3 +140,20 @@ def demo(
             from ..demo.run import run
 
             run(devices=device.split(","), routes=routes)
+
+
+def sim(
+    seeds: Annotated[int, typer.Option(min=1, help="How many schedules.")] = 1000,
+    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    story: Annotated[int | None, typer.Option(min=0, help="Tell all that happens under this seed.")] = None,
+) -> None:
+    """Play faults, delays and late writes against simulated agents; says what broke, if anything does."""
+    with _told("sim"):
+        from .sim import run
+        from .sim import story as tell
+
+        if story is not None:
+            tell(story)
+        else:
+            run(first, seeds, jobs)

@@ -94,6 +94,11 @@ class Rank:
         if self.say(Detach()):
             self.is_here = False
 
+    def give_up(self) -> None:
+        """The agent hears that we go; blocks are ours again when its end is closed too."""
+        self.is_here = False
+        self.hang_up()
+
     def rescale(self) -> None:
         self.revision += 1
         self.say(Rescale(revision=self.revision, scales=()))

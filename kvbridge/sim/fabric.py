@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.peer import Notice
 
 from ..errors import FabricError
 from ..transport.fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote
@@ -18,6 +22,18 @@ if TYPE_CHECKING:
     from .process import Process
     from .world import World
 
+FORGERIES: tuple[dict[str, Any], ...] = (
+    {"token": b"forged" + bytes(10)},
+    {"source_boot": "feedfeedfeedfeed"},
+    {"sink_boot": "feedfeedfeedfeed"},
+    {"source_epoch": 99},
+    {"sink_epoch": 99},
+    {"chunk_bytes": 1},
+    {"chunk": 1 << 30},
+    {"slot": 1 << 30},
+    {"generation": 1 << 30},
+    {"transfer": "nobody's"},
+)
 DYING_S = 0.02  # a write of a process that was killed may land for so long; no new start is that fast
 
 
@@ -46,6 +62,7 @@ class DataNetwork:
         self.hung: set[tuple[str, str]] = set()
         self.spoil = 0  # so many of the next writes arrive with a wrong cell
         self.repeat = 0  # so many of the next notices come twice
+        self.forging: dict[str, int] = {}  # boot -> so many of its next notices have a forged one before them
         self._stuck: list[Write] = []
 
     def post(self, write: Write) -> None:
@@ -102,13 +119,17 @@ class DataNetwork:
         if cells:
             before = target.ram.get(write.remote, [])
             target.ram[write.remote] = cells + before[len(cells) :]
-            self._world.on_write(write.source, target, target.slot_at(write.remote))
+            notice: Notice = decode(write.notice, Notice)
+            self._world.on_write(write.source, target, target.slot_at(write.remote), notice)
 
     def notify(self, source: Process, boot: str, notice: bytes) -> None:
         """A notice is on its way, behind its data."""
         target = self._world.by_boot.get(boot)
         if target is None or target.is_dead:
             return
+        if self.forging.get(boot):
+            self.forging[boot] -= 1
+            self._forge(target, notice)
         times = 1
         if self.repeat:
             self.repeat -= 1
@@ -116,6 +137,15 @@ class DataNetwork:
         for i in range(times):
             seconds = self._world.quick() if not i else self._world.uniform(0.0, 2.0)
             self._world.clock.after(seconds, lambda: target.fabric.arrived(notice))
+
+    def _forge(self, target: Process, payload: bytes) -> None:
+        try:
+            right: Notice = decode(payload, Notice)
+        except BadFrame:
+            return
+        forged = msgspec.structs.replace(right, **self._world.pick(FORGERIES))
+        self._world.forged.add(forged)
+        target.fabric.arrived(encode(forged))
 
 
 class SlotFabric:

@@ -167,14 +167,13 @@ class SlotPorter:
 
         is_checked_first = digest_kind == "xxh3"
         before = cells()
-        is_good = digest_of(before) == expected
-        if is_good:  # a sum is known only afterwards: then the blocks hold what the want's failure says they may
+        if is_right(digest_of(before), expected):
             _copy_in(pool.blocks, before, todo[:half])
 
         def end() -> int:
             now = before if is_checked_first else cells()
             found = digest_of(now)
-            if found == expected and pool.is_open:
+            if is_right(found, expected):
                 _copy_in(pool.blocks, now, todo[half:])
             return found
 
@@ -219,6 +218,11 @@ class SlotPorter:
 
 def digest_of(cells: list[int]) -> int:
     return hash(tuple(cells)) & (1 << 63) - 1
+
+
+def is_right(found: int, expected: int) -> bool:
+    """Whether rows may go into the blocks."""
+    return found == expected
 
 
 def _spread(found: list[Run]) -> Iterator[tuple[int, Run]]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 from kvbridge_proto.engine import Attach
+from kvbridge_proto.peer import Notice
 from kvbridge_proto.words import Agent as AgentCard
 
 from ..agent.attachment import Attachment
@@ -22,6 +23,7 @@ from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..device.porter import Porter
 from ..device.staging import Staging
+from ..exchange.actions import Scatter
 from ..exchange.route import Site
 from ..exchange.slots import LocalSlots, SlotPool
 from ..transport.control import Control
@@ -145,7 +147,7 @@ class Process(Agent):
         self._tick_at = float("inf")
         asyncio._set_running_loop(self.loop.asyncio_s)
         try:
-            super().__init__(config, self.clock_s, world.entropy)
+            super().__init__(config, self.clock_s, world.entropy, NoMetrics(world.foul))
             self._put_together(slots, local, digest)
         finally:
             asyncio._set_running_loop(None)
@@ -153,7 +155,6 @@ class Process(Agent):
 
     def _put_together(self, slots: int, local: int, digest: str) -> None:
         world, name = self.world, self.name
-        self.metrics = NoMetrics(world.foul)
         self.fabric = SlotFabric(self)
         self.base = world.next_base()
         porter = cast(Porter, SlotPorter(self, digest))
@@ -172,6 +173,12 @@ class Process(Agent):
 
     def _assemble_engines(self) -> Engines:
         return SimEngines(self, lambda: self.card, self.mover, self.metrics, self.status)
+
+    def landed(self, notice: Notice) -> tuple[Scatter, Attachment] | None:
+        found = super().landed(notice)
+        if found is not None:
+            self.world.on_landed(self, notice)
+        return found
 
     # What the world does:
 

@@ -25,7 +25,7 @@ FaultKind = Literal[
     "forge notice",
     "rescale",
     "detach",
-    "goodbye",
+    "hang up",
 ]
 
 BETWEEN_AGENTS: tuple[FaultKind, ...] = (
@@ -38,7 +38,7 @@ BETWEEN_AGENTS: tuple[FaultKind, ...] = (
     "fail writes",
 )
 OF_AGENTS: tuple[FaultKind, ...] = ("kill agent", "freeze agent", "freeze agent", "forge notice")
-OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "rescale", "detach")
+OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "rescale", "detach", "hang up")
 OF_NETWORK: tuple[FaultKind, ...] = ("spoil", "repeat notice")
 CALM_S = 6.0  # no request or fault begins later
 
@@ -97,6 +97,7 @@ class Scenario:
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
     block_tokens: tuple[int, int] = (2, 4)
+    salt: int = 0  # other delays
 
     def without(self, requests: frozenset[int] = frozenset(), faults: frozenset[Fault] = frozenset()) -> Scenario:
         return replace(
@@ -132,8 +133,9 @@ def make(seed: int) -> Scenario:
         block_tokens=rng.choice(((2, 4), (4, 2), (2, 2))),
     )
     requests = tuple(_request(rng, scenario, number) for number in range(1, rng.randint(1, 4) + 1))
-    faults = tuple(sorted((_fault(rng, scenario) for _ in range(rng.randint(0, 4))), key=lambda fault: fault.at))
-    return replace(scenario, requests=requests, faults=faults)
+    scenario = replace(scenario, requests=requests)
+    faults = [_fault(rng, scenario) for _ in range(rng.randint(0, 5))]
+    return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
 def _request(rng: random.Random, scenario: Scenario, number: int) -> Request:
@@ -162,7 +164,7 @@ def _request(rng: random.Random, scenario: Scenario, number: int) -> Request:
 
 def _fault(rng: random.Random, scenario: Scenario) -> Fault:
     engines = scenario.engines
-    at = round(rng.choice((rng.uniform(0.0, 2.5), rng.choice(scenario_times(rng)))), 5)
+    at = round(_moment(rng, scenario), 5)
     seconds = round(rng.choice((0.01, 0.1, 0.5, 1.0, 2.5)) * rng.uniform(0.5, 1.5), 4)
     kinds = rng.choice((BETWEEN_AGENTS, BETWEEN_AGENTS, OF_AGENTS, OF_AGENTS, OF_ENGINES, OF_NETWORK))
     kind = rng.choice(kinds)
@@ -178,6 +180,8 @@ def _fault(rng: random.Random, scenario: Scenario) -> Fault:
     return Fault(at, kind, ())
 
 
-def scenario_times(rng: random.Random) -> list[float]:
-    """Moments soon after the first requests, when chunks are under way."""
-    return [rng.uniform(0.0, 0.1), rng.uniform(0.0, 1.0)]
+def _moment(rng: random.Random, scenario: Scenario) -> float:
+    """Any time, but mostly soon after a request, when its chunks are under way."""
+    if rng.random() < 0.25:
+        return rng.uniform(0.0, 2.5)
+    return rng.choice(scenario.requests).want_at + rng.expovariate(rng.choice((500.0, 50.0, 5.0)))

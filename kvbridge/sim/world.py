@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from kvbridge_proto.codec import encode
 from kvbridge_proto.peer import Body, Notice, Ping
 from kvbridge_proto.pool import Pool
 
 from ..config import AgentConfig
+from ..exchange.slots import SlotState
 from .check import look_for_leaks
 from .engine import Decode, Engine, Held, Prefill, Rank
 from .fabric import DataNetwork
@@ -30,6 +30,7 @@ LOOK_S = 0.25
 FAULTS_END_S = 7.0
 REST_S = 24.0  # after the last fault everybody has so much time to come to rest
 SLACK_S = 1.5
+RESTART_S = 0.05  # no start is faster; what the one before wrote has landed by then
 ENGINE_BLOCKS = 8
 
 
@@ -60,7 +61,9 @@ class World:
         self.engines: dict[str, Engine] = {}
         self.outcome = Outcome()
         self.story: list[str] | None = [] if is_told else None
-        self._random = random.Random(scenario.seed ^ 0x5EED)
+        self._random = random.Random((scenario.seed << 8) + scenario.salt)
+        self.forged: set[Notice] = set()
+        self.landed: set[tuple[str, str, int]] = set()
         self.held_up: list[SimLink] = []  # which have something under way that cannot go on
         self._blocked: dict[tuple[str, str], int] = {}
         self._ends: dict[int, dict[bool, str]] = {request.number: {} for request in scenario.requests}
@@ -153,7 +156,8 @@ class World:
             return
         self._troubled[name] = FAULTS_END_S
         process.die()
-        self._until(fault, lambda: self._start(name) if self.processes[name].is_dead else None)
+        again = max(self.clock.now + fault.seconds, process.died_at + RESTART_S)
+        self.clock.at(again, lambda: self._start(name) if self.processes[name].is_dead else None)
 
     def _freeze_agent(self, fault: Fault, name: str) -> None:
         process = self.processes[name]
@@ -180,6 +184,10 @@ class World:
     def _detach(self, fault: Fault, name: str) -> None:
         for rank in self.engines[name].ranks:
             rank.detach()
+
+    def _hang_up(self, fault: Fault, name: str) -> None:
+        for rank in self.engines[name].ranks:
+            rank.give_up()
 
     def _cut(self, fault: Fault, one: str, other: str) -> None:
         for link in list(self.processes[one].links.open):
@@ -237,43 +245,16 @@ class World:
         self.data.repeat += 2
 
     def _forge_notice(self, fault: Fault, name: str) -> None:
-        """Somebody says that chunks have landed, of transfers that are under way, with one thing wrong."""
+        """Before each of the next notices comes one that is like it but for one thing."""
         process = self.processes[name]
-        for transfer, wanted in list(process.inbound._wanted_by.items()):
-            intake = wanted.intakes[transfer]
-            right: dict[str, Any] = dict(
-                transfer=transfer,
-                token=intake.token,
-                source_boot=intake.session.peer.boot,
-                sink_boot=process.boot,
-                source_epoch=intake.session.peer_epoch,
-                sink_epoch=wanted.home.epoch,
-                slot=self._random.randrange(self.scenario.slots + 1),
-                generation=self._random.randrange(1, 4),
-                chunk=self._random.randrange(intake.plan.chunks),
-                chunk_bytes=intake.plan.chunk(0).size_bytes,
-                digest=0,
-            )
-            wrong: tuple[tuple[str, Any], ...] = (
-                ("token", b"forged" + bytes(10)),
-                ("source_boot", "feedfeedfeedfeed"),
-                ("sink_boot", "feedfeedfeedfeed"),
-                ("source_epoch", 99),
-                ("sink_epoch", 99),
-                ("chunk_bytes", 1),
-                ("chunk", 1 << 30),
-                ("slot", 1 << 30),
-                ("generation", 1 << 30),
-            )
-            field, value = self.pick(wrong)
-            self.data.notify(process, process.boot, encode(Notice(**right | {field: value})))
+        self.data.forging[process.boot] = 4
         self.data.notify(process, process.boot, b"\xc1 no message")
 
     def _calm(self) -> None:
         """Nothing goes wrong any more, and who was gone is back."""
         self.say("world", "calm from here on")
         for name, process in list(self.processes.items()):
-            if process.is_dead:
+            if process.is_dead and self.clock.now > process.died_at + RESTART_S:
                 self._start(name)
             elif process.loop.is_frozen:
                 process.loop.thaw()
@@ -363,8 +344,23 @@ class World:
         if self.story is not None and not isinstance(body, Ping):
             self.say(sender.name, f"-> {receiver.name}: {_brief(body)}")
 
-    def on_write(self, source: Process, target: Process, slot: int) -> None:
-        self.say(source.name, f"=> {target.name}: writes slot {slot}")
+    def on_write(self, source: Process, target: Process, slot: int, notice: Notice) -> None:
+        """Whoever writes a slot holds its lease, and nobody else holds one."""
+        self.say(source.name, f"=> {target.name}: writes {slot}@{notice.generation} of {notice.transfer}")
+        lent = target.slots._slots[slot]
+        is_out = lent.state in (SlotState.LENT, SlotState.QUARANTINED)
+        if not is_out or lent.generation != notice.generation or lent.transfer != notice.transfer:
+            what = f"{lent.state.name.lower()}, {slot}@{lent.generation} of {lent.transfer or 'nobody'}"
+            self.foul(f"{target.name}: a slot that is {what} was written for {slot}@{notice.generation}")
+
+    def on_landed(self, process: Process, notice: Notice) -> None:
+        """A notice counted: it was a true one, and the first of its chunk."""
+        key = process.boot, notice.transfer, notice.chunk
+        if notice in self.forged:
+            self.foul(f"{process.name}: a forged notice counted: {notice}")
+        if key in self.landed:
+            self.foul(f"{process.name}: chunk {notice.chunk} of {notice.transfer} landed twice")
+        self.landed.add(key)
 
     def ended(self, is_prefill: bool, request: Request, how: str) -> None:
         """A request is over on one side: once, and once only."""
