@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from kvbridge_proto.peer import (
     PROBE_LANES,
@@ -45,29 +44,12 @@ from ..transport.link import Link
 from .metrics import Metrics
 from .mover import Mover
 from .routes import Connected, Landing
+from .sides import SinkSide, SourceSide
 from .words import described, route_of, verdict_of, warn_of_route
 
 log = logging.getLogger("kvbridge.peers")
 
 WARN_S = 60.0
-
-
-class SinkSide(Protocol):
-    """What the sink hears of sessions and sources."""
-
-    def met(self, session: Session) -> None: ...
-    def opened(self, address: str, session: Session) -> None: ...
-    def unreachable(self, address: str, code: str, reason: str) -> None: ...
-    def from_source(self, address: str, body: Ready | Failing | Drained | Refuse) -> None: ...
-
-
-class SourceSide(Protocol):
-    """What the source hears of sessions and sinks."""
-
-    def met(self, session: Session) -> None: ...
-    def from_sink(self, session: Session, body: Claim | Grant | Cancel | Settled) -> None: ...
-    def has_drained(self, transfer: str) -> bool: ...
-    def lost(self, boot: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -187,12 +169,16 @@ class Peers:
             self.sink.opened(address, dialled.session)
         elif dialled is None:
             try:
-                link = self._control.dial(address)
+                self._dial(address)
             except PeerError as error:
                 self.sink.unreachable(address, error.code, str(error))
-                return
-            self._dialled[address] = Dialled(address, link)
-            self.ask(address)
+
+    def _dial(self, address: str) -> None:
+        """Raises PeerError."""
+        if self._home() is None:  # nobody could say Hello then
+            raise PeerError("not_attached", "no engine is attached to this agent")
+        self._dialled[address] = Dialled(address, self._control.dial(address))
+        self.ask(address)
 
     def ask(self, address: str) -> None:
         """Say Hello, the first time or again."""
@@ -331,6 +317,7 @@ class Peers:
             case Goodbye():
                 self._lose_sink(sender, body.reason)
             case Refuse(about="") if address is not None:
+                self.sink.refused(address, sender)  # while there is a way to ask it
                 self._end(address, body.code, "; ".join(body.reasons))
             case Ready() | Failing() | Drained() | Refuse() if address is not None:
                 self.sink.from_source(address, body)

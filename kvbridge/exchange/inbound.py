@@ -16,6 +16,7 @@ from ..errors import KVBridgeError
 from ..geometry.plan import Plan
 from .actions import Action, Ask, Reach, Scatter, Send, Tell
 from .adoption import Adoption
+from .doubts import Doubts
 from .givers import Givers
 from .intake import (
     INTAKE_TABLE,
@@ -29,6 +30,7 @@ from .intake import (
     begin_again,
     claim_of,
     failed,
+    how_far,
     matches,
     scatter_of,
 )
@@ -55,7 +57,7 @@ class Inbound:
         self._sources = Sources()
         self._adoption = Adoption()
         self._wanted_by: dict[str, Wanted] = {}  # transfer -> its want
-        self._in_doubt: dict[str, tuple[str, str]] = {}  # transfer -> (address, boot) that has not drained it
+        self._doubts = Doubts()
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
 
     # From our engine:
@@ -115,18 +117,21 @@ class Inbound:
 
     def opened(self, address: str, session: Session, now: float) -> list[Action]:
         """A session with the agent at `address` is open (or open again, knowing more ranks)."""
-        boot = self._sources.boots.get(address)
-        if boot is not None and boot != session.peer.boot:
-            self.slots.boot_gone(boot)
-            self._in_doubt = {t: (a, b) for t, (a, b) in self._in_doubt.items() if b != boot}
-        self._sources.boots[address] = session.peer.boot
+        actions = self._met(address, session.peer.boot)
         self._sources.open[address] = session
-        actions: list[Action] = [
-            Send(address, Cancel(transfer=transfer, code="forgotten"))
-            for transfer, (_, doubted) in self._in_doubt.items()
-            if doubted == session.peer.boot and transfer not in self._wanted_by
-        ]
         return actions + self._advance_all(now) + self._pump()
+
+    def refused(self, address: str, boot: str) -> list[Action]:
+        """The agent at `address` is there but will have no session; what it may still write it can say all the same."""
+        return self._met(address, boot) + self._pump()
+
+    def _met(self, address: str, boot: str) -> list[Action]:
+        """This start of an agent answers there: those before it are gone, and it is asked for what is in doubt."""
+        for gone in self._doubts.replaced(address, boot):
+            self.slots.boot_gone(gone)
+        self._sources.boots[address] = boot
+        asked = [transfer for transfer in self._doubts.transfers(boot) if transfer not in self._wanted_by]
+        return [Send(address, Cancel(transfer=transfer, code="forgotten")) for transfer in asked]
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
@@ -209,11 +214,11 @@ class Inbound:
 
     def drained(self, address: str, transfer: str, code: str, reason: str, now: float) -> list[Action]:
         """The source will not write anything of this transfer any more: its slots are free again."""
-        doubt = self._in_doubt.get(transfer)
         intake = self._intake(address, transfer)
-        if intake is None and (doubt is None or doubt[1] != self._sources.boots.get(address)):
+        boot = self._sources.boots.get(address)
+        if intake is None and (boot is None or self._doubts.boot(transfer) != boot):
             return []
-        self._in_doubt.pop(transfer, None)
+        self._doubts.settle(transfer)
         self.slots.drain(transfer)
         actions: list[Action] = []
         if intake is not None and intake.state is not IntakeState.ENDED:
@@ -230,10 +235,11 @@ class Inbound:
         for kind, key in self._deadlines.due(now):
             if kind == "want" and key in self.wants:
                 wanted = self.wants[key]
-                actions += self._fail(wanted, "deadline", self._where(wanted), now)
+                reason = how_far(wanted, self._sources.missing(wanted.want.source))
+                actions += self._fail(wanted, "deadline", reason, now)
             elif kind == "ask" and key in self._sources.open:
                 actions.append(Ask(key))
-            elif kind == "doubt" and any(address == key for address, _ in self._in_doubt.values()):
+            elif kind == "doubt" and self._doubts.is_any(key):
                 self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
                 actions.append(Reach(key))
         return actions
@@ -341,7 +347,7 @@ class Inbound:
         if event in (IntakeEvent.STOP, IntakeEvent.LOSE):
             doubted = self.slots.doubt(intake.transfer)
             if doubted:
-                self._in_doubt[intake.transfer] = (intake.address, intake.session.peer.boot)
+                self._doubts.add(intake.transfer, intake.address, intake.session.peer.boot)
                 self._deadlines.set(("doubt", intake.address), now + DOUBT_AGAIN_S)
         elif event is IntakeEvent.FINISH:
             self.slots.drain(intake.transfer)  # leases it never used: the source has written every chunk it will
@@ -389,11 +395,3 @@ class Inbound:
 
     def _hunger(self, intake: Intake) -> int:
         return intake.ready - len(intake.landed) - self.slots.lent_to(intake.transfer)
-
-    def _where(self, wanted: Wanted) -> str:
-        if wanted.state is WantState.REACHING:
-            missing = ", ".join(self._sources.missing(wanted.want.source))
-            return f"deadline_s: {wanted.want.deadline_s} passed while reaching {missing or 'all ranks, or agreeing'}"
-        done = sum(intake.scattered for intake in wanted.intakes.values())
-        total = sum(intake.plan.chunks for intake in wanted.intakes.values())
-        return f"deadline_s: {wanted.want.deadline_s} passed with {done} of {total} chunks"

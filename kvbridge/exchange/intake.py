@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -176,3 +176,13 @@ def begin_again(wanted: Wanted, code: str) -> list[str] | None:
 def failed(request: str, code: str, reason: str) -> Tell:
     """The answer to a want that ended without its rows."""
     return Tell(Failed(request=request, code=code[:64], reason=reason[:1024]))
+
+
+def how_far(wanted: Wanted, missing: Sequence[str]) -> str:
+    """Where a want stood when its deadline passed; `missing` are the agents that there was no session with."""
+    if wanted.state is WantState.REACHING:
+        what = ", ".join(missing) or "all ranks, or agreeing"
+        return f"deadline_s: {wanted.want.deadline_s} passed while reaching {what}"
+    done = sum(intake.scattered for intake in wanted.intakes.values())
+    total = sum(intake.plan.chunks for intake in wanted.intakes.values())
+    return f"deadline_s: {wanted.want.deadline_s} passed with {done} of {total} chunks"
