@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def look_for_leaks(world: World) -> None:
-    """The first thing that is left over is foul."""
+    """The first thing that is left over is foul.
+
+    An agent without an engine cannot greet anybody, and so not ask for what is in doubt: it will once it has one again.
+    """
     for text in _left_over(world):
         world.foul(text)
 
@@ -21,6 +24,8 @@ def look_for_leaks(world: World) -> None:
 def _left_over(world: World) -> Iterator[str]:
     yield from world.unended()
     for engine in world.engines.values():
+        if engine.is_dead:
+            continue
         if not all(rank.is_here for rank in engine.ranks):
             yield f"{engine.name}: a rank is not attached"
         if len(engine.free) != engine.shape[2]:
@@ -32,16 +37,16 @@ def _left_over(world: World) -> Iterator[str]:
 
 def _kept(process: Process) -> Iterator[str]:
     inbound, outbound, mover = process.inbound, process.outbound, process.mover
-    slots = inbound.slots.counts()
-    if slots.free != len(inbound.slots):
+    slots, has_engine = inbound.slots.counts(), process.engines.home is not None
+    if slots.free + (0 if has_engine else slots.quarantined) != len(inbound.slots):
         yield f"slots: {slots}"
     if outbound.local.free != len(outbound.local):
         yield f"slots to gather into: {outbound.local.counts()}"
     for name, left in (
         ("wants", inbound.wants),
         ("transfers in", inbound._wanted_by),
-        ("transfers in doubt", inbound._in_doubt),
-        ("slots of transfers", inbound.slots._of_transfer),
+        ("transfers in doubt", has_engine and inbound._doubts._of),
+        ("slots of transfers", has_engine and inbound.slots._of_transfer),
         ("offers", outbound.offers),
         ("transfers out", outbound.outlets),
         ("rooms", outbound._rooms),
@@ -53,8 +58,8 @@ def _kept(process: Process) -> Iterator[str]:
     ):
         if left:
             yield f"{name}: {left}"
-    for machine in (inbound, outbound):
-        for key in machine._deadlines._at:
+    for key in (*inbound._deadlines._at, *outbound._deadlines._at):
+        if has_engine or key[0] != "doubt":
             yield f"a deadline for {key}"
     for address, dialled in process.peers._dialled.items():
         if dialled.state is not SessionState.OPEN:

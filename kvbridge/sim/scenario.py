@@ -14,6 +14,7 @@ FaultKind = Literal[
     "freeze agent",
     "kill engine",
     "freeze engine",
+    "lose engine",
     "cut",
     "half-open",
     "partition",
@@ -38,9 +39,9 @@ BETWEEN_AGENTS: tuple[FaultKind, ...] = (
     "fail writes",
 )
 OF_AGENTS: tuple[FaultKind, ...] = ("kill agent", "freeze agent", "freeze agent", "forge notice")
-OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "rescale", "detach", "hang up")
+OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "lose engine", "rescale", "detach", "hang up")
 OF_NETWORK: tuple[FaultKind, ...] = ("spoil", "repeat notice")
-CALM_S = 6.0  # no request or fault begins later
+LAST = 900  # the numbers of the last requests begin there
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,30 @@ class Scenario:
             faults=tuple(each for each in self.faults if each not in faults),
         )
 
+    def last(self) -> tuple[Request, ...]:
+        """One more request of every decoding engine to every prefilling one, when all is well again."""
+        pairs = [(p, d) for p in range(len(self.prefills)) for d in range(len(self.decodes))]
+        return tuple(
+            Request(
+                number=LAST + i,
+                prefill=f"P{p}",
+                decode=f"D{d}",
+                source=f"p{p}0",
+                at=0.0,
+                want_at=0.0,
+                tokens=3,
+                first_token=0,
+                piece_tokens=8,
+                piece_s=0.0,
+                deadline_s=2.0,
+                hold_s=2.0,
+                is_fenced=self.has_fences,
+                withdraw_s=None,
+                abandon_s=None,
+            )
+            for i, (p, d) in enumerate(pairs)
+        )
+
     @property
     def engines(self) -> dict[str, list[str]]:
         """The agents of each engine's ranks."""
@@ -165,7 +190,7 @@ def _request(rng: random.Random, scenario: Scenario, number: int) -> Request:
 def _fault(rng: random.Random, scenario: Scenario) -> Fault:
     engines = scenario.engines
     at = round(_moment(rng, scenario), 5)
-    seconds = round(rng.choice((0.01, 0.1, 0.5, 1.0, 2.5)) * rng.uniform(0.5, 1.5), 4)
+    seconds = round(rng.choice((0.01, 0.1, 0.5, 1.0, 2.5, 6.0)) * rng.uniform(0.5, 1.5), 4)
     kinds = rng.choice((BETWEEN_AGENTS, BETWEEN_AGENTS, OF_AGENTS, OF_AGENTS, OF_ENGINES, OF_NETWORK))
     kind = rng.choice(kinds)
     if kinds is BETWEEN_AGENTS:

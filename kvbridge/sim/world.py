@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -16,21 +15,21 @@ from ..exchange.slots import SlotState
 from .check import look_for_leaks
 from .engine import Decode, Engine, Held, Prefill, Rank
 from .fabric import DataNetwork
+from .faults import FAULTS_END_S, Faults
 from .links import SimLink
 from .loop import Clock
 from .matter import Blocks
 from .process import Process
-from .scenario import Fault, Request, Scenario
+from .scenario import LAST, Request, Scenario
 
 T = TypeVar("T")
 
 CONNECT_S = 1.0
 SILENCE_S = 1.0
 LOOK_S = 0.25
-FAULTS_END_S = 7.0
-REST_S = 24.0  # after the last fault everybody has so much time to come to rest
+LAST_S = 18.0  # after the last fault; whoever asks for something then must get it
+REST_S = 24.0  # so much later everybody has come to rest
 SLACK_S = 1.5
-RESTART_S = 0.05  # no start is faster; what the one before wrote has landed by then
 ENGINE_BLOCKS = 8
 
 
@@ -65,15 +64,13 @@ class World:
         self.forged: set[Notice] = set()
         self.landed: set[tuple[str, str, int]] = set()
         self.held_up: list[SimLink] = []  # which have something under way that cannot go on
-        self._blocked: dict[tuple[str, str], int] = {}
+        self.faults = Faults(self)
         self._ends: dict[int, dict[bool, str]] = {request.number: {} for request in scenario.requests}
         self._bases = 0
         self._wasted = 0
-        self._troubled: dict[str, float] = {}  # when an agent or engine last was not itself
         self._config = AgentConfig(
             connect_s=CONNECT_S, silence_s=SILENCE_S, write_timeout_s=scenario.write_timeout_s, routes=("nixl",)
         )
-        self._writers: dict[tuple[str, int], int] = {}
 
     # The run:
 
@@ -81,7 +78,9 @@ class World:
         try:
             self._begin()
             self.clock.run(FAULTS_END_S)
-            self._calm()
+            self.faults.calm()
+            self.clock.run(FAULTS_END_S + LAST_S)
+            self._last_requests()
             self.clock.run(FAULTS_END_S + REST_S)
             if not self.outcome.failure:
                 look_for_leaks(self)
@@ -100,7 +99,7 @@ class World:
         scenario = self.scenario
         for agents in scenario.engines.values():
             for agent in agents:
-                self._start(agent)
+                self.start(agent)
         for name, agents in scenario.engines.items():
             kind, tokens = (Prefill, 0) if name[0] == "P" else (Decode, 1)
             self.engines[name] = kind(self, name, agents, ENGINE_BLOCKS, scenario.block_tokens[tokens])
@@ -108,11 +107,11 @@ class World:
             self.clock.at(0.01 + request.at, partial(self._request, request, request.prefill))
             self.clock.at(0.01 + request.want_at, partial(self._request, request, request.decode))
         for fault in scenario.faults:
-            self.clock.at(0.01 + fault.at, partial(self._fault, fault))
+            self.clock.at(0.01 + fault.at, partial(self.faults.happen, fault))
         if any(fault.kind in ("half-open", "partition", "freeze agent") for fault in scenario.faults):
             self.clock.after(LOOK_S, self._look)
 
-    def _start(self, name: str) -> None:
+    def start(self, name: str) -> None:
         scenario = self.scenario
         process = Process(self, name, self._config, scenario.slots, scenario.local, scenario.digest)
         self.processes[name] = self.by_boot[process.boot] = process
@@ -135,139 +134,12 @@ class World:
         if self.clock.now < FAULTS_END_S + SILENCE_S:
             self.clock.after(LOOK_S, self._look)
 
-    # Faults:
-
-    def _fault(self, fault: Fault) -> None:
-        if self.clock.now >= FAULTS_END_S:
-            return
-        self.say("fault", f"{fault.kind} {' and '.join(fault.who)} for {fault.seconds} s".replace("  ", " "))
-        getattr(self, "_" + fault.kind.replace(" ", "_").replace("-", "_"))(fault, *fault.who)
-
-    def _until(self, fault: Fault, end: Callable[[], None]) -> None:
-        def over() -> None:
-            self.say("fault", f"{fault.kind} {' and '.join(fault.who)} is over".replace("  ", " "))
-            end()
-
-        self.clock.at(min(self.clock.now + fault.seconds, FAULTS_END_S - 1e-3), over)
-
-    def _kill_agent(self, fault: Fault, name: str) -> None:
-        process = self.processes[name]
-        if process.is_dead:
-            return
-        self._troubled[name] = FAULTS_END_S
-        process.die()
-        again = max(self.clock.now + fault.seconds, process.died_at + RESTART_S)
-        self.clock.at(again, lambda: self._start(name) if self.processes[name].is_dead else None)
-
-    def _freeze_agent(self, fault: Fault, name: str) -> None:
-        process = self.processes[name]
-        self._troubled[name] = max(self._troubled.get(name, 0.0), self.clock.now + fault.seconds)
-        process.loop.freeze()
-        self._until(fault, process.loop.thaw)
-
-    def _kill_engine(self, fault: Fault, name: str) -> None:
-        engine = self.engines[name]
-        if not engine.is_dead:
-            engine.die()
-            self._until(fault, lambda: engine.start() if engine.is_dead else None)
-
-    def _freeze_engine(self, fault: Fault, name: str) -> None:
-        loop = self.engines[name].loop
-        self._troubled[name] = max(self._troubled.get(name, 0.0), self.clock.now + fault.seconds)
-        loop.freeze()
-        self._until(fault, loop.thaw)
-
-    def _rescale(self, fault: Fault, name: str) -> None:
-        for rank in self.engines[name].ranks:
-            rank.rescale()
-
-    def _detach(self, fault: Fault, name: str) -> None:
-        for rank in self.engines[name].ranks:
-            rank.detach()
-
-    def _hang_up(self, fault: Fault, name: str) -> None:
-        for rank in self.engines[name].ranks:
-            rank.give_up()
-
-    def _cut(self, fault: Fault, one: str, other: str) -> None:
-        for link in list(self.processes[one].links.open):
-            if link.peer is not None and link.peer.links.process.name == other:
-                link.cut()
-
-    def _half_open(self, fault: Fault, one: str, other: str) -> None:
-        self._block(fault, [(one, other)])
-
-    def _partition(self, fault: Fault, one: str, other: str) -> None:
-        self._block(fault, [(one, other), (other, one)])
-
-    def _block(self, fault: Fault, pairs: list[tuple[str, str]]) -> None:
-        for pair in pairs:
-            self._blocked[pair] = self._blocked.get(pair, 0) + 1
-
-        def end() -> None:
-            for pair in pairs:
-                self._blocked[pair] -= 1
-            self._go_on()
-
-        self._until(fault, end)
-
-    def _go_on(self) -> None:
-        self.data.go_on()
-        held_up, self.held_up = self.held_up, []
-        for link in held_up:
-            link.go_on()
-
-    def _slow_writes(self, fault: Fault, *pair: str) -> None:
-        self.data.slow[pair[0], pair[1]] = 2.0 * fault.seconds
-
-        def end() -> None:
-            self.data.slow.pop((pair[0], pair[1]), None)
-
-        self._until(fault, end)
-
-    def _hang_writes(self, fault: Fault, *pair: str) -> None:
-        self.data.hung.add((pair[0], pair[1]))
-
-        def end() -> None:
-            self.data.hung.discard((pair[0], pair[1]))
-            self.data.go_on()
-
-        self._until(fault, end)
-
-    def _fail_writes(self, fault: Fault, *pair: str) -> None:
-        self.data.failing.add((pair[0], pair[1]))
-        self._until(fault, lambda: self.data.failing.discard((pair[0], pair[1])))
-
-    def _spoil(self, fault: Fault) -> None:
-        self.data.spoil += 1
-
-    def _repeat_notice(self, fault: Fault) -> None:
-        self.data.repeat += 2
-
-    def _forge_notice(self, fault: Fault, name: str) -> None:
-        """Before each of the next notices comes one that is like it but for one thing."""
-        process = self.processes[name]
-        self.data.forging[process.boot] = 4
-        self.data.notify(process, process.boot, b"\xc1 no message")
-
-    def _calm(self) -> None:
-        """Nothing goes wrong any more, and who was gone is back."""
-        self.say("world", "calm from here on")
-        for name, process in list(self.processes.items()):
-            if process.is_dead and self.clock.now > process.died_at + RESTART_S:
-                self._start(name)
-            elif process.loop.is_frozen:
-                process.loop.thaw()
-        for engine in self.engines.values():
-            if engine.is_dead:
-                engine.start()
-            elif engine.loop.is_frozen:
-                engine.loop.thaw()
-        self._blocked.clear()
-        self.data.slow.clear()
-        self.data.failing.clear()
-        self.data.hung.clear()
-        self._go_on()
+    def _last_requests(self) -> None:
+        for request in self.scenario.last():
+            if not {request.prefill, request.decode} & self.faults.gone:
+                self._ends[request.number] = {}
+                self._request(request, request.prefill)
+                self._request(request, request.decode)
 
     # What the parts ask:
 
@@ -287,7 +159,7 @@ class World:
         return None if process is None or process.is_dead or process.loop.is_frozen else process
 
     def is_blocked(self, one: str, other: str) -> bool:
-        return bool(self._blocked) and self._blocked.get((one, other), 0) > 0
+        return bool(self.faults.blocked) and self.faults.blocked.get((one, other), 0) > 0
 
     def is_cut_off(self, one: str, other: str) -> bool:
         return self.is_blocked(one, other) or self.is_blocked(other, one)
@@ -369,6 +241,8 @@ class World:
         if is_prefill in ends:
             self.foul(f"{request.name} ended twice on one side: {ends[is_prefill]}, then {how}")
         ends[is_prefill] = how
+        if request.number >= LAST and not is_prefill and how != "done":
+            self.foul(f"{request.name}, when all was well again: {how}")
 
     def unended(self) -> list[str]:
         return [
@@ -381,7 +255,7 @@ class World:
     def answered(self, engine: Engine, rank: Rank, held: Held) -> None:
         """A want's answer came: not later than its deadline, if everybody was well."""
         late = self.clock.now - held.said_at - held.request.deadline_s
-        troubled = max(self._troubled.get(rank.agent, 0.0), self._troubled.get(engine.name, 0.0))
+        troubled = max(self.faults.troubled.get(rank.agent, 0.0), self.faults.troubled.get(engine.name, 0.0))
         if late > SLACK_S and troubled < held.said_at:
             self.foul(f"{held.request.name}: answered {late:.2f} s after its deadline")
 

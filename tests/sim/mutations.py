@@ -181,7 +181,7 @@ def _lost_leaves_no_doubt(put: Callable[[Any, str, Any], None]) -> None:
     def end(self: Inbound, intake: Any, event: IntakeEvent, now: float) -> None:
         right(self, intake, event, now)
         if event is IntakeEvent.LOSE and intake.state is IntakeState.ENDED:
-            self._in_doubt.pop(intake.transfer, None)
+            self._doubts.settle(intake.transfer)
 
     put(Inbound, "_end_intake", end)
 
