@@ -11,18 +11,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from kvbridge_proto.peer import Drained
 
 from kvbridge.agent.attachment import Attachment
 from kvbridge.agent.mover import Mover
+from kvbridge.agent.peers import Dialled, Peers
 from kvbridge.device.porter import Moved
 from kvbridge.exchange import inbound
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.inbound import Inbound
-from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState
+from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState, failed
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.outlet import OutState
-from kvbridge.exchange.slots import SlotPool, SlotState
+from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
 from kvbridge.sim import matter
 from kvbridge.sim.run import play, prepared
 from kvbridge.sim.scenario import make
@@ -41,13 +43,7 @@ def _generation(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _quarantine(put: Callable[[Any, str, Any], None]) -> None:
-    put(SlotPool, "doubt", lambda self, transfer: self._step_all(transfer, (SlotState.LENT,), _drain()) and 0)
-
-
-def _drain() -> Any:
-    from kvbridge.exchange.slots import SlotEvent
-
-    return SlotEvent.DRAIN
+    put(SlotPool, "doubt", lambda self, transfer: self._step_all(transfer, (SlotState.LENT,), SlotEvent.DRAIN) and 0)
 
 
 def _digest(put: Callable[[Any, str, Any], None]) -> None:
@@ -62,8 +58,6 @@ def _matches(*dropped: str) -> Mutate:
         right = inbound.matches
 
         def matches(notice: Any, wanted: Any, intake: Any) -> bool:
-            import msgspec
-
             session, chunks = intake.session, intake.plan.chunks
             truth = {
                 "token": intake.token,
@@ -147,8 +141,6 @@ def _failed_while_scattering(put: Callable[[Any, str, Any], None]) -> None:
         is_open = wanted.state in (WantState.REACHING, WantState.FLOWING)
         actions = right(self, wanted, code, reason, now)
         if is_open and wanted.state is WantState.ENDING:
-            from kvbridge.exchange.intake import failed
-
             actions.append(failed(wanted.want.request, code, reason))
         return actions
 
@@ -186,6 +178,18 @@ def _lost_leaves_no_doubt(put: Callable[[Any, str, Any], None]) -> None:
     put(Inbound, "_end_intake", end)
 
 
+def _refusal_is_the_end(put: Callable[[Any, str, Any], None]) -> None:
+    put(Inbound, "refused", lambda self, address, boot: [])
+
+
+def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
+    def dial(self: Peers, address: str) -> None:
+        self._dialled[address] = Dialled(address, self._control.dial(address))
+        self.ask(address)
+
+    put(Peers, "_dial", dial)
+
+
 MUTATIONS: dict[str, Mutate] = {
     "a lease's generation is not looked at": _generation,
     "doubtful slots are free at once": _quarantine,
@@ -206,6 +210,8 @@ MUTATIONS: dict[str, Mutate] = {
     "an engine is let go while its memory is used": _leave_at_once,
     "done is said one chunk too soon": _done_too_soon,
     "a lost transfer's slots are forgotten": _lost_leaves_no_doubt,
+    "a source that refuses is not asked": _refusal_is_the_end,
+    "an agent without an engine dials": _half_a_session,
 }
 
 
