@@ -13,6 +13,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from importlib.metadata import version
@@ -74,14 +75,22 @@ def trust_of(config: AgentConfig) -> Trust:
 
 
 class Agent:
-    """One start of one agent."""
+    """One start of one agent. Its clock and its `entropy(size)` are the process's, or a simulator's."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        clock: Callable[[], float] = time.monotonic,
+        entropy: Callable[[int], bytes] = secrets.token_bytes,
+        metrics: Metrics | None = None,
+    ) -> None:
         self.config = config
-        self.boot = secrets.token_hex(8)
-        self.metrics = Metrics()
+        self._clock = clock
+        self._entropy = entropy
+        self.boot = entropy(8).hex()
+        self.metrics = metrics or Metrics()
         self.state = "starting"
-        self._started = time.monotonic()
+        self._started = clock()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -176,12 +185,12 @@ class Agent:
         log.info("peers read again: %s", trust.description)
 
     def _assemble(self) -> None:
-        clock = time.monotonic
-        self.inbound = Inbound(self.slots, lambda: secrets.token_hex(8), lambda: secrets.token_bytes(16))
+        clock, entropy = self._clock, self._entropy
+        self.inbound = Inbound(self.slots, lambda: entropy(8).hex(), lambda: entropy(16))
         self.outbound = Outbound(self.local_slots)
-        self.engines = Engines(lambda: self.card, self.mover, self.metrics, self.status)
+        self.engines = self._assemble_engines()
         home = lambda: self.engines.home  # noqa: E731
-        self.peers = Peers(self.control, self.mover, home, self.metrics, self.config.connect_s)
+        self.peers = Peers(self.control, self.mover, home, self.metrics, self.config.connect_s, clock)
         self.sink = Sink(self.inbound, self.peers, self.mover, self.metrics, self.engines.tell, clock)
         self.source = Source(self.outbound, self.peers, self.mover, self.metrics, self.engines.tell, home, clock)
         self.peers.sink = self.engines.sink = self.sink
@@ -198,6 +207,9 @@ class Agent:
                 is_attached=lambda: self.engines.home is not None,
             )
         )
+
+    def _assemble_engines(self) -> Engines:
+        return Engines(lambda: self.card, self.mover, self.metrics, self.status)
 
     # Serve:
 
@@ -220,9 +232,13 @@ class Agent:
         while True:
             is_busy = self.inbound.wants or self.outbound.outlets or self.outbound.offers
             await asyncio.sleep(TICK_S if is_busy else IDLE_TICK_S)
-            self.peers.tick(time.monotonic())
-            self.sink.tick()
-            self.source.tick()
+            self.tick()
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self.peers.tick(self._clock())
+        self.sink.tick()
+        self.source.tick()
 
     def on_gathered(self, ship: Ship, size_bytes: int, seconds: float) -> None:
         self.source.on_gathered(ship, size_bytes, seconds)
@@ -266,11 +282,11 @@ class Agent:
     # Status:
 
     def status(self) -> Status:
-        now = time.monotonic()
+        now = self._clock()
         return Status(
             agent=self.card,
             state=self.state,
-            uptime_s=time.monotonic() - self._started,
+            uptime_s=now - self._started,
             fabric=self.mover.site.fabric.kind,
             device=self.mover.description,
             security=self.trust.description,

@@ -46,12 +46,14 @@ class Jobs:
         told: Told,
         tell: Callable[..., None],
         write_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._equipment = equipment
         self._boot = boot
         self._told = told
         self._tell = tell
         self._write_timeout_s = write_timeout_s
+        self._clock = clock
         self._targets: dict[str, Target] = {}
         self._users: Counter[Target] = Counter()
         self._leaving: set[Target] = set()
@@ -64,7 +66,7 @@ class Jobs:
         self._serial += 1
         serial = self._serial
         try:
-            target, routed = yield from prove(self._equipment, landing, serial)
+            target, routed = yield from prove(self._equipment, landing, serial, self._clock)
         except FabricError as error:
             settle(None, error)
         else:
@@ -131,7 +133,7 @@ class Jobs:
         self, ship: Ship, attachment: Attachment, target: Target, size: int
     ) -> Generator[Wait, Event, tuple[int, Failure]]:
         """The digest of the chunk, which is in our slot now, or in the peer's on the direct route."""
-        chunk, began = ship.plan.chunk(ship.chunk), time.monotonic()
+        chunk, began = ship.plan.chunk(ship.chunk), self._clock()
         slot, host = self._equipment.dock.outbound.span(ship.local, size), None
         if target.route == "direct":
             slot = target.slot(ship.lease.slot, size)
@@ -146,7 +148,7 @@ class Jobs:
             moved, failure = ended, ended.failure
         except Exception as error:  # it costs this transfer, nobody else
             failure = _failure("gather_failed", error, ship)
-        self._tell(self._told.on_gathered, ship, size, time.monotonic() - began)
+        self._tell(self._told.on_gathered, ship, size, self._clock() - began)
         return moved.digest, failure
 
     def _pushed(
@@ -160,7 +162,7 @@ class Jobs:
                 fabric.notify(target.name, notice)
                 return None
             local, remote = target.dock.outbound.address(ship.local), target.slot(ship.lease.slot, size).address
-            deadline = time.monotonic() + self._write_timeout_s
+            deadline = self._clock() + self._write_timeout_s
             wait = WaitWrite(fabric, fabric.write(target.name, local, remote, size, notice, deadline))
         except FabricError as error:
             return error.code, str(error)
@@ -184,7 +186,7 @@ class Jobs:
         )
 
     def _fence(self, attachment: Attachment, count: int) -> WaitFence:
-        return WaitFence(attachment, count, time.monotonic() + self._write_timeout_s)
+        return WaitFence(attachment, count, self._clock() + self._write_timeout_s)
 
     def warm(self, attachment: Attachment, part: Part) -> None:
         """Get ready for parts like this one. What goes wrong now will be said when it matters."""

@@ -73,8 +73,10 @@ class Mover:
         listener: Listener,
         write_timeout_s: float,
         let_go_s: float = LET_GO_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._let_go_s = let_go_s
+        self._clock = clock
         self.site: Site  # from `start` on
         self.digests: tuple[str, ...] = ()
         self.device = self.description = ""
@@ -226,7 +228,7 @@ class Mover:
                 continue
             moved = self._poll(self._equipment) or moved
             self._say()
-            now = time.monotonic()
+            now = self._clock()
             if moved:
                 last_move = now
                 continue
@@ -253,15 +255,18 @@ class Mover:
         self.site, self.digests = equipment.site, equipment.porter.digests
         self.outbound_slots = equipment.dock.outbound.slots
         self.device, self.description = equipment.porter.device, equipment.porter.description
-        self._jobs = Jobs(equipment, self._boot, self._listener, self._tell, self._write_timeout_s)
+        self._jobs = Jobs(equipment, self._boot, self._listener, self._tell, self._write_timeout_s, self._clock)
         self._equipment = equipment
-        # Of this thread alone: NIXL's are there already, and would inherit it.
+        self._nap_exactly()
+
+    def _nap_exactly(self) -> None:
+        """For this thread alone: NIXL's are there already, and would inherit it."""
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
 
     def _poll(self, equipment: Equipment) -> bool:
         """Resume the jobs whose wait is over."""
         fenced, self._fenced = self._fenced, []
-        now = time.monotonic()
+        now = self._clock()
         for wait, job in fenced:
             if wait.attachment.has_reached(wait.count):
                 self._resume(job, None)
@@ -275,7 +280,7 @@ class Mover:
         self._say()  # slots to lend, before others are scattered
         is_moving = bool(moves) or len(self._fenced) < len(fenced)
         for dock in equipment.docks:
-            for event in dock.fabric.poll(time.monotonic()):
+            for event in dock.fabric.poll(self._clock()):
                 is_moving = True
                 if isinstance(event, Noticed):
                     self._notice(event.payload)

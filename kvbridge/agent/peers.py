@@ -64,6 +64,7 @@ class Peers:
         home: Callable[[], Home | None],
         metrics: Metrics,
         connect_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sink: SinkSide
         self.source: SourceSide
@@ -73,6 +74,7 @@ class Peers:
         self._home = home
         self._metrics = metrics
         self._connect_s = connect_s
+        self._clock = clock
         self._dialled: dict[str, Dialled] = {}
         self._accepted: dict[str, Accepted] = {}
         self._deadlines: Deadlines[str] = Deadlines()
@@ -145,7 +147,7 @@ class Peers:
 
     def _rejected(self, code: str, text: str) -> None:
         self._metrics.rejected(code)
-        now = time.monotonic()
+        now = self._clock()
         if now - self._warned.get(code, -WARN_S) >= WARN_S:  # counted each time, said once a minute
             self._warned[code] = now
             log.warning("rejected a message: code=%s %s", code, text)
@@ -159,19 +161,23 @@ class Peers:
             self.sink.opened(address, dialled.session)
         elif dialled is None:
             try:
-                link = self._control.dial(address)
+                self._dial(address)
             except PeerError as error:
                 self.sink.unreachable(address, error.code, str(error))
-                return
-            self._dialled[address] = Dialled(address, link)
-            self.ask(address)
+
+    def _dial(self, address: str) -> None:
+        """Raises PeerError."""
+        if self._home() is None:  # nobody could say Hello then
+            raise PeerError("not_attached", "no engine is attached to this agent")
+        self._dialled[address] = Dialled(address, self._control.dial(address))
+        self.ask(address)
 
     def ask(self, address: str) -> None:
         """Say Hello, the first time or again."""
         home, dialled = self._home(), self._dialled.get(address)
         if home is None or dialled is None or dialled.state is SessionState.GREETING:
             return
-        self._deadlines.set(address, time.monotonic() + self._connect_s)
+        self._deadlines.set(address, self._clock() + self._connect_s)
         if dialled.session is None and not self._lanes.lend(dialled):
             self._without_lane.append(address)
             return
@@ -337,6 +343,7 @@ class Peers:
                 if accepted is not None:
                     self._lose_sink(sender, body.reason)
             case Refuse(about="") if address is not None:
+                self.sink.refused(address, sender)  # while there is a way to ask it
                 self._end(address, body.code, "; ".join(body.reasons))
             case Ready() | Failing() | Drained() | Refuse() if address is not None:
                 self.sink.from_source(address, body)

@@ -86,6 +86,9 @@ class Sink:
     def opened(self, address: str, session: Session) -> None:
         self._do(self._inbound.opened, address, session, self._clock())
 
+    def refused(self, address: str, boot: str) -> None:
+        self._do(self._inbound.refused, address, boot)
+
     def unreachable(self, address: str, code: str, reason: str) -> None:
         self._do(self._inbound.unreachable, address, code, reason, self._clock())
 

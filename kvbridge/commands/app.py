@@ -26,6 +26,7 @@ def build() -> typer.Typer:
         "status": status,
         "plan": plan,
         "demo": demo,
+        "sim": sim,
         "keygen": keygen,
     }
     for name, command in commands.items():
@@ -152,3 +153,20 @@ def keygen(
         from .keygen import run
 
         run(path, name)
+
+
+def sim(
+    seeds: Annotated[int, typer.Option(min=1, help="How many schedules.")] = 1000,
+    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    story: Annotated[int | None, typer.Option(min=0, help="Tell all that happens under this seed.")] = None,
+) -> None:
+    """Play faults, delays and late writes against simulated agents; says what broke, if anything does."""
+    with _told("sim"):
+        from .sim import run
+        from .sim import story as tell
+
+        if story is not None:
+            tell(story)
+        else:
+            run(first, seeds, jobs)

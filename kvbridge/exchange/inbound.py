@@ -16,6 +16,7 @@ from ..errors import KVBridgeError
 from ..geometry.plan import Plan
 from .actions import Action, Ask, Reach, Scatter, Send, Tell
 from .adoption import Adoption
+from .doubts import Doubts
 from .givers import Givers
 from .intake import (
     INTAKE_TABLE,
@@ -56,7 +57,7 @@ class Inbound:
         self._sources = Sources()
         self._adoption = Adoption()
         self._wanted_by: dict[str, Wanted] = {}  # transfer -> its want
-        self._in_doubt: dict[str, tuple[str, str]] = {}  # transfer -> (address, boot) that has not drained it
+        self._doubts = Doubts()
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
 
     # From our engine:
@@ -97,7 +98,7 @@ class Inbound:
     def rebuilt(self, home: Home | None, now: float) -> list[Action]:
         """Our slots are others from here on, and all sessions are over: theirs were the old ones. So is every doubt."""
         actions = [] if home is None else self._end_sessions(home, "rebuilt", "the agent made its slots anew", now)
-        self._in_doubt.clear()
+        self._doubts.clear()
         self.slots.rebuilt()
         return actions + self._pump()
 
@@ -124,18 +125,21 @@ class Inbound:
 
     def opened(self, address: str, session: Session, now: float) -> list[Action]:
         """A session with the agent at `address` is open (or open again, knowing more ranks)."""
-        boot = self._sources.boots.get(address)
-        if boot is not None and boot != session.peer.boot:
-            self.slots.boot_gone(boot)
-            self._in_doubt = {t: (a, b) for t, (a, b) in self._in_doubt.items() if b != boot}
-        self._sources.boots[address] = session.peer.boot
+        actions = self._met(address, session.peer.boot)
         self._sources.open[address] = session
-        actions: list[Action] = [
-            Send(address, Cancel(transfer=transfer, code="forgotten"))
-            for transfer, (_, doubted) in self._in_doubt.items()
-            if doubted == session.peer.boot and transfer not in self._wanted_by
-        ]
         return actions + self._advance_all(now) + self._pump()
+
+    def refused(self, address: str, boot: str) -> list[Action]:
+        """The agent at `address` is there but will have no session; what it may still write it can say all the same."""
+        return self._met(address, boot) + self._pump()
+
+    def _met(self, address: str, boot: str) -> list[Action]:
+        """This start of an agent answers there: those before it are gone, and it is asked for what is in doubt."""
+        for gone in self._doubts.replaced(address, boot):
+            self.slots.boot_gone(gone)
+        self._sources.boots[address] = boot
+        asked = [transfer for transfer in self._doubts.transfers(boot) if transfer not in self._wanted_by]
+        return [Send(address, Cancel(transfer=transfer, code="forgotten")) for transfer in asked]
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
@@ -218,11 +222,11 @@ class Inbound:
 
     def drained(self, address: str, transfer: str, code: str, reason: str, now: float) -> list[Action]:
         """The source will not write anything of this transfer any more: its slots are free again."""
-        doubt = self._in_doubt.get(transfer)
         intake = self._intake(address, transfer)
-        if intake is None and (doubt is None or doubt[1] != self._sources.boots.get(address)):
+        boot = self._sources.boots.get(address)
+        if intake is None and (boot is None or self._doubts.boot(transfer) != boot):
             return []
-        self._in_doubt.pop(transfer, None)
+        self._doubts.settle(transfer)
         self.slots.drain(transfer)
         actions: list[Action] = []
         if intake is not None and intake.state is not IntakeState.ENDED:
@@ -243,7 +247,7 @@ class Inbound:
                 actions += self._fail(wanted, "deadline", reason, now)
             elif kind == "ask" and key in self._sources.open:
                 actions.append(Ask(key))
-            elif kind == "doubt" and any(address == key for address, _ in self._in_doubt.values()):
+            elif kind == "doubt" and self._doubts.is_any(key):
                 self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
                 actions.append(Reach(key))
         return actions
@@ -345,7 +349,7 @@ class Inbound:
         if event in (IntakeEvent.STOP, IntakeEvent.LOSE):
             doubted = self.slots.doubt(intake.transfer)
             if doubted:
-                self._in_doubt[intake.transfer] = (intake.address, intake.session.peer.boot)
+                self._doubts.add(intake.transfer, intake.address, intake.session.peer.boot)
                 self._deadlines.set(("doubt", intake.address), now + DOUBT_AGAIN_S)
             elif event is IntakeEvent.STOP:  # no slot is out: nothing that the source could say is waited for
                 intake.state = INTAKE_TABLE.after(intake.state, IntakeEvent.DRAIN)

@@ -108,3 +108,16 @@ def test_the_answer_to_a_hello_that_was_given_up_is_ignored() -> None:
 
 def test_a_welcome_said_twice_opens_one_session() -> None:
     assert heard("twice") == (1, [])
+
+
+def test_an_agent_without_an_engine_leaves_no_half_session_behind() -> None:
+    """Else nobody would be greeted at that address once there is an engine: its wants would wait for nothing."""
+    world, player = World(), Player()
+    homes: list[Any] = [None]
+    peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0)
+    peers.sink = player
+    peers.reach("P0")
+    assert player.over == ["not_attached"] and not player.wire.sent
+    homes[0] = world.sinks[0].home
+    peers.reach("P0")
+    assert isinstance(player.wire.sent[0], Hello)

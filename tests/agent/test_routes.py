@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain, count
@@ -16,7 +17,7 @@ from kvbridge.agent.attachment import Attachment
 from kvbridge.agent.equipment import Dock, Docks, Equipment
 from kvbridge.agent.jobs import Jobs
 from kvbridge.agent.mover import Mover
-from kvbridge.agent.routes import MOST_ROUNDS, Connected, Landing, Target, pattern, prove
+from kvbridge.agent.routes import Connected, Landing, Target, pattern, prove
 from kvbridge.agent.waiting import Job, WaitFence, WaitMove, WaitWrite
 from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.staging import Staging
@@ -98,9 +99,9 @@ def run(equipment: Equipment, job: Any) -> Any:
             (answer,) = events
 
 
-def proved(agents: Agents, **site: Any) -> tuple[Target, Routed]:
+def proved(agents: Agents, clock: Callable[[], float] = time.monotonic, **site: Any) -> tuple[Target, Routed]:
     landing = agents.landing()
-    return run(agents.source, prove(agents.source, replace(landing, site=replace(landing.site, **site)), 5))
+    return run(agents.source, prove(agents.source, replace(landing, site=replace(landing.site, **site)), 5, clock))
 
 
 def is_there(agents: Agents, routed: Routed) -> bool:
@@ -145,16 +146,15 @@ def test_goes_on_to_the_next_route_and_says_why(stack: ExitStack) -> None:
         agents.source.dock.fabric.notify("b", b"x")  # what does not work is let go
 
 
-def test_a_slow_route_is_taken_only_when_there_is_no_other(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_route_is_taken_only_when_there_is_no_other(stack: ExitStack) -> None:
     agents = Agents(stack, vram=True)
-    monkeypatch.setattr("kvbridge.agent.routes.time.perf_counter", _clock())
-    _, routed = proved(agents)
+    _, routed = proved(agents, clock=_clock())
     assert routed.route == "host" and "too slow to be right" in routed.why and routed.probe.bytes_per_s > 1e9
 
 
-def _clock() -> Any:
-    """A perf_counter whose first readings, for the rounds of one route, are half a second apart, and then a moment."""
-    readings = chain((i * 0.5 for i in range(2 * MOST_ROUNDS)), (100 + i * 1e-6 for i in count()))
+def _clock() -> Callable[[], float]:
+    """A clock whose first readings, those of the rounds of one route, are half a second apart, and then a moment."""
+    readings = chain((i * 0.5 for i in range(7)), (100 + i * 1e-6 for i in count()))
     return lambda: next(readings)
 
 

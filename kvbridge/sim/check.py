@@ -1,0 +1,68 @@
+"""What must be true once faults have stopped and everybody has had time: nothing is left over anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..exchange.session import SessionState
+
+if TYPE_CHECKING:
+    from .process import Process
+    from .world import World
+
+
+def look_for_leaks(world: World) -> None:
+    """The first thing that is left over is foul.
+
+    An agent without an engine cannot greet anybody, and so not ask for what is in doubt: it will once it has one again.
+    """
+    for text in _left_over(world):
+        world.foul(text)
+
+
+def _left_over(world: World) -> Iterator[str]:
+    yield from world.unended()
+    for engine in world.engines.values():
+        if engine.is_dead:
+            continue
+        if not all(rank.is_here for rank in engine.ranks):
+            yield f"{engine.name}: a rank is not attached"
+        if len(engine.free) != engine.shape[2]:
+            yield f"{engine.name}: {engine.shape[2] - len(engine.free)} blocks are not free"
+    for process in world.processes.values():
+        for what in _kept(process):
+            yield f"{process.name}: {what}"
+
+
+def _kept(process: Process) -> Iterator[str]:
+    inbound, outbound, mover = process.inbound, process.outbound, process.mover
+    slots, has_engine = inbound.slots.counts(), process.engines.home is not None
+    if slots.free + (0 if has_engine else slots.quarantined) != len(inbound.slots):
+        yield f"slots: {slots}"
+    if outbound.local.free != len(outbound.local):
+        yield f"slots to gather into: {outbound.local.counts()}"
+    for name, left in (
+        ("wants", inbound.wants),
+        ("transfers in", inbound._wanted_by),
+        ("transfers in doubt", has_engine and inbound._doubts._of),
+        ("slots of transfers", has_engine and inbound.slots._of_transfer),
+        ("offers", outbound.offers),
+        ("transfers out", outbound.outlets),
+        ("rooms", outbound._rooms),
+        ("moves", mover._moving),
+        ("writes", mover._writing),
+        ("waits for a fence", mover._fenced),
+        ("targets that leave", mover._jobs._leaving),
+        ("uses of targets", +mover._jobs._users),
+    ):
+        if left:
+            yield f"{name}: {left}"
+    for key in (*inbound._deadlines._at, *outbound._deadlines._at):
+        if has_engine or key[0] != "doubt":
+            yield f"a deadline for {key}"
+    for address, dialled in process.peers._dialled.items():
+        if dialled.state is not SessionState.OPEN:
+            yield f"a session with {address} that is {dialled.state.name}"
+    if process.engines._leaving is not None:
+        yield "an engine that is still leaving"

@@ -1,0 +1,296 @@
+"""Engines that keep to the contract and use every freedom in it: blocks are used again the moment they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvbridge_proto.engine import (
+    Abandon,
+    Directory,
+    Done,
+    Failed,
+    Offer,
+    Released,
+    ToEngine,
+    Want,
+    Withdraw,
+)
+from kvbridge_proto.words import Blocks as Piece
+from kvbridge_proto.words import Rank as RankAddress
+
+from .loop import ProcessLoop
+from .rank import RETRY_S
+from .rank import Rank as Rank
+
+if TYPE_CHECKING:
+    from .scenario import Request
+    from .world import World
+
+ROOM_S = 3.0  # how long a request waits for blocks, or for all ranks to be attached
+
+
+@dataclass(slots=True)
+class Held:
+    """A request's blocks, and the ranks whose agents may still touch them."""
+
+    request: Request
+    blocks: list[int]
+    open: set[int] = field(default_factory=set)
+    tokens: int = 0
+    is_ended: bool = False  # the engine says no more of it
+    said_at: float = 0.0
+
+
+class Engine:
+    """All ranks of one engine and its scheduler, in one process that may die or stand still."""
+
+    is_prefill = True
+
+    def __init__(self, world: World, name: str, agents: list[str], blocks: int, block_tokens: int) -> None:
+        self.world = world
+        self.name = name
+        self.shape = (len(agents), block_tokens, blocks)
+        self.block_tokens = block_tokens
+        self.starts = 0
+        self.ranks = [Rank(self, number, agent) for number, agent in enumerate(agents)]
+        self.loop: ProcessLoop
+        self.held: dict[str, Held] = {}
+        self.waiting: dict[str, Request] = {}
+        self.free: list[int] = []
+        self.start()
+
+    def start(self) -> None:
+        self.starts += 1
+        self.identity = f"{self.name}/{self.starts}"
+        self.loop = ProcessLoop(self.world.clock, self.world.foul)
+        self.held.clear()
+        self.free = list(range(self.shape[2]))
+        for rank in self.ranks:
+            rank.begin()
+
+    def die(self) -> None:
+        for rank in self.ranks:
+            rank.blocks.is_gone = True
+            rank.hang_up()
+        self.loop.is_dead = True
+        for held in self.held.values():
+            self.world.ended(self.is_prefill, held.request, "its engine died")
+        for request in self.waiting.values():
+            self.world.ended(self.is_prefill, request, "its engine died")
+        self.held.clear()
+        self.waiting.clear()
+
+    @property
+    def is_dead(self) -> bool:
+        return self.loop.is_dead
+
+    def later(self, seconds: float, event: Callable[[], None]) -> None:
+        self.loop.post(seconds, event)
+
+    def here(self) -> None:
+        """A rank was attached: everybody hears where all of them are."""
+        world = self.world
+        if all(rank.is_here for rank in self.ranks):
+            ranks = tuple(
+                RankAddress(tp_rank=rank.number, pp_rank=0, address=world.address_of(rank.agent)) for rank in self.ranks
+            )
+            for rank in self.ranks:
+                rank.say(Directory(ranks=ranks))
+
+    def begin(self, request: Request, tries: int = 0) -> None:
+        """A request arrives; it waits a little for room."""
+        needed = -(-request.tokens // self.block_tokens)
+        self.waiting.pop(request.name, None)
+        if len(self.free) < needed or not all(rank.is_here for rank in self.ranks):
+            if tries * RETRY_S > ROOM_S:
+                self.world.ended(self.is_prefill, request, "no room")
+            else:
+                self.waiting[request.name] = request
+                self.later(RETRY_S, lambda: self.begin(request, tries + 1))
+            return
+        held = Held(request, [self.free.pop() for _ in range(needed)])
+        self.held[request.name] = held
+        self.go_on(held)
+
+    def go_on(self, held: Held) -> None:
+        raise NotImplementedError
+
+    def answered(self, rank: Rank, message: ToEngine) -> None:
+        raise NotImplementedError
+
+    def gone(self, rank: Rank) -> None:
+        """Nothing that was asked over this connection will be answered, nothing touches memory any more."""
+        raise NotImplementedError
+
+    def release_if_over(self, held: Held, how: str) -> None:
+        """The blocks are the engine's again once no agent may touch them; the next request overwrites them at once."""
+        if held.open or not held.is_ended or held.request.name not in self.held:
+            return
+        del self.held[held.request.name]
+        for rank in self.ranks:
+            rank.rows.waste(rank.blocks, held.blocks, self.world.waste())
+        self.free += held.blocks
+        self.world.ended(self.is_prefill, held.request, how)
+
+
+class Prefill(Engine):
+    """Computes prompts piece by piece and offers them."""
+
+    def go_on(self, held: Held) -> None:
+        request = held.request
+        if held.is_ended or request.name not in self.held:
+            return
+        if not held.tokens and request.withdraw_s is not None:
+            self.later(request.withdraw_s, lambda: self._withdraw(held))
+        before = held.tokens
+        held.tokens = min(request.tokens, before + request.piece_tokens)
+        is_last = held.tokens == request.tokens
+        first = -(-before // self.block_tokens)
+        ids = tuple(held.blocks[first : -(-held.tokens // self.block_tokens)])
+        for rank in self.ranks:
+            fence = self._compute(rank, held, before)
+            offer = Offer(
+                room=request.room,
+                request=request.name,
+                tokens=held.tokens,
+                blocks=(Piece(0, first, ids),) if ids else (),
+                is_last=is_last,
+                hold_s=request.hold_s,
+                fence=fence,
+            )
+            if rank.say(offer):
+                held.open.add(rank.number)
+        if is_last:
+            held.is_ended = True
+            self.release_if_over(held, "nobody was told")
+        else:
+            self.later(request.piece_s, lambda: self.go_on(held))
+
+    def _compute(self, rank: Rank, held: Held, before: int) -> int:
+        """Write the rows of the new tokens: now, or a little after the offer says so; then it names the fence."""
+        request, tokens, blocks = held.request, range(before, held.tokens), rank.blocks
+
+        def write() -> None:
+            rank.rows.compute(blocks, held.blocks, self.block_tokens, request.number, tokens)
+
+        if not request.is_fenced or not self.world.has_fences:
+            write()
+            return 0
+        rank.marks += 1
+        mark = rank.marks
+
+        def reach() -> None:
+            write()
+            blocks.reached = max(blocks.reached, mark)
+            if (process := self.world.processes.get(rank.agent)) is not None:
+                process.rouse()
+
+        self._stream(rank, reach)
+        return mark
+
+    def _stream(self, rank: Rank, reach: Callable[[], None]) -> None:
+        """The stream's work is done in order, and goes on while the engine's process stands still."""
+        world = self.world
+        rank.blocks.stream_at = max(rank.blocks.stream_at, world.clock.now) + world.gather_s()
+        world.clock.at(rank.blocks.stream_at, reach)
+
+    def _withdraw(self, held: Held) -> None:
+        if held.request.name not in self.held:
+            return
+        held.is_ended = True
+        for rank in self.ranks:
+            if rank.number in held.open:
+                rank.say(Withdraw(request=held.request.name, reason="aborted"))
+        self.release_if_over(held, "withdrawn")
+
+    def answered(self, rank: Rank, message: ToEngine) -> None:
+        match message:
+            case Released(request=name, code=code):
+                held = self.held.get(name)
+                if held is not None:
+                    held.open.discard(rank.number)
+                    self.release_if_over(held, f"released {code}".strip())
+
+    def gone(self, rank: Rank) -> None:
+        for held in list(self.held.values()):
+            held.open.discard(rank.number)
+            self.release_if_over(held, "its agent was lost")
+
+
+class Decode(Engine):
+    """Wants prompts and looks at every row of what it is told is done."""
+
+    is_prefill = False
+
+    def __init__(self, *args: object) -> None:
+        self._failed: dict[str, str] = {}
+        super().__init__(*args)  # type: ignore[arg-type]
+
+    def go_on(self, held: Held) -> None:
+        request, world = held.request, self.world
+        first_block = request.first_token // self.block_tokens
+        ids = tuple(held.blocks[first_block:])
+        held.is_ended, held.said_at = True, world.clock.now
+        for rank in self.ranks:
+            rank.blocks.wanted.update(dict.fromkeys(ids, request.name))
+            rank.rows.expect(
+                rank.blocks, held.blocks, self.block_tokens, request.number, range(request.first_token, request.tokens)
+            )
+            want = Want(
+                request=request.name,
+                room=request.room,
+                source=world.address_of(request.source),
+                first_token=request.first_token,
+                end_token=request.tokens,
+                blocks=(Piece(0, first_block, ids),) if ids else (),
+                deadline_s=request.deadline_s,
+            )
+            if rank.say(want):
+                held.open.add(rank.number)
+            else:
+                self._take_back(rank, held)
+        if request.abandon_s is not None:
+            self.later(request.abandon_s, lambda: self._abandon(held))
+        self.release_if_over(held, "nobody was told")
+
+    def _abandon(self, held: Held) -> None:
+        if held.request.name in self.held:
+            for rank in self.ranks:
+                if rank.number in held.open:
+                    rank.say(Abandon(request=held.request.name, reason="aborted"))
+
+    def answered(self, rank: Rank, message: ToEngine) -> None:
+        match message:
+            case Done(request=name) | Failed(request=name):
+                held = self.held.get(name)
+                if held is None or rank.number not in held.open:
+                    self.world.foul(f"{rank.blocks.name}: {name} was answered twice, the second time by {message}")
+                    return
+                held.open.discard(rank.number)
+                if isinstance(message, Done):
+                    rank.rows.check(rank.blocks, held.blocks, name)
+                else:
+                    self._failed[name] = message.code
+                self.world.answered(self, rank, held)
+                self._take_back(rank, held)
+                self._over(held)
+
+    def _over(self, held: Held) -> None:
+        if not held.open:
+            code = self._failed.pop(held.request.name, "")
+            self.release_if_over(held, f"failed {code}" if code else "done")
+
+    def _take_back(self, rank: Rank, held: Held) -> None:
+        for block in held.blocks:
+            rank.blocks.wanted.pop(block, None)
+        rank.rows.forget(rank.blocks, held.blocks)
+
+    def gone(self, rank: Rank) -> None:
+        for held in list(self.held.values()):
+            if rank.number in held.open:
+                held.open.discard(rank.number)
+                self._failed[held.request.name] = "its agent was lost"
+                self._take_back(rank, held)
+            self._over(held)

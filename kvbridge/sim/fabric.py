@@ -1,0 +1,229 @@
+"""The data side: one-sided writes that nobody can recall, over a network that may hold, fail or spoil them.
+
+A write lands whatever has become of those who asked for it: it needs neither loop nor mover of either side, only that
+the memory it goes to still exists. Its notice leaves when its initiator polls it to its end, and not before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.peer import Notice
+
+from ..errors import FabricError
+from ..transport.fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote
+from .matter import NOTHING
+
+if TYPE_CHECKING:
+    from .process import Process
+    from .world import World
+
+FORGERIES: tuple[dict[str, Any], ...] = (
+    {"token": b"forged" + bytes(10)},
+    {"source_boot": "feedfeedfeedfeed"},
+    {"sink_boot": "feedfeedfeedfeed"},
+    {"source_epoch": 99},
+    {"sink_epoch": 99},
+    {"chunk_bytes": 1},
+    {"chunk": 1 << 30},
+    {"slot": 1 << 30},
+    {"generation": 1 << 30},
+    {"transfer": "nobody's"},
+)
+DYING_S = 0.02  # a write of a process that was killed may land for so long; no new start is that fast
+
+
+@dataclass(slots=True)
+class Write:
+    """One under way. The local bytes are read when it lands, not when it was posted."""
+
+    id: int
+    source: Process
+    boot: str
+    local: int
+    remote: int
+    notice: bytes
+    deadline: float
+    is_late: bool = False
+    ended: FabricEvent | None = None
+
+
+class DataNetwork:
+    """Every pair of agents, and what is wrong between them just now."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.slow: dict[tuple[str, str], float] = {}  # pair -> how many seconds a write may take
+        self.failing: set[tuple[str, str]] = set()
+        self.hung: set[tuple[str, str]] = set()
+        self.spoil = 0  # so many of the next writes arrive with a wrong cell
+        self.repeat = 0  # so many of the next notices come twice
+        self.forging: dict[str, int] = {}  # boot -> so many of its next notices have a forged one before them
+        self._stuck: list[Write] = []
+
+    def post(self, write: Write) -> None:
+        pair = self._pair(write)
+        if pair in self.hung or self._world.is_blocked(*pair):
+            self._stuck.append(write)
+            return
+        slow = self.slow.get(pair)
+        world = self._world
+        seconds = world.uniform(0.05, slow) if slow and world.chance(0.6) else world.quick()
+        world.clock.after(seconds, lambda: self._land(write))
+
+    def go_on(self) -> None:
+        """Something was healed: what hung goes on, or fails."""
+        stuck, self._stuck = self._stuck, []
+        for write in stuck:
+            self.post(write)
+
+    def _pair(self, write: Write) -> tuple[str, str]:
+        target = self._world.by_boot.get(write.boot)
+        return write.source.name, target.name if target else ""
+
+    def _land(self, write: Write) -> None:
+        world, pair = self._world, self._pair(write)
+        if pair in self.hung or world.is_blocked(*pair):
+            self._stuck.append(write)
+            return
+        source, target = write.source, world.by_boot.get(write.boot)
+        if source.is_dead and (world.clock.now > source.died_at + DYING_S or world.chance(0.5)):
+            return
+        is_lost = target is None or target.is_dead or pair in self.failing
+        if target is not None and not target.is_dead:
+            self._copy(write, target, world.pick((0, 1, 2)) if is_lost else 2)
+        seconds = world.quick()
+        ended = WriteFailed(write.id, "peer_gone") if is_lost else Wrote(write.id)
+        source.loop.post(seconds, lambda: self._end(write, ended))
+
+    def _end(self, write: Write, ended: FabricEvent) -> None:
+        write.ended = ended
+        write.source.rouse()
+
+    def _copy(self, write: Write, target: Process, halves: int) -> None:
+        """So many halves of the bytes arrive."""
+        if write.local in write.source.lanes:
+            if halves == 2:
+                target.lanes[write.remote] = write.source.lanes[write.local]
+            return
+        sent = write.source.ram.get(write.local, [])
+        cells = sent[: len(sent) * halves // 2]
+        if self.spoil and cells and halves == 2:
+            self.spoil -= 1
+            cells = [*cells[:-1], NOTHING - 1]
+            self._world.say("network", f"spoils a byte of slot {target.slot_at(write.remote)} of {target.name}")
+        if cells:
+            before = target.ram.get(write.remote, [])
+            target.ram[write.remote] = cells + before[len(cells) :]
+            notice: Notice = decode(write.notice, Notice)
+            self._world.on_write(write.source, target, target.slot_at(write.remote), notice)
+
+    def notify(self, source: Process, boot: str, notice: bytes) -> None:
+        """A notice is on its way, behind its data."""
+        target = self._world.by_boot.get(boot)
+        if target is None or target.is_dead:
+            return
+        if self.forging.get(boot):
+            self.forging[boot] -= 1
+            self._forge(target, notice)
+        times = 1
+        if self.repeat:
+            self.repeat -= 1
+            times = 2
+        for i in range(times):
+            seconds = self._world.quick() if not i else self._world.uniform(0.0, 2.0)
+            self._world.clock.after(seconds, lambda: target.fabric.arrived(notice))
+
+    def _forge(self, target: Process, payload: bytes) -> None:
+        try:
+            right: Notice = decode(payload, Notice)
+        except BadFrame:
+            return
+        forged = msgspec.structs.replace(right, **self._world.pick(FORGERIES))
+        self._world.forged.add(forged)
+        target.fabric.arrived(encode(forged))
+
+
+class SlotFabric:
+    """Keeps the contract of `fabric.Fabric` in a simulated process."""
+
+    kind = "simulated"
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._peers: set[str] = set()
+        self._lost: set[str] = set()
+        self._writes: dict[int, Write] = {}
+        self._count = 0
+        self._notices: deque[bytes] = deque()
+
+    def register(self, address: int, size: int, *, is_target: bool = True) -> None: ...
+
+    def descriptor(self) -> bytes:
+        return self._process.boot.encode()
+
+    def connect(self, boot: str, descriptor: bytes) -> None:
+        if descriptor != boot.encode():
+            raise FabricError("descriptor_of_another_boot", f"boot: {boot}")
+        self._peers.add(boot)
+
+    def disconnect(self, boot: str) -> None:
+        self._peers.discard(boot)
+        self._lost.discard(boot)
+
+    def write(
+        self, boot: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
+    ) -> int:
+        self._check(boot)
+        self._count += 1
+        write = Write(self._count, self._process, boot, local_address, remote_address, notice, deadline)
+        self._writes[write.id] = write
+        self._process.loop.post(deadline - self._process.world.clock.now + 1e-6, self._process.rouse)
+        self._process.world.data.post(write)
+        return write.id
+
+    def notify(self, boot: str, notice: bytes) -> None:
+        self._check(boot)
+        self._process.world.data.notify(self._process, boot, notice)
+
+    def _check(self, boot: str) -> None:
+        if boot not in self._peers:
+            raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
+        if boot in self._lost and any(write.boot == boot for write in self._writes.values()):
+            raise FabricError("peer_lost", f"peer: writes to {boot} are still to fail")
+        self._lost.discard(boot)
+
+    def arrived(self, notice: bytes) -> None:
+        self._notices.append(notice)
+        self._process.rouse_if_looking()
+
+    def poll(self, now: float) -> list[FabricEvent]:
+        events: list[FabricEvent] = []
+        for write in list(self._writes.values()):
+            if write.ended is not None:
+                del self._writes[write.id]
+                if isinstance(write.ended, WriteFailed):
+                    self._lost.add(write.boot)
+                elif write.notice:
+                    self._process.world.data.notify(self._process, write.boot, write.notice)
+                events.append(write.ended)
+            elif now >= write.deadline and not write.is_late:
+                write.is_late = True
+                events.append(WriteLate(write.id))
+        while self._notices:
+            events.append(Noticed(self._notices.popleft()))
+        return events
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._writes)
+
+    @property
+    def under_way(self) -> int:
+        return len(self._writes)
+
+    def close(self) -> None: ...

@@ -1,0 +1,167 @@
+"""What goes wrong in a run, kind by kind, and how it goes right again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .scenario import Fault
+
+if TYPE_CHECKING:
+    from .world import World
+
+FAULTS_END_S = 7.0
+RESTART_S = 0.05  # no start is faster; what the one before wrote has landed by then
+
+
+class Faults:
+    """`blocked` counts, by pair, what keeps messages and writes from one agent to another.
+
+    `troubled` says until when an agent or engine is not itself, `gone` which engines never come back.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.blocked: dict[tuple[str, str], int] = {}
+        self.troubled: dict[str, float] = {}
+        self.gone: set[str] = set()
+
+    def happen(self, fault: Fault) -> None:
+        if self._world.clock.now >= FAULTS_END_S:
+            return
+        self._world.say("fault", f"{fault.kind} {' and '.join(fault.who)} for {fault.seconds} s".replace("  ", " "))
+        getattr(self, "_" + fault.kind.replace(" ", "_").replace("-", "_"))(fault, *fault.who)
+
+    def _until(self, fault: Fault, end: Callable[[], None]) -> None:
+        def over() -> None:
+            self._world.say("fault", f"{fault.kind} {' and '.join(fault.who)} is over".replace("  ", " "))
+            end()
+
+        self._world.clock.at(min(self._world.clock.now + fault.seconds, FAULTS_END_S - 1e-3), over)
+
+    def _kill_agent(self, fault: Fault, name: str) -> None:
+        process = self._world.processes[name]
+        if process.is_dead:
+            return
+        self.troubled[name] = FAULTS_END_S
+        process.die()
+        again = max(self._world.clock.now + fault.seconds, process.died_at + RESTART_S)
+        self._world.clock.at(again, lambda: self._world.start(name) if self._world.processes[name].is_dead else None)
+
+    def _freeze_agent(self, fault: Fault, name: str) -> None:
+        process = self._world.processes[name]
+        self.troubled[name] = max(self.troubled.get(name, 0.0), self._world.clock.now + fault.seconds)
+        process.loop.freeze()
+        self._until(fault, process.loop.thaw)
+
+    def _kill_engine(self, fault: Fault, name: str) -> None:
+        engine = self._world.engines[name]
+        if not engine.is_dead:
+            engine.die()
+            self._until(fault, lambda: engine.start() if engine.is_dead and name not in self.gone else None)
+
+    def _freeze_engine(self, fault: Fault, name: str) -> None:
+        loop = self._world.engines[name].loop
+        self.troubled[name] = max(self.troubled.get(name, 0.0), self._world.clock.now + fault.seconds)
+        loop.freeze()
+        self._until(fault, loop.thaw)
+
+    def _lose_engine(self, fault: Fault, name: str) -> None:
+        """It never comes back; its agents stay."""
+        if not self._world.engines[name].is_dead:
+            self._world.engines[name].die()
+        self.gone.add(name)
+
+    def _rescale(self, fault: Fault, name: str) -> None:
+        for rank in self._world.engines[name].ranks:
+            rank.rescale()
+
+    def _detach(self, fault: Fault, name: str) -> None:
+        for rank in self._world.engines[name].ranks:
+            rank.detach()
+
+    def _hang_up(self, fault: Fault, name: str) -> None:
+        for rank in self._world.engines[name].ranks:
+            rank.give_up()
+
+    def _cut(self, fault: Fault, one: str, other: str) -> None:
+        for link in list(self._world.processes[one].links.open):
+            if link.peer is not None and link.peer.links.process.name == other:
+                link.cut()
+
+    def _half_open(self, fault: Fault, one: str, other: str) -> None:
+        self._block(fault, [(one, other)])
+
+    def _partition(self, fault: Fault, one: str, other: str) -> None:
+        self._block(fault, [(one, other), (other, one)])
+
+    def _block(self, fault: Fault, pairs: list[tuple[str, str]]) -> None:
+        for pair in pairs:
+            self.blocked[pair] = self.blocked.get(pair, 0) + 1
+
+        def end() -> None:
+            for pair in pairs:
+                self.blocked[pair] -= 1
+            self._go_on()
+
+        self._until(fault, end)
+
+    def _go_on(self) -> None:
+        self._world.data.go_on()
+        held_up, self._world.held_up = self._world.held_up, []
+        for link in held_up:
+            link.go_on()
+
+    def _slow_writes(self, fault: Fault, *pair: str) -> None:
+        self._world.data.slow[pair[0], pair[1]] = 2.0 * fault.seconds
+
+        def end() -> None:
+            self._world.data.slow.pop((pair[0], pair[1]), None)
+
+        self._until(fault, end)
+
+    def _hang_writes(self, fault: Fault, *pair: str) -> None:
+        self._world.data.hung.add((pair[0], pair[1]))
+
+        def end() -> None:
+            self._world.data.hung.discard((pair[0], pair[1]))
+            self._world.data.go_on()
+
+        self._until(fault, end)
+
+    def _fail_writes(self, fault: Fault, *pair: str) -> None:
+        self._world.data.failing.add((pair[0], pair[1]))
+        self._until(fault, lambda: self._world.data.failing.discard((pair[0], pair[1])))
+
+    def _spoil(self, fault: Fault) -> None:
+        self._world.data.spoil += 1
+
+    def _repeat_notice(self, fault: Fault) -> None:
+        self._world.data.repeat += 2
+
+    def _forge_notice(self, fault: Fault, name: str) -> None:
+        """Before each of the next notices comes one that is like it but for one thing."""
+        process = self._world.processes[name]
+        self._world.data.forging[process.boot] = 4
+        self._world.data.notify(process, process.boot, b"\xc1 no message")
+
+    def calm(self) -> None:
+        """Nothing goes wrong any more, and who was gone is back."""
+        self._world.say("world", "calm from here on")
+        for name, process in list(self._world.processes.items()):
+            if process.is_dead and self._world.clock.now > process.died_at + RESTART_S:
+                self._world.start(name)
+            elif process.loop.is_frozen:
+                process.loop.thaw()
+        for engine in self._world.engines.values():
+            if engine.is_dead and engine.name not in self.gone:
+                engine.start()
+            elif engine.loop.is_frozen:
+                engine.loop.thaw()
+        self.blocked.clear()
+        self._world.data.slow.clear()
+        self._world.data.failing.clear()
+        self._world.data.hung.clear()
+        self._world.data.spoil = self._world.data.repeat = 0
+        self._world.data.forging.clear()
+        self._go_on()

@@ -1,0 +1,211 @@
+"""Messages between simulated agents: what transport/control.py promises, over a network that keeps nothing else.
+
+A link delivers everything in order, or is lost and says so once. Between the two: delays, connections that are cut
+with what was under way, that go dead in one direction or both, and processes that stand still or start anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvbridge_proto.peer import Body, Envelope
+from kvbridge_proto.words import OURS
+
+from ..transport.events import Arrived, Event, Lost
+from ..transport.trust import Trust
+
+if TYPE_CHECKING:
+    from .process import Process
+    from .world import World
+
+
+class SimLink:
+    """One end of a connection, with what `Link` has that agents use."""
+
+    def __init__(self, links: AgentLinks, address: str, is_dialled: bool) -> None:
+        self.address = address
+        self.key = ""
+        self.is_dialled = is_dialled
+        self.peer_boot = ""
+        self.version = OURS.oldest
+        self.is_up = not is_dialled
+        self.is_lost = False
+        self.is_heard = False  # it shows to the agent: dialled, or a message came by it
+        self.peer: SimLink | None = None
+        self.links = links
+        self._outbox: deque[Body] = deque()
+        self._free_at = 0.0
+        self._stuck: list[Callable[[], None]] = []
+        self._silent_since = -1.0
+        self._number = 0
+
+    def send(self, body: Body) -> bool:
+        if self.is_lost or self.links.process.is_dead:
+            return False
+        if self.is_up:
+            self._pass_on(body)
+        else:
+            self._outbox.append(body)
+        return True
+
+    def close(self) -> None:
+        """End it from our side, without a Lost; what was sent still leaves."""
+        if not self.is_lost:
+            self._end()
+
+    # The network:
+
+    def up(self, peer: SimLink) -> None:
+        self.is_up, self.peer = True, peer
+        while self._outbox and not self.is_lost:
+            self._pass_on(self._outbox.popleft())
+
+    def _pass_on(self, body: Body) -> None:
+        peer = self.peer
+        if peer is None:  # cut, and not noticed yet: what is sent now is gone
+            return
+        self.links.world.on_message(self.links.process, peer.links.process, body)
+        number, self._number = self._number, self._number + 1
+        envelope = Envelope(
+            version=self.version, sender=self.links.process.boot, receiver=self.peer_boot, number=number, body=body
+        )
+        self._carry(lambda: peer.arrive(envelope))
+
+    def _carry(self, event: Callable[[], None]) -> None:
+        """To the other end, behind all before it."""
+        world = self.links.world
+        self._free_at = max(self._free_at, world.clock.now + world.quick())
+        world.clock.at(self._free_at, lambda: self._deliver(event))
+
+    def _deliver(self, event: Callable[[], None]) -> None:
+        if self.peer is None:  # cut meanwhile
+            return
+        if self._stuck or self.links.world.is_blocked(self.links.process.name, self.peer.links.process.name):
+            if not self._stuck:
+                self.links.world.held_up.append(self)
+            self._stuck.append(event)
+        else:
+            self.peer.links.process.loop.post(0.0, event)
+
+    def go_on(self) -> None:
+        """Something was healed: what was held up arrives, in order."""
+        stuck, self._stuck = self._stuck, []
+        for event in stuck:
+            self._deliver(event)
+
+    def arrive(self, envelope: Envelope) -> None:
+        if self.is_lost:
+            return
+        self.is_heard = True
+        self.peer_boot = envelope.sender
+        self.links.tell(Arrived(self, envelope))  # type: ignore[arg-type]
+
+    def lose(self, code: str) -> None:
+        """The agent hears that it is over, if it knew of it."""
+        if self.is_lost or self.links.process.is_dead:
+            return
+        self._end()
+        if self.is_heard:
+            self.links.tell(Lost(self, code, f"{self.address}"))  # type: ignore[arg-type]
+
+    def _end(self) -> None:
+        self.is_lost = True
+        self._outbox.clear()
+        self.links.drop(self)
+        peer = self.peer
+        if peer is not None:  # our socket is closed: the other end sees that behind what we sent
+            self._carry(lambda: peer.lose("peer_disconnected"))
+
+    def cut(self) -> None:
+        """The connection breaks with all that is under way in both directions; each end sees it in its own time."""
+        peer, world = self.peer, self.links.world
+        for end in (self, peer):
+            if end is not None:
+                end.peer = None
+                end.links.process.loop.post(world.uniform(0.0, 0.6), partial(end.lose, "peer_disconnected"))
+
+    def look(self, silence_s: float) -> None:
+        """Called now and then while something is wrong: silence for too long is a loss."""
+        if self.is_lost or self.peer is None or self.links.process.loop.is_frozen:
+            self._silent_since = -1.0
+            return
+        world, other = self.links.world, self.peer.links.process
+        if not (world.is_blocked(other.name, self.links.process.name) or other.loop.is_frozen):
+            self._silent_since = -1.0
+        elif self._silent_since < 0:
+            self._silent_since = world.clock.now
+        elif world.clock.now - self._silent_since > silence_s:
+            self.lose("peer_silent")
+
+
+class AgentLinks:
+    """What `Control` is to one agent."""
+
+    def __init__(self, process: Process, address: str, connect_s: float) -> None:
+        self.process = process
+        self.world: World = process.world
+        self.address = address
+        self.open: list[SimLink] = []
+        self.trust = Trust()
+        self._dialled: dict[str, SimLink] = {}
+        self._connect_s = connect_s
+        self._events: deque[Event] = deque()
+        self._woken = asyncio.Event()
+
+    def dial(self, address: str) -> Any:
+        if (known := self._dialled.get(address)) is not None:
+            return known
+        link = SimLink(self, address, True)
+        link.is_heard = True
+        self._dialled[address] = link
+        self.open.append(link)
+        self._connect(link, self.world.clock.now + self._connect_s)
+        return link
+
+    def _connect(self, link: SimLink, deadline: float) -> None:
+        """Try until somebody is there."""
+
+        def attempt() -> None:
+            if link.is_lost:
+                return
+            other = self.world.at_address(link.address)
+            if other is not None and not self.world.is_cut_off(self.process.name, other.name):
+                accepted = SimLink(other.links, self.process.name, False)
+                accepted.peer = link
+                other.links.open.append(accepted)
+                link.up(accepted)
+            elif self.world.clock.now >= deadline:
+                link.lose("peer_unreachable")
+            else:
+                self.process.loop.post(0.1, attempt)
+
+        self.process.loop.post(self.world.quick(), attempt)
+
+    def drop(self, link: SimLink) -> None:
+        self.open.remove(link)
+        if link.is_dialled:
+            del self._dialled[link.address]
+
+    def tell(self, event: Event) -> None:
+        self._events.append(event)
+        self._woken.set()
+
+    async def events(self) -> AsyncIterator[Event]:
+        while True:
+            while self._events:
+                yield self._events.popleft()
+            self._woken.clear()
+            if not self._events:
+                await self._woken.wait()
+
+    def die(self) -> None:
+        """The process is gone: its sockets close, with what they had not sent yet."""
+        for link in list(self.open):
+            peer, link.is_lost = link.peer, True
+            if peer is not None:
+                link._carry(partial(peer.lose, "peer_disconnected"))
+        self.open.clear()

@@ -1,0 +1,92 @@
+"""The socket between an engine rank and its agent: bytes in order, and an end that both see."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvbridge_proto.engine import ToAgent, ToEngine
+
+if TYPE_CHECKING:
+    from .process import Process
+
+
+class Hearer(Protocol):
+    """The engine's end."""
+
+    def hear(self, socket: EngineSocket, message: ToEngine) -> None: ...
+    def over(self, socket: EngineSocket) -> None: ...
+    def later(self, seconds: float, event: Callable[[], None]) -> None: ...
+
+
+class EngineSocket:
+    """What `LocalConnection` is to the agent, and what a client is to the engine (`say`, `hang_up`)."""
+
+    pid = 0
+
+    def __init__(self, process: Process, engine: Hearer) -> None:
+        self._process = process
+        self._engine = engine
+        self._received: deque[ToAgent | None] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        self._down_at = self._up_at = 0.0
+        self.is_closed = False  # the agent's end
+        self._is_over = False
+
+    # The agent:
+
+    async def receive(self) -> tuple[ToAgent, list[int]] | None:
+        while not self._received:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        message = self._received[0]
+        if message is None:
+            return None
+        self._received.popleft()
+        return message, []
+
+    def send(self, message: ToEngine) -> None:
+        if not self.is_closed and not self._process.is_dead:
+            self._up(lambda: self._engine.hear(self, message))
+
+    def close(self, why: str = "") -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self._end()
+
+    def end(self) -> None:
+        """The agent's process is gone: the kernel closes its end."""
+        self.is_closed = True
+        self._end()
+
+    def _end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._up(lambda: self._engine.over(self))
+
+    # The engine:
+
+    def say(self, message: ToAgent) -> None:
+        self._down(message)
+
+    def hang_up(self) -> None:
+        """Close the engine's direction, or all of it if the engine died."""
+        self._down(None)
+
+    def _down(self, message: ToAgent | None) -> None:
+        world = self._process.world
+        self._down_at = max(self._down_at, world.clock.now + world.quick())
+        self._process.loop.post(self._down_at - world.clock.now, lambda: self._take(message))
+
+    def _up(self, event: Callable[[], None]) -> None:
+        world = self._process.world
+        self._up_at = max(self._up_at, world.clock.now + world.quick())
+        self._engine.later(self._up_at - world.clock.now, event)
+
+    def _take(self, message: ToAgent | None) -> None:
+        self._received.append(message)
+        waiting: Any = self._waiting
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)

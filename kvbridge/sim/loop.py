@@ -1,0 +1,166 @@
+"""One clock for a whole world, and an asyncio loop for each of its processes: deterministic, no threads, no IO."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+
+class Clock:
+    """What happens when. Time passes by itself from one event to the next; events of one moment keep their order."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.happened = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def at(self, when: float, event: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (max(when, self.now), self._count, event))
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        self.at(self.now + seconds, event)
+
+    def run(self, until: float) -> None:
+        """Let everything happen up to that time."""
+        events = self._events
+        while events and events[0][0] <= until:
+            self.now, _, event = heapq.heappop(events)
+            self.happened += 1
+            event()
+        self.now = until
+
+    def stop(self) -> None:
+        """Nothing more happens."""
+        self._events.clear()
+
+
+class ProcessLoop:
+    """The loop of one simulated process. Frozen, it does nothing and misses nothing; dead, it is heard of no more.
+
+    What the process does outside asyncio (its mover's thread) is posted here too: it stands still with the rest. It is
+    an event loop as far as asyncio's tasks, futures and timers ask, and no further.
+    """
+
+    def __init__(self, clock: Clock, on_error: Callable[[str], None]) -> None:
+        self.is_frozen = self.is_dead = False
+        self.after_run: Callable[[], None] = lambda: None
+        self._clock = clock
+        self._on_error = on_error
+        self._ready: deque[asyncio.Handle] = deque()
+        self._held: list[Callable[[], None]] = []
+        self._is_due = False
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.asyncio_s = cast(asyncio.AbstractEventLoop, self)
+
+    # What the world does with it:
+
+    def post(self, seconds: float, event: Callable[[], None]) -> None:
+        """Do this in the process, so much later if it is not frozen then, and not at all if it is dead."""
+        self._clock.after(seconds, lambda: self._do(event))
+
+    def _do(self, event: Callable[[], None]) -> None:
+        if self.is_frozen:
+            self._held.append(event)
+        elif not self.is_dead:
+            event()
+
+    def freeze(self) -> None:
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        held, self._held = self._held, []
+        for event in held:
+            self._do(event)
+
+    def kill(self) -> None:
+        """End all tasks; whoever calls has seen to it that nothing they still say is heard."""
+        self.is_frozen, self.is_dead = False, True
+        self._held.clear()
+        for task in self._tasks:
+            task.cancel()
+        self._turn()
+        self._tasks.clear()
+
+    # What asyncio does with it:
+
+    def call_soon(
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self.asyncio_s, context)
+        self._ready.append(handle)
+        if not self._is_due and not self.is_dead:
+            self._is_due = True
+            self.post(0.0, self._turn)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._clock.now + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self.asyncio_s, context)
+        self._clock.at(when, lambda: self._do(lambda: self._fire(handle)))
+        return handle
+
+    def _fire(self, handle: asyncio.TimerHandle) -> None:
+        if not handle.cancelled():
+            self._ready.append(handle)
+            self._turn()
+
+    def _turn(self) -> None:
+        self._is_due = False
+        asyncio._set_running_loop(self.asyncio_s)
+        try:
+            while self._ready:
+                handle = self._ready.popleft()
+                if not handle.cancelled():
+                    handle._run()
+        finally:
+            asyncio._set_running_loop(None)
+        if not self.is_dead:
+            self.after_run()
+
+    def time(self) -> float:
+        return self._clock.now
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self.asyncio_s)
+
+    def create_task(
+        self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Any = None, **_: Any
+    ) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=self.asyncio_s, name=name, context=context)
+        self._tasks = [each for each in self._tasks if not each.done()]
+        self._tasks.append(task)
+        return task
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self.is_dead:
+            self._on_error(f"{context.get('message')}: {context.get('exception')!r}")
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """asyncio's own; a cancelled timer fires into nothing."""

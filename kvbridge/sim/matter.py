@@ -1,0 +1,242 @@
+"""Memory as cells, one for a row of one head: an engine's blocks, and the porter that moves cells into slots and back.
+
+A cell holds a number that names what was written there: whose request, which token, which row. So a foreign or a torn
+byte shows as a wrong number, and the real plan decides where each one goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from kvbridge_proto.pool import Pool
+
+from ..device.porter import Moved, compared
+from ..device.staging import Span, Staging
+from ..errors import EngineError
+from ..geometry.check import places_of
+from ..geometry.plan import Part
+
+if TYPE_CHECKING:
+    from .process import Process
+
+CELL_BYTES = 512
+SLOT_CELLS = 8
+SLOT_BYTES = CELL_BYTES * SLOT_CELLS
+NOTHING = 0
+
+
+class Blocks:
+    """The KV memory of one engine rank. `may_write` says whether a block is wanted now: nobody else may write it."""
+
+    def __init__(self, name: str, pool: Pool, foul: Callable[[str], None]) -> None:
+        self.name = name
+        self.pool = pool
+        self.cells = [NOTHING] * (pool.regions[0].size_bytes // CELL_BYTES)
+        self.wanted: dict[int, str] = {}  # block -> the request that waits for its rows
+        self.expected: dict[int, int] = {}  # cell -> what must come there
+        self.reached = 0  # the fence's count
+        self.stream_at = 0.0  # when all that the engine's stream has to do is done
+        self.is_gone = False  # with its engine: what is written there hurts nobody
+        self._foul = foul
+
+    def foul(self, text: str) -> None:
+        if not self.is_gone:
+            self._foul(f"{self.name}: {text}")
+
+    def put(self, at: int, block: int, values: list[int]) -> None:
+        """Our agent writes cells of a block."""
+        request = self.wanted.get(block)
+        if request is None:
+            self.foul(f"block {block} was written while nobody wanted it")
+            return
+        for i, value in enumerate(values):
+            expected = self.expected.get(at + i)
+            if expected is not None and expected != value:
+                self.foul(f"{request}, block {block}: {spelled(value)} where {spelled(expected)} belongs")
+            self.cells[at + i] = value
+
+
+def spelled(value: int) -> str:
+    """A cell's number for people."""
+    if value <= NOTHING:
+        return "nothing" if value == NOTHING else f"waste {-value}"
+    return f"prompt {value >> 20} token {value >> 8 & 0xFFF} row {value & 0xFF}"
+
+
+def written(prompt: int, token: int, row: int) -> int:
+    """What an engine computes there."""
+    return prompt << 20 | token << 8 | row
+
+
+class Attached:
+    """What `AttachedPool` is to the agent: open until closed."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self.pool = blocks.pool
+        self.is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class Fence:
+    """What `FencePage` is to the agent."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+
+    def reached(self, count: int) -> bool:
+        return self._blocks.reached >= count
+
+    def close(self) -> None: ...
+
+
+Run = tuple[int, int, int]  # first cell, cells, block
+
+
+def runs(part: Part) -> Iterator[tuple[int, list[Run]]]:
+    """Of each move: its first cell in the slot, and the runs of cells that lie there one after another."""
+    for move in part.moves():
+        plane, row = move.plane, move.wire.row_bytes // CELL_BYTES
+        (step,) = plane.token_axis
+        units = places_of(plane.token_axis)
+        at: list[Run] = []
+        places = move.places.tolist()
+        for head in range(move.first_head, move.first_head + move.heads):
+            base = plane.offset + head * plane.head_stride
+            for place in places:
+                block, unit = divmod(place, units)
+                at.append(((base + block * plane.block_stride + unit * step.stride) // CELL_BYTES, row, block))
+        yield move.slot_offset // CELL_BYTES, at
+
+
+@dataclass(slots=True)
+class _Move:
+    attached: Attached
+    seconds: float
+
+
+class SlotPorter:
+    """Keeps the contract of `porter.Porter`. A move takes time: half of its cells go at once, half at its end."""
+
+    memory: Literal["dram", "vram"] = "dram"
+    device = "cpu"
+    description = "simulated"
+
+    def __init__(self, process: Process, digest: str) -> None:
+        self.digests = (digest,)
+        self._process = process
+        self._count = 0
+        self._moving: dict[int, _Move] = {}
+        self._moved: list[Moved] = []
+
+    def staging(self, slot_bytes: int, slots: int) -> Staging:
+        raise NotImplementedError
+
+    def gather(self, pool: Attached, part: Part, slot: Span, digest_kind: str, host: Span | None = None) -> int:
+        if not pool.is_open:
+            raise EngineError("detached", "its memory is unmapped")
+        cells = [NOTHING] * (slot.size_bytes // CELL_BYTES)
+        todo = [(at + i, run) for at, found in runs(part) for i, run in _spread(found)]
+        half = len(todo) // 2
+        memory = pool.blocks.cells
+        _copy_out(memory, cells, todo[:half])
+
+        def end() -> int:
+            _copy_out(memory, cells, todo[half:])
+            self._process.ram[slot.address] = cells
+            return digest_of(cells)
+
+        return self._begin(pool, end, None)
+
+    def scatter(
+        self, pool: Attached, part: Part, slot: Span, digest_kind: str, expected: int, host: Span | None = None
+    ) -> int:
+        if not pool.is_open:
+            raise EngineError("detached", "its memory is unmapped")
+        count = slot.size_bytes // CELL_BYTES
+        todo = [(at + i, run) for at, found in runs(part) for i, run in _spread(found)]
+        half = len(todo) // 2
+
+        def cells() -> list[int]:
+            held = self._process.ram.get(slot.address, [])[:count]
+            return held + [NOTHING] * (count - len(held))
+
+        is_checked_first = digest_kind == "xxh3"
+        before = cells()
+        if is_right(digest_of(before), expected):
+            _copy_in(pool.blocks, before, todo[:half])
+
+        def end() -> int:
+            now = before if is_checked_first else cells()
+            found = digest_of(now)
+            if is_right(found, expected):
+                _copy_in(pool.blocks, now, todo[half:])
+            return found
+
+        return self._begin(pool, end, expected)
+
+    def _begin(self, pool: Attached, end: Callable[[], int], expected: int | None) -> int:
+        self._count += 1
+        ticket = self._count
+
+        def over() -> None:
+            del self._moving[ticket]
+            self._moved.append(compared(ticket, end(), expected))
+            self._process.rouse()
+
+        seconds = self._process.world.gather_s()
+        self._moving[ticket] = _Move(pool, seconds)
+        self._process.loop.post(seconds, over)
+        return ticket
+
+    def warm(self, pool: Attached, part: Part, slot: Span) -> None: ...
+
+    def copy(self, source: Span, target: Span) -> int:
+        raise NotImplementedError
+
+    def fill(self, span: Span, content: bytes) -> None:
+        self._process.lanes[span.address] = content
+
+    def read(self, span: Span) -> bytes:
+        return self._process.lanes.get(span.address, b"")
+
+    def poll(self) -> list[Moved]:
+        moved, self._moved = self._moved, []
+        return moved
+
+    def is_using(self, pool: Attached) -> bool:
+        return any(move.attached is pool for move in self._moving.values())
+
+    def forget(self, pool: Attached) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def digest_of(cells: list[int]) -> int:
+    return hash(tuple(cells)) & (1 << 63) - 1
+
+
+def is_right(found: int, expected: int) -> bool:
+    """Whether rows may go into the blocks."""
+    return found == expected
+
+
+def _spread(found: list[Run]) -> Iterator[tuple[int, Run]]:
+    at = 0
+    for run in found:
+        yield at, run
+        at += run[1]
+
+
+def _copy_out(memory: list[int], slot: list[int], todo: list[tuple[int, Run]]) -> None:
+    for at, (first, count, _) in todo:
+        slot[at : at + count] = memory[first : first + count]
+
+
+def _copy_in(blocks: Blocks, slot: list[int], todo: list[tuple[int, Run]]) -> None:
+    for at, (first, count, block) in todo:
+        blocks.put(first, block, slot[at : at + count])

@@ -1,0 +1,73 @@
+"""Keeps what pure functions found: every run of a simulation asks them about the same few pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvbridge_proto.pool import Pool
+
+from ..agent import engines
+from ..exchange import session
+from ..geometry.compat import Verdict
+from ..geometry.compat import verdict as find_verdict
+from ..geometry.plan import Planner
+
+MOST = 20_000
+
+
+class _Kept:
+    """By identity: to compare pools costs more. What is kept keeps its pools alive."""
+
+    def __init__(self) -> None:
+        self.verdicts: dict[tuple[int, int], tuple[Verdict, Pool, Pool]] = {}
+        self.planners: dict[tuple[int, int], tuple[KeptPlanner, Pool, Pool]] = {}
+
+    def verdict(self, source: Pool, sink: Pool) -> Verdict:
+        key = id(source), id(sink)
+        if key not in self.verdicts:
+            if len(self.verdicts) > MOST:
+                self.verdicts.clear()
+            self.verdicts[key] = find_verdict(source, sink), source, sink
+        return self.verdicts[key][0]
+
+    def planner(self, source: Pool, sink: Pool) -> KeptPlanner:
+        key = id(source), id(sink)
+        if key not in self.planners:
+            if len(self.planners) > MOST:
+                self.planners.clear()
+            self.planners[key] = KeptPlanner(source, sink), source, sink
+        return self.planners[key][0]
+
+
+class KeptPlanner(Planner):
+    """Keeps its plans, and what it would warm with, which nobody here warms."""
+
+    def __init__(self, source: Pool, sink: Pool) -> None:
+        super().__init__(source, sink)
+        self._plans: dict[object, Any] = {}
+
+    def plan(self, takes: Any, first_token: int, end_token: int, slot_bytes: int) -> Any:
+        key = tuple(takes), first_token, end_token, slot_bytes
+        if key not in self._plans:
+            self._plans[key] = super().plan(takes, first_token, end_token, slot_bytes)
+        return self._plans[key]
+
+    def samples(self, slot_bytes: int, is_source: bool) -> list[Any]:
+        return []
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """For the agents of this process."""
+    kept = _Kept()
+    asked = ((session, "verdict", kept.verdict), (session, "Planner", kept.planner), (engines, "Planner", kept.planner))
+    before = [getattr(module, name) for module, name, _ in asked]
+    try:
+        for module, name, answer in asked:
+            setattr(module, name, answer)
+        yield
+    finally:
+        for (module, name, _), answer in zip(asked, before, strict=True):
+            setattr(module, name, answer)

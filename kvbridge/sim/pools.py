@@ -1,0 +1,107 @@
+"""Small pools, and which of their cells hold which row of which token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+
+from .matter import CELL_BYTES, Blocks, spelled, written
+
+HEADS = 2
+WIDTH = CELL_BYTES // 2
+LAYERS = 1
+PARTS = ("k", "v")
+
+
+@lru_cache(maxsize=4096)
+def make_pool(shape: tuple[int, int, int], identity: str, rank: int) -> Pool:
+    """One rank of an engine of `shape` (ranks, block_tokens, blocks); the heads are split."""
+    ranks, block_tokens, blocks = shape
+    heads = HEADS // ranks
+    block = block_tokens * heads * CELL_BYTES
+    codec = Codec(name="bf16", width=WIDTH, element_bytes=2, row_bytes=CELL_BYTES)
+    planes = tuple(
+        Plane(
+            layer=layer,
+            part=part,
+            offset=(len(PARTS) * layer + i) * blocks * block,
+            block_stride=block,
+            token_axis=(Step(block_tokens, heads * CELL_BYTES),),
+            head_stride=CELL_BYTES,
+            element_axis=(Step(WIDTH, 2),),
+            first_head=rank * heads,
+            heads=heads,
+            total_heads=HEADS,
+            codec=codec,
+        )
+        for layer in range(LAYERS)
+        for i, part in enumerate(PARTS)
+    )
+    layer = Layer(kind="full", kv_heads=HEADS, key_width=WIDTH, value_width=WIDTH)
+    return Pool(
+        engine=Engine(kind="sim", version="1", id=identity),
+        model=Model(name="sim", layers=(layer,) * LAYERS),
+        shard=Shard(tp_rank=rank, tp_size=ranks),
+        groups=(Group(kind="full", block_tokens=block_tokens, blocks=blocks),),
+        regions=(Region(len(PARTS) * LAYERS * blocks * block),),
+        planes=planes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a pool: (first cell, cells a block, cells a token, the row's number)."""
+
+    rows: tuple[tuple[int, int, int, int], ...]
+
+    def _cells(self, ids: Sequence[int], block_tokens: int, tokens: range) -> Iterator[tuple[int, int, int]]:
+        """Each cell of these tokens, with its token and row."""
+        for first, block_cells, token_cells, row in self.rows:
+            for token in tokens:
+                at = first + ids[token // block_tokens] * block_cells + token % block_tokens * token_cells
+                yield at, token, row
+
+    def compute(self, blocks: Blocks, ids: Sequence[int], block_tokens: int, prompt: int, tokens: range) -> None:
+        for at, token, row in self._cells(ids, block_tokens, tokens):
+            blocks.cells[at] = written(prompt, token, row)
+
+    def expect(self, blocks: Blocks, ids: Sequence[int], block_tokens: int, prompt: int, tokens: range) -> None:
+        for at, token, row in self._cells(ids, block_tokens, tokens):
+            blocks.expected[at] = written(prompt, token, row)
+
+    def check(self, blocks: Blocks, ids: Sequence[int], request: str) -> None:
+        """Everything that was wanted is there; asked when the engine was told so."""
+        for at in self._all(ids):
+            expected = blocks.expected.get(at)
+            if expected is not None and blocks.cells[at] != expected:
+                blocks.foul(f"{request} is done, but has {spelled(blocks.cells[at])} instead of {spelled(expected)}")
+                return
+
+    def forget(self, blocks: Blocks, ids: Sequence[int]) -> None:
+        for at in self._all(ids):
+            blocks.expected.pop(at, None)
+
+    def waste(self, blocks: Blocks, ids: Sequence[int], value: int) -> None:
+        """Something else is written there."""
+        for at in self._all(ids):
+            blocks.cells[at] = value
+
+    def _all(self, ids: Sequence[int]) -> Iterator[int]:
+        for first, block_cells, token_cells, _ in self.rows:
+            for block in ids:
+                yield from range(first + block * block_cells, first + (block + 1) * block_cells, token_cells)
+
+
+@lru_cache(maxsize=4096)
+def rows_of(pool: Pool) -> Rows:
+    rows = []
+    for plane in pool.planes:
+        (step,) = plane.token_axis
+        for head in range(plane.heads):
+            number = (plane.layer * len(PARTS) + PARTS.index(plane.part)) * HEADS + plane.first_head + head
+            first = (plane.offset + head * plane.head_stride) // CELL_BYTES
+            rows.append((first, plane.block_stride // CELL_BYTES, step.stride // CELL_BYTES, number))
+    return Rows(tuple(rows))

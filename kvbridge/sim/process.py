@@ -1,0 +1,249 @@
+"""One start of an agent in a simulated process: the real shell and machines, on simulated memory, fabric and links."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, cast
+
+from kvbridge_proto.engine import Attach
+from kvbridge_proto.peer import Notice
+from kvbridge_proto.words import Agent as AgentCard
+
+from ..agent.attachment import Attachment
+from ..agent.daemon import IDLE_TICK_S, TICK_S, Agent
+from ..agent.engines import Engines
+from ..agent.equipment import Dock, Docks, Equipment
+from ..agent.metrics import Gauges, Metrics
+from ..agent.mover import IDLE_S, Mover
+from ..config import AgentConfig
+from ..device.fence import FencePage
+from ..device.memory import AttachedPool
+from ..device.porter import Porter
+from ..device.staging import Staging
+from ..exchange.actions import Scatter
+from ..exchange.route import Site
+from ..exchange.slots import LocalSlots, SlotPool
+from ..transport.control import Control
+from ..transport.local import LocalConnection
+from .fabric import SlotFabric
+from .links import AgentLinks
+from .local import EngineSocket, Hearer
+from .loop import ProcessLoop
+from .matter import SLOT_BYTES, Attached, Fence, SlotPorter
+
+if TYPE_CHECKING:
+    from .world import World
+
+OUTBOUND = 1 << 30  # where, beyond the first inbound slot, the outbound ones begin
+
+
+class NoMetrics(Metrics):
+    """Counts nothing, but notes what must not happen."""
+
+    def __init__(self, foul: Callable[[str], None]) -> None:
+        self._foul = foul
+        self.late = 0
+
+    def watch(self, gauges: Gauges) -> None: ...
+    def chunk(self, role: str, size_bytes: int) -> None: ...
+    def gathered(self, seconds: float) -> None: ...
+    def want_done(self, seconds: float) -> None: ...
+    def want_failed(self, code: str) -> None: ...
+    def offer_released(self, code: str) -> None: ...
+    def transfer_settled(self) -> None: ...
+    def refused(self, code: str) -> None: ...
+
+    def late_write(self) -> None:
+        self.late += 1
+
+    def rejected(self, code: str) -> None:
+        if code == "internal_error":
+            self._foul("an agent met an error of its own")
+
+    def values(self) -> dict[str, float]:
+        return {}
+
+
+class SteppedMover(Mover):
+    """The real mover, whose thread is a turn of the process whenever something may have moved."""
+
+    def __init__(self, process: Process, equip: Callable[[], Equipment]) -> None:
+        super().__init__(equip, process.boot, process, process.config.write_timeout_s, clock=process.clock_s)
+        os.close(self._wake)
+        self._thread = cast(Any, _Alive())
+        self._loop = process.loop.asyncio_s
+        self._process = process
+        self._open()
+
+    def _nap_exactly(self) -> None: ...
+
+    def turn(self) -> None:
+        """What the thread does between two naps."""
+        self._do_tasks()
+        assert self._equipment is not None
+        self._poll(self._equipment)
+        self._say()
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the thread naps, and does not sleep."""
+        return bool(self._writing or self._moving or self._fenced or self._expecting)
+
+    def next_deadline(self) -> float | None:
+        return min((wait.deadline for wait, _ in self._fenced), default=None)
+
+    def expect(self, slots: int) -> None:
+        was, self._expecting = self._expecting, slots
+        if slots and not was:
+            self._process.rouse()
+
+    def _put(self, task: Callable[[], None]) -> None:
+        if not self._process.is_dead:
+            self._tasks.append(task)
+            self._process.rouse()
+
+    def warm(self, attachment: Attachment, parts: Any) -> None: ...
+
+    async def _may_use(self, attachment: Attachment) -> bool:
+        return False if self._process.is_dead else await super()._may_use(attachment)
+
+
+class _Alive:
+    """A thread that does not end."""
+
+    def is_alive(self) -> bool:
+        return True
+
+
+class SimEngines(Engines):
+    """The real ones, but that memory is mapped by asking the world for it."""
+
+    def __init__(self, process: Process, *args: Any) -> None:
+        super().__init__(*args)
+        self._process = process
+
+    def _open(self, attach: Attach, fds: list[int]) -> Attachment:
+        blocks = self._process.world.blocks_of(attach.pool)
+        fence = None if attach.fence_fd is None else cast(FencePage, Fence(blocks))
+        return Attachment(self._epoch + 1, cast(AttachedPool, Attached(blocks)), fence)
+
+
+class Process(Agent):
+    """One start of one agent. `ram` are the cells of its slots by address, `lanes` where probes lie."""
+
+    def __init__(self, world: World, name: str, config: AgentConfig, slots: int, local: int, digest: str) -> None:
+        self.world = world
+        self.name = name
+        self.loop = ProcessLoop(world.clock, lambda text: world.foul(f"{name}: {text}"))
+        self.died_at = 0.0
+        self.ram: dict[int, list[int]] = {}
+        self.lanes: dict[int, bytes] = {}
+        self.clock_s = lambda: world.clock.now
+        self._sockets: list[EngineSocket] = []
+        self._is_roused = False
+        self._tick_at = float("inf")
+        asyncio._set_running_loop(self.loop.asyncio_s)
+        try:
+            super().__init__(config, self.clock_s, world.entropy, NoMetrics(world.foul))
+            self._put_together(slots, local, digest)
+        finally:
+            asyncio._set_running_loop(None)
+        self.loop.after_run = self._plan_tick
+
+    def _put_together(self, slots: int, local: int, digest: str) -> None:
+        world, name = self.world, self.name
+        self.fabric = SlotFabric(self)
+        self.base = world.next_base()
+        porter = cast(Porter, SlotPorter(self, digest))
+        inbound = Staging(SLOT_BYTES, slots, "dram", self.base, _nothing)
+        outbound = Staging(SLOT_BYTES, local, "dram", self.base + OUTBOUND, _nothing)
+        dock = Dock(self.boot, inbound, outbound, self.fabric, porter)
+        docks = Docks(dock, None, Site(dock.card(), routes=("nixl",)), ExitStack())
+        self.stepped = SteppedMover(self, lambda: Equipment(porter, docks, lambda _: docks, ExitStack()))
+        self.mover = self.stepped
+        self.slots, self.local_slots = SlotPool(slots), LocalSlots(local)
+        self.links = AgentLinks(self, world.address_of(name), self.config.connect_s)
+        self.control = cast(Control, self.links)
+        self.card = AgentCard(name=name, boot=self.boot, address=self.links.address, version="1")
+        self._assemble()
+        self.loop.create_task(self.peers.serve())
+
+    def _assemble_engines(self) -> Engines:
+        return SimEngines(self, lambda: self.card, self.mover, self.metrics, self.status)
+
+    def landed(self, notice: Notice) -> tuple[Scatter, Attachment] | None:
+        found = super().landed(notice)
+        if found is not None:
+            self.world.on_landed(self, notice)
+        return found
+
+    # What the world does:
+
+    def accept(self, engine: Hearer) -> EngineSocket:
+        """An engine rank connects."""
+        socket = EngineSocket(self, engine)
+        self._sockets = [each for each in self._sockets if not each.is_closed]
+        self._sockets.append(socket)
+        self.loop.create_task(self._serve_connection(cast(LocalConnection, socket)))
+        return socket
+
+    @property
+    def is_dead(self) -> bool:
+        return self.loop.is_dead
+
+    def die(self) -> None:
+        """SIGKILL. Its last words are not heard; what it posted to the fabric is under way all the same."""
+        self.died_at = self.world.clock.now
+        self.loop.is_dead = True
+        self.links.die()
+        for socket in self._sockets:
+            if not socket.is_closed:
+                socket.end()
+        self.loop.kill()
+
+    def slot_at(self, address: int) -> int:
+        return (address - self.base) // SLOT_BYTES
+
+    # The mover's thread and the ticks:
+
+    def rouse(self) -> None:
+        """Something may have moved."""
+        if not self._is_roused and not self.is_dead:
+            self._is_roused = True
+            self.loop.post(self.world.jitter(), self._turn)
+
+    def rouse_if_looking(self) -> None:
+        """A thread that sleeps notices a notice only when it wakes by itself."""
+        if self.stepped.is_looking:
+            self.rouse()
+        else:
+            self.loop.post(self.world.uniform(0.0, IDLE_S), self.rouse)
+
+    def _turn(self) -> None:
+        self._is_roused = False
+        self.stepped.turn()
+        if (deadline := self.stepped.next_deadline()) is not None:
+            self.loop.post(max(deadline - self.world.clock.now, 0.0) + 1e-3, self.rouse)
+
+    def _plan_tick(self) -> None:
+        """Agents tick many times a second; here only the ticks happen that have something to do."""
+        due = [each._deadlines.next() for each in (self.inbound, self.outbound, self.peers)]
+        first = min((at for at in due if at is not None), default=None)
+        if first is None or self._tick_at <= first + IDLE_TICK_S:
+            return
+        is_busy = self.inbound.wants or self.outbound.outlets or self.outbound.offers
+        at = first + self.world.uniform(0.0, TICK_S if is_busy else IDLE_TICK_S)
+        self._tick_at = at
+        self.loop.post(at - self.world.clock.now, lambda: self._do_tick(at))
+
+    def _do_tick(self, at: float) -> None:
+        if self._tick_at != at:
+            return
+        self._tick_at = float("inf")
+        self.loop.call_soon(self.tick)
+
+
+def _nothing() -> None: ...

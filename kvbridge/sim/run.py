@@ -1,0 +1,115 @@
+"""Runs scenarios: one, many after each other, or many on several processes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from .memo import remembered
+from .scenario import Scenario, make
+from .world import Outcome, World
+
+COLLECT_EVERY = 200  # runs; what a world leaves behind is in circles
+BATCH = 500  # seeds that a process takes at a time
+
+
+class Listener(logging.Handler):
+    """What the agents log as an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f": {record.exc_info[1]!r}"
+        self.heard.append(text)
+
+
+@contextmanager
+def prepared() -> Iterator[Listener]:
+    """No log but errors, no collection of garbage in the middle of a run, pure results kept."""
+    listener, log = Listener(), logging.getLogger("kvbridge")
+    level, propagates, was_on = log.level, log.propagate, gc.isenabled()
+    log.setLevel(logging.ERROR)
+    log.propagate = False
+    log.addHandler(listener)
+    gc.disable()
+    gc.freeze()  # torch's hundred thousand objects stay
+    try:
+        with remembered():
+            yield listener
+    finally:
+        log.removeHandler(listener)
+        log.setLevel(level)
+        log.propagate = propagates
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def play(scenario: Scenario, listener: Listener, is_told: bool = False) -> Outcome:
+    """One run; an error that was logged fails it as well."""
+    listener.heard.clear()
+    outcome = World(scenario, is_told).run()
+    if listener.heard and not outcome.failure:
+        outcome.failure = f"logged: {listener.heard[0]}"
+    return outcome
+
+
+def outcomes(first: int, count: int) -> Iterator[tuple[int, Outcome]]:
+    """How `count` seeds end."""
+    with prepared() as listener:
+        for seed in range(first, first + count):
+            yield seed, play(make(seed), listener)
+            if seed % COLLECT_EVERY == 0:
+                gc.collect()
+
+
+@dataclass(slots=True)
+class Tally:
+    """Many runs together."""
+
+    runs: int = 0
+    events: int = 0
+    seconds: float = 0.0  # of all processes together
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    ends: dict[str, int] = field(default_factory=dict)  # how wants ended, and how often
+
+    def add(self, other: Tally) -> None:
+        self.runs += other.runs
+        self.events += other.events
+        self.seconds += other.seconds
+        self.failures += other.failures
+        for end, times in other.ends.items():
+            self.ends[end] = self.ends.get(end, 0) + times
+
+
+def tallied(batch: tuple[int, int]) -> Tally:
+    """`count` seeds from the first on, in this process; processor time, so that a busy machine does not count."""
+    tally, began = Tally(), time.process_time()
+    for seed, outcome in outcomes(*batch):
+        tally.runs += 1
+        tally.events += outcome.events
+        if outcome.failure:
+            tally.failures.append((seed, outcome.failure))
+        for _, end in outcome.ends.values():
+            tally.ends[end] = tally.ends.get(end, 0) + 1
+    tally.seconds = time.process_time() - began
+    return tally
+
+
+def many(first: int, count: int, jobs: int) -> Iterator[Tally]:
+    """All of these seeds, batch by batch as they are through."""
+    batches = [(at, min(BATCH, first + count - at)) for at in range(first, first + count, BATCH)]
+    if jobs == 1:
+        yield from map(tallied, batches)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap_unordered(tallied, batches)

@@ -1,0 +1,212 @@
+"""What is to happen in one run, made from a seed: engines, requests, faults. Records: any of them can be left out.
+
+The seed also makes the delays of the run itself.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Literal
+
+FaultKind = Literal[
+    "kill agent",
+    "freeze agent",
+    "kill engine",
+    "freeze engine",
+    "lose engine",
+    "cut",
+    "half-open",
+    "partition",
+    "slow writes",
+    "hang writes",
+    "fail writes",
+    "spoil",
+    "repeat notice",
+    "forge notice",
+    "rescale",
+    "detach",
+    "hang up",
+]
+
+BETWEEN_AGENTS: tuple[FaultKind, ...] = (
+    "cut",
+    "half-open",
+    "partition",
+    "slow writes",
+    "slow writes",
+    "hang writes",
+    "fail writes",
+)
+OF_AGENTS: tuple[FaultKind, ...] = ("kill agent", "freeze agent", "freeze agent", "forge notice")
+OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "lose engine", "rescale", "detach", "hang up")
+OF_NETWORK: tuple[FaultKind, ...] = ("spoil", "repeat notice")
+LAST = 900  # the numbers of the last requests begin there
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt that one engine computes and another one wants."""
+
+    number: int
+    prefill: str
+    decode: str
+    source: str  # the agent that the decoding side is told of
+    at: float
+    want_at: float
+    tokens: int
+    first_token: int
+    piece_tokens: int
+    piece_s: float
+    deadline_s: float
+    hold_s: float
+    is_fenced: bool
+    withdraw_s: float | None
+    abandon_s: float | None
+
+    @property
+    def name(self) -> str:
+        return f"r{self.number}"
+
+    @property
+    def room(self) -> str:
+        return f"room-{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something goes wrong, mostly for a while; `seconds` later it goes right again."""
+
+    at: float
+    kind: FaultKind
+    who: tuple[str, ...]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything that is decided before the run. Engines are named by letter and number, agents after their rank."""
+
+    seed: int
+    prefills: tuple[int, ...]  # ranks of each prefilling engine
+    decodes: tuple[int, ...]
+    slots: int
+    local: int
+    digest: str
+    has_fences: bool
+    write_timeout_s: float
+    requests: tuple[Request, ...]
+    faults: tuple[Fault, ...]
+    block_tokens: tuple[int, int] = (2, 4)
+    salt: int = 0  # other delays
+
+    def without(self, requests: frozenset[int] = frozenset(), faults: frozenset[Fault] = frozenset()) -> Scenario:
+        return replace(
+            self,
+            requests=tuple(each for each in self.requests if each.number not in requests),
+            faults=tuple(each for each in self.faults if each not in faults),
+        )
+
+    def last(self) -> tuple[Request, ...]:
+        """One more request of every decoding engine to every prefilling one, when all is well again."""
+        pairs = [(p, d) for p in range(len(self.prefills)) for d in range(len(self.decodes))]
+        return tuple(
+            Request(
+                number=LAST + i,
+                prefill=f"P{p}",
+                decode=f"D{d}",
+                source=f"p{p}0",
+                at=0.0,
+                want_at=0.0,
+                tokens=3,
+                first_token=0,
+                piece_tokens=8,
+                piece_s=0.0,
+                deadline_s=2.0,
+                hold_s=2.0,
+                is_fenced=self.has_fences,
+                withdraw_s=None,
+                abandon_s=None,
+            )
+            for i, (p, d) in enumerate(pairs)
+        )
+
+    @property
+    def engines(self) -> dict[str, list[str]]:
+        """The agents of each engine's ranks."""
+        found = {f"P{i}": [f"p{i}{rank}" for rank in range(size)] for i, size in enumerate(self.prefills)}
+        found |= {f"D{i}": [f"d{i}{rank}" for rank in range(size)] for i, size in enumerate(self.decodes)}
+        return found
+
+
+def make(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    rng = random.Random(seed)
+    prefills = tuple(rng.choice((1, 1, 2)) for _ in range(rng.choice((1, 1, 2))))
+    decodes = tuple(rng.choice((1, 1, 2)) for _ in range(rng.choice((1, 1, 1, 2))))
+    scenario = Scenario(
+        seed=seed,
+        prefills=prefills,
+        decodes=decodes,
+        slots=rng.choice((1, 2, 2, 3)),
+        local=rng.choice((1, 2)),
+        digest=rng.choice(("xxh3", "sum64")),
+        has_fences=rng.random() < 0.4,
+        write_timeout_s=rng.choice((0.3, 1.0)),
+        requests=(),
+        faults=(),
+        block_tokens=rng.choice(((2, 4), (4, 2), (2, 2))),
+    )
+    requests = tuple(_request(rng, scenario, number) for number in range(1, rng.randint(1, 4) + 1))
+    scenario = replace(scenario, requests=requests)
+    faults = [_fault(rng, scenario) for _ in range(rng.randint(0, 5))]
+    return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _request(rng: random.Random, scenario: Scenario, number: int) -> Request:
+    prefill = rng.randrange(len(scenario.prefills))
+    tokens = rng.randint(1, 8)
+    at = round(rng.uniform(0.0, 2.0), 4)
+    ours = scenario.block_tokens[1]
+    return Request(
+        number=number,
+        prefill=f"P{prefill}",
+        decode=f"D{rng.randrange(len(scenario.decodes))}",
+        source=f"p{prefill}{rng.randrange(scenario.prefills[prefill])}",
+        at=at,
+        want_at=max(0.0, round(at + rng.choice((0.0, rng.uniform(-0.5, 0.5), rng.uniform(0.0, 0.02))), 4)),
+        tokens=tokens,
+        first_token=rng.choice((0, 0, 0, tokens // ours * ours)),
+        piece_tokens=rng.choice((8, 8, 2, 3)),
+        piece_s=rng.choice((0.001, 0.01, 0.2)),
+        deadline_s=rng.choice((0.05, 0.5, 2.0, 2.0)),
+        hold_s=rng.choice((0.1, 1.0, 3.0)),
+        is_fenced=scenario.has_fences,
+        withdraw_s=round(rng.expovariate(20.0), 5) if rng.random() < 0.2 else None,
+        abandon_s=round(rng.expovariate(20.0), 5) if rng.random() < 0.2 else None,
+    )
+
+
+def _fault(rng: random.Random, scenario: Scenario) -> Fault:
+    engines = scenario.engines
+    at = round(_moment(rng, scenario), 5)
+    seconds = round(rng.choice((0.01, 0.1, 0.5, 1.0, 2.5, 6.0)) * rng.uniform(0.5, 1.5), 4)
+    kinds = rng.choice((BETWEEN_AGENTS, BETWEEN_AGENTS, OF_AGENTS, OF_AGENTS, OF_ENGINES, OF_NETWORK))
+    kind = rng.choice(kinds)
+    if kinds is BETWEEN_AGENTS:
+        sources = [agent for name, agents in engines.items() if name[0] == "P" for agent in agents]
+        sinks = [agent for name, agents in engines.items() if name[0] == "D" for agent in agents]
+        pair = rng.choice(sources), rng.choice(sinks)
+        return Fault(at, kind, pair if kind != "half-open" or rng.random() < 0.5 else pair[::-1], seconds)
+    if kinds is OF_AGENTS:
+        return Fault(at, kind, (rng.choice([agent for agents in engines.values() for agent in agents]),), seconds)
+    if kinds is OF_ENGINES:
+        return Fault(at, kind, (rng.choice(list(engines)),), seconds)
+    return Fault(at, kind, ())
+
+
+def _moment(rng: random.Random, scenario: Scenario) -> float:
+    """Any time, but mostly soon after a request, when its chunks are under way."""
+    if rng.random() < 0.25:
+        return rng.uniform(0.0, 2.5)
+    return rng.choice(scenario.requests).want_at + rng.expovariate(rng.choice((500.0, 50.0, 5.0)))

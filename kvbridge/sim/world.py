@@ -1,0 +1,286 @@
+"""One run: processes, engines and a hostile network under one clock, and the oracle that watches them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from kvbridge_proto.peer import Body, Notice, Ping
+from kvbridge_proto.pool import Pool
+
+from ..config import AgentConfig
+from ..exchange.slots import SlotState
+from .check import look_for_leaks
+from .engine import Decode, Engine, Held, Prefill, Rank
+from .fabric import DataNetwork
+from .faults import FAULTS_END_S, Faults
+from .links import SimLink
+from .loop import Clock
+from .matter import Blocks
+from .process import Process
+from .scenario import LAST, Request, Scenario
+
+T = TypeVar("T")
+
+CONNECT_S = 1.0
+SILENCE_S = 1.0
+LOOK_S = 0.25
+LAST_S = 18.0  # after the last fault; whoever asks for something then must get it
+REST_S = 24.0  # so much later everybody has come to rest
+SLACK_S = 1.5
+ENGINE_BLOCKS = 8
+
+
+class Foul(Exception):
+    """Something that must never happen has happened; the text says what."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended: `failure` is empty if nothing was foul. `story` is there if it was asked for."""
+
+    failure: str = ""
+    events: int = 0
+    ends: dict[str, tuple[str, str]] = field(default_factory=dict)  # request -> how it ended on either side
+    story: list[str] = field(default_factory=list)
+
+
+class World:
+    """Everything there is in one run."""
+
+    def __init__(self, scenario: Scenario, is_told: bool = False) -> None:
+        self.scenario = scenario
+        self.clock = Clock()
+        self.data = DataNetwork(self)
+        self.has_fences = scenario.has_fences
+        self.processes: dict[str, Process] = {}
+        self.by_boot: dict[str, Process] = {}
+        self.engines: dict[str, Engine] = {}
+        self.outcome = Outcome()
+        self.story: list[str] | None = [] if is_told else None
+        self._random = random.Random((scenario.seed << 8) + scenario.salt)
+        self.forged: set[Notice] = set()
+        self.landed: set[tuple[str, str, int]] = set()
+        self.held_up: list[SimLink] = []  # which have something under way that cannot go on
+        self.faults = Faults(self)
+        self._ends: dict[int, dict[bool, str]] = {request.number: {} for request in scenario.requests}
+        self._bases = 0
+        self._wasted = 0
+        self._config = AgentConfig(
+            connect_s=CONNECT_S, silence_s=SILENCE_S, write_timeout_s=scenario.write_timeout_s, routes=("nixl",)
+        )
+
+    # The run:
+
+    def run(self) -> Outcome:
+        try:
+            self._begin()
+            self.clock.run(FAULTS_END_S)
+            self.faults.calm()
+            self.clock.run(FAULTS_END_S + LAST_S)
+            self._last_requests()
+            self.clock.run(FAULTS_END_S + REST_S)
+            if not self.outcome.failure:
+                look_for_leaks(self)
+        except Foul:
+            pass
+        finally:
+            for process in self.processes.values():
+                if not process.is_dead:
+                    process.die()
+        self.outcome.events = self.clock.happened
+        self.outcome.ends = {f"r{n}": (e.get(True, "?"), e.get(False, "?")) for n, e in self._ends.items()}
+        self.outcome.story = self.story or []
+        return self.outcome
+
+    def _begin(self) -> None:
+        scenario = self.scenario
+        for agents in scenario.engines.values():
+            for agent in agents:
+                self.start(agent)
+        for name, agents in scenario.engines.items():
+            kind, tokens = (Prefill, 0) if name[0] == "P" else (Decode, 1)
+            self.engines[name] = kind(self, name, agents, ENGINE_BLOCKS, scenario.block_tokens[tokens])
+        for request in scenario.requests:
+            self.clock.at(0.01 + request.at, partial(self._request, request, request.prefill))
+            self.clock.at(0.01 + request.want_at, partial(self._request, request, request.decode))
+        for fault in scenario.faults:
+            self.clock.at(0.01 + fault.at, partial(self.faults.happen, fault))
+        if any(fault.kind in ("half-open", "partition", "freeze agent") for fault in scenario.faults):
+            self.clock.after(LOOK_S, self._look)
+
+    def start(self, name: str) -> None:
+        scenario = self.scenario
+        process = Process(self, name, self._config, scenario.slots, scenario.local, scenario.digest)
+        self.processes[name] = self.by_boot[process.boot] = process
+        self.say(name, f"starts, boot {process.boot}")
+
+    def _request(self, request: Request, name: str) -> None:
+        engine = self.engines[name]
+        if engine.is_dead:
+            self.ended(name[0] == "P", request, "no engine")
+        else:
+            engine.waiting[request.name] = request
+            engine.later(0.0, lambda: engine.begin(request))
+
+    def _look(self) -> None:
+        """Whoever hears nothing for long enough gives its link up."""
+        for process in self.processes.values():
+            if not process.is_dead:
+                for link in list(process.links.open):
+                    link.look(SILENCE_S)
+        if self.clock.now < FAULTS_END_S + SILENCE_S:
+            self.clock.after(LOOK_S, self._look)
+
+    def _last_requests(self) -> None:
+        for request in self.scenario.last():
+            if not {request.prefill, request.decode} & self.faults.gone:
+                self._ends[request.number] = {}
+                self._request(request, request.prefill)
+                self._request(request, request.decode)
+
+    # What the parts ask:
+
+    def blocks_of(self, pool: Pool) -> Blocks:
+        engine = self.engines[pool.engine.id.partition("/")[0]]
+        rank = engine.ranks[pool.shard.tp_rank]
+        if rank.blocks.pool is not pool:  # an engine that has died since it said so
+            return Blocks(pool.engine.id, pool, lambda text: None)
+        return rank.blocks
+
+    def address_of(self, agent: str) -> str:
+        return f"tcp://{agent}:1"
+
+    def at_address(self, address: str) -> Process | None:
+        """Who can be connected to there."""
+        process = self.processes.get(address.removeprefix("tcp://").partition(":")[0])
+        return None if process is None or process.is_dead or process.loop.is_frozen else process
+
+    def is_blocked(self, one: str, other: str) -> bool:
+        return bool(self.faults.blocked) and self.faults.blocked.get((one, other), 0) > 0
+
+    def is_cut_off(self, one: str, other: str) -> bool:
+        return self.is_blocked(one, other) or self.is_blocked(other, one)
+
+    def next_base(self) -> int:
+        self._bases += 1
+        return self._bases << 32
+
+    def waste(self) -> int:
+        """A number that is nobody's row."""
+        self._wasted += 1
+        return -self._wasted - 1
+
+    # Chance:
+
+    def entropy(self, size: int) -> bytes:
+        return self._random.randbytes(size)
+
+    def chance(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def pick(self, options: tuple[T, ...]) -> T:
+        return self._random.choice(options)
+
+    def uniform(self, low: float, high: float) -> float:
+        return self._random.uniform(low, high)
+
+    def jitter(self) -> float:
+        return self._random.random() * 3e-4
+
+    def quick(self) -> float:
+        """How long a message or a write takes: mostly next to nothing."""
+        random = self._random.random
+        return random() * 5e-4 if random() < 0.93 else random() * 0.08
+
+    def gather_s(self) -> float:
+        random = self._random.random
+        return random() * 5e-4 if random() < 0.9 else random() * 0.1
+
+    # What is watched:
+
+    def foul(self, text: str) -> None:
+        self.say("foul", text)
+        if not self.outcome.failure:
+            self.outcome.failure = text
+            self.clock.stop()  # wherever this exception ends
+            raise Foul(text)
+
+    def say(self, who: str, text: str) -> None:
+        if self.story is not None:
+            self.story.append(f"{self.clock.now:9.4f}  {who:8} {text}")
+
+    def on_message(self, sender: Process, receiver: Process, body: Body) -> None:
+        if self.story is not None and not isinstance(body, Ping):
+            self.say(sender.name, f"-> {receiver.name}: {_brief(body)}")
+
+    def on_write(self, source: Process, target: Process, slot: int, notice: Notice) -> None:
+        """Whoever writes a slot holds its lease, and nobody else holds one."""
+        self.say(source.name, f"=> {target.name}: writes {slot}@{notice.generation} of {notice.transfer}")
+        lent = target.slots._slots[slot]
+        is_out = lent.state in (SlotState.LENT, SlotState.QUARANTINED)
+        if not is_out or lent.generation != notice.generation or lent.transfer != notice.transfer:
+            what = f"{lent.state.name.lower()}, {slot}@{lent.generation} of {lent.transfer or 'nobody'}"
+            self.foul(f"{target.name}: a slot that is {what} was written for {slot}@{notice.generation}")
+
+    def on_landed(self, process: Process, notice: Notice) -> None:
+        """A notice counted: it was a true one, and the first of its chunk."""
+        key = process.boot, notice.transfer, notice.chunk
+        if notice in self.forged:
+            self.foul(f"{process.name}: a forged notice counted: {notice}")
+        if key in self.landed:
+            self.foul(f"{process.name}: chunk {notice.chunk} of {notice.transfer} landed twice")
+        self.landed.add(key)
+
+    def ended(self, is_prefill: bool, request: Request, how: str) -> None:
+        """A request is over on one side: once, and once only."""
+        self.say(request.prefill if is_prefill else request.decode, f"{request.name}: {how}")
+        ends = self._ends[request.number]
+        if is_prefill in ends:
+            self.foul(f"{request.name} ended twice on one side: {ends[is_prefill]}, then {how}")
+        ends[is_prefill] = how
+        if request.number >= LAST and not is_prefill and how != "done":
+            self.foul(f"{request.name}, when all was well again: {how}")
+
+    def unended(self) -> list[str]:
+        return [
+            f"r{number} never ended at its {'prefilling' if side else 'decoding'} engine"
+            for number, ends in self._ends.items()
+            for side in (True, False)
+            if side not in ends
+        ]
+
+    def answered(self, engine: Engine, rank: Rank, held: Held) -> None:
+        """A want's answer came: not later than its deadline, if everybody was well."""
+        late = self.clock.now - held.said_at - held.request.deadline_s
+        troubled = max(self.faults.troubled.get(rank.agent, 0.0), self.faults.troubled.get(engine.name, 0.0))
+        if late > SLACK_S and troubled < held.said_at:
+            self.foul(f"{held.request.name}: answered {late:.2f} s after its deadline")
+
+
+def _brief(body: Body) -> str:
+    """A message for people."""
+    name = type(body).__name__
+    fields = {
+        "Claim": ("transfer", "room", "first_token", "end_token", "leases"),
+        "Grant": ("transfer", "leases"),
+        "Ready": ("transfer", "chunks"),
+        "Cancel": ("transfer", "code"),
+        "Drained": ("transfer", "code"),
+        "Failing": ("transfer", "code"),
+        "Settled": ("transfer",),
+        "Refuse": ("about", "code", "reasons"),
+        "Goodbye": ("reason",),
+        "Hello": ("epoch",),
+        "Welcome": ("epoch",),
+    }.get(name, ())
+    return f"{name} " + " ".join(f"{field}={_short(getattr(body, field))}" for field in fields)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_short(each) for each in value) + "]"
+    text = f"{value.slot}@{value.generation}" if hasattr(value, "generation") else str(value)  # type: ignore[attr-defined]
+    return text[:60]

@@ -1,0 +1,253 @@
+"""Every safety rule, switched off: the real code as it would be without it.
+
+`python -m tests.sim.mutations [SEEDS]` says for each how soon the simulator finds out.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from kvbridge_proto.peer import Drained
+
+from kvbridge.agent.attachment import Attachment
+from kvbridge.agent.mover import Mover
+from kvbridge.agent.peers import Dialled, Peers
+from kvbridge.device.porter import Moved
+from kvbridge.exchange import inbound
+from kvbridge.exchange.actions import Send
+from kvbridge.exchange.inbound import Inbound
+from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState, failed
+from kvbridge.exchange.outbound import Outbound
+from kvbridge.exchange.outlet import OutState
+from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
+from kvbridge.sim import matter
+from kvbridge.sim.run import play, prepared
+from kvbridge.sim.scenario import make
+
+Mutate = Callable[[Callable[[Any, str, Any], None]], None]
+
+
+def _generation(put: Callable[[Any, str, Any], None]) -> None:
+    right = SlotPool.land
+
+    def land(self: SlotPool, index: int, generation: int, transfer: str) -> bool:
+        known = 0 <= index < len(self._slots)
+        return right(self, index, self._slots[index].generation if known else generation, transfer)
+
+    put(SlotPool, "land", land)
+
+
+def _quarantine(put: Callable[[Any, str, Any], None]) -> None:
+    put(SlotPool, "doubt", lambda self, transfer: self._step_all(transfer, (SlotState.LENT,), SlotEvent.DRAIN) and 0)
+
+
+def _digest(put: Callable[[Any, str, Any], None]) -> None:
+    put(matter, "compared", lambda ticket, digest, expected: Moved(ticket, digest))
+    put(matter, "is_right", lambda found, expected: True)
+
+
+def _matches(*dropped: str) -> Mutate:
+    """`matches` without looking at these fields."""
+
+    def mutate(put: Callable[[Any, str, Any], None]) -> None:
+        right = inbound.matches
+
+        def matches(notice: Any, wanted: Any, intake: Any) -> bool:
+            session, chunks = intake.session, intake.plan.chunks
+            truth = {
+                "token": intake.token,
+                "source_boot": session.peer.boot,
+                "sink_boot": wanted.home.agent.boot,
+                "source_epoch": session.peer_epoch,
+                "sink_epoch": wanted.home.epoch,
+                "chunk_bytes": intake.plan.chunk(notice.chunk).size_bytes if notice.chunk < chunks else 0,
+            }
+            known = msgspec.structs.replace(notice, **{name: truth[name] for name in dropped})
+            return right(known, wanted, intake)
+
+        put(inbound, "matches", matches)
+
+    return mutate
+
+
+def _twice(put: Callable[[Any, str, Any], None]) -> None:
+    right = inbound.matches
+
+    def matches(notice: Any, wanted: Any, intake: Any) -> bool:
+        landed, intake.landed = intake.landed, set()
+        try:
+            return right(notice, wanted, intake)
+        finally:
+            intake.landed = landed
+
+    put(inbound, "matches", matches)
+    _generation(put)
+
+
+def _released_while_read(put: Callable[[Any, str, Any], None]) -> None:
+    right = Outbound._release_if_over
+
+    def release(self: Outbound, offered: Any) -> Any:
+        gathering, offered.gathering = offered.gathering, 0
+        try:
+            return right(self, offered)
+        finally:
+            offered.gathering = gathering
+
+    put(Outbound, "_release_if_over", release)
+
+
+def _fence(put: Callable[[Any, str, Any], None]) -> None:
+    put(Attachment, "has_reached", lambda self, count: True)
+
+
+def _drained_too_soon(put: Callable[[Any, str, Any], None]) -> None:
+    right = Outbound._stop
+
+    def stop(self: Outbound, out: Any, code: str, reason: str) -> Any:
+        actions = right(self, out, code, reason)
+        if actions and out.state is OutState.STOPPING:
+            actions.append(Send(out.boot, Drained(transfer=out.transfer, code=code, reason=reason)))
+        return actions
+
+    put(Outbound, "_stop", stop)
+
+
+def _says_drained_always(put: Callable[[Any, str, Any], None]) -> None:
+    put(Outbound, "has_drained", lambda self, transfer: True)
+
+
+def _lost_is_gone(put: Callable[[Any, str, Any], None]) -> None:
+    right = Inbound._lose
+
+    def lose(self: Inbound, address: str, now: float) -> Any:
+        hurt = right(self, address, now)
+        if address in self._sources.boots:
+            self.slots.boot_gone(self._sources.boots[address])
+        return hurt
+
+    put(Inbound, "_lose", lose)
+
+
+def _failed_while_scattering(put: Callable[[Any, str, Any], None]) -> None:
+    right = Inbound._fail
+
+    def fail(self: Inbound, wanted: Any, code: str, reason: str, now: float) -> Any:
+        is_open = wanted.state in (WantState.REACHING, WantState.FLOWING)
+        actions = right(self, wanted, code, reason, now)
+        if is_open and wanted.state is WantState.ENDING:
+            actions.append(failed(wanted.want.request, code, reason))
+        return actions
+
+    put(Inbound, "_fail", fail)
+
+
+def _leave_at_once(put: Callable[[Any, str, Any], None]) -> None:
+    async def let_go(self: Mover, attachment: Attachment) -> None: ...
+
+    put(Mover, "let_go", let_go)
+
+
+def _done_too_soon(put: Callable[[Any, str, Any], None]) -> None:
+    right = Inbound.scattered
+
+    def scattered(self: Inbound, transfer: str, *args: Any) -> Any:
+        wanted = self._wanted_by[transfer]
+        intake = wanted.intakes[transfer]
+        if intake.scattered == intake.plan.chunks - 2 and wanted.state is WantState.FLOWING:
+            intake.scattered += 1  # one is counted that has not come
+        return right(self, transfer, *args)
+
+    put(Inbound, "scattered", scattered)
+
+
+def _lost_leaves_no_doubt(put: Callable[[Any, str, Any], None]) -> None:
+    """A transfer whose link was lost is forgotten: its slots stay quarantined for ever."""
+    right = Inbound._end_intake
+
+    def end(self: Inbound, intake: Any, event: IntakeEvent, now: float) -> None:
+        right(self, intake, event, now)
+        if event is IntakeEvent.LOSE and intake.state is IntakeState.ENDED:
+            self._doubts.settle(intake.transfer)
+
+    put(Inbound, "_end_intake", end)
+
+
+def _refusal_is_the_end(put: Callable[[Any, str, Any], None]) -> None:
+    put(Inbound, "refused", lambda self, address, boot: [])
+
+
+def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
+    def dial(self: Peers, address: str) -> None:
+        self._dialled[address] = Dialled(address, self._control.dial(address))
+        self.ask(address)
+
+    put(Peers, "_dial", dial)
+
+
+MUTATIONS: dict[str, Mutate] = {
+    "a lease's generation is not looked at": _generation,
+    "doubtful slots are free at once": _quarantine,
+    "no digest": _digest,
+    "a notice's token is not looked at": _matches("token"),
+    "a notice's source boot is not looked at": _matches("source_boot"),
+    "a notice's sink boot is not looked at": _matches("sink_boot"),
+    "a notice's source epoch is not looked at": _matches("source_epoch"),
+    "a notice's sink epoch is not looked at": _matches("sink_epoch"),
+    "a notice's size is not looked at": _matches("chunk_bytes"),
+    "a chunk may land twice": _twice,
+    "blocks are released while they are read": _released_while_read,
+    "the fence is not waited for": _fence,
+    "drained is said while writes are under way": _drained_too_soon,
+    "drained is said of a lost session whatever it writes": _says_drained_always,
+    "a lost link counts as a dead source": _lost_is_gone,
+    "failed is said while rows are scattered": _failed_while_scattering,
+    "an engine is let go while its memory is used": _leave_at_once,
+    "done is said one chunk too soon": _done_too_soon,
+    "a lost transfer's slots are forgotten": _lost_leaves_no_doubt,
+    "a source that refuses is not asked": _refusal_is_the_end,
+    "an agent without an engine dials": _half_a_session,
+}
+
+
+@contextmanager
+def switched_off(name: str) -> Iterator[None]:
+    """The rule of this name does not hold inside."""
+    before: list[tuple[Any, str, Any]] = []
+
+    def put(owner: Any, attribute: str, value: Any) -> None:
+        before.append((owner, attribute, getattr(owner, attribute)))
+        setattr(owner, attribute, value)
+
+    MUTATIONS[name](put)
+    try:
+        yield
+    finally:
+        for owner, attribute, value in reversed(before):
+            setattr(owner, attribute, value)
+
+
+def found(name: str, most: int, first: int = 0) -> tuple[int, str] | None:
+    """The first seed that fails without this rule, and how; None if none of `most` does."""
+    with switched_off(name), prepared() as listener:
+        for seed in range(first, first + most):
+            if failure := play(make(seed), listener).failure:
+                return seed, failure
+    return None
+
+
+def main() -> None:
+    most = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
+    for name in MUTATIONS:
+        began = time.perf_counter()
+        seed = found(name, most)
+        print(f"{name}: {seed or 'NOT FOUND'} ({time.perf_counter() - began:.1f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

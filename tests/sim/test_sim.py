@@ -1,0 +1,77 @@
+"""Simulated schedules: those that failed once, a fixed slice of all, and that a seed is all there is to one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbridge.sim.minimise import minimised, told
+from kvbridge.sim.run import Listener, outcomes, play, prepared
+from kvbridge.sim.scenario import make
+from tests.sim.mutations import found, switched_off
+
+CORPUS = Path(__file__).with_name("corpus.txt")
+SLICE = 1200
+
+
+@pytest.fixture(scope="module")
+def listener() -> Iterator[Listener]:
+    with prepared() as heard:
+        yield heard
+
+
+def corpus() -> list[int]:
+    lines = [line.partition("#")[0].strip() for line in CORPUS.read_text().splitlines()]
+    return [int(line) for line in lines if line]
+
+
+@pytest.mark.parametrize("seed", corpus())
+def test_what_failed_once_does_not_fail_again(listener: Listener, seed: int) -> None:
+    assert not play(make(seed), listener).failure
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_nothing_is_lost_corrupted_or_stuck(part: int) -> None:
+    """A fixed slice; `kvbridge sim` plays more."""
+    ends: Counter[str] = Counter()
+    for seed, outcome in outcomes(part * SLICE // 6, SLICE // 6):
+        assert not outcome.failure, f"kvbridge sim --first {seed} --seeds 1"
+        ends.update(end for _, end in outcome.ends.values())
+    assert ends["done"] > SLICE // 6, "most wants come to nothing: these schedules test little"
+    assert len(ends) > 8, f"hardly anything goes wrong: {ends}"
+
+
+def test_a_seed_is_all_there_is_to_a_run() -> None:
+    """Another process, with other hashes and another clock, tells the same story to the last word."""
+    stories = []
+    for hashes in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvbridge.cli", "sim", "--story", "11"],
+            env=os.environ | {"PYTHONHASHSEED": hashes},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        )
+        stories.append(done.stdout)
+    assert stories[0] == stories[1] and "Claim" in stories[0]
+
+
+def test_a_failure_is_made_small_and_told(listener: Listener) -> None:
+    rule = "doubtful slots are free at once"
+    failing = found(rule, 500)
+    assert failing is not None
+    scenario = make(failing[0])
+    with switched_off(rule):
+        smaller, outcome = minimised(scenario, listener)
+    assert outcome.failure and len(smaller.requests) <= len(scenario.requests)
+    assert len(smaller.requests) <= 2 and len(smaller.faults) <= 1
+    story = told(smaller, outcome)
+    assert re.search(r"d\d\d +-> p\d\d: Claim", story) and story.endswith(f"FAILED: {outcome.failure}")
