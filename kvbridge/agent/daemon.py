@@ -27,6 +27,7 @@ from ..exchange.actions import Scatter, Ship
 from ..exchange.inbound import Inbound
 from ..exchange.outbound import Outbound
 from ..exchange.slots import LocalSlots, SlotPool
+from ..failpoints import VARIABLE, arm_from_environment
 from ..transport.control import Control, Settings
 from ..transport.local import LocalConnection, LocalServer
 from .attachment import Attachment
@@ -110,6 +111,7 @@ class Agent:
 
     async def _start(self, stack: AsyncExitStack) -> None:
         config, loop = self.config, asyncio.get_running_loop()
+        self._arm()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         self.mover = Mover(lambda: equip(config, self.boot), self.boot, self, config.write_timeout_s)
@@ -131,6 +133,12 @@ class Agent:
         stack.push_async_callback(self.engines.leave, "the agent is ending")
         if config.metrics:
             stack.callback(self.metrics.serve(config.metrics))
+
+    def _arm(self) -> None:
+        """Say it as loudly as we can if we were started to fail."""
+        if said := arm_from_environment():
+            log.warning("FAILPOINTS ARE ON, this agent will fail on purpose: %s=%s", VARIABLE, ",".join(said))
+            self.metrics.warn_of_failpoints(said)
 
     def _control(self) -> Control:
         config = self.config

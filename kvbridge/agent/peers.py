@@ -40,6 +40,7 @@ from ..exchange.session import (
     hello,
     welcome,
 )
+from ..failpoints import failpoint
 from ..transport.control import Arrived, Control, Lost, Rejected
 from ..transport.link import Link
 from .metrics import Metrics
@@ -224,6 +225,7 @@ class Peers:
 
     async def _welcomed(self, address: str, greeting: Welcome) -> None:
         """The source agrees. Its route counts once we have seen what it wrote by it."""
+        failpoint("sink.welcome_received")
         home, dialled = self._home(), self._dialled.get(address)
         if home is None or dialled is None or dialled.state is not SessionState.GREETING:
             return
@@ -264,6 +266,7 @@ class Peers:
 
     async def _greeted(self, link: Link, greeting: Hello) -> None:
         """Somebody wants to fetch from us."""
+        failpoint("source.hello_received")
         home = self._home()
         if self.is_closing:
             link.send(Refuse(code="draining", reasons=("this agent is stopping",)))
@@ -275,8 +278,7 @@ class Peers:
             self._metrics.refused(session.code)
             link.send(session)
             return
-        boot = session.peer.boot
-        known = self._accepted.get(boot)
+        known = self._accepted.get(boot := session.peer.boot)
         if known is not None and known.link is link and known.lane == greeting.probe_lane:
             connected: Connected | None = known.connected
         else:  # it has forgotten what was proved before, or never knew
@@ -294,6 +296,7 @@ class Peers:
             self.source.met(session)
         link.version = session.version
         link.send(welcome(session, home))
+        failpoint("source.welcome_sent")
 
     async def _connect(self, link: Link, greeting: Hello, home: Home) -> Connected | None:
         """Prove a route to the sink's slots; None if there is none or it has become pointless meanwhile."""
@@ -312,8 +315,7 @@ class Peers:
         return connected
 
     def _lose_sink(self, boot: str, reason: str) -> None:
-        accepted = self._accepted.pop(boot, None)
-        if accepted is None:
+        if (accepted := self._accepted.pop(boot, None)) is None:
             return
         log.info("session over: sink=%s boot=%s %s", accepted.session.peer.name, boot, reason)
         self.source.lost(boot)
