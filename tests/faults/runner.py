@@ -19,7 +19,7 @@ class Runner:
         self._world: World | None = None
 
     def tell(self, case: Case) -> str:
-        world = self._world or self._made()
+        world = self.world()
         try:
             return tell(world, case)
         except BaseException:
@@ -27,7 +27,9 @@ class Runner:
             world.close()
             raise
 
-    def _made(self) -> World:
+    def world(self) -> World:
+        if self._world is not None:
+            return self._world
         self._world = world = World(Path(tempfile.mkdtemp(prefix="kvbridge-faults-")), self._nursery)
         try:
             world.meet()
