@@ -20,7 +20,6 @@ import kvbridge.agent.daemon  # noqa: F401
 from kvbridge.cli import main
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 def serve() -> None:
@@ -34,9 +33,8 @@ def serve() -> None:
         print(pid, flush=True)
 
 
-def run(argv: list[str], log: str, environment: dict[str, str], netns: str = "") -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def run(argv: list[str], log: str, environment: dict[str, str]) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -44,10 +42,6 @@ def run(argv: list[str], log: str, environment: dict[str, str], netns: str = "")
     os.dup2(out, 2)
     os.closerange(3, 256)
     os.environ.update(environment)
-    if netns:
-        namespace = os.open(f"/run/netns/{netns}", os.O_RDONLY)
-        assert libc.setns(namespace, CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-        os.close(namespace)
     sys.argv = ["kvbridge", "agent", *argv]
     code = 70
     try:

@@ -42,7 +42,6 @@ class Side:
     role: Role
     options: dict[str, str]
     job: Job
-    netns: str = ""
     stuck_s: float = 0.0  # how long any of the two has stood still, lately
     listen: str = ""
     rooms: set[int] = field(default_factory=set)  # told, and not ended
@@ -50,7 +49,7 @@ class Side:
 
     def start_agent(self, armed: str = "") -> None:
         options = self.options | ({"listen": self.listen} if self.listen else {})
-        self.agent = Agent(self.nursery, self.folder, self.role, options, armed, self.netns)
+        self.agent = Agent(self.nursery, self.folder, self.role, options, armed)
         self.agent.wait_serving()
         self.listen = self.listen or self.agent.address
 
@@ -105,7 +104,10 @@ def is_free(status: Status) -> bool:
 
 
 class World:
-    """`through` is what stands between the sink and the source's address, such as a proxy."""
+    """`through` is what stands between the sink and the source's address, such as a proxy.
+
+    `apart` has agents that are forked elsewhere, with more options.
+    """
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class World:
         *,
         options: dict[str, str] | None = None,
         through: Callable[[str], str] = lambda address: address,
-        netns: dict[Role, tuple[str, dict[str, str]]] | None = None,
+        apart: dict[Role, tuple[Nursery, dict[str, str]]] | None = None,
         **job: Any,
     ) -> None:
         self.folder, self.through = folder, through
@@ -122,9 +124,9 @@ class World:
         self.sides: dict[Role, Side] = {}
         self.base: dict[Role, Held] = {}
         for role in ROLES:
-            namespace, own = (netns or {}).get(role, ("", {}))
+            own, more = (apart or {}).get(role, (nursery, {}))
             told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **{"deadline_s": DEADLINE_S, **job})
-            side = Side(nursery, folder, role, {**LIMITS, **FEW, **(options or {}), **own}, told, namespace)
+            side = Side(own, folder, role, {**LIMITS, **FEW, **(options or {}), **more}, told)
             self.sides[role] = side
             side.start_agent()
             side.start_engine()
