@@ -64,6 +64,7 @@ def tell(world: World, case: Case) -> str:
     victim = world.sides[case.role]
     for side in world.sides.values():
         side.stuck_s = 0.0
+        side.ends.clear()
     _restart(world, victim, case.what, case.armed)
     if case.action == "fail":
         return _fails(world, victim, case)

@@ -87,6 +87,7 @@ class Engine:
         self.free = deque(range(self.content.shape.blocks))
         self.open: dict[str, Open] = {}
         self.told = Told()
+        self.begun = 0
         self.ends: dict[str, int] = {}
         self._stamps = 0
         self._looked = self._looked_late = 0.0
@@ -124,7 +125,7 @@ class Engine:
 
     def do_audit(self) -> None:
         self._audit()
-        say("audited", open=len(self.open), waiting=len(self.told.rooms), ends=self.ends)
+        say("audited", open=len(self.open), waiting=len(self.told.rooms), begun=self.begun, ends=self.ends)
 
     def do_forget(self) -> None:
         """Rooms that were not begun will not be."""
@@ -145,6 +146,7 @@ class Engine:
             now = time.monotonic()
             began = Open(room, blocks, self.content.rows(room), now, now + self.job.deadline_s + self.job.grace_s)
             self.open[f"room-{room}"] = began
+            self.begun += 1
             if self.job.role == "source":
                 self._offer(began)
             else:

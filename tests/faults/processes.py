@@ -115,6 +115,17 @@ class Held:
         return self.fds <= before.fds and self.threads <= before.threads and self.shared <= before.shared
 
 
+def connections(pid: int) -> list[str]:
+    """Its TCP connections, ours of its ports first; state 01 is established, 08 waits for us to close."""
+    inodes = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(os.readlink(f"/proc/{pid}/fd/{fd}").removeprefix("socket:[")[:-1])
+    tables = [Path(f"/proc/{pid}/net/{family}").read_text() for family in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table.splitlines()]
+    return sorted(f"{each[1]} to {each[2]} {each[3]}" for each in lines if each[9] in inodes)
+
+
 def maps_pool(pid: int, name: str) -> bool:
     """Whether that process maps the memory of that engine."""
     return f"memfd:{name} " in Path(f"/proc/{pid}/maps").read_text()

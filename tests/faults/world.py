@@ -14,7 +14,7 @@ import msgspec
 from kvbridge_proto.status import Status
 
 from .engine import Job
-from .processes import POOL, Agent, Engine, Held, Nursery, maps_pool
+from .processes import POOL, Agent, Engine, Held, Nursery, connections, maps_pool
 
 Role = Literal["source", "sink"]
 ROLES: tuple[Role, ...] = ("source", "sink")
@@ -213,7 +213,9 @@ class World:
             over = {role: (before[role], now[role]) for role in survivors if not now[role].is_within(before[role])}
             if not over:
                 return
-            assert time.monotonic() < end, f"held before and after: {over}"
+            if time.monotonic() > end:
+                open_ = {role: connections(self.sides[role].agent.pid) for role in over}
+                raise AssertionError(f"held before and after: {over}, connections: {open_}")
             time.sleep(0.1)
 
     def unmaps(self, side: Side, name: str) -> float:
