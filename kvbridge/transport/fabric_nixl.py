@@ -274,8 +274,6 @@ class NixlFabric:
         if not peer.is_leaving or peer.writes:
             return
         self._peers[boot] = self._peers.pop(boot)  # the last of those that were left
-        if peer.is_failed:
-            self._forget(boot)
         idle = [name for name, other in self._peers.items() if other.is_leaving and not other.writes]
         for name in idle[:-IDLE_PEERS]:
             self._forget(name)
