@@ -1,6 +1,7 @@
 # make demo    two synthetic engines that disagree, two agents, real ZeroMQ and NIXL, checked bit for bit
 # make test    lint, types and every test that needs no engine
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
+# make test-faults    every process killed and stopped at every failpoint, three times (15 minutes on two cores)
 # make test-gpu    the tests that need a GPU, or two
 # make bench   what is measured, written to bench/results
 # make bench-gpu   the tests on GPUs, then all that is measured there (tests/gpu/run says more)
@@ -13,7 +14,7 @@ AGENT = .venv/.ready
 ENGINE = .venv-vllm/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 
-.PHONY: demo demo-vllm test lint unit test-vllm test-gpu bench bench-gpu golden clean
+.PHONY: demo demo-vllm test lint unit test-vllm test-faults test-gpu bench bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -33,6 +34,10 @@ unit: $(AGENT)
 
 test-vllm: $(AGENT) $(ENGINE)
 	.venv-vllm/bin/python -m pytest -m vllm tests/adapters tests/engines
+
+test-faults: $(AGENT)
+	.venv/bin/python -m tests.faults --all --times 3 --workers 2
+	.venv/bin/python -m pytest tests/faults
 
 test-gpu: $(AGENT)
 	PYTHON=.venv/bin/python tests/gpu/run tests

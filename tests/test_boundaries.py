@@ -17,16 +17,24 @@ MAY: dict[str, set[str]] = {
     "kvbridge_proto": set(),
     "kvbridge_kernels": set(),
     "kvbridge.errors": set(),
+    "kvbridge.failpoints": {"kvbridge.errors"},
     "kvbridge.config": {"kvbridge_proto", "kvbridge.errors"},
     "kvbridge.geometry": {"kvbridge_proto", "kvbridge.errors"},
     "kvbridge.exchange": {"kvbridge_proto", "kvbridge.errors", "kvbridge.geometry"},
     "kvbridge.device": {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"},
     "kvbridge.transport": {"kvbridge_proto", "kvbridge.errors"},
-    "kvbridge.adapters": {"kvbridge_proto", "kvbridge.errors", "kvbridge.device.handles", "kvbridge.device.fence"},
+    "kvbridge.adapters": {
+        "kvbridge_proto",
+        "kvbridge.errors",
+        "kvbridge.failpoints",
+        "kvbridge.device.handles",
+        "kvbridge.device.fence",
+    },
     "kvbridge.agent": {
         "kvbridge_proto",
         "kvbridge.config",
         "kvbridge.errors",
+        "kvbridge.failpoints",
         "kvbridge.geometry",
         "kvbridge.exchange",
         "kvbridge.device",
@@ -40,6 +48,7 @@ THIRD: dict[str, set[str] | None] = {
     "kvbridge_proto": {"msgpack", "msgspec"},
     "kvbridge_kernels": {"torch", "triton", "numpy", "xxhash"},
     "kvbridge.errors": set(),
+    "kvbridge.failpoints": set(),
     "kvbridge.config": {"msgspec"},
     "kvbridge.geometry": {"numpy", "msgspec"},
     "kvbridge.exchange": {"numpy", "msgspec"},
@@ -53,7 +62,13 @@ IMPURE = {
     *("asyncio", "datetime", "logging", "os", "pathlib", "random", "secrets", "select", "signal", "socket"),
     *("subprocess", "sys", "tempfile", "threading", "time", "uuid"),
 }
-LIGHT = ("kvbridge_proto", "kvbridge.errors", "kvbridge.device.handles", "kvbridge.adapters.client")
+LIGHT = (
+    "kvbridge_proto",
+    "kvbridge.errors",
+    "kvbridge.failpoints",
+    "kvbridge.device.handles",
+    "kvbridge.adapters.client",
+)
 FORBIDDEN_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj", "deserialize_descs", "get_serialized_descs"}
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 READS = {"os.getenv", "os.environ.get", "os.environ.items", "os.environ.copy"}
@@ -175,7 +190,7 @@ def test_nothing_runs_what_it_was_sent(module: str) -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_environment_is_read_in_config_only(module: str) -> None:
-    if module == "kvbridge.config" or _is_in(module, "kvbridge.adapters"):
+    if module in ("kvbridge.config", "kvbridge.failpoints") or _is_in(module, "kvbridge.adapters"):
         return
     for node in ast.walk(_tree(module)):
         if isinstance(node, ast.Attribute) and ast.unparse(node) in READS:

@@ -16,8 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvbridge_proto.codec import LIMITS, BadFrame, Limits
-from kvbridge_proto.engine import ToAgent, ToEngine
+from kvbridge_proto.engine import Abandon, Attach, Detach, Done, Offer, Released, ToAgent, ToEngine, Want
 from kvbridge_proto.stream import HEADER, StreamReader, pack
+
+from ..failpoints import arm_from_environment, failpoint
 
 RETRY_S = 0.05
 MAX_FDS = 64
@@ -58,6 +60,7 @@ class EngineClient:
         self._unsent: deque[_Frame] = deque()
         self._unsent_bytes = 0
         self._moved_at = 0.0
+        arm_from_environment()
 
     def __repr__(self) -> str:
         return f"<EngineClient {self.path} {'connected' if self.is_connected else f'lost: {self.why}'}>"
@@ -118,6 +121,7 @@ class EngineClient:
         self._unsent.append(_Frame(memoryview(frame), ours))
         self._unsent_bytes += len(frame)
         self._flush()
+        _pass_sent(message)
         return True
 
     def poll(self) -> list[ToEngine]:
@@ -135,6 +139,8 @@ class EngineClient:
             self._lose(f"connection failed: {error}")
         if self._unsent and time.monotonic() - self._moved_at > self._stall_s:
             self._lose(f"stall_s: {self._stall_s} passed: the agent does not read")
+        for message in messages:
+            _pass_heard(message)
         return messages
 
     def fileno(self) -> int:
@@ -198,6 +204,28 @@ class EngineClient:
             _close(frame.fds)
         self._unsent.clear()
         self._unsent_bytes = 0
+
+
+def _pass_sent(message: ToAgent) -> None:
+    match message:
+        case Attach():
+            failpoint("engine.attach_sent")
+        case Offer():
+            failpoint("engine.offer_sent")
+        case Want():
+            failpoint("engine.want_sent")
+        case Abandon():
+            failpoint("engine.abandon_sent")
+        case Detach():
+            failpoint("engine.detach_sent")
+
+
+def _pass_heard(message: ToEngine) -> None:
+    match message:
+        case Done():
+            failpoint("engine.done_heard")
+        case Released():
+            failpoint("engine.released_heard")
 
 
 def _duplicate(fds: Sequence[int]) -> list[int]:

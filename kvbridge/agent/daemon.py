@@ -30,6 +30,7 @@ from ..exchange.actions import Scatter, Ship
 from ..exchange.inbound import Inbound
 from ..exchange.outbound import Outbound
 from ..exchange.slots import LocalSlots, SlotPool
+from ..failpoints import VARIABLE, arm_from_environment
 from ..transport.control import Control
 from ..transport.endpoint import check_metrics, with_key
 from ..transport.events import Settings
@@ -135,6 +136,7 @@ class Agent:
 
     async def _start(self, stack: AsyncExitStack) -> None:
         config, loop = self.config, asyncio.get_running_loop()
+        self._arm()
         self.trust = trust_of(config)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -163,6 +165,12 @@ class Agent:
         if config.metrics:
             check_metrics(config.metrics, allow_wildcard=config.allow_wildcard)
             stack.callback(self.metrics.serve(config.metrics))
+
+    def _arm(self) -> None:
+        """Say it as loudly as we can if we were started to fail."""
+        if said := arm_from_environment():
+            log.warning("FAILPOINTS ARE ON, this agent will fail on purpose: %s=%s", VARIABLE, ",".join(said))
+            self.metrics.warn_of_failpoints(said)
 
     def _control(self) -> Control:
         config = self.config

@@ -41,6 +41,7 @@ from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..errors import EngineError, KVBridgeError
 from ..exchange.session import Home
+from ..failpoints import failpoint
 from ..geometry.check import check_pool, rescaled
 from ..geometry.plan import Planner
 from ..transport.local import LocalConnection
@@ -133,6 +134,7 @@ class Engines:
         self._home = None
         attached, self._attached = self._attached, None
         self.sink.attached = self.source.attached = None
+        failpoint("agent.leaving")
         if attached is not None:
             await self._mover.let_go(attached)  # what was begun is finished; nothing new can begin
             attached.close()
@@ -197,6 +199,7 @@ class Engines:
             len(pool.planes),
         )
         connection.send(Attached(version=version, epoch=self._epoch, agent=agent))
+        failpoint("agent.attached")
         twin, slot_bytes = Planner(pool, pool), self._mover.site.fabric.slot_bytes
         for is_source in (True, False):  # most peers will be alike; what others need is made ready when they come
             self._mover.warm(attached, twin.samples(slot_bytes, is_source))
@@ -236,6 +239,7 @@ class Engines:
         """Map what the engine sent. Raises KVBridgeError; nothing stays mapped then."""
         memory = AttachedPool.open(attach.pool, attach.handles, fds, self._mover.device)
         try:
+            failpoint("agent.attaching")
             fence = None if attach.fence_fd is None else FencePage(_fd(fds, attach.fence_fd))
         except BaseException:
             memory.close()

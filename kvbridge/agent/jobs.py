@@ -15,6 +15,7 @@ from ..device.porter import Moved
 from ..device.staging import Span
 from ..errors import FabricError, KVBridgeError, PeerError
 from ..exchange.actions import Scatter, Ship
+from ..failpoints import failpoint
 from ..geometry.plan import Part
 from ..transport.fabric import WriteFailed, WriteLate
 from .attachment import Attachment
@@ -70,6 +71,7 @@ class Jobs:
         except FabricError as error:
             settle(None, error)
         else:
+            failpoint("source.probed")
             if (before := self._targets.get(landing.boot)) is not None:
                 self.disconnect(landing.boot, before.serial)
             self._targets[landing.boot] = target
@@ -142,10 +144,12 @@ class Jobs:
         moved, failure = Moved(0), None
         try:
             yield self._fence(attachment, ship.fence)
+            failpoint("source.gather_begun")
             part, porter = Part(ship.plan, chunk, ship.tables, True), self._equipment.porter
             ended = yield WaitMove(porter.gather(attachment.memory, part, slot, ship.digest_kind, host))
             assert isinstance(ended, Moved)
             moved, failure = ended, ended.failure
+            failpoint("source.gathered")
         except Exception as error:  # it costs this transfer, nobody else
             failure = _failure("gather_failed", error, ship)
         self._tell(self._told.on_gathered, ship, size, self._clock() - began)
@@ -158,16 +162,19 @@ class Jobs:
         notice = encode(self._notice(ship, attachment, size, digest))
         fabric = target.dock.fabric
         try:
+            failpoint("source.write_begun")
             if target.route == "direct":
                 fabric.notify(target.name, notice)
                 return None
             local, remote = target.dock.outbound.address(ship.local), target.slot(ship.lease.slot, size).address
             deadline = self._clock() + self._write_timeout_s
             wait = WaitWrite(fabric, fabric.write(target.name, local, remote, size, notice, deadline))
+            failpoint("source.write_posted")
         except FabricError as error:
             return error.code, str(error)
         while isinstance(ended := (yield wait), WriteLate):
             self._tell(self._told.on_late, ship, f"write_timeout_s: {self._write_timeout_s} passed")
+        failpoint("source.write_ended")
         return ("write_failed", ended.reason) if isinstance(ended, WriteFailed) else None
 
     def _notice(self, ship: Ship, attachment: Attachment, size: int, digest: int) -> Notice:
@@ -211,6 +218,7 @@ class Jobs:
         failure: Failure
         try:
             yield self._fence(attachment, scatter.fence)
+            failpoint("sink.scatter_begun")
             part = Part(scatter.plan, chunk, scatter.tables, False)
             ticket = porter.scatter(attachment.memory, part, slot, scatter.digest_kind, scatter.digest, host)
             ended = yield WaitMove(ticket)

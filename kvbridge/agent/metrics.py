@@ -43,6 +43,8 @@ class Metrics:
         self._late = Counter("kvbridge_late_writes", "Landed writes that counted for nothing", registry=registry)
         self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were made anew", registry=registry)
         self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)
+        failpoints = "Armed: this agent was started to fail, for a test"
+        self._failpoints = Counter("kvbridge_failpoints", failpoints, ["armed"], registry=registry)
         self._refused = Counter("kvbridge_refused", "Engines and peers refused", ["code"], registry=registry)
 
     def watch(self, gauges: Gauges) -> None:
@@ -58,6 +60,11 @@ class Metrics:
             ("engine_attached", "1 while an engine is attached", lambda: int(gauges.is_attached())),
         ):
             Gauge(f"kvbridge_{name}", text, registry=self.registry).set_function(read)
+
+    def warn_of_failpoints(self, said: tuple[str, ...]) -> None:
+        """Show that this agent was told to fail, wherever anybody looks."""
+        for each in said:
+            self._failpoints.labels(each).inc()
 
     def serve(self, address: str) -> Callable[[], None]:
         """Serve on `host:port` (the library's own thread); returns what stops it. Raises OperatorError."""

@@ -38,6 +38,7 @@ from ..exchange.session import (
     hello,
     welcome,
 )
+from ..failpoints import failpoint
 from ..transport.control import Control
 from ..transport.events import Arrived, Lost, Rejected
 from ..transport.link import Link
@@ -215,6 +216,7 @@ class Peers:
 
     async def _welcomed(self, address: str, greeting: Welcome) -> None:
         """The source agrees. Its route counts once we have seen what it wrote by it."""
+        failpoint("sink.welcome_received")
         home, dialled = self._home(), self._dialled.get(address)
         if home is None or dialled is None or dialled.state is not SessionState.GREETING:
             return
@@ -260,6 +262,7 @@ class Peers:
 
     async def _greeted(self, link: Link, greeting: Hello) -> None:
         """Somebody wants to fetch from us."""
+        failpoint("source.hello_received")
         home = self._home()
         if self.is_closing:
             link.send(Refuse(code="draining", reasons=("this agent is stopping",)))
@@ -271,8 +274,7 @@ class Peers:
             self._metrics.refused(session.code)
             link.send(session)
             return
-        boot = session.peer.boot
-        known = self._accepted.get(boot)
+        known = self._accepted.get(boot := session.peer.boot)
         if known is not None and known.link.key != link.key:  # a boot is of who proved to have it first
             log.warning("refused a peer: boot=%s is of another key than %s", boot, link.key)
             self._metrics.refused("boot_of_another_key")
@@ -296,6 +298,7 @@ class Peers:
             self.source.met(session)
         link.version = session.version
         link.send(welcome(session, home))
+        failpoint("source.welcome_sent")
 
     def _is_waiting(self, link: Link) -> bool:
         """Whether the sink that said Hello is still there and has not said Goodbye since."""
@@ -320,8 +323,7 @@ class Peers:
         return connected
 
     def _lose_sink(self, boot: str, reason: str) -> None:
-        accepted = self._accepted.pop(boot, None)
-        if accepted is None:
+        if (accepted := self._accepted.pop(boot, None)) is None:
             return
         log.info("session over: sink=%s boot=%s %s", accepted.session.peer.name, boot, reason)
         self.source.lost(boot)

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 from kvbridge_proto.engine import Done, Failed, ToEngine, Want
-from kvbridge_proto.peer import Drained, Failing, Notice, Ready, Refuse
+from kvbridge_proto.peer import Body, Cancel, Claim, Drained, Failing, Grant, Notice, Ready, Refuse, Settled
 
 from ..exchange.actions import Action, Ask, Reach, Scatter, Send, Tell
 from ..exchange.inbound import Inbound
 from ..exchange.session import Home, Session
+from ..failpoints import failpoint
 from .attachment import Attachment
 from .metrics import Metrics
 from .mover import Mover
@@ -59,6 +60,7 @@ class Sink:
             want.end_token,
             want.source,
         )
+        failpoint("sink.want_heard")
         self._do(self._inbound.want, want, home, self._clock())
 
     def abandon(self, request: str) -> None:
@@ -100,6 +102,7 @@ class Sink:
             case Failing(transfer=transfer, code=code, reason=reason):
                 self._do(inbound.failing, address, transfer, code, reason, now)
             case Drained(transfer=transfer, code=code, reason=reason):
+                failpoint("sink.drained_heard")
                 self._do(inbound.drained, address, transfer, code, reason, now)
             case Refuse(about=transfer, code=code, reasons=reasons):  # a refused claim is never written for
                 self._do(inbound.drained, address, transfer, code, "; ".join(reasons), now)
@@ -113,6 +116,7 @@ class Sink:
         if scatter is None:
             return None
         assert attached is not None
+        failpoint("sink.notice_landed")
         return scatter, attached
 
     def on_dropped(self, notice: Notice) -> None:
@@ -120,6 +124,7 @@ class Sink:
         self._metrics.late_write()
 
     def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None:
+        failpoint("sink.scattered")
         if failure is None:
             self._metrics.chunk("sink", size_bytes)
         self._do(self._inbound.scattered, scatter.transfer, scatter.slot, failure, self._clock())
@@ -141,6 +146,7 @@ class Sink:
                     self._peers.ask(address)
                 case Send(peer=address, body=body):
                     self._peers.send_to_source(address, body)
+                    _pass_sent(body)
                 case Tell(message=message):
                     self._tell(message)
                     self._told(message)
@@ -151,6 +157,19 @@ class Sink:
             case Done(request=request, moved_bytes=moved, seconds=seconds):
                 log.info("done: request=%s bytes=%d ms=%.2f", request, moved, seconds * 1e3)
                 self._metrics.want_done(seconds)
+                failpoint("sink.done_told")
             case Failed(request=request, code=code, reason=reason):
                 log.warning("failed: request=%s code=%s %s", request, code, reason)
                 self._metrics.want_failed(code)
+
+
+def _pass_sent(body: Body) -> None:
+    match body:
+        case Claim():
+            failpoint("sink.claim_sent")
+        case Grant():
+            failpoint("sink.grant_sent")
+        case Cancel():
+            failpoint("sink.cancel_sent")
+        case Settled():
+            failpoint("sink.settled_sent")

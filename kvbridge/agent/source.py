@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable
 
 from kvbridge_proto.engine import Offer, Released, ToEngine
-from kvbridge_proto.peer import Cancel, Claim, Grant, Refuse, Settled
+from kvbridge_proto.peer import Cancel, Claim, Drained, Grant, Refuse, Settled
 
 from ..exchange.actions import Action, Send, Ship, Tell
 from ..exchange.outbound import Outbound
 from ..exchange.session import Home, Session
+from ..failpoints import failpoint
 from .attachment import Attachment
 from .metrics import Metrics
 from .mover import Mover
@@ -56,6 +57,7 @@ class Source:
             offer.tokens,
             " (last)" if offer.is_last else "",
         )
+        failpoint("source.offer_heard")
         self._do(self._outbound.offer(offer, home, self._clock()))
 
     def knows(self, request: str) -> bool:
@@ -86,13 +88,16 @@ class Source:
                 self._peers.send_to_sink(boot, refuse)
             case Claim():
                 assert home is not None
+                failpoint("source.claim_received")
                 log.debug("claim: transfer=%s want=%s room=%s", body.transfer, body.want, body.room)
                 self._do(self._outbound.claim(body, session, home, self._clock()))
             case Grant():
                 self._do(self._outbound.grant(boot, body))
             case Cancel(transfer=transfer, code=code, reason=reason):
+                failpoint("source.cancel_received")
                 self._do(self._outbound.cancel(boot, transfer, code, reason))
             case Settled(transfer=transfer):
+                failpoint("source.settled_heard")
                 log.debug("settled: transfer=%s", transfer)
                 self._metrics.transfer_settled()
 
@@ -129,12 +134,16 @@ class Source:
             match action:
                 case Send(peer=boot, body=body):
                     self._peers.send_to_sink(boot, body)
+                    if isinstance(body, Drained):
+                        failpoint("source.drained_sent")
                 case Tell(message=message):
                     if isinstance(message, Released):
                         level = logging.INFO if message.code else logging.DEBUG
                         log.log(level, "released: request=%s %s %s", message.request, message.code, message.reason)
                         self._metrics.offer_released(message.code)
                     self._tell(message)
+                    if isinstance(message, Released):
+                        failpoint("source.released_told")
                 case Ship():
                     assert self.attached is not None
                     self._mover.ship(action, self.attached)

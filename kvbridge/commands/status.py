@@ -58,7 +58,7 @@ def _answer(connection: socket.socket, path: str) -> Status:
 
 def rendered(status: Status) -> RenderableType:
     """The status for people."""
-    parts: list[RenderableType] = [_agent(status), _slots(status)]
+    parts: list[RenderableType] = [*_failpoints(status), _agent(status), _slots(status)]
     if status.peers:
         parts.append(_rows("peers", ("name", "address", "state", "route", "key", "verdict"), status.peers))
     if status.transfers:
@@ -67,6 +67,13 @@ def rendered(status: Status) -> RenderableType:
     if status.counters:
         parts.append(_counters(status))
     return Group(*parts)
+
+
+def _failpoints(status: Status) -> list[RenderableType]:
+    """An agent that was started to fail must not be taken for one that serves."""
+    prefix = "kvbridge_failpoints_total{armed="
+    said = [name.removeprefix(prefix)[:-1] for name in status.counters if name.startswith(prefix)]
+    return [f"FAILPOINTS ARE ON, this agent fails on purpose: {', '.join(said)}"] if said else []
 
 
 def _agent(status: Status) -> Table:

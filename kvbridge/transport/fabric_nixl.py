@@ -20,6 +20,9 @@ log = logging.getLogger("kvbridge.fabric")
 # How often NIXL's progress thread looks by itself; events wake it in between. 0, NIXL's default, means "spin".
 PROGRESS_DELAY_US = 10_000
 DESCRIPTOR_BYTES = 1 << 16
+# Peers that were left and may come back. To remove one and to load it again leaves a TCP connection of UCX open on
+# both sides for as long as both live (nixl 1.5.1, tests/faults): an engine's every restart would cost one.
+IDLE_PEERS = 32
 # A descriptor is NIXL's metadata behind the number of the device that the memory is on.
 DEVICE = struct.Struct("<I")
 
@@ -269,8 +272,12 @@ class NixlFabric:
         peer.is_known, peer.is_failed = True, False
 
     def _leave(self, boot: str, peer: _Peer) -> None:
-        if peer.is_leaving and not peer.writes:
-            self._forget(boot)
+        if not peer.is_leaving or peer.writes:
+            return
+        self._peers[boot] = self._peers.pop(boot)  # the last of those that were left
+        idle = [name for name, other in self._peers.items() if other.is_leaving and not other.writes]
+        for name in idle[:-IDLE_PEERS]:
+            self._forget(name)
 
     def _forget(self, boot: str) -> None:
         self._unload(boot, self._peers.pop(boot))

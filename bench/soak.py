@@ -1,0 +1,231 @@
+"""Many small transfers between two real agents while faults happen to both, to their engines and to what is between.
+
+    python bench/soak.py --transfers 100000 --seed 1
+
+In every round some thousand requests flow and one thing goes wrong, as the seed says: a process is killed or stands
+still for longer than any limit, connections are cut, requests are given up. One of the two agents (even seeds: the
+sink's) is never killed; of that one the resident memory, the descriptors and the slots are kept account of. Each run
+is added to bench/results/soak.json. `lost` are requests that never ended; `corrupted` are elements that are not their
+owner's, by the oracle of tests/faults: every element of both engines' memory, at every end of a request or block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from record import RESULTS, machine
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.faults.processes import Held, Nursery
+from tests.faults.proxy import Proxy
+from tests.faults.world import ROLES, Role, World
+
+ROUND = 4000
+STOP_S = 2.5
+ROUND_S = 120.0
+WARM = 0.2  # of the rounds: what is allocated once is allocated then
+FAULTS = ("none", "kill agent", "kill engine", "stop agent", "stop engine", "cut", "reset", "half-open", "abandon")
+SLOTS = {"inbound_slots": "64", "outbound_slots": "32", "log_level": "error"}
+
+
+class Soak:
+    def __init__(self, seed: int, world: World, proxy: Proxy) -> None:
+        self.chance, self.world, self.proxy = random.Random(seed), world, proxy
+        self.survivor: Role = ROLES[(seed + 1) % 2]
+        self.ends: Counter[str] = Counter()  # of wants, by code; "" is done
+        self.faults: Counter[str] = Counter()
+        self.lost = 0
+        self.corrupted: list[str] = []
+        self.resident: list[int] = []
+
+    @property
+    def transfers(self) -> int:
+        return self.ends.total()
+
+    def meet(self) -> None:
+        self.world.begin(ROUND, abandon=0.05)
+        self._drained()
+        self._serves()
+        self.world.is_clean()
+
+    def round(self) -> None:
+        """Something goes wrong under load; then load alone, in which nothing may."""
+        world, fault = self.world, self.chance.choice(FAULTS)
+        self.faults[fault] += 1
+        before = self._audited()["sink"]
+        world.begin(ROUND, abandon=0.3 if fault == "abandon" else 0.01)
+        time.sleep(self.chance.uniform(0.05, 1.5))
+        if self._spoil(fault) == "sink":
+            before = {"begun": 0, "ends": {}}  # that engine took its requests along
+        time.sleep(0.5)
+        for side in world.sides.values():
+            side.engine.tell("forget")  # what one side has not begun the other would wait for
+        self._count(before)
+        self._serves()
+        world.is_clean()
+        before = self._audited()["sink"]
+        world.begin(ROUND, abandon=0.01)
+        self._count(before)
+        world.is_clean()
+        self.resident.append(resident_bytes(world.sides[self.survivor].agent.pid))
+
+    def _count(self, before: dict[str, Any]) -> None:
+        now = self._drained()
+        ended = Counter(now["ends"]) - Counter(before["ends"])
+        self.ends += ended
+        self.lost += now["begun"] - before["begun"] - ended.total()
+
+    def _serves(self) -> None:
+        """A hundred in a row succeed again; engines that only count say so by their counts."""
+        end = time.monotonic() + 30.0
+        while not all(self.world.is_attached(side) for side in self.world.sides.values()):
+            assert time.monotonic() < end, "an engine does not come back"
+            time.sleep(0.05)
+        while True:
+            before = Counter(self._audited()["sink"]["ends"])
+            self.world.begin(100)
+            ended = Counter(self._drained()["ends"]) - before
+            self.ends += ended
+            if ended == Counter({"": 100}):
+                break
+            assert time.monotonic() < end, f"requests do not succeed again: {ended}"
+        for side in self.world.sides.values():
+            side.rooms.clear()
+            side.ends.clear()
+
+    def _spoil(self, fault: str) -> str:
+        """Have it happen; whose engine was killed, if one was."""
+        world = self.world
+        what, _, whom = fault.partition(" ")
+        role = self.chance.choice(ROLES)
+        if fault == "kill agent":
+            role = ROLES[1 - ROLES.index(self.survivor)]
+        side = world.sides[role]
+        process = side.agent if whom == "agent" else side.engine
+        if what == "kill":
+            process.kill()
+            if whom == "agent":
+                side.start_agent()
+            else:
+                side.engine.close()
+                side.start_engine()
+                return role
+        elif what == "stop":
+            process.send(signal.SIGSTOP)
+            time.sleep(STOP_S)
+            process.send(signal.SIGCONT)
+        elif what in ("cut", "reset"):
+            self.proxy.cut(is_reset=what == "reset")
+        elif what == "half-open":
+            self.proxy.is_swallowing = True
+            time.sleep(STOP_S)
+            self.proxy.heal()
+        return ""
+
+    def _audited(self) -> dict[Role, dict[str, Any]]:
+        found: dict[Role, dict[str, Any]] = {}
+        for role, side in self.world.sides.items():
+            side.engine.tell("audit")
+            found[role] = side.engine.wait("audited", 30.0)
+        return found
+
+    def _drained(self) -> dict[str, Any]:
+        """How wants ended, once all have."""
+        end = time.monotonic() + ROUND_S
+        while True:
+            audited = self._audited()
+            for side in self.world.sides.values():
+                self._listen(side.engine.said)
+            if not any(each["open"] or each["waiting"] for each in audited.values()):
+                return audited["sink"]
+            assert time.monotonic() < end, f"requests do not end: {audited}"
+            time.sleep(0.05)
+
+    def _listen(self, said: list[dict[str, Any]]) -> None:
+        self.corrupted += [each["what"] for each in said if each["event"] == "wrong"]
+        said[:] = [each for each in said if each["event"] != "ended" and each["event"] != "over"]
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def run(transfers: int, seed: int, seconds: float) -> dict[str, Any]:
+    folder, nursery, proxy = Path(tempfile.mkdtemp(prefix="kvbridge-soak-")), Nursery(), Proxy()
+    job = {"tokens": 16, "width": 8, "prompts": 64, "is_brief": True, "deadline_s": 2.0, "seed": seed}
+    began, failure = time.monotonic(), ""
+    world = World(folder, nursery, options=SLOTS, through=proxy.through, **job)
+    soak = Soak(seed, world, proxy)
+    try:
+        soak.meet()
+        before = Held.by(world.sides[soak.survivor].agent.pid)
+        while soak.transfers < transfers and time.monotonic() - began < seconds:
+            soak.round()
+            print(f"{soak.transfers} {time.monotonic() - began:.0f} s {soak.faults.total()} faults", flush=True)
+        after = Held.by(world.sides[soak.survivor].agent.pid)
+    except AssertionError as error:
+        failure, after = str(error)[:2000], before
+        soak.corrupted += [failure] if "numbers" in failure else []
+    finally:
+        world.close()
+        nursery.close()
+        proxy.close()
+    if not failure:
+        shutil.rmtree(folder)
+    warm = soak.resident[int(len(soak.resident) * WARM) :] or [0]
+    first, last = statistics.median(warm[:3]), statistics.median(warm[-3:])
+    return {
+        **machine(),
+        "seed": seed,
+        "transfers": soak.transfers,
+        "done": soak.ends[""],
+        "failed": {code: n for code, n in soak.ends.items() if code},
+        "lost": soak.lost,
+        "corrupted": len(soak.corrupted),
+        "faults": dict(soak.faults),
+        "seconds": round(time.monotonic() - began),
+        "agent_that_lived_through": soak.survivor,
+        "resident_mib_after_warm_up_and_at_the_end": [round(first / 2**20, 1), round(last / 2**20, 1)],
+        "descriptors": [before.fds, after.fds],
+        "threads": [before.threads, after.threads],
+        "shared_mappings": [before.shared, after.shared],
+        "failure": failure,
+    }
+
+
+def keep(found: dict[str, Any]) -> None:
+    """Add a run to those before it."""
+    path = RESULTS / "soak.json"
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    runs.append(found)
+    total = {name: sum(each[name] for each in runs) for name in ("transfers", "done", "lost", "corrupted", "seconds")}
+    total["faults"] = sum(sum(each["faults"].values()) for each in runs)
+    path.write_text(json.dumps({"total": total, "runs": runs}, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transfers", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no new round after so long")
+    said = parser.parse_args()
+    found = run(said.transfers, said.seed, said.seconds)
+    keep(found)
+    return bool(found["lost"] or found["corrupted"] or found["failure"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Named places in the life of a block where a test makes this very process die, stand still, be slow or fail.
+
+`KVBRIDGE_FAILPOINTS="source.gathered=kill@3,sink.done_told=pause:0.5"`: at the third gather, kill ourselves; after the
+first Done, stand still for half a second. Each fires once, the @n-th time (the first if none is said) its place is
+passed. Off, a place costs one look at a global: the one in this house, for it must be reachable from everywhere and
+cost nothing. Imports nothing that an engine may not have.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import EngineError, FabricError, KVBridgeError, OperatorError
+
+VARIABLE = "KVBRIDGE_FAILPOINTS"
+Process = Literal["source agent", "sink agent", "either agent", "source engine", "sink engine", "either engine"]
+Action = Literal["kill", "stop", "pause", "fail"]
+ACTIONS: tuple[Action, ...] = ("kill", "stop", "pause", "fail")
+LONGEST_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where it is. `error` is what `fail` raises there; None where nothing can be raised, so that `fail` is refused."""
+
+    process: Process
+    meaning: str
+    error: type[KVBridgeError] | None = None
+
+
+PLACES: dict[str, Place] = {
+    # The engine, in adapters/client.py:
+    "engine.attach_sent": Place("either engine", "Attach is queued with its descriptors; no answer yet"),
+    "engine.offer_sent": Place("source engine", "an Offer is queued; the agent may gather from now on"),
+    "engine.want_sent": Place("sink engine", "a Want is queued; the agent may scatter from now on"),
+    "engine.abandon_sent": Place("sink engine", "a want is given up; blocks stay the agent's until Failed"),
+    "engine.done_heard": Place("sink engine", "Done has come; the request does not know yet"),
+    "engine.released_heard": Place("source engine", "Released has come; the blocks are not reused yet"),
+    "engine.detach_sent": Place("either engine", "Detach is queued; the agent still maps the memory"),
+    # Attaching, and its end:
+    "agent.attaching": Place("either agent", "an engine's memory is mapped, nobody knows of it yet", EngineError),
+    "agent.attached": Place("either agent", "Attached is said, the epoch has begun"),
+    "agent.leaving": Place("either agent", "the engine's requests are ended, its memory is still mapped"),
+    # Sessions:
+    "source.hello_received": Place("source agent", "a sink greets; nothing is proved"),
+    "source.probed": Place("source agent", "the pattern is in the sink's lane, the sink does not know"),
+    "source.welcome_sent": Place("source agent", "the session is open here, not yet at the sink"),
+    "sink.welcome_received": Place("sink agent", "the source has agreed, we have not looked for its pattern"),
+    # Asking:
+    "sink.want_heard": Place("sink agent", "our engine wants; nothing is claimed"),
+    "source.offer_heard": Place("source agent", "our engine offers; nothing is gathered"),
+    "sink.claim_sent": Place("sink agent", "a Claim has left, perhaps with leases: slots may be written"),
+    "source.claim_received": Place("source agent", "a Claim is heard; nothing is gathered for it"),
+    "sink.grant_sent": Place("sink agent", "more slots are lent"),
+    # Moving:
+    "source.gather_begun": Place("source agent", "the engine's blocks are about to be read", FabricError),
+    "source.gathered": Place("source agent", "a chunk is in our slot, the loop has not heard of it"),
+    "source.write_begun": Place("source agent", "nothing of a gathered chunk has left", FabricError),
+    "source.write_posted": Place("source agent", "a write is under way: it may land at any time from now on"),
+    "source.write_ended": Place("source agent", "a write has ended, the loop has not heard of it"),
+    "sink.notice_landed": Place("sink agent", "a chunk has landed and counts; its slot is ours again"),
+    "sink.scatter_begun": Place("sink agent", "the engine's blocks are about to be written", EngineError),
+    "sink.scattered": Place("sink agent", "rows are in the engine's blocks, nothing has been said of it"),
+    # Ending:
+    "sink.done_told": Place("sink agent", "Done is said to our engine, Settled not yet to the source"),
+    "sink.settled_sent": Place("sink agent", "Settled has left"),
+    "source.settled_heard": Place("source agent", "the sink has all rows"),
+    "sink.cancel_sent": Place("sink agent", "a Cancel has left; what was lent may still be written"),
+    "source.cancel_received": Place("source agent", "a Cancel is heard; writes may be under way"),
+    "source.drained_sent": Place("source agent", "Drained has left: nothing of that transfer is written any more"),
+    "sink.drained_heard": Place("sink agent", "Drained is heard, the slots are not free yet"),
+    "source.released_told": Place("source agent", "Released is said: the engine reuses its blocks"),
+}
+
+
+@dataclass(slots=True)
+class _Armed:
+    """What is to happen, and after how many more passes."""
+
+    action: Action
+    seconds: float
+    left: int
+
+
+_armed: dict[str, _Armed] | None = None  # the global
+_counting = threading.Lock()
+
+
+def failpoint(name: str) -> None:
+    """Pass this place. Raises its error of PLACES where it was told to fail."""
+    if _armed is not None:
+        _pass(name, _armed)
+
+
+def arm(said: str) -> tuple[str, ...]:
+    """Replace what is armed; what that is, in words. Raises OperatorError for a name or an action that is not."""
+    global _armed
+    chosen = dict(_parsed(part.strip()) for part in said.split(",") if part.strip())
+    _armed = chosen or None
+    return tuple(f"{name}={armed.action}@{armed.left}" for name, armed in chosen.items())
+
+
+def arm_from_environment() -> tuple[str, ...]:
+    """What the environment asks for. Raises OperatorError."""
+    return arm(os.environ.get(VARIABLE, ""))
+
+
+def armed() -> tuple[str, ...]:
+    """The names that have not fired yet."""
+    return tuple(name for name, each in (_armed or {}).items() if each.left > 0)
+
+
+def _parsed(said: str) -> tuple[str, _Armed]:
+    name, _, rest = said.partition("=")
+    what, _, nth = rest.partition("@")
+    action, _, seconds = what.partition(":")
+    place = PLACES.get(name)
+    if place is None:
+        raise OperatorError("bad_failpoint", f"{VARIABLE}: no failpoint {name!r} in {said!r}")
+    if action not in ACTIONS:
+        raise OperatorError("bad_failpoint", f"{VARIABLE}: action: got {action!r}, must be one of {', '.join(ACTIONS)}")
+    if action == "fail" and place.error is None:
+        raise OperatorError("bad_failpoint", f"{VARIABLE}: nothing can fail at {name}")
+    if not (nth or "1").isdecimal() or int(nth or "1") < 1:
+        raise OperatorError("bad_failpoint", f"{VARIABLE}: @n: got {nth!r} in {said!r}, must be 1 or more")
+    try:
+        pause_s = float(seconds or "0")
+    except ValueError:
+        pause_s = -1.0
+    if not 0 <= pause_s <= LONGEST_S or bool(pause_s) != (action == "pause"):
+        raise OperatorError("bad_failpoint", f"{VARIABLE}: seconds: got {seconds!r} in {said!r}; only pause has them")
+    return name, _Armed(action, pause_s, int(nth or "1"))
+
+
+def _pass(name: str, all_armed: dict[str, _Armed]) -> None:
+    found = all_armed.get(name)
+    if found is None:
+        return
+    with _counting:
+        found.left -= 1
+        if found.left != 0:
+            return
+    if found.action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif found.action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif found.action == "pause":
+        time.sleep(found.seconds)
+    else:
+        error = PLACES[name].error
+        assert error is not None
+        raise error("failpoint", f"failpoint {name}")

@@ -1,0 +1,49 @@
+"""`python -m tests.faults --all --times 3 --workers 2`: the whole matrix, so many times in a row for each case."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+from .cases import Case, all_cases
+from .runner import Runner
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every case, not only those whose name has MATCH")
+    parser.add_argument("--match", default="", help="part of a case's name")
+    parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1, help="so many processes share the cases")
+    parser.add_argument("--share", type=int, default=-1, help="which share is ours; all, if not said")
+    said = parser.parse_args()
+    if not said.all and not said.match:
+        parser.error("say --all or --match")
+    if said.share < 0 and said.workers > 1:
+        command = [sys.executable, "-m", "tests.faults", *sys.argv[1:], "--share"]
+        shares = [subprocess.Popen([*command, str(i)]) for i in range(said.workers)]
+        return max(share.wait() for share in shares)
+    cases = [case for case in all_cases() if said.match in case.id]
+    return tell_all(cases[max(said.share, 0) :: said.workers], said.times)
+
+
+def tell_all(cases: list[Case], times: int) -> int:
+    failures, began = 0, time.monotonic()
+    with Runner() as runner:
+        for turn in range(1, times + 1):
+            for case in cases:
+                since = time.monotonic()
+                try:
+                    told, outcome = runner.tell(case), "ok"
+                except AssertionError as error:
+                    told, outcome = str(error)[:1500], "FAILED"
+                    failures += 1
+                print(f"{turn} {outcome} {time.monotonic() - since:5.1f} s  {case.id}  {told}", flush=True)
+    print(f"{len(cases)} cases x {times}: {failures} failures in {time.monotonic() - began:.0f} s", flush=True)
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

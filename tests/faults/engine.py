@@ -1,0 +1,284 @@
+"""An engine rank that serves rooms, as a process: `python -m tests.faults.engine '<Job as JSON>'`.
+
+It speaks to its agent through the adapters' own link, as an engine's worker does, and uses its blocks as soon as the
+contract allows: what is not under way always has an owner, whose numbers are compared element by element. It is told
+in lines of JSON what to do, and says in lines of JSON how each room ended and what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import random
+import select
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from kvbridge_proto.engine import Abandon, Attach, Detach, Detached, Done, Failed, Offer, Refused, Released, Want
+from kvbridge_proto.pool import Handle
+from kvbridge_proto.words import OURS, Blocks
+
+from kvbridge.adapters.client import EngineClient
+from kvbridge.adapters.link import AgentLink, Over
+
+from .content import Content, Size
+
+LOOK_S = 0.05
+RETRY_S = 0.3
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """`abandon` is how many of the rooms are given up after a moment. Seconds are the limits told to the agent."""
+
+    role: str
+    socket: str
+    name: str
+    seed: int = 0
+    tokens: int = 256
+    width: int = 32
+    prompts: int = 6
+    deadline_s: float = 2.0
+    grace_s: float = 1.0  # then we ask the agent to stop, then give it up
+    is_brief: bool = False  # rooms that ended well are only counted
+
+    @property
+    def size(self) -> Size:
+        return Size(self.tokens, self.width, self.prompts)
+
+
+@dataclass(slots=True)
+class Open:
+    """A room under way."""
+
+    room: int
+    blocks: list[int]
+    rows: np.ndarray
+    began: float
+    late_at: float
+    abandon_at: float = float("inf")
+    is_nudged: bool = False
+
+
+@dataclass(slots=True)
+class Told:
+    """Rooms that we were told of and have not begun."""
+
+    rooms: deque[int] = field(default_factory=deque)
+    source: str = ""
+    abandon: float = 0.0
+
+
+class Engine:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.content = Content(job.role, job.size)
+        self.fd = os.memfd_create(job.name)
+        os.ftruncate(self.fd, self.content.size_bytes)
+        self.memory = self.content.blocks_of(np.frombuffer(mmap.mmap(self.fd, self.content.size_bytes), np.uint8))
+        self.owned = np.zeros_like(self.memory)  # what each block that is not under way must hold
+        self.chance = random.Random(job.seed)
+        self.free = deque(range(self.content.shape.blocks))
+        self.open: dict[str, Open] = {}
+        self.told = Told()
+        self.begun = 0
+        self.ends: dict[str, int] = {}
+        self._stamps = 0
+        self._looked = self._looked_late = 0.0
+        self._is_detaching = False
+        for block in self.free:
+            self._stamp([block])
+        handles = (Handle(region=0, kind="shm_fd", fd=0),)
+        attach = Attach(versions=OURS, pool=self.content.pool, handles=handles)
+        self.link = AgentLink(EngineClient(job.socket), attach, lambda: [os.dup(self.fd)], logging.getLogger("engine"))
+        self.was_attached = False
+
+    def serve(self) -> None:
+        os.set_blocking(0, False)
+        unread = b""
+        while True:
+            readable = [0] + ([fd] if (fd := self.link._client.fileno()) >= 0 else [])
+            ready, _, _ = select.select(readable, [], [], LOOK_S if self.open or not self.link.is_attached else 0.2)
+            if 0 in ready:
+                got = os.read(0, 1 << 16)
+                if not got:
+                    return
+                *lines, unread = (unread + got).split(b"\n")
+                for line in lines:
+                    told = json.loads(line)
+                    getattr(self, "do_" + told.pop("do"))(**told)
+            self._turn()
+            self._begin()
+            self._look()
+
+    # What we are told:
+
+    def do_run(self, first: int, count: int, source: str = "", abandon: float = 0.0) -> None:
+        self.told.rooms.extend(range(first, first + count))
+        self.told.source, self.told.abandon = source, abandon
+
+    def do_audit(self) -> None:
+        self._audit()
+        say("audited", open=len(self.open), waiting=len(self.told.rooms), begun=self.begun, ends=self.ends)
+
+    def do_forget(self) -> None:
+        """Rooms that were not begun will not be."""
+        self.told.rooms.clear()
+
+    def do_detach(self) -> None:
+        self._is_detaching = self.link.send(Detach())
+
+    # Rooms:
+
+    def _begin(self) -> None:
+        while self.told.rooms and not self.link.is_attached:
+            room = self.told.rooms.popleft()
+            say("ended", room=room, code="no_agent", reason=self.link.why, seconds=0.0)
+        while self.told.rooms and len(self.free) >= self.content.room_blocks:
+            room = self.told.rooms.popleft()
+            blocks = [self.free.popleft() for _ in range(self.content.room_blocks)]
+            now = time.monotonic()
+            began = Open(room, blocks, self.content.rows(room), now, now + self.job.deadline_s + self.job.grace_s)
+            self.open[f"room-{room}"] = began
+            self.begun += 1
+            if self.job.role == "source":
+                self._offer(began)
+            else:
+                self._want(began)
+
+    def _offer(self, began: Open) -> None:
+        """The prompt is computed, and offered in two pieces."""
+        name, half = f"room-{began.room}", len(began.blocks) // 2
+        self.memory[began.blocks] = self.owned[began.blocks] = began.rows
+        block_tokens = self.content.shape.block_tokens
+        for given, upto in ((0, half), (half, len(began.blocks))):
+            if upto > given:
+                pieces = (Blocks(0, given, tuple(began.blocks[given:upto])),)
+                offer = Offer(
+                    room=name,
+                    request=name,
+                    tokens=upto * block_tokens,
+                    blocks=pieces,
+                    is_last=upto == len(began.blocks),
+                    hold_s=self.job.deadline_s,
+                )
+                self.link.send(offer)
+
+    def _want(self, began: Open) -> None:
+        name = f"room-{began.room}"
+        if self.chance.random() < self.told.abandon:
+            began.abandon_at = began.began + self.chance.random() * 0.02
+        want = Want(
+            request=name,
+            room=name,
+            source=self.told.source,
+            first_token=0,
+            end_token=self.job.tokens,
+            blocks=(Blocks(0, 0, tuple(began.blocks)),),
+            deadline_s=self.job.deadline_s,
+        )
+        self.link.send(want)
+
+    def _end(self, name: str, code: str, reason: str = "") -> None:
+        """What an engine may do from now on, it does at once."""
+        ended = self.open.pop(name, None)
+        if ended is None:
+            return
+        if self.job.role == "sink" and not code:
+            self.owned[ended.blocks] = ended.rows
+            self._compare(ended.blocks, f"{name} is done")
+            self.free.extend(ended.blocks)  # these are looked at until they are somebody else's
+        else:
+            self._stamp(ended.blocks)
+            self.free.extend(ended.blocks)
+        self.ends[code] = self.ends.get(code, 0) + 1
+        if code or not self.job.is_brief:
+            say("ended", room=ended.room, code=code, reason=reason[:200], seconds=time.monotonic() - ended.began)
+
+    def _stamp(self, blocks: list[int]) -> None:
+        """Somebody else's numbers, no row of any room."""
+        self._stamps += 1
+        self.memory[blocks] = self.owned[blocks] = np.uint16(0x5A00 + self._stamps % 251)
+
+    # The agent:
+
+    def _turn(self) -> None:
+        for message in self.link.turn():
+            match message:
+                case Done(request=name):
+                    self._end(name, "")
+                case Failed(request=name, code=code, reason=reason):
+                    self._end(name, code or "failed", reason)
+                case Released(request=name, code=code, reason=reason):
+                    self._end(name, code, reason)
+                case Refused(about=name, code=code, reasons=reasons):
+                    self._end(name, f"refused {code}", "; ".join(reasons))
+                case Detached():
+                    self.link.give_up("detached")
+                case Over(why=why):
+                    for name in list(self.open):
+                        self._end(name, "agent_gone", why)
+                    self._is_detaching = False
+                    say("over", why=why)
+        if self.link.state.name == "AWAY":  # an engine waits longer and longer; a test does not
+            self.link._retry_s = RETRY_S
+        if self.link.is_attached and not self.was_attached:
+            say("attached", address=self.link.address)
+        self.was_attached = self.link.is_attached
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for name, each in list(self.open.items()):
+            if now > each.abandon_at:
+                each.abandon_at = float("inf")
+                self.link.send(Abandon(request=name, reason="as the seed says"))
+            if now > each.late_at and not each.is_nudged and self.job.role == "sink":
+                each.is_nudged, each.late_at = True, now + self.job.grace_s
+                self.link.send(Abandon(request=name, reason="late"))
+            elif now > each.late_at:
+                self.link.give_up(f"{name}: no answer in time")
+        if now > self._looked + LOOK_S * (20 if self.job.is_brief else 1):
+            self._looked = now
+            self._audit()
+
+    def _audit(self) -> None:
+        """Every element of all memory: its owner's, or if a want of it is under way the room's."""
+        under_way = [block for each in self.open.values() for block in each.blocks]
+        if self.job.role == "source" or not under_way:
+            self._compare(range(len(self.memory)), "audit")
+            return
+        still = np.ones(len(self.memory), bool)
+        still[under_way] = False
+        self._compare(np.flatnonzero(still), "audit")
+        for name, each in self.open.items():
+            found = self.memory[each.blocks]
+            wrong = (found != each.rows) & (found != self.owned[each.blocks])
+            if wrong.any():
+                say("wrong", what=f"{name} under way: {np.count_nonzero(wrong)} numbers are neither old nor the room's")
+
+    def _compare(self, blocks: Any, when: str) -> None:
+        blocks = np.asarray(blocks)
+        wrong = self.memory[blocks] != self.owned[blocks]
+        if wrong.any():
+            which = blocks[wrong.any(axis=1)]
+            first = np.argwhere(wrong)[0]
+            found = int(self.memory[blocks[first[0]], first[1]])
+            what = f"{when}: {np.count_nonzero(wrong)} numbers in blocks {which.tolist()[:8]}, first {found:#x}"
+            say("wrong", what=what)
+
+
+def say(event: str, **more: Any) -> None:
+    sys.stdout.write(json.dumps({"event": event, **more}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    engine = Engine(msgspec.json.decode(sys.argv[1], type=Job))
+    say("ready")
+    engine.serve()

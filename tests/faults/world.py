@@ -1,0 +1,238 @@
+"""A source and a sink, each an agent and an engine, and the oracle that holds whatever happens to any of the four."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from kvbridge_proto.status import Status
+
+from .engine import Job
+from .processes import POOL, Agent, Engine, Held, Nursery, connections, maps_pool
+
+Role = Literal["source", "sink"]
+ROLES: tuple[Role, ...] = ("source", "sink")
+
+# Short, so that what waits for them does not last; long enough for two busy cores.
+LIMITS = {"silence_s": "1.5", "connect_s": "1.5", "write_timeout_s": "1.5", "drain_s": "1"}
+FEW = {"slot_bytes": "65536", "inbound_slots": "6", "outbound_slots": "2", "device": "cpu", "routes": "nixl"}
+DEADLINE_S = 2.0
+SLACK_S = 4.0  # beyond its deadline, for a request to end: two graces of the engine, and a busy machine
+QUIET_S = 15.0  # slots in doubt are asked for every 5 s
+UNMAP_S = 1.0
+BACK_S = 20.0  # for an engine and its agent to find each other again
+BATCH = 12
+TRIES = 5
+
+_numbers = count(1)
+
+
+@dataclass
+class Side:
+    """One agent and its engine. Both come back where they were, as new incarnations."""
+
+    nursery: Nursery
+    folder: Path
+    role: Role
+    options: dict[str, str]
+    job: Job
+    stuck_s: float = 0.0  # how long any of the two has stood still, lately
+    listen: str = ""
+    rooms: set[int] = field(default_factory=set)  # told, and not ended
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def start_agent(self, armed: str = "") -> None:
+        options = self.options | ({"listen": self.listen} if self.listen else {})
+        self.agent = Agent(self.nursery, self.folder, self.role, options, armed)
+        self.agent.wait_serving()
+        self.listen = self.listen or self.agent.address
+
+    def start_engine(self, armed: str = "") -> None:
+        self.job = _renamed(self.job)
+        self.engine = Engine(self.job, self.folder / f"{self.role}-engine.log", armed)
+        self.rooms.clear()  # whoever was told of them is dead
+        self.ends.clear()
+
+    def wait_attached(self) -> None:
+        self.engine.wait("attached", 20.0)
+
+    def hear(self, seconds: float = 0.0) -> None:
+        """Keep how rooms ended; anything wrong ends the story."""
+        self.engine.hear(seconds)
+        left = []
+        for each in self.engine.said:
+            if each["event"] == "ended":
+                self.rooms.discard(each["room"])
+                self.ends[each["room"]] = each
+            elif each["event"] != "over":
+                left.append(each)
+        self.engine.said = left
+        wrong = [each["what"] for each in left if each["event"] == "wrong"]
+        assert not wrong, f"{self.role} engine: {wrong[:3]}"
+
+    def becomes(self, is_so: Callable[[Status], bool], seconds: float) -> Status:
+        end, status = time.monotonic() + seconds, None
+        while time.monotonic() < end:
+            assert not self.agent.is_dead(), f"{self.role} agent died:\n{self.agent.tail()}"
+            status = self.agent.status()
+            if status is not None and is_so(status):
+                return status
+            time.sleep(0.05)
+        raise AssertionError(f"{self.role}: not so in {seconds} s: {status}\n{self.agent.tail()}")
+
+    def close(self) -> None:
+        self.engine.close()
+        self.agent.end()
+
+
+def _renamed(job: Job) -> Job:
+    """Another engine process, whose memory has a name of its own."""
+    number = next(_numbers)
+    return msgspec.structs.replace(job, name=f"{POOL}-{number}-{time.time_ns()}", seed=job.seed + number)
+
+
+def is_free(status: Status) -> bool:
+    """Nothing is under way, nothing is lent, nothing is in doubt."""
+    slots = (status.inbound, status.outbound)
+    return not status.transfers and not any(s.lent or s.landed or s.quarantined for s in slots)
+
+
+class World:
+    """`through` is what stands between the sink and the source's address, such as a proxy.
+
+    `apart` has agents that are forked elsewhere, with more options.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nursery: Nursery,
+        *,
+        options: dict[str, str] | None = None,
+        through: Callable[[str], str] = lambda address: address,
+        apart: dict[Role, tuple[Nursery, dict[str, str]]] | None = None,
+        **job: Any,
+    ) -> None:
+        self.folder, self.through = folder, through
+        self._rooms = count(1)
+        self.sides: dict[Role, Side] = {}
+        self.base: dict[Role, Held] = {}
+        for role in ROLES:
+            own, more = (apart or {}).get(role, (nursery, {}))
+            told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **{"deadline_s": DEADLINE_S, **job})
+            side = Side(own, folder, role, {**LIMITS, **FEW, **(options or {}), **more}, told)
+            self.sides[role] = side
+            side.start_agent()
+            side.start_engine()
+        for side in self.sides.values():
+            side.wait_attached()
+        self.source, self.sink = self.sides["source"], self.sides["sink"]
+
+    def meet(self) -> None:
+        """The first requests; what the agents hold from then on is what they may hold."""
+        for _ in range(2):
+            self.begin(BATCH, abandon=0.3)
+            self.finish()
+        self.serves()
+        self.is_clean()
+        self.base = self.held()
+
+    def begin(self, rooms: int = BATCH, abandon: float = 0.0) -> list[int]:
+        """Have both engines serve so many rooms."""
+        numbers = [next(self._rooms) for _ in range(rooms)]
+        source = self.through(self.source.listen)
+        self.source.engine.tell("run", first=numbers[0], count=rooms)
+        self.sink.engine.tell("run", first=numbers[0], count=rooms, source=source, abandon=abandon)
+        for side in self.sides.values():
+            side.rooms.update(numbers)
+        return numbers
+
+    def finish(self, seconds: float = DEADLINE_S * 3 + SLACK_S) -> None:
+        """Wait until every room that a living engine knows has ended, each by its own deadline."""
+        end = time.monotonic() + seconds + max(side.stuck_s for side in self.sides.values())
+        while any(side.rooms for side in self.sides.values()):
+            for side in self.sides.values():
+                assert not side.engine.is_dead(), f"{side.role} engine died"
+                side.hear(0.02)
+            rooms = {side.role: sorted(side.rooms)[:8] for side in self.sides.values()}
+            assert time.monotonic() < end, f"rooms that do not end: {rooms}"
+        for side in self.sides.values():
+            limit = side.job.deadline_s + SLACK_S + side.stuck_s
+            late = [each for each in side.ends.values() if each["seconds"] > limit]
+            assert not late, f"{side.role}: longer than {limit} s: {late[:3]}"
+
+    def serves(self, tries: int = TRIES) -> None:
+        """Requests succeed again: one whole batch of them, element for element, within so many."""
+        end = time.monotonic() + BACK_S
+        while not all(self.is_attached(side) for side in self.sides.values()):
+            assert time.monotonic() < end, f"an engine does not come back:\n{self.sink.agent.tail()}"
+            time.sleep(0.05)
+        for _ in range(tries):
+            rooms = self.begin(6)
+            self.finish()
+            codes = {side.role: [side.ends[room]["code"] for room in rooms] for side in self.sides.values()}
+            if not any(codes["source"] + codes["sink"]):
+                return
+            time.sleep(0.3)
+        raise AssertionError(f"requests do not succeed again: {codes}\n{self.sink.agent.tail()}")
+
+    def is_clean(self) -> None:
+        """Everything is free, in both agents, and every element of both pools its owner's."""
+        for side in self.sides.values():
+            side.becomes(is_free, QUIET_S)
+            side.engine.tell("audit")
+            side.engine.wait("audited", 10.0)
+            side.hear()
+            assert "Traceback" not in side.agent.log.read_text(errors="replace"), side.agent.tail(60)
+
+    def held(self) -> dict[Role, Held]:
+        return {role: Held.by(side.agent.pid) for role, side in self.sides.items()}
+
+    @staticmethod
+    def is_attached(side: Side) -> bool:
+        """Whether this engine, no former one, is with this agent."""
+        status = None if side.agent.is_dead() or side.agent.is_stopped(0.0) else side.agent.status()
+        return status is not None and status.engine is not None and status.engine.pid == side.engine.pid
+
+    def holds_no_more(self, survivors: list[Role]) -> None:
+        """No descriptor, thread or mapping is left over. UCX lets go of a dead peer's when it next looks.
+
+        What a process that has come anew holds is what it may hold from here on.
+        """
+        before = self.base
+        self.base = {**self.held(), **before}
+        end = time.monotonic() + QUIET_S
+        while True:
+            now = self.held()
+            over = {role: (before[role], now[role]) for role in survivors if not now[role].is_within(before[role])}
+            if not over:
+                return
+            if time.monotonic() > end:
+                open_ = {role: connections(self.sides[role].agent.pid) for role in over}
+                raise AssertionError(f"held before and after: {over}, connections: {open_}")
+            time.sleep(0.1)
+
+    def unmaps(self, side: Side, name: str) -> float:
+        """Seconds until the side's agent maps that dead engine's memory no more; fails at UNMAP_S."""
+        began = time.monotonic()
+        while maps_pool(side.agent.pid, name):
+            assert time.monotonic() - began < UNMAP_S, f"{name} is still mapped after {UNMAP_S} s"
+            time.sleep(0.005)
+        return time.monotonic() - began
+
+    def wakes(self, process: Agent | Engine, seconds: float) -> None:
+        """It stands still already; it goes on after so long, and requests may end later by that."""
+        for each in self.sides.values():
+            each.stuck_s = seconds
+        time.sleep(seconds)
+        process.send(signal.SIGCONT)
+
+    def close(self) -> None:
+        for side in self.sides.values():
+            side.close()
