@@ -8,7 +8,7 @@ gather of them is or will be under way; that does not wait for the network.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from kvbridge_proto.engine import Offer, Released
 from kvbridge_proto.peer import Claim, Drained, Failing, Grant, Ready, Refuse
@@ -21,6 +21,8 @@ from .session import Home, Session
 from .slots import LocalSlots
 from .tables import check_late, extended, ready_chunks
 
+MOST_TRANSFERS = 2048  # of one sink at once: each is looked at whenever one comes, and kept a day at most
+
 
 class Outbound:
     """All offers of this agent's engine and all transfers out of them."""
@@ -30,6 +32,7 @@ class Outbound:
         self.offers: dict[str, Offered] = {}
         self.outlets: dict[str, Outlet] = {}
         self._rooms: dict[str, list[Offered]] = {}
+        self._claimed: Counter[str] = Counter()  # transfers by sink
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
 
     # From our engine:
@@ -95,6 +98,11 @@ class Outbound:
             return [_refuse(boot, claim, error.code, str(error))]
         if planned.digest != claim.plan:
             return [_refuse(boot, claim, "plan_mismatch", f"plan: ours {planned.digest}, theirs {claim.plan}")]
+        if len(claim.leases) > planned.chunks:
+            return [_refuse(boot, claim, "bad_lease", f"leases: {len(claim.leases)} for {planned.chunks} chunks")]
+        if self._claimed[boot] >= MOST_TRANSFERS:
+            return [_refuse(boot, claim, "too_many_transfers", f"transfers: limit {MOST_TRANSFERS} of one sink")]
+        self._claimed[boot] += 1
         out = Outlet(claim, boot, planned, session.digest, deque(claim.leases), now, lent=len(claim.leases))
         self.outlets[claim.transfer] = out
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
@@ -105,6 +113,9 @@ class Outbound:
         out = self.outlets.get(grant.transfer)
         if out is None or out.boot != boot or out.state not in (OutState.WAITING, OutState.FLOWING):
             return []
+        if out.lent + len(grant.leases) > out.plan.chunks:
+            reason = f"leases: {out.lent + len(grant.leases)} for {out.plan.chunks} chunks"
+            return self._stop(out, "bad_lease", reason) + self._pump()
         out.leases.extend(grant.leases)
         out.lent += len(grant.leases)
         return self._pump()
@@ -342,6 +353,9 @@ class Outbound:
 
     def _forget(self, out: Outlet) -> None:
         del self.outlets[out.transfer]
+        self._claimed[out.boot] -= 1
+        if not self._claimed[out.boot]:
+            del self._claimed[out.boot]
         self._deadlines.clear(("claim", out.transfer))
 
 
