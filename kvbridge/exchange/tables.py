@@ -30,6 +30,9 @@ def tables_of(home: Home, pieces: Sequence[Blocks], first_token: int, end_token:
     """The tables of a want. Raises EngineError if they do not cover what is needed of [first_token, end_token)."""
     tables = _appended({}, home, pieces)
     _check(tables, home, first_token, end_token, True)
+    for index, table in tables.items():
+        if home.pool.groups[index].kind == "full":  # the others may point at one block for all that they do not keep
+            table.check_distinct(index)
     return tables
 
 

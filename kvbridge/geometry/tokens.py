@@ -75,6 +75,13 @@ class BlockTable:
                 f"the blocks hold [{self.first_token}, {self.end_token})",
             )
 
+    def check_distinct(self, group: int) -> None:
+        """Raises EngineError if a block comes twice: two pieces of the request would be written into it."""
+        ordered = np.sort(self.ids)
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(twice):
+            raise EngineError("block_repeated", f"block id: group {group} got {twice[0]} more than once")
+
     def places(self, first_token: int, end_token: int, unit_tokens: int = 1) -> Places:
         """The place of every unit of `unit_tokens` tokens in [first_token, end_token), in token order.
 
