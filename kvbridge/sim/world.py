@@ -69,7 +69,11 @@ class World:
         self._bases = 0
         self._wasted = 0
         self._config = AgentConfig(
-            connect_s=CONNECT_S, silence_s=SILENCE_S, write_timeout_s=scenario.write_timeout_s, routes=("nixl",)
+            drain_s=1.0,
+            connect_s=CONNECT_S,
+            silence_s=SILENCE_S,
+            write_timeout_s=scenario.write_timeout_s,
+            routes=("nixl",),
         )
 
     # The run:
