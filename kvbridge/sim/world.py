@@ -80,7 +80,7 @@ class World:
 
     def run(self) -> Outcome:
         try:
-            self._begin()
+            self.begin()
             self.clock.run(FAULTS_END_S)
             self.faults.calm()
             self.clock.run(FAULTS_END_S + LAST_S)
@@ -91,15 +91,19 @@ class World:
         except Foul:
             pass
         finally:
-            for process in self.processes.values():
-                if not process.is_dead:
-                    process.die()
+            self.end()
         self.outcome.events = self.clock.happened
         self.outcome.ends = {f"r{n}": (e.get(True, "?"), e.get(False, "?")) for n, e in self._ends.items()}
         self.outcome.story = self.story or []
         return self.outcome
 
-    def _begin(self) -> None:
+    def end(self) -> None:
+        """Everybody dies, so that nothing waits for garbage to be collected."""
+        for process in self.processes.values():
+            if not process.is_dead:
+                process.die()
+
+    def begin(self) -> None:
         scenario = self.scenario
         for agents in scenario.engines.values():
             for agent in agents:
