@@ -40,8 +40,18 @@ MAY: dict[str, set[str]] = {
         "kvbridge.device",
         "kvbridge.transport",
     },
+    "kvbridge.sim": {
+        "kvbridge_proto",
+        "kvbridge.config",
+        "kvbridge.errors",
+        "kvbridge.geometry",
+        "kvbridge.exchange",
+        "kvbridge.device",
+        "kvbridge.transport",
+        "kvbridge.agent",
+    },
 }
-TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.demo", "kvbridge.sim", "kvbridge")  # may import any room
+TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.demo", "kvbridge")  # may import any room
 
 # Room -> what of others it may import; None: anything.
 THIRD: dict[str, set[str] | None] = {
@@ -55,6 +65,7 @@ THIRD: dict[str, set[str] | None] = {
     "kvbridge.device": {"torch", "numpy", "cuda"},
     "kvbridge.transport": {"zmq", "nixl", "msgspec", "uvloop", "numpy"},
     "kvbridge.agent": {"torch", "uvloop", "msgspec", "prometheus_client", "numpy"},
+    "kvbridge.sim": {"msgspec"},
     "kvbridge.adapters": None,
 }
 PURE = ("kvbridge_proto", "kvbridge.geometry", "kvbridge.exchange")

@@ -150,6 +150,8 @@ class Engines:
             case Attach():
                 self._attach(connection, message, fds)
             case _ if home is None or connection is not self._connection:
+                if self._leaving is not None:  # a refusal says that nothing of it is touched: not before that is so
+                    await asyncio.shield(self._leaving)
                 about = getattr(message, "request", "")
                 connection.send(Refused(code="not_attached", reasons=("attach first",), about=about))
             case Directory(ranks=ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbridge_proto.engine import (
@@ -21,6 +22,7 @@ from kvbridge_proto.words import Blocks as Piece
 from kvbridge_proto.words import Rank as RankAddress
 
 from .loop import ProcessLoop
+from .matter import Blocks
 from .rank import RETRY_S
 from .rank import Rank as Rank
 
@@ -124,6 +126,28 @@ class Engine:
         """Nothing that was asked over this connection will be answered, nothing touches memory any more."""
         raise NotImplementedError
 
+    def stream(self, rank: Rank, work: Callable[[], None]) -> int:
+        """Have the stream do something, behind all before it and whatever the engine's process does; the fence's count.
+
+        Without fences it is done at once.
+        """
+        world, blocks = self.world, rank.blocks
+        if not world.has_fences:
+            work()
+            return 0
+        rank.marks += 1
+        mark = rank.marks
+
+        def reach() -> None:
+            work()
+            blocks.reached = mark
+            if (process := world.processes.get(rank.agent)) is not None:
+                process.rouse()
+
+        blocks.stream_at = max(blocks.stream_at, world.clock.now) + world.gather_s()
+        world.clock.at(blocks.stream_at, reach)
+        return mark
+
     def release_if_over(self, held: Held, how: str) -> None:
         """The blocks are the engine's again once no agent may touch them; the next request overwrites them at once."""
         if held.open or not held.is_ended or held.request.name not in self.held:
@@ -169,32 +193,10 @@ class Prefill(Engine):
             self.later(request.piece_s, lambda: self.go_on(held))
 
     def _compute(self, rank: Rank, held: Held, before: int) -> int:
-        """Write the rows of the new tokens: now, or a little after the offer says so; then it names the fence."""
+        """Have the rows of the new tokens written; which count of the fence says that they are."""
         request, tokens, blocks = held.request, range(before, held.tokens), rank.blocks
-
-        def write() -> None:
-            rank.rows.compute(blocks, held.blocks, self.block_tokens, request.number, tokens)
-
-        if not request.is_fenced or not self.world.has_fences:
-            write()
-            return 0
-        rank.marks += 1
-        mark = rank.marks
-
-        def reach() -> None:
-            write()
-            blocks.reached = max(blocks.reached, mark)
-            if (process := self.world.processes.get(rank.agent)) is not None:
-                process.rouse()
-
-        self._stream(rank, reach)
-        return mark
-
-    def _stream(self, rank: Rank, reach: Callable[[], None]) -> None:
-        """The stream's work is done in order, and goes on while the engine's process stands still."""
-        world = self.world
-        rank.blocks.stream_at = max(rank.blocks.stream_at, world.clock.now) + world.gather_s()
-        world.clock.at(rank.blocks.stream_at, reach)
+        ids = list(held.blocks)
+        return self.stream(rank, lambda: rank.rows.compute(blocks, ids, self.block_tokens, request.prompt, tokens))
 
     def _withdraw(self, held: Held) -> None:
         if held.request.name not in self.held:
@@ -233,10 +235,11 @@ class Decode(Engine):
         first_block = request.first_token // self.block_tokens
         ids = tuple(held.blocks[first_block:])
         held.is_ended, held.said_at = True, world.clock.now
+        held.open = {rank.number for rank in self.ranks}
         for rank in self.ranks:
-            rank.blocks.wanted.update(dict.fromkeys(ids, request.name))
+            fence = self.stream(rank, partial(self._hand_over, rank, rank.blocks, held, ids))
             rank.rows.expect(
-                rank.blocks, held.blocks, self.block_tokens, request.number, range(request.first_token, request.tokens)
+                rank.blocks, held.blocks, self.block_tokens, request.prompt, range(request.first_token, request.tokens)
             )
             want = Want(
                 request=request.name,
@@ -246,14 +249,20 @@ class Decode(Engine):
                 end_token=request.tokens,
                 blocks=(Piece(0, first_block, ids),) if ids else (),
                 deadline_s=request.deadline_s,
+                fence=fence,
             )
-            if rank.say(want):
-                held.open.add(rank.number)
-            else:
+            if not rank.say(want):
+                held.open.discard(rank.number)
                 self._take_back(rank, held)
         if request.abandon_s is not None:
             self.later(request.abandon_s, lambda: self._abandon(held))
         self.release_if_over(held, "nobody was told")
+
+    def _hand_over(self, rank: Rank, blocks: Blocks, held: Held, ids: tuple[int, ...]) -> None:
+        """An earlier forward has written its last into these blocks; from here on the agent may write them."""
+        if rank.number in held.open and self.held.get(held.request.name) is held:
+            rank.rows.waste(blocks, ids, self.world.waste())
+            blocks.wanted.update(dict.fromkeys(ids, held.request.name))
 
     def _abandon(self, held: Held) -> None:
         if held.request.name in self.held:
@@ -266,6 +275,8 @@ class Decode(Engine):
             case Done(request=name) | Failed(request=name):
                 held = self.held.get(name)
                 if held is None or rank.number not in held.open:
+                    if isinstance(message, Failed) and message.code == "not_attached":
+                        return  # an abandoned one, after its end
                     self.world.foul(f"{rank.blocks.name}: {name} was answered twice, the second time by {message}")
                     return
                 held.open.discard(rank.number)

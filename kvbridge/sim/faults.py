@@ -48,6 +48,23 @@ class Faults:
         again = max(self._world.clock.now + fault.seconds, process.died_at + RESTART_S)
         self._world.clock.at(again, lambda: self._world.start(name) if self._world.processes[name].is_dead else None)
 
+    def _stop_agent(self, fault: Fault, name: str) -> None:
+        """SIGTERM: it drains, and is started anew some time after it has ended."""
+        process = self._world.processes[name]
+
+        def gone() -> None:
+            if not process.is_dead:
+                process.die()
+                self._world.clock.after(RESTART_S, again)
+
+        def again() -> None:
+            if self._world.processes[name].is_dead:
+                self._world.start(name)
+
+        if not process.is_dead:
+            self.troubled[name] = FAULTS_END_S
+            process.stop_gently(gone)
+
     def _freeze_agent(self, fault: Fault, name: str) -> None:
         process = self._world.processes[name]
         self.troubled[name] = max(self.troubled.get(name, 0.0), self._world.clock.now + fault.seconds)

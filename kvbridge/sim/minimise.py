@@ -16,6 +16,7 @@ PLAINER: tuple[dict[str, Any], ...] = (
     {"abandon_s": None},
     {"piece_tokens": 8},
     {"first_token": 0},
+    {"twin": 0},
 )
 
 
@@ -87,7 +88,7 @@ def told(scenario: Scenario, outcome: Outcome) -> str:
             if seconds is not None
         )
         lines.append(
-            f"{request.name}: tokens {request.first_token} to {request.tokens} of prompt {request.number}, "
+            f"{request.name}: tokens {request.first_token} to {request.tokens} of prompt {request.prompt}, "
             f"offered by {request.prefill} at {request.at} in pieces of {request.piece_tokens}, "
             f"wanted by {request.decode} from {request.source} at {request.want_at}, "
             f"deadline {request.deadline_s} s, hold {request.hold_s} s{extra}"

@@ -190,6 +190,15 @@ class Process(Agent):
         self.loop.create_task(self._serve_connection(cast(LocalConnection, socket)))
         return socket
 
+    def stop_gently(self, then: Callable[[], None]) -> None:
+        """SIGTERM: no new requests, what is under way may end, then goodbye."""
+
+        async def drain() -> None:
+            await self._drain()
+            self.loop.call_soon(then)
+
+        self.loop.create_task(drain())
+
     @property
     def is_dead(self) -> bool:
         return self.loop.is_dead

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvbridge_proto.engine import Attach, Attached, Detach, Detached, Refused, Rescale, ToAgent, ToEngine
+from kvbridge_proto.engine import (
+    Attach,
+    Attached,
+    Detach,
+    Detached,
+    Failed,
+    Refused,
+    Released,
+    Rescale,
+    ToAgent,
+    ToEngine,
+)
 from kvbridge_proto.words import OURS
 
 from .local import EngineSocket
@@ -96,6 +107,9 @@ class Rank:
             case Refused(about="", code=code) if not self.is_here:
                 self.engine.world.say(self.blocks.name, f"refused: {code}")
                 self.engine.later(RETRY_S, self._again)
+            case Refused(about=request, code="not_attached"):  # it is being stopped, and has let our memory go
+                self.engine.answered(self, Released(request=request, code="not_attached"))
+                self.engine.answered(self, Failed(request=request, code="not_attached", reason=""))
             case Refused(about=about, code=code):
                 self.engine.world.foul(f"{self.blocks.name}: {about} was refused: {code}")
             case _:

@@ -11,6 +11,7 @@ from typing import Literal
 
 FaultKind = Literal[
     "kill agent",
+    "stop agent",
     "freeze agent",
     "kill engine",
     "freeze engine",
@@ -38,7 +39,7 @@ BETWEEN_AGENTS: tuple[FaultKind, ...] = (
     "hang writes",
     "fail writes",
 )
-OF_AGENTS: tuple[FaultKind, ...] = ("kill agent", "freeze agent", "freeze agent", "forge notice")
+OF_AGENTS: tuple[FaultKind, ...] = ("kill agent", "stop agent", "freeze agent", "freeze agent", "forge notice")
 OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "lose engine", "rescale", "detach", "hang up")
 OF_NETWORK: tuple[FaultKind, ...] = ("spoil", "repeat notice")
 LAST = 900  # the numbers of the last requests begin there
@@ -63,6 +64,11 @@ class Request:
     is_fenced: bool
     withdraw_s: float | None
     abandon_s: float | None
+    twin: int = 0  # the request whose prompt and room this one has, too
+
+    @property
+    def prompt(self) -> int:
+        return self.twin or self.number
 
     @property
     def name(self) -> str:
@@ -70,7 +76,7 @@ class Request:
 
     @property
     def room(self) -> str:
-        return f"room-{self.number}"
+        return f"room-{self.prompt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +190,7 @@ def _request(rng: random.Random, scenario: Scenario, number: int) -> Request:
         is_fenced=scenario.has_fences,
         withdraw_s=round(rng.expovariate(20.0), 5) if rng.random() < 0.2 else None,
         abandon_s=round(rng.expovariate(20.0), 5) if rng.random() < 0.2 else None,
+        twin=1 if number > 1 and rng.random() < 0.1 else 0,
     )
 
 

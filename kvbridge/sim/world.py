@@ -69,14 +69,18 @@ class World:
         self._bases = 0
         self._wasted = 0
         self._config = AgentConfig(
-            connect_s=CONNECT_S, silence_s=SILENCE_S, write_timeout_s=scenario.write_timeout_s, routes=("nixl",)
+            drain_s=1.0,
+            connect_s=CONNECT_S,
+            silence_s=SILENCE_S,
+            write_timeout_s=scenario.write_timeout_s,
+            routes=("nixl",),
         )
 
     # The run:
 
     def run(self) -> Outcome:
         try:
-            self._begin()
+            self.begin()
             self.clock.run(FAULTS_END_S)
             self.faults.calm()
             self.clock.run(FAULTS_END_S + LAST_S)
@@ -87,15 +91,19 @@ class World:
         except Foul:
             pass
         finally:
-            for process in self.processes.values():
-                if not process.is_dead:
-                    process.die()
+            self.end()
         self.outcome.events = self.clock.happened
         self.outcome.ends = {f"r{n}": (e.get(True, "?"), e.get(False, "?")) for n, e in self._ends.items()}
         self.outcome.story = self.story or []
         return self.outcome
 
-    def _begin(self) -> None:
+    def end(self) -> None:
+        """Everybody dies, so that nothing waits for garbage to be collected."""
+        for process in self.processes.values():
+            if not process.is_dead:
+                process.die()
+
+    def begin(self) -> None:
         scenario = self.scenario
         for agents in scenario.engines.values():
             for agent in agents:
