@@ -178,6 +178,8 @@ class World:
             self.finish()
             codes = {side.role: [side.ends[room]["code"] for room in rooms] for side in self.sides.values()}
             if not any(codes["source"] + codes["sink"]):
+                for side in self.sides.values():  # or that it is unmapped later proves nothing
+                    assert maps_pool(side.agent.pid, side.job.name), f"{side.job.name} is not mapped"
                 return
             time.sleep(0.3)
         raise AssertionError(f"requests do not succeed again: {codes}\n{self.sink.agent.tail()}")
