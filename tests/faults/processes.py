@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ class Process:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._fd = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._fd)
 
     def is_dead(self, seconds: float = 0.0) -> bool:
         return bool(select.select([self._fd], [], [], seconds)[0])
