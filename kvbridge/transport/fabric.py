@@ -72,7 +72,7 @@ class Fabric(Protocol):
         """
 
     def disconnect(self, boot: str) -> None:
-        """No more writes to this peer. Its connection is dropped once those under way have ended."""
+        """No more writes to this peer. Its connection may be kept for when the same boot is connected again."""
 
     def write(
         self, boot: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float

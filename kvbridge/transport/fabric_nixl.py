@@ -63,6 +63,7 @@ class NixlFabric:
         memory: Literal["DRAM", "VRAM"] = "DRAM",
         device: int = 0,
         net_devices: str | None = None,
+        idle_peers: int = IDLE_PEERS,
     ) -> None:
         # Neither library has another switch; what they would print comes back to us as exceptions anyway.
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
@@ -74,6 +75,7 @@ class NixlFabric:
         self._boot = boot
         self._memory = nixl.DRAM_SEG if memory == "DRAM" else nixl.VRAM_SEG
         self._device = device
+        self._idle_peers = idle_peers
         self._regions: list[tuple[int, int, bool]] = []
         self._registered: list[Any] = []
         self._peers: dict[str, _Peer] = {}
@@ -200,6 +202,11 @@ class NixlFabric:
         return events
 
     @property
+    def known(self) -> list[str]:
+        """The boots that NIXL knows, those that were left longest ago first."""
+        return list(self._peers)
+
+    @property
     def is_busy(self) -> bool:
         return bool(self._writes)
 
@@ -276,7 +283,7 @@ class NixlFabric:
             return
         self._peers[boot] = self._peers.pop(boot)  # the last of those that were left
         idle = [name for name, other in self._peers.items() if other.is_leaving and not other.writes]
-        for name in idle[:-IDLE_PEERS]:
+        for name in idle[: len(idle) - min(len(idle), self._idle_peers)]:
             self._forget(name)
 
     def _forget(self, boot: str) -> None:

@@ -90,6 +90,7 @@ def _restart(world: World, side: Side, what: What, armed: str) -> None:
         side.agent.end()
         side.start_agent(armed)
         world.base.pop(side.role, None)  # another process holds what it holds
+        world.deaths += 1
 
 
 def _until_fired(world: World, victim: Side, case: Case) -> Agent | Engine:
@@ -122,6 +123,7 @@ def _dies(world: World, victim: Side, case: Case) -> str:
         world.finish()  # both engines are told, by the other agent and by the end of their connection
         victim.start_agent()
         world.base.pop(victim.role, None)
+        world.deaths += 1
         return ""
     took = world.unmaps(victim, victim.job.name)
     victim.engine.close()

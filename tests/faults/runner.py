@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -45,4 +46,6 @@ class Runner:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._world is not None:
             self._world.close()
+            if kind is None:
+                shutil.rmtree(self._world.folder)
         self._nursery.close()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
+from kvbridge.commands.status import rendered
 from kvbridge.failpoints import PLACES
 
 from .cases import all_cases
@@ -15,12 +18,10 @@ SLICE = (
     "kill the source's agent at source.gathered",
     "kill the source's agent at source.write_posted",
     "kill the sink's agent at sink.notice_landed",
-    "kill the sink's agent at sink.claim_sent",
     "kill the source's engine at engine.offer_sent",
     "kill the sink's engine at engine.want_sent",
     "stop the source's agent at source.write_begun",
     "stop the sink's agent at sink.scatter_begun",
-    "stop the sink's engine at engine.done_heard",
     "kill the source's agent at source.drained_sent",
     "fail the source's agent at source.write_begun",
     "fail the sink's agent at sink.scatter_begun",
@@ -55,3 +56,23 @@ def test_an_engine_that_comes_back_costs_its_agents_nothing(runner: Runner) -> N
         world.serves()
     for role, held in world.held().items():
         assert held.is_within(before[role]), f"{role}: {before[role]} then {held}"
+
+
+def test_an_agent_says_that_it_was_started_to_fail(runner: Runner) -> None:
+    world, said = runner.world(), "source.drained_sent=pause@1000"
+    world.source.agent.end()
+    world.source.start_agent("source.drained_sent=pause:0.1@1000")
+    status = world.source.agent.status()
+    assert status is not None and f"kvbridge_failpoints_total{{armed={said}}}" in status.counters
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(rendered(status))
+    assert f"FAILPOINTS ARE ON, this agent fails on purpose: {said}" in shown.getvalue()
+    assert "FAILPOINTS ARE ON" in world.source.agent.tail(200)
+    world.source.agent.end()
+    with pytest.raises(AssertionError, match="bad_failpoint"):
+        world.source.start_agent("nowhere=kill")
+        assert not world.source.agent.is_dead(), world.source.agent.tail(1)
+    world.source.start_agent()
+    world.serves()
+    unarmed = world.source.agent.status()
+    assert unarmed is not None and "FAILPOINTS" not in str(unarmed.counters)

@@ -40,6 +40,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Ca
 @pytest.mark.parametrize("seconds", [SHORT_S, CUT_S])
 def test_dropped_packets_cost_requests_and_nothing_else(joined: tuple[World, Cable], seconds: float) -> None:
     world, between = joined
+    world.sink.ends.clear()
     world.begin(24, abandon=0.2)
     end = time.monotonic() + 10
     while not world.sink.ends:

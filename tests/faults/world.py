@@ -14,7 +14,7 @@ import msgspec
 from kvbridge_proto.status import Status
 
 from .engine import Job
-from .processes import POOL, Agent, Engine, Held, Nursery, connections, maps_pool
+from .processes import POOL, Agent, Engine, Held, Nursery, maps_pool
 
 Role = Literal["source", "sink"]
 ROLES: tuple[Role, ...] = ("source", "sink")
@@ -28,6 +28,9 @@ QUIET_S = 15.0  # slots in doubt are asked for every 5 s
 UNMAP_S = 1.0
 BACK_S = 20.0  # for an engine and its agent to find each other again
 BATCH = 12
+# Descriptors of ended connections that UCX does not close, at most, when a peer's process dies: one in ten times it is
+# one or two (nixl 1.5.1, 2026-11-21). Nothing of ours can reach them.
+UCX_KEEPS = 2
 TRIES = 5
 
 _numbers = count(1)
@@ -123,6 +126,7 @@ class World:
         self._rooms = count(1)
         self.sides: dict[Role, Side] = {}
         self.base: dict[Role, Held] = {}
+        self.deaths = 0  # of agents, that others have survived
         for role in ROLES:
             own, more = (apart or {}).get(role, (nursery, {}))
             told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **{"deadline_s": DEADLINE_S, **job})
@@ -178,6 +182,8 @@ class World:
             self.finish()
             codes = {side.role: [side.ends[room]["code"] for room in rooms] for side in self.sides.values()}
             if not any(codes["source"] + codes["sink"]):
+                for side in self.sides.values():  # or that it is unmapped later proves nothing
+                    assert maps_pool(side.agent.pid, side.job.name), f"{side.job.name} is not mapped"
                 return
             time.sleep(0.3)
         raise AssertionError(f"requests do not succeed again: {codes}\n{self.sink.agent.tail()}")
@@ -210,12 +216,11 @@ class World:
         end = time.monotonic() + QUIET_S
         while True:
             now = self.held()
-            over = {role: (before[role], now[role]) for role in survivors if not now[role].is_within(before[role])}
+            may = UCX_KEEPS * self.deaths
+            over = {role: (before[role], now[role]) for role in survivors if not now[role].is_within(before[role], may)}
             if not over:
                 return
-            if time.monotonic() > end:
-                open_ = {role: connections(self.sides[role].agent.pid) for role in over}
-                raise AssertionError(f"held before and after: {over}, connections: {open_}")
+            assert time.monotonic() < end, f"held before and after: {over}"
             time.sleep(0.1)
 
     def unmaps(self, side: Side, name: str) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvbridge.errors import FabricError
@@ -262,6 +263,25 @@ def test_a_fabric_with_nothing_to_write_into_has_no_descriptor() -> None:
     assert raised.value.code == "descriptor_failed"
     fabric.close()
     fabric.close()
+
+
+def test_forgets_those_that_were_left_longest_ago() -> None:
+    fabrics = [NixlFabric(f"boot-{name}", net_devices="lo", idle_peers=2) for name in "abcd"]
+    ours, *others = fabrics
+    memory = [np.zeros(4096, np.uint8) for _ in others]
+    for other, region in zip(others, memory, strict=True):
+        other.register(region.ctypes.data, region.size)
+        ours.connect(other._boot, other.descriptor())
+    for other in others:
+        ours.disconnect(other._boot)
+    assert ours.known == ["boot-c", "boot-d"]
+    ours.connect("boot-c", others[1].descriptor())
+    ours.connect("boot-b", others[0].descriptor())
+    for boot in ("boot-b", "boot-c"):
+        ours.disconnect(boot)
+    assert ours.known == ["boot-b", "boot-c"]
+    for fabric in fabrics:
+        fabric.close()
 
 
 def stat_of(task: Path) -> str:
