@@ -3,6 +3,7 @@
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
 # make test-faults    every process killed and stopped at every failpoint, three times (15 minutes on two cores)
 # make test-gpu    the tests that need a GPU, or two
+# make fuzz    every decoder and what is behind it, for ten minutes (FUZZ="--frames 1000000 --target pools" for more)
 # make bench   what is measured, written to bench/results
 # make bench-gpu   the tests on GPUs, then all that is measured there (tests/gpu/run says more)
 # Each makes the environment it needs (.venv, .venv-vllm) from the constraints files; a second call finds it ready.
@@ -14,7 +15,7 @@ AGENT = .venv/.ready
 ENGINE = .venv-vllm/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 
-.PHONY: demo demo-vllm test lint unit test-vllm test-faults test-gpu bench bench-gpu golden clean
+.PHONY: demo demo-vllm test lint unit fuzz test-vllm test-faults test-gpu bench bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -31,6 +32,9 @@ lint: $(AGENT)
 
 unit: $(AGENT)
 	.venv/bin/python -m pytest -m "not vllm and not gpu and not multi_gpu"
+
+fuzz: $(AGENT)
+	.venv/bin/python -m tests.fuzz $(or $(FUZZ),--frames 1000000000 --seconds 45)
 
 test-vllm: $(AGENT) $(ENGINE)
 	.venv-vllm/bin/python -m pytest -m vllm tests/adapters tests/engines

@@ -215,6 +215,15 @@ def test_plan_refuses_another_model_with_the_reasons(tmp_path: Path) -> None:
     assert (change["needs"], change["words"]) == ("the same model on both sides", "")
 
 
+def test_plan_judges_every_rank_of_the_source(tmp_path: Path) -> None:
+    sink = write_pools(tmp_path, "sink", Shape())
+    pools = [held.pool for held in build_all(Shape(tp_size=2))]
+    odd = msgspec.structs.replace(pools[1], shard=msgspec.structs.replace(pools[1].shard, cp_size=1 << 20))
+    (tmp_path / "source.json").write_bytes(msgspec.json.encode([pools[0], odd]))
+    told = kvbridge("plan", tmp_path / "source.json", sink)
+    assert told.returncode == 1 and "incompatible" in told.stderr and "a period of 1048576 tokens" in told.stderr
+
+
 def test_plan_of_half_an_engine_says_that_rows_are_missing(tmp_path: Path) -> None:
     held = build_all(Shape(tp_size=2))[0]
     (tmp_path / "half.json").write_bytes(msgspec.json.encode(held.pool))

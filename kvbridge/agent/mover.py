@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from kvbridge_proto.codec import BadFrame, decode
+from kvbridge_proto.codec import BadFrame, Limits, decode
 from kvbridge_proto.peer import Notice, Probe, Route
 
 from ..device.porter import DeviceLost
@@ -47,6 +47,7 @@ SHORT_S = 0.002
 LONGEST_S = 0.001
 TIMER_SLACK_NS = 1000
 PR_SET_TIMERSLACK = 29  # linux/prctl.h
+NOTICE = Limits(frame_bytes=4096)  # the fabric would bring notices of 16 MiB
 
 
 class Listener(Told, Protocol):
@@ -308,7 +309,7 @@ class Mover:
 
     def _notice(self, payload: bytes) -> None:
         try:
-            notice: Notice = decode(payload, Notice)
+            notice: Notice = decode(payload, Notice, NOTICE)
         except BadFrame as error:
             return self._tell(self._listener.on_foreign_notice, error.code)
         try:

@@ -25,6 +25,8 @@ from .peers import Peers
 
 log = logging.getLogger("kvbridge.sink")
 
+WARN_S = 60.0
+
 P = ParamSpec("P")
 
 
@@ -48,6 +50,7 @@ class Sink:
         self._tell = tell
         self._clock = clock
         self._deciding = threading.Lock()
+        self._warned = float("-inf")
 
     # The engine:
 
@@ -120,8 +123,11 @@ class Sink:
         return scatter, attached
 
     def on_dropped(self, notice: Notice) -> None:
-        log.warning("late or foreign write dropped: transfer=%s slot=%d", notice.transfer, notice.slot)
         self._metrics.late_write()
+        now = self._clock()
+        if now - self._warned >= WARN_S:  # counted each time, said once a minute: whoever may write may write on
+            self._warned = now
+            log.warning("late or foreign write dropped: transfer=%r slot=%d", notice.transfer, notice.slot)
 
     def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None:
         failpoint("sink.scattered")

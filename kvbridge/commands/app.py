@@ -110,8 +110,8 @@ def status(
 def plan(
     source: Annotated[Path, typer.Argument(help="Pool of the prefilling engine, JSON; or a list, one per rank.")],
     sink: Annotated[Path, typer.Argument(help="Pool of one decoding rank, JSON; or a list, of which --rank is taken.")],
-    tokens: Annotated[int, typer.Option(min=0, help="Tokens of the request.")] = 1024,
-    slot_bytes: Annotated[int, typer.Option(min=1, help="Slot size of both agents.")] = 4 << 20,
+    tokens: Annotated[int, typer.Option(min=0, max=1 << 40, help="Tokens of the request.")] = 1024,
+    slot_bytes: Annotated[int, typer.Option(min=1, max=1 << 40, help="Slot size of both agents.")] = 4 << 20,
     rank: Annotated[int, typer.Option(min=0, help="Which pool of a list of decoding ranks.")] = 0,
     as_json: JSON = False,
 ) -> None:

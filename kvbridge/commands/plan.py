@@ -55,8 +55,8 @@ def show(source: Path, sink: Path, tokens: int, slot_bytes: int, rank: int, as_j
     if rank >= len(targets):
         raise OperatorError("bad_option", f"rank: {rank}, {sink} has {len(targets)}")
     target = targets[rank]
-    found = verdict(sources[0], target)
-    said = _changes(found, sources[0], target)
+    found, source_pool = _judged(sources, target)
+    said = _changes(found, source_pool, target)
     parts = [] if isinstance(found, Incompatible) else parts_of(sources, target, tokens, slot_bytes)
     if as_json:
         sys.stdout.write(json.dumps(_plain(found, said, target, parts), indent=2) + "\n")
@@ -64,6 +64,12 @@ def show(source: Path, sink: Path, tokens: int, slot_bytes: int, rank: int, as_j
         _print(found, said, target, parts)
     if isinstance(found, Incompatible):
         raise OperatorError("incompatible", *found.reasons)
+
+
+def _judged(sources: Sequence[Pool], sink: Pool) -> tuple[Verdict, Pool]:
+    """The verdict on the first rank that does not fit, with that rank; on the first if all do."""
+    found = [(verdict(source, sink), source) for source in sources]
+    return next((each for each in found if isinstance(each[0], Incompatible)), found[0])
 
 
 def pools(path: Path) -> Sequence[Pool]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from kvbridge_proto.codec import decode, encode
-from kvbridge_proto.peer import Cancel, Claim, Drained, Goodbye, Grant, Lease, Refuse
+from kvbridge_proto.peer import Cancel, Claim, Drained, Goodbye, Grant, Lease, Notice, Refuse
 from kvbridge_proto.status import PeerStatus, TransferStatus
 
+from kvbridge.agent.mover import Mover
 from kvbridge.agent.relations import Accepted
 from kvbridge.agent.routes import Connected
 from kvbridge.agent.status import peer_statuses, transfers
@@ -19,8 +22,9 @@ from kvbridge.exchange.session import Session
 from kvbridge.geometry.compat import Convertible
 
 from ..exchange.world import World
-from ..fuzz.agents import Siege
+from ..fuzz.agents import Besieged, Siege
 from ..fuzz.machines import ALL_ROWS
+from ..proto.samples import NOTICE
 
 
 async def claimed() -> tuple[Siege, Claim]:
@@ -90,3 +94,42 @@ def test_a_claim_of_all_tokens_there_could_be_can_be_shown() -> None:
     assert out.plan.chunks > 1 << 40
     shown = transfers(source.inbound, source.outbound, 1e9)
     assert decode(encode(shown), tuple[TransferStatus, ...]) == shown
+
+
+class Hearer:
+    """Who the mover tells."""
+
+    def __init__(self) -> None:
+        self.landings: list[Notice] = []
+
+    def landed(self, notice: Notice) -> None:
+        self.landings.append(notice)
+
+    def on_dropped(self, notice: Notice) -> None: ...
+    def on_foreign_notice(self, code: str) -> None: ...
+
+
+def test_a_notice_that_is_larger_than_any_is_not_unpacked() -> None:
+    hearer = Hearer()
+    mover = Mover(lambda: pytest.fail("not started"), "us", hearer, 1.0)  # type: ignore[arg-type]
+    try:
+        mover._notice(encode(NOTICE))
+        assert hearer.landings == [NOTICE] and mover._telling.pop()[1] == (NOTICE,)
+        mover._notice(encode([0] * 100_000))
+        assert mover._telling == [(hearer.on_foreign_notice, ("frame_too_large",))]
+    finally:
+        os.close(mover._wake)
+
+
+def test_writes_that_count_for_nothing_are_counted_each_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    ours = Besieged()
+    odd = msgspec.structs.replace(NOTICE, transfer="x\nanother line")
+    with caplog.at_level(logging.WARNING, "kvbridge.sink"):
+        for _ in range(100):
+            assert not ours.land(odd)
+            ours.sink.on_dropped(odd)
+        assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
+        ours.now += 61
+        ours.sink.on_dropped(odd)
+    assert len(caplog.records) == 2
+    assert ours.metrics.values()["kvbridge_late_writes_total"] == 101
