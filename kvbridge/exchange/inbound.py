@@ -389,13 +389,8 @@ class Inbound:
         ]
 
     def _flowing(self) -> list[Intake]:
-        return [
-            intake
-            for wanted in self.wants.values()
-            if wanted.state is WantState.FLOWING
-            for intake in wanted.intakes.values()
-            if intake.state is IntakeState.CLAIMED
-        ]
+        flowing = (wanted for wanted in self.wants.values() if wanted.state is WantState.FLOWING)
+        return [i for wanted in flowing for i in wanted.intakes.values() if i.state is IntakeState.CLAIMED]
 
     def _hunger(self, intake: Intake) -> int:
         return intake.ready - len(intake.landed) - self.slots.lent_to(intake.transfer)

@@ -21,6 +21,8 @@ def used() -> dict[str, str]:
     found: dict[str, str] = {}
     for folder in ("kvbridge", "proto/kvbridge_proto"):
         for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.parent.name == "sim":  # what is said there is said to nobody
+                continue
             for code, line in _codes(ast.parse(path.read_text())):
                 found.setdefault(code, f"{path.relative_to(ROOT)}:{line}")
     return found
