@@ -19,6 +19,8 @@ from kvbridge_proto.engine import ToAgent
 from kvbridge_proto.status import StatusQuery
 from kvbridge_proto.stream import HEADER, StreamReader, pack
 
+from kvbridge.transport.keys import load_keys
+
 from .oracle import Shape, build_all
 from .proto.samples import TO_ENGINE
 
@@ -134,6 +136,37 @@ def test_plan_of_a_file_nested_too_deep_says_so(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text('{"x":' * 100_000)
     told = kvbridge("plan", tmp_path / "deep.json", tmp_path / "deep.json")
     assert told.returncode == 1 and "bad_pool_file" in told.stderr
+
+
+def test_status_shows_a_key_as_it_is(tmp_path: Path) -> None:
+    """Z85 has brackets and colons, which would be markup and smileys to the library that prints."""
+    key = "[red]x[/]:smile:#0123456789012345678901234"
+    told_of = msgspec.structs.replace(STATUS, security=f"curve, own key {key}")
+    with Scripted(tmp_path / "a.sock", pack(told_of)) as agent:
+        told = kvbridge("status", "--socket", agent.path)
+    assert key in told.stdout and "loopback only" not in told.stdout
+
+
+def test_keygen_writes_a_secret_and_prints_the_line_for_others(tmp_path: Path) -> None:
+    told = kvbridge("keygen", tmp_path / "a.key", "--name", "prefill-0")
+    assert told.returncode == 0, told.stderr
+    (secret,) = (line for line in (tmp_path / "a.key").read_text().splitlines() if not line.startswith("#"))
+    assert (tmp_path / "a.key").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "peers").write_text(told.stdout)
+    (tmp_path / "peers").chmod(0o600)
+    keys = load_keys(str(tmp_path / "a.key"), str(tmp_path / "peers"))
+    assert keys.secret == secret and keys.names == {keys.public: "prefill-0"}
+    assert secret not in told.stdout + told.stderr
+
+
+def test_keygen_refuses_to_write_over_a_key_and_a_name_that_no_list_can_have(tmp_path: Path) -> None:
+    kvbridge("keygen", tmp_path / "a.key")
+    before = (tmp_path / "a.key").read_text()
+    told = kvbridge("keygen", tmp_path / "a.key")
+    assert told.returncode == 1 and "key_exists" in told.stderr and not told.stdout
+    assert (tmp_path / "a.key").read_text() == before
+    told = kvbridge("keygen", tmp_path / "b.key", "--name", "two words")
+    assert told.returncode == 1 and "bad_name" in told.stderr and not (tmp_path / "b.key").exists()
 
 
 def test_status_as_json_is_the_message(tmp_path: Path) -> None:
