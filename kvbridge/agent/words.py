@@ -47,3 +47,14 @@ def status_of(session: Session | None, address: str, state: str) -> PeerStatus:
         verdict=verdict_of(session)[:4096],
         route=route_of(session)[:2048],
     )
+
+
+class OneLine(logging.Formatter):
+    """Escapes what is no text in a message: names and reasons come from peers, and must not forge lines of ours."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        said = record.message
+        record.message = (
+            said if said.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in said)
+        )
+        return super().formatMessage(record)
