@@ -47,6 +47,7 @@ from .rebuild import Rebuilder
 from .sink import Sink
 from .source import Source
 from .status import transfers
+from .words import OneLine
 
 log = logging.getLogger("kvbridge.agent")
 
@@ -58,12 +59,10 @@ SWITCH_S = 0.0002
 
 def run(config: AgentConfig) -> None:
     """Run one agent until SIGTERM or SIGINT. Raises OperatorError or FabricError when it cannot start."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=config.log_level.upper(),
-        format="%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    line = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
+    handler.setFormatter(OneLine(line, datefmt="%Y-%m-%d %H:%M:%S"))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
     uvloop.run(Agent(config).run())

@@ -31,3 +31,14 @@ def warn_of_route(name: str, session: Session) -> None:
 def verdict_of(session: Session) -> str:
     found = session.verdict
     return "converting " + "; ".join(found.changes) if isinstance(found, Convertible) else "same on both sides"
+
+
+class OneLine(logging.Formatter):
+    """Escapes what is no text in a message: names and reasons come from peers, and must not forge lines of ours."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        said = record.message
+        record.message = (
+            said if said.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in said)
+        )
+        return super().formatMessage(record)

@@ -79,7 +79,7 @@ class Attacker:
     def fire_at_port(self, connections: int) -> None:
         held: list[socket.socket] = []
         for _ in range(connections):
-            link = socket.create_connection(self.port, timeout=5)
+            link = socket.create_connection(self.port, timeout=20)
             held.append(link)
             with contextlib.suppress(OSError):
                 self._say(link, *self.to_port())
@@ -101,7 +101,7 @@ class Attacker:
     def fire_at_socket(self, connections: int) -> None:
         for _ in range(connections):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-                link.settimeout(10)
+                link.settimeout(30)
                 link.connect(str(self.agent.socket))
                 stream = streamed(self.random, self.good, self.messages)
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
