@@ -23,7 +23,7 @@ from .session import Home, Session
 from .slots import LocalSlots
 from .tables import check_late, extended, ready_chunks
 
-MOST_CLAIMS = 4096  # open at once, of one sink
+MOST_CLAIMS = 2048  # open at once, of one sink: each is looked at whenever one comes
 MOST_LEASES = 4096  # unused, of one sink: as many slots as an agent can have
 
 
