@@ -134,6 +134,7 @@ def _dies(world: World, victim: Side, case: Case) -> str:
 
 def _fails(world: World, victim: Side, case: Case) -> str:
     """It goes on with its failure: some request fails by that name, or attaching is refused and tried again."""
+    world.wait_attached()
     codes: list[str] = []
     for _ in range(4):
         world.begin(abandon=0.0)

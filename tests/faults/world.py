@@ -173,10 +173,7 @@ class World:
 
     def serves(self, tries: int = TRIES) -> None:
         """Requests succeed again: one whole batch of them, element for element, within so many."""
-        end = time.monotonic() + BACK_S
-        while not all(self.is_attached(side) for side in self.sides.values()):
-            assert time.monotonic() < end, f"an engine does not come back:\n{self.sink.agent.tail()}"
-            time.sleep(0.05)
+        self.wait_attached()
         for _ in range(tries):
             rooms = self.begin(6)
             self.finish()
@@ -199,6 +196,13 @@ class World:
 
     def held(self) -> dict[Role, Held]:
         return {role: Held.by(side.agent.pid) for role, side in self.sides.items()}
+
+    def wait_attached(self) -> None:
+        """Until both engines are with their agents."""
+        end = time.monotonic() + BACK_S
+        while not all(self.is_attached(side) for side in self.sides.values()):
+            assert time.monotonic() < end, f"an engine does not come back:\n{self.sink.agent.tail()}"
+            time.sleep(0.05)
 
     @staticmethod
     def is_attached(side: Side) -> bool:
