@@ -173,7 +173,8 @@ class WorkerSide:
         """The one wait in a step that computes: its forward overwrites blocks that the agent may be gathering from.
 
         A chunk gathered now would hold another request's KV and nothing would tell. The agent answers when its reads
-        have ended: a chunk's time. One that stays silent is given up.
+        have ended: a chunk's time. One that stays silent is given up; what it reads from then on it does not ship
+        (agent/jobs.py: UNHEARD_S must be less than READERS_S).
         """
         end = time.monotonic() + READERS_S
         while any(self._ledger.is_read(name) for name in preempted):

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
+
+
+@dataclass(slots=True)
+class Word:
+    """How far the loop has heard our engine, on its clock. The loop writes it, the mover reads it.
+
+    An engine that takes blocks back waits for us to stop reading them, but not for ever (adapters/vllm_worker.py:
+    READERS_S): what was read while we stood still may be another request's.
+    """
+
+    heard_at: float = float("inf")  # all that it had said by then
+    taken_back_at: float = float("-inf")  # when it last withdrew something
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +27,7 @@ class Attachment:
     epoch: int
     memory: AttachedPool
     fence: FencePage | None
+    word: Word = field(default_factory=Word)
 
     def has_reached(self, count: int) -> bool:
         """Whether the engine's stream has finished what it counted as `count`."""

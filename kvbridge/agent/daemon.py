@@ -243,6 +243,7 @@ class Agent:
 
     def tick(self) -> None:
         """Time has passed."""
+        self.engines.listen()
         self.peers.tick(self._clock())
         self.sink.tick()
         self.source.tick()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -45,7 +46,7 @@ from ..failpoints import failpoint
 from ..geometry.check import check_pool, rescaled
 from ..geometry.plan import Planner
 from ..transport.local import LocalConnection
-from .attachment import Attachment
+from .attachment import Attachment, Word
 from .equipment import Docks
 from .metrics import Metrics
 from .mover import Mover
@@ -109,6 +110,12 @@ class Engines:
             if connection is self._connection or self._leaving is not None:
                 await self.leave("the engine's connection ended")
 
+    def listen(self) -> None:
+        """Note it where our engine has said nothing that we have not heard."""
+        now = time.monotonic()
+        if self._attached is not None and self._connection is not None and self._connection.is_silent:
+            self._attached.word.heard_at = now
+
     async def leave(self, reason: str) -> None:
         """The engine is gone: forget its requests, end its sessions, unmap its memory.
 
@@ -164,6 +171,8 @@ class Engines:
             case Offer():
                 self.source.offer(message, home)
             case Withdraw(request=request, reason=reason):
+                if self._attached is not None:
+                    self._attached.word.taken_back_at = time.monotonic()
                 self.source.withdraw(request, reason)
             case Want() if self.is_closing:
                 reason = "this agent is stopping"
@@ -246,7 +255,7 @@ class Engines:
         except BaseException:
             memory.close()
             raise
-        return Attachment(self._epoch + 1, memory, fence)
+        return Attachment(self._epoch + 1, memory, fence, Word(time.monotonic()))
 
     def _has_no_fence(self) -> bool:
         return self._attached is None or self._attached.fence is None

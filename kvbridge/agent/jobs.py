@@ -21,10 +21,11 @@ from ..transport.fabric import WriteFailed, WriteLate
 from .attachment import Attachment
 from .equipment import Dock, Equipment
 from .routes import MOST_BYTES, Connected, Landing, Target, close, pattern, prove
-from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWrite
+from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWord, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
 
+UNHEARD_S = 0.5  # half of what an engine waits for us
 Failure = tuple[str, str] | None  # (code, reason)
 
 
@@ -150,10 +151,21 @@ class Jobs:
             assert isinstance(ended, Moved)
             moved, failure = ended, ended.failure
             failpoint("source.gathered")
+            failure = failure or (yield from self._taken_back(attachment, began))
         except Exception as error:  # it costs this transfer, nobody else
             failure = _failure("gather_failed", error, ship)
         self._tell(self._told.on_gathered, ship, size, self._clock() - began)
         return moved.digest, failure
+
+    def _taken_back(self, attachment: Attachment, began: float) -> Generator[Wait, Event, Failure]:
+        """Whether the blocks may have been another request's while they were read: only if we stood still."""
+        word, now = attachment.word, self._clock()
+        if now - word.heard_at < UNHEARD_S:
+            return None
+        yield WaitWord(attachment, now, now + self._write_timeout_s)
+        if word.taken_back_at < began:
+            return None
+        return "blocks_taken_back", "blocks were withdrawn while this agent stood still over a gather"
 
     def _pushed(
         self, ship: Ship, attachment: Attachment, target: Target, size: int, digest: int

@@ -34,7 +34,7 @@ from .attachment import Attachment
 from .equipment import Docks, Equipment
 from .jobs import Jobs, Told
 from .routes import Connected, Landing
-from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWrite
+from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWord, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
 
@@ -91,7 +91,7 @@ class Mover:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._moving: dict[int, Job] = {}
         self._writing: dict[tuple[int, int], Job] = {}
-        self._fenced: list[tuple[WaitFence, Job]] = []
+        self._fenced: list[tuple[WaitFence | WaitWord, Job]] = []
         self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbridge-mover", daemon=True)
@@ -269,10 +269,10 @@ class Mover:
         fenced, self._fenced = self._fenced, []
         now = self._clock()
         for wait, job in fenced:
-            if wait.attachment.has_reached(wait.count):
+            if wait.is_over:
                 self._resume(job, None)
             elif now > wait.deadline:
-                self._fail(job, EngineError("fence_late", f"fence: {wait.count} was not reached in time"))
+                self._fail(job, wait.late())
             else:
                 self._fenced.append((wait, job))
         moves = equipment.porter.poll()
@@ -298,9 +298,9 @@ class Mover:
         except StopIteration:
             return
         match wait:
-            case WaitFence(attachment=attachment, count=count) if attachment.has_reached(count):
+            case WaitFence() | WaitWord() if wait.is_over:
                 self._resume(job, None)
-            case WaitFence():
+            case WaitFence() | WaitWord():
                 self._fenced.append((wait, job))
             case WaitMove(ticket=ticket):
                 self._moving[ticket] = job

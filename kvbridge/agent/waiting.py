@@ -6,6 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from ..device.porter import Moved
+from ..errors import EngineError
 from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
 from .attachment import Attachment
 
@@ -20,6 +21,29 @@ class WaitFence:
     attachment: Attachment
     count: int
     deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        return self.attachment.has_reached(self.count)
+
+    def late(self) -> EngineError:
+        return EngineError("fence_late", f"fence: {self.count} was not reached in time")
+
+
+@dataclass(frozen=True, slots=True)
+class WaitWord:
+    """Until the loop has heard all that the engine had said by `at`; resumed with None, or EngineError as above."""
+
+    attachment: Attachment
+    at: float
+    deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        return self.attachment.word.heard_at >= self.at
+
+    def late(self) -> EngineError:
+        return EngineError("engine_unheard", "what the engine said was not heard in time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +61,6 @@ class WaitWrite:
     id: int
 
 
-Wait = WaitFence | WaitMove | WaitWrite
+Wait = WaitFence | WaitWord | WaitMove | WaitWrite
 Event = Moved | Wrote | WriteFailed | WriteLate | None
 Job = Generator[Wait, Event, None]

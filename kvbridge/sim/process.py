@@ -125,6 +125,8 @@ class SimEngines(Engines):
         super().__init__(*args)
         self._process = process
 
+    def listen(self) -> None: ...
+
     def _open(self, attach: Attach, fds: list[int]) -> Attachment:
         blocks = self._process.world.blocks_of(attach.pool)
         fence = None if attach.fence_fd is None else cast(FencePage, Fence(blocks))

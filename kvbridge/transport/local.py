@@ -194,6 +194,19 @@ class LocalConnection:
     def is_closed(self) -> bool:
         return self._socket.fileno() < 0
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the other end has said nothing but what was received, and all of that is dealt with."""
+        if self._wake is None or self._wake.done() or self.is_closed:
+            return False
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
     async def receive(self) -> tuple[ToAgent, list[int]] | None:
         """The next message and its descriptors, which are the caller's to close; None once nothing more will come.
 

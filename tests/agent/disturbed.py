@@ -210,6 +210,29 @@ class Pair:
             assert "Traceback" not in side.log, side.log
 
 
+def stands_still_over_a_withdrawal(pair: Pair, seed: int, rounds: int) -> int:
+    """The source's agent is stopped under way, and its engine, that must compute on, uses the blocks again.
+
+    What was read of them meanwhile never counts. Returns how many transfers were done all the same.
+    """
+    chance, done = random.Random(seed), 0
+    for _ in range(rounds):
+        room, stop = pair.room(), pair.source.agent.process.pid
+        after_s = chance.uniform(0.2, 1.1) * pair.fastest_s
+        pair.source.engine.say(
+            json.dumps({"verb": "take_back", "hold_s": HOLD_S, "after_s": after_s, "stop": stop} | room)
+        )
+        pair.source.engine.hear("offered")
+        told = pair.sink.tell("want", source=pair.source.agent.address, **room)
+        print(f"taken back after {after_s * 1e3:.1f} ms: {told['code'] or 'done'} {told['wrong']}")
+        if not told["code"]:
+            assert told["wrong"] == "", f"taken back after {after_s * 1e3:.2f} ms: {told}"
+            done += 1
+        pair.source.engine.hear("take_back")
+    pair.is_sound()
+    return done
+
+
 def stands_still(pair: Pair, seed: int) -> int:
     """The source's agent is stopped under way: the sink's slots, in doubt for too long, are made anew.
 

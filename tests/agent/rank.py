@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
-from kvbridge_proto.engine import Abandon, Done, Failed, Offer, Refused, Released, Want
+from kvbridge_proto.engine import Abandon, Done, Failed, Offer, Refused, Released, Want, Withdraw
 from kvbridge_proto.status import Status, StatusQuery
 from kvbridge_proto.words import Blocks
 
@@ -24,6 +24,7 @@ from kvbridge.demo.engine import Job, Rejected, SyntheticEngine
 from kvbridge.demo.pools import POISON, Request, first_difference
 
 CALM_S = 0.1  # how long nobody may have written when we look
+IMPATIENT_S = 1.0  # as vLLM's adapter is: vllm_worker.READERS_S
 GONE = "connection_ended"
 SEEDS = 2
 
@@ -56,6 +57,12 @@ class Rank(SyntheticEngine):
 
         The blocks are somebody else's at once, while the sink may not be through with what came out of them.
         """
+        self._offer(seed, room, hold_s)
+        code, reason = self._end_of(room)
+        self._scribble(POISON)
+        return {"code": code, "reason": reason}
+
+    def _offer(self, seed: int, room: str, hold_s: float) -> None:
         for region, whole in zip(self.regions, self.wholes[seed], strict=True):
             region.copy_(whole)
         fence, blocks = self._mark(), (Blocks(0, 0, self.table),)
@@ -65,8 +72,22 @@ class Rank(SyntheticEngine):
         self.client.send(StatusQuery())
         self.wait(lambda message: isinstance(message, Status))
         say("offered", {})
+
+    def do_take_back(self, seed: int, room: str, hold_s: float, after_s: float, stop: int) -> dict[str, Any]:
+        """Offer; after so long that process is stopped, the offer taken back and, later, its blocks used again.
+
+        As an engine does that must compute on and gets no answer. Then the process goes on. How the offer ended.
+        """
+        self._offer(seed, room, hold_s)
+        time.sleep(after_s)
+        os.kill(stop, signal.SIGSTOP)
+        try:
+            self.client.send(Withdraw(request=room, reason="preempted"))
+            time.sleep(IMPATIENT_S)
+            self._scribble(POISON)
+        finally:
+            os.kill(stop, signal.SIGCONT)
         code, reason = self._end_of(room)
-        self._scribble(POISON)
         return {"code": code, "reason": reason}
 
     # As sink:

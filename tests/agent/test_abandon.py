@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from .disturbed import Pair, Scale, abandons, pair_of, sinks_agent_dies, sources_agent_dies
+from .disturbed import (
+    Pair,
+    Scale,
+    abandons,
+    pair_of,
+    sinks_agent_dies,
+    sources_agent_dies,
+    stands_still_over_a_withdrawal,
+)
 
 # A scatter of 4 MiB outlasts an engine's waking up: were Failed told while one runs, it would show.
 SCALE = Scale(devices=("cpu", "cpu"), route="nixl", tokens=1024, slot_bytes=4 << 20, inbound_slots=4, outbound_slots=2)
@@ -20,6 +28,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 def test_nobody_writes_after_failed(pair: Pair) -> None:
     abandons(pair, seed=1, rounds=20)
+
+
+def test_what_is_read_while_the_agent_stands_still_never_counts(pair: Pair) -> None:
+    assert stands_still_over_a_withdrawal(pair, seed=4, rounds=8) < 8
 
 
 def test_the_sinks_agent_dies(pair: Pair) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from kvbridge_proto.peer import DeviceCard, Probe
 
-from kvbridge.agent.attachment import Attachment
+from kvbridge.agent.attachment import Attachment, Word
 from kvbridge.agent.equipment import Dock, Docks, Equipment
 from kvbridge.agent.jobs import Jobs
 from kvbridge.agent.mover import Mover
 from kvbridge.agent.routes import Connected, Landing, Target, pattern, prove
-from kvbridge.agent.waiting import Job, WaitFence, WaitMove, WaitWrite
+from kvbridge.agent.waiting import Job, WaitFence, WaitMove, WaitWord, WaitWrite
 from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.staging import Staging
 from kvbridge.errors import FabricError
@@ -278,3 +278,29 @@ def test_docks_of_before_are_kept_while_they_write_and_refused_when_they_are_too
     equipment.close_retired()
     assert not equipment.has_retired and equipment.docks == (made[1].dock,)
     assert equipment.prepare().dock.name == "a.3"
+
+
+@pytest.mark.parametrize(
+    ("heard_at", "taken_back_at", "expected"),
+    [(99.6, 99.9, None), (99.4, 98.9, None), (99.4, 99.0, "blocks_taken_back"), (99.4, 100.5, "blocks_taken_back")],
+    ids=["was heard all the time", "before the gather", "at once", "later"],
+)
+def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothing_was_taken_back(
+    stack: ExitStack, heard_at: float, taken_back_at: float, expected: str | None
+) -> None:
+    jobs = Jobs(Agents(stack).source, "a", Ears(), lambda *_: None, 1.0, lambda: 100.0)
+    _, pool = stack.enter_context(attached(build(Shape())))
+    attachment = Attachment(1, pool, None, Word(heard_at))
+    story = jobs._taken_back(attachment, began=99.0)
+    try:
+        wait = next(story)
+        assert isinstance(wait, WaitWord) and heard_at < 99.5 and not wait.is_over
+        attachment.word.taken_back_at = taken_back_at
+        attachment.word.heard_at = 99.99
+        assert not wait.is_over
+        attachment.word.heard_at = 100.0
+        assert wait.is_over
+        story.send(None)
+    except StopIteration as end:
+        found = end.value
+    assert found == expected or found[0] == expected
