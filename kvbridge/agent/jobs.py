@@ -165,7 +165,8 @@ class Jobs:
         yield WaitWord(attachment, now, now + self._write_timeout_s)
         if word.taken_back_at < began:
             return None
-        return "blocks_taken_back", "blocks were withdrawn while this agent stood still over a gather"
+        reason = "blocks were withdrawn while this agent stood still over a gather"
+        return "blocks_taken_back", reason
 
     def _pushed(
         self, ship: Ship, attachment: Attachment, target: Target, size: int, digest: int
