@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kvbridge.agent.daemon  # noqa: F401  torch and NIXL may do what they like while they are imported
 from kvbridge import cli
+from kvbridge.agent import daemon  # torch and NIXL may do what they like while they are imported
 from kvbridge.transport.fabric_nixl import NixlFabric
 
 PICKLING = ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")
@@ -43,7 +43,10 @@ def write_down(file: Path, name: str, call: Callable[..., bytes]) -> Callable[..
 
 def main() -> None:
     file = Path(os.environ["SECRETS"])
-    secrets.token_bytes = write_down(file, "token", secrets.token_bytes)  # type: ignore[assignment]
+    parts = daemon.Agent.__init__  # the agent's entropy is one of its parts
+    recorded = write_down(file, "token", secrets.token_bytes)
+    assert parts.__defaults__ and secrets.token_bytes in parts.__defaults__
+    parts.__defaults__ = tuple(recorded if part is secrets.token_bytes else part for part in parts.__defaults__)
     NixlFabric.descriptor = write_down(file, "descriptor", NixlFabric.descriptor)  # type: ignore[method-assign]
     forbid_pickle()
     if os.environ.get("PICKLE_ANYWAY"):
