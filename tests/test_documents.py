@@ -11,7 +11,9 @@ from kvbridge.config import options
 
 ROOT = Path(__file__).parents[1]
 TEXTS = {name: (ROOT / name).read_text() for name in ("SECURITY.md", "THREAT_MODEL.md")}
-TESTS = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+TESTS: dict[str, str] = {}  # files of one name together
+for path in sorted((ROOT / "tests").rglob("test_*.py")):
+    TESTS[path.name] = TESTS.get(path.name, "") + path.read_text()
 
 
 def test_every_test_that_is_named_is_there() -> None:

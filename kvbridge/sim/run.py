@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
+import queue
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import msgspec
 
 from .memo import remembered
 from .scenario import Scenario, make
@@ -106,10 +111,47 @@ def tallied(batch: tuple[int, int]) -> Tally:
 
 
 def many(first: int, count: int, jobs: int) -> Iterator[Tally]:
-    """All of these seeds, batch by batch as they are through."""
-    batches = [(at, min(BATCH, first + count - at)) for at in range(first, first + count, BATCH)]
+    """All of these seeds, batch by batch as they are through, in so many processes."""
     if jobs == 1:
-        yield from map(tallied, batches)
+        yield from map(tallied, batches(first, count))
         return
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap_unordered(tallied, batches)
+    heard: queue.Queue[Tally | None] = queue.Queue()
+    ours = [sys.executable, "-m", "kvbridge.sim.run", str(first), str(count), str(jobs)]
+    workers = [subprocess.Popen([*ours, str(job)], stdout=subprocess.PIPE, text=True) for job in range(jobs)]
+    listeners = [threading.Thread(target=_listen, args=(worker, heard), daemon=True) for worker in workers]
+    try:
+        for listener in listeners:
+            listener.start()
+        left = jobs
+        while left:
+            if (tally := heard.get()) is None:
+                left -= 1
+            else:
+                yield tally
+        if any(worker.wait() for worker in workers):
+            raise RuntimeError("a process of the simulator ended early; it said why")
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def batches(first: int, count: int) -> list[tuple[int, int]]:
+    return [(at, min(BATCH, first + count - at)) for at in range(first, first + count, BATCH)]
+
+
+def _listen(worker: subprocess.Popen[str], heard: queue.Queue[Tally | None]) -> None:
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        heard.put(msgspec.json.decode(line, type=Tally))
+    heard.put(None)
+
+
+def main() -> None:
+    """One of several processes: every so-manieth batch, a line of JSON for each."""
+    first, count, jobs, job = map(int, sys.argv[1:])
+    for batch in batches(first, count)[job::jobs]:
+        print(msgspec.json.encode(tallied(batch)).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

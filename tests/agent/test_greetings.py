@@ -56,6 +56,8 @@ class Player:
         self.peers = Peers(self, self, lambda: self.home, Metrics(), 0.2)
         self.peers.sink = self.peers.source = self
 
+    def refused(self, address: str, boot: str) -> None: ...
+
     def dial(self, address: str) -> Wire:
         return self.wires.setdefault(address, Wire(address, is_dialled=True))
 

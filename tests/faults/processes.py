@@ -145,7 +145,8 @@ class Agent(Process):
     def __init__(self, nursery: Nursery, folder: Path, name: str, options: dict[str, str], armed: str = "") -> None:
         self.socket, self.log = str(folder / f"{name}.sock"), folder / f"{name}.log"
         self.options = {"name": name, "socket": self.socket, "listen": "tcp://127.0.0.1:0", "metrics": ""} | options
-        argv = [part for key, value in self.options.items() for part in (f"--{key.replace('_', '-')}", value)]
+        said = {f"--{key.replace('_', '-')}": value for key, value in self.options.items()}
+        argv = [part for flag, value in said.items() for part in ((flag,) if value == "true" else (flag, value))]
         # Between namespaces of one machine UCX would go by shared memory, where no packet is dropped.
         environment = {VARIABLE: armed} | ({"UCX_TLS": "tcp"} if nursery.netns else {})
         super().__init__(nursery.fork(argv, self.log, environment))

@@ -30,7 +30,10 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Ca
         for role, name, address in zip(ROLES, between.names, between.addresses, strict=True):
             nursery = Nursery(name)
             stack.callback(nursery.close)
-            apart[role] = (nursery, {"listen": f"tcp://{address}:0", "net_devices": between.device})
+            apart[role] = (
+                nursery,
+                {"listen": f"tcp://{address}:0", "net_devices": between.device, "allow_unauthenticated": "true"},
+            )
         world = World(folder, apart["source"][0], apart=apart)
         stack.callback(world.close)
         world.meet()

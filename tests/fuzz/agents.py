@@ -42,6 +42,7 @@ from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Home
 from kvbridge.exchange.slots import LocalSlots, SlotPool
+from kvbridge.transport.trust import Trust
 
 from ..exchange.world import make_pool
 from .machines import ALL_ROWS, POOLS
@@ -104,6 +105,8 @@ class Watched(Peers):
 
 class Besieged:
     """Our agent. It plays its own control and mover."""
+
+    trust = Trust()
 
     def __init__(self) -> None:
         self.now, self.serial, self.numbers = 0.0, 0, 0
