@@ -203,7 +203,9 @@ class Agent:
         self.peers.sink = self.engines.sink = self.sink
         self.peers.source = self.engines.source = self.source
         self.engines.peers = self.peers
-        self.rebuilder = Rebuilder(self.slots, self.engines, self.mover, self.metrics, self.config.rebuild_s)
+        self.rebuilder = Rebuilder(
+            self.slots, self.engines, self.mover, self.metrics, self.config.rebuild_s, self._clock
+        )
         self.metrics.watch(
             Gauges(
                 inbound=self.slots.counts,

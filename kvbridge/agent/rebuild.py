@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from kvbridge_proto.status import SlotCounts
 
@@ -45,23 +46,34 @@ class Patience:
 class Rebuilder:
     """Watches the inbound slots of one agent."""
 
-    def __init__(self, slots: SlotPool, engines: Engines, mover: Mover, metrics: Metrics, seconds: float) -> None:
+    def __init__(
+        self,
+        slots: SlotPool,
+        engines: Engines,
+        mover: Mover,
+        metrics: Metrics,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._slots = slots
         self._engines = engines
         self._mover = mover
         self._metrics = metrics
         self._patience = Patience(seconds)
         self._seconds = seconds
+        self._clock = clock
         self._refused = ""
 
     async def watch(self) -> None:
         """Until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            if self._patience.is_over(self._slots.counts(), time.monotonic()):
-                await self._rebuild()
+            await self.look()
 
-    async def _rebuild(self) -> None:
+    async def look(self) -> None:
+        """Rebuild if it is time to."""
+        if not self._patience.is_over(self._slots.counts(), self._clock()):
+            return
         try:
             docks = await self._mover.prepare_docks()
         except FabricError as error:

@@ -51,6 +51,7 @@ def _kept(process: Process) -> Iterator[str]:
         ("transfers out", outbound.outlets),
         ("rooms", outbound._rooms),
         ("moves", mover._moving),
+        ("docks of before", mover._equipment is not None and mover._equipment.has_retired),
         ("writes", mover._writing),
         ("waits for a fence", mover._fenced),
         ("targets that leave", mover._jobs._leaving),

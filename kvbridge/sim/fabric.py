@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -82,7 +83,7 @@ class DataNetwork:
             self.post(write)
 
     def _pair(self, write: Write) -> tuple[str, str]:
-        target = self._world.by_boot.get(write.boot)
+        target = self._world.owner(write.boot)
         return write.source.name, target.name if target else ""
 
     def _land(self, write: Write) -> None:
@@ -90,11 +91,11 @@ class DataNetwork:
         if pair in self.hung or world.is_blocked(*pair):
             self._stuck.append(write)
             return
-        source, target = write.source, world.by_boot.get(write.boot)
+        source, target = write.source, world.owner(write.boot)
         if source.is_dead and (world.clock.now > source.died_at + DYING_S or world.chance(0.5)):
             return
-        is_lost = target is None or target.is_dead or pair in self.failing
-        if target is not None and not target.is_dead:
+        is_lost = target is None or target.is_dead or pair in self.failing or write.boot not in target.fabrics
+        if target is not None and not target.is_dead and write.boot in target.fabrics:
             self._copy(write, target, world.pick((0, 1, 2)) if is_lost else 2)
         seconds = world.quick()
         ended = WriteFailed(write.id, "peer_gone") if is_lost else Wrote(write.id)
@@ -120,32 +121,33 @@ class DataNetwork:
             before = target.ram.get(write.remote, [])
             target.ram[write.remote] = cells + before[len(cells) :]
             notice: Notice = decode(write.notice, Notice)
-            self._world.on_write(write.source, target, target.slot_at(write.remote), notice)
+            if target.is_current(write.remote):
+                self._world.on_write(write.source, target, target.slot_at(write.remote), notice)
 
     def notify(self, source: Process, boot: str, notice: bytes) -> None:
         """A notice is on its way, behind its data."""
-        target = self._world.by_boot.get(boot)
-        if target is None or target.is_dead:
+        target = self._world.owner(boot)
+        if target is None or target.is_dead or boot not in target.fabrics:
             return
         if self.forging.get(boot):
             self.forging[boot] -= 1
-            self._forge(target, notice)
+            self._forge(target.fabrics[boot], notice)
         times = 1
         if self.repeat:
             self.repeat -= 1
             times = 2
         for i in range(times):
             seconds = self._world.quick() if not i else self._world.uniform(0.0, 2.0)
-            self._world.clock.after(seconds, lambda: target.fabric.arrived(notice))
+            self._world.clock.after(seconds, partial(target.fabrics[boot].arrived, notice))
 
-    def _forge(self, target: Process, payload: bytes) -> None:
+    def _forge(self, target: SlotFabric, payload: bytes) -> None:
         try:
             right: Notice = decode(payload, Notice)
         except BadFrame:
             return
         forged = msgspec.structs.replace(right, **self._world.pick(FORGERIES))
         self._world.forged.add(forged)
-        target.fabric.arrived(encode(forged))
+        target.arrived(encode(forged))
 
 
 class SlotFabric:
@@ -153,8 +155,9 @@ class SlotFabric:
 
     kind = "simulated"
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, name: str) -> None:
         self._process = process
+        self._name = name
         self._peers: set[str] = set()
         self._lost: set[str] = set()
         self._writes: dict[int, Write] = {}
@@ -164,7 +167,7 @@ class SlotFabric:
     def register(self, address: int, size: int, *, is_target: bool = True) -> None: ...
 
     def descriptor(self) -> bytes:
-        return self._process.boot.encode()
+        return self._name.encode()
 
     def connect(self, boot: str, descriptor: bytes) -> None:
         if descriptor != boot.encode():
@@ -226,4 +229,6 @@ class SlotFabric:
     def under_way(self) -> int:
         return len(self._writes)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing is written here any more, nothing arrives."""
+        self._process.fabrics.pop(self._name, None)

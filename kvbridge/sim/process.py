@@ -18,6 +18,7 @@ from ..agent.engines import Engines
 from ..agent.equipment import Dock, Docks, Equipment
 from ..agent.metrics import Gauges, Metrics
 from ..agent.mover import IDLE_S, Mover
+from ..agent.rebuild import LOOK_S as REBUILD_LOOK_S
 from ..config import AgentConfig
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
@@ -55,6 +56,8 @@ class NoMetrics(Metrics):
     def offer_released(self, code: str) -> None: ...
     def transfer_settled(self) -> None: ...
     def refused(self, code: str) -> None: ...
+
+    def rebuilt(self) -> None: ...
 
     def late_write(self) -> None:
         self.late += 1
@@ -141,11 +144,12 @@ class Process(Agent):
         self.name = name
         self.loop = ProcessLoop(world.clock, lambda text: world.foul(f"{name}: {text}"))
         self.died_at = 0.0
+        self.fabrics: dict[str, SlotFabric] = {}  # that are not closed, by name
         self.ram: dict[int, list[int]] = {}
         self.lanes: dict[int, bytes] = {}
         self.clock_s = lambda: world.clock.now
         self._sockets: list[EngineSocket] = []
-        self._is_roused = False
+        self._is_roused = self._is_looking = False
         self._tick_at = float("inf")
         asyncio._set_running_loop(self.loop.asyncio_s)
         try:
@@ -157,14 +161,18 @@ class Process(Agent):
 
     def _put_together(self, slots: int, local: int, digest: str) -> None:
         world, name = self.world, self.name
-        self.fabric = SlotFabric(self)
-        self.base = world.next_base()
         porter = cast(Porter, SlotPorter(self, digest))
-        inbound = Staging(SLOT_BYTES, slots, "dram", self.base, _nothing)
-        outbound = Staging(SLOT_BYTES, local, "dram", self.base + OUTBOUND, _nothing)
-        dock = Dock(self.boot, inbound, outbound, self.fabric, porter)
-        docks = Docks(dock, None, Site(dock.card(), routes=("nixl",)), ExitStack())
-        self.stepped = SteppedMover(self, lambda: Equipment(porter, docks, lambda _: docks, ExitStack()))
+
+        def docks(number: int) -> Docks:
+            called = f"{self.boot}.{number}" if number else self.boot
+            base, fabric = world.next_base(), SlotFabric(self, called)
+            inbound = SimStaging(SLOT_BYTES, slots, "dram", base, _nothing)
+            outbound = SimStaging(SLOT_BYTES, local, "dram", base + OUTBOUND, _nothing)
+            dock = Dock(called, inbound, outbound, fabric, porter)
+            self.fabrics[called] = fabric
+            return Docks(dock, None, Site(dock.card(), routes=("nixl",)), ExitStack())
+
+        self.stepped = SteppedMover(self, lambda: Equipment(porter, docks(0), docks, ExitStack()))
         self.mover = self.stepped
         self.slots, self.local_slots = SlotPool(slots), LocalSlots(local)
         self.links = AgentLinks(self, world.address_of(name), self.config.connect_s)
@@ -216,7 +224,12 @@ class Process(Agent):
         self.loop.kill()
 
     def slot_at(self, address: int) -> int:
-        return (address - self.base) // SLOT_BYTES
+        return address % OUTBOUND // SLOT_BYTES
+
+    def is_current(self, address: int) -> bool:
+        """Whether this is in the slots of now, and not in those that a rebuild left behind."""
+        assert self.stepped._equipment is not None
+        return address >> 32 == self.stepped._equipment.dock.inbound.base >> 32
 
     # The mover's thread and the ticks:
 
@@ -239,8 +252,19 @@ class Process(Agent):
         if (deadline := self.stepped.next_deadline()) is not None:
             self.loop.post(max(deadline - self.world.clock.now, 0.0) + 1e-3, self.rouse)
 
+    def _plan_look(self) -> None:
+        """Whether slots must be made anew is looked at while some are in doubt."""
+        if not self._is_looking and self.slots.counts().quarantined:
+            self._is_looking = True
+            self.loop.post(REBUILD_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._is_looking = False
+        self.loop.create_task(self.rebuilder.look())
+
     def _plan_tick(self) -> None:
         """Agents tick many times a second; here only the ticks happen that have something to do."""
+        self._plan_look()
         due = [each._deadlines.next() for each in (self.inbound, self.outbound, self.peers)]
         first = min((at for at in due if at is not None), default=None)
         if first is None or self._tick_at <= first + IDLE_TICK_S:
@@ -255,6 +279,13 @@ class Process(Agent):
             return
         self._tick_at = float("inf")
         self.loop.call_soon(self.tick)
+
+
+class SimStaging(Staging):
+    """Slots that are cells by their addresses, of which there are as many as one likes."""
+
+    def seal(self) -> int:
+        return 0
 
 
 def _nothing() -> None: ...

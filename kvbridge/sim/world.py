@@ -27,6 +27,7 @@ T = TypeVar("T")
 CONNECT_S = 1.0
 SILENCE_S = 1.0
 LOOK_S = 0.25
+REBUILD_S = (86400.0, 3.0, 0.5)  # how long slots may be in doubt, by seed
 LAST_S = 18.0  # after the last fault; whoever asks for something then must get it
 REST_S = 24.0  # so much later everybody has come to rest
 SLACK_S = 1.5
@@ -74,6 +75,7 @@ class World:
             silence_s=SILENCE_S,
             write_timeout_s=scenario.write_timeout_s,
             routes=("nixl",),
+            rebuild_s=REBUILD_S[scenario.seed % len(REBUILD_S)],
         )
 
     # The run:
@@ -165,6 +167,10 @@ class World:
         """Who can be connected to there."""
         process = self.processes.get(address.removeprefix("tcp://").partition(":")[0])
         return None if process is None or process.is_dead or process.loop.is_frozen else process
+
+    def owner(self, fabric: str) -> Process | None:
+        """Whose fabric is called so."""
+        return self.by_boot.get(fabric.partition(".")[0])
 
     def is_blocked(self, one: str, other: str) -> bool:
         return bool(self.faults.blocked) and self.faults.blocked.get((one, other), 0) > 0

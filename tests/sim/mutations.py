@@ -16,6 +16,8 @@ import msgspec
 from kvbridge_proto.peer import Drained
 
 from kvbridge.agent.attachment import Attachment
+from kvbridge.agent.engines import Engines
+from kvbridge.agent.equipment import Docks
 from kvbridge.agent.mover import Mover
 from kvbridge.agent.peers import Dialled, Peers
 from kvbridge.device.porter import Moved
@@ -45,6 +47,14 @@ def _generation(put: Callable[[Any, str, Any], None]) -> None:
 
 def _quarantine(put: Callable[[Any, str, Any], None]) -> None:
     put(SlotPool, "doubt", lambda self, transfer: self._step_all(transfer, (SlotState.LENT,), SlotEvent.DRAIN) and 0)
+
+
+def _freed_in_place(put: Callable[[Any, str, Any], None]) -> None:
+    def rebuild(self: Engines, docks: Docks, reason: str) -> None:
+        self.peers.renew(reason)
+        self.sink.rebuilt(self._home)
+
+    put(Engines, "rebuild", rebuild)
 
 
 def _digest(put: Callable[[Any, str, Any], None]) -> None:
@@ -213,6 +223,7 @@ MUTATIONS: dict[str, Mutate] = {
     "a lost transfer's slots are forgotten": _lost_leaves_no_doubt,
     "a source that refuses is not asked": _refusal_is_the_end,
     "an agent without an engine dials": _half_a_session,
+    "slots in doubt are freed where they are": _freed_in_place,
 }
 
 

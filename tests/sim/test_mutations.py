@@ -29,6 +29,7 @@ KNOWN = {
     "a lost transfer's slots are forgotten": 2,
     "a source that refuses is not asked": 201,
     "an agent without an engine dials": 279,
+    "slots in doubt are freed where they are": 140,
 }
 MOST = 1000
 
