@@ -394,4 +394,4 @@ class Peers:
             self._lose_sink(boot, reason)
 
     def statuses(self) -> list[PeerStatus]:
-        return peer_statuses(self._dialled.values(), self._accepted.items(), self._control.trust.name_of)
+        return peer_statuses(self._dialled.values(), self._accepted.values(), self._control.trust.name_of)

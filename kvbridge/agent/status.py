@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from kvbridge_proto.status import PeerStatus, TransferStatus
 
 from ..exchange.inbound import Inbound
 from ..exchange.outbound import Outbound
+from ..exchange.session import Session
 from .relations import Accepted, Dialled
 from .words import route_of, verdict_of
 
@@ -49,35 +50,27 @@ def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[Transfe
 
 
 def peer_statuses(
-    dialled: Iterable[Dialled], accepted: Iterable[tuple[str, Accepted]], name_of: Callable[[str], str | None]
+    dialled: Iterable[Dialled], accepted: Iterable[Accepted], name_of: Callable[[str], str | None]
 ) -> list[PeerStatus]:
     """One line per agent that we fetch from and per agent that fetches from us."""
-    return [*_sources(dialled, name_of), *_sinks(accepted, name_of)]
+    return [
+        *(
+            _peer(each.session, each.address, f"source {each.state.name.lower()}", name_of(each.link.key))
+            for each in dialled
+        ),
+        *(_peer(each.session, each.session.peer.address, "sink open", name_of(each.link.key)) for each in accepted),
+    ]
 
 
-def _sources(dialled: Iterable[Dialled], name_of: Callable[[str], str | None]) -> Iterator[PeerStatus]:
-    for each in dialled:
-        session = each.session
-        yield PeerStatus(
-            name=session.peer.name if session else "",
-            address=each.address,
-            boot=session.peer.boot if session else "",
-            state=f"source {each.state.name.lower()}",
-            verdict=verdict_of(session)[:MOST_VERDICT] if session else "",
-            route=route_of(session)[:MOST_ROUTE] if session else "",
-            key=name_of(each.link.key) or "",
-        )
-
-
-def _sinks(accepted: Iterable[tuple[str, Accepted]], name_of: Callable[[str], str | None]) -> Iterator[PeerStatus]:
-    for boot, each in accepted:
-        session = each.session
-        yield PeerStatus(
-            name=session.peer.name,
-            address=session.peer.address,
-            boot=boot,
-            state="sink open",
-            verdict=verdict_of(session)[:MOST_VERDICT],
-            route=route_of(session)[:MOST_ROUTE],
-            key=name_of(each.link.key) or "",
-        )
+def _peer(session: Session | None, address: str, state: str, key: str | None) -> PeerStatus:
+    if session is None:
+        return PeerStatus(name="", address=address, boot="", state=state, verdict="", key=key or "")
+    return PeerStatus(
+        name=session.peer.name,
+        address=address,
+        boot=session.peer.boot,
+        state=state,
+        verdict=verdict_of(session)[:MOST_VERDICT],
+        route=route_of(session)[:MOST_ROUTE],
+        key=key or "",
+    )

@@ -81,7 +81,7 @@ def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
     long = replace(session, verdict=Convertible(("x" * 1024,) * 33))
     link = SimpleNamespace(key="", address="a" * 256)
     accepted = Accepted(link, long, Connected(session.routed, 1), 0)  # type: ignore[arg-type]
-    (status,) = peer_statuses((), [("boot", accepted)], {}.get)
+    (status,) = peer_statuses((), [accepted], {}.get)
     assert decode(encode(status), PeerStatus) == status and len(status.verdict) == 4096
 
 

@@ -13,30 +13,15 @@ from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, answer, welcome
+from tests.agent.wire import Wire
 from tests.exchange.world import World
-
-
-class Wire:
-    """A link that keeps what was sent."""
-
-    address, peer_boot, version, is_lost, is_dialled = "P0", "", 1, False, True
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send(self, body: Any) -> bool:
-        self.sent.append(body)
-        return True
-
-    def close(self) -> None:
-        self.is_lost = True
 
 
 class Player:
     """The control that dials, the mover that looks for probes, and the sink that hears: all the test's."""
 
     def __init__(self) -> None:
-        self.wire = Wire()
+        self.wire = Wire("P0", is_dialled=True)
         self.may_answer = asyncio.Event()
         self.opened_with: list[Session] = []
         self.over: list[str] = []

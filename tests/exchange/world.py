@@ -82,6 +82,23 @@ def make_pool(engine: str, rank: int, ranks: int, block_tokens: int, scale: floa
     )
 
 
+def notice_of(ship: Ship, source: Home) -> Notice:
+    """What comes with a chunk that this source has written."""
+    return Notice(
+        transfer=ship.transfer,
+        token=ship.token,
+        source_boot=source.agent.boot,
+        sink_boot=ship.boot,
+        source_epoch=source.epoch,
+        sink_epoch=ship.sink_epoch,
+        slot=ship.lease.slot,
+        generation=ship.lease.generation,
+        chunk=ship.chunk,
+        chunk_bytes=ship.plan.chunk(ship.chunk).size_bytes,
+        digest=0,
+    )
+
+
 @dataclass
 class Node:
     """One agent: both machines and what its shell would hold."""
@@ -334,19 +351,7 @@ class World:
         """The write has landed: the sink may see the notice before or after the source sees the end."""
         del self.writing[ship.boot, ship.lease.slot]
         sink = next(n for n in self.nodes.values() if n.home.agent.boot == ship.boot)
-        notice = Notice(
-            transfer=ship.transfer,
-            token=ship.token,
-            source_boot=source.home.agent.boot,
-            sink_boot=ship.boot,
-            source_epoch=source.home.epoch,
-            sink_epoch=ship.sink_epoch,
-            slot=ship.lease.slot,
-            generation=ship.lease.generation,
-            chunk=ship.chunk,
-            chunk_bytes=ship.plan.chunk(ship.chunk).size_bytes,
-            digest=0,
-        )
+        notice = notice_of(ship, source.home)
         self.notices.append(notice)
         self.later("notice", lambda: self._landed(sink, notice))
         if not source.is_dead:

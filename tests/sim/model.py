@@ -22,7 +22,7 @@ from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import LocalSlots, SlotPool, SlotState
-from tests.exchange.world import World
+from tests.exchange.world import World, notice_of
 
 Move = tuple[Any, ...]
 ADDRESS = "P0"
@@ -280,7 +280,7 @@ class State:
     def _wrote(self, index: int) -> None:
         """The initiator sees the end of its write; now its notice leaves."""
         ship = self.flights.pop(index).ship
-        self.notices.append(self._notice_of(ship))
+        self.notices.append(notice_of(ship, self.source_home))
         self.source(self.outbound.shipped(ship.transfer, ship.local, None))
 
     def _fails(self, index: int) -> None:
@@ -301,21 +301,6 @@ class State:
         scatter = self.inbound.landed(self.notices.pop(index))
         if scatter is not None:
             self.scatters.append(scatter)
-
-    def _notice_of(self, ship: Ship) -> Notice:
-        return Notice(
-            transfer=ship.transfer,
-            token=ship.token,
-            source_boot=self.source_home.agent.boot,
-            sink_boot=ship.boot,
-            source_epoch=self.source_home.epoch,
-            sink_epoch=ship.sink_epoch,
-            slot=ship.lease.slot,
-            generation=ship.lease.generation,
-            chunk=ship.chunk,
-            chunk_bytes=ship.plan.chunk(ship.chunk).size_bytes,
-            digest=0,
-        )
 
     def _scattered(self, index: int) -> None:
         scatter = self.scatters.pop(index)

@@ -1,0 +1,25 @@
+"""One end of a link to another agent, for tests that play the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Wire:
+    """A link that keeps what was sent."""
+
+    version, is_lost = 1, False
+
+    def __init__(self, address: str, key: str = "", peer_boot: str = "", *, is_dialled: bool = False) -> None:
+        self.address, self.key, self.peer_boot, self.is_dialled = address, key, peer_boot, is_dialled
+        self.sent: list[Any] = []
+
+    def send(self, body: Any) -> bool:
+        self.sent.append(body)
+        return True
+
+    def close(self) -> None:
+        self.is_lost = True
+
+    def said(self, kind: type) -> list[Any]:
+        return [body for body in self.sent if isinstance(body, kind)]
