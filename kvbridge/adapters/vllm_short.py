@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def can_be_short(request: Request) -> bool:
     """Whether nobody will miss what this engine says after the prompt, nor its logits of the prompt."""
     reads_all = getattr(request, "get_skip_reading_prefix_cache", None)
-    is_plain = request.prompt_token_ids is not None and request.num_prompt_tokens > 1
+    has_embeds = getattr(request, "prompt_embeds", None) is not None
+    is_plain = request.prompt_token_ids is not None and not has_embeds and request.num_prompt_tokens > 1
     return is_plain and request.max_tokens == 1 and not (reads_all and reads_all())
 
 
@@ -27,6 +28,6 @@ def shorten(request: Request) -> None:
     The hash of its last block stays that of the whole prompt, but the block can never be full here, so never cached.
     """
     assert request.prompt_token_ids is not None and not request.num_computed_tokens
-    del request.prompt_token_ids[-1:]
+    request.prompt_token_ids = request.prompt_token_ids[:-1]  # whoever asked may have handed this list to others
     del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 
+KEPT = 1024
+
 
 @dataclass(slots=True)
 class Word:
@@ -17,7 +19,14 @@ class Word:
     """
 
     heard_at: float = float("inf")  # all that it had said by then
-    taken_back_at: float = float("-inf")  # when it last withdrew something
+    withdrawals: tuple[tuple[float, float], ...] = ()  # the last: when each was heard, and after when it was said
+
+    def withdrew(self, now: float) -> None:
+        self.withdrawals = (*self.withdrawals[1 - KEPT :], (now, self.heard_at))
+
+    def has_withdrawn(self, since: float, before: float) -> bool:
+        """Whether a withdrawal was heard after `since` that may have been said by `before`."""
+        return any(at >= since and said_after <= before for at, said_after in self.withdrawals)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ from .sink import Sink
 from .source import Source
 
 log = logging.getLogger("kvbridge.engine")
+DETACHED = "detached"
 
 
 class Engines:
@@ -135,6 +136,8 @@ class Engines:
         if self._home is None:
             return
         epoch, self._connection = self._home.epoch, None
+        if self._attached is not None and reason != DETACHED:  # nobody waits for us: what is read now may be anything
+            self._attached.word.heard_at = float("-inf")
         self.source.engine_left()
         self.sink.engine_left()
         self.peers.end_all(reason)
@@ -172,7 +175,7 @@ class Engines:
                 self.source.offer(message, home)
             case Withdraw(request=request, reason=reason):
                 if self._attached is not None:
-                    self._attached.word.taken_back_at = time.monotonic()
+                    self._attached.word.withdrew(time.monotonic())
                 self.source.withdraw(request, reason)
             case Want() if self.is_closing:
                 reason = "this agent is stopping"
@@ -186,7 +189,7 @@ class Engines:
             case Decline(revision=revision, reason=reason):
                 self.sink.declined(revision, reason)
             case Detach():
-                await self.leave("detached")
+                await self.leave(DETACHED)
                 connection.send(Detached(epoch=home.epoch))
 
     def _attach(self, connection: LocalConnection, attach: Attach, fds: list[int]) -> None:
@@ -234,6 +237,7 @@ class Engines:
 
     def rebuild(self, docks: Docks, reason: str) -> None:
         """Other slots for the same engine and epoch: all sessions end, and new ones name these."""
+        self.source.rebuilt(reason)  # while its sinks hear it: their wants need not wait for what is over
         self.peers.renew(reason)
         self._mover.switch(docks)
         if self._home is not None:

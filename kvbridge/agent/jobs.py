@@ -106,8 +106,8 @@ class Jobs:
 
     # Out:
 
-    def ship(self, ship: Ship, attachment: Attachment) -> Job:
-        """Gather a chunk once the engine has computed it, and write it into the leased slot."""
+    def ship(self, ship: Ship, attachment: Attachment, asked_at: float) -> Job:
+        """Gather a chunk once the engine has computed it, and write it into the leased slot. Asked for at that time."""
         size = ship.plan.chunk(ship.chunk).size_bytes
         try:
             target = self._target(ship, size)
@@ -116,7 +116,7 @@ class Jobs:
             self._tell(self._told.on_shipped, ship, size, (error.code, str(error)))
             return
         self._users[target] += 1
-        digest, failure = yield from self._gathered(ship, attachment, target, size)
+        digest, failure = yield from self._gathered(ship, attachment, target, size, asked_at)
         if failure is None:
             failure = yield from self._pushed(ship, attachment, target, size, digest)
         self._users[target] -= 1
@@ -133,17 +133,17 @@ class Jobs:
         return target
 
     def _gathered(
-        self, ship: Ship, attachment: Attachment, target: Target, size: int
+        self, ship: Ship, attachment: Attachment, target: Target, size: int, asked_at: float
     ) -> Generator[Wait, Event, tuple[int, Failure]]:
         """The digest of the chunk, which is in our slot now, or in the peer's on the direct route."""
         chunk, began = ship.plan.chunk(ship.chunk), self._clock()
-        slot, host = self._equipment.dock.outbound.span(ship.local, size), None
-        if target.route == "direct":
-            slot = target.slot(ship.lease.slot, size)
-        elif target.dock is not self._equipment.dock:
-            host = target.dock.outbound.span(ship.local, size)
         moved, failure = Moved(0), None
         try:
+            slot, host = self._equipment.dock.outbound.span(ship.local, size), None
+            if target.route == "direct":
+                slot = target.slot(ship.lease.slot, size)
+            elif target.dock is not self._equipment.dock:
+                host = target.dock.outbound.span(ship.local, size)
             yield self._fence(attachment, ship.fence)
             failpoint("source.gather_begun")
             part, porter = Part(ship.plan, chunk, ship.tables, True), self._equipment.porter
@@ -151,19 +151,22 @@ class Jobs:
             assert isinstance(ended, Moved)
             moved, failure = ended, ended.failure
             failpoint("source.gathered")
-            failure = failure or (yield from self._taken_back(attachment, began))
+            failure = failure or (yield from self._taken_back(attachment, asked_at))
         except Exception as error:  # it costs this transfer, nobody else
             failure = _failure("gather_failed", error, ship)
         self._tell(self._told.on_gathered, ship, size, self._clock() - began)
         return moved.digest, failure
 
-    def _taken_back(self, attachment: Attachment, began: float) -> Generator[Wait, Event, Failure]:
-        """Whether the blocks may have been another request's while they were read: only if we stood still."""
+    def _taken_back(self, attachment: Attachment, asked_at: float) -> Generator[Wait, Event, Failure]:
+        """Whether the blocks may have been another request's while they were read: only if some of us stood still.
+
+        An engine uses them again READERS_S after it withdrew them. When it did that we know only to lie between the
+        last moment at which there was nothing to hear of it and the one at which it was heard.
+        """
         word, now = attachment.word, self._clock()
-        if now - word.heard_at < UNHEARD_S:
-            return None
-        yield WaitWord(attachment, now, now + self._write_timeout_s)
-        if word.taken_back_at < began:
+        if now - word.heard_at >= UNHEARD_S:
+            yield WaitWord(attachment, now, now + self._write_timeout_s)
+        if not word.has_withdrawn(asked_at, now - UNHEARD_S):
             return None
         reason = "blocks were withdrawn while this agent stood still over a gather"
         return "blocks_taken_back", reason

@@ -137,7 +137,8 @@ class Mover:
 
     def ship(self, ship: Ship, attachment: Attachment) -> None:
         """Gather and write; heard of by on_gathered and, later, on_shipped."""
-        self._put(lambda: self._resume(self._jobs.ship(ship, attachment), None))
+        asked_at = self._clock()
+        self._put(lambda: self._resume(self._jobs.ship(ship, attachment, asked_at), None))
 
     def warm(self, attachment: Attachment, parts: Sequence[Part]) -> None:
         """Get ready for parts like these."""

@@ -313,11 +313,12 @@ class Peers:
             link.send(Refuse(code=error.code, reasons=tuple(reason[:1024] for reason in error.reasons[:64])))
             return None
         current = self._home()
-        if not self._is_waiting(link) or current is None or current.epoch != home.epoch:
+        is_same = current is not None and current.epoch == home.epoch and current.site is home.site
+        if not self._is_waiting(link) or not is_same:
             self._mover.disconnect(boot, connected.serial)
             if not self._greeted_by[link]:
                 return None
-            code, what = ("no_engine", "left") if current is None else ("stale_epoch", "changed its scales")
+            code, what = ("no_engine", "left") if current is None else ("stale_epoch", "or its agent changed")
             link.send(Refuse(code=code, reasons=(f"the engine {what} during the handshake",)))
             return None
         return connected

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from kvbridge_proto.status import SlotCounts
 
-from ..errors import FabricError
+from ..errors import KVBridgeError
 from ..exchange.slots import SlotPool
 from .engines import Engines
 from .metrics import Metrics
@@ -23,6 +23,7 @@ from .mover import Mover
 log = logging.getLogger("kvbridge.agent")
 
 LOOK_S = 0.5
+AGAIN_S = 10.0  # after a rebuild that failed: it takes the mover some time
 
 
 class Patience:
@@ -63,6 +64,7 @@ class Rebuilder:
         self._seconds = seconds
         self._clock = clock
         self._refused = ""
+        self._again_at = float("-inf")
 
     async def watch(self) -> None:
         """Until cancelled."""
@@ -72,14 +74,17 @@ class Rebuilder:
 
     async def look(self) -> None:
         """Rebuild if it is time to."""
-        if not self._patience.is_over(self._slots.counts(), self._clock()):
+        now = self._clock()
+        if not self._patience.is_over(self._slots.counts(), now) or now < self._again_at:
             return
         try:
             docks = await self._mover.prepare_docks()
-        except FabricError as error:
-            if error.code != self._refused:  # said once; tried as long as it is needed
-                self._refused = error.code
-                log.error("the slots cannot be made anew: code=%s %s", error.code, error)
+        except (KVBridgeError, OSError, RuntimeError, MemoryError) as error:  # no memory, most likely: as it was
+            self._again_at = now + AGAIN_S
+            code = error.code if isinstance(error, KVBridgeError) else type(error).__name__
+            if code != self._refused:  # said once; tried as long as it is needed
+                self._refused = code
+                log.error("the slots cannot be made anew: code=%s %s", code, error)
             return
         self._refused = ""
         count = self._slots.counts().quarantined

@@ -70,6 +70,9 @@ class Source:
     def rescaled(self, reason: str) -> None:
         self._do(self._outbound.rescaled(reason))
 
+    def rebuilt(self, reason: str) -> None:
+        self._do(self._outbound.rebuilt(reason))
+
     def engine_left(self) -> None:
         self._do(self._outbound.engine_left())
 

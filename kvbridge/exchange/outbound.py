@@ -68,6 +68,10 @@ class Outbound:
         """Rows come under other scales from here on: what is planned says the old ones."""
         return self._end_all("rescaled", reason)
 
+    def rebuilt(self, reason: str) -> list[Action]:
+        """Our agent makes its slots anew, and so ends all sessions: sinks need not wait for what they have claimed."""
+        return [action for out in list(self.outlets.values()) for action in self._stop(out, "rebuilt", reason)]
+
     def engine_left(self) -> list[Action]:
         """Our engine is gone: its memory must not be read any more."""
         actions = self._end_all("engine_left", "the engine left")

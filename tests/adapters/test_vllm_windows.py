@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 
 from kvbridge.adapters.vllm_members import kind_of, window_of
 from kvbridge.adapters.vllm_pieces import Kept
+from kvbridge.adapters.vllm_short import can_be_short
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.plan import Planner
 from kvbridge.geometry.shard import assign
@@ -159,6 +160,16 @@ def test_a_prompt_whose_logits_are_asked_for_keeps_its_last_token(tmp_path: Path
         world.steps(6)
         assert request.num_prompt_tokens == tokens
         assert [offer.tokens for offer in world.agents[0].take(Offer) if offer.is_last] == [tokens] * is_offered
+
+
+def test_a_prompts_own_list_is_left_alone_and_one_with_embeddings_whole(tmp_path: Path) -> None:
+    world = World(tmp_path, specs=[FULL, SLIDING]).ready()
+    given = list(range(500, 540))
+    request = world.prefill(prompt=given)
+    assert request.num_prompt_tokens == len(request.all_token_ids) == len(request.prompt_token_ids or ()) == 39
+    assert len(given) == 40
+    request.prompt_embeds = torch.zeros(39, 4)
+    assert not can_be_short(request)
 
 
 @WINDOWS

@@ -160,7 +160,7 @@ class World:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=prompt_logprobs)
         request = Request(
             request_id=name or f"cmpl-name{number}-0-{number:08x}",
-            prompt_token_ids=list(prompt or [number * 1000 + i for i in range(tokens)]),
+            prompt_token_ids=prompt or [number * 1000 + i for i in range(tokens)],
             sampling_params=sampling,
             pooling_params=None,
             mm_features=None,

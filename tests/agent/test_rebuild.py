@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from kvbridge_proto.status import SlotCounts
 
-from kvbridge.agent.rebuild import Patience
+from kvbridge.agent.metrics import Metrics
+from kvbridge.agent.rebuild import Patience, Rebuilder
+from kvbridge.device.driver import CudaError
+from kvbridge.errors import FabricError
+from kvbridge.exchange.slots import SlotPool
 
 from .disturbed import pair_of, stands_still
 from .test_abandon import SCALE
@@ -45,3 +50,25 @@ def test_patience_with_most_of_them(quarantined: int) -> None:
     patience = Patience(1.0)
     counts = SlotCounts(free=4 - quarantined, lent=0, landed=0, quarantined=quarantined)
     assert not patience.is_over(counts, 0.0) and patience.is_over(counts, 1.0)
+
+
+def test_a_rebuild_that_finds_no_memory_leaves_all_as_it_was_and_is_tried_again_later() -> None:
+    slots, tried = SlotPool(2), [0]
+    slots.lend(2, "t", "boot")
+    slots.doubt("t")
+    now = [0.0]
+
+    class Full:
+        async def prepare_docks(self) -> None:
+            tried[0] += 1
+            full = CudaError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+            raise (full, OSError("no memory"), FabricError("rebuild_refused", ""))[tried[0] % 3]
+
+    async def story() -> None:
+        rebuilder = Rebuilder(slots, None, Full(), Metrics(), 1.0, lambda: now[0])  # type: ignore[arg-type]
+        for seconds in (0.0, 1.0, 1.5, 11.5, 12.0, 22.0):
+            now[0] = seconds
+            await rebuilder.look()
+
+    asyncio.run(story())
+    assert tried == [3] and slots.counts().quarantined == 2

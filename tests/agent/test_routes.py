@@ -281,23 +281,48 @@ def test_docks_of_before_are_kept_while_they_write_and_refused_when_they_are_too
 
 
 @pytest.mark.parametrize(
-    ("heard_at", "taken_back_at", "expected"),
-    [(99.6, 99.9, None), (99.4, 98.9, None), (99.4, 99.0, "blocks_taken_back"), (99.4, 100.5, "blocks_taken_back")],
-    ids=["was heard all the time", "before the gather", "at once", "later"],
+    ("heard_at", "withdrawn_at", "said_after", "expected"),
+    [
+        (99.9, 0.0, 0.0, None),
+        (99.9, 99.8, 99.7, None),
+        (99.9, 99.2, 99.1, "blocks_taken_back"),
+        (99.9, 98.9, 98.8, None),
+        (99.4, 0.0, 0.0, None),
+        (99.4, 100.2, 99.4, "blocks_taken_back"),
+        (99.4, 99.3, 99.2, "blocks_taken_back"),
+    ],
+    ids=[
+        "nothing",
+        "just now",
+        "while the mover was slow",
+        "before it was asked",
+        "unheard",
+        "heard late",
+        "unheard, early",
+    ],
 )
 def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothing_was_taken_back(
-    stack: ExitStack, heard_at: float, taken_back_at: float, expected: str | None
+    stack: ExitStack, heard_at: float, withdrawn_at: float, said_after: float, expected: str | None
 ) -> None:
+    def withdraw() -> None:
+        if withdrawn_at:
+            heard, attachment.word.heard_at = attachment.word.heard_at, said_after
+            attachment.word.withdrew(withdrawn_at)
+            attachment.word.heard_at = heard
+
     jobs = Jobs(Agents(stack).source, "a", Ears(), lambda *_: None, 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
     attachment = Attachment(1, pool, None, Word(heard_at))
-    story = jobs._taken_back(attachment, began=99.0)
+    story = jobs._taken_back(attachment, asked_at=99.0)
+    if withdrawn_at < 100:
+        withdraw()
     try:
         wait = next(story)
         assert isinstance(wait, WaitWord) and heard_at < 99.5 and not wait.is_over
-        attachment.word.taken_back_at = taken_back_at
         attachment.word.heard_at = 99.99
         assert not wait.is_over
+        if withdrawn_at > 100:
+            withdraw()
         attachment.word.heard_at = 100.0
         assert wait.is_over
         story.send(None)
