@@ -88,6 +88,7 @@ class Agent:
         self._clock = clock
         self._entropy = entropy
         self.boot = entropy(8).hex()
+        self.before: frozenset[str] = frozenset()  # starts of this agent that are dead
         self.metrics = metrics or Metrics()
         self.state = "starting"
         self._started = clock()
@@ -148,8 +149,9 @@ class Agent:
         self.slots, self.local_slots = SlotPool(self.mover.site.fabric.slots), LocalSlots(self.mover.outbound_slots)
         self.control = await stack.enter_async_context(self._control())
         self.local = await stack.enter_async_context(
-            LocalServer(config.socket, allowed_uids=config.allowed_uids or None)
+            LocalServer(config.socket, self.boot, allowed_uids=config.allowed_uids or None)
         )
+        self.before = self.local.before
         self.card = AgentCard(
             name=config.name,
             boot=self.boot,
@@ -194,7 +196,7 @@ class Agent:
     def _assemble(self) -> None:
         clock, entropy = self._clock, self._entropy
         self.inbound = Inbound(self.slots, lambda: entropy(8).hex(), lambda: entropy(16))
-        self.outbound = Outbound(self.local_slots)
+        self.outbound = Outbound(self.local_slots, before=self.before)
         self.engines = self._assemble_engines()
         home = lambda: self.engines.home  # noqa: E731
         self.peers = Peers(self.control, self.mover, home, self.metrics, self.config.connect_s, clock)

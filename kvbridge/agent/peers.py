@@ -358,7 +358,7 @@ class Peers:
                 self.source.from_sink(accepted.session, body)
             case Claim():
                 link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))
-            case Cancel() if self.source.has_drained(body.transfer):
+            case Cancel() if self.source.has_drained(body):
                 link.send(Drained(transfer=body.transfer))
             case Cancel():  # its session is over, its writes are not: it will ask again
                 pass

@@ -96,16 +96,16 @@ class Source:
                 self._do(self._outbound.claim(body, session, home, self._clock()))
             case Grant():
                 self._do(self._outbound.grant(boot, body))
-            case Cancel(transfer=transfer, code=code, reason=reason):
+            case Cancel():
                 failpoint("source.cancel_received")
-                self._do(self._outbound.cancel(boot, transfer, code, reason))
+                self._do(self._outbound.cancel(boot, body))
             case Settled(transfer=transfer):
                 failpoint("source.settled_heard")
                 log.debug("settled: transfer=%s", transfer)
                 self._metrics.transfer_settled()
 
-    def has_drained(self, transfer: str) -> bool:
-        return self._outbound.has_drained(transfer)
+    def has_drained(self, cancel: Cancel) -> bool:
+        return self._outbound.has_drained(cancel)
 
     def lost(self, boot: str) -> None:
         self._do(self._outbound.lost(boot))

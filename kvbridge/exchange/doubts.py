@@ -15,11 +15,6 @@ class Doubts:
     def add(self, transfer: str, address: str, boot: str) -> None:
         self._of[transfer] = address, boot
 
-    def boot(self, transfer: str) -> str | None:
-        """Whose word would settle it; None if there is no doubt."""
-        doubt = self._of.get(transfer)
-        return None if doubt is None else doubt[1]
-
     def settle(self, transfer: str) -> None:
         self._of.pop(transfer, None)
 
@@ -30,11 +25,12 @@ class Doubts:
     def is_any(self, address: str) -> bool:
         return any(at == address for at, _ in self._of.values())
 
-    def transfers(self, boot: str) -> list[str]:
-        return [transfer for transfer, (_, doubted) in self._of.items() if doubted == boot]
+    def at(self, address: str, boot: str) -> list[tuple[str, str]]:
+        """The transfers that this start, who answers at the address, could settle: its own, and those of another start
+        that was claimed of there, if it knows that one to be dead. With each whose it was."""
+        return [(transfer, of) for transfer, (at, of) in self._of.items() if of == boot or at == address]
 
-    def replaced(self, address: str, boot: str) -> list[str]:
-        """This start answers at the address: those before it are gone. Which they were; doubts about them are over."""
-        gone = sorted({doubted for at, doubted in self._of.values() if at == address and doubted != boot})
-        self._of = {transfer: doubt for transfer, doubt in self._of.items() if doubt[1] not in gone}
-        return gone
+    def can_settle(self, transfer: str, address: str, boot: str) -> bool:
+        """Whether that is one of them."""
+        at, of = self._of.get(transfer, ("", ""))
+        return bool(of) and (of == boot or at == address)

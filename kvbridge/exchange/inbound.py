@@ -134,12 +134,16 @@ class Inbound:
         return self._met(address, boot) + self._pump()
 
     def _met(self, address: str, boot: str) -> list[Action]:
-        """This start of an agent answers there: those before it are gone, and it is asked for what is in doubt."""
-        for gone in self._doubts.replaced(address, boot):
-            self.slots.boot_gone(gone)
+        """This start of an agent answers there: it is asked for what is in doubt.
+
+        It proves nothing about the start before it, unless it knows that one to be dead: an address may lead elsewhere.
+        """
         self._sources.boots[address] = boot
-        asked = [transfer for transfer in self._doubts.transfers(boot) if transfer not in self._wanted_by]
-        return [Send(address, Cancel(transfer=transfer, code="forgotten")) for transfer in asked]
+        return [
+            Send(address, Cancel(transfer=transfer, code="forgotten", boot="" if of == boot else of))
+            for transfer, of in self._doubts.at(address, boot)
+            if transfer not in self._wanted_by
+        ]
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
@@ -224,7 +228,7 @@ class Inbound:
         """The source will not write anything of this transfer any more: its slots are free again."""
         intake = self._intake(address, transfer)
         boot = self._sources.boots.get(address)
-        if intake is None and (boot is None or self._doubts.boot(transfer) != boot):
+        if intake is None and (boot is None or not self._doubts.can_settle(transfer, address, boot)):
             return []
         self._doubts.settle(transfer)
         self.slots.drain(transfer)
@@ -301,7 +305,7 @@ class Inbound:
             self._wanted_by[intake.transfer] = wanted
             plenty = self.slots.free - len(self.slots) // 2  # half stays for those that are ready for sure
             if plenty > 0:  # save the round trip of asking when ready
-                leases = self.slots.lend(min(plenty, planned.chunks), intake.transfer, session.peer.boot)
+                leases = self.slots.lend(min(plenty, planned.chunks), intake.transfer)
         return Send(address, claim_of(wanted, intake, takes, leases, now))
 
     def _finish_if_complete(self, wanted: Wanted, now: float) -> list[Action]:
@@ -380,7 +384,7 @@ class Inbound:
             if not hungry:
                 break
             for intake in hungry:
-                lent = self.slots.lend(1, intake.transfer, intake.session.peer.boot)
+                lent = self.slots.lend(1, intake.transfer)
                 granted[intake.transfer] = granted.get(intake.transfer, ()) + lent
         return [
             Send(self._wanted_by[transfer].intakes[transfer].address, Grant(transfer=transfer, leases=leases))

@@ -9,10 +9,10 @@ gather of them is or will be under way; that does not wait for the network.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvbridge_proto.engine import Offer, Released
-from kvbridge_proto.peer import Claim, Drained, Failing, Grant, Lease, Ready, Refuse
+from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Lease, Ready, Refuse
 from kvbridge_proto.words import MAX_RANKS
 
 from ..errors import EngineError, KVBridgeError
@@ -28,10 +28,14 @@ MOST_LEASES = 4096  # unused, of one sink: as many slots as an agent can have
 
 
 class Outbound:
-    """All offers of this agent's engine and all transfers out of them."""
+    """All offers of this agent's engine and all transfers out of them.
 
-    def __init__(self, local: LocalSlots, most_claims: int = MOST_CLAIMS) -> None:
+    `before` are the starts of our agent that are dead.
+    """
+
+    def __init__(self, local: LocalSlots, most_claims: int = MOST_CLAIMS, before: Collection[str] = ()) -> None:
         self.local = local
+        self._before = before
         self._most_claims = most_claims
         self.offers: dict[str, Offered] = {}
         self.outlets: dict[str, Outlet] = {}
@@ -141,19 +145,19 @@ class Outbound:
             else ""
         )
 
-    def cancel(self, boot: str, transfer: str, code: str, reason: str) -> list[Action]:
+    def cancel(self, boot: str, cancel: Cancel) -> list[Action]:
         """The sink gives up. Drained follows when nothing is being written; at once for what we do not know."""
-        out = self.outlets.get(transfer)
-        if out is None:
-            return [Send(boot, Drained(transfer=transfer))]
-        if out.boot != boot:
+        if self.has_drained(cancel):
+            return [Send(boot, Drained(transfer=cancel.transfer))]
+        out = self.outlets.get(cancel.transfer)
+        if cancel.boot or out is None or out.boot != boot:
             return []
         out.is_lost = False  # it came back, and asks about what it could not hear the end of
-        return self._stop(out, code or "cancelled", reason) + self._pump()
+        return self._stop(out, cancel.code or "cancelled", cancel.reason) + self._pump()
 
-    def has_drained(self, transfer: str) -> bool:
-        """Whether nothing of this transfer is or will be written, as far as we know of it at all."""
-        return transfer not in self.outlets
+    def has_drained(self, cancel: Cancel) -> bool:
+        """Whether nothing of this transfer is or will be written: we do not know of it, or who knew is dead."""
+        return cancel.boot in self._before if cancel.boot else cancel.transfer not in self.outlets
 
     def lost(self, boot: str) -> list[Action]:
         """The session with this sink is over."""

@@ -28,8 +28,7 @@ class SlotEvent(Enum):
     LAND = auto()  # the one write of this lease has arrived whole
     SETTLE = auto()  # its rows are in the engine's blocks, or were thrown away
     DOUBT = auto()  # the transfer ended while the lease was out
-    DRAIN = auto()  # the source says that it will not write under this lease any more
-    PEER_GONE = auto()  # the source's incarnation is gone and so is its connection
+    DRAIN = auto()  # the source says that it will not write under this lease any more, or its successor that it is dead
     REBUILD = auto()  # our side of the fabric was torn down
 
 
@@ -42,7 +41,6 @@ SLOT_TABLE = Table(
         (_L, SlotEvent.DOUBT): _Q,
         (_D, SlotEvent.SETTLE): _F,
         (_Q, SlotEvent.DRAIN): _F,
-        (_Q, SlotEvent.PEER_GONE): _F,
         (_Q, SlotEvent.REBUILD): _F,
     }
 )
@@ -53,7 +51,6 @@ class _Slot:
     state: SlotState = SlotState.FREE
     generation: int = 0
     transfer: str = ""
-    boot: str = ""
 
 
 class SlotPool:
@@ -84,15 +81,15 @@ class SlotPool:
             quarantined=states.count(_Q),
         )
 
-    def lend(self, count: int, transfer: str, boot: str) -> tuple[Lease, ...]:
-        """Up to `count` leases for the agent start `boot`, each under a new generation."""
+    def lend(self, count: int, transfer: str) -> tuple[Lease, ...]:
+        """Up to `count` leases, each under a new generation."""
         leases = []
         for _ in range(min(count, len(self._free))):
             index = self._free.popleft()
             slot = self._slots[index]
             slot.state = SLOT_TABLE.after(slot.state, SlotEvent.LEND)
             slot.generation += 1
-            slot.transfer, slot.boot = transfer, boot
+            slot.transfer = transfer
             self._of_transfer.setdefault(transfer, set()).add(index)
             leases.append(Lease(index, slot.generation))
         return tuple(leases)
@@ -117,13 +114,6 @@ class SlotPool:
     def drain(self, transfer: str) -> int:
         """The source has proven that the transfer writes no more. Returns how many slots became free."""
         return self._step_all(transfer, (_L, _Q), SlotEvent.DRAIN)
-
-    def boot_gone(self, boot: str) -> int:
-        """The agent start `boot` and its connection are gone. Returns how many slots became free."""
-        gone = [i for i, slot in enumerate(self._slots) if slot.boot == boot and slot.state is _Q]
-        for index in gone:
-            self._step(index, SlotEvent.PEER_GONE)
-        return len(gone)
 
     def rebuilt(self) -> int:
         """Our fabric was torn down and made anew. Returns how many slots became free."""
@@ -150,7 +140,7 @@ class SlotPool:
             held.discard(index)
             if not held:
                 del self._of_transfer[slot.transfer]
-            slot.transfer = slot.boot = ""
+            slot.transfer = ""
 
 
 class LocalSlots:

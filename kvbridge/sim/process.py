@@ -177,6 +177,7 @@ class Process(Agent):
         self.slots, self.local_slots = SlotPool(slots), LocalSlots(local)
         self.links = AgentLinks(self, world.address_of(name), self.config.connect_s)
         self.control = cast(Control, self.links)
+        self.before = frozenset(each.boot for each in world.by_boot.values() if each.name == name)
         self.card = AgentCard(name=name, boot=self.boot, address=self.links.address, version="1")
         self._assemble()
         self.loop.create_task(self.peers.serve())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import socket
@@ -25,6 +24,7 @@ from kvbridge_proto.engine import Refused, ToAgent, ToEngine
 from kvbridge_proto.stream import StreamReader, pack
 
 from ..errors import OperatorError
+from .lock import Lock
 
 log = logging.getLogger("kvbridge.local")
 
@@ -51,17 +51,26 @@ def is_allowed(uid: int, allowed_uids: frozenset[int]) -> bool:
 class LocalServer:
     """Listens on a unix socket that only this user can open. Use as `async with`, then `accept` until cancelled.
 
-    The lock file beside it says that its agent lives: a second agent is refused, a dead one's socket is replaced.
-    Raises OperatorError on entry.
+    The lock beside it says that its agent lives: a second agent is refused, a dead one's socket is replaced.
+    Raises OperatorError on entry; from then on `before` are the boots of the agents that were here and are dead.
     """
 
-    def __init__(self, path: str | Path, *, allowed_uids: Iterable[int] | None = None, limits: Limits = LIMITS) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        boot: str,
+        *,
+        allowed_uids: Iterable[int] | None = None,
+        limits: Limits = LIMITS,
+    ) -> None:
         self.path = Path(path)
+        self.before: frozenset[str] = frozenset()
         self.refused = 0
         self._allowed = frozenset([os.getuid(), *(allowed_uids or ())])
         self._limits = limits
         self._open: set[LocalConnection] = set()
-        self._lock = -1
+        self._boot = boot
+        self._lock: Lock | None = None
         self._socket: socket.socket | None = None
         self._inode = 0
 
@@ -71,7 +80,8 @@ class LocalServer:
             raise OperatorError("socket_path_too_long", f"socket path: {size} bytes, limit {PATH_BYTES}")
         try:
             self._check_folder()
-            self._take_lock()
+            self._lock = Lock(self.path, self._boot)
+            self.before = self._lock.before
             self._remove_stale()
             self._listen()
         except OSError as error:
@@ -128,17 +138,6 @@ class LocalServer:
         if found.st_uid not in (0, os.geteuid()):
             raise OperatorError("socket_unsafe", f"socket {self.path}: {folder} belongs to uid {found.st_uid}")
 
-    def _take_lock(self) -> None:
-        lock = f"{self.path}.lock"
-        self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-        found = os.fstat(self._lock)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
-            raise OperatorError("socket_unsafe", f"socket {self.path}: {lock} is not a file of ours alone")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OperatorError("socket_in_use", f"socket {self.path}: another agent holds {lock}") from None
-
     def _remove_stale(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(self.path.lstat().st_mode):
@@ -158,9 +157,9 @@ class LocalServer:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
 
 class LocalConnection:

@@ -158,11 +158,16 @@ class Grant(Struct, frozen=True, kw_only=True, tag="grant"):
 
 
 class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Sink to source: stop. Answered by Drained, once no write of this transfer is under way."""
+    """Sink to source: stop. Answered by Drained, once no write of this transfer is under way.
+
+    `boot` is the start of the source's agent that it was claimed of, where that is not the one which is asked: answered
+    by Drained if that start is known to be dead, and not at all otherwise.
+    """
 
     transfer: TransferId
     code: Code
     reason: Annotated[str, Meta(max_length=1024)] = ""
+    boot: Boot = ""
 
 
 class Drained(Struct, frozen=True, kw_only=True, tag="drained"):

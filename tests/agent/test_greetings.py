@@ -67,7 +67,7 @@ class Player:
     def from_sink(self, session: Session, body: Any) -> None:
         self.heard.append((session.peer.boot, body))
 
-    def has_drained(self, transfer: str) -> bool:
+    def has_drained(self, cancel: Cancel) -> bool:
         return False
 
     def lost(self, boot: str) -> None:

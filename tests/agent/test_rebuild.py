@@ -54,7 +54,7 @@ def test_patience_with_most_of_them(quarantined: int) -> None:
 
 def test_a_rebuild_that_finds_no_memory_leaves_all_as_it_was_and_is_tried_again_later() -> None:
     slots, tried = SlotPool(2), [0]
-    slots.lend(2, "t", "boot")
+    slots.lend(2, "t")
     slots.doubt("t")
     now = [0.0]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from kvbridge_proto.peer import Cancel
+from kvbridge_proto.peer import Cancel, Drained
 
 from kvbridge.exchange.actions import Send
+from kvbridge.exchange.outbound import Outbound
+from kvbridge.exchange.slots import LocalSlots
 from tests.exchange.world import World
 
 
@@ -32,15 +34,43 @@ def test_a_source_that_refuses_is_asked_for_what_is_in_doubt() -> None:
     assert inbound.slots.counts().free == 4
 
 
-def test_a_new_start_that_refuses_proves_that_the_one_before_is_gone() -> None:
+def ask(world: World, before: set[str]) -> bool:
+    """Another start of the agent, that knows these to be dead, refuses a session. Whether it could say something."""
+    inbound, successor = world.sinks[0].inbound, Outbound(LocalSlots(1), before=before)
+    asked = [action.body for action in inbound.refused("P0", "next") if isinstance(action, Send)]
+    assert asked
+    said = [answer for body in asked if isinstance(body, Cancel) for answer in successor.cancel("D0", body)]
+    for answer in said:
+        assert isinstance(answer, Send) and isinstance(answer.body, Drained)
+        inbound.drained("P0", answer.body.transfer, "", "", world.now)
+    return bool(said)
+
+
+def test_a_new_start_that_knows_the_one_before_to_be_dead_settles_what_that_one_left() -> None:
     world = doubted()
-    inbound = world.sinks[0].inbound
-    assert not inbound.refused("P0", "another boot")
-    assert inbound.slots.counts().free == 4
+    assert ask(world, {"older", world.sources[0].home.agent.boot})
+    assert world.sinks[0].inbound.slots.counts().free == 4
+
+
+def test_that_another_start_answers_at_the_address_proves_nothing() -> None:
+    """The address may lead elsewhere now, and the one before it may stand still only."""
+    world = doubted()
+    assert not ask(world, {"older"})
+    assert world.sinks[0].inbound.slots.counts().quarantined > 0
+    assert ask(world, {world.sources[0].home.agent.boot})
+
+
+def test_a_transfer_of_a_dead_start_is_nobody_elses() -> None:
+    outbound = Outbound(LocalSlots(1), before={"dead"})
+    assert outbound.has_drained(Cancel(transfer="t", code="", boot="dead"))
+    assert not outbound.has_drained(Cancel(transfer="t", code="", boot="alive"))
+    assert outbound.cancel("D0", Cancel(transfer="t", code="", boot="alive")) == []
 
 
 def test_another_agent_that_refuses_proves_nothing() -> None:
     world = doubted()
     inbound = world.sinks[0].inbound
-    inbound.refused("P1", "another boot")
+    assert not inbound.refused("P1", "another boot")
+    (transfer,) = world.sinks[0].inbound._doubts._of
+    inbound.drained("P1", transfer, "", "", world.now)
     assert inbound.slots.counts().quarantined > 0

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbridge_proto.engine import Done, Failed
+from kvbridge_proto.peer import Cancel
 from msgspec.structs import replace
+
+from kvbridge.exchange.actions import Send
 
 from .world import World
 
@@ -140,7 +143,11 @@ def test_a_dead_source_fails_the_want_and_its_slots_wait_for_proof(seed: int) ->
     inbound = world.sinks[0].inbound
     assert not inbound.wants
     boot = world.nodes["P1"].home.agent.boot
-    inbound.slots.boot_gone(boot)
+    asked = [action.body for action in inbound.refused("P1", "next") if isinstance(action, Send)]
+    assert bool(asked) == bool(inbound.slots.counts().quarantined)
+    for body in asked:
+        assert isinstance(body, Cancel) and body.boot == boot
+        inbound.drained("P1", body.transfer, "", "", world.now)
     world.check_rest()
 
 
@@ -313,11 +320,11 @@ def test_a_source_that_lost_us_does_not_call_drained_what_it_is_writing() -> Non
     source, sink = world.sources[0].outbound, world.sinks[0]
     (transfer,) = source.outlets
     world.do(world.sources[0], source.lost(sink.home.agent.boot))
-    assert not source.has_drained(transfer)
+    assert not source.has_drained(Cancel(transfer=transfer, code=""))
     world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
     world.hold = set()
     world.run()
-    assert source.has_drained(transfer) and source.has_drained("never heard of")
+    assert all(source.has_drained(Cancel(transfer=each, code="")) for each in (transfer, "never heard of"))
 
 
 def test_ranks_of_two_engines_are_not_taken_for_one() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kvbridge_proto.codec import BadFrame, decode, encode
 from kvbridge_proto.engine import Failed, ToAgent, Want
-from kvbridge_proto.peer import Claim, Drained, Envelope, Grant, Lease, Refuse, Take
+from kvbridge_proto.peer import Cancel, Claim, Drained, Envelope, Grant, Lease, Refuse, Take
 from kvbridge_proto.words import Blocks
 
 from kvbridge.exchange.actions import Action, Send, Ship
@@ -141,7 +141,7 @@ def test_another_sink_cannot_touch_a_transfer() -> None:
     scene.say(scene.claim(room="nothing here yet"))
     out = scene.source.outbound.outlets["x"]
     assert scene.source.outbound.grant("another boot", Grant(transfer="x", leases=(Lease(0, 1),))) == []
-    assert scene.source.outbound.cancel("another boot", "x", "c", "") == []
+    assert scene.source.outbound.cancel("another boot", Cancel(transfer="x", code="c")) == []
     assert not out.leases and "x" in scene.source.outbound.outlets
 
 

@@ -52,7 +52,7 @@ def test_illegal_events_raise_and_all_states_are_reached(table: Table, states, e
 
 def test_a_slot_counts_only_under_its_own_lease() -> None:
     slots = SlotPool(2)
-    (lease,) = slots.lend(1, "a", "boot")
+    (lease,) = slots.lend(1, "a")
     assert not slots.land(lease.slot, lease.generation + 1, "a")
     assert not slots.land(lease.slot, lease.generation, "b")
     assert not slots.land(7, 1, "a") and not slots.land(-1, 1, "a")
@@ -64,20 +64,19 @@ def test_a_slot_counts_only_under_its_own_lease() -> None:
 
 def test_a_quarantined_slot_needs_its_own_proof() -> None:
     slots = SlotPool(3)
-    for transfer, boot in (("a", "x"), ("b", "x"), ("c", "y")):
-        slots.lend(1, transfer, boot)
+    for transfer in "abc":
+        slots.lend(1, transfer)
         assert slots.doubt(transfer) == 1
-    assert slots.free == 0 and slots.lend(1, "d", "x") == ()
+    assert slots.free == 0 and slots.lend(1, "d") == ()
     assert slots.drain("a") == 1 and slots.drain("a") == 0 and slots.free == 1
-    assert slots.boot_gone("x") == 1 and slots.free == 2
-    assert slots.rebuilt() == 1 and slots.free == 3
+    assert slots.rebuilt() == 2 and slots.free == 3
 
 
 def test_generations_never_repeat() -> None:
     slots = SlotPool(1)
     seen = set()
     for i in range(50):
-        (lease,) = slots.lend(1, f"t{i}", "boot")
+        (lease,) = slots.lend(1, f"t{i}")
         seen.add(lease.generation)
         slots.drain(f"t{i}")
     assert len(seen) == 50

@@ -290,8 +290,8 @@ class World:
                 self.do(source, machine.claim(body, source.accepted[boot], source.home, self.now))
             case Grant():
                 self.do(source, machine.grant(boot, body))
-            case Cancel(transfer=transfer, code=code, reason=reason):
-                self.do(source, machine.cancel(boot, transfer, code, reason))
+            case Cancel():
+                self.do(source, machine.cancel(boot, body))
             case Settled():
                 pass
             case _:

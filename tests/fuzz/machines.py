@@ -202,7 +202,7 @@ class Siege(World):
             case Grant():
                 self.do(self.source, machine.grant(boot, body))
             case Cancel():
-                self.do(self.source, machine.cancel(boot, body.transfer, body.code, body.reason))
+                self.do(self.source, machine.cancel(boot, body))
 
     def _claim(self, claim: Claim) -> Claim:
         """Right in most of what must be right."""
@@ -285,8 +285,13 @@ class Siege(World):
         """The hostile agent is gone, time passes: nothing of it is left, and the honest have what they wanted."""
         self.leave()
         self.greet()
-        for opened in (self.sink.inbound.opened(EVIL, self.given, self.now), self._away(self.sink, EVIL)):
-            self.do(self.sink, opened)
+        inbound = self.sink.inbound
+        opened = inbound.opened(EVIL, self.given, self.now)
+        self.do(self.sink, opened)
+        for action in opened:  # its successor knows that it is dead
+            if isinstance(action, Send) and isinstance(action.body, Cancel):
+                self.do(self.sink, inbound.drained(EVIL, action.body.transfer, "", "", self.now))
+        self.do(self.sink, self._away(self.sink, EVIL))
         self.run()
         self.check()
         honest = [m for m in self.sink.told if isinstance(m, Done | Failed) and m.request == "honest"]

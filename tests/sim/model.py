@@ -98,7 +98,7 @@ class State:
     def key(self) -> object:
         """Equal for states that go on alike."""
         inbound, outbound = self.inbound, self.outbound
-        slots = tuple((s.state, s.generation, s.transfer, s.boot) for s in inbound.slots._slots)
+        slots = tuple((s.state, s.generation, s.transfer) for s in inbound.slots._slots)
         intakes = tuple(
             (t, w.state, w.scattering, i.state, i.ready, tuple(sorted(i.landed)), i.scattered)
             for t, w in inbound._wanted_by.items()
@@ -241,9 +241,9 @@ class State:
                 self.source(machine.claim(body, session, self.source_home, 0.0))
             case Grant() if self.is_open:
                 self.source(machine.grant(boot, body))
-            case Cancel(transfer=transfer, code=code, reason=reason) if self.is_open:
-                self.source(machine.cancel(boot, transfer, code, reason))
-            case Cancel(transfer=transfer) if machine.has_drained(transfer):
+            case Cancel() if self.is_open:
+                self.source(machine.cancel(boot, body))
+            case Cancel(transfer=transfer) if machine.has_drained(body):
                 self.to_sink.append(Drained(transfer=transfer))
 
     def _to_sink(self) -> None:

@@ -130,7 +130,7 @@ def _drained_too_soon(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _says_drained_always(put: Callable[[Any, str, Any], None]) -> None:
-    put(Outbound, "has_drained", lambda self, transfer: True)
+    put(Outbound, "has_drained", lambda self, cancel: True)
 
 
 def _lost_is_gone(put: Callable[[Any, str, Any], None]) -> None:
@@ -138,8 +138,8 @@ def _lost_is_gone(put: Callable[[Any, str, Any], None]) -> None:
 
     def lose(self: Inbound, address: str, now: float) -> Any:
         hurt = right(self, address, now)
-        if address in self._sources.boots:
-            self.slots.boot_gone(self._sources.boots[address])
+        for transfer, _ in self._doubts.at(address, ""):
+            self.slots.drain(transfer)
         return hurt
 
     put(Inbound, "_lose", lose)

@@ -45,70 +45,63 @@ class Transfers(RuleBasedStateMachine):
 
 
 class Slots(RuleBasedStateMachine):
-    """The pool beside a dictionary of what is out: slot -> (generation, transfer, boot, how)."""
+    """The pool beside a dictionary of what is out: slot -> (generation, transfer, how)."""
 
     COUNT = 3
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = SlotPool(self.COUNT)
-        self.out: dict[int, tuple[int, str, str, str]] = {}
+        self.out: dict[int, tuple[int, str, str]] = {}
         self.last = dict.fromkeys(range(self.COUNT), 0)
 
-    @rule(count=st.integers(0, 4), transfer=st.sampled_from("ab"), boot=st.sampled_from("xy"))
-    def lend(self, count: int, transfer: str, boot: str) -> None:
-        leases = self.pool.lend(count, transfer, boot)
+    @rule(count=st.integers(0, 4), transfer=st.sampled_from("ab"))
+    def lend(self, count: int, transfer: str) -> None:
+        leases = self.pool.lend(count, transfer)
         assert len(leases) == min(count, self.COUNT - len(self.out))
         for lease in leases:
             assert lease.slot not in self.out and lease.generation == self.last[lease.slot] + 1
             self.last[lease.slot] = lease.generation
-            self.out[lease.slot] = lease.generation, transfer, boot, "lent"
+            self.out[lease.slot] = lease.generation, transfer, "lent"
 
     @rule(slot=st.integers(-1, 4), generation=st.integers(0, 6), transfer=st.sampled_from("ab"))
     def land(self, slot: int, generation: int, transfer: str) -> None:
         held = self.out.get(slot)
-        is_right = held is not None and held[:2] == (generation, transfer) and held[3] == "lent"
+        is_right = held is not None and held[:2] == (generation, transfer) and held[2] == "lent"
         assert self.pool.land(slot, generation, transfer) is is_right
         if is_right and held is not None:
-            self.out[slot] = (*held[:3], "landed")
+            self.out[slot] = (*held[:2], "landed")
 
-    @precondition(lambda self: any(held[3] == "landed" for held in self.out.values()))
+    @precondition(lambda self: any(held[2] == "landed" for held in self.out.values()))
     @rule()
     def settle(self) -> None:
-        slot = min(slot for slot, held in self.out.items() if held[3] == "landed")
+        slot = min(slot for slot, held in self.out.items() if held[2] == "landed")
         self.pool.settle(slot)
         del self.out[slot]
 
     @rule(transfer=st.sampled_from("ab"))
     def doubt(self, transfer: str) -> None:
-        doubted = [slot for slot, held in self.out.items() if held[1] == transfer and held[3] == "lent"]
+        doubted = [slot for slot, held in self.out.items() if held[1] == transfer and held[2] == "lent"]
         assert self.pool.doubt(transfer) == len(doubted)
         for slot in doubted:
-            self.out[slot] = (*self.out[slot][:3], "quarantined")
+            self.out[slot] = (*self.out[slot][:2], "quarantined")
 
     @rule(transfer=st.sampled_from("ab"))
     def drain(self, transfer: str) -> None:
-        drained = [slot for slot, held in self.out.items() if held[1] == transfer and held[3] != "landed"]
+        drained = [slot for slot, held in self.out.items() if held[1] == transfer and held[2] != "landed"]
         assert self.pool.drain(transfer) == len(drained)
         for slot in drained:
             del self.out[slot]
 
-    @rule(boot=st.sampled_from("xy"))
-    def boot_gone(self, boot: str) -> None:
-        gone = [slot for slot, held in self.out.items() if held[2] == boot and held[3] == "quarantined"]
-        assert self.pool.boot_gone(boot) == len(gone)
-        for slot in gone:
-            del self.out[slot]
-
     @rule()
     def rebuilt(self) -> None:
-        kept = {slot: held for slot, held in self.out.items() if held[3] != "quarantined"}
+        kept = {slot: held for slot, held in self.out.items() if held[2] != "quarantined"}
         assert self.pool.rebuilt() == len(self.out) - len(kept)
         self.out = kept
 
     @invariant()
     def counts_agree(self) -> None:
-        ways = [held[3] for held in self.out.values()]
+        ways = [held[2] for held in self.out.values()]
         counts = self.pool.counts()
         found = counts.lent, counts.landed, counts.quarantined, counts.free
         assert found == (ways.count("lent"), ways.count("landed"), ways.count("quarantined"), self.COUNT - len(ways))

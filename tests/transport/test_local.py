@@ -27,11 +27,12 @@ from kvbridge.errors import OperatorError
 from kvbridge.transport.local import MAX_CONNECTIONS, LocalConnection, LocalServer, close_fds, is_allowed
 
 Story = Callable[[LocalServer], Awaitable[None]]
+BOOT = "0123456789abcdef"
 
 
 def run(path: Path, story: Story) -> None:
     async def tell() -> None:
-        async with asyncio.timeout(20), LocalServer(path) as server:
+        async with asyncio.timeout(20), LocalServer(path, BOOT) as server:
             await story(server)
 
     asyncio.run(tell())
@@ -90,7 +91,8 @@ def test_only_this_user_can_open_the_socket(path: Path) -> None:
 def test_refuses_a_path_in_use_and_replaces_a_dead_agents_socket(path: Path) -> None:
     program = (
         "import asyncio, sys\nfrom kvbridge.transport.local import LocalServer\n"
-        "async def main():\n async with LocalServer(sys.argv[1]): print('up', flush=True); await asyncio.sleep(60)\n"
+        "async def main():\n async with LocalServer(sys.argv[1], '0' * 16):\n"
+        "  print('up', flush=True)\n  await asyncio.sleep(60)\n"
         "asyncio.run(main())"
     )
     other = subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE)
@@ -177,7 +179,7 @@ def test_a_socket_of_a_dead_agent_is_replaced_only_under_the_lock(path: Path) ->
     async def story(server: LocalServer) -> None:
         first = os.lstat(path).st_ino
         with pytest.raises(OperatorError) as raised:
-            async with LocalServer(path):
+            async with LocalServer(path, BOOT):
                 raise AssertionError("stolen")
         assert raised.value.code == "socket_in_use" and os.lstat(path).st_ino == first
 
@@ -488,7 +490,7 @@ def test_a_client_waits_for_an_agent_that_starts_later(path: Path) -> None:
         client = EngineClient(path)
         connecting = asyncio.create_task(asyncio.to_thread(client.connect, 5))
         await asyncio.sleep(0.2)
-        async with LocalServer(path):
+        async with LocalServer(path, BOOT):
             assert await connecting
 
     asyncio.run(story())

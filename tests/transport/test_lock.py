@@ -1,0 +1,81 @@
+"""The lock says who was there before, and so who is dead for sure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbridge.errors import OperatorError
+from kvbridge.transport.lock import KEPT, Lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from kvbridge.transport.lock import Lock
+lock = Lock(Path(sys.argv[1]), sys.argv[2])
+print(*sorted(lock.before), flush=True)
+time.sleep(60)
+"""
+
+
+def boots(count: int) -> list[str]:
+    return [f"{number:016x}" for number in range(count)]
+
+
+def held(path: Path, boot: str) -> set[str]:
+    lock = Lock(path, boot)
+    lock.close()
+    return set(lock.before)
+
+
+def test_each_holder_knows_those_before_it(tmp_path: Path) -> None:
+    names = boots(5)
+    for number, boot in enumerate(names):
+        assert held(tmp_path / "a.sock", boot) == set(names[:number])
+    assert held(tmp_path / "b.sock", "0" * 16) == set()
+
+
+def test_keeps_so_many_and_the_last_of_them(tmp_path: Path) -> None:
+    names = boots(2 * KEPT + 3)
+    for boot in names:
+        held(tmp_path / "a.sock", boot)
+    assert held(tmp_path / "a.sock", "f" * 16) == set(names[-KEPT:])
+    assert (tmp_path / "a.sock.lock").stat().st_size == KEPT * 17
+
+
+def test_takes_no_word_for_a_boot_that_is_none(tmp_path: Path) -> None:
+    lines = [b"0123456789abcdef", b"", b"x" * 16, b"0123456789abcde", b"0123456789ABCDEF", b"\xff\x00", b"f" * 17]
+    (tmp_path / "a.sock.lock").write_bytes(b"\n".join(lines))
+    assert held(tmp_path / "a.sock", "1" * 16) == {"0123456789abcdef"}
+
+
+def test_who_lives_is_nobodys_predecessor(tmp_path: Path) -> None:
+    """A process that stands still holds the lock as well; once it is killed, the next one knows."""
+    path, boot = tmp_path / "a.sock", "a" * 16
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, path, boot], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "\n"
+        os.kill(holder.pid, signal.SIGSTOP)
+        with pytest.raises(OperatorError) as raised:
+            Lock(path, "b" * 16)
+        assert raised.value.code == "socket_in_use"
+    finally:
+        holder.kill()
+        holder.wait()
+    assert held(path, "b" * 16) == {boot}
+
+
+def test_a_full_disk_costs_the_successor_its_knowledge_and_nobody_else_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held(tmp_path / "a.sock", "a" * 16)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert held(tmp_path / "a.sock", "b" * 16) == {"a" * 16}
+    assert "No space left" in caplog.text
+    assert held(tmp_path / "a.sock", "c" * 16) == {"a" * 16}
