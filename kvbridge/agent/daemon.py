@@ -200,10 +200,12 @@ class Agent:
         self.engines = self._assemble_engines()
         home = lambda: self.engines.home  # noqa: E731
         self.peers = Peers(self.control, self.mover, home, self.metrics, self.config.connect_s, clock)
-        self.sink = Sink(self.inbound, self.peers, self.mover, self.metrics, self.engines.tell, clock)
-        self.source = Source(self.outbound, self.peers, self.mover, self.metrics, self.engines.tell, home, clock)
-        self.peers.sink = self.engines.sink = self.sink
-        self.peers.source = self.engines.source = self.source
+        self.sink = Sink(self.inbound, self.peers.dialling, self.mover, self.metrics, self.engines.tell, clock)
+        self.source = Source(
+            self.outbound, self.peers.accepting, self.mover, self.metrics, self.engines.tell, home, clock
+        )
+        self.peers.dialling.sink = self.engines.sink = self.sink
+        self.peers.accepting.source = self.engines.source = self.source
         self.engines.peers = self.peers
         self.rebuilder = Rebuilder(
             self.slots, self.engines, self.mover, self.metrics, self.config.rebuild_s, self._clock
@@ -248,7 +250,7 @@ class Agent:
     def tick(self) -> None:
         """Time has passed."""
         self.engines.listen()
-        self.peers.tick(self._clock())
+        self.peers.dialling.tick(self._clock())
         self.sink.tick()
         self.source.tick()
 
@@ -282,7 +284,7 @@ class Agent:
     async def _drain(self) -> None:
         """Take nothing new, let what flows finish, then say goodbye."""
         self.state = "draining"
-        self.engines.is_closing = self.peers.is_closing = True
+        self.engines.is_closing = self.peers.accepting.is_closing = True
         log.info("draining: wants=%d transfers=%d", len(self.inbound.wants), len(self.outbound.outlets))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_s):

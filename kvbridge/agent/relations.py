@@ -38,6 +38,7 @@ class Dialled:
 
     address: str
     link: Link
+    serial: int = 0  # of those we dialled: a later one at an address takes the place of the one before
     state: SessionState = SessionState.NEW
     session: Session | None = None
     lane: int = 0  # where the source proves its route
@@ -56,6 +57,8 @@ class Accepted:
     session: Session
     connected: Connected
     lane: int
+    address: str  # by which it reached us
+    serial: int
 
 
 class Lanes:

@@ -19,9 +19,9 @@ from ..exchange.inbound import Inbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
 from .attachment import Attachment
+from .dialling import Dialling
 from .metrics import Metrics
 from .mover import Mover
-from .peers import Peers
 
 log = logging.getLogger("kvbridge.sink")
 
@@ -36,7 +36,7 @@ class Sink:
     def __init__(
         self,
         inbound: Inbound,
-        peers: Peers,
+        peers: Dialling,
         mover: Mover,
         metrics: Metrics,
         tell: Callable[[ToEngine], None],
@@ -151,7 +151,7 @@ class Sink:
                 case Ask(address=address):
                     self._peers.ask(address)
                 case Send(peer=address, body=body):
-                    self._peers.send_to_source(address, body)
+                    self._peers.send(address, body)
                     _pass_sent(body)
                 case Tell(message=message):
                     self._tell(message)

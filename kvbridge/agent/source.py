@@ -17,10 +17,10 @@ from ..exchange.actions import Action, Send, Ship, Tell
 from ..exchange.outbound import Outbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
+from .accepting import Accepting
 from .attachment import Attachment
 from .metrics import Metrics
 from .mover import Mover
-from .peers import Peers
 
 log = logging.getLogger("kvbridge.source")
 
@@ -31,7 +31,7 @@ class Source:
     def __init__(
         self,
         outbound: Outbound,
-        peers: Peers,
+        peers: Accepting,
         mover: Mover,
         metrics: Metrics,
         tell: Callable[[ToEngine], None],
@@ -88,7 +88,7 @@ class Source:
         match body:
             case Claim() if home is None:
                 refuse = Refuse(code="no_engine", reasons=("no engine is attached to this agent",), about=body.transfer)
-                self._peers.send_to_sink(boot, refuse)
+                self._peers.send(boot, refuse)
             case Claim():
                 assert home is not None
                 failpoint("source.claim_received")
@@ -136,7 +136,7 @@ class Source:
         for action in actions:
             match action:
                 case Send(peer=boot, body=body):
-                    self._peers.send_to_sink(boot, body)
+                    self._peers.send(boot, body)
                     if isinstance(body, Drained):
                         failpoint("source.drained_sent")
                 case Tell(message=message):

@@ -62,7 +62,7 @@ def _kept(process: Process) -> Iterator[str]:
     for key in (*inbound._deadlines._at, *outbound._deadlines._at):
         if has_engine or key[0] != "doubt":
             yield f"a deadline for {key}"
-    for address, dialled in process.peers._dialled.items():
+    for address, dialled in process.peers.dialling.sessions.items():
         if dialled.state is not SessionState.OPEN:
             yield f"a session with {address} that is {dialled.state.name}"
     if process.engines._leaving is not None:

@@ -266,7 +266,7 @@ class Process(Agent):
     def _plan_tick(self) -> None:
         """Agents tick many times a second; here only the ticks happen that have something to do."""
         self._plan_look()
-        due = [each._deadlines.next() for each in (self.inbound, self.outbound, self.peers)]
+        due = [each._deadlines.next() for each in (self.inbound, self.outbound, self.peers.dialling)]
         first = min((at for at in due if at is not None), default=None)
         if first is None or self._tick_at <= first + IDLE_TICK_S:
             return

@@ -50,6 +50,9 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
 
     `fabric` is my staging, `host` its twin in host memory where there is one, `device` the GPU it is on. The source
     chooses a route and proves it in lane `probe_lane` before it welcomes.
+
+    `address` is how I reached you: one session is enough, whatever you are called. `serial` is the number of this
+    connection among all that I made: the latest one counts.
     """
 
     versions: VersionRange
@@ -62,6 +65,8 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     device: DeviceCard | None = None
     routes: Annotated[tuple[Route, ...], Meta(max_length=3)] = ("direct", "nixl", "host")
     probe_lane: Count = 0
+    address: Annotated[str, Meta(max_length=256)] = ""
+    serial: Count = 0
 
 
 class Probe(Struct, frozen=True, kw_only=True):

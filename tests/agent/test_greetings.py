@@ -9,8 +9,9 @@ from typing import Any
 
 from kvbridge_proto.peer import PROBE_LANES, Cancel, Claim, Goodbye, Hello, Probe, Refuse, Welcome
 
+from kvbridge.agent.accepting import MOST_GREETINGS
 from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.peers import MOST_GREETINGS, Peers
+from kvbridge.agent.peers import Peers
 from kvbridge.agent.routes import Connected, Landing
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Home, Session, answer, hello, welcome
@@ -35,7 +36,7 @@ class Player:
         self.opened_at: list[str] = []
         self.over: list[tuple[str, str]] = []
         self.peers = Peers(self, self, lambda: self.home, Metrics(), 0.2)
-        self.peers.sink = self.peers.source = self
+        self.peers.dialling.sink = self.peers.accepting.source = self
 
     def refused(self, address: str, boot: str) -> None: ...
 
@@ -129,7 +130,7 @@ def test_two_proofs_never_share_a_lane_and_the_others_wait_their_turn() -> None:
         player = Player(world.sinks[0].home)
         addresses = [f"P{number}" for number in range(PROBE_LANES + 6)]
         for address in addresses:
-            player.peers.reach(address)
+            player.peers.dialling.reach(address)
         asked = [wire for wire in player.wires.values() if wire.said(Hello)]
         assert len(asked) == PROBE_LANES
         assert len({wire.sent[0].probe_lane for wire in asked}) == PROBE_LANES
@@ -150,16 +151,16 @@ def test_who_waits_for_a_lane_is_told_in_time() -> None:
     async def story(world: World) -> None:
         player = Player(world.sinks[0].home)
         for number in range(PROBE_LANES + 2):
-            player.peers.reach(f"P{number}")
+            player.peers.dialling.reach(f"P{number}")
         await asyncio.sleep(0.3)
-        player.peers.tick(asyncio.get_running_loop().time())
+        player.peers.dialling.tick(asyncio.get_running_loop().time())
         assert {code for _, code in player.over} == {"peer_unreachable"}
         first = {address for address, _ in player.over}
         assert {f"P{number}" for number in range(PROBE_LANES)} <= first
         await asyncio.sleep(0.3)
-        player.peers.tick(asyncio.get_running_loop().time())
+        player.peers.dialling.tick(asyncio.get_running_loop().time())
         assert len(player.over) == PROBE_LANES + 2  # once each, and all of them
-        player.peers.reach("again")
+        player.peers.dialling.reach("again")
         assert player.wires["again"].said(Hello)
 
     run(story)
@@ -170,9 +171,9 @@ def test_an_engine_that_leaves_gives_all_lanes_back() -> None:
         player = Player(world.sinks[0].home)
         for turn in range(3):
             for number in range(PROBE_LANES + 3):
-                player.peers.reach(f"P{turn}-{number}")
+                player.peers.dialling.reach(f"P{turn}-{number}")
             player.peers.end_all("the engine left")
-        player.peers.reach("last")
+        player.peers.dialling.reach("last")
         assert player.wires["last"].said(Hello)
 
     run(story)
@@ -181,7 +182,7 @@ def test_an_engine_that_leaves_gives_all_lanes_back() -> None:
 def test_a_flood_of_welcomes_is_looked_at_once() -> None:
     async def story(world: World) -> None:
         player = Player(world.sinks[0].home)
-        player.peers.reach("P0")
+        player.peers.dialling.reach("P0")
         said = welcomed(world, player.wires["P0"])
         waiting = [asyncio.create_task(player.peers._welcome(player.wires["P0"], said)) for _ in range(1000)]
         await settle()

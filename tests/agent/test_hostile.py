@@ -33,7 +33,7 @@ async def claimed() -> tuple[Siege, Claim]:
     """An honest sink has a claim that waits."""
     siege = Siege()
     await siege.begin()
-    plan = siege.ours.peers._accepted["good"].session.planner.plan(ALL_ROWS, 0, 80, 1024)
+    plan = siege.ours.peers.accepting.sessions["good"].session.planner.plan(ALL_ROWS, 0, 80, 1024)
     await siege.hear(siege.honest, "good", siege.claim(plan.digest))
     assert "honest" in siege.ours.outbound.outlets
     return siege, siege.claim(plan.digest)
@@ -55,7 +55,7 @@ def test_a_link_that_says_anothers_name_cannot_speak_for_it(body: Goodbye | Canc
         assert stranger.peer_boot == "good"
         await siege.hear(stranger, "good", body)
         out = siege.ours.outbound.outlets["honest"]
-        assert not out.leases and out.state.name == "WAITING" and "good" in siege.ours.peers._accepted
+        assert not out.leases and out.state.name == "WAITING" and "good" in siege.ours.peers.accepting.sessions
         assert not any(isinstance(said, Drained) for said in siege.honest.heard)
 
     asyncio.run(story())
@@ -80,7 +80,7 @@ def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
     assert isinstance(session, Session)
     long = replace(session, verdict=Convertible(("x" * 1024,) * 33))
     link = SimpleNamespace(key="", address="a" * 256)
-    accepted = Accepted(link, long, Connected(session.routed, 1), 0)  # type: ignore[arg-type]
+    accepted = Accepted(link, long, Connected(session.routed, 1), 0, "", 0)  # type: ignore[arg-type]
     (status,) = peer_statuses((), [accepted], {}.get)
     assert decode(encode(status), PeerStatus) == status and len(status.verdict) == 4096
 

@@ -48,8 +48,8 @@ async def story(change: str) -> Player:
     homes = [world.sinks[0].home]
     source = world.sources[0].home
     peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0)
-    peers.sink = player
-    peers.reach("P0")
+    peers.dialling.sink = player
+    peers.dialling.reach("P0")
     (greeting,) = player.wire.sent
     assert isinstance(greeting, Hello)
     session = answer(greeting, source)
@@ -100,9 +100,9 @@ def test_an_agent_without_an_engine_leaves_no_half_session_behind() -> None:
     world, player = World(), Player()
     homes: list[Any] = [None]
     peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0)
-    peers.sink = player
-    peers.reach("P0")
+    peers.dialling.sink = player
+    peers.dialling.reach("P0")
     assert player.over == ["not_attached"] and not player.wire.sent
     homes[0] = world.sinks[0].home
-    peers.reach("P0")
+    peers.dialling.reach("P0")
     assert isinstance(player.wire.sent[0], Hello)

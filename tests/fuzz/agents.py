@@ -120,11 +120,11 @@ class Besieged:
         self.outbound = Outbound(LocalSlots(2))
         self.peers = Watched(self, self, lambda: self.home, self.metrics, 5.0)  # type: ignore[arg-type]
         clock = lambda: self.now  # noqa: E731
-        self.sink = Sink(self.inbound, self.peers, self, self.metrics, self.tell, clock)  # type: ignore[arg-type]
+        self.sink = Sink(self.inbound, self.peers.dialling, self, self.metrics, self.tell, clock)  # type: ignore[arg-type]
         home = lambda: self.home  # noqa: E731
-        source = Source(self.outbound, self.peers, self, self.metrics, self.tell, home, clock)  # type: ignore[arg-type]
+        source = Source(self.outbound, self.peers.accepting, self, self.metrics, self.tell, home, clock)  # type: ignore[arg-type]
         self.source = source
-        self.peers.sink, self.peers.source = self.sink, self.source
+        self.peers.dialling.sink, self.peers.accepting.source = self.sink, self.source
         self.sink.attached = self.source.attached = object()  # type: ignore[assignment]
 
     @staticmethod
@@ -202,7 +202,7 @@ class Besieged:
         assert counts.free + counts.lent + counts.landed + counts.quarantined == 8
         ships = sum(isinstance(move, Ship) for move in self.moves)
         assert self.outbound.local.free + ships == 2
-        assert len(self.peers._accepted) <= 3
+        assert len(self.peers.accepting.sessions) <= 3
         statuses = tuple(self.peers.statuses())
         assert decode(encode(statuses), tuple[PeerStatus, ...]) == statuses
         under_way = transfers(self.inbound, self.outbound, self.now)
@@ -285,7 +285,7 @@ class Siege:
         ]
         has_slots = ours.inbound.slots.counts().quarantined + ours.inbound.slots.lent < 8
         assert len(answer) == 1 and isinstance(answer[0], Done) if has_slots else not answer, answer
-        plan = ours.peers._accepted["good"].session.planner.plan(ALL_ROWS, 0, DONE, 1024)
+        plan = ours.peers.accepting.sessions["good"].session.planner.plan(ALL_ROWS, 0, DONE, 1024)
         await self.hear(self.honest, "good", self.claim(plan.digest))
         assert "honest" in ours.outbound.outlets, self.honest.last(Refuse)
 

@@ -284,15 +284,16 @@ class Siege(World):
     def end(self) -> None:
         """The hostile agent is gone, time passes: nothing of it is left, and the honest have what they wanted."""
         self.leave()
-        self.greet()
         inbound = self.sink.inbound
-        opened = inbound.opened(EVIL, self.given, self.now)
-        self.do(self.sink, opened)
-        for action in opened:  # its successor knows that it is dead
-            if isinstance(action, Send) and isinstance(action.body, Cancel):
-                self.do(self.sink, inbound.drained(EVIL, action.body.transfer, "", "", self.now))
-        self.do(self.sink, self._away(self.sink, EVIL))
-        self.run()
+        for _ in range(2):  # starts of the same agent, each of which knows those before it to be dead
+            self.greet()
+            opened = inbound.opened(EVIL, self.given, self.now)
+            self.do(self.sink, opened)
+            for action in opened:
+                if isinstance(action, Send) and isinstance(action.body, Cancel):
+                    self.do(self.sink, inbound.drained(EVIL, action.body.transfer, "", "", self.now))
+            self.do(self.sink, self._away(self.sink, EVIL))
+            self.run()
         self.check()
         honest = [m for m in self.sink.told if isinstance(m, Done | Failed) and m.request == "honest"]
         assert len(honest) == 1 and isinstance(honest[0], Done), honest

@@ -226,8 +226,9 @@ class State:
         self.flights.clear()
         self.is_open = False
         self.boots += 1
+        before = {*self.outbound._before, self.source_home.agent.boot}
         self.source_home = _restarted(self.source_home, self.boots)
-        self.outbound = Outbound(LocalSlots(len(self.outbound.local)))
+        self.outbound = Outbound(LocalSlots(len(self.outbound.local)), before=before)
         self.sink(self.inbound.unreachable(ADDRESS, "peer_lost", "dead", 0.0))
 
     def _to_source(self) -> None:

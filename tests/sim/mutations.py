@@ -16,10 +16,10 @@ import msgspec
 from kvbridge_proto.peer import Drained
 
 from kvbridge.agent.attachment import Attachment
+from kvbridge.agent.dialling import Dialled, Dialling
 from kvbridge.agent.engines import Engines
 from kvbridge.agent.equipment import Docks
 from kvbridge.agent.mover import Mover
-from kvbridge.agent.peers import Dialled, Peers
 from kvbridge.device.porter import Moved
 from kvbridge.exchange import inbound
 from kvbridge.exchange.actions import Send
@@ -194,11 +194,12 @@ def _refusal_is_the_end(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
-    def dial(self: Peers, address: str) -> None:
-        self._dialled[address] = Dialled(address, self._control.dial(address))
+    def dial(self: Dialling, address: str) -> None:
+        self._serial += 1
+        self.sessions[address] = Dialled(address, self._control.dial(address), self._serial)
         self.ask(address)
 
-    put(Peers, "_dial", dial)
+    put(Dialling, "_dial", dial)
 
 
 MUTATIONS: dict[str, Mutate] = {

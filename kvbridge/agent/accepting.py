@@ -1,0 +1,194 @@
+"""Sessions that others opened, to fetch from us. By boot, for that is who they are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvbridge_proto.peer import Body, Cancel, Claim, Drained, Goodbye, Grant, Hello, Refuse, Settled
+
+from ..errors import FabricError
+from ..exchange.route import Site
+from ..exchange.session import Home, answer, welcome
+from ..failpoints import failpoint
+from ..transport.link import Link
+from .metrics import Metrics
+from .mover import Mover
+from .relations import Accepted, SourceSide
+from .routes import Connected, Landing
+from .words import described, warn_of_route
+
+log = logging.getLogger("kvbridge.peers")
+
+MOST_GREETINGS = 64  # Hellos that wait for their route to be proved, one after the other
+
+
+class Accepting:
+    """The source's half of `Peers`. `fault` is told of what we do wrong: link, what it was."""
+
+    def __init__(
+        self, mover: Mover, home: Callable[[], Home | None], metrics: Metrics, fault: Callable[[Link, str], None]
+    ) -> None:
+        self.source: SourceSide
+        self.is_closing = False
+        self.sessions: dict[str, Accepted] = {}
+        self._mover = mover
+        self._home = home
+        self._metrics = metrics
+        self._fault = fault
+        self._greeting = asyncio.Lock()
+        self._greeted_by: dict[Link, bool] = {}  # whose Hello is being answered; whether it still wants to know
+
+    def knocked(self, tasks: asyncio.TaskGroup, link: Link, sender: str, greeting: Hello) -> None:
+        """Each Hello may cost a connection to be made: so many wait at once, and one of a link."""
+        if link in self._greeted_by or len(self._greeted_by) >= MOST_GREETINGS:
+            reason = f"greetings: {len(self._greeted_by)} wait, limit {MOST_GREETINGS}, and one of a link"
+            self._refuse(link, "busy", reason)
+            return
+        self._greeted_by[link] = True
+        tasks.create_task(self._greet(link, sender, greeting))
+
+    def send(self, boot: str, body: Body) -> None:
+        if (accepted := self.sessions.get(boot)) is not None:
+            accepted.link.send(body)
+
+    def hear(self, link: Link, sender: str, body: Claim | Grant | Cancel | Settled | Goodbye) -> None:
+        """A sink says something else than Hello."""
+        accepted = self.sessions.get(sender)
+        if accepted is not None and accepted.link is not link:  # who else says this boot's name is not its agent
+            accepted = None
+        match body:
+            case Goodbye():
+                if link in self._greeted_by:
+                    self._greeted_by[link] = False
+                if accepted is not None:
+                    self._end(sender, body.reason)
+            case Claim() | Grant() | Cancel() | Settled() if accepted is not None:
+                self.source.from_sink(accepted.session, body)
+            case Claim():
+                link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))
+            case Cancel() if self.source.has_drained(body):
+                link.send(Drained(transfer=body.transfer))
+            case Cancel():  # its session is over, its writes are not: it will ask again
+                pass
+            case _:
+                self._metrics.rejected("unexpected_message")
+
+    def lose(self, link: Link, reason: str) -> None:
+        for boot in [boot for boot, accepted in self.sessions.items() if accepted.link is link]:
+            self._end(boot, reason)
+
+    def renew(self, reason: str) -> None:
+        """All sessions end, and the sinks hear it."""
+        for boot in list(self.sessions):
+            self._dismiss(boot, reason)
+
+    async def _greet(self, link: Link, sender: str, greeting: Hello) -> None:
+        """One Hello at a time: two of one agent must not undo each other's connection."""
+        async with self._greeting:
+            try:
+                if greeting.agent.boot != sender:
+                    reason = f"agent.boot: {greeting.agent.boot} in the message, {sender} on the envelope"
+                    link.send(Refuse(code="bad_hello", reasons=(reason,)))
+                elif self._is_waiting(link):
+                    await self._greeted(link, greeting)
+            except Exception:
+                self._fault(link, f"Hello of {sender}")
+            finally:
+                del self._greeted_by[link]
+
+    async def _greeted(self, link: Link, greeting: Hello) -> None:
+        """Somebody wants to fetch from us."""
+        failpoint("source.hello_received")
+        home = self._home()
+        if self.is_closing:
+            link.send(Refuse(code="draining", reasons=("this agent is stopping",)))
+            return
+        session = answer(greeting, home)
+        if isinstance(session, Refuse) or home is None:
+            assert isinstance(session, Refuse)
+            log.warning("refused a peer: peer=%s code=%s %s", greeting.agent.name, session.code, session.reasons)
+            self._metrics.refused(session.code)
+            link.send(session)
+            return
+        known = self.sessions.get(boot := session.peer.boot)
+        if known is not None and known.link is not link and not self._may_replace(known, link, greeting):
+            return
+        if known is not None and known.link is link and known.lane == greeting.probe_lane:
+            connected: Connected | None = known.connected
+        else:  # it has forgotten what was proved before, or never knew
+            connected = await self._connect(link, greeting, home)
+            if connected is None and known is not None and self.sessions.get(boot) is known:
+                self._dismiss(boot, "its route was given up for another that could not be had")
+        if connected is None:
+            return
+        session = replace(session, routed=connected.routed)
+        if known is None:
+            key = f" key={link.key}" if link.key else ""
+            log.info("session open: sink=%s boot=%s%s %s", session.peer.name, boot, key, described(session))
+            warn_of_route(session.peer.name, session)
+        elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
+            self.source.lost(boot)
+        self.sessions[boot] = Accepted(link, session, connected, greeting.probe_lane, greeting.address, greeting.serial)
+        if known is None:
+            self.source.met(session)
+        link.version = session.version
+        link.send(welcome(session, home))
+        failpoint("source.welcome_sent")
+
+    def _may_replace(self, known: Accepted, link: Link, greeting: Hello) -> bool:
+        """Whether a Hello by another link takes the session over; if not, its sender is told why.
+
+        Links do not keep each other's order: what was said by one that its agent has given up may come last.
+        """
+        boot = greeting.agent.boot
+        if known.link.key != link.key:  # a boot is of who proved to have it first
+            self._refuse(link, "boot_of_another_key", f"agent.boot: {boot} came with another key")
+        elif greeting.serial < known.serial:
+            self._refuse(link, "stale_hello", f"serial: got {greeting.serial}, a later one was {known.serial}")
+        elif greeting.address != known.address and not known.link.is_lost:
+            self._refuse(link, "already_open", f"address: {known.address} is this agent as well")
+        else:
+            return True
+        return False
+
+    def _refuse(self, link: Link, code: str, reason: str) -> None:
+        log.log(logging.INFO if code == "already_open" else logging.WARNING, "refused %r: %s: %s", link, code, reason)
+        self._metrics.refused(code)
+        link.send(Refuse(code=code, reasons=(reason,)))
+
+    def _is_waiting(self, link: Link) -> bool:
+        """Whether the sink that said Hello is still there and has not said Goodbye since."""
+        return not link.is_lost and self._greeted_by[link]
+
+    async def _connect(self, link: Link, greeting: Hello, home: Home) -> Connected | None:
+        """Prove a route to the sink's slots; None if there is none or it has become pointless meanwhile."""
+        boot = greeting.agent.boot
+        try:
+            connected = await self._mover.connect(Landing(boot, Site.of(greeting), greeting.probe_lane))
+        except FabricError as error:
+            link.send(Refuse(code=error.code, reasons=tuple(reason[:1024] for reason in error.reasons[:64])))
+            return None
+        current = self._home()
+        is_same = current is not None and current.epoch == home.epoch and current.site is home.site
+        if not self._is_waiting(link) or not is_same:
+            self._mover.disconnect(boot, connected.serial)
+            if not self._greeted_by[link]:
+                return None
+            code, what = ("no_engine", "left") if current is None else ("stale_epoch", "or its agent changed")
+            link.send(Refuse(code=code, reasons=(f"the engine {what} during the handshake",)))
+            return None
+        return connected
+
+    def _dismiss(self, boot: str, reason: str) -> None:
+        self.sessions[boot].link.send(Goodbye(reason=reason))
+        self._end(boot, reason)
+
+    def _end(self, boot: str, reason: str) -> None:
+        if (accepted := self.sessions.pop(boot, None)) is None:
+            return
+        log.info("session over: sink=%s boot=%s %s", accepted.session.peer.name, boot, reason)
+        self.source.lost(boot)
+        self._mover.disconnect(boot, accepted.connected.serial)

@@ -1,0 +1,227 @@
+"""Sessions that we opened, with the agents that we fetch from. By address, for that is what a want names."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from kvbridge_proto.peer import Body, Drained, Failing, Goodbye, Ready, Refuse, Welcome
+
+from ..errors import PeerError
+from ..exchange.lease import Deadlines
+from ..exchange.session import Home, Session, SessionEvent, SessionState, accept, hello
+from ..failpoints import failpoint
+from ..transport.control import Control
+from ..transport.link import Link
+from .metrics import Metrics
+from .mover import Mover
+from .relations import Dialled, Lanes, SinkSide
+from .words import described, warn_of_route
+
+log = logging.getLogger("kvbridge.peers")
+
+NOT_OPEN = ("no_session", "no_engine", "stale_epoch")
+
+
+class Dialling:
+    """The sink's half of `Peers`.
+
+    One agent may have several addresses, as a name and as a number for instance; it has one session all the same. The
+    one it was dialled at first is its own, the others are other names of it for as long as that session lasts.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        mover: Mover,
+        home: Callable[[], Home | None],
+        metrics: Metrics,
+        connect_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.sink: SinkSide
+        self.sessions: dict[str, Dialled] = {}
+        self._control = control
+        self._mover = mover
+        self._home = home
+        self._metrics = metrics
+        self._connect_s = connect_s
+        self._clock = clock
+        self._also: dict[str, str] = {}  # other names -> the address of the session
+        self._serial = 0
+        self._deadlines: Deadlines[str] = Deadlines()
+        self._lanes = Lanes()
+        self._without_lane: deque[str] = deque()
+
+    def reach(self, address: str) -> None:
+        """See to it that `opened` or `unreachable` is heard for this address."""
+        dialled = self._at(address)
+        if dialled is not None and dialled.state is SessionState.OPEN and dialled.session is not None:
+            self.sink.opened(address, dialled.session)
+        elif dialled is None:
+            try:
+                self._dial(address)
+            except PeerError as error:
+                self.sink.unreachable(address, error.code, str(error))
+
+    def ask(self, address: str) -> None:
+        """Say Hello, the first time or again."""
+        home, dialled = self._home(), self._at(address)
+        if home is None or dialled is None or dialled.state is SessionState.GREETING:
+            return
+        self._deadlines.set(dialled.address, self._clock() + self._connect_s)
+        if dialled.session is None and not self._lanes.lend(dialled):
+            self._without_lane.append(dialled.address)
+            return
+        dialled.step(SessionEvent.HELLO)
+        dialled.link.send(hello(home, dialled.lane, dialled.address, dialled.serial))
+
+    def send(self, address: str, body: Body) -> None:
+        if (dialled := self._at(address)) is not None:
+            dialled.link.send(body)
+
+    def tick(self, now: float) -> None:
+        for address in self._deadlines.due(now):
+            if (dialled := self.sessions.get(address)) is not None:
+                dialled.link.close()  # the other end may have given it up without our noticing: dial anew next time
+            self._end(address, "peer_unreachable", f"connect_s: no Welcome from {address} in {self._connect_s}")
+
+    async def welcomed(self, link: Link, greeting: Welcome) -> None:
+        """The source agrees. Its route counts once we have seen what it wrote by it."""
+        failpoint("sink.welcome_received")
+        home, dialled = self._home(), self._of(link)
+        if home is None or dialled is None or dialled.state is not SessionState.GREETING:
+            return
+        if greeting.probe is not None and greeting.probe.lane != dialled.lane:
+            return  # the answer to a Hello that we gave up
+        session: Session | Refuse = accept(greeting, home)
+        if dialled.session is None and isinstance(session, Session):
+            if dialled.is_checked:
+                return self._metrics.rejected("unexpected_message")
+            dialled.is_checked = True
+            if not await self._is_proved(session, dialled):
+                session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
+        current = self._home()  # looking took a while; the engine may have named more ranks, or left
+        if current is None or current.epoch != home.epoch or self._of(link) is not dialled:
+            return
+        if dialled.state is not SessionState.GREETING:
+            return
+        if greeting.agent.boot != link.peer_boot:
+            session = Refuse(code="bad_welcome", reasons=("agent.boot: not the one on the envelope",))
+        if isinstance(session, Refuse):
+            self._end(dialled.address, session.code, "; ".join(session.reasons))
+            return
+        self._open(dialled, session)
+
+    def _open(self, dialled: Dialled, session: Session) -> None:
+        address = dialled.address
+        self._deadlines.clear(address)
+        dialled.step(SessionEvent.WELCOME)
+        if dialled.session is None:
+            self._give_up_lane(dialled)
+            log.info("session open: peer=%s boot=%s %s", address, session.peer.boot, described(session))
+            warn_of_route(address, session)
+            self.sink.met(session)
+        dialled.session = session
+        dialled.link.version = session.version
+        for name in self._names(address):
+            self.sink.opened(name, session)
+
+    def hear(self, link: Link, sender: str, body: Ready | Failing | Drained | Refuse | Goodbye) -> None:
+        """A source says something else than Welcome."""
+        address = link.address
+        if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):
+            self.sink.from_source(address, body)  # Drained is of use when the session is over, too
+        if (dialled := self._of(link)) is None:
+            return
+        match body:
+            case Goodbye():
+                self._end(address, "peer_left", body.reason)
+            case Refuse(about="", code="already_open") if (other := self._with(sender, address)) is not None:
+                self._is_also(dialled, other)
+            case Refuse(about=""):
+                self.sink.refused(address, sender)  # while there is a way to ask it
+                self._end(address, body.code, "; ".join(body.reasons))
+            case Refuse() if body.code in NOT_OPEN and dialled.session is not None:  # or it was of the one before
+                self._end(address, body.code, "; ".join(body.reasons))  # what we think is open is not
+
+    def lose(self, link: Link, reason: str) -> None:
+        if (dialled := self._of(link)) is not None:
+            code = "peer_lost" if dialled.session else "peer_unreachable"
+            self._end(link.address, code, f"{link.address}: {reason}")
+
+    def renew(self, reason: str) -> list[str]:
+        """All sessions end, and the sources hear it; the sink is not told. Returns all addresses that had one."""
+        addresses = [*self.sessions, *self._also]
+        self._also.clear()
+        while self.sessions:
+            address, dialled = self.sessions.popitem()
+            self._deadlines.clear(address)
+            self._lanes.take_back(dialled)
+            dialled.step(SessionEvent.LOSE)
+            dialled.link.send(Goodbye(reason=reason))
+        return addresses
+
+    def _at(self, address: str) -> Dialled | None:
+        return self.sessions.get(self._also.get(address, address))
+
+    def _of(self, link: Link) -> Dialled | None:
+        """The session that this link carries now."""
+        dialled = self.sessions.get(link.address)
+        return dialled if dialled is not None and dialled.link is link else None
+
+    def _with(self, boot: str, address: str) -> Dialled | None:
+        """Our session with this agent at another address than that."""
+        others = (each for each in self.sessions.values() if each.link.peer_boot == boot and each.address != address)
+        return next(others, None)
+
+    def _names(self, address: str) -> list[str]:
+        return [address, *(name for name, own in self._also.items() if own == address)]
+
+    def _dial(self, address: str) -> None:
+        """Raises PeerError."""
+        if self._home() is None:  # nobody could say Hello then
+            raise PeerError("not_attached", "no engine is attached to this agent")
+        link = self._control.dial(address)
+        self._serial += 1
+        self.sessions[address] = Dialled(address, link, self._serial)
+        self.ask(address)
+
+    def _is_also(self, dialled: Dialled, own: Dialled) -> None:
+        """What we dialled is an agent that we know by another address: one session serves both."""
+        address = dialled.address
+        self._drop(dialled)
+        dialled.link.close()
+        self._also[address] = own.address
+        log.info("one agent: %s is %s as well", address, own.address)
+        if own.state is SessionState.OPEN and own.session is not None:
+            self.sink.opened(address, own.session)
+
+    def _give_up_lane(self, dialled: Dialled) -> None:
+        """Its turn is over; who waits for a lane comes next."""
+        self._lanes.take_back(dialled)
+        while self._without_lane and len(self._lanes):
+            waiting = self.sessions.get(self._without_lane.popleft())
+            if waiting is not None and waiting.state is SessionState.NEW:
+                self.ask(waiting.address)
+
+    def _end(self, address: str, code: str, reason: str) -> None:
+        """A session is over, by all names."""
+        if (dialled := self.sessions.get(address)) is None:
+            return
+        self._drop(dialled)
+        log.info("session over: peer=%s code=%s %s", address, code, reason)
+        for name in self._names(address):
+            self._also.pop(name, None)
+            self.sink.unreachable(name, code, reason)
+
+    def _drop(self, dialled: Dialled) -> None:
+        del self.sessions[dialled.address]
+        self._deadlines.clear(dialled.address)
+        self._give_up_lane(dialled)
+        dialled.step(SessionEvent.LOSE)
+
+    async def _is_proved(self, session: Session, dialled: Dialled) -> bool:
+        probe = session.routed.probe
+        return probe is not None and await self._mover.is_proved(session.routed.route, dialled.lane, probe)

@@ -1,0 +1,156 @@
+"""One agent, several addresses, several connections: one session, and it is the latest that counts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvbridge_proto.peer import Goodbye, Hello, Refuse, Settled, Welcome
+
+from kvbridge.agent.routes import Landing
+from kvbridge.errors import FabricError
+from tests.exchange.world import World
+
+from .test_greetings import Player, greeting, met, replace_struct, run, settle, welcomed
+from .wire import Wire
+
+# The source:
+
+
+async def says_hello(
+    player: Player, world: World, wire: Wire, address: str = "", serial: int = 0, lane: int = 0
+) -> None:
+    said = replace_struct(greeting(world, "D"), address=address, serial=serial, probe_lane=lane)
+    async with asyncio.TaskGroup() as tasks:
+        player.peers._take(tasks, wire, "D", said)
+
+
+def codes(wire: Wire) -> list[str]:
+    return [refusal.code for refusal in wire.said(Refuse)]
+
+
+def test_a_sink_that_has_a_session_by_another_address_is_told_so_and_keeps_it() -> None:
+    async def story(world: World) -> None:
+        player, first = await met(world)
+        other = Wire("D0 again", peer_boot="D")
+        await says_hello(player, world, other, address="tcp://also:1", serial=1)
+        assert codes(other) == ["already_open"] and not other.said(Welcome)
+        assert player.heard == [] and player.disconnected == [] and len(player.proving) == 1
+        player.peers._hear(first, "D", Settled(transfer="t"))
+        assert len(player.heard) == 1
+
+    run(story)
+
+
+def test_a_sink_whose_first_connection_is_lost_may_come_by_another_address() -> None:
+    async def story(world: World) -> None:
+        player, first = await met(world)
+        first.is_lost = True
+        other = Wire("D0 again", peer_boot="D")
+        await says_hello(player, world, other, address="tcp://also:1", serial=1)
+        assert other.said(Welcome) and player.heard == [("D", "lost")]
+
+    run(story)
+
+
+def test_a_hello_of_a_connection_that_was_given_up_comes_too_late() -> None:
+    """It would take over the session of the connection that its sink has made since; nobody would answer there."""
+
+    async def story(world: World) -> None:
+        player, old = await met(world)
+        new = Wire("D0 again", peer_boot="D")
+        await says_hello(player, world, new, serial=2)
+        assert new.said(Welcome) and player.heard == [("D", "lost")]
+        await says_hello(player, world, old, serial=1)
+        player.peers._hear(old, "D", Goodbye(reason="given up"))
+        player.peers._lose(old, "given up")
+        assert codes(old) == ["stale_hello"] and len(player.peers.statuses()) == 1
+        player.peers._hear(new, "D", Settled(transfer="t"))
+        assert player.heard[1:] == [("D", Settled(transfer="t"))] and player.disconnected == []
+
+    run(story)
+
+
+def test_a_session_whose_route_was_given_up_for_one_that_cannot_be_had_is_over() -> None:
+    async def story(world: World) -> None:
+        player, wire = await met(world)
+
+        async def connect(landing: Landing) -> None:
+            raise FabricError("no_route", "test")
+
+        player.connect = connect  # type: ignore[assignment,method-assign]
+        await says_hello(player, world, wire, lane=1)
+        assert codes(wire) == ["no_route"] and wire.said(Goodbye)
+        assert player.peers.statuses() == [] and player.heard == [("D", "lost")] and player.disconnected == [("D", 1)]
+
+    run(story)
+
+
+# The sink:
+
+
+async def reached(world: World) -> tuple[Player, str]:
+    """A session with P0, and who that is."""
+    player, boot = Player(world.sinks[0].home), world.sources[0].home.agent.boot
+    player.may_prove.set()
+    player.peers.dialling.reach("P0")
+    await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+    assert player.opened_at == ["P0"]
+    return player, boot
+
+
+def knows(player: Player, address: str, boot: str) -> None:
+    """The agent there says that we have a session with it."""
+    wire = player.wires[address]
+    wire.peer_boot = boot
+    player.peers._hear(wire, boot, Refuse(code="already_open", reasons=()))
+
+
+def test_one_session_serves_every_address_of_an_agent() -> None:
+    async def story(world: World) -> None:
+        player, boot = await reached(world)
+        dialling = player.peers.dialling
+        dialling.reach("also")
+        (said,) = player.wires["also"].said(Hello)
+        (first,) = player.wires["P0"].said(Hello)
+        assert (said.address, first.address) == ("also", "P0") and said.serial > first.serial
+        knows(player, "also", boot)
+        assert player.opened_at == ["P0", "also"] and player.over == [] and player.wires["also"].is_lost
+        dialling.send("also", Settled(transfer="t"))
+        assert player.wires["P0"].said(Settled)
+        dialling.reach("also")
+        dialling.ask("also")
+        assert player.opened_at == ["P0", "also", "also"] and len(player.wires["P0"].said(Hello)) == 2
+        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        assert player.opened_at[3:] == ["P0", "also"]
+        player.peers._lose(player.wires["P0"], "gone")
+        assert player.over == [("P0", "peer_lost"), ("also", "peer_lost")] and player.peers.statuses() == []
+        dialling.reach("also")
+        assert len(player.wires["also"].said(Hello)) == 2
+
+    run(story)
+
+
+def test_an_agent_that_is_being_greeted_by_another_address_is_waited_for() -> None:
+    async def story(world: World) -> None:
+        player, boot = await reached(world)
+        player.peers.dialling.ask("P0")
+        player.peers.dialling.reach("also")
+        knows(player, "also", boot)
+        assert player.opened_at == ["P0"]
+        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        assert player.opened_at == ["P0", "P0", "also"]
+        player.peers.end_all("the engine left")
+        assert player.over == [("P0", "engine_left"), ("also", "engine_left")]
+
+    run(story)
+
+
+def test_who_says_that_we_have_a_session_when_we_have_none_is_not_believed() -> None:
+    async def story(world: World) -> None:
+        player, _ = await reached(world)
+        player.peers.dialling.reach("other")
+        knows(player, "other", "a boot that we have not met")
+        assert player.over == [("other", "already_open")] and player.opened_at == ["P0"]
+        await settle()
+
+    run(story)
