@@ -17,12 +17,15 @@ from kvbridge_proto.status import SlotCounts
 from ..errors import KVBridgeError
 from ..exchange.slots import SlotPool
 from .engines import Engines
+from .equipment import Docks
 from .metrics import Metrics
 from .mover import Mover
 
 log = logging.getLogger("kvbridge.agent")
 
 LOOK_S = 0.5
+PAUSE_S = 2.0  # no request begins while those under way end; those that have not by then fail, as `rebuilt`
+PAUSED_LOOK_S = 0.01
 AGAIN_S = 10.0  # after a rebuild that failed: it takes the mover some time
 
 
@@ -34,14 +37,14 @@ class Patience:
         self._since: float | None = None
 
     def is_over(self, counts: SlotCounts, now: float) -> bool:
-        """Whether it has been too long, and nothing that is under way would be lost."""
+        """Whether it has been too long."""
         slots = counts.free + counts.lent + counts.landed + counts.quarantined
         if 2 * counts.quarantined < slots:
             self._since = None
             return False
         if self._since is None:
             self._since = now
-        return now - self._since >= self._seconds and not counts.lent and not counts.landed
+        return now - self._since >= self._seconds
 
 
 class Rebuilder:
@@ -65,18 +68,45 @@ class Rebuilder:
         self._clock = clock
         self._refused = ""
         self._again_at = float("-inf")
+        self._docks: Docks | None = None  # made, and not worked with yet: what is under way comes to its end
+        self._pause_ends = 0.0
 
     async def watch(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self.look_in_s)
             await self.look()
+
+    @property
+    def is_pausing(self) -> bool:
+        return self._docks is not None
+
+    @property
+    def look_in_s(self) -> float:
+        """When to look next."""
+        return PAUSED_LOOK_S if self.is_pausing else LOOK_S
 
     async def look(self) -> None:
         """Rebuild if it is time to."""
+        if self._docks is None:
+            self._docks = await self._prepared()
+            self._pause_ends = self._clock() + PAUSE_S
+        if self._docks is None:
+            return
+        if not self._engines.sink.pause() and self._clock() < self._pause_ends:
+            return
+        docks, self._docks = self._docks, None
+        count = self._slots.counts().quarantined
+        reason = f"rebuild_s: {count} of {len(self._slots)} inbound slots were quarantined for {self._seconds:g} s"
+        self._engines.rebuild(docks, reason)
+        self._metrics.rebuilt()
+        log.warning("made the slots anew: %s", reason)
+
+    async def _prepared(self) -> Docks | None:
+        """Other docks, if it is time for them and they can be had."""
         now = self._clock()
         if not self._patience.is_over(self._slots.counts(), now) or now < self._again_at:
-            return
+            return None
         try:
             docks = await self._mover.prepare_docks()
         except (KVBridgeError, OSError, RuntimeError, MemoryError) as error:  # no memory, most likely: as it was
@@ -85,10 +115,6 @@ class Rebuilder:
             if code != self._refused:  # said once; tried as long as it is needed
                 self._refused = code
                 log.error("the slots cannot be made anew: code=%s %s", code, error)
-            return
+            return None
         self._refused = ""
-        count = self._slots.counts().quarantined
-        reason = f"rebuild_s: {count} of {len(self._slots)} inbound slots were quarantined for {self._seconds:g} s"
-        self._engines.rebuild(docks, reason)
-        self._metrics.rebuilt()
-        log.warning("made the slots anew: %s", reason)
+        return docks

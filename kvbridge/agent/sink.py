@@ -75,6 +75,11 @@ class Sink:
     def rebuilt(self, home: Home | None) -> None:
         self._do(self._inbound.rebuilt, home, self._clock())
 
+    def pause(self) -> bool:
+        """Begin nothing until `rebuilt`. Whether nothing is under way any more."""
+        with self._deciding:
+            return self._inbound.pause()
+
     def declined(self, revision: int, reason: str) -> None:
         self._do(self._inbound.declined, revision, reason, self._clock())
 

@@ -35,6 +35,7 @@ from .intake import (
     why_late,
 )
 from .lease import Deadlines
+from .lending import lend_in_turn
 from .session import Home, Session
 from .slots import SlotPool
 from .sources import Sources
@@ -51,6 +52,7 @@ class Inbound:
         self.slots = slots
         self.wants: dict[str, Wanted] = {}
         self.late_writes = 0
+        self._is_paused = False
         self._new_id = new_id
         self._new_token = new_token
         self._givers = Givers()
@@ -95,8 +97,15 @@ class Inbound:
         """Our rows come under other scales from here on, and all sessions are over: they were planned with the old."""
         return self._end_sessions(home, "rescaled", "scales of our engine changed", now)
 
+    def pause(self) -> bool:
+        """Claim nothing until `rebuilt`. Whether nothing is under way any more: until then it had better wait."""
+        self._is_paused = True
+        counts = self.slots.counts()
+        return not (counts.lent or counts.landed or len(self._in(WantState.REACHING)) < len(self.wants))
+
     def rebuilt(self, home: Home | None, now: float) -> list[Action]:
         """Our slots are others from here on, and all sessions are over: theirs were the old ones. So is every doubt."""
+        self._is_paused = False
         actions = [] if home is None else self._end_sessions(home, "rebuilt", "the agent made its slots anew", now)
         self._doubts.clear()
         self.slots.rebuilt()
@@ -147,8 +156,8 @@ class Inbound:
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
-        reaching = [wanted for wanted in self.wants.values() if wanted.state is WantState.REACHING]
-        waiting = [wanted for wanted in reaching if address in self._sources.needed(wanted.want.source)]
+        reaching = self._in(WantState.REACHING)
+        waiting = [each for each in reaching if address in self._sources.needed(each.want.source)]
         hurt = {wanted.want.request: wanted for wanted in [*waiting, *self._lose(address, now)]}
         actions: list[Action] = [  # perhaps that rank has moved: ask who knows
             Ask(other) for other, s in self._sources.open.items() if any(rank.address == address for rank in s.ranks)
@@ -259,8 +268,7 @@ class Inbound:
     # How a want goes on:
 
     def _advance_all(self, now: float) -> list[Action]:
-        reaching = [wanted for wanted in self.wants.values() if wanted.state is WantState.REACHING]
-        return [action for wanted in reaching for action in self._advance(wanted, now)]
+        return [action for wanted in self._in(WantState.REACHING) for action in self._advance(wanted, now)]
 
     def _advance(self, wanted: Wanted, now: float) -> list[Action]:
         source = wanted.want.source
@@ -268,6 +276,8 @@ class Inbound:
             return [Reach(address) for address in missing]
         if not self._sources.is_whole(source):
             self._deadlines.set(("ask", source), now + ASK_AGAIN_S)
+            return []
+        if self._is_paused:
             return []
         sessions = self._sources.reached(source)
         try:
@@ -377,24 +387,14 @@ class Inbound:
         return intake if intake is not None and intake.session.peer.boot == self._sources.boots.get(address) else None
 
     def _pump(self) -> list[Action]:
-        """Lend free slots to transfers whose chunks are ready, one each in turn."""
-        granted: dict[str, tuple[Lease, ...]] = {}
-        while self.slots.free:
-            hungry = [i for i in self._flowing() if self._hunger(i) > 0]
-            if not hungry:
-                break
-            for intake in hungry:
-                lent = self.slots.lend(1, intake.transfer)
-                granted[intake.transfer] = granted.get(intake.transfer, ()) + lent
+        """Lend what is free to whom it serves."""
+        flowing = [i for wanted in self._in(WantState.FLOWING) for i in wanted.intakes.values()]
+        claimed = {intake.transfer: intake for intake in flowing if intake.state is IntakeState.CLAIMED}
+        granted = lend_in_turn(self.slots, list(claimed.values()))
         return [
-            Send(self._wanted_by[transfer].intakes[transfer].address, Grant(transfer=transfer, leases=leases))
+            Send(claimed[transfer].address, Grant(transfer=transfer, leases=leases))
             for transfer, leases in granted.items()
-            if leases
         ]
 
-    def _flowing(self) -> list[Intake]:
-        flowing = (wanted for wanted in self.wants.values() if wanted.state is WantState.FLOWING)
-        return [i for wanted in flowing for i in wanted.intakes.values() if i.state is IntakeState.CLAIMED]
-
-    def _hunger(self, intake: Intake) -> int:
-        return intake.ready - len(intake.landed) - self.slots.lent_to(intake.transfer)
+    def _in(self, state: WantState) -> list[Wanted]:
+        return [wanted for wanted in self.wants.values() if wanted.state is state]

@@ -18,7 +18,6 @@ from ..agent.engines import Engines
 from ..agent.equipment import Dock, Docks, Equipment
 from ..agent.metrics import Gauges, Metrics
 from ..agent.mover import IDLE_S, Mover
-from ..agent.rebuild import LOOK_S as REBUILD_LOOK_S
 from ..config import AgentConfig
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
@@ -254,10 +253,10 @@ class Process(Agent):
             self.loop.post(max(deadline - self.world.clock.now, 0.0) + 1e-3, self.rouse)
 
     def _plan_look(self) -> None:
-        """Whether slots must be made anew is looked at while some are in doubt."""
-        if not self._is_looking and self.slots.counts().quarantined:
+        """Whether slots must be made anew is looked at while some are in doubt, or it is about to be done."""
+        if not self._is_looking and (self.slots.counts().quarantined or self.rebuilder.is_pausing):
             self._is_looking = True
-            self.loop.post(REBUILD_LOOK_S, self._look)
+            self.loop.post(self.rebuilder.look_in_s, self._look)
 
     def _look(self) -> None:
         self._is_looking = False

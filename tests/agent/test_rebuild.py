@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kvbridge_proto.engine import Done
 from kvbridge_proto.status import SlotCounts
 
 from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.rebuild import Patience, Rebuilder
+from kvbridge.agent.rebuild import PAUSE_S, Patience, Rebuilder
 from kvbridge.device.driver import CudaError
 from kvbridge.errors import FabricError
 from kvbridge.exchange.slots import SlotPool
+from tests.exchange.world import World
 
 from .disturbed import pair_of, stands_still
 from .test_abandon import SCALE
@@ -28,14 +32,11 @@ def test_an_agent_that_stands_still_costs_others_their_slots_for_a_while_only(tm
             stands_still(pair, seed)
 
 
-def test_patience_begins_when_half_are_quarantined_and_ends_in_a_quiet_moment() -> None:
+def test_patience_begins_when_half_are_quarantined_however_busy_the_others_are() -> None:
     patience = Patience(10.0)
-    assert not patience.is_over(HALF, 100.0)
-    assert not patience.is_over(HALF, 109.9)
-    assert patience.is_over(HALF, 110.0)
-    for busy in ("lent", "landed"):
-        assert not patience.is_over(SlotCounts(**{"free": 1, "lent": 0, "landed": 0, "quarantined": 2, busy: 1}), 120.0)
-    assert patience.is_over(HALF, 121.0)
+    busy = SlotCounts(free=0, lent=1, landed=1, quarantined=2)
+    for counts, now, is_over in ((HALF, 100.0, False), (busy, 109.9, False), (busy, 110.0, True), (HALF, 111.0, True)):
+        assert patience.is_over(counts, now) is is_over
 
 
 def test_patience_begins_anew_once_fewer_are_quarantined() -> None:
@@ -52,23 +53,79 @@ def test_patience_with_most_of_them(quarantined: int) -> None:
     assert not patience.is_over(counts, 0.0) and patience.is_over(counts, 1.0)
 
 
+class Played:
+    """Engines and mover of a rebuilder, and the clock: what is under way ends when `is_quiet`."""
+
+    def __init__(self, failures: Sequence[Exception] = ()) -> None:
+        self.now, self.is_quiet, self.paused, self.tried = 0.0, True, 0, 0
+        self.rebuilt: list[float] = []
+        self.sink = self
+        self.slots = SlotPool(2)
+        self.slots.lend(2, "t")
+        self.slots.doubt("t")
+        self._failures = deque(failures)
+        self.rebuilder = Rebuilder(self.slots, self, self, Metrics(), 1.0, lambda: self.now)  # type: ignore[arg-type]
+
+    async def prepare_docks(self) -> object:
+        self.tried += 1
+        if self._failures:
+            raise self._failures.popleft()
+        return object()
+
+    def pause(self) -> bool:
+        self.paused += 1
+        return self.is_quiet
+
+    def rebuild(self, docks: object, reason: str) -> None:
+        self.rebuilt.append(self.now)
+        self.slots.rebuilt()
+
+    def look(self, *times: float) -> None:
+        async def story() -> None:
+            for self.now in times:
+                await self.rebuilder.look()
+
+        asyncio.run(story())
+
+
 def test_a_rebuild_that_finds_no_memory_leaves_all_as_it_was_and_is_tried_again_later() -> None:
-    slots, tried = SlotPool(2), [0]
-    slots.lend(2, "t")
-    slots.doubt("t")
-    now = [0.0]
+    full = CudaError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+    played = Played([full, OSError("no memory"), FabricError("rebuild_refused", "")])
+    played.look(0.0, 1.0, 1.5, 11.5, 12.0, 22.0)
+    assert played.tried == 3 and not played.paused and played.slots.counts().quarantined == 2
+    played.look(33.0)
+    assert played.rebuilt == [33.0] and not played.slots.counts().quarantined
 
-    class Full:
-        async def prepare_docks(self) -> None:
-            tried[0] += 1
-            full = CudaError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
-            raise (full, OSError("no memory"), FabricError("rebuild_refused", ""))[tried[0] % 3]
 
-    async def story() -> None:
-        rebuilder = Rebuilder(slots, None, Full(), Metrics(), 1.0, lambda: now[0])  # type: ignore[arg-type]
-        for seconds in (0.0, 1.0, 1.5, 11.5, 12.0, 22.0):
-            now[0] = seconds
-            await rebuilder.look()
+def test_what_is_under_way_may_end_before_a_rebuild_but_not_for_ever() -> None:
+    played = Played()
+    played.is_quiet = False
+    played.look(0.0, 1.0, 1.5)
+    assert played.rebuilder.is_pausing and not played.rebuilt
+    played.is_quiet = True
+    played.look(1.6)
+    assert played.rebuilt == [1.6] and played.tried == 1 and not played.rebuilder.is_pausing
+    played = Played()
+    played.is_quiet = False
+    played.look(0.0, 1.0, 1.0 + PAUSE_S - 0.1, 1.0 + PAUSE_S)
+    assert played.rebuilt == [1.0 + PAUSE_S]
 
-    asyncio.run(story())
-    assert tried == [3] and slots.counts().quarantined == 2
+
+def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end() -> None:
+    world = World(slots=4)
+    inbound = world.sinks[0].inbound
+    for request in ("early", "late"):
+        world.offer(request, 16, 4)
+    world.hold.add("write")
+    world.want("early", 16)
+    world.run()
+    assert not inbound.pause()
+    world.want("late", 16)
+    world.hold.clear()
+    world.run()
+    assert list(world.answers()) == ["early"] and isinstance(world.answers()["early"], Done)
+    assert inbound.pause()
+    world.do(world.sinks[0], inbound.rebuilt(world.sinks[0].home, world.now))
+    world.run()
+    assert isinstance(world.answers()["late"], Done)
+    world.check_rest()
