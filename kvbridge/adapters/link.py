@@ -66,7 +66,7 @@ class AgentLink:
         self._witness: socket.socket | None = None
         self._retry_s = FIRST_RETRY_S
         self._at = 0.0  # when to try again (AWAY) or to stop waiting for Attached (ASKING)
-        self._is_told = False
+        self._told = ""
 
     def __repr__(self) -> str:
         return f"<AgentLink {self._client.path} {self.state.name.lower()} {self.address or self.why}>"
@@ -122,6 +122,8 @@ class AgentLink:
 
     def _try(self) -> None:
         if not self._client.reconnect():
+            if self._client.is_foreign:
+                self._complain(self._client.why)
             self._later(self._client.why)
             return
         fds = self._fds()
@@ -139,7 +141,7 @@ class AgentLink:
             match message:
                 case Attached(agent=agent):
                     self.state, self.address = Link.HERE, agent.address
-                    self._retry_s, self._is_told = FIRST_RETRY_S, False
+                    self._retry_s, self._told = FIRST_RETRY_S, ""
                     self._log.info("attached to %s at %s", agent.name, agent.address)
                 case Refused(about="", code=code, reasons=reasons):
                     self.give_up(f"refused by the agent: {code}: {'; '.join(reasons)}")
@@ -190,7 +192,7 @@ class AgentLink:
             self._witness = None
 
     def _complain(self, text: str) -> None:
-        """Once per absence: an engine steps a thousand times a second."""
-        if not self._is_told:
-            self._is_told = True
+        """The same once per absence: an engine steps a thousand times a second."""
+        if text != self._told:
+            self._told = text
             self._log.error("%s; requests are computed here until it is back", text)

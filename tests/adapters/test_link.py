@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +29,7 @@ from kvbridge_proto.words import OURS
 from kvbridge.adapters.client import EngineClient
 from kvbridge.adapters.link import AgentLink, Link, Over
 
-from .fake_agent import FakeAgent
+from .fake_agent import FakeAgent, squatter
 
 POOL = Pool(
     engine=Engine(kind="test", version="1", id="e"),
@@ -118,6 +119,29 @@ def test_start_goes_on_without_an_agent_and_says_where_it_looked(
         link.turn()
     assert len(caplog.records) == 1, "once, not at every try"
     assert "agent.sock" in caplog.text and "0.1 s" in caplog.text
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
+def test_somebody_elses_socket_in_the_agents_place_is_no_agent_and_is_told_of(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        path = Path(folder) / "agent.sock"
+        link = AgentLink(EngineClient(path), ATTACH, lambda: [], logging.getLogger("test"), clock)
+        agent = FakeAgent(path)
+        attach(link, agent)
+        agent.die()
+        with squatter(path) as (_, heard):
+            assert isinstance(link.turn()[0], Over)
+            for _ in range(5):
+                clock.now += 60
+                assert link.turn() == [] and link.state is Link.AWAY and heard() == b""
+        told = [record.getMessage() for record in caplog.records if "uid_not_allowed" in record.getMessage()]
+        assert len(told) == 1, "once, not at every try"
+        path.unlink()
+        clock.now += 60
+        attach(link, FakeAgent(path))
 
 
 def test_sends_nothing_before_it_is_attached(link: AgentLink, agent: FakeAgent) -> None:
