@@ -21,7 +21,7 @@ from kvbridge_proto.engine import Abandon, Attach, Detach, Done, Offer, Released
 from kvbridge_proto.stream import HEADER, StreamReader, pack
 
 from ..errors import OperatorError
-from ..failpoints import arm_from_environment, failpoint
+from ..failpoints import failpoint
 
 RETRY_S = 0.05
 MAX_FDS = 64
@@ -68,7 +68,6 @@ class EngineClient:
         self._unsent: deque[_Frame] = deque()
         self._unsent_bytes = 0
         self._moved_at = 0.0
-        arm_from_environment()
 
     def __repr__(self) -> str:
         return f"<EngineClient {self.path} {'connected' if self.is_connected else f'lost: {self.why}'}>"

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 from kvbridge_proto.engine import Attach, Attached, Refused, ToAgent, ToEngine
 
+from ..errors import OperatorError
+from ..failpoints import VARIABLE, arm_from_environment
 from .client import EngineClient
 
 FIRST_RETRY_S = 0.25
@@ -67,9 +69,19 @@ class AgentLink:
         self._retry_s = FIRST_RETRY_S
         self._at = 0.0  # when to try again (AWAY) or to stop waiting for Attached (ASKING)
         self._told = ""
+        self._arm()
 
     def __repr__(self) -> str:
         return f"<AgentLink {self._client.path} {self.state.name.lower()} {self.address or self.why}>"
+
+    def _arm(self) -> None:
+        """Say it as loudly as we can if this engine was started to fail. What asks for nonsense must not stop it."""
+        try:
+            said = arm_from_environment()
+        except OperatorError as error:
+            return self._log.error("ignored: %s: %s", error.code, error)
+        if said:
+            self._log.warning("FAILPOINTS ARE ON, this engine will fail on purpose: %s=%s", VARIABLE, ",".join(said))
 
     @property
     def is_attached(self) -> bool:

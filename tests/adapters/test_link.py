@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from kvbridge_proto.words import OURS
 
 from kvbridge.adapters.client import EngineClient
 from kvbridge.adapters.link import AgentLink, Link, Over
+from kvbridge.failpoints import VARIABLE, arm, armed
 
 from .fake_agent import FakeAgent, squatter
 
@@ -230,3 +232,34 @@ def test_leaves_no_descriptor_behind(link: AgentLink, agent: FakeAgent, clock: C
     link.close()
     agent.pump()
     assert count() == before
+
+
+@pytest.fixture
+def disarmed() -> Iterator[None]:
+    yield
+    arm("")
+
+
+def test_says_that_the_engine_was_started_to_fail(
+    request: pytest.FixtureRequest, disarmed: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(VARIABLE, "engine.want_sent=pause:0.01")
+    request.getfixturevalue("link")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "engine.want_sent=pause@1" in record.getMessage()
+    assert armed() == ("engine.want_sent",)
+
+
+def test_an_engine_does_without_failpoints_that_nobody_knows(
+    request: pytest.FixtureRequest,
+    disarmed: None,
+    agent: FakeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(VARIABLE, "engine.wan_sent=kill")
+    link = request.getfixturevalue("link")
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR and "no failpoint 'engine.wan_sent'" in record.getMessage()
+    attach(link, agent)
+    assert link.send(WANT) and armed() == ()
