@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import time
@@ -83,3 +84,14 @@ def test_kills_its_own_process() -> None:
             [sys.executable, "-c", program], env={failpoints.VARIABLE: said, "PYTHONPATH": str(ROOT)}, timeout=20
         )
         assert ended.returncode == code
+
+
+def test_an_agent_does_not_start_with_a_name_that_it_does_not_know(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvbridge.cli", "agent", "--socket", str(tmp_path / "a.sock"), "--metrics", ""],
+        env=os.environ | {failpoints.VARIABLE: "nowhere=kill"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode not in (0, -9) and "no failpoint 'nowhere'" in ended.stderr

@@ -10,20 +10,23 @@ import array
 import contextlib
 import os
 import socket
+import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvbridge_proto.codec import LIMITS, BadFrame, Limits
 from kvbridge_proto.engine import Abandon, Attach, Detach, Done, Offer, Released, ToAgent, ToEngine, Want
 from kvbridge_proto.stream import HEADER, StreamReader, pack
 
-from ..failpoints import arm_from_environment, failpoint
+from ..errors import OperatorError
+from ..failpoints import failpoint
 
 RETRY_S = 0.05
 MAX_FDS = 64
 RECEIVE_BYTES = 1 << 18
+_CREDENTIALS = struct.Struct("iII")
 POLL_BYTES = 4 << 20  # at most this much is read in one poll: an agent must not be able to hold up a step
 
 
@@ -38,6 +41,8 @@ class _Frame:
 class EngineClient:
     """One connection to the agent at `path`, used from one thread.
 
+    What is sent gives our memory away, so nothing is before the kernel has said that who listens there is our own user,
+    root or one of `agent_uids`: while the agent is down, whoever may write in the folder can listen at its path.
     `unsent_bytes` and `stall_s` bound how much, and how long, an agent that does not read may hold back. Children
     forked while connected must close it, or the agent cannot see this process die.
     """
@@ -46,12 +51,15 @@ class EngineClient:
         self,
         path: str | os.PathLike[str],
         *,
+        agent_uids: Iterable[int] = (),
         unsent_bytes: int = 64 << 20,
         stall_s: float = 30.0,
         limits: Limits = LIMITS,
     ) -> None:
         self.path = os.fspath(path)
         self.why = "not connected yet"
+        self.is_foreign = False  # whether the last try found somebody else's process at `path`
+        self._agent_uids = frozenset([0, os.geteuid(), *agent_uids])
         self._unsent_limit = unsent_bytes
         self._stall_s = stall_s
         self._limits = limits
@@ -60,7 +68,6 @@ class EngineClient:
         self._unsent: deque[_Frame] = deque()
         self._unsent_bytes = 0
         self._moved_at = 0.0
-        arm_from_environment()
 
     def __repr__(self) -> str:
         return f"<EngineClient {self.path} {'connected' if self.is_connected else f'lost: {self.why}'}>"
@@ -86,15 +93,25 @@ class EngineClient:
         attempt.setblocking(False)
         try:
             attempt.connect(self.path)
-        except OSError as error:
+            self._check_uid(attempt)
+        except (OSError, OperatorError) as error:
             attempt.close()
-            self.why = str(error)
+            self.is_foreign = isinstance(error, OperatorError)
+            self.why = f"{error.code}: {error}" if isinstance(error, OperatorError) else str(error)
             return False
-        self._socket = attempt
+        self._socket, self.is_foreign = attempt, False
         self._reader = StreamReader(ToEngine, self._limits)
         self._moved_at = time.monotonic()
         self.why = ""
         return True
+
+    def _check_uid(self, attempt: socket.socket) -> None:
+        """OperatorError unless the process that began to listen there was one that we may give our memory to."""
+        credentials = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        if uid not in self._agent_uids:
+            reason = f"agent_uids: pid {pid} of uid {uid} listens at {self.path}, allowed {sorted(self._agent_uids)}"
+            raise OperatorError("uid_not_allowed", reason)
 
     def send(self, message: ToAgent, fds: Sequence[int] = ()) -> bool:
         """Queue a message, with descriptors the caller may close at once. Never blocks.

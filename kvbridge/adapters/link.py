@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 from kvbridge_proto.engine import Attach, Attached, Refused, ToAgent, ToEngine
 
+from ..errors import OperatorError
+from ..failpoints import VARIABLE, arm_from_environment
 from .client import EngineClient
 
 FIRST_RETRY_S = 0.25
@@ -66,10 +68,20 @@ class AgentLink:
         self._witness: socket.socket | None = None
         self._retry_s = FIRST_RETRY_S
         self._at = 0.0  # when to try again (AWAY) or to stop waiting for Attached (ASKING)
-        self._is_told = False
+        self._told = ""
+        self._arm()
 
     def __repr__(self) -> str:
         return f"<AgentLink {self._client.path} {self.state.name.lower()} {self.address or self.why}>"
+
+    def _arm(self) -> None:
+        """Say it as loudly as we can if this engine was started to fail. What asks for nonsense must not stop it."""
+        try:
+            said = arm_from_environment()
+        except OperatorError as error:
+            return self._log.error("ignored: %s: %s", error.code, error)
+        if said:
+            self._log.warning("FAILPOINTS ARE ON, this engine will fail on purpose: %s=%s", VARIABLE, ",".join(said))
 
     @property
     def is_attached(self) -> bool:
@@ -122,6 +134,8 @@ class AgentLink:
 
     def _try(self) -> None:
         if not self._client.reconnect():
+            if self._client.is_foreign:
+                self._complain(self._client.why)
             self._later(self._client.why)
             return
         fds = self._fds()
@@ -139,7 +153,7 @@ class AgentLink:
             match message:
                 case Attached(agent=agent):
                     self.state, self.address = Link.HERE, agent.address
-                    self._retry_s, self._is_told = FIRST_RETRY_S, False
+                    self._retry_s, self._told = FIRST_RETRY_S, ""
                     self._log.info("attached to %s at %s", agent.name, agent.address)
                 case Refused(about="", code=code, reasons=reasons):
                     self.give_up(f"refused by the agent: {code}: {'; '.join(reasons)}")
@@ -190,7 +204,7 @@ class AgentLink:
             self._witness = None
 
     def _complain(self, text: str) -> None:
-        """Once per absence: an engine steps a thousand times a second."""
-        if not self._is_told:
-            self._is_told = True
+        """The same once per absence: an engine steps a thousand times a second."""
+        if text != self._told:
+            self._told = text
             self._log.error("%s; requests are computed here until it is back", text)

@@ -17,6 +17,7 @@ class Options:
     """Spelled with `kvbridge_` in front.
 
     socket       the agent's unix socket; `{rank}` is the rank's number among this engine's ranks on this host
+    agent_uids   users whose agents are given this engine's memory, besides our own and root
     hold_s       how long a prefilled request waits to be fetched
     deadline_s   how long a decoding request waits for its KV before the engine's failure policy applies
     connect_s    how long start-up waits for the agent; without one the engine starts all the same
@@ -30,6 +31,7 @@ class Options:
     """
 
     socket: str = "/run/kvbridge/agent-{rank}.sock"
+    agent_uids: tuple[int, ...] = ()
     hold_s: float = 480.0
     deadline_s: float = 60.0
     connect_s: float = 30.0
@@ -51,6 +53,8 @@ class Options:
             if wanted is float and not isinstance(value, bool) and isinstance(value, int | float):
                 if not 0 < value <= 86400:
                     raise OperatorError("option_invalid", f"{PREFIX}{name}: {value}, must be in (0, 86400]")
+            elif wanted is tuple:
+                ours[name] = _uids(name, value)
             elif not isinstance(value, wanted):
                 raise OperatorError(
                     "option_invalid", f"{PREFIX}{name}: {value!r} is {type(value).__name__}, must be {wanted.__name__}"
@@ -65,3 +69,9 @@ class Options:
     def socket_of(self, rank: int) -> str:
         """The socket of one rank's agent."""
         return self.socket.replace("{rank}", str(rank))
+
+
+def _uids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(type(uid) is int and uid >= 0 for uid in value):
+        raise OperatorError("option_invalid", f"{PREFIX}{name}: {value!r}, must be a list of users' numbers")
+    return tuple(value)

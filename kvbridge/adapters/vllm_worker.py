@@ -115,7 +115,8 @@ class WorkerSide:
         fence_fd = None if self._fence is None else len(fds) - 1
         policy = self._options.scales
         attach = Attach(versions=OURS, pool=memory.pool, handles=handles, fence_fd=fence_fd, policy=policy)
-        self._link = AgentLink(EngineClient(path), attach, lambda: self._export(memory)[1], log, self._clock)
+        client = EngineClient(path, agent_uids=self._options.agent_uids)
+        self._link = AgentLink(client, attach, lambda: self._export(memory)[1], log, self._clock)
         self._link.start(self._options.connect_s)
         # vLLM asks one rank of those that differ in prefill context parallelism only; they all tell in the first step.
         is_asked = getattr(self._config.parallel_config, "prefill_context_parallel_size", 1) == 1

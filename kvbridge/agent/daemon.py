@@ -185,9 +185,11 @@ class Agent:
             trust = trust_of(self.config)
         except OperatorError as error:
             return log.error("peers not read again, the old list stays: %s: %s", error.code, error)
-        if trust.keys is not None and self.trust.keys is not None and trust.keys.public != self.trust.keys.public:
-            trust = replace(trust, keys=replace(self.trust.keys, names=trust.keys.names))
-            log.warning("key: the file has another one; it counts after a restart")
+        ours, read = self.trust.keys, trust.keys
+        if ours is not None and read is not None and ours.public != read.public:
+            names = read.names if self.config.peers else ours.names  # without a list they go with the pair in use
+            trust = replace(trust, keys=replace(ours, names=names))
+            log.warning("key: the file has another one, %s; it counts after a restart", read.public)
         self.trust = trust
         if self.state != "starting":
             self.control.trusts(trust)

@@ -212,8 +212,8 @@ class Jobs:
         return WaitFence(attachment, count, self._clock() + self._write_timeout_s)
 
     def warm(self, attachment: Attachment, part: Part) -> None:
-        """Get ready for parts like this one. What goes wrong now will be said when it matters."""
-        if not attachment.memory.is_open:
+        """Get ready for parts like this one, if the engine stays. What goes wrong now will be said when it matters."""
+        if attachment.word.has_left:
             return
         dock, porter = self._equipment.dock, self._equipment.porter
         staging = dock.outbound if part.is_source else dock.inbound

@@ -162,8 +162,10 @@ class Mover:
     async def let_go(self, attachment: Attachment) -> None:
         """Return when no job given before touches this memory or will (writes out of slots may be under way).
 
+        What `warm` had yet to do for it is dropped: each part may take a second, and nobody could unmap meanwhile.
         Raises FabricError `mover_stuck`, and ends the agent, when that does not come about.
         """
+        attachment.word.has_left = True
         end = self._loop.time() + self._let_go_s
         while await self._may_use(attachment):
             if self._loop.time() > end:

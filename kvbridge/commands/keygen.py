@@ -15,6 +15,7 @@ def run(path: Path, name: str) -> None:
     if not NAME.fullmatch(name):
         raise OperatorError("bad_name", f"name: got {name!r}, need up to 64 letters, digits, dots, dashes, underscores")
     public = write_pair(path)
-    typer.echo(f"secret key written to {path} (mode 0600): set `key` to it, and let it not leave this host", err=True)
-    typer.echo("the line for the `peers` list of the agents that it may speak to:", err=True)
+    typer.echo(f"secret key written to {path} (mode 0600): set `key` to it", err=True)
+    typer.echo("as the one key of a fleet: copy it to every host, by ssh or a secret store, 0600 there too", err=True)
+    typer.echo("as one agent's own key: let it not leave this host. The line for everybody's `peers` list:", err=True)
     typer.echo(f"{name} {public}")

@@ -78,7 +78,8 @@ class Porter(Protocol):
     ) -> int:
         """Put the rows in `slot`, copied there from `host` first if that is given, into the engine's blocks.
 
-        A digest other than `expected` is the failure `digest_mismatch`; the blocks may have been written by then.
+        A digest other than `expected` is the failure `digest_mismatch`; a GPU may have written the blocks by then. The
+        digest is that of the very bytes that are written: peers may write to the slot at any time, so it is read once.
         """
 
     def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:

@@ -1,4 +1,8 @@
-"""The porter without a GPU: rows are moved by this thread, at once."""
+"""The porter without a GPU: rows are moved by this thread, at once.
+
+What peers may write to is read once: a chunk is copied out of its slot, and only the copy is checked and scattered, so
+that a write which comes late cannot change what was found right.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ from typing import Literal
 
 import torch
 from kvbridge_kernels.digest_ref import digest as xxh3
+from kvbridge_kernels.digest_ref import sum64
 from kvbridge_kernels.gather_ref import gather as gather_rows
 from kvbridge_kernels.scatter_ref import scatter as scatter_rows
+from kvbridge_kernels.scratch import Scratch
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
 
@@ -29,6 +35,7 @@ class CpuPorter:
 
     def __init__(self) -> None:
         self._work = Work("cpu")
+        self._copies = Scratch()
         self._forms = Forms()
         self._count = 0
         self._moved: list[Moved] = []
@@ -48,7 +55,7 @@ class CpuPorter:
         sums = _sums(digest_kind)
         with pool.hold() as regions:
             gather_rows(self._segments(pool, regions, part, slot), slot, sums, self._work)
-        return self._over(_total(sums) if sums is not None else xxh3(slot.on_cpu()))
+        return self._over(_word(int(sums.item())) if sums is not None else xxh3(slot.on_cpu()))
 
     def scatter(
         self,
@@ -60,12 +67,14 @@ class CpuPorter:
         host: Span | None = None,
     ) -> int:
         assert host is None, "the slots are in host memory already"
-        sums = _sums(digest_kind)
-        found = expected if sums is not None else xxh3(slot.on_cpu())
-        if found == expected:
-            with pool.hold() as regions:
-                scatter_rows(self._segments(pool, regions, part, slot), slot, sums, self._work)
-        return self._over(_total(sums) if sums is not None else found, expected)
+        copy = self._copies.take("chunk", slot.size_bytes, torch.device("cpu"))
+        ctypes.memmove(copy.data_ptr(), slot.address, slot.size_bytes)
+        with pool.hold() as regions:
+            segments = self._segments(pool, regions, part, slot)
+            found = _word(sum64(segments, copy)) if digest_kind == "sum64" else xxh3(copy)
+            if found == expected:
+                scatter_rows(segments, Span(copy.data_ptr(), slot.size_bytes), None, self._work)
+        return self._over(found, expected)
 
     def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
         """Nothing is compiled for a CPU."""
@@ -92,6 +101,7 @@ class CpuPorter:
 
     def close(self) -> None:
         self._moved.clear()
+        self._copies = Scratch()
 
     def _segments(self, pool: AttachedPool, regions: Regions, part: Part, slot: Span) -> list[Segment]:
         form = self._forms.of(pool, regions, part, slot.size_bytes)
@@ -108,5 +118,6 @@ def _sums(digest_kind: str) -> torch.Tensor | None:
     return torch.zeros(1, dtype=torch.int64) if digest_kind == "sum64" else None
 
 
-def _total(sums: torch.Tensor) -> int:
-    return int(sums.item()) & (2**64 - 1)
+def _word(total: int) -> int:
+    """A sum64 as it is on the wire."""
+    return total & (2**64 - 1)

@@ -165,7 +165,7 @@ class SlotPorter:
             held = self._process.ram.get(slot.address, [])[:count]
             return held + [NOTHING] * (count - len(held))
 
-        is_checked_first = digest_kind == "xxh3"
+        is_checked_first = digest_kind == "xxh3"  # as a CPU does, on a copy of the slot; a GPU sums what it writes
         before = cells()
         if is_right(digest_of(before), expected):
             _copy_in(pool.blocks, before, todo[:half])

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,16 @@ from kvbridge_proto.words import Agent
 from kvbridge.device.fence import FencePage
 
 T = TypeVar("T")
+SQUATTER = """
+import socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("up", flush=True)
+while True:
+    engine, _ = listener.accept()
+    print(engine.recv(1 << 16).hex(), flush=True)
+"""
 
 
 class FakeAgent:
@@ -122,3 +133,16 @@ class FakeAgent:
         self.hang_up()
         self._listener.close()
         self.path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def squatter(path: Path, uid: int = 65534) -> Iterator[tuple[int, Callable[[], bytes]]]:
+    """Another user who listens in an agent's place: its pid, and what the next that connects says first. Needs root."""
+    command = ["/usr/bin/env", "python3", "-c", SQUATTER, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, user=uid, group=uid) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"up\n"
+            lines = process.stdout
+            yield process.pid, lambda: bytes.fromhex(lines.readline().decode())
+        finally:
+            process.kill()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,8 +29,9 @@ from kvbridge_proto.words import OURS
 
 from kvbridge.adapters.client import EngineClient
 from kvbridge.adapters.link import AgentLink, Link, Over
+from kvbridge.failpoints import VARIABLE, arm, armed
 
-from .fake_agent import FakeAgent
+from .fake_agent import FakeAgent, squatter
 
 POOL = Pool(
     engine=Engine(kind="test", version="1", id="e"),
@@ -120,6 +123,29 @@ def test_start_goes_on_without_an_agent_and_says_where_it_looked(
     assert "agent.sock" in caplog.text and "0.1 s" in caplog.text
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
+def test_somebody_elses_socket_in_the_agents_place_is_no_agent_and_is_told_of(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        path = Path(folder) / "agent.sock"
+        link = AgentLink(EngineClient(path), ATTACH, lambda: [], logging.getLogger("test"), clock)
+        agent = FakeAgent(path)
+        attach(link, agent)
+        agent.die()
+        with squatter(path) as (_, heard):
+            assert isinstance(link.turn()[0], Over)
+            for _ in range(5):
+                clock.now += 60
+                assert link.turn() == [] and link.state is Link.AWAY and heard() == b""
+        told = [record.getMessage() for record in caplog.records if "uid_not_allowed" in record.getMessage()]
+        assert len(told) == 1, "once, not at every try"
+        path.unlink()
+        clock.now += 60
+        attach(link, FakeAgent(path))
+
+
 def test_sends_nothing_before_it_is_attached(link: AgentLink, agent: FakeAgent) -> None:
     link.turn()
     assert not link.send(WANT)
@@ -206,3 +232,34 @@ def test_leaves_no_descriptor_behind(link: AgentLink, agent: FakeAgent, clock: C
     link.close()
     agent.pump()
     assert count() == before
+
+
+@pytest.fixture
+def disarmed() -> Iterator[None]:
+    yield
+    arm("")
+
+
+def test_says_that_the_engine_was_started_to_fail(
+    request: pytest.FixtureRequest, disarmed: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(VARIABLE, "engine.want_sent=pause:0.01")
+    request.getfixturevalue("link")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "engine.want_sent=pause@1" in record.getMessage()
+    assert armed() == ("engine.want_sent",)
+
+
+def test_an_engine_does_without_failpoints_that_nobody_knows(
+    request: pytest.FixtureRequest,
+    disarmed: None,
+    agent: FakeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(VARIABLE, "engine.wan_sent=kill")
+    link = request.getfixturevalue("link")
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR and "no failpoint 'engine.wan_sent'" in record.getMessage()
+    attach(link, agent)
+    assert link.send(WANT) and armed() == ()

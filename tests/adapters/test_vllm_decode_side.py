@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from kvbridge.adapters.vllm_rooms import digest_of, offered_room
 
+from .fake_agent import squatter
 from .world import BLOCK, HOOKS, World
 
 pytestmark = pytest.mark.vllm
@@ -67,6 +70,22 @@ def test_wants_all_but_the_last_token_and_runs_when_they_are_there(tmp_path: Pat
     assert request.num_computed_tokens <= 40 + 1, "only the last prompt token was left to compute"
     finish(world)
     world.assert_empty()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
+def test_memory_goes_to_no_agent_of_a_user_who_is_not_named(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        strangers, named = World(tmp_path), World(tmp_path, extra={"kvbridge_agent_uids": [65534]})
+        strangers.folder = named.folder = Path(folder)
+        with squatter(strangers.path(0)) as (_, heard):
+            strangers.attach()
+            strangers.decode(40)
+            finish(strangers)  # as without an agent: it computes
+            strangers.assert_empty()
+            assert heard() == b""
+            named.attach()
+            assert heard() != b""
 
 
 def test_two_sides_of_a_proxy_meet_in_one_room(world: World) -> None:

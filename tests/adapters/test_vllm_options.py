@@ -12,16 +12,21 @@ def test_reads_its_own_names_and_leaves_others_alone() -> None:
     options = Options.read({"kvbridge_socket": "/run/a-{rank}.sock", "kvbridge_hold_s": 5, "backends": ["UCX"]})
     assert options == Options(socket="/run/a-{rank}.sock", hold_s=5)
     assert options.socket_of(3) == "/run/a-3.sock"
+    assert Options.read({"kvbridge_agent_uids": [998, 0]}) == Options(agent_uids=(998, 0))
 
 
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        ({"kvbridge_hold": 5}, "kvbridge_hold: not an option, known are kvbridge_socket, kvbridge_hold_s"),
+        ({"kvbridge_hold": 5}, "kvbridge_hold: not an option, known are kvbridge_socket, kvbridge_agent_uids"),
         ({"kvbridge_hold_s": "5"}, "kvbridge_hold_s: '5' is str, must be float"),
         ({"kvbridge_deadline_s": 0}, r"kvbridge_deadline_s: 0, must be in \(0, 86400\]"),
         ({"kvbridge_deadline_s": True}, "kvbridge_deadline_s: True is bool, must be float"),
         ({"kvbridge_socket": 7}, "kvbridge_socket: 7 is int, must be str"),
+        ({"kvbridge_agent_uids": 998}, "kvbridge_agent_uids: 998, must be a list of users' numbers"),
+        ({"kvbridge_agent_uids": ["vllm"]}, r"kvbridge_agent_uids: \['vllm'\], must be a list"),
+        ({"kvbridge_agent_uids": [True]}, r"kvbridge_agent_uids: \[True\], must be a list"),
+        ({"kvbridge_agent_uids": [-1]}, r"kvbridge_agent_uids: \[-1\], must be a list"),
         ({"kvbridge_scales": "adapt"}, "kvbridge_scales: 'adapt', must be one of requantize, adopt"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.staging import Staging
 from kvbridge.errors import FabricError
 from kvbridge.exchange.route import Routed, Site
+from kvbridge.geometry.plan import Planner
 from kvbridge.transport.fabric import WriteFailed, WriteLate, Wrote
 from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
 from tests.device.attached import attached
@@ -217,6 +219,47 @@ def test_memory_is_not_let_go_of_while_a_kernel_may_run(stack: ExitStack) -> Non
 
     asyncio.run(story())
     assert [error.code for error in ears.died] == ["mover_stuck"]
+
+
+class Slow(CpuPorter):
+    """Getting ready takes as long as a test likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warmed: list[object] = []
+        self.go_on = threading.Event()
+
+    def warm(self, pool: object, part: object, slot: object) -> None:
+        self.warmed.append(pool)
+        assert self.go_on.wait(10)
+
+
+def test_nothing_more_is_made_ready_for_an_engine_that_leaves(stack: ExitStack) -> None:
+    agents, slow = Agents(stack), Slow()
+
+    async def story() -> None:
+        mover = Mover(lambda: replace(agents.source, porter=slow), "a", Ears(), 1.0)
+        await mover.start()
+        with attached(build(Shape())) as (_, pool), attached(build(Shape())) as (_, next_pool):
+            parts = Planner(pool.pool, pool.pool).samples(SLOT_BYTES, is_source=True)
+            before = Attachment(1, pool, None)
+            mover.warm(before, parts * 3)
+            now = replace(before, epoch=2)  # its scales changed
+            mover.warm(now, parts * 3)
+            while not slow.warmed:  # noqa: ASYNC110 - the mover's thread begins it
+                await asyncio.sleep(0.001)
+            leaving = asyncio.create_task(mover.let_go(now))
+            await asyncio.sleep(0.05)
+            assert not leaving.done(), "one is under way, in this engine's memory"
+            slow.go_on.set()
+            await leaving
+            assert slow.warmed == [pool]
+            mover.warm(Attachment(3, next_pool, None), parts)
+            await mover._call(lambda: None)  # the thread is through with what came before
+            assert slow.warmed == [pool] + [next_pool] * len(parts)
+        await mover.stop()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
 
 
 def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:

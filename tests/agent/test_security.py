@@ -125,6 +125,21 @@ def test_a_list_lets_in_by_name_and_a_reload_cuts_off(tmp_path: Path, stack: Exi
     assert isinstance(pair.carry("restored"), Done)
 
 
+def test_another_key_in_the_file_waits_for_a_restart_and_costs_no_link(tmp_path: Path, stack: ExitStack) -> None:
+    key, line = keygen(tmp_path, "fleet")
+    pair = Pair(tmp_path, stack, key=key)
+    assert isinstance(pair.carry("r"), Done)
+    keygen(tmp_path, "other")[0].replace(key)
+    both = (pair.source_agent, pair.sink_agent)
+    for running in both:
+        running.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: all("peers read again" in running.text() for running in both))
+    assert isinstance(pair.carry("after"), Done)
+    for running in both:
+        assert "it counts after a restart" in running.text() and "key_revoked" not in running.text()
+        assert f"own key {line.split()[1]}, 1 keys allowed" in running.status.security
+
+
 def test_a_reload_without_keys_harms_nobody(tmp_path: Path) -> None:
     with agent(tmp_path, "a") as running:
         running.process.send_signal(signal.SIGHUP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from kvbridge_kernels.digest_ref import digest as xxh3
 from kvbridge_proto.pool import Codec, CodecName, Plane, Step
 
+from kvbridge.device import porter_cpu
 from kvbridge.device.batch import batches
 from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import EngineError
@@ -221,6 +223,64 @@ def test_a_slot_need_not_begin_its_allocation() -> None:
         slots = [torch.zeros(size + 64, dtype=torch.uint8)[shift : shift + size] for shift in (0, 16, 1, 7)]
         digests = {gather(pool, moves, slot) for slot in slots}
         assert len(digests) == 1
+
+
+def gathered(pool: AttachedPool, moves: Sequence[Move], kind: str) -> tuple[torch.Tensor, int]:
+    """A slot as it arrives, and what its digest is said to be."""
+    slot = torch.zeros(max(move.slot_offset + move.size_bytes for move in moves), dtype=torch.uint8)
+    return slot, gather(pool, moves, slot, kind)
+
+
+def wipe(engine: Held) -> list[bytes]:
+    for region in engine.memory:
+        region[:] = POISON
+    return contents(engine)
+
+
+def contents(engine: Held) -> list[bytes]:
+    return [region.tobytes() for region in engine.memory]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_wrong_bit_in_a_slot_fails_the_move_and_writes_nothing(kind: str) -> None:
+    held = build(Shape())
+    fill(held, table_of(held.pool, 16), range(16))
+    moves = moves_of(held)
+    with attached(held) as (engine, pool):
+        slot, digest = gathered(pool, moves, kind)
+        wiped = wipe(engine)
+        slot[slot.numel() // 2] ^= 1
+        failure = scatter(pool, moves, slot, digest, kind).failure
+        assert failure is not None and failure[0] == "digest_mismatch" and f"{digest:016x}" in failure[1]
+        assert contents(engine) == wiped
+        slot[slot.numel() // 2] ^= 1
+        assert scatter(pool, moves, slot, digest, kind).failure is None
+        assert contents(engine) != wiped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_to_a_slot_that_was_found_right_reaches_no_block(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer with a key may write to our slots whenever it likes."""
+    held = build(Shape())
+    fill(held, table_of(held.pool, 16), range(16))
+    moves, right = moves_of(held), getattr(porter_cpu, kind)
+    with attached(held) as (engine, pool):
+        slot, digest = gathered(pool, moves, kind)
+        wipe(engine)
+        scatter(pool, moves, slot, digest, kind)
+        expected = contents(engine)
+        wipe(engine)
+
+        def then_spoiled(*args: Any) -> int:
+            found: int = right(*args)
+            slot.fill_(POISON)
+            return found
+
+        monkeypatch.setattr(porter_cpu, kind, then_spoiled)
+        assert scatter(pool, moves, slot, digest, kind).failure is None
+        assert contents(engine) == expected and (slot == POISON).all()
 
 
 def wrong_moves(good: Move) -> dict[str, Move]:

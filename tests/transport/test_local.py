@@ -25,6 +25,7 @@ from kvbridge_proto.stream import pack
 from kvbridge.adapters.client import EngineClient
 from kvbridge.errors import OperatorError
 from kvbridge.transport.local import MAX_CONNECTIONS, LocalConnection, LocalServer, close_fds, is_allowed
+from tests.adapters.fake_agent import squatter
 
 Story = Callable[[LocalServer], Awaitable[None]]
 BOOT = "0123456789abcdef"
@@ -229,6 +230,22 @@ def test_tells_a_foreign_user_why_it_may_not_speak() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder) / "agent.sock", story)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
+def test_an_engine_says_nothing_to_a_foreign_user_who_listens_in_its_agents_place() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)  # as /tmp is, which an agent accepts
+        path = Path(folder) / "agent.sock"
+        with squatter(path) as (pid, heard):
+            client = EngineClient(path)
+            assert not client.reconnect() and not client.is_connected and client.is_foreign
+            assert client.why.startswith(f"uid_not_allowed: agent_uids: pid {pid} of uid 65534 listens")
+            assert not client.send(StatusQuery()) and heard() == b""
+            named = EngineClient(path, agent_uids=[65534])
+            assert named.reconnect() and not named.is_foreign and named.send(StatusQuery())
+            assert heard() == pack(StatusQuery())
+        assert not client.reconnect() and not client.is_foreign  # nobody listens
 
 
 def test_bounds_how_many_connect(path: Path) -> None:
