@@ -82,7 +82,8 @@ def tell(world: World, case: Case) -> str:
     world.serves()
     world.is_clean()
     world.holds_no_more()
-    return told
+    late = [f"{side.role}'s engine missed {len(side.late)} answers" for side in world.sides.values() if side.late]
+    return ", ".join([told, *late] if told else late)
 
 
 def _log(side: Side, what: What) -> Path:

@@ -53,6 +53,7 @@ class Side:
     listen: str = ""
     rooms: set[int] = field(default_factory=set)  # told, and not ended
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    late: list[str] = field(default_factory=list)  # answers that the engine had to ask for, or to give up, lately
     overs: list[str] = field(default_factory=list)  # why the engine's connections to its agent were over, lately
 
     def start_agent(self, armed: str = "") -> None:
@@ -74,17 +75,19 @@ class Side:
     def hear(self, seconds: float = 0.0) -> None:
         """Keep how rooms ended; anything wrong ends the story, and so does an answer that an agent owes."""
         self.engine.hear(seconds)
-        left = []
-        for each in self.engine.said:
-            if each["event"] == "ended":
-                self.rooms.discard(each["room"])
-                self.ends[each["room"]] = each
-            elif each["event"] == "over":
-                self.overs.append(each["why"])
-            else:
-                left.append(each)
-        self.engine.said = [each for each in left if each["event"] != "late"]
-        wrong = [each["what"] for each in left if each["event"] == "wrong" or is_owed(each, self)]
+        said, self.engine.said = self.engine.said, []
+        wrong = [each["what"] for each in said if each["event"] == "wrong" or is_owed(each, self)]
+        for each in said:
+            match each["event"]:
+                case "ended":
+                    self.rooms.discard(each["room"])
+                    self.ends[each["room"]] = each
+                case "over":
+                    self.overs.append(each["why"])
+                case "late":
+                    self.late.append(each["what"])
+                case _:
+                    self.engine.said.append(each)
         assert not wrong, f"{self.role} engine: {wrong[:3]}"
         lost = [room for room, each in self.ends.items() if each["code"] == "agent_gone" and each["reason"] != LEFT]
         assert self.is_hurt or not lost, f"{self.role}: the agent was neither stopped nor killed, and left {lost[:8]}"
@@ -158,6 +161,7 @@ class World:
         for side in self.sides.values():
             side.stuck_s, side.is_hurt = 0.0, False
             side.ends.clear()
+            side.late.clear()
             side.overs.clear()
             side.engine.tell("bear", patience_s=PATIENCE_S)
 
