@@ -5,7 +5,8 @@
 In every round some thousand requests flow and one thing goes wrong, as the seed says: a process is killed or stands
 still for longer than any limit, connections are cut, requests are given up. One of the two agents (even seeds: the
 sink's) is never killed; of that one the resident memory, the descriptors and the slots are kept account of. Each run
-is added to bench/results/soak.json. `lost` are requests that never ended; `corrupted` are elements that are not their
+is added to bench/results/soak.json. `lost` are requests that never ended; `unanswered` those that an engine had to
+give up although its agent was neither stopped nor killed in that round; `corrupted` are elements that are not their
 owner's, by the oracle of tests/faults: every element of both engines' memory, at every end of a request or block.
 """
 
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.faults.processes import Held, Nursery
 from tests.faults.proxy import Proxy
-from tests.faults.world import ROLES, Role, World
+from tests.faults.world import ROLES, Role, Side, World, is_owed
 
 ROUND = 4000
 STOP_S = 2.5
@@ -47,6 +48,7 @@ class Soak:
         self.ends: Counter[str] = Counter()  # of wants, by code; "" is done
         self.faults: Counter[str] = Counter()
         self.lost = 0
+        self.unanswered: list[str] = []
         self.corrupted: list[str] = []
         self.resident: list[int] = []
 
@@ -64,6 +66,7 @@ class Soak:
         """Something goes wrong under load; then load alone, in which nothing may."""
         world, fault = self.world, self.chance.choice(FAULTS)
         self.faults[fault] += 1
+        world.calm()
         before = self._audited()["sink"]
         world.begin(ROUND, abandon=0.3 if fault == "abandon" else 0.01)
         time.sleep(self.chance.uniform(0.05, 1.5))
@@ -114,10 +117,12 @@ class Soak:
             role = ROLES[1 - ROLES.index(self.survivor)]
         side = world.sides[role]
         process = side.agent if whom == "agent" else side.engine
+        if whom == "agent":
+            world.hurts(side)
         if what == "kill":
             process.kill()
             if whom == "agent":
-                side.start_agent()
+                world.restarts_agent(side)
             else:
                 side.engine.close()
                 side.start_engine()
@@ -147,15 +152,17 @@ class Soak:
         while True:
             audited = self._audited()
             for side in self.world.sides.values():
-                self._listen(side.engine.said)
+                self._listen(side)
             if not any(each["open"] or each["waiting"] for each in audited.values()):
                 return audited["sink"]
             assert time.monotonic() < end, f"requests do not end: {audited}"
             time.sleep(0.05)
 
-    def _listen(self, said: list[dict[str, Any]]) -> None:
+    def _listen(self, side: Side) -> None:
+        said = side.engine.said
         self.corrupted += [each["what"] for each in said if each["event"] == "wrong"]
-        said[:] = [each for each in said if each["event"] != "ended" and each["event"] != "over"]
+        self.unanswered += [f"{side.role}: {each['what']}" for each in said if is_owed(each, side)]
+        said[:] = [each for each in said if each["event"] not in ("ended", "over", "late")]
 
 
 def resident_bytes(pid: int) -> int:
@@ -193,6 +200,7 @@ def run(transfers: int, seed: int, seconds: float) -> dict[str, Any]:
         "done": soak.ends[""],
         "failed": {code: n for code, n in soak.ends.items() if code},
         "lost": soak.lost,
+        "unanswered": soak.unanswered[:8],
         "corrupted": len(soak.corrupted),
         "faults": dict(soak.faults),
         "seconds": round(time.monotonic() - began),
@@ -224,7 +232,7 @@ def main() -> int:
     said = parser.parse_args()
     found = run(said.transfers, said.seed, said.seconds)
     keep(found)
-    return bool(found["lost"] or found["corrupted"] or found["failure"])
+    return bool(found["lost"] or found["unanswered"] or found["corrupted"] or found["failure"])
 
 
 if __name__ == "__main__":

@@ -1,29 +1,26 @@
-"""GUARANTEES.md: every promise names tests, and every test that it names is there."""
+"""GUARANTEES.md: every promise names tests, and says of each what it needs that not every machine has."""
 
 from __future__ import annotations
 
-import ast
-import re
-from pathlib import Path
+import pytest
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "GUARANTEES.md"
-NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+from tests.cited import ROOT, cited
 
-
-def test_every_promise_names_a_test() -> None:
-    promises = PAGE.read_text().partition("## Not promised")[0].split("\n### ")[1:]
-    assert len(promises) > 10
-    for promise in promises:
-        assert NAMED.search(promise), f"no test: {promise.splitlines()[0]}"
+PAGE = (ROOT / "GUARANTEES.md").read_text()
+PROMISES = PAGE.partition("## Not promised")[0].split("\n### ")[1:]
 
 
-def test_every_test_that_is_named_is_there() -> None:
-    for path, name in NAMED.findall(PAGE.read_text()):
-        tree = ast.parse((ROOT / path).read_text())
-        names = {
-            node.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        }
-        assert not name or name in names, f"{path} has no {name}"
+def test_there_are_promises() -> None:
+    assert len(PROMISES) > 10
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.splitlines()[0][:40])
+def test_every_promise_names_a_test_and_what_it_needs(promise: str) -> None:
+    tests = cited(promise)
+    assert tests
+    for each in tests:
+        assert each.said == each.needs, f"{each.path}::{each.test} runs {each.needs or 'anywhere'}"
+    needs = {each.needs for each in tests}
+    for need, thing in (("on a GPU", "a GPU"), ("with vLLM", "vLLM")):
+        said = f"No test without {thing} shows it." in " ".join(promise.split())
+        assert said == (needs == {need}), f"shown {needs}"

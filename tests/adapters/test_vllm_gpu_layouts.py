@@ -2,7 +2,7 @@
 
 Shapes, stride orders and views follow vLLM 0.26.0 (`get_kv_cache_shape` and `get_kv_cache_stride_order` of FLASH_ATTN,
 TRITON_ATTN and FLASHINFER, `_reshape_attention_kv_cache` of its model runners), and K and V are found as its kernels
-find them. vLLM 0.32 has the same views, allocated in other orders (test_vllm_pool.py).
+find them. vLLM 0.32 has the same views, allocated in other orders (tests/adapters/test_vllm_pool.py).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from kvbridge.failpoints import PLACES
@@ -23,6 +24,7 @@ FIRES_S = 8.0
 # Passed once in the life of a process or a session; others in the middle of the load.
 ONCE = ("attach", "leaving", "hello", "probed", "welcome", "detach")
 LATER = 3
+REFUSES = "agent.attaching"  # failing there is said to the engine that attaches, not to a request
 LEAVES = ("agent.leaving", "engine.detach_sent")
 ABANDONS = ("cancel", "drained", "abandon")
 
@@ -44,6 +46,11 @@ class Case:
         return f"{self.name}={self.action}@{nth}"
 
     @property
+    def mark(self) -> bytes:
+        """What the process leaves in its log when it fires."""
+        return f"failpoint {self.name}: {self.action}\n".encode()
+
+    @property
     def abandon(self) -> float:
         return 0.6 if any(word in self.name for word in ABANDONS) else 0.2
 
@@ -62,12 +69,35 @@ def all_cases() -> Iterator[Case]:
 def tell(world: World, case: Case) -> str:
     """The story of one case; in words what was measured. AssertionError if anything does not hold."""
     victim = world.sides[case.role]
-    for side in world.sides.values():
-        side.stuck_s = 0.0
-        side.ends.clear()
-    _restart(world, victim, case.what, case.armed)
-    if case.action == "fail":
-        return _fails(world, victim, case)
+    world.calm()
+    if case.what == "agent" and case.action != "fail":
+        world.hurts(victim)
+    since = _log(victim, case.what).stat().st_size
+    if case.what == "agent":
+        world.restarts_agent(victim, case.armed)
+    else:
+        _restart_engine(victim, case.armed)
+    told = _fails(world, victim, case) if case.action == "fail" else _bears(world, victim, case)
+    assert case.mark in _log(victim, case.what).read_bytes()[since:], f"{case.name} did not fire"
+    world.serves()
+    world.is_clean()
+    world.holds_no_more()
+    late = [f"{side.role}'s engine missed {len(side.late)} answers" for side in world.sides.values() if side.late]
+    return ", ".join([told, *late] if told else late)
+
+
+def _log(side: Side, what: What) -> Path:
+    return side.agent.log if what == "agent" else side.engine.log
+
+
+def _restart_engine(side: Side, armed: str = "") -> None:
+    """Another incarnation; it may die as soon as it attaches."""
+    side.engine.close()
+    side.start_engine(armed)
+
+
+def _bears(world: World, victim: Side, case: Case) -> str:
+    """It dies, or stands still and goes on."""
     process = _until_fired(world, victim, case)
     told = ""
     if case.action == "kill":
@@ -75,22 +105,7 @@ def tell(world: World, case: Case) -> str:
     else:
         world.wakes(process, STOP_S)
     world.finish()
-    world.serves()
-    world.is_clean()
-    world.holds_no_more([role for role in ROLES if role != case.role or case.what == "engine"])
     return told
-
-
-def _restart(world: World, side: Side, what: What, armed: str) -> None:
-    """Another incarnation of this process; it may die as soon as it attaches."""
-    if what == "engine":
-        side.engine.close()
-        side.start_engine(armed)
-    else:
-        side.agent.end()
-        side.start_agent(armed)
-        world.base.pop(side.role, None)  # another process holds what it holds
-        world.deaths += 1
 
 
 def _until_fired(world: World, victim: Side, case: Case) -> Agent | Engine:
@@ -121,14 +136,10 @@ def _dies(world: World, victim: Side, case: Case) -> str:
     """What must follow at once, and the next incarnation."""
     if case.what == "agent":
         world.finish()  # both engines are told, by the other agent and by the end of their connection
-        victim.start_agent()
-        world.base.pop(victim.role, None)
-        world.deaths += 1
+        world.restarts_agent(victim)
         return ""
     took = world.unmaps(victim, victim.job.name)
-    victim.engine.close()
-    victim.start_engine()
-    world.finish()
+    _restart_engine(victim)
     return f"unmapped in {took * 1e3:.0f} ms"
 
 
@@ -142,9 +153,8 @@ def _fails(world: World, victim: Side, case: Case) -> str:
         codes += [str(each["code"]) for side in world.sides.values() for each in side.ends.values()]
         if "failpoint" in codes:
             break
-    if "attach" not in case.name:
+    if case.name == REFUSES:
+        assert any("refused by the agent: failpoint" in why for why in victim.overs), f"not refused: {victim.overs}"
+    else:
         assert "failpoint" in codes, f"nobody was told of the failure: {sorted(set(codes))}"
-    world.serves()
-    world.is_clean()
-    world.holds_no_more([role for role in ROLES if role != case.role])
     return ""

@@ -2,7 +2,8 @@
 
 It speaks to its agent through the adapters' own link, as an engine's worker does, and uses its blocks as soon as the
 contract allows: what is not under way always has an owner, whose numbers are compared element by element. It is told
-in lines of JSON what to do, and says in lines of JSON how each room ended and what is wrong.
+in lines of JSON what to do, and says in lines of JSON how each room ended, what its agent was late with, and what is
+wrong.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvbridge.adapters.link import AgentLink, Over
 from .content import Content, Size
 
 LOOK_S = 0.05
+PATIENCE_S = 3.0  # an agent that is well answers by the deadline; so much is a busy machine's
 RETRY_S = 0.3
 
 
@@ -45,7 +47,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     width: int = 32
     prompts: int = 6
     deadline_s: float = 2.0
-    grace_s: float = 1.0  # then we ask the agent to stop, then give it up
     is_brief: bool = False  # rooms that ended well are only counted
 
     @property
@@ -89,6 +90,7 @@ class Engine:
         self.told = Told()
         self.begun = 0
         self.ends: dict[str, int] = {}
+        self.patience_s = PATIENCE_S
         self._stamps = 0
         self._looked = self._looked_late = 0.0
         self._is_detaching = False
@@ -127,6 +129,10 @@ class Engine:
         self._audit()
         say("audited", open=len(self.open), waiting=len(self.told.rooms), begun=self.begun, ends=self.ends)
 
+    def do_bear(self, patience_s: float) -> None:
+        """So long after its deadline a room has our agent asked to stop, and after as long again given up."""
+        self.patience_s = patience_s
+
     def do_forget(self) -> None:
         """Rooms that were not begun will not be."""
         self.told.rooms.clear()
@@ -144,7 +150,7 @@ class Engine:
             room = self.told.rooms.popleft()
             blocks = [self.free.popleft() for _ in range(self.content.room_blocks)]
             now = time.monotonic()
-            began = Open(room, blocks, self.content.rows(room), now, now + self.job.deadline_s + self.job.grace_s)
+            began = Open(room, blocks, self.content.rows(room), now, now + self.job.deadline_s + self.patience_s)
             self.open[f"room-{room}"] = began
             self.begun += 1
             if self.job.role == "source":
@@ -239,10 +245,13 @@ class Engine:
                 each.abandon_at = float("inf")
                 self.link.send(Abandon(request=name, reason="as the seed says"))
             if now > each.late_at and not each.is_nudged and self.job.role == "sink":
-                each.is_nudged, each.late_at = True, now + self.job.grace_s
+                each.is_nudged, each.late_at = True, now + self.patience_s
                 self.link.send(Abandon(request=name, reason="late"))
+                say("late", what=f"{name}: no answer {now - each.began:.1f} s after it was wanted; asked to stop")
             elif now > each.late_at:
+                each.late_at = float("inf")
                 self.link.give_up(f"{name}: no answer in time")
+                say("late", what=f"{name}: no answer {now - each.began:.1f} s after it was told; the agent is given up")
         if now > self._looked + LOOK_S * (20 if self.job.is_brief else 1):
             self._looked = now
             self._audit()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -58,10 +59,24 @@ def test_an_engine_that_comes_back_costs_its_agents_nothing(runner: Runner) -> N
         assert held.is_within(before[role]), f"{role}: {before[role]} then {held}"
 
 
+def test_an_agent_that_answers_nothing_is_noticed(runner: Runner) -> None:
+    """Nobody has said that it would stand still."""
+    world = runner.world()
+    world.calm()
+    world.sink.agent.send(signal.SIGSTOP)
+    world.begin()
+    with pytest.raises(AssertionError, match="no answer"):
+        world.finish()
+    world.hurts(world.sink)
+    world.wakes(world.sink.agent, 0.0)
+    world.finish()
+    world.serves()
+    world.is_clean()
+
+
 def test_an_agent_says_that_it_was_started_to_fail(runner: Runner) -> None:
     world, said = runner.world(), "source.drained_sent=pause@1000"
-    world.source.agent.end()
-    world.source.start_agent("source.drained_sent=pause:0.1@1000")
+    world.restarts_agent(world.source, "source.drained_sent=pause:0.1@1000")
     status = world.source.agent.status()
     assert status is not None and f"kvbridge_failpoints_total{{armed={said}}}" in status.counters
     shown = io.StringIO()
@@ -72,7 +87,7 @@ def test_an_agent_says_that_it_was_started_to_fail(runner: Runner) -> None:
     with pytest.raises(AssertionError, match="bad_failpoint"):
         world.source.start_agent("nowhere=kill")
         assert not world.source.agent.is_dead(), world.source.agent.tail(1)
-    world.source.start_agent()
+    world.restarts_agent(world.source)
     world.serves()
     unarmed = world.source.agent.status()
     assert unarmed is not None and "FAILPOINTS" not in str(unarmed.counters)

@@ -57,4 +57,4 @@ def test_dropped_packets_cost_requests_and_nothing_else(joined: tuple[World, Cab
     world.finish()
     world.serves()
     world.is_clean()
-    world.holds_no_more(["source", "sink"])
+    world.holds_no_more()

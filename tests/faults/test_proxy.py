@@ -46,7 +46,7 @@ def spoil(world: World, proxy: Proxy, how: Callable[[], object]) -> None:
     proxy.heal()
     world.serves()
     world.is_clean()
-    world.holds_no_more(["source", "sink"])
+    world.holds_no_more()
 
 
 @pytest.mark.parametrize("is_reset", [False, True], ids=["FIN", "RST"])

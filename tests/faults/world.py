@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from kvbridge_proto.status import Status
 
-from .engine import Job
+from .engine import PATIENCE_S, Job
 from .processes import POOL, Agent, Engine, Held, Nursery, maps_pool
 
 Role = Literal["source", "sink"]
@@ -23,7 +23,8 @@ ROLES: tuple[Role, ...] = ("source", "sink")
 LIMITS = {"silence_s": "1.5", "connect_s": "1.5", "write_timeout_s": "1.5", "drain_s": "1"}
 FEW = {"slot_bytes": "65536", "inbound_slots": "6", "outbound_slots": "2", "device": "cpu", "routes": "nixl"}
 DEADLINE_S = 2.0
-SLACK_S = 4.0  # beyond its deadline, for a request to end: two graces of the engine, and a busy machine
+SLACK_S = 4.0  # beyond its deadline, for a request to end: the engine's patience, and a busy machine
+HASTY_S = 1.0  # patience with an agent that is stopped: shorter than it stands still, so that it is given up
 QUIET_S = 15.0  # slots in doubt are asked for every 5 s
 UNMAP_S = 1.0
 BACK_S = 20.0  # for an engine and its agent to find each other again
@@ -32,6 +33,7 @@ BATCH = 12
 # one or two (nixl 1.5.1, 2026-11-21). Nothing of ours can reach them.
 UCX_KEEPS = 2
 TRIES = 5
+LEFT = "detached"  # why a connection is over that the engine has ended
 
 _numbers = count(1)
 
@@ -46,15 +48,20 @@ class Side:
     options: dict[str, str]
     job: Job
     stuck_s: float = 0.0  # how long any of the two has stood still, lately
+    is_hurt: bool = False  # its agent was stopped or killed in this story: it need not answer in time
+    survived: int = 0  # deaths of the other agent, since this one was started
     listen: str = ""
     rooms: set[int] = field(default_factory=set)  # told, and not ended
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    late: list[str] = field(default_factory=list)  # answers that the engine had to ask for, or to give up, lately
+    overs: list[str] = field(default_factory=list)  # why the engine's connections to its agent were over, lately
 
     def start_agent(self, armed: str = "") -> None:
         options = self.options | ({"listen": self.listen} if self.listen else {})
         self.agent = Agent(self.nursery, self.folder, self.role, options, armed)
         self.agent.wait_serving()
         self.listen = self.listen or self.agent.address
+        self.survived = 0
 
     def start_engine(self, armed: str = "") -> None:
         self.job = _renamed(self.job)
@@ -66,18 +73,24 @@ class Side:
         self.engine.wait("attached", 20.0)
 
     def hear(self, seconds: float = 0.0) -> None:
-        """Keep how rooms ended; anything wrong ends the story."""
+        """Keep how rooms ended; anything wrong ends the story, and so does an answer that an agent owes."""
         self.engine.hear(seconds)
-        left = []
-        for each in self.engine.said:
-            if each["event"] == "ended":
-                self.rooms.discard(each["room"])
-                self.ends[each["room"]] = each
-            elif each["event"] != "over":
-                left.append(each)
-        self.engine.said = left
-        wrong = [each["what"] for each in left if each["event"] == "wrong"]
+        said, self.engine.said = self.engine.said, []
+        wrong = [each["what"] for each in said if each["event"] == "wrong" or is_owed(each, self)]
+        for each in said:
+            match each["event"]:
+                case "ended":
+                    self.rooms.discard(each["room"])
+                    self.ends[each["room"]] = each
+                case "over":
+                    self.overs.append(each["why"])
+                case "late":
+                    self.late.append(each["what"])
+                case _:
+                    self.engine.said.append(each)
         assert not wrong, f"{self.role} engine: {wrong[:3]}"
+        lost = [room for room, each in self.ends.items() if each["code"] == "agent_gone" and each["reason"] != LEFT]
+        assert self.is_hurt or not lost, f"{self.role}: the agent was neither stopped nor killed, and left {lost[:8]}"
 
     def becomes(self, is_so: Callable[[Status], bool], seconds: float) -> Status:
         end, status = time.monotonic() + seconds, None
@@ -98,6 +111,11 @@ def _renamed(job: Job) -> Job:
     """Another engine process, whose memory has a name of its own."""
     number = next(_numbers)
     return msgspec.structs.replace(job, name=f"{POOL}-{number}-{time.time_ns()}", seed=job.seed + number)
+
+
+def is_owed(said: dict[str, Any], side: Side) -> bool:
+    """Whether an engine says that it missed an answer which its agent was able to give."""
+    return said["event"] == "late" and not side.is_hurt
 
 
 def is_free(status: Status) -> bool:
@@ -125,8 +143,8 @@ class World:
         self.folder, self.through = folder, through
         self._rooms = count(1)
         self.sides: dict[Role, Side] = {}
-        self.base: dict[Role, Held] = {}
-        self.deaths = 0  # of agents, that others have survived
+        self.base: dict[Role, Held] = {}  # of a fresh agent that has served
+        self.slots: dict[Role, tuple[int, int]] = {}  # free to be lent, and to gather into
         for role in ROLES:
             own, more = (apart or {}).get(role, (nursery, {}))
             told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **{"deadline_s": DEADLINE_S, **job})
@@ -138,14 +156,35 @@ class World:
             side.wait_attached()
         self.source, self.sink = self.sides["source"], self.sides["sink"]
 
+    def calm(self) -> None:
+        """Another story begins: nobody has been hurt."""
+        for side in self.sides.values():
+            side.stuck_s, side.is_hurt = 0.0, False
+            side.ends.clear()
+            side.late.clear()
+            side.overs.clear()
+            side.engine.tell("bear", patience_s=PATIENCE_S)
+
+    def hurts(self, side: Side) -> None:
+        """This side's agent will be stopped or killed."""
+        side.is_hurt = True
+        side.engine.tell("bear", patience_s=HASTY_S)
+
+    def restarts_agent(self, side: Side, armed: str = "") -> None:
+        """Another incarnation, once the one before is dead."""
+        side.agent.end()
+        side.start_agent(armed)
+        for other in self.sides.values():
+            other.survived += other is not side
+
     def meet(self) -> None:
-        """The first requests; what the agents hold from then on is what they may hold."""
+        """The first requests; what the agents hold from then on is what agents may hold, these and later ones."""
         for _ in range(2):
             self.begin(BATCH, abandon=0.3)
             self.finish()
         self.serves()
         self.is_clean()
-        self.base = self.held()
+        self.base, self.slots = self.held(), self.free_slots()
 
     def begin(self, rooms: int = BATCH, abandon: float = 0.0) -> list[int]:
         """Have both engines serve so many rooms."""
@@ -197,6 +236,13 @@ class World:
     def held(self) -> dict[Role, Held]:
         return {role: Held.by(side.agent.pid) for role, side in self.sides.items()}
 
+    def free_slots(self) -> dict[Role, tuple[int, int]]:
+        free = {}
+        for role, side in self.sides.items():
+            status = side.becomes(is_free, QUIET_S)
+            free[role] = (status.inbound.free, status.outbound.free)
+        return free
+
     def wait_attached(self) -> None:
         """Until both engines are with their agents."""
         end = time.monotonic() + BACK_S
@@ -210,22 +256,22 @@ class World:
         status = None if side.agent.is_dead() or side.agent.is_stopped(0.0) else side.agent.status()
         return status is not None and status.engine is not None and status.engine.pid == side.engine.pid
 
-    def holds_no_more(self, survivors: list[Role]) -> None:
-        """No descriptor, thread or mapping is left over. UCX lets go of a dead peer's when it next looks.
-
-        What a process that has come anew holds is what it may hold from here on.
-        """
-        before = self.base
-        self.base = {**self.held(), **before}
+    def holds_no_more(self) -> None:
+        """Either agent, whatever happened to it, has no more descriptors, threads or mappings than a fresh one, nor
+        fewer slots. UCX lets go of a dead peer's when it next looks."""
         end = time.monotonic() + QUIET_S
         while True:
-            now = self.held()
-            may = UCX_KEEPS * self.deaths
-            over = {role: (before[role], now[role]) for role in survivors if not now[role].is_within(before[role], may)}
+            over = {
+                role: (self.base[role], now)
+                for role, now in self.held().items()
+                if not now.is_within(self.base[role], UCX_KEEPS * self.sides[role].survived)
+            }
             if not over:
-                return
-            assert time.monotonic() < end, f"held before and after: {over}"
+                break
+            assert time.monotonic() < end, f"held by a fresh agent, and now: {over}"
             time.sleep(0.1)
+        slots = self.free_slots()
+        assert slots == self.slots, f"free slots of fresh agents {self.slots}, now {slots}"
 
     def unmaps(self, side: Side, name: str) -> float:
         """Seconds until the side's agent maps that dead engine's memory no more; fails at UNMAP_S."""

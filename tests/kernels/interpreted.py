@@ -1,4 +1,4 @@
-"""The kernels under Triton's interpreter, on the CPU; run by test_kernels.py in a process of its own.
+"""The kernels under Triton's interpreter, on the CPU; run by tests/kernels/test_kernels.py in a process of its own.
 
 The interpreter misreads infinities, NaN and subnormals and cuts bits off where it should round to bf16: those are
 compared on a GPU, tests/gpu/test_kernels.py, as is the processor's own rounding to 8 bits.

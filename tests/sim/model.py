@@ -1,7 +1,8 @@
 """One want or two between one source and one sink, real machines of both, as states that a search can go through.
 
 Everything that may happen next is a move; moves of the adversary (cuts, restarts, writes that fail or are late) may be
-made so many times. A state knows all that is under way: messages, gathers, writes, notices, scatters.
+made so many times. One of them is a lie: a chunk that is under way is written once more, under a lease that was meant
+for another. A state knows all that is under way: messages, gathers, writes, notices, scatters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvbridge_proto.engine import Abandon, Done, Failed, Offer, Released, Want, Withdraw
-from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Notice, Ready, Refuse, Settled
+from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Lease, Notice, Ready, Refuse, Settled
 from kvbridge_proto.words import Blocks
 from msgspec.structs import replace as changed
 
@@ -64,6 +65,7 @@ class State:
     notices: list[Notice] = field(default_factory=list)
     scatters: list[Scatter] = field(default_factory=list)
     slots: dict[int, object] = field(default_factory=dict)
+    rows: set[tuple[str, int]] = field(default_factory=set)  # chunks that were scattered
     answers: dict[str, str] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
 
@@ -116,7 +118,7 @@ class State:
         scatters = tuple((s.transfer, s.chunk, s.slot) for s in self.scatters)
         rest = tuple(self.budget.items()), self.boots, self.is_open, self.is_reaching, tuple(self.answers.items())
         doubts, free = tuple(inbound._doubts._of.items()), tuple(inbound.slots._free)
-        held = tuple(sorted(self.slots.items()))
+        held, rows = tuple(sorted(self.slots.items())), frozenset(self.rows)
         has_session = bool(inbound._sources.open)
         return (
             slots,
@@ -132,6 +134,7 @@ class State:
             doubts,
             free,
             held,
+            rows,
             has_session,
         )
 
@@ -153,9 +156,11 @@ class State:
                 found.append(("wrote", i))
         found += [("notice", i) for i in range(len(self.notices))]
         found += [("scattered", i) for i in range(len(self.scatters))]
-        for kind in ("cut", "restart", "abandon", "withdraw", "repeat"):
-            if self.budget.get(kind) and (kind != "repeat" or self.notices):
-                found.append((kind,))
+        for kind in ("cut", "restart", "abandon", "withdraw"):
+            found += [(kind,)] if self.budget.get(kind) else []
+        found += [("repeat",)] if self.budget.get("repeat") and self.notices else []
+        if self.budget.get("lie"):
+            found += [("lie", i) for i, flight in enumerate(self.flights) if self._unused(flight.ship)]
         return found
 
     def after(self, move: Move) -> State:
@@ -298,6 +303,18 @@ class State:
     def _repeat(self) -> None:
         self.notices.append(self.notices[0])
 
+    def _unused(self, ship: Ship) -> deque[Lease]:
+        """Leases of its transfer under which nothing has left."""
+        out = self.outbound.outlets.get(ship.transfer)
+        return deque() if out is None else out.leases
+
+    def _lie(self, index: int) -> None:
+        """The same chunk again, under another lease; this write is over at once."""
+        ship = self.flights[index].ship
+        again = replace(ship, lease=self._unused(ship).popleft())
+        self._put(again)
+        self.notices.append(notice_of(again, self.source_home))
+
     def _notice(self, index: int) -> None:
         scatter = self.inbound.landed(self.notices.pop(index))
         if scatter is not None:
@@ -310,7 +327,11 @@ class State:
         wanted = self.inbound._wanted_by.get(scatter.transfer)
         if wanted is None or wanted.want.request in self.answers:
             raise Wrong(f"{scatter.transfer} is scattered after its want was answered")
+        self.rows.add((scatter.transfer, scatter.chunk))
+        chunks = {(t, chunk) for t, intake in wanted.intakes.items() for chunk in range(intake.plan.chunks)}
         self.sink(self.inbound.scattered(scatter.transfer, scatter.slot, None, 0.0))
+        if self.answers.get(wanted.want.request) == "Done" and not chunks <= self.rows:
+            raise Wrong(f"{wanted.want.request} is done without {chunks - self.rows}")
 
     # Both shells:
 

@@ -10,7 +10,7 @@ from kvbridge.exchange.table import IllegalEvent
 from tests.sim.model import State, Wrong, begin
 from tests.sim.mutations import switched_off
 
-ADVERSARY = ("cut", "restart", "abandon", "withdraw", "repeat", "fails", "late")
+ADVERSARY = ("cut", "restart", "abandon", "withdraw", "repeat", "fails", "late", "lie")
 MOST_STATES = 40_000
 
 
@@ -47,6 +47,7 @@ def test_the_transfer_has_two_chunks() -> None:
         (1, 2, {"abandon": 1, "cut": 1, "fails": 1, "repeat": 1}, 1000),
         (1, 2, {"withdraw": 1, "cut": 1, "late": 1}, 500),
         (1, 1, {"abandon": 1, "cut": 2, "restart": 1}, 200),
+        (2, 2, {"abandon": 1, "lie": 1}, 2000),
         (2, 2, {"abandon": 1}, 2000),
         (2, 1, {"cut": 1, "abandon": 1}, 200),
     ],
@@ -59,17 +60,32 @@ def test_no_order_of_events_breaks_it(wants: int, slots: int, budget: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("rule", "slots"),
+    ("rule", "slots", "local"),
     [
-        ("doubtful slots are free at once", 2),
-        ("drained is said while writes are under way", 2),
-        ("a lost link counts as a dead source", 2),
-        ("blocks are released while they are read", 2),
-        ("a lost transfer's slots are forgotten", 2),
-        ("a chunk may land twice", 1),
+        ("doubtful slots are free at once", 2, 2),
+        ("drained is said while writes are under way", 2, 2),
+        ("a lost link counts as a dead source", 2, 2),
+        ("blocks are released while they are read", 2, 2),
+        ("a lost transfer's slots are forgotten", 2, 2),
+        ("a chunk may land twice", 2, 1),  # the second lease waits for a local slot: it is free to lie with
     ],
 )
-def test_the_search_misses_this_rule(rule: str, slots: int) -> None:
-    budget = {"abandon": 1, "cut": 1, "withdraw": 1, "repeat": 1}
+def test_the_search_misses_this_rule(rule: str, slots: int, local: int) -> None:
+    budget = {"abandon": 1, "cut": 1, "withdraw": 1, "repeat": 1, "lie": 1}
     with switched_off(rule), pytest.raises((Wrong, IllegalEvent)):
-        explore(begin(1, 8, slots=slots, local=2, budget=budget))
+        explore(begin(1, 8, slots=slots, local=local, budget=budget))
+
+
+def test_a_chunk_that_landed_under_two_leases_is_not_another_chunk() -> None:
+    """The one thing that a lying source could gain without that rule: Done with rows that never came."""
+    with switched_off("a chunk may land twice"), pytest.raises(Wrong, match="is done without"):
+        explore(begin(1, 8, slots=2, local=1, budget={"lie": 1}))
+
+
+def test_a_repeated_notice_counts_once_by_either_of_two_rules() -> None:
+    """Its chunk has landed, and its lease is used up; without both, a slot is read that another chunk is written to."""
+    state = begin(1, 8, slots=1, local=2, budget={"repeat": 1})
+    with switched_off("a chunk may land twice"):
+        explore(state)
+        with switched_off("a lease's generation is not looked at"), pytest.raises((Wrong, IllegalEvent)):
+            explore(state)

@@ -17,7 +17,6 @@ KNOWN = {
     "a notice's source epoch is not looked at": 26,
     "a notice's sink epoch is not looked at": 92,
     "a notice's size is not looked at": 383,
-    "a chunk may land twice": 274,
     "blocks are released while they are read": 22,
     "the fence is not waited for": 18,
     "drained is said while writes are under way": 0,

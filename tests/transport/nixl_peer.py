@@ -30,6 +30,14 @@ class Peer:
     def describe(self) -> dict[str, Any]:
         return {"descriptor": self.fabric.descriptor().hex(), "address": self.address}
 
+    def unregistered(self) -> int:
+        """The address of a page that nobody was told of."""
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._page))
+
+    def read_unregistered(self) -> str:
+        return self._page[:16].hex()
+
     def connect(self, boot: str, descriptor: str) -> None:
         self.fabric.connect(boot, bytes.fromhex(descriptor))
 
