@@ -12,6 +12,7 @@ from kvbridge_proto.pool import Pool
 
 from kvbridge.device.memory import Regions
 from kvbridge.device.porter_cpu import CpuPorter
+from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 
@@ -53,7 +54,8 @@ class OnCpu:
         assert gathered.failure is None, gathered.failure
         self._porter.scatter(self._of(sink), scatter, span, "sum64", gathered.digest)
         (scattered,) = self._porter.poll()
-        assert scattered.failure is None, scattered.failure
+        if scattered.failure is not None:
+            raise KVBridgeError(*scattered.failure)
 
     def _of(self, held: Held) -> Mapped:
         if id(held) not in self._mapped:

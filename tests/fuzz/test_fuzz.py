@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -31,8 +32,13 @@ FRAMES = {
 
 @contextlib.contextmanager
 def target_of(name: str) -> Iterator[Target]:
-    with closing(made(name)) as target:
-        yield target
+    gc.collect()
+    gc.freeze()  # what other tests left would be looked at in the middle of a frame, for a second
+    try:
+        with closing(made(name)) as target:
+            yield target
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", NAMES)
