@@ -73,7 +73,11 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="Slots that we send from; unset: 2 on a GPU, else 16"),
     ] = None
     net_devices: Annotated[
-        str, Meta(max_length=256, description="Network devices for the data, as UCX names them; empty: all")
+        str,
+        Meta(
+            max_length=256,
+            description="Network devices for the data, as UCX names them; empty: loopback without a key, else all",
+        ),
     ] = ""
     connect_s: Annotated[float, Meta(gt=0, le=600, description="How long to try to reach another agent")] = 5.0
     silence_s: Annotated[float, Meta(ge=1, le=600, description="A peer silent for so long is lost")] = 15.0

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-HEARTBEAT_MS = 1000
 QUEUE_MESSAGES = 1000
 INCOMING_MESSAGES = 64  # of each caller while we do not look, of frame_bytes each at worst
 CURVE_BYTES = 64  # at least what it adds to a frame (33 in libzmq 4.3)
@@ -109,14 +108,18 @@ def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, ipv6: bool, silence_ms:
     socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes + CURVE_BYTES)
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, INCOMING_MESSAGES if socket.type == zmq.ROUTER else QUEUE_MESSAGES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, silence_ms)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    # The kernel finds out connections that are dead, and we who is silent. libzmq 4.3.5 aborts the process if it has to
+    # send a heartbeat, or to answer one, on a connection that was reset while its queue was full: none are asked for.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, silence_ms // 1000))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, silence_ms // 3000))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.TCP_MAXRT, 2 * silence_ms)
     socket.setsockopt(zmq.IPV6, int(ipv6))
     if socket.type == zmq.ROUTER:
         # libzmq 4.3.5 loses 18 KB for each connection that speaks ZMTP 1, which it refuses where there is ZAP to ask;
