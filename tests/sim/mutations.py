@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,8 +18,10 @@ from kvbridge_proto.peer import Drained
 from kvbridge.agent.attachment import Attachment
 from kvbridge.agent.engines import Engines
 from kvbridge.agent.equipment import Docks
+from kvbridge.agent.jobs import Failure, Jobs
 from kvbridge.agent.mover import Mover
 from kvbridge.agent.peers import Dialled, Peers
+from kvbridge.agent.waiting import WaitWord
 from kvbridge.device.porter import Moved
 from kvbridge.exchange import inbound
 from kvbridge.exchange.actions import Send
@@ -29,6 +31,7 @@ from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.outlet import OutState
 from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
 from kvbridge.sim import matter
+from kvbridge.sim.matter import SlotPorter
 from kvbridge.sim.run import play, prepared
 from kvbridge.sim.scenario import Fault, Scenario, make
 
@@ -115,6 +118,29 @@ def _released_while_read(put: Callable[[Any, str, Any], None]) -> None:
 
 def _fence(put: Callable[[Any, str, Any], None]) -> None:
     put(Attachment, "has_reached", lambda self, count: True)
+
+
+def _nobody_listens(put: Callable[[Any, str, Any], None]) -> None:
+    def taken_back(self: Jobs, attachment: Attachment, asked_at: float) -> Generator[Any, Any, Failure]:
+        yield from ()
+        return None
+
+    put(Jobs, "_taken_back", taken_back)
+
+
+def _asked_when_it_began(put: Callable[[Any, str, Any], None]) -> None:
+    right, right_gather = Jobs._taken_back, SlotPorter.gather
+    began: dict[Any, float] = {}
+
+    def gather(self: SlotPorter, pool: Any, *args: Any) -> int:
+        began[pool] = self._process.world.clock.now
+        return right_gather(self, pool, *args)
+
+    def taken_back(self: Jobs, attachment: Attachment, asked_at: float) -> Any:
+        return right(self, attachment, began[attachment.memory])
+
+    put(SlotPorter, "gather", gather)
+    put(Jobs, "_taken_back", taken_back)
 
 
 def _drained_too_soon(put: Callable[[Any, str, Any], None]) -> None:
@@ -214,6 +240,9 @@ MUTATIONS: dict[str, Mutate] = {
     "a chunk may land twice": _twice,
     "blocks are released while they are read": _released_while_read,
     "the fence is not waited for": _fence,
+    "what was read while nobody listened counts": _nobody_listens,
+    "what the engine has said is not waited for": lambda put: put(WaitWord, "is_over", property(lambda self: True)),
+    "a gather is asked for when it begins": _asked_when_it_began,
     "drained is said while writes are under way": _drained_too_soon,
     "drained is said of a lost session whatever it writes": _says_drained_always,
     "a lost link counts as a dead source": _lost_is_gone,
