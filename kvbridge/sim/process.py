@@ -134,7 +134,9 @@ class SimEngines(Engines):
     def _open(self, attach: Attach, fds: list[int]) -> Attachment:
         blocks = self._process.world.blocks_of(attach.pool)
         fence = None if attach.fence_fd is None else cast(FencePage, Fence(blocks))
-        return Attachment(self._epoch + 1, cast(AttachedPool, Attached(blocks)), fence, Word(self._clock()))
+        memory = Attached(blocks)
+        self._process.mapped.append(memory)
+        return Attachment(self._epoch + 1, cast(AttachedPool, memory), fence, Word(self._clock()))
 
 
 class Process(Agent):
@@ -151,6 +153,7 @@ class Process(Agent):
         self.ram: dict[int, list[int]] = {}
         self.lanes: dict[int, bytes] = {}
         self.clock_s = lambda: world.clock.now
+        self.mapped: list[Attached] = []  # all that ever was
         self._sockets: list[EngineSocket] = []
         self._is_roused = self._is_looking = False
         self._tick_at = float("inf")

@@ -21,6 +21,7 @@ from kvbridge.agent.equipment import Docks
 from kvbridge.agent.jobs import Failure, Jobs
 from kvbridge.agent.mover import Mover
 from kvbridge.agent.peers import Dialled, Peers
+from kvbridge.agent.relations import Lanes
 from kvbridge.agent.waiting import WaitWord
 from kvbridge.device.porter import Moved
 from kvbridge.exchange import inbound
@@ -227,6 +228,11 @@ def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
     put(Peers, "_dial", dial)
 
 
+def _nothing(owner: Any, method: str) -> Mutate:
+    """The method of that name does nothing."""
+    return lambda put: put(owner, method, lambda self, *args: None)
+
+
 MUTATIONS: dict[str, Mutate] = {
     "a lease's generation is not looked at": _generation,
     "doubtful slots are free at once": _quarantine,
@@ -253,6 +259,9 @@ MUTATIONS: dict[str, Mutate] = {
     "a source that refuses is not asked": _refusal_is_the_end,
     "an agent without an engine dials": _half_a_session,
     "slots in doubt are freed where they are": _freed_in_place,
+    "a route outlives its session": _nothing(Mover, "disconnect"),
+    "a probe's lane is kept": _nothing(Lanes, "take_back"),
+    "memory of an engine that left stays mapped": _nothing(Attachment, "close"),
 }
 
 

@@ -33,6 +33,9 @@ KNOWN = {
     "a source that refuses is not asked": 201,
     "an agent without an engine dials": 204,
     "slots in doubt are freed where they are": 140,
+    "a route outlives its session": 5,
+    "a probe's lane is kept": 0,
+    "memory of an engine that left stays mapped": 2,
 }
 MOST = 1000
 
