@@ -384,6 +384,7 @@ class Peers:
 
     def renew(self, reason: str) -> None:
         """Another epoch of the same engine: sessions end, the sink knows and asks anew for whom it needs."""
+        self._without_lane.clear()
         while self._dialled:
             address, dialled = self._dialled.popitem()
             self._deadlines.clear(address)

@@ -172,6 +172,7 @@ def test_an_engine_that_leaves_gives_all_lanes_back() -> None:
             for number in range(PROBE_LANES + 3):
                 player.peers.reach(f"P{turn}-{number}")
             player.peers.end_all("the engine left")
+            assert not player.peers._without_lane
         player.peers.reach("last")
         assert player.wires["last"].said(Hello)
 
