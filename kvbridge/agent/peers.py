@@ -28,16 +28,7 @@ from kvbridge_proto.status import PeerStatus
 from ..errors import FabricError, PeerError
 from ..exchange.lease import Deadlines
 from ..exchange.route import Site
-from ..exchange.session import (
-    Home,
-    Session,
-    SessionEvent,
-    SessionState,
-    accept,
-    answer,
-    hello,
-    welcome,
-)
+from ..exchange.session import Home, Session, SessionEvent, SessionState, accept, answer, hello, welcome
 from ..failpoints import failpoint
 from ..transport.control import Control
 from ..transport.events import Arrived, Lost, Rejected
@@ -204,13 +195,14 @@ class Peers:
             self._end(address, "peer_unreachable", f"connect_s: no Welcome from {address} in {self._connect_s}")
 
     def _end(self, address: str, code: str, reason: str) -> None:
-        """A dialled session is over."""
+        """A dialled session is over. The source may have another view of it, or a Hello of ours on its way to it."""
         dialled = self._dialled.pop(address, None)
         if dialled is None:
             return
         self._deadlines.clear(address)
         self._give_up_lane(dialled)
         dialled.step(SessionEvent.LOSE)
+        dialled.link.send(Goodbye(reason=code))
         log.info("session over: peer=%s code=%s %s", address, code, reason)
         self.sink.unreachable(address, code, reason)
 
