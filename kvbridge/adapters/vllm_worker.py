@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvbridge_proto.engine import (
+    READERS_S,
     Abandon,
     Adopt,
     Attach,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 log = init_logger("vllm.kvbridge.worker")
 
 GRACE_S = 10.0  # what an agent gets beyond its own deadline, and again after being asked to stop
-READERS_S = 1.0  # how long a step waits for the agent to stop reading preempted blocks
 ONE_TENSOR = "needs VLLM_USE_V2_MODEL_RUNNER=0 up to vLLM 0.28, VLLM_KV_CACHE_LAYOUT=BLHNC from 0.29"
 LOOK_S = 0.5  # how often deadlines are looked at
 
@@ -175,7 +175,7 @@ class WorkerSide:
 
         A chunk gathered now would hold another request's KV and nothing would tell. The agent answers when its reads
         have ended: a chunk's time. One that stays silent is given up; what it reads from then on it does not ship
-        (agent/jobs.py: UNHEARD_S must be less than READERS_S).
+        (agent/jobs.py: UNHEARD_S).
         """
         end = time.monotonic() + READERS_S
         while any(self._ledger.is_read(name) for name in preempted):

@@ -14,8 +14,8 @@ KEPT = 1024
 class Word:
     """How far the loop has heard our engine, on its clock. The loop writes it, the mover reads it.
 
-    An engine that takes blocks back waits for us to stop reading them, but not for ever (adapters/vllm_worker.py:
-    READERS_S): what was read while we stood still may be another request's.
+    An engine that takes blocks back waits for us to stop reading them, but not for ever (READERS_S): what was read
+    while we stood still may be another request's.
     """
 
     heard_at: float = float("inf")  # all that it had said by then

@@ -224,7 +224,7 @@ class Agent:
         )
 
     def _assemble_engines(self) -> Engines:
-        return Engines(lambda: self.card, self.mover, self.metrics, self.status)
+        return Engines(lambda: self.card, self.mover, self.metrics, self.status, self._clock)
 
     # Serve:
 

@@ -155,6 +155,7 @@ class Dialling:
         """All sessions end, and the sources hear it; the sink is not told. Returns all addresses that had one."""
         addresses = [*self.sessions, *self._also]
         self._also.clear()
+        self._without_lane.clear()
         while self.sessions:
             address, dialled = self.sessions.popitem()
             self._deadlines.clear(address)
@@ -207,10 +208,11 @@ class Dialling:
                 self.ask(waiting.address)
 
     def _end(self, address: str, code: str, reason: str) -> None:
-        """A session is over, by all names."""
+        """A session is over, by all names. Its source may see it otherwise, or a Hello of ours be on the way to it."""
         if (dialled := self.sessions.get(address)) is None:
             return
         self._drop(dialled)
+        dialled.link.send(Goodbye(reason=code))
         log.info("session over: peer=%s code=%s %s", address, code, reason)
         for name in self._names(address):
             self._also.pop(name, None)

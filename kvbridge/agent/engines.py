@@ -67,6 +67,7 @@ class Engines:
         mover: Mover,
         metrics: Metrics,
         status: Callable[[], Status],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.peers: Peers
         self.sink: Sink
@@ -76,6 +77,7 @@ class Engines:
         self._mover = mover
         self._metrics = metrics
         self._status = status
+        self._clock = clock
         self._connection: LocalConnection | None = None
         self._attached: Attachment | None = None
         self._home: Home | None = None
@@ -113,7 +115,7 @@ class Engines:
 
     def listen(self) -> None:
         """Note it where our engine has said nothing that we have not heard."""
-        now = time.monotonic()
+        now = self._clock()
         if self._attached is not None and self._connection is not None and self._connection.is_silent:
             self._attached.word.heard_at = now
 
@@ -175,7 +177,7 @@ class Engines:
                 self.source.offer(message, home)
             case Withdraw(request=request, reason=reason):
                 if self._attached is not None:
-                    self._attached.word.withdrew(time.monotonic())
+                    self._attached.word.withdrew(self._clock())
                 self.source.withdraw(request, reason)
             case Want() if self.is_closing:
                 reason = "this agent is stopping"
@@ -259,7 +261,7 @@ class Engines:
         except BaseException:
             memory.close()
             raise
-        return Attachment(self._epoch + 1, memory, fence, Word(time.monotonic()))
+        return Attachment(self._epoch + 1, memory, fence, Word(self._clock()))
 
     def _has_no_fence(self) -> bool:
         return self._attached is None or self._attached.fence is None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from kvbridge_proto.codec import encode
+from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.peer import Notice, Probe, Route
 
 from ..device.porter import Moved
@@ -25,7 +26,7 @@ from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWord, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
 
-UNHEARD_S = 0.5  # half of what an engine waits for us
+UNHEARD_S = READERS_S / 2
 Failure = tuple[str, str] | None  # (code, reason)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+from kvbridge_proto.peer import PROBE_LANES
+
+from ..agent.peers import Peers
+from ..agent.relations import Accepted, Dialled
 from ..exchange.session import SessionState
 
 if TYPE_CHECKING:
+    from .links import SimLink
     from .process import Process
     from .world import World
 
@@ -67,3 +73,43 @@ def _kept(process: Process) -> Iterator[str]:
             yield f"a session with {address} that is {dialled.state.name}"
     if process.engines._leaving is not None:
         yield "an engine that is still leaving"
+    attached: Any = process.engines._attached
+    for memory in process.mapped:
+        if memory.is_open and (attached is None or memory is not attached.memory):
+            yield f"the memory of {memory.blocks.name} is mapped"
+    yield from _between_agents(process)
+
+
+def _between_agents(process: Process) -> Iterator[str]:
+    """Sessions, and what is kept for each: nothing but what an open one needs."""
+    peers, jobs, equipment = process.peers, process.mover._jobs, process.mover._at_work
+    reached = {boot: target.serial for boot, target in jobs._targets.items()}
+    sessions = {boot: each.connected.serial for boot, each in peers.accepting.sessions.items()}
+    if reached != sessions:
+        yield f"targets {reached}, sessions {sessions}"
+    joined = Counter((target.dock.name, target.name) for target in jobs._targets.values())
+    if equipment._joined != joined:
+        yield f"peers that are joined: {equipment._joined} for {joined}"
+    for called, fabric in process.fabrics.items():
+        connected = {name for at, name in joined if at == called}
+        if fabric._peers != connected:
+            yield f"{called}: connected to {fabric._peers}, for {connected}"
+    for name, left in (
+        ("lanes that are out", PROBE_LANES - len(peers.dialling._lanes)),
+        ("sessions without a lane", peers.dialling._without_lane),
+        ("Hellos being answered", peers.accepting._greeted_by),
+        ("deadlines of greetings", peers.dialling._deadlines._at),
+    ):
+        if left:
+            yield f"{name}: {left}"
+    for link in process.links.open:  # one that no session needs stays for the next
+        if link.peer is None or link.peer.is_lost:
+            yield f"a link {'to' if link.is_dialled else 'from'} {link.address} without another end"
+    for session in _sessions(peers):
+        theirs: Any = cast("SimLink", session.link).peer
+        if theirs is None or all(each.link is not theirs for each in _sessions(theirs.links.process.peers)):
+            yield f"a session over the link with {session.link.address} that is none at its other end"
+
+
+def _sessions(peers: Peers) -> list[Dialled | Accepted]:
+    return [*peers.dialling.sessions.values(), *peers.accepting.sessions.values()]

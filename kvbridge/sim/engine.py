@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbridge_proto.engine import (
+    READERS_S,
     Abandon,
     Directory,
     Done,
@@ -55,6 +56,7 @@ class Engine:
         self.name = name
         self.shape = (len(agents), block_tokens, blocks)
         self.block_tokens = block_tokens
+        self.agents = agents
         self.starts = 0
         self.ranks = [Rank(self, number, agent) for number, agent in enumerate(agents)]
         self.loop: ProcessLoop
@@ -118,6 +120,9 @@ class Engine:
 
     def go_on(self, held: Held) -> None:
         raise NotImplementedError
+
+    def preempt(self) -> None:
+        """Take back what agents may read."""
 
     def answered(self, rank: Rank, message: ToEngine) -> None:
         raise NotImplementedError
@@ -198,6 +203,10 @@ class Prefill(Engine):
         ids = list(held.blocks)
         return self.stream(rank, lambda: rank.rows.compute(blocks, ids, self.block_tokens, request.prompt, tokens))
 
+    def preempt(self) -> None:
+        for held in list(self.held.values()):
+            self._withdraw(held)
+
     def _withdraw(self, held: Held) -> None:
         if held.request.name not in self.held:
             return
@@ -205,7 +214,20 @@ class Prefill(Engine):
         for rank in self.ranks:
             if rank.number in held.open:
                 rank.say(Withdraw(request=held.request.name, reason="aborted"))
+        if held.open and self.world.scenario.is_impatient:
+            self.later(READERS_S, lambda: self._lose_patience(held))
         self.release_if_over(held, "withdrawn")
+
+    def _lose_patience(self, held: Held) -> None:
+        """Take blocks that are perhaps still read; give their agents up, or stay."""
+        if self.held.get(held.request.name) is not held:
+            return
+        if self.world.chance(0.5):
+            for rank in self.ranks:
+                if rank.number in held.open:
+                    rank.give_up()
+        held.open.clear()
+        self.release_if_over(held, "taken back")
 
     def answered(self, rank: Rank, message: ToEngine) -> None:
         match message:

@@ -99,7 +99,7 @@ class DataNetwork:
             self._copy(write, target, world.pick((0, 1, 2)) if is_lost else 2)
         seconds = world.quick()
         ended = WriteFailed(write.id, "peer_gone") if is_lost else Wrote(write.id)
-        source.loop.post(seconds, lambda: self._end(write, ended))
+        source.thread.post(seconds, lambda: self._end(write, ended))
 
     def _end(self, write: Write, ended: FabricEvent) -> None:
         write.ended = ended
@@ -185,7 +185,7 @@ class SlotFabric:
         self._count += 1
         write = Write(self._count, self._process, boot, local_address, remote_address, notice, deadline)
         self._writes[write.id] = write
-        self._process.loop.post(deadline - self._process.world.clock.now + 1e-6, self._process.rouse)
+        self._process.thread.post(deadline - self._process.world.clock.now + 1e-6, self._process.rouse)
         self._process.world.data.post(write)
         return write.id
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from .scenario import Fault
 
 if TYPE_CHECKING:
+    from .loop import Thread
+    from .process import Process
     from .world import World
 
 FAULTS_END_S = 7.0
@@ -67,9 +69,33 @@ class Faults:
 
     def _freeze_agent(self, fault: Fault, name: str) -> None:
         process = self._world.processes[name]
+        self._freeze(fault, process, process.loop, process.thread)
+
+    def _freeze_loop(self, fault: Fault, name: str) -> None:
+        process = self._world.processes[name]
+        self._freeze(fault, process, process.loop)
+
+    def _freeze_mover(self, fault: Fault, name: str) -> None:
+        process = self._world.processes[name]
+        self._freeze(fault, process, process.thread)
+
+    def _preempt(self, fault: Fault, name: str) -> None:
+        """In the middle of its next gather the agent stands still, and its engine takes back all that it offers."""
+        process = self._world.processes[name]
+        engine = next(each for each in self._world.engines.values() if name in each.agents)
+
+        def begin() -> None:
+            if self._world.clock.now < FAULTS_END_S and not process.is_dead:
+                self._freeze(fault, process, process.loop, process.thread)
+                engine.later(self._world.uniform(0.0, 0.3), engine.preempt)
+
+        process.on_gather = begin
+
+    def _freeze(self, fault: Fault, process: Process, *threads: Thread) -> None:
+        name = process.name
         self.troubled[name] = max(self.troubled.get(name, 0.0), self._world.clock.now + fault.seconds)
-        process.loop.freeze()
-        self._until(fault, process.loop.thaw)
+        process.freeze(*threads)
+        self._until(fault, process.thaw)
 
     def _kill_engine(self, fault: Fault, name: str) -> None:
         engine = self._world.engines[name]
@@ -168,8 +194,8 @@ class Faults:
         for name, process in list(self._world.processes.items()):
             if process.is_dead and self._world.clock.now > process.died_at + RESTART_S:
                 self._world.start(name)
-            elif process.loop.is_frozen:
-                process.loop.thaw()
+            elif process.is_frozen:
+                process.thaw()
         for engine in self._world.engines.values():
             if engine.is_dead and engine.name not in self.gone:
                 engine.start()

@@ -31,11 +31,16 @@ class EngineSocket:
         self._engine = engine
         self._received: deque[ToAgent | None] = deque()
         self._waiting: asyncio.Future[None] | None = None
+        self._unread = 0  # said, and on its way here
         self._down_at = self._up_at = 0.0
         self.is_closed = False  # the agent's end
         self._is_over = False
 
     # The agent:
+
+    @property
+    def is_silent(self) -> bool:
+        return not (self._unread or self.is_closed or self._waiting is None or self._waiting.done())
 
     async def receive(self) -> tuple[ToAgent, list[int]] | None:
         while not self._received:
@@ -77,6 +82,8 @@ class EngineSocket:
 
     def _down(self, message: ToAgent | None) -> None:
         world = self._process.world
+        self._process.listen()
+        self._unread += 1
         self._down_at = max(self._down_at, world.clock.now + world.quick())
         self._process.loop.post(self._down_at - world.clock.now, lambda: self._take(message))
 
@@ -86,6 +93,7 @@ class EngineSocket:
         self._engine.later(self._up_at - world.clock.now, event)
 
     def _take(self, message: ToAgent | None) -> None:
+        self._unread -= 1
         self._received.append(message)
         waiting: Any = self._waiting
         if waiting is not None and not waiting.done():

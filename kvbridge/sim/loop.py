@@ -40,28 +40,16 @@ class Clock:
         self._events.clear()
 
 
-class ProcessLoop:
-    """The loop of one simulated process. Frozen, it does nothing and misses nothing; dead, it is heard of no more.
+class Thread:
+    """One of a simulated process. Frozen, it does nothing and misses nothing; dead, it is heard of no more."""
 
-    What the process does outside asyncio (its mover's thread) is posted here too: it stands still with the rest. It is
-    an event loop as far as asyncio's tasks, futures and timers ask, and no further.
-    """
-
-    def __init__(self, clock: Clock, on_error: Callable[[str], None]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.is_frozen = self.is_dead = False
-        self.after_run: Callable[[], None] = lambda: None
         self._clock = clock
-        self._on_error = on_error
-        self._ready: deque[asyncio.Handle] = deque()
         self._held: list[Callable[[], None]] = []
-        self._is_due = False
-        self._tasks: list[asyncio.Task[Any]] = []
-        self.asyncio_s = cast(asyncio.AbstractEventLoop, self)
-
-    # What the world does with it:
 
     def post(self, seconds: float, event: Callable[[], None]) -> None:
-        """Do this in the process, so much later if it is not frozen then, and not at all if it is dead."""
+        """Do this on the thread, so much later if it is not frozen then, and not at all if it is dead."""
         self._clock.after(seconds, lambda: self._do(event))
 
     def _do(self, event: Callable[[], None]) -> None:
@@ -80,9 +68,25 @@ class ProcessLoop:
             self._do(event)
 
     def kill(self) -> None:
-        """End all tasks; whoever calls has seen to it that nothing they still say is heard."""
         self.is_frozen, self.is_dead = False, True
         self._held.clear()
+
+
+class ProcessLoop(Thread):
+    """The thread of the loop: an event loop as far as asyncio's tasks, futures and timers ask, and no further."""
+
+    def __init__(self, clock: Clock, on_error: Callable[[str], None]) -> None:
+        super().__init__(clock)
+        self.after_run: Callable[[], None] = lambda: None
+        self._on_error = on_error
+        self._ready: deque[asyncio.Handle] = deque()
+        self._is_due = False
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.asyncio_s = cast(asyncio.AbstractEventLoop, self)
+
+    def kill(self) -> None:
+        """End all tasks; whoever calls has seen to it that nothing they still say is heard."""
+        super().kill()
         for task in self._tasks:
             task.cancel()
         self._turn()

@@ -150,7 +150,11 @@ class SlotPorter:
             self._process.ram[slot.address] = cells
             return digest_of(cells)
 
-        return self._begin(pool, end, None)
+        ticket = self._begin(pool, end, None)
+        if (happens := self._process.on_gather) is not None:
+            self._process.on_gather = None
+            self._process.world.clock.after(self._moving[ticket].seconds * 0.5, happens)
+        return ticket
 
     def scatter(
         self, pool: Attached, part: Part, slot: Span, digest_kind: str, expected: int, host: Span | None = None
@@ -190,7 +194,7 @@ class SlotPorter:
 
         seconds = self._process.world.gather_s()
         self._moving[ticket] = _Move(pool, seconds)
-        self._process.loop.post(seconds, over)
+        self._process.thread.post(seconds, over)
         return ticket
 
     def warm(self, pool: Attached, part: Part, slot: Span) -> None: ...

@@ -12,12 +12,13 @@ from kvbridge_proto.engine import Attach
 from kvbridge_proto.peer import Notice
 from kvbridge_proto.words import Agent as AgentCard
 
-from ..agent.attachment import Attachment
+from ..agent.attachment import Attachment, Word
 from ..agent.daemon import IDLE_TICK_S, TICK_S, Agent
 from ..agent.engines import Engines
 from ..agent.equipment import Dock, Docks, Equipment
 from ..agent.metrics import Gauges, Metrics
 from ..agent.mover import IDLE_S, Mover
+from ..agent.waiting import WaitWord
 from ..config import AgentConfig
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
@@ -31,7 +32,7 @@ from ..transport.local import LocalConnection
 from .fabric import SlotFabric
 from .links import AgentLinks
 from .local import EngineSocket, Hearer
-from .loop import ProcessLoop
+from .loop import ProcessLoop, Thread
 from .matter import SLOT_BYTES, Attached, Fence, SlotPorter
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class NoMetrics(Metrics):
 
 
 class SteppedMover(Mover):
-    """The real mover, whose thread is a turn of the process whenever something may have moved."""
+    """The real mover, whose thread has a turn whenever something may have moved."""
 
     def __init__(self, process: Process, equip: Callable[[], Equipment]) -> None:
         super().__init__(equip, process.boot, process, process.config.write_timeout_s, clock=process.clock_s)
@@ -94,8 +95,10 @@ class SteppedMover(Mover):
         """Whether the thread naps, and does not sleep."""
         return bool(self._writing or self._moving or self._fenced or self._expecting)
 
-    def next_deadline(self) -> float | None:
-        return min((wait.deadline for wait, _ in self._fenced), default=None)
+    def next_look(self) -> float | None:
+        """When a wait may be over although nobody rouses us: after a tick, which listens, or at its deadline."""
+        tick = self._clock() + TICK_S
+        return min((tick if isinstance(wait, WaitWord) else wait.deadline for wait, _ in self._fenced), default=None)
 
     def expect(self, slots: int) -> None:
         was, self._expecting = self._expecting, slots
@@ -127,12 +130,12 @@ class SimEngines(Engines):
         super().__init__(*args)
         self._process = process
 
-    def listen(self) -> None: ...
-
     def _open(self, attach: Attach, fds: list[int]) -> Attachment:
         blocks = self._process.world.blocks_of(attach.pool)
         fence = None if attach.fence_fd is None else cast(FencePage, Fence(blocks))
-        return Attachment(self._epoch + 1, cast(AttachedPool, Attached(blocks)), fence)
+        memory = Attached(blocks)
+        self._process.mapped.append(memory)
+        return Attachment(self._epoch + 1, cast(AttachedPool, memory), fence, Word(self._clock()))
 
 
 class Process(Agent):
@@ -142,11 +145,14 @@ class Process(Agent):
         self.world = world
         self.name = name
         self.loop = ProcessLoop(world.clock, lambda text: world.foul(f"{name}: {text}"))
+        self.thread = Thread(world.clock)  # the mover's
         self.died_at = 0.0
+        self.on_gather: Callable[[], None] | None = None  # happens once, in the middle of one
         self.fabrics: dict[str, SlotFabric] = {}  # that are not closed, by name
         self.ram: dict[int, list[int]] = {}
         self.lanes: dict[int, bytes] = {}
         self.clock_s = lambda: world.clock.now
+        self.mapped: list[Attached] = []  # all that ever was
         self._sockets: list[EngineSocket] = []
         self._is_roused = self._is_looking = False
         self._tick_at = float("inf")
@@ -182,7 +188,7 @@ class Process(Agent):
         self.loop.create_task(self.peers.serve())
 
     def _assemble_engines(self) -> Engines:
-        return SimEngines(self, lambda: self.card, self.mover, self.metrics, self.status)
+        return SimEngines(self, lambda: self.card, self.mover, self.metrics, self.status, self.clock_s)
 
     def landed(self, notice: Notice) -> tuple[Scatter, Attachment] | None:
         found = super().landed(notice)
@@ -217,11 +223,34 @@ class Process(Agent):
         """SIGKILL. Its last words are not heard; what it posted to the fabric is under way all the same."""
         self.died_at = self.world.clock.now
         self.loop.is_dead = True
+        self.thread.kill()
         self.links.die()
         for socket in self._sockets:
             if not socket.is_closed:
                 socket.end()
         self.loop.kill()
+
+    def freeze(self, *threads: Thread) -> None:
+        """These stand still."""
+        self.listen()
+        for thread in threads:
+            thread.freeze()
+
+    def thaw(self) -> None:
+        """All go on, one of them first."""
+        first, second = self.world.pick(((self.loop, self.thread), (self.thread, self.loop)))
+        self._go_on(first)
+        self.world.clock.after(self.world.quick(), lambda: self._go_on(second))
+
+    def _go_on(self, thread: Thread) -> None:
+        """The loop's tick is overdue, and comes before what waits to be heard."""
+        thread.is_frozen = False
+        self.listen()
+        thread.thaw()
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.loop.is_frozen or self.thread.is_frozen
 
     def slot_at(self, address: int) -> int:
         return address % OUTBOUND // SLOT_BYTES
@@ -237,20 +266,26 @@ class Process(Agent):
         """Something may have moved."""
         if not self._is_roused and not self.is_dead:
             self._is_roused = True
-            self.loop.post(self.world.jitter(), self._turn)
+            self.thread.post(self.world.jitter(), self._turn)
 
     def rouse_if_looking(self) -> None:
         """A thread that sleeps notices a notice only when it wakes by itself."""
         if self.stepped.is_looking:
             self.rouse()
         else:
-            self.loop.post(self.world.uniform(0.0, IDLE_S), self.rouse)
+            self.thread.post(self.world.uniform(0.0, IDLE_S), self.rouse)
 
     def _turn(self) -> None:
         self._is_roused = False
+        self.listen()
         self.stepped.turn()
-        if (deadline := self.stepped.next_deadline()) is not None:
-            self.loop.post(max(deadline - self.world.clock.now, 0.0) + 1e-3, self.rouse)
+        if (at := self.stepped.next_look()) is not None:
+            self.thread.post(max(at - self.world.clock.now, 0.0) + 1e-3, self.rouse)
+
+    def listen(self) -> None:
+        """What every tick does besides: most ticks would do no more and do not happen, see `_plan_tick`."""
+        if not self.loop.is_frozen:
+            self.engines.listen()
 
     def _plan_look(self) -> None:
         """Whether slots must be made anew is looked at while some are in doubt, or it is about to be done."""

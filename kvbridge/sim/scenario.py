@@ -13,6 +13,9 @@ FaultKind = Literal[
     "kill agent",
     "stop agent",
     "freeze agent",
+    "freeze loop",
+    "freeze mover",
+    "preempt",
     "kill engine",
     "freeze engine",
     "lose engine",
@@ -39,7 +42,16 @@ BETWEEN_AGENTS: tuple[FaultKind, ...] = (
     "hang writes",
     "fail writes",
 )
-OF_AGENTS: tuple[FaultKind, ...] = ("kill agent", "stop agent", "freeze agent", "freeze agent", "forge notice")
+OF_AGENTS: tuple[FaultKind, ...] = (
+    "kill agent",
+    "stop agent",
+    "freeze agent",
+    "freeze loop",
+    "freeze mover",
+    "preempt",
+    "forge notice",
+    "forge notice",
+)
 OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "lose engine", "rescale", "detach", "hang up")
 OF_NETWORK: tuple[FaultKind, ...] = ("spoil", "repeat notice")
 LAST = 900  # the numbers of the last requests begin there
@@ -100,6 +112,7 @@ class Scenario:
     local: int
     digest: str
     has_fences: bool
+    is_impatient: bool  # engines wait only so long for the blocks that they take back
     write_timeout_s: float
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
@@ -158,6 +171,7 @@ def make(seed: int) -> Scenario:
         local=rng.choice((1, 2)),
         digest=rng.choice(("xxh3", "sum64")),
         has_fences=rng.random() < 0.4,
+        is_impatient=rng.random() < 0.25,
         write_timeout_s=rng.choice((0.3, 1.0)),
         requests=(),
         faults=(),
@@ -166,6 +180,9 @@ def make(seed: int) -> Scenario:
     requests = tuple(_request(rng, scenario, number) for number in range(1, rng.randint(1, 4) + 1))
     scenario = replace(scenario, requests=requests)
     faults = [_fault(rng, scenario) for _ in range(rng.randint(0, 5))]
+    if scenario.is_impatient:
+        request = rng.choice(requests)
+        faults.append(Fault(request.at, "preempt", (request.source,), round(rng.uniform(1.0, 1.7), 4)))
     return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 

@@ -118,7 +118,7 @@ class World:
             self.clock.at(0.01 + request.want_at, partial(self._request, request, request.decode))
         for fault in scenario.faults:
             self.clock.at(0.01 + fault.at, partial(self.faults.happen, fault))
-        if any(fault.kind in ("half-open", "partition", "freeze agent") for fault in scenario.faults):
+        if any(fault.kind in ("half-open", "partition", "freeze agent", "freeze loop") for fault in scenario.faults):
             self.clock.after(LOOK_S, self._look)
 
     def start(self, name: str) -> None:

@@ -196,7 +196,7 @@ class LocalConnection:
     @property
     def is_silent(self) -> bool:
         """Whether the other end has said nothing but what was received, and all of that is dealt with."""
-        if self._wake is None or self._wake.done() or self.is_closed:
+        if self._wake is None or self._wake.done() or self.is_closed or self._reader.is_midway:
             return False
         try:
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)

@@ -38,6 +38,11 @@ class StreamReader(Generic[T]):
         self._buffer += received
         return self._messages()
 
+    @property
+    def is_midway(self) -> bool:
+        """Whether a message has begun that is not all here."""
+        return bool(self._buffer)
+
     def _messages(self) -> Iterator[T]:
         while (frame := self._cut()) is not None:
             yield decode(frame, self._kind, self._limits)

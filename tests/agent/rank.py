@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
-from kvbridge_proto.engine import Abandon, Done, Failed, Offer, Refused, Released, Want, Withdraw
+from kvbridge_proto.engine import READERS_S, Abandon, Done, Failed, Offer, Refused, Released, Want, Withdraw
 from kvbridge_proto.status import Status, StatusQuery
 from kvbridge_proto.words import Blocks
 
@@ -24,7 +24,6 @@ from kvbridge.demo.engine import Job, Rejected, SyntheticEngine
 from kvbridge.demo.pools import POISON, Request, first_difference
 
 CALM_S = 0.1  # how long nobody may have written when we look
-IMPATIENT_S = 1.0  # as vLLM's adapter is: vllm_worker.READERS_S
 GONE = "connection_ended"
 SEEDS = 2
 
@@ -83,7 +82,7 @@ class Rank(SyntheticEngine):
         os.kill(stop, signal.SIGSTOP)
         try:
             self.client.send(Withdraw(request=room, reason="preempted"))
-            time.sleep(IMPATIENT_S)
+            time.sleep(READERS_S)
             self._scribble(POISON)
         finally:
             os.kill(stop, signal.SIGCONT)

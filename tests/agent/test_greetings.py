@@ -173,8 +173,28 @@ def test_an_engine_that_leaves_gives_all_lanes_back() -> None:
             for number in range(PROBE_LANES + 3):
                 player.peers.dialling.reach(f"P{turn}-{number}")
             player.peers.end_all("the engine left")
+            assert not player.peers.dialling._without_lane
         player.peers.dialling.reach("last")
         assert player.wires["last"].said(Hello)
+
+    run(story)
+
+
+def test_a_source_keeps_no_session_that_its_sink_gave_up() -> None:
+    """It may answer a Hello that crossed its Goodbye, and a refused Welcome is an open session to it."""
+
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        player.may_prove.set()
+        for address in ("left", "refused"):
+            player.peers.dialling.reach(address)
+        left, refused = player.wires["left"], player.wires["refused"]
+        player.peers._hear(left, "boot", Goodbye(reason="sent before it heard our Hello"))
+        assert [type(body) for body in left.sent] == [Hello, Goodbye]
+        said = welcomed(world, refused)
+        refused.peer_boot = "another"
+        await player.peers._welcome(refused, said)
+        assert refused.said(Goodbye) and ("refused", "bad_welcome") in player.over
 
     run(story)
 

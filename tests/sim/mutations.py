@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,10 @@ from kvbridge.agent.attachment import Attachment
 from kvbridge.agent.dialling import Dialled, Dialling
 from kvbridge.agent.engines import Engines
 from kvbridge.agent.equipment import Docks
+from kvbridge.agent.jobs import Failure, Jobs
 from kvbridge.agent.mover import Mover
+from kvbridge.agent.relations import Lanes
+from kvbridge.agent.waiting import WaitWord
 from kvbridge.device.porter import Moved
 from kvbridge.exchange import inbound
 from kvbridge.exchange.actions import Send
@@ -29,6 +32,7 @@ from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.outlet import OutState
 from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
 from kvbridge.sim import matter
+from kvbridge.sim.matter import SlotPorter
 from kvbridge.sim.run import play, prepared
 from kvbridge.sim.scenario import Fault, Scenario, make
 
@@ -116,6 +120,29 @@ def _fence(put: Callable[[Any, str, Any], None]) -> None:
     put(Attachment, "has_reached", lambda self, count: True)
 
 
+def _nobody_listens(put: Callable[[Any, str, Any], None]) -> None:
+    def taken_back(self: Jobs, attachment: Attachment, asked_at: float) -> Generator[Any, Any, Failure]:
+        yield from ()
+        return None
+
+    put(Jobs, "_taken_back", taken_back)
+
+
+def _asked_when_it_began(put: Callable[[Any, str, Any], None]) -> None:
+    right, right_gather = Jobs._taken_back, SlotPorter.gather
+    began: dict[Any, float] = {}
+
+    def gather(self: SlotPorter, pool: Any, *args: Any) -> int:
+        began[pool] = self._process.world.clock.now
+        return right_gather(self, pool, *args)
+
+    def taken_back(self: Jobs, attachment: Attachment, asked_at: float) -> Any:
+        return right(self, attachment, began[attachment.memory])
+
+    put(SlotPorter, "gather", gather)
+    put(Jobs, "_taken_back", taken_back)
+
+
 def _drained_too_soon(put: Callable[[Any, str, Any], None]) -> None:
     right = Outbound._stop
 
@@ -201,6 +228,11 @@ def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
     put(Dialling, "_dial", dial)
 
 
+def _nothing(owner: Any, method: str) -> Mutate:
+    """The method of that name does nothing."""
+    return lambda put: put(owner, method, lambda self, *args: None)
+
+
 MUTATIONS: dict[str, Mutate] = {
     "a lease's generation is not looked at": _generation,
     "doubtful slots are free at once": _quarantine,
@@ -213,6 +245,9 @@ MUTATIONS: dict[str, Mutate] = {
     "a notice's size is not looked at": _matches("chunk_bytes"),
     "blocks are released while they are read": _released_while_read,
     "the fence is not waited for": _fence,
+    "what was read while nobody listened counts": _nobody_listens,
+    "what the engine has said is not waited for": lambda put: put(WaitWord, "is_over", property(lambda self: True)),
+    "a gather is asked for when it begins": _asked_when_it_began,
     "drained is said while writes are under way": _drained_too_soon,
     "drained is said of a lost session whatever it writes": _says_drained_always,
     "a lost link counts as a dead source": _lost_is_gone,
@@ -223,6 +258,9 @@ MUTATIONS: dict[str, Mutate] = {
     "a source that refuses is not asked": _refusal_is_the_end,
     "an agent without an engine dials": _half_a_session,
     "slots in doubt are freed where they are": _freed_in_place,
+    "a route outlives its session": _nothing(Mover, "disconnect"),
+    "a probe's lane is kept": _nothing(Lanes, "take_back"),
+    "memory of an engine that left stays mapped": _nothing(Attachment, "close"),
 }
 # Rules against a source that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
 # write finds its lease used up: so the simulator cannot miss this rule, and tests/sim/test_exhaustive.py does.

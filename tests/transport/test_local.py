@@ -465,6 +465,34 @@ def test_our_end_stays_open_and_speaks_until_we_close_it(path: Path) -> None:
     run(path, story)
 
 
+def test_is_silent_once_all_that_was_said_is_dealt_with(path: Path) -> None:
+    """What was read while a Withdraw waited in the socket, all of it or its first half, may be another request's."""
+
+    async def story(server: LocalServer) -> None:
+        engine, connection = await meet(server)
+        said = pack(Withdraw(request="r"))
+        assert not connection.is_silent  # nobody listens yet
+        listening = asyncio.create_task(connection.receive())
+        await asyncio.sleep(0)
+        assert connection.is_silent
+        engine.send(said[:-1])
+        assert not connection.is_silent  # it has come, and the loop had no turn
+        await asyncio.sleep(0.05)
+        assert not connection.is_silent and not listening.done()
+        engine.send(said[-1:])
+        assert await listening and not connection.is_silent  # it is being dealt with
+        listening = asyncio.create_task(connection.receive())
+        await asyncio.sleep(0)
+        assert connection.is_silent
+        engine.close()
+        assert not connection.is_silent  # its end has come
+        assert await listening is None
+        connection.close()
+        assert not connection.is_silent
+
+    run(path, story)
+
+
 def test_a_slow_reader_gets_everything_in_order(path: Path) -> None:
     async def story(server: LocalServer) -> None:
         client = EngineClient(path)
