@@ -266,7 +266,7 @@ class Decode(Engine):
             want = Want(
                 request=request.name,
                 room=request.room,
-                source=world.address_of(request.source),
+                source=world.address_of(request.source, request.number),
                 first_token=request.first_token,
                 end_token=request.tokens,
                 blocks=(Piece(0, first_block, ids),) if ids else (),

@@ -79,7 +79,8 @@ def told(scenario: Scenario, outcome: Outcome) -> str:
     lines = [
         f"seed {scenario.seed}" + (f", salt {scenario.salt}" if scenario.salt else ""),
         f"engines and their agents: {engines}; {scenario.slots} slots in, {scenario.local} out, {scenario.digest}"
-        + (", fences" if scenario.has_fences else ""),
+        + (", fences" if scenario.has_fences else "")
+        + (f", {scenario.addresses} addresses each" if scenario.addresses > 1 else ""),
     ]
     for request in scenario.requests:
         extra = "".join(

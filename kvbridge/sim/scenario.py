@@ -117,6 +117,7 @@ class Scenario:
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
     block_tokens: tuple[int, int] = (2, 4)
+    addresses: int = 1  # that each agent has; requests name one or the other
     salt: int = 0  # other delays
 
     def without(self, requests: frozenset[int] = frozenset(), faults: frozenset[Fault] = frozenset()) -> Scenario:
@@ -176,6 +177,7 @@ def make(seed: int) -> Scenario:
         requests=(),
         faults=(),
         block_tokens=rng.choice(((2, 4), (4, 2), (2, 2))),
+        addresses=2 if seed % 16 == 13 else 1,
     )
     requests = tuple(_request(rng, scenario, number) for number in range(1, rng.randint(1, 4) + 1))
     scenario = replace(scenario, requests=requests)

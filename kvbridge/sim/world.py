@@ -160,8 +160,9 @@ class World:
             return Blocks(pool.engine.id, pool, lambda text: None)
         return rank.blocks
 
-    def address_of(self, agent: str) -> str:
-        return f"tcp://{agent}:1"
+    def address_of(self, agent: str, number: int = 0) -> str:
+        """One of its addresses; its own is the first."""
+        return f"tcp://{agent}:{1 + number % self.scenario.addresses}"
 
     def at_address(self, address: str) -> Process | None:
         """Who can be connected to there."""

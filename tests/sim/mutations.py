@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from kvbridge_proto.peer import Drained
 
+from kvbridge.agent.accepting import Accepting
 from kvbridge.agent.attachment import Attachment
 from kvbridge.agent.dialling import Dialled, Dialling
 from kvbridge.agent.engines import Engines
@@ -258,6 +259,7 @@ MUTATIONS: dict[str, Mutate] = {
     "a source that refuses is not asked": _refusal_is_the_end,
     "an agent without an engine dials": _half_a_session,
     "slots in doubt are freed where they are": _freed_in_place,
+    "whoever says Hello last has the session": lambda put: put(Accepting, "_may_replace", lambda *_: True),
     "a route outlives its session": _nothing(Mover, "disconnect"),
     "a probe's lane is kept": _nothing(Lanes, "take_back"),
     "memory of an engine that left stays mapped": _nothing(Attachment, "close"),

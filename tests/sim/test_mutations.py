@@ -32,6 +32,7 @@ KNOWN = {
     "a source that refuses is not asked": 201,
     "an agent without an engine dials": 204,
     "slots in doubt are freed where they are": 140,
+    "whoever says Hello last has the session": 125,
     "a route outlives its session": 5,
     "a probe's lane is kept": 0,
     "memory of an engine that left stays mapped": 2,
