@@ -22,6 +22,7 @@ from .words import described, warn_of_route
 
 log = logging.getLogger("kvbridge.peers")
 
+LEVELS = {"already_open": logging.INFO, "busy": logging.DEBUG}  # what an honest agent may do often
 MOST_GREETINGS = 64  # Hellos that wait for their route to be proved, one after the other
 
 
@@ -39,16 +40,18 @@ class Accepting:
         self._metrics = metrics
         self._fault = fault
         self._greeting = asyncio.Lock()
-        self._greeted_by: dict[Link, bool] = {}  # whose Hello is being answered; whether it still wants to know
+        self._greeted_by: dict[Link, Hello | None] = {}  # what is being answered; None: it has taken it back
 
     def knocked(self, tasks: asyncio.TaskGroup, link: Link, sender: str, greeting: Hello) -> None:
         """Each Hello may cost a connection to be made: so many wait at once, and one of a link."""
-        if link in self._greeted_by or len(self._greeted_by) >= MOST_GREETINGS:
+        is_known = link in self._greeted_by
+        if self._greeted_by.get(link) is not None or (not is_known and len(self._greeted_by) >= MOST_GREETINGS):
             reason = f"greetings: {len(self._greeted_by)} wait, limit {MOST_GREETINGS}, and one of a link"
             self._refuse(link, "busy", reason)
             return
-        self._greeted_by[link] = True
-        tasks.create_task(self._greet(link, sender, greeting))
+        self._greeted_by[link] = greeting
+        if not is_known:
+            tasks.create_task(self._greet(link, sender))
 
     def send(self, boot: str, body: Body) -> None:
         if (accepted := self.sessions.get(boot)) is not None:
@@ -62,19 +65,26 @@ class Accepting:
         match body:
             case Goodbye():
                 if link in self._greeted_by:
-                    self._greeted_by[link] = False
+                    self._greeted_by[link] = None
                 if accepted is not None:
                     self._end(sender, body.reason)
             case Claim() | Grant() | Cancel() | Settled() if accepted is not None:
                 self.source.from_sink(accepted.session, body)
             case Claim():
                 link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))
-            case Cancel() if self.source.has_drained(body):
+            case Cancel() if self._is_over(sender, body):
                 link.send(Drained(transfer=body.transfer))
-            case Cancel():  # its session is over, its writes are not: it will ask again
+            case Cancel():  # it will ask again
                 pass
             case _:
                 self._metrics.rejected("unexpected_message")
+
+    def _is_over(self, sender: str, cancel: Cancel) -> bool:
+        """Whether nothing of a transfer is or will be written, as far as who has no session by this link may ask.
+
+        It may have one by another link, and the claim may be on its way to us there.
+        """
+        return (bool(cancel.boot) or sender not in self.sessions) and self.source.has_drained(cancel)
 
     def lose(self, link: Link, reason: str) -> None:
         for boot in [boot for boot, accepted in self.sessions.items() if accepted.link is link]:
@@ -85,15 +95,18 @@ class Accepting:
         for boot in list(self.sessions):
             self._dismiss(boot, reason)
 
-    async def _greet(self, link: Link, sender: str, greeting: Hello) -> None:
+    async def _greet(self, link: Link, sender: str) -> None:
         """One Hello at a time: two of one agent must not undo each other's connection."""
         async with self._greeting:
             try:
-                if greeting.agent.boot != sender:
-                    reason = f"agent.boot: {greeting.agent.boot} in the message, {sender} on the envelope"
-                    link.send(Refuse(code="bad_hello", reasons=(reason,)))
-                elif self._is_waiting(link):
-                    await self._greeted(link, greeting)
+                while (greeting := self._greeted_by[link]) is not None:
+                    if greeting.agent.boot != sender:
+                        reason = f"agent.boot: {greeting.agent.boot} in the message, {sender} on the envelope"
+                        link.send(Refuse(code="bad_hello", reasons=(reason,)))
+                    elif self._is_waiting(link, greeting):
+                        await self._greeted(link, greeting)
+                    if self._greeted_by[link] is greeting:  # else it has taken it back, and may have said another
+                        break
             except Exception:
                 self._fault(link, f"Hello of {sender}")
             finally:
@@ -144,24 +157,25 @@ class Accepting:
         Links do not keep each other's order: what was said by one that its agent has given up may come last.
         """
         boot = greeting.agent.boot
+        is_given_up = known.link.is_lost or known.serial < greeting.oldest
         if known.link.key != link.key:  # a boot is of who proved to have it first
             self._refuse(link, "boot_of_another_key", f"agent.boot: {boot} came with another key")
-        elif greeting.serial < known.serial:
+        elif greeting.address == known.address and greeting.serial < known.serial:
             self._refuse(link, "stale_hello", f"serial: got {greeting.serial}, a later one was {known.serial}")
-        elif greeting.address != known.address and not known.link.is_lost:
+        elif greeting.address != known.address and not is_given_up:
             self._refuse(link, "already_open", f"address: {known.address} is this agent as well")
         else:
             return True
         return False
 
     def _refuse(self, link: Link, code: str, reason: str) -> None:
-        log.log(logging.INFO if code == "already_open" else logging.WARNING, "refused %r: %s: %s", link, code, reason)
+        log.log(LEVELS.get(code, logging.WARNING), "refused %r: %s: %s", link, code, reason)
         self._metrics.refused(code)
         link.send(Refuse(code=code, reasons=(reason,)))
 
-    def _is_waiting(self, link: Link) -> bool:
-        """Whether the sink that said Hello is still there and has not said Goodbye since."""
-        return not link.is_lost and self._greeted_by[link]
+    def _is_waiting(self, link: Link, greeting: Hello) -> bool:
+        """Whether the sink that said this Hello is still there and has not said Goodbye since."""
+        return not link.is_lost and self._greeted_by[link] is greeting
 
     async def _connect(self, link: Link, greeting: Hello, home: Home) -> Connected | None:
         """Prove a route to the sink's slots; None if there is none or it has become pointless meanwhile."""
@@ -173,9 +187,9 @@ class Accepting:
             return None
         current = self._home()
         is_same = current is not None and current.epoch == home.epoch and current.site is home.site
-        if not self._is_waiting(link) or not is_same:
+        if not self._is_waiting(link, greeting) or not is_same:
             self._mover.disconnect(boot, connected.serial)
-            if not self._greeted_by[link]:
+            if self._greeted_by[link] is not greeting:
                 return None
             code, what = ("no_engine", "left") if current is None else ("stale_epoch", "or its agent changed")
             link.send(Refuse(code=code, reasons=(f"the engine {what} during the handshake",)))

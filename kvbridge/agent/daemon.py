@@ -36,6 +36,7 @@ from ..transport.endpoint import check_metrics, with_key
 from ..transport.events import Settings
 from ..transport.keys import load_keys
 from ..transport.local import LocalConnection, LocalServer
+from ..transport.lock import Lock
 from ..transport.trust import Trust
 from .attachment import Attachment
 from .engines import Engines
@@ -143,15 +144,15 @@ class Agent:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         if config.allow_unauthenticated and self.trust.keys is None:
             log.warning("allow_unauthenticated: anybody who reaches %s may fetch KV and name its bytes", config.listen)
+        self.lock = Lock(config.socket, self.boot)  # first, and given back last: who takes it takes us for dead
+        stack.callback(self.lock.close)
+        self.before = self.lock.before
         self.mover = Mover(lambda: equip(config, self.boot), self.boot, self, config.write_timeout_s)
         stack.push_async_callback(self.mover.stop)
         await self.mover.start()
         self.slots, self.local_slots = SlotPool(self.mover.site.fabric.slots), LocalSlots(self.mover.outbound_slots)
         self.control = await stack.enter_async_context(self._control())
-        self.local = await stack.enter_async_context(
-            LocalServer(config.socket, self.boot, allowed_uids=config.allowed_uids or None)
-        )
-        self.before = self.local.before
+        self.local = await stack.enter_async_context(LocalServer(self.lock, allowed_uids=config.allowed_uids or None))
         self.card = AgentCard(
             name=config.name,
             boot=self.boot,
@@ -163,6 +164,7 @@ class Agent:
         self._assemble()
         # However we end: no socket closes before the mover is through with its engine's memory.
         stack.push_async_callback(self.engines.leave, "the agent is ending")
+        stack.callback(self.rebuilder.close)
         if config.metrics:
             check_metrics(config.metrics, allow_wildcard=config.allow_wildcard)
             stack.callback(self.metrics.serve(config.metrics))

@@ -75,7 +75,8 @@ class Dialling:
             self._without_lane.append(dialled.address)
             return
         dialled.step(SessionEvent.HELLO)
-        dialled.link.send(hello(home, dialled.lane, dialled.address, dialled.serial))
+        oldest = min(each.serial for each in self.sessions.values())
+        dialled.link.send(hello(home, dialled.lane, dialled.address, dialled.serial, oldest))
 
     def send(self, address: str, body: Body) -> None:
         if (dialled := self._at(address)) is not None:
@@ -127,6 +128,9 @@ class Dialling:
         dialled.link.version = session.version
         for name in self._names(address):
             self.sink.opened(name, session)
+        for other in [each for each in self.sessions.values() if each.known_boot == session.peer.boot]:
+            if other.link.key == dialled.link.key:
+                self._merge(other, dialled)
 
     def hear(self, link: Link, sender: str, body: Ready | Failing | Drained | Refuse | Goodbye) -> None:
         """A source says something else than Welcome."""
@@ -138,8 +142,8 @@ class Dialling:
         match body:
             case Goodbye():
                 self._end(address, "peer_left", body.reason)
-            case Refuse(about="", code="already_open") if (other := self._with(sender, address)) is not None:
-                self._is_also(dialled, other)
+            case Refuse(about="", code="already_open") if self._is_another_of(dialled, sender):
+                pass
             case Refuse(about=""):
                 self.sink.refused(address, sender)  # while there is a way to ask it
                 self._end(address, body.code, "; ".join(body.reasons))
@@ -172,10 +176,18 @@ class Dialling:
         dialled = self.sessions.get(link.address)
         return dialled if dialled is not None and dialled.link is link else None
 
-    def _with(self, boot: str, address: str) -> Dialled | None:
-        """Our session with this agent at another address than that."""
-        others = (each for each in self.sessions.values() if each.link.peer_boot == boot and each.address != address)
-        return next(others, None)
+    def _is_another_of(self, dialled: Dialled, boot: str) -> bool:
+        """Whether the agent there can be one that we have dialled by another address; then one session serves both.
+
+        That other may not have been heard of yet: the Welcome is on its way by another connection, and waited for.
+        """
+        others = [each for each in self.sessions.values() if each is not dialled and each.link.key == dialled.link.key]
+        for own in others:
+            if own.link.peer_boot == boot:
+                self._merge(dialled, own)
+                return True
+        dialled.known_boot = boot
+        return any(own.state is SessionState.GREETING and not own.link.peer_boot for own in others)
 
     def _names(self, address: str) -> list[str]:
         return [address, *(name for name, own in self._also.items() if own == address)]
@@ -189,8 +201,8 @@ class Dialling:
         self.sessions[address] = Dialled(address, link, self._serial)
         self.ask(address)
 
-    def _is_also(self, dialled: Dialled, own: Dialled) -> None:
-        """What we dialled is an agent that we know by another address: one session serves both."""
+    def _merge(self, dialled: Dialled, own: Dialled) -> None:
+        """What we dialled becomes another name of a session that we have."""
         address = dialled.address
         self._drop(dialled)
         dialled.link.close()

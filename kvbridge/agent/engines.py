@@ -237,6 +237,10 @@ class Engines:
         log.info("rescaled: revision=%d epoch=%d planes=%d", message.revision, self._epoch, len(message.scales))
         connection.send(Rescaled(revision=message.revision, epoch=self._epoch))
 
+    def pause(self) -> bool:
+        """Begin nothing for our engine until `rebuild` or `resume`. Whether nothing is under way any more."""
+        return self.sink.pause() and not self.source.is_moving
+
     def rebuild(self, docks: Docks, reason: str) -> None:
         """Other slots for the same engine and epoch: all sessions end, and new ones name these."""
         self.source.rebuilt(reason)  # while its sinks hear it: their wants need not wait for what is over

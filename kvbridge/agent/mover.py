@@ -159,6 +159,10 @@ class Mover:
         self.site = docks.site
         self._put(lambda: self._at_work.switch(docks))
 
+    def discard(self, docks: Docks) -> None:
+        """Close docks that were prepared and are not switched to."""
+        self._put(docks.closing.close)
+
     async def let_go(self, attachment: Attachment) -> None:
         """Return when no job given before touches this memory or will (writes out of slots may be under way).
 

@@ -93,7 +93,11 @@ class Rebuilder:
             self._pause_ends = self._clock() + PAUSE_S
         if self._docks is None:
             return
-        if not self._engines.sink.pause() and self._clock() < self._pause_ends:
+        if not self._patience.is_over(self._slots.counts(), self._clock()):
+            self.close()
+            self._engines.sink.resume()
+            return
+        if not self._engines.pause() and self._clock() < self._pause_ends:
             return
         docks, self._docks = self._docks, None
         count = self._slots.counts().quarantined
@@ -101,6 +105,12 @@ class Rebuilder:
         self._engines.rebuild(docks, reason)
         self._metrics.rebuilt()
         log.warning("made the slots anew: %s", reason)
+
+    def close(self) -> None:
+        """Nothing is made anew: what proof was missing has come, or the agent ends."""
+        if self._docks is not None:
+            self._mover.discard(self._docks)
+            self._docks = None
 
     async def _prepared(self) -> Docks | None:
         """Other docks, if it is time for them and they can be had."""

@@ -38,12 +38,13 @@ class Dialled:
 
     address: str
     link: Link
-    serial: int = 0  # of those we dialled: a later one at an address takes the place of the one before
+    serial: int = 0  # among all that we dialled
     state: SessionState = SessionState.NEW
     session: Session | None = None
     lane: int = 0  # where the source proves its route
     has_lane: bool = False  # still: nobody else may use it
     is_checked: bool = False  # a Welcome is being looked at
+    known_boot: str = ""  # the agent there says that it is this one, and has a session with us
 
     def step(self, event: SessionEvent) -> None:
         self.state = SESSION_TABLE.after(self.state, event)

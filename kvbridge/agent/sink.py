@@ -80,6 +80,9 @@ class Sink:
         with self._deciding:
             return self._inbound.pause()
 
+    def resume(self) -> None:
+        self._do(self._inbound.resume, self._clock())
+
     def declined(self, revision: int, reason: str) -> None:
         self._do(self._inbound.declined, revision, reason, self._clock())
 

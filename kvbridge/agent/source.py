@@ -70,6 +70,10 @@ class Source:
     def rescaled(self, reason: str) -> None:
         self._do(self._outbound.rescaled(reason))
 
+    @property
+    def is_moving(self) -> bool:
+        return self._outbound.is_moving
+
     def rebuilt(self, reason: str) -> None:
         self._do(self._outbound.rebuilt(reason))
 

@@ -9,9 +9,6 @@ class Doubts:
     def __init__(self) -> None:
         self._of: dict[str, tuple[str, str]] = {}
 
-    def __len__(self) -> int:
-        return len(self._of)
-
     def add(self, transfer: str, address: str, boot: str) -> None:
         self._of[transfer] = address, boot
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvbridge_proto.engine import Done, Refused, Want
-from kvbridge_proto.peer import Cancel, Grant, Lease, Notice, Settled, Take
+from kvbridge_proto.peer import Cancel, Lease, Notice, Settled, Take
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
@@ -35,7 +35,7 @@ from .intake import (
     why_late,
 )
 from .lease import Deadlines
-from .lending import lend_in_turn
+from .lending import grants
 from .session import Home, Session
 from .slots import SlotPool
 from .sources import Sources
@@ -102,6 +102,11 @@ class Inbound:
         self._is_paused = True
         counts = self.slots.counts()
         return not (counts.lent or counts.landed or len(self._in(WantState.REACHING)) < len(self.wants))
+
+    def resume(self, now: float) -> list[Action]:
+        """There will be no rebuild."""
+        self._is_paused = False
+        return self._advance_all(now)
 
     def rebuilt(self, home: Home | None, now: float) -> list[Action]:
         """Our slots are others from here on, and all sessions are over: theirs were the old ones. So is every doubt."""
@@ -388,13 +393,8 @@ class Inbound:
 
     def _pump(self) -> list[Action]:
         """Lend what is free to whom it serves."""
-        flowing = [i for wanted in self._in(WantState.FLOWING) for i in wanted.intakes.values()]
-        claimed = {intake.transfer: intake for intake in flowing if intake.state is IntakeState.CLAIMED}
-        granted = lend_in_turn(self.slots, list(claimed.values()))
-        return [
-            Send(claimed[transfer].address, Grant(transfer=transfer, leases=leases))
-            for transfer, leases in granted.items()
-        ]
+        intakes = [intake for wanted in self._in(WantState.FLOWING) for intake in wanted.intakes.values()]
+        return grants(self.slots, [intake for intake in intakes if intake.state is IntakeState.CLAIMED])
 
     def _in(self, state: WantState) -> list[Wanted]:
         return [wanted for wanted in self.wants.values() if wanted.state is state]

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbridge_proto.peer import Lease
+from kvbridge_proto.peer import Grant, Lease
 
+from .actions import Action, Send
 from .intake import Intake
 from .slots import SlotPool
 
 
-def lend_in_turn(slots: SlotPool, flowing: Sequence[Intake]) -> dict[str, tuple[Lease, ...]]:
-    """Lend free slots to transfers whose chunks are ready, one each in turn. By transfer."""
-    granted: dict[str, tuple[Lease, ...]] = {}
+def grants(slots: SlotPool, flowing: Sequence[Intake]) -> list[Action]:
+    """Lend free slots to transfers whose chunks are ready, one each in turn; what to tell whom."""
+    lent: dict[str, tuple[Lease, ...]] = {}
     while slots.free:
         hungry = [intake for intake in flowing if _hunger(slots, intake) > 0]
         if not hungry:
             break
         for intake in hungry:
-            if lent := slots.lend(1, intake.transfer):
-                granted[intake.transfer] = granted.get(intake.transfer, ()) + lent
-    return granted
+            if leases := slots.lend(1, intake.transfer):
+                lent[intake.transfer] = lent.get(intake.transfer, ()) + leases
+    addresses = {intake.transfer: intake.address for intake in flowing}
+    return [Send(addresses[transfer], Grant(transfer=transfer, leases=leases)) for transfer, leases in lent.items()]
 
 
 def _hunger(slots: SlotPool, intake: Intake) -> int:

@@ -73,8 +73,17 @@ class Outbound:
         return self._end_all("rescaled", reason)
 
     def rebuilt(self, reason: str) -> list[Action]:
-        """Our agent makes its slots anew, and so ends all sessions: sinks need not wait for what they have claimed."""
-        return [action for out in list(self.outlets.values()) for action in self._stop(out, "rebuilt", reason)]
+        """Our agent makes its slots anew, and so ends all sessions: sinks need not wait for what they have claimed.
+
+        Claims of what is not offered yet go with their sessions, and come again by others.
+        """
+        moving = [out for out in self.outlets.values() if out.state is not OutState.WAITING]
+        return [action for out in moving for action in self._stop(out, "rebuilt", reason)]
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether anything that was claimed is on its way."""
+        return any(out.state is not OutState.WAITING for out in self.outlets.values())
 
     def engine_left(self) -> list[Action]:
         """Our engine is gone: its memory must not be read any more."""

@@ -99,7 +99,7 @@ def rank_index(pool: Pool) -> int:
     return pool.shard.pp_rank * pool.shard.tp_size + pool.shard.tp_rank
 
 
-def hello(home: Home, probe_lane: int = 0, address: str = "", serial: int = 0) -> Hello:
+def hello(home: Home, probe_lane: int = 0, address: str = "", serial: int = 0, oldest: int = 0) -> Hello:
     site = home.site
     return Hello(
         versions=OURS,
@@ -114,6 +114,7 @@ def hello(home: Home, probe_lane: int = 0, address: str = "", serial: int = 0) -
         probe_lane=probe_lane,
         address=address,
         serial=serial,
+        oldest=oldest,
     )
 
 

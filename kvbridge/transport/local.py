@@ -17,7 +17,6 @@ import stat
 import struct
 from collections import deque
 from collections.abc import Iterable
-from pathlib import Path
 
 from kvbridge_proto.codec import LIMITS, BadFrame, Limits
 from kvbridge_proto.engine import Refused, ToAgent, ToEngine
@@ -32,7 +31,6 @@ MAX_FDS = 64
 MAX_CONNECTIONS = 64
 RECEIVE_BYTES = 1 << 18
 UNSENT_BYTES = 32 << 20
-PATH_BYTES = 107  # sun_path, less its NUL
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -51,45 +49,31 @@ def is_allowed(uid: int, allowed_uids: frozenset[int]) -> bool:
 class LocalServer:
     """Listens on a unix socket that only this user can open. Use as `async with`, then `accept` until cancelled.
 
-    The lock beside it says that its agent lives: a second agent is refused, a dead one's socket is replaced.
-    Raises OperatorError on entry; from then on `before` are the boots of the agents that were here and are dead.
+    Who has its lock may: a dead agent's socket is replaced. Raises OperatorError on entry.
     """
 
     def __init__(
         self,
-        path: str | Path,
-        boot: str,
+        lock: Lock,
         *,
         allowed_uids: Iterable[int] | None = None,
         limits: Limits = LIMITS,
     ) -> None:
-        self.path = Path(path)
-        self.before: frozenset[str] = frozenset()
+        self.path = lock.socket
         self.refused = 0
         self._allowed = frozenset([os.getuid(), *(allowed_uids or ())])
         self._limits = limits
         self._open: set[LocalConnection] = set()
-        self._boot = boot
-        self._lock: Lock | None = None
         self._socket: socket.socket | None = None
         self._inode = 0
 
     async def __aenter__(self) -> LocalServer:
-        size = len(os.fsencode(self.path))
-        if size > PATH_BYTES:
-            raise OperatorError("socket_path_too_long", f"socket path: {size} bytes, limit {PATH_BYTES}")
         try:
-            self._check_folder()
-            self._lock = Lock(self.path, self._boot)
-            self.before = self._lock.before
             self._remove_stale()
             self._listen()
         except OSError as error:
             self._give_back()
             raise OperatorError("socket_unavailable", f"socket {self.path}: {error}") from error
-        except OperatorError:
-            self._give_back()
-            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -127,17 +111,6 @@ class LocalServer:
         connection.send(Refused(code=code, reasons=(reason,)))
         connection.close(code)
 
-    def _check_folder(self) -> None:
-        """Who may write in the folder may put another socket there. Like /tmp, a sticky one keeps what is ours ours."""
-        folder = self.path.parent
-        found = folder.stat()
-        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-            mode = f"{stat.S_IMODE(found.st_mode):04o}"
-            reason = f"{folder} has mode {mode}: anybody could replace it; chmod o-w (or +t) {folder}"
-            raise OperatorError("socket_unsafe", f"socket {self.path}: {reason}")
-        if found.st_uid not in (0, os.geteuid()):
-            raise OperatorError("socket_unsafe", f"socket {self.path}: {folder} belongs to uid {found.st_uid}")
-
     def _remove_stale(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(self.path.lstat().st_mode):
@@ -157,9 +130,6 @@ class LocalServer:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
 
 
 class LocalConnection:

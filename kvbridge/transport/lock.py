@@ -1,7 +1,10 @@
 """The lock beside an agent's socket: who holds it is the one agent there, and knows that those before it are dead.
 
-The kernel gives a lock (flock) to nobody while a process lives that holds it, and a process that is dead has closed all
-its connections. So a list of those that held it, kept in the file itself, is proof of their death for who holds it now.
+The kernel gives a lock (flock) to nobody while a process lives that holds it. So a list of those that held it, kept in
+the file itself, is proof of their death for who holds it now. That is why an agent takes it before it opens anything
+that others' memory can be written by, and gives it back after it has closed that: the kernel, too, closes first what
+was opened last. What a dead process left in its kernel's send buffers (UCX over TCP) may come later still, and meets
+the digest.
 """
 
 from __future__ import annotations
@@ -20,32 +23,56 @@ log = logging.getLogger("kvbridge.local")
 KEPT = 64  # boots: whoever still waits for news of an older one has to rebuild its slots
 LINE_BYTES = 17
 BOOT = re.compile(rb"[0-9a-f]{16}")
+PATH_BYTES = 107  # sun_path, less its NUL
 
 
 class Lock:
-    """Taken on construction, until `close`. Raises OperatorError if another agent holds it or it is not ours alone.
+    """Of the agent that listens, or will, at the path `socket`; held until `close`.
 
-    `before` are the boots that have held it.
+    Raises OperatorError if another agent holds it, or if others could put another socket there. `before` are the boots
+    that have held it.
     """
 
-    def __init__(self, socket: Path, boot: str) -> None:
-        path = f"{socket}.lock"
+    def __init__(self, socket: str | Path, boot: str) -> None:
+        self.socket = Path(socket)
+        size = len(os.fsencode(self.socket))
+        if size > PATH_BYTES:
+            raise OperatorError("socket_path_too_long", f"socket path: {size} bytes, limit {PATH_BYTES}")
+        try:
+            self._check_folder()
+            self._take(boot)
+        except OSError as error:
+            raise OperatorError("socket_unavailable", f"socket {self.socket}: {error}") from error
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _check_folder(self) -> None:
+        """Who may write in the folder may put another socket there. Like /tmp, a sticky one keeps what is ours ours."""
+        folder = self.socket.parent
+        found = folder.stat()
+        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            mode = f"{stat.S_IMODE(found.st_mode):04o}"
+            reason = f"{folder} has mode {mode}: anybody could replace it; chmod o-w (or +t) {folder}"
+            raise OperatorError("socket_unsafe", f"socket {self.socket}: {reason}")
+        if found.st_uid not in (0, os.geteuid()):
+            raise OperatorError("socket_unsafe", f"socket {self.socket}: {folder} belongs to uid {found.st_uid}")
+
+    def _take(self, boot: str) -> None:
+        path = f"{self.socket}.lock"
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
             found = os.fstat(self._fd)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
-                raise OperatorError("socket_unsafe", f"socket {socket}: {path} is not a file of ours alone")
+                raise OperatorError("socket_unsafe", f"socket {self.socket}: {path} is not a file of ours alone")
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise OperatorError("socket_in_use", f"socket {socket}: another agent holds {path}") from None
+                raise OperatorError("socket_in_use", f"socket {self.socket}: another agent holds {path}") from None
             self.before = self._inherit(boot)
         except BaseException:
             os.close(self._fd)
             raise
-
-    def close(self) -> None:
-        os.close(self._fd)
 
     def _inherit(self, boot: str) -> frozenset[str]:
         """Who was here before; and write down that we are, for whoever comes next."""

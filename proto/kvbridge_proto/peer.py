@@ -52,7 +52,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     chooses a route and proves it in lane `probe_lane` before it welcomes.
 
     `address` is how I reached you: one session is enough, whatever you are called. `serial` is the number of this
-    connection among all that I made: the latest one counts.
+    connection among all that I made: at one address the latest one counts. Those before `oldest` I have given up.
     """
 
     versions: VersionRange
@@ -67,6 +67,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     probe_lane: Count = 0
     address: Annotated[str, Meta(max_length=256)] = ""
     serial: Count = 0
+    oldest: Count = 0
 
 
 class Probe(Struct, frozen=True, kw_only=True):

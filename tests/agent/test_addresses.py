@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvbridge_proto.peer import Goodbye, Hello, Refuse, Settled, Welcome
+from kvbridge_proto.peer import Cancel, Drained, Goodbye, Hello, Refuse, Settled, Welcome
 
 from kvbridge.agent.routes import Landing
 from kvbridge.errors import FabricError
@@ -17,9 +17,9 @@ from .wire import Wire
 
 
 async def says_hello(
-    player: Player, world: World, wire: Wire, address: str = "", serial: int = 0, lane: int = 0
+    player: Player, world: World, wire: Wire, address: str = "", serial: int = 0, lane: int = 0, oldest: int = 0
 ) -> None:
-    said = replace_struct(greeting(world, "D"), address=address, serial=serial, probe_lane=lane)
+    said = replace_struct(greeting(world, "D"), address=address, serial=serial, probe_lane=lane, oldest=oldest)
     async with asyncio.TaskGroup() as tasks:
         player.peers._take(tasks, wire, "D", said)
 
@@ -48,6 +48,62 @@ def test_a_sink_whose_first_connection_is_lost_may_come_by_another_address() -> 
         other = Wire("D0 again", peer_boot="D")
         await says_hello(player, world, other, address="tcp://also:1", serial=1)
         assert other.said(Welcome) and player.heard == [("D", "lost")]
+
+    run(story)
+
+
+def test_a_connection_that_its_sink_has_given_up_keeps_nobody_out() -> None:
+    async def story(world: World) -> None:
+        player, _ = await met(world)  # serial 0; we have not heard yet that it is no more
+        other = Wire("D0 again", peer_boot="D")
+        await says_hello(player, world, other, address="tcp://also:1", serial=2, oldest=1)
+        assert other.said(Welcome) and player.heard == [("D", "lost")]
+
+    run(story)
+
+
+def test_of_two_addresses_the_slower_is_told_of_the_other_whichever_was_dialled_first() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sources[0].home)
+        player.may_prove.set()
+        fast, slow = Wire("D0", peer_boot="D"), Wire("D0 again", peer_boot="D")
+        await says_hello(player, world, fast, address="tcp://a:1", serial=2, oldest=1)
+        await says_hello(player, world, slow, address="tcp://b:1", serial=1, oldest=1)
+        assert fast.said(Welcome) and codes(slow) == ["already_open"]
+
+    run(story)
+
+
+def test_who_asks_by_another_link_is_not_told_that_a_claim_is_over_that_may_be_on_its_way() -> None:
+    async def story(world: World) -> None:
+        player, first = await met(world)
+        player.drained = True
+        other = Wire("D0 again", peer_boot="D")
+        player.peers._hear(other, "D", Cancel(transfer="t", code=""))
+        assert not other.sent
+        player.peers._hear(other, "D", Cancel(transfer="t", code="", boot="dead"))
+        assert other.sent == [Drained(transfer="t")]
+        player.peers._lose(first, "gone")
+        player.peers._hear(other, "D", Cancel(transfer="u", code=""))
+        assert other.sent[1:] == [Drained(transfer="u")]
+
+    run(story)
+
+
+def test_a_hello_after_a_goodbye_takes_the_place_of_the_one_that_is_being_proved() -> None:
+    async def story(world: World) -> None:
+        player, wire = Player(world.sources[0].home), Wire("D0", peer_boot="D")
+        async with asyncio.TaskGroup() as tasks:
+            player.peers._take(tasks, wire, "D", replace_struct(greeting(world, "D"), serial=1))
+            await settle()
+            player.peers._take(tasks, wire, "D", Goodbye(reason="other slots"))
+            player.peers._take(tasks, wire, "D", replace_struct(greeting(world, "D"), serial=1, probe_lane=3))
+            player.peers._take(tasks, wire, "D", replace_struct(greeting(world, "D"), serial=1, probe_lane=4))
+            assert codes(wire) == ["busy"]
+            player.may_prove.set()
+        assert [landing.lane for landing in player.proving] == [0, 3] and player.disconnected == [("D", 1)]
+        assert len(wire.said(Welcome)) == 1 and len(player.peers.statuses()) == 1
+        assert not player.peers.accepting._greeted_by
 
     run(story)
 
@@ -141,6 +197,32 @@ def test_an_agent_that_is_being_greeted_by_another_address_is_waited_for() -> No
         assert player.opened_at == ["P0", "P0", "also"]
         player.peers.end_all("the engine left")
         assert player.over == [("P0", "engine_left"), ("also", "engine_left")]
+
+    run(story)
+
+
+def test_the_welcome_that_the_other_address_gets_may_come_later_than_the_word_of_it() -> None:
+    async def story(world: World) -> None:
+        player, boot = Player(world.sinks[0].home), world.sources[0].home.agent.boot
+        player.may_prove.set()
+        for address in ("P0", "also"):
+            player.peers.dialling.reach(address)
+        knows(player, "also", boot)
+        assert not player.opened_at and not player.over
+        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        assert player.opened_at == ["P0", "also"] and player.wires["also"].is_lost and not player.over
+        assert len(player.peers.statuses()) == 1
+
+    run(story)
+
+
+def test_an_address_becomes_no_name_of_a_session_with_another_key() -> None:
+    async def story(world: World) -> None:
+        player, boot = await reached(world)
+        player.peers.dialling.reach("also")
+        player.wires["also"].key = "of another"
+        knows(player, "also", boot)
+        assert player.over == [("also", "already_open")] and player.opened_at == ["P0"]
 
     run(story)
 

@@ -33,6 +33,7 @@ class Player:
         self.disconnected: list[tuple[str, int]] = []
         self.checked: list[int] = []
         self.heard: list[tuple[str, Any]] = []
+        self.drained = False
         self.opened_at: list[str] = []
         self.over: list[tuple[str, str]] = []
         self.peers = Peers(self, self, lambda: self.home, Metrics(), 0.2)
@@ -69,7 +70,7 @@ class Player:
         self.heard.append((session.peer.boot, body))
 
     def has_drained(self, cancel: Cancel) -> bool:
-        return False
+        return self.drained
 
     def lost(self, boot: str) -> None:
         self.heard.append((boot, "lost"))

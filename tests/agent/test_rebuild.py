@@ -16,6 +16,7 @@ from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.rebuild import PAUSE_S, Patience, Rebuilder
 from kvbridge.device.driver import CudaError
 from kvbridge.errors import FabricError
+from kvbridge.exchange.actions import Send
 from kvbridge.exchange.slots import SlotPool
 from tests.exchange.world import World
 
@@ -58,6 +59,7 @@ class Played:
 
     def __init__(self, failures: Sequence[Exception] = ()) -> None:
         self.now, self.is_quiet, self.paused, self.tried = 0.0, True, 0, 0
+        self.resumed = self.discarded = 0
         self.rebuilt: list[float] = []
         self.sink = self
         self.slots = SlotPool(2)
@@ -75,6 +77,12 @@ class Played:
     def pause(self) -> bool:
         self.paused += 1
         return self.is_quiet
+
+    def resume(self) -> None:
+        self.resumed += 1
+
+    def discard(self, docks: object) -> None:
+        self.discarded += 1
 
     def rebuild(self, docks: object, reason: str) -> None:
         self.rebuilt.append(self.now)
@@ -111,6 +119,26 @@ def test_what_is_under_way_may_end_before_a_rebuild_but_not_for_ever() -> None:
     assert played.rebuilt == [1.0 + PAUSE_S]
 
 
+def test_proof_that_comes_at_last_makes_a_rebuild_needless() -> None:
+    played = Played()
+    played.is_quiet = False
+    played.look(0.0, 1.0)
+    assert played.rebuilder.is_pausing
+    played.slots.drain("t")
+    played.look(1.1)
+    assert not played.rebuilt and played.resumed == played.discarded == 1 and not played.rebuilder.is_pausing
+    played.rebuilder.close()
+    assert played.discarded == 1
+
+
+def test_what_was_prepared_is_closed_when_the_agent_ends_before_it_is_used() -> None:
+    played = Played()
+    played.is_quiet = False
+    played.look(0.0, 1.0)
+    played.rebuilder.close()
+    assert played.discarded == 1 and not played.rebuilder.is_pausing
+
+
 def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end() -> None:
     world = World(slots=4)
     inbound = world.sinks[0].inbound
@@ -124,8 +152,22 @@ def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end
     world.hold.clear()
     world.run()
     assert list(world.answers()) == ["early"] and isinstance(world.answers()["early"], Done)
-    assert inbound.pause()
+    assert inbound.pause() and not world.sources[0].outbound.is_moving
     world.do(world.sinks[0], inbound.rebuilt(world.sinks[0].home, world.now))
     world.run()
     assert isinstance(world.answers()["late"], Done)
     world.check_rest()
+
+
+def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_its_session() -> None:
+    world = World()
+    world.hold.add("write")
+    for request in ("flows", "waits"):
+        world.want(request, 16)
+    world.offer("flows", 16, 4)
+    world.run()
+    outbound = world.sources[0].outbound
+    states = {out.claim.want: out.state.name for out in outbound.outlets.values()}
+    assert sorted(states.values()) == ["FLOWING", "WAITING"] and outbound.is_moving
+    told = [action.body for action in outbound.rebuilt("test") if isinstance(action, Send)]
+    assert [type(body).__name__ for body in told] == ["Failing"]

@@ -379,7 +379,7 @@ class State:
         counts = calm.inbound.slots.counts()
         if counts.free != len(calm.inbound.slots) or calm.outbound.local.free != len(calm.outbound.local):
             raise Wrong(f"slots are left: {counts}")
-        if calm.inbound.wants or calm.inbound._wanted_by or len(calm.inbound._doubts) or calm.outbound.outlets:
+        if calm.inbound.wants or calm.inbound._wanted_by or calm.inbound._doubts._of or calm.outbound.outlets:
             raise Wrong("transfers are left")
         if calm.outbound.offers:
             raise Wrong("offers are left")

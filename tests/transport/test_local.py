@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from kvbridge_proto.stream import pack
 from kvbridge.adapters.client import EngineClient
 from kvbridge.errors import OperatorError
 from kvbridge.transport.local import MAX_CONNECTIONS, LocalConnection, LocalServer, close_fds, is_allowed
+from kvbridge.transport.lock import Lock
 from tests.adapters.fake_agent import squatter
 
 Story = Callable[[LocalServer], Awaitable[None]]
@@ -33,10 +35,17 @@ BOOT = "0123456789abcdef"
 
 def run(path: Path, story: Story) -> None:
     async def tell() -> None:
-        async with asyncio.timeout(20), LocalServer(path, BOOT) as server:
+        async with asyncio.timeout(20), served(path) as server:
             await story(server)
 
     asyncio.run(tell())
+
+
+@contextlib.asynccontextmanager
+async def served(path: Path) -> AsyncIterator[LocalServer]:
+    with contextlib.closing(Lock(path, BOOT)) as lock:
+        async with LocalServer(lock) as server:
+            yield server
 
 
 @pytest.fixture
@@ -92,7 +101,8 @@ def test_only_this_user_can_open_the_socket(path: Path) -> None:
 def test_refuses_a_path_in_use_and_replaces_a_dead_agents_socket(path: Path) -> None:
     program = (
         "import asyncio, sys\nfrom kvbridge.transport.local import LocalServer\n"
-        "async def main():\n async with LocalServer(sys.argv[1], '0' * 16):\n"
+        "from kvbridge.transport.lock import Lock\n"
+        "async def main():\n async with LocalServer(Lock(sys.argv[1], '0' * 16)):\n"
         "  print('up', flush=True)\n  await asyncio.sleep(60)\n"
         "asyncio.run(main())"
     )
@@ -180,7 +190,7 @@ def test_a_socket_of_a_dead_agent_is_replaced_only_under_the_lock(path: Path) ->
     async def story(server: LocalServer) -> None:
         first = os.lstat(path).st_ino
         with pytest.raises(OperatorError) as raised:
-            async with LocalServer(path, BOOT):
+            async with served(path):
                 raise AssertionError("stolen")
         assert raised.value.code == "socket_in_use" and os.lstat(path).st_ino == first
 
@@ -535,7 +545,7 @@ def test_a_client_waits_for_an_agent_that_starts_later(path: Path) -> None:
         client = EngineClient(path)
         connecting = asyncio.create_task(asyncio.to_thread(client.connect, 5))
         await asyncio.sleep(0.2)
-        async with LocalServer(path, BOOT):
+        async with served(path):
             assert await connecting
 
     asyncio.run(story())
