@@ -269,6 +269,10 @@ def stands_still(pair: Pair, seed: int) -> int:
     raise AssertionError("the source's agent was never stopped while half of the slots were lent")
 
 
+def _is_greeting_nobody(status: Status) -> bool:
+    return not any("greeting" in peer.state for peer in status.peers)
+
+
 def _rebuilds(status: Status) -> float:
     return status.counters["kvbridge_rebuilds_total"]
 
@@ -331,6 +335,7 @@ def _kills(pair: Pair, victim: Side, seed: int, times: int) -> Iterator[tuple[st
         print(f"the engines were told: sink {codes[0] or 'done'}, source {codes[1] or 'all gathered'}")
         yield codes
         victim.revive()
+        pair.sink.becomes(_is_greeting_nobody)  # what began before the agent was back may be given up in a moment
         pair.is_sound()
         times -= bool(codes[0])
         if not times:
