@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class Doubts:
     """By transfer: the address it was claimed at, and which start of the agent there has not drained it."""
@@ -27,7 +29,7 @@ class Doubts:
         that was claimed of there, if it knows that one to be dead. With each whose it was."""
         return [(transfer, of) for transfer, (at, of) in self._of.items() if of == boot or at == address]
 
-    def can_settle(self, transfer: str, address: str, boot: str) -> bool:
-        """Whether that is one of them."""
+    def can_settle(self, transfer: str, boot: str, boots: Mapping[str, str]) -> bool:
+        """Whether this start could settle that one; `boots` says who answers at an address, by whatever link."""
         at, of = self._of.get(transfer, ("", ""))
-        return bool(of) and (of == boot or at == address)
+        return bool(of) and boot in (of, boots.get(at))

@@ -242,7 +242,7 @@ class Inbound:
         """The source will not write anything of this transfer any more: its slots are free again."""
         intake = self._intake(address, transfer)
         boot = self._sources.boots.get(address)
-        if intake is None and (boot is None or not self._doubts.can_settle(transfer, address, boot)):
+        if intake is None and (boot is None or not self._doubts.can_settle(transfer, boot, self._sources.boots)):
             return []
         self._doubts.settle(transfer)
         self.slots.drain(transfer)

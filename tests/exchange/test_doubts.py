@@ -74,3 +74,13 @@ def test_another_agent_that_refuses_proves_nothing() -> None:
     (transfer,) = world.sinks[0].inbound._doubts._of
     inbound.drained("P1", transfer, "", "", world.now)
     assert inbound.slots.counts().quarantined > 0
+
+
+def test_a_successor_may_answer_for_one_of_its_addresses_by_the_connection_to_another() -> None:
+    world = doubted()
+    inbound = world.sinks[0].inbound
+    inbound.refused("also P0", "next")  # its session is with this address, and P0 turns out to be the same agent
+    (asked,) = [action.body for action in inbound.refused("P0", "next") if isinstance(action, Send)]
+    assert isinstance(asked, Cancel)
+    inbound.drained("also P0", asked.transfer, "", "", world.now)
+    assert inbound.slots.counts().free == 4
