@@ -7,9 +7,8 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import zmq
@@ -23,22 +22,11 @@ from kvbridge.transport.keys import Keys
 from kvbridge.transport.trust import Trust
 from kvbridge.transport.zap import MOST_CALLERS, Buckets
 
-from .test_control import LOOPBACK, QUICK, Ear, cancel, envelope
+from .ears import LOOPBACK, QUICK, Ear, Run, cancel, envelope
 
-Run = Callable[[Coroutine[Any, Any, None]], None]
 Pair = tuple[bytes, bytes]
 FLOOD_S = 3.0
 FLOOD_BYTES = 192 << 20
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
-    runner = asyncio.run if request.param == "asyncio" else pytest.importorskip("uvloop").run
-
-    def bounded(story: Coroutine[Any, Any, None]) -> None:
-        runner(asyncio.wait_for(story, 60))
-
-    return bounded
 
 
 def trust(own: Pair, **known: Pair) -> Trust:
