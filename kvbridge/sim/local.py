@@ -18,7 +18,7 @@ class Hearer(Protocol):
 
     def hear(self, socket: EngineSocket, message: ToEngine) -> None: ...
     def over(self, socket: EngineSocket) -> None: ...
-    def later(self, seconds: float, event: Callable[[], None]) -> None: ...
+    def at(self, when: float, event: Callable[[], None]) -> None: ...
 
 
 class EngineSocket:
@@ -85,12 +85,12 @@ class EngineSocket:
         self._process.listen()
         self._unread += 1
         self._down_at = max(self._down_at, world.clock.now + world.quick())
-        self._process.loop.post(self._down_at - world.clock.now, lambda: self._take(message))
+        self._process.loop.post_at(self._down_at, lambda: self._take(message))
 
     def _up(self, event: Callable[[], None]) -> None:
         world = self._process.world
         self._up_at = max(self._up_at, world.clock.now + world.quick())
-        self._engine.later(self._up_at - world.clock.now, event)
+        self._engine.at(self._up_at, event)
 
     def _take(self, message: ToAgent | None) -> None:
         self._unread -= 1

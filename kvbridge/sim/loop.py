@@ -50,7 +50,11 @@ class Thread:
 
     def post(self, seconds: float, event: Callable[[], None]) -> None:
         """Do this on the thread, so much later if it is not frozen then, and not at all if it is dead."""
-        self._clock.after(seconds, lambda: self._do(event))
+        self.post_at(self._clock.now + seconds, event)
+
+    def post_at(self, when: float, event: Callable[[], None]) -> None:
+        """The same at a time that others may share: what is posted for one moment keeps its order."""
+        self._clock.at(when, lambda: self._do(event))
 
     def _do(self, event: Callable[[], None]) -> None:
         if self.is_frozen:

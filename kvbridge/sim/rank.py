@@ -91,8 +91,8 @@ class Rank:
         self.revision += 1
         self.say(Rescale(revision=self.revision, scales=()))
 
-    def later(self, seconds: float, event: Callable[[], None]) -> None:
-        self.engine.later(seconds, event)
+    def at(self, when: float, event: Callable[[], None]) -> None:
+        self.engine.loop.post_at(when, event)
 
     def hear(self, socket: EngineSocket, message: ToEngine) -> None:
         if socket is not self._socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from kvbridge_proto.engine import ToEngine, Withdraw
 
@@ -10,6 +11,25 @@ from kvbridge.agent.attachment import Attachment
 from kvbridge.sim.run import prepared
 from kvbridge.sim.scenario import make
 from kvbridge.sim.world import World
+
+
+def test_what_an_engine_says_arrives_in_order() -> None:
+    """Also what waits for the same moment behind a slow message: those moments must be one and the same number."""
+    with prepared():
+        for seed in range(20):
+            world = World(replace(make(seed), requests=(), faults=()))
+            world.begin()
+            rank = world.engines["P0"].ranks[0]
+            heard: list[str] = []
+            rank.engine.answered = lambda rank, message, heard=heard: heard.append(message.request)  # type: ignore[misc]
+            while not rank.is_here:
+                world.clock.run(world.clock.now + 1e-4)
+            said = [f"r{i}" for i in range(100)]
+            for i, name in enumerate(said):
+                world.clock.after(i * 0.00097, partial(rank.say, Withdraw(request=name)))
+            world.clock.run(1.0)
+            world.end()
+            assert heard == said
 
 
 def test_an_agent_that_lets_go_refuses_only_when_it_touches_nothing_more() -> None:
