@@ -86,7 +86,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 30.0
     rebuild_s: Annotated[
         float,
-        Meta(gt=0, le=86400, description="Once half the inbound slots were quarantined for so long, make slots anew"),
+        Meta(gt=0, le=86400, description="Once half the slots of one kind were quarantined so long, make all anew"),
     ] = 60.0
     drain_s: Annotated[float, Meta(ge=0, le=3600, description="How long transfers may go on after SIGTERM")] = 10.0
     metrics: Annotated[str, Meta(description="host:port for Prometheus; empty: off")] = "127.0.0.1:9400"

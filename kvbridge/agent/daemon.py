@@ -212,7 +212,7 @@ class Agent:
         self.peers.accepting.source = self.engines.source = self.source
         self.engines.peers = self.peers
         self.rebuilder = Rebuilder(
-            self.slots, self.engines, self.mover, self.metrics, self.config.rebuild_s, self._clock
+            self.slots, self.local_slots, self.engines, self.mover, self.metrics, self.config.rebuild_s, self._clock
         )
         self.metrics.watch(
             Gauges(

@@ -140,11 +140,11 @@ class Jobs:
         chunk, began = ship.plan.chunk(ship.chunk), self._clock()
         moved, failure = Moved(0), None
         try:
-            slot, host = self._equipment.dock.outbound.span(ship.local, size), None
+            slot, host = self._equipment.dock.outbound.span(ship.local.index, size), None
             if target.route == "direct":
                 slot = target.slot(ship.lease.slot, size)
             elif target.dock is not self._equipment.dock:
-                host = target.dock.outbound.span(ship.local, size)
+                host = target.dock.outbound.span(ship.local.index, size)
             yield self._fence(attachment, ship.fence)
             failpoint("source.gather_begun")
             part, porter = Part(ship.plan, chunk, ship.tables, True), self._equipment.porter
@@ -183,7 +183,7 @@ class Jobs:
             if target.route == "direct":
                 fabric.notify(target.name, notice)
                 return None
-            local, remote = target.dock.outbound.address(ship.local), target.slot(ship.lease.slot, size).address
+            local, remote = target.dock.outbound.address(ship.local.index), target.slot(ship.lease.slot, size).address
             deadline = self._clock() + self._write_timeout_s
             wait = WaitWrite(fabric, fabric.write(target.name, local, remote, size, notice, deadline))
             failpoint("source.write_posted")

@@ -1,8 +1,8 @@
 """When doubt has eaten the staging: other slots behind another fabric, beside the same engine.
 
-A slot is quarantined until there is proof that nothing can be written there any more. Where that proof does not come
-(its source stands still, or went and never came back), the slots are not freed: they are left behind for good, with
-their addresses, and others take their place.
+An inbound slot is quarantined until there is proof that nothing can be written there any more, an outbound one until
+the late write out of it ends. Where that does not come (the peer stands still, or went and never came back), the slots
+are not freed: they are left behind, inbound ones for good with their addresses, and others take their place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from kvbridge_proto.status import SlotCounts
 
 from ..errors import KVBridgeError
-from ..exchange.slots import SlotPool
+from ..exchange.slots import LocalSlots, SlotPool
 from .engines import Engines
 from .equipment import Docks
 from .metrics import Metrics
@@ -30,14 +30,14 @@ AGAIN_S = 10.0  # after a rebuild that failed: it takes the mover some time
 
 
 class Patience:
-    """How long half the slots have been in quarantine. Pure; the caller brings the clock."""
+    """How long half the slots of one kind have been in quarantine. Pure; the caller brings the clock."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._since: float | None = None
 
     def is_over(self, counts: SlotCounts, now: float) -> bool:
-        """Whether it has been too long."""
+        """Whether it has been too long. Wants to be asked now and then."""
         slots = counts.free + counts.lent + counts.landed + counts.quarantined
         if 2 * counts.quarantined < slots:
             self._since = None
@@ -48,22 +48,23 @@ class Patience:
 
 
 class Rebuilder:
-    """Watches the inbound slots of one agent."""
+    """Watches the slots of one agent."""
 
     def __init__(
         self,
-        slots: SlotPool,
+        inbound: SlotPool,
+        outbound: LocalSlots,
         engines: Engines,
         mover: Mover,
         metrics: Metrics,
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots = slots
+        self._slots: dict[str, SlotPool | LocalSlots] = {"inbound": inbound, "outbound": outbound}
         self._engines = engines
         self._mover = mover
         self._metrics = metrics
-        self._patience = Patience(seconds)
+        self._patience = {kind: Patience(seconds) for kind in self._slots}
         self._seconds = seconds
         self._clock = clock
         self._refused = ""
@@ -93,18 +94,23 @@ class Rebuilder:
             self._pause_ends = self._clock() + PAUSE_S
         if self._docks is None:
             return
-        if not self._patience.is_over(self._slots.counts(), self._clock()):
+        if not (reasons := self._reasons()):
             self.close()
             self._engines.sink.resume()
             return
         if not self._engines.pause() and self._clock() < self._pause_ends:
             return
         docks, self._docks = self._docks, None
-        count = self._slots.counts().quarantined
-        reason = f"rebuild_s: {count} of {len(self._slots)} inbound slots were quarantined for {self._seconds:g} s"
+        reason = f"rebuild_s: {' and '.join(reasons)} were quarantined for {self._seconds:g} s"
         self._engines.rebuild(docks, reason)
         self._metrics.rebuilt()
         log.warning("made the slots anew: %s", reason)
+
+    def _reasons(self) -> list[str]:
+        """Of which slots so many have been in quarantine for so long that others are needed."""
+        counts, now = {kind: slots.counts() for kind, slots in self._slots.items()}, self._clock()
+        over = [kind for kind, patience in self._patience.items() if patience.is_over(counts[kind], now)]
+        return [f"{counts[kind].quarantined} of {len(self._slots[kind])} {kind} slots" for kind in over]
 
     def close(self) -> None:
         """Nothing is made anew: what proof was missing has come, or the agent ends."""
@@ -115,7 +121,7 @@ class Rebuilder:
     async def _prepared(self) -> Docks | None:
         """Other docks, if it is time for them and they can be had."""
         now = self._clock()
-        if not self._patience.is_over(self._slots.counts(), now) or now < self._again_at:
+        if not self._reasons() or now < self._again_at:
             return None
         try:
             docks = await self._mover.prepare_docks()

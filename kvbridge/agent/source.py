@@ -129,7 +129,7 @@ class Source:
 
     def on_late(self, ship: Ship, reason: str) -> None:
         log.warning("write is late: transfer=%s chunk=%d %s", ship.transfer, ship.chunk, reason)
-        self._do(self._outbound.late(ship.transfer, reason))
+        self._do(self._outbound.late(ship.transfer, ship.local, reason))
 
     def tick(self) -> None:
         self._do(self._outbound.tick(self._clock()))

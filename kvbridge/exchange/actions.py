@@ -10,6 +10,7 @@ from kvbridge_proto.peer import Body, Lease, Route
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
+from .slots import LocalSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Ship:
     plan: Plan
     tables: Mapping[int, BlockTable]
     chunk: int
-    local: int
+    local: LocalSlot
     lease: Lease
     token: bytes
     sink_epoch: int

@@ -35,7 +35,7 @@ from .intake import (
     why_late,
 )
 from .lease import Deadlines
-from .lending import grants
+from .lending import grants, lend_early
 from .session import Home, Session
 from .slots import SlotPool
 from .sources import Sources
@@ -318,9 +318,7 @@ class Inbound:
         if planned.chunks:
             wanted.intakes[intake.transfer] = intake
             self._wanted_by[intake.transfer] = wanted
-            plenty = self.slots.free - len(self.slots) // 2  # half stays for those that are ready for sure
-            if plenty > 0:  # save the round trip of asking when ready
-                leases = self.slots.lend(min(plenty, planned.chunks), intake.transfer)
+            leases = lend_early(self.slots, intake)
         return Send(address, claim_of(wanted, intake, takes, leases, now))
 
     def _finish_if_complete(self, wanted: Wanted, now: float) -> list[Action]:

@@ -20,7 +20,7 @@ from .actions import Action, Send, Ship, Tell
 from .lease import Deadlines
 from .outlet import OUT_TABLE, Offered, OutEvent, Outlet, OutState
 from .session import Home, Session
-from .slots import LocalSlots
+from .slots import LocalSlot, LocalSlots
 from .tables import check_late, extended, ready_chunks
 
 MOST_CLAIMS = 2048  # open at once, of one sink: each is looked at whenever one comes
@@ -78,12 +78,13 @@ class Outbound:
         Claims of what is not offered yet go with their sessions, and come again by others.
         """
         moving = [out for out in self.outlets.values() if out.state is not OutState.WAITING]
+        self.local.rebuilt()
         return [action for out in moving for action in self._stop(out, "rebuilt", reason)]
 
     @property
     def is_moving(self) -> bool:
-        """Whether anything that was claimed is on its way."""
-        return any(out.state is not OutState.WAITING for out in self.outlets.values())
+        """Whether anything that was claimed is on its way, and not known to be late."""
+        return any(out.state is OutState.FLOWING or out.writing > len(out.late) for out in self.outlets.values())
 
     def engine_left(self) -> list[Action]:
         """Our engine is gone: its memory must not be read any more."""
@@ -190,11 +191,12 @@ class Outbound:
             offered.served.add(out.claim.sink)
         return self._release_if_over(offered)
 
-    def shipped(self, transfer: str, local: int, failure: tuple[str, str] | None) -> list[Action]:
+    def shipped(self, transfer: str, local: LocalSlot, failure: tuple[str, str] | None) -> list[Action]:
         """A write has ended; `failure` is (code, reason) if the chunk did not arrive."""
         self.local.give_back(local)
         out = self.outlets[transfer]
         out.writing -= 1
+        out.late.discard(local)
         if out.state is OutState.STOPPING:
             return (self._end(out, OutEvent.QUIET) if out.writing == 0 else []) + self._pump()
         if failure is not None:
@@ -205,10 +207,12 @@ class Outbound:
             self._forget(out)
         return self._pump()
 
-    def late(self, transfer: str, reason: str) -> list[Action]:
+    def late(self, transfer: str, local: LocalSlot, reason: str) -> list[Action]:
         """A write has passed its deadline. It may still land, so its slots stay as they are until it ends."""
-        out = self.outlets.get(transfer)
-        return [] if out is None else self._stop(out, "write_timeout", reason)
+        self.local.doubt(local)
+        out = self.outlets[transfer]
+        out.late.add(local)
+        return self._stop(out, "write_timeout", reason)
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
@@ -315,16 +319,17 @@ class Outbound:
         return [Send(out.boot, Ready(transfer=out.transfer, chunks=ready))]
 
     def _pump(self) -> list[Action]:
-        """Ship what can be shipped, one chunk of each transfer in turn, while we have slots to gather into."""
+        """Ship what can be shipped while we have slots to gather into: who has waited longest for one goes first."""
         actions: list[Action] = []
         while self.local.free:
-            able = [out for out in self.outlets.values() if self._can_ship(out)]
+            able = sorted((out for out in self.outlets.values() if self._can_ship(out)), key=lambda out: out.turn)
             if not able:
                 break
             for out in able:
                 local = self.local.take()
                 if local is None:
                     break
+                out.turn = self.local.turn
                 actions.append(self._ship(out, local))
         return actions
 
@@ -336,7 +341,7 @@ class Outbound:
         chunk = out.plan.chunk(out.next_chunk)
         return offered.over is None and chunk.needs_tokens <= offered.tokens and chunk.is_late <= offered.is_last
 
-    def _ship(self, out: Outlet, local: int) -> Ship:
+    def _ship(self, out: Outlet, local: LocalSlot) -> Ship:
         offered = out.offered
         assert offered is not None
         chunk, lease = out.next_chunk, out.leases.popleft()

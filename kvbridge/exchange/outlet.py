@@ -11,6 +11,7 @@ from kvbridge_proto.peer import Claim, Lease
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
+from .slots import LocalSlot
 from .table import Table
 
 
@@ -77,6 +78,8 @@ class Outlet:
     writing: int = 0  # shipped and not ended, gathers included
     shipped: int = 0
     told_ready: int = 0
+    turn: int = 0  # when it had a slot to gather into last
+    late: set[LocalSlot] = field(default_factory=set)  # what is written out of these is past its deadline
     says: tuple[str, str] = ("", "")
     is_lost: bool = False
 

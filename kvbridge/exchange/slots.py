@@ -60,6 +60,7 @@ class SlotPool:
         self._slots = [_Slot() for _ in range(count)]
         self._free = deque(range(count))
         self._of_transfer: dict[str, set[int]] = {}
+        self.turn = 0  # how many leases there have been
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -90,6 +91,7 @@ class SlotPool:
             slot.state = SLOT_TABLE.after(slot.state, SlotEvent.LEND)
             slot.generation += 1
             slot.transfer = transfer
+            self.turn += 1
             self._of_transfer.setdefault(transfer, set()).add(index)
             leases.append(Lease(index, slot.generation))
         return tuple(leases)
@@ -143,12 +145,23 @@ class SlotPool:
             slot.transfer = ""
 
 
+@dataclass(frozen=True, slots=True)
+class LocalSlot:
+    """One slot that we gather into, of the slots that were made so many rebuilds ago."""
+
+    index: int
+    era: int
+
+
 class LocalSlots:
-    """The slots we gather into: only we write them, so free or busy is all there is."""
+    """The slots we gather into: only we write them, but a write out of one may stay under way for ever."""
 
     def __init__(self, count: int) -> None:
         self._count = count
+        self._era = 0
         self._free = deque(range(count))
+        self._late: set[LocalSlot] = set()
+        self.turn = 0  # how many were taken so far
 
     def __len__(self) -> int:
         return self._count
@@ -157,12 +170,32 @@ class LocalSlots:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self) -> int | None:
-        return self._free.popleft() if self._free else None
+    def take(self) -> LocalSlot | None:
+        if not self._free:
+            return None
+        self.turn += 1
+        return LocalSlot(self._free.popleft(), self._era)
 
-    def give_back(self, index: int) -> None:
-        assert index not in self._free
-        self._free.append(index)
+    def doubt(self, local: LocalSlot) -> None:
+        """The write out of it is late: nobody knows when it ends."""
+        if local.era == self._era:
+            self._late.add(local)
+
+    def give_back(self, local: LocalSlot) -> None:
+        """Nothing is written out of it any more."""
+        if local.era != self._era:
+            return
+        assert local.index not in self._free
+        self._late.discard(local)
+        self._free.append(local.index)
+
+    def rebuilt(self) -> None:
+        """They were made anew; those of before are left to what is written out of them."""
+        self._era += 1
+        self._free = deque(range(self._count))
+        self._late.clear()
 
     def counts(self) -> SlotCounts:
-        return SlotCounts(free=self.free, lent=self._count - self.free, landed=0, quarantined=0)
+        """Of those that are quarantined a write is late."""
+        late = len(self._late)
+        return SlotCounts(free=self.free, lent=self._count - self.free - late, landed=0, quarantined=late)

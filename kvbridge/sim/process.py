@@ -289,7 +289,8 @@ class Process(Agent):
 
     def _plan_look(self) -> None:
         """Whether slots must be made anew is looked at while some are in doubt, or it is about to be done."""
-        if not self._is_looking and (self.slots.counts().quarantined or self.rebuilder.is_pausing):
+        quarantined = self.slots.counts().quarantined + self.local_slots.counts().quarantined
+        if not self._is_looking and (quarantined or self.rebuilder.is_pausing):
             self._is_looking = True
             self.loop.post(self.rebuilder.look_in_s, self._look)
 

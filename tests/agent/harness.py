@@ -92,6 +92,13 @@ class Client:
         self.socket.close()
 
 
+def wait_for(claim: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < end, "not so by its deadline"
+        time.sleep(0.05)
+
+
 @dataclass
 class AgentProcess:
     """`kvbridge agent`, as an operator starts it."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kvbridge_proto.engine import Done
+from kvbridge_proto.engine import Done, Failed
 from kvbridge_proto.status import SlotCounts
 
 from kvbridge.agent.metrics import Metrics
@@ -17,10 +21,12 @@ from kvbridge.agent.rebuild import PAUSE_S, Patience, Rebuilder
 from kvbridge.device.driver import CudaError
 from kvbridge.errors import FabricError
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.slots import SlotPool
+from kvbridge.exchange.slots import LocalSlots, SlotPool
 from tests.exchange.world import World
+from tests.oracle import Shape, build
 
 from .disturbed import pair_of, stands_still
+from .harness import SyntheticEngine, agent, wait_for
 from .test_abandon import SCALE
 
 HALF, LESS = SlotCounts(free=2, lent=0, landed=0, quarantined=2), SlotCounts(free=3, lent=0, landed=0, quarantined=1)
@@ -61,12 +67,22 @@ class Played:
         self.now, self.is_quiet, self.paused, self.tried = 0.0, True, 0, 0
         self.resumed = self.discarded = 0
         self.rebuilt: list[float] = []
+        self.reasons: list[str] = []
         self.sink = self
         self.slots = SlotPool(2)
         self.slots.lend(2, "t")
         self.slots.doubt("t")
         self._failures = deque(failures)
-        self.rebuilder = Rebuilder(self.slots, self, self, Metrics(), 1.0, lambda: self.now)  # type: ignore[arg-type]
+        self.local = LocalSlots(2)
+        self.rebuilder = Rebuilder(
+            self.slots,
+            self.local,
+            self,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            Metrics(),
+            1.0,
+            lambda: self.now,
+        )
 
     async def prepare_docks(self) -> object:
         self.tried += 1
@@ -86,7 +102,9 @@ class Played:
 
     def rebuild(self, docks: object, reason: str) -> None:
         self.rebuilt.append(self.now)
+        self.reasons.append(reason)
         self.slots.rebuilt()
+        self.local.rebuilt()
 
     def look(self, *times: float) -> None:
         async def story() -> None:
@@ -171,3 +189,64 @@ def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_
     assert sorted(states.values()) == ["FLOWING", "WAITING"] and outbound.is_moving
     told = [action.body for action in outbound.rebuilt("test") if isinstance(action, Send)]
     assert [type(body).__name__ for body in told] == ["Failing"]
+
+
+def test_slots_that_we_send_from_are_made_anew_as_well() -> None:
+    played = Played()
+    played.slots.drain("t")
+    slot = played.local.take()
+    assert slot is not None
+    played.look(0.0, 2.0)
+    assert not played.rebuilt
+    played.local.doubt(slot)
+    played.look(3.0, 3.9)
+    assert not played.rebuilt
+    played.look(4.0)
+    assert played.rebuilt == [4.0] and played.local.counts() == SlotCounts(free=2, lent=0, landed=0, quarantined=0)
+    assert played.reasons == ["rebuild_s: 1 of 2 outbound slots were quarantined for 1 s"]
+    played.local.give_back(slot)  # the late write has ended: that slot is nobody's any more
+    assert played.local.free == 2
+
+
+def test_a_sink_that_stands_still_costs_others_the_slots_that_we_send_from_for_a_while_only(tmp_path: Path) -> None:
+    """Its writes stay under way as long as it stands still: nothing ends them, and nothing else may use their slots."""
+    options: dict[str, Any] = {
+        "outbound_slots": 2,
+        "inbound_slots": 8,
+        "slot_bytes": 65536,
+        "silence_s": 4,
+        "write_timeout_s": 1,
+        "rebuild_s": 1,
+    }
+    with ExitStack() as stack:
+        agents = [stack.enter_context(agent(tmp_path, name, **options)) for name in ("p", "still", "other")]
+        held = [build(Shape("nhd", block_tokens=16, blocks=64)) for _ in agents]
+        engines = [
+            stack.enter_context(closing(SyntheticEngine(each, pool))) for each, pool in zip(agents, held, strict=True)
+        ]
+        for engine in engines:
+            engine.attach()
+        source, still, other = engines
+        prefill = agents[0]
+        table = list(range(64))
+
+        def carried(sink: SyntheticEngine, name: str, deadline_s: float = 10.0) -> Any:
+            source.offer(name, table, 1024, hold_s=20.0)
+            sink.want(name, prefill.address, table, range(1024), deadline_s=deadline_s)
+            return sink.answer(name)
+
+        assert isinstance(carried(still, "a"), Done) and isinstance(carried(other, "b"), Done)
+        still.want("stuck", prefill.address, table, range(1024))
+        wait_for(lambda: len(prefill.status.transfers) == 1)
+        os.kill(agents[1].process.pid, signal.SIGSTOP)
+        try:
+            source.offer("stuck", table, 1024, hold_s=5.0)
+            wait_for(lambda: prefill.status.outbound.quarantined == 2)
+            assert isinstance(carried(other, "c", deadline_s=1.0), Failed)
+            wait_for(lambda: prefill.status.outbound.free == 2)
+            assert isinstance(carried(other, "d"), Done)
+        finally:
+            os.kill(agents[1].process.pid, signal.SIGCONT)
+        assert isinstance(still.answer("stuck"), Failed)
+        assert isinstance(carried(still, "e"), Done) and isinstance(carried(other, "f"), Done)
+        wait_for(lambda: prefill.status.outbound.free == 2)

@@ -18,7 +18,7 @@ import pytest
 from kvbridge_proto.engine import Done, Failed
 
 from ..oracle import Shape, build, fill, mismatch
-from .harness import AgentProcess, SyntheticEngine, agent
+from .harness import AgentProcess, SyntheticEngine, agent, wait_for
 
 WATCHED = "tests.agent.watched_agent"
 
@@ -145,13 +145,6 @@ def test_a_reload_without_keys_harms_nobody(tmp_path: Path) -> None:
         running.process.send_signal(signal.SIGHUP)
         wait_for(lambda: "peers read again" in running.text())
         assert running.status.state == "serving"
-
-
-def wait_for(claim: Any, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not claim():
-        assert time.monotonic() < end, "not so by its deadline"
-        time.sleep(0.05)
 
 
 # Addresses:

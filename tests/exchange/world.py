@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 
 from kvbridge_proto.engine import Done, Failed, Offer, Released, Scales, Want
@@ -131,6 +132,7 @@ class World:
         self.events: list[tuple[str, Callable[[], None]]] = []
         self.numbers = count(1)
         self.writing: dict[tuple[str, int], Ship] = {}  # (sink boot, slot) -> the write under way
+        self._goodbyes: set[tuple[str, str]] = set()  # on their way, to whom and of whom
         self.scatters: Counter[tuple[str, int]] = Counter()
         self.notices: list[Notice] = []
         self.refused: list[Refuse] = []
@@ -271,6 +273,8 @@ class World:
         if peer.is_dead:
             self.do(node, node.inbound.unreachable(address, "peer_unreachable", "dead", self.now))
             return
+        self._parted(peer, node)
+        self._parted(node, peer)
         session = answer(hello(node.home), peer.home)
         assert isinstance(session, Session)
         peer.accepted[node.home.agent.boot] = session
@@ -326,13 +330,17 @@ class World:
         others = self.sinks if node.name[0] == "P" else self.sources
         for other in others:
             if other.home.agent.boot in node.accepted or node.home.agent.boot in other.accepted:
-                self.later("message", lambda o=other: self._parted(o, node))
+                self._goodbyes.add((other.name, node.name))
+                self.later("message", partial(self._parted, other, node))
             if node.accepted.pop(other.home.agent.boot, None) is not None:
                 self.do(node, node.outbound.lost(other.home.agent.boot))
         self.do(node, node.inbound.rescaled(node.home, self.now))
 
     def _parted(self, node: Node, other: Node) -> None:
-        """`other` said goodbye."""
+        """`other` said goodbye, before whatever it says next."""
+        if (node.name, other.name) not in self._goodbyes:
+            return
+        self._goodbyes.discard((node.name, other.name))
         if node.accepted.pop(other.home.agent.boot, None) is not None:
             self.do(node, node.outbound.lost(other.home.agent.boot))
         self.do(node, node.inbound.unreachable(other.name, "peer_left", "test", self.now))

@@ -298,7 +298,7 @@ class State:
     def _late(self, index: int) -> None:
         flight = self.flights[index]
         flight.is_late = True
-        self.source(self.outbound.late(flight.ship.transfer, "test"))
+        self.source(self.outbound.late(flight.ship.transfer, flight.ship.local, "test"))
 
     def _repeat(self) -> None:
         self.notices.append(self.notices[0])
