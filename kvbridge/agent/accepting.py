@@ -84,7 +84,7 @@ class Accepting:
 
         It may have one by another link, and the claim may be on its way to us there.
         """
-        return (bool(cancel.boot) or sender not in self.sessions) and self.source.has_drained(cancel)
+        return (bool(cancel.boot) or sender not in self.sessions) and self.source.renounce(sender, cancel)
 
     def lose(self, link: Link, reason: str) -> None:
         for boot in [boot for boot, accepted in self.sessions.items() if accepted.link is link]:

@@ -245,10 +245,10 @@ class Engines:
         """Other slots for the same engine and epoch: all sessions end, and new ones name these."""
         self.source.rebuilt(reason)  # while its sinks hear it: their wants need not wait for what is over
         self.peers.renew(reason)
-        self._mover.switch(docks)
         if self._home is not None:
             self._home = replace(self._home, site=docks.site)
-        self.sink.rebuilt(self._home)
+        self.sink.rebuilt(self._home)  # first: what lands in the old slots from here on is nobody's
+        self._mover.switch(docks)
 
     def _refuse(self, connection: LocalConnection, what: str, error: KVBridgeError, about: str = "") -> None:
         log.warning("refused %s: pid=%d code=%s %s", what, connection.pid, error.code, error)

@@ -140,10 +140,11 @@ class Equipment:
         return tuple(dock for docks in (self.current, *self._retired) for dock in docks.all)
 
     def close(self) -> None:
-        """The porter, then fabrics, then the memory they knew."""
-        self._closing.close()
-        for docks in (*self._retired, self.current):
-            docks.closing.close()
+        """The porter, then fabrics, then the memory they knew: all of it, whatever goes wrong with one."""
+        with ExitStack() as last_first:
+            for docks in (self.current, *self._retired):
+                last_first.push(docks.closing)
+            last_first.push(self._closing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,8 +108,9 @@ class Source:
                 log.debug("settled: transfer=%s", transfer)
                 self._metrics.transfer_settled()
 
-    def has_drained(self, cancel: Cancel) -> bool:
-        return self._outbound.has_drained(cancel)
+    def renounce(self, boot: str, cancel: Cancel) -> bool:
+        """Whether nothing of this transfer of that sink is or will be written."""
+        return self._outbound.renounce(boot, cancel)
 
     def lost(self, boot: str) -> None:
         self._do(self._outbound.lost(boot))

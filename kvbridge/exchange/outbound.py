@@ -19,6 +19,7 @@ from ..errors import EngineError, KVBridgeError
 from .actions import Action, Send, Ship, Tell
 from .lease import Deadlines
 from .outlet import OUT_TABLE, Offered, OutEvent, Outlet, OutState
+from .renounced import Renounced
 from .session import Home, Session
 from .slots import LocalSlot, LocalSlots
 from .tables import check_late, extended, ready_chunks
@@ -36,6 +37,7 @@ class Outbound:
     def __init__(self, local: LocalSlots, most_claims: int = MOST_CLAIMS, before: Collection[str] = ()) -> None:
         self.local = local
         self._before = before
+        self._renounced = Renounced()
         self._most_claims = most_claims
         self.offers: dict[str, Offered] = {}
         self.outlets: dict[str, Outlet] = {}
@@ -104,6 +106,8 @@ class Outbound:
     def claim(self, claim: Claim, session: Session, home: Home, now: float) -> list[Action]:
         """A sink takes rows of a room."""
         boot = session.peer.boot
+        if self._renounced.knows(boot, claim.transfer):
+            return [_refuse(boot, claim, "cancelled", f"transfer: {claim.transfer} was cancelled before it came")]
         if claim.transfer in self.outlets:
             return [_refuse(boot, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
         for name, ours, theirs in (
@@ -146,18 +150,14 @@ class Outbound:
         """Why these are more slots than a sink can have, or has a use for; we keep them all."""
         if not leases:
             return ""
-        if out.lent + len(leases) > out.plan.chunks:
-            return f"leases: {out.lent + len(leases)} for {out.plan.chunks} chunks"
-        unused = sum(len(each.leases) for each in self.outlets.values() if each.boot == out.boot)
-        return (
-            f"leases: {unused + len(leases)} unused, at most {MOST_LEASES}"
-            if unused + len(leases) > MOST_LEASES
-            else ""
-        )
+        if (lent := out.lent + len(leases)) > out.plan.chunks:
+            return f"leases: {lent} for {out.plan.chunks} chunks"
+        unused = len(leases) + sum(len(each.leases) for each in self.outlets.values() if each.boot == out.boot)
+        return f"leases: {unused} unused, at most {MOST_LEASES}" if unused > MOST_LEASES else ""
 
     def cancel(self, boot: str, cancel: Cancel) -> list[Action]:
         """The sink gives up. Drained follows when nothing is being written; at once for what we do not know."""
-        if self.has_drained(cancel):
+        if self.renounce(boot, cancel):
             return [Send(boot, Drained(transfer=cancel.transfer))]
         out = self.outlets.get(cancel.transfer)
         if cancel.boot or out is None or out.boot != boot:
@@ -165,9 +165,17 @@ class Outbound:
         out.is_lost = False  # it came back, and asks about what it could not hear the end of
         return self._stop(out, cancel.code or "cancelled", cancel.reason) + self._pump()
 
-    def has_drained(self, cancel: Cancel) -> bool:
-        """Whether nothing of this transfer is or will be written: we do not know of it, or who knew is dead."""
-        return cancel.boot in self._before if cancel.boot else cancel.transfer not in self.outlets
+    def renounce(self, boot: str, cancel: Cancel) -> bool:
+        """Whether nothing of this transfer is or will be written: we do not know of it, or who knew is dead.
+
+        What we have said so of cannot be claimed any more.
+        """
+        if cancel.boot:
+            return cancel.boot in self._before
+        if cancel.transfer in self.outlets:
+            return False
+        self._renounced.add(boot, cancel.transfer)
+        return True
 
     def lost(self, boot: str) -> list[Action]:
         """The session with this sink is over."""
@@ -322,7 +330,7 @@ class Outbound:
         """Ship what can be shipped while we have slots to gather into: who has waited longest for one goes first."""
         actions: list[Action] = []
         while self.local.free:
-            able = sorted((out for out in self.outlets.values() if self._can_ship(out)), key=lambda out: out.turn)
+            able = sorted((out for out in self.outlets.values() if out.can_ship), key=lambda out: out.turn)
             if not able:
                 break
             for out in able:
@@ -332,14 +340,6 @@ class Outbound:
                 out.turn = self.local.turn
                 actions.append(self._ship(out, local))
         return actions
-
-    def _can_ship(self, out: Outlet) -> bool:
-        if out.state is not OutState.FLOWING or not out.leases or out.next_chunk == out.plan.chunks:
-            return False
-        offered = out.offered
-        assert offered is not None
-        chunk = out.plan.chunk(out.next_chunk)
-        return offered.over is None and chunk.needs_tokens <= offered.tokens and chunk.is_late <= offered.is_last
 
     def _ship(self, out: Outlet, local: LocalSlot) -> Ship:
         offered = out.offered

@@ -87,6 +87,16 @@ class Outlet:
     def transfer(self) -> str:
         return self.claim.transfer
 
+    @property
+    def can_ship(self) -> bool:
+        """Whether the next chunk is computed and has a slot to go to."""
+        if self.state is not OutState.FLOWING or not self.leases or self.next_chunk == self.plan.chunks:
+            return False
+        offered = self.offered
+        assert offered is not None
+        chunk = self.plan.chunk(self.next_chunk)
+        return offered.over is None and chunk.needs_tokens <= offered.tokens and chunk.is_late <= offered.is_last
+
     def lend(self, leases: Sequence[Lease]) -> None:
         self.leases.extend(leases)
         self.lent += len(leases)

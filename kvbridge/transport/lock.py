@@ -1,14 +1,16 @@
 """The lock beside an agent's socket: who holds it is the one agent there, and knows that those before it are dead.
 
 The kernel gives a lock (flock) to nobody while a process lives that holds it. So a list of those that held it, kept in
-the file itself, is proof of their death for who holds it now. That is why an agent takes it before it opens anything
-that others' memory can be written by, and gives it back after it has closed that: the kernel, too, closes first what
-was opened last. What a dead process left in its kernel's send buffers (UCX over TCP) may come later still, and meets
-the digest.
+the file itself, is proof of their death for who holds it now: of those that ran under this very kernel, for a file that
+several hosts see (or sandboxes with kernels of their own) may be locked in each of them. That is why an agent takes it
+before it opens anything that others' memory can be written by, and gives it back after it has closed that: the kernel,
+too, closes first what was opened last. What a dead process left in its kernel's send buffers (UCX over TCP) may come
+later still, and meets the digest.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -21,7 +23,8 @@ from ..errors import OperatorError
 log = logging.getLogger("kvbridge.local")
 
 KEPT = 64  # boots: whoever still waits for news of an older one has to rebuild its slots
-LINE_BYTES = 17
+KERNEL = Path("/proc/sys/kernel/random/boot_id")
+LINE_BYTES = 54
 BOOT = re.compile(rb"[0-9a-f]{16}")
 PATH_BYTES = 107  # sun_path, less its NUL
 
@@ -76,11 +79,14 @@ class Lock:
 
     def _inherit(self, boot: str) -> frozenset[str]:
         """Who was here before; and write down that we are, for whoever comes next."""
-        lines = os.pread(self._fd, KEPT * LINE_BYTES, 0).splitlines()
-        before = [line.decode() for line in lines if BOOT.fullmatch(line)]
-        kept = "".join(f"{each}\n" for each in [*before, boot][-KEPT:]).encode()
-        try:
-            os.pwrite(self._fd, kept, 0)  # lines of one length each: cut off anywhere, the others stay what they were
+        kernel = KERNEL.read_bytes().strip()
+        lines = [line.partition(b" ") for line in os.pread(self._fd, KEPT * LINE_BYTES, 0).splitlines()]
+        before = [found.decode() for found, _, under in lines if BOOT.fullmatch(found) and under == kernel]
+        kept = b"".join(b"%s %s\n" % (each.encode(), kernel) for each in [*before, boot][-KEPT:])
+        try:  # lines of one length each: cut off anywhere, the others stay what they were
+            if (written := os.pwrite(self._fd, kept, 0)) < len(kept):
+                raise OSError(errno.ENOSPC, f"{written} of {len(kept)} bytes")
+            os.ftruncate(self._fd, len(kept))
         except OSError as error:
             log.warning("our boot was not written down, our successor will not know us: %s", error)
         return frozenset(before)

@@ -69,7 +69,7 @@ class Player:
     def from_sink(self, session: Session, body: Any) -> None:
         self.heard.append((session.peer.boot, body))
 
-    def has_drained(self, cancel: Cancel) -> bool:
+    def renounce(self, boot: str, cancel: Cancel) -> bool:
         return self.drained
 
     def lost(self, boot: str) -> None:

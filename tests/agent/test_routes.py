@@ -20,6 +20,7 @@ from kvbridge.agent.jobs import Jobs
 from kvbridge.agent.mover import Mover
 from kvbridge.agent.routes import Connected, Landing, Target, pattern, prove
 from kvbridge.agent.waiting import Job, WaitFence, WaitMove, WaitWord, WaitWrite
+from kvbridge.device.porter import DeviceLost
 from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.staging import Staging
 from kvbridge.errors import FabricError
@@ -372,3 +373,23 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
     except StopIteration as end:
         found = end.value
     assert found == expected or found[0] == expected
+
+
+def test_a_porter_that_cannot_be_closed_keeps_no_fabric_open() -> None:
+    closed: list[str] = []
+
+    def docks(name: str) -> Docks:
+        closing = ExitStack()
+        closing.callback(closed.append, name)
+        return Docks(None, None, None, closing)  # type: ignore[arg-type]
+
+    def lost() -> None:
+        raise DeviceLost("the GPU is gone")
+
+    closing = ExitStack()
+    closing.callback(lost)
+    equipment = Equipment(CpuPorter(), docks("first"), lambda _: docks("second"), closing)
+    equipment.switch(docks("second"))
+    with pytest.raises(DeviceLost):
+        equipment.close()
+    assert sorted(closed) == ["first", "second"]

@@ -62,8 +62,8 @@ def test_that_another_start_answers_at_the_address_proves_nothing() -> None:
 
 def test_a_transfer_of_a_dead_start_is_nobody_elses() -> None:
     outbound = Outbound(LocalSlots(1), before={"dead"})
-    assert outbound.has_drained(Cancel(transfer="t", code="", boot="dead"))
-    assert not outbound.has_drained(Cancel(transfer="t", code="", boot="alive"))
+    assert outbound.renounce("D0", Cancel(transfer="t", code="", boot="dead"))
+    assert not outbound.renounce("D0", Cancel(transfer="t", code="", boot="alive"))
     assert outbound.cancel("D0", Cancel(transfer="t", code="", boot="alive")) == []
 
 

@@ -320,11 +320,12 @@ def test_a_source_that_lost_us_does_not_call_drained_what_it_is_writing() -> Non
     source, sink = world.sources[0].outbound, world.sinks[0]
     (transfer,) = source.outlets
     world.do(world.sources[0], source.lost(sink.home.agent.boot))
-    assert not source.has_drained(Cancel(transfer=transfer, code=""))
+    assert not source.renounce(sink.home.agent.boot, Cancel(transfer=transfer, code=""))
     world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
     world.hold = set()
     world.run()
-    assert all(source.has_drained(Cancel(transfer=each, code="")) for each in (transfer, "never heard of"))
+    for each in (transfer, "never heard of"):
+        assert source.renounce(sink.home.agent.boot, Cancel(transfer=each, code=""))
 
 
 def test_ranks_of_two_engines_are_not_taken_for_one() -> None:

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import msgspec
 from kvbridge_proto.engine import Done
-from kvbridge_proto.peer import Grant, Lease, Refuse
+from kvbridge_proto.peer import Cancel, Grant, Lease, Refuse
 
 from kvbridge.exchange.actions import Action, Send
 from kvbridge.exchange.intake import IntakeState
 from kvbridge.exchange.lease import Deadlines
 from kvbridge.exchange.outbound import MOST_LEASES, Outbound
+from kvbridge.exchange.renounced import MOST
 from kvbridge.exchange.session import Session
 from kvbridge.exchange.slots import LocalSlots
 
@@ -91,6 +92,20 @@ def test_open_claims_of_one_sink_are_bounded() -> None:
     assert refusal(peer.claim(transfer="more", plan=plan.digest, **nothing)) == "too_many_claims"
     peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, boot="another"))
     assert peer.claim(transfer="theirs", plan=plan.digest, **nothing) == []
+
+
+def test_what_was_called_drained_cannot_be_claimed_any_more() -> None:
+    """A claim may come by a link that was given up, after its sink has asked by another and lent the slots again."""
+    peer = Claimant()
+    asked = Cancel(transfer="late", code="forgotten")
+    assert peer.machine.renounce(peer.boot, asked)
+    assert refusal(peer.claim(transfer="late", leases=leases(1))) == "cancelled"
+    for number in range(MOST):  # bounded; what was asked about last stays
+        assert peer.machine.renounce(peer.boot, asked if number == 1 else Cancel(transfer=f"t{number}", code=""))
+    assert refusal(peer.claim(transfer="late", leases=leases(1))) == "cancelled"
+    assert len(peer.machine._renounced._said) == MOST
+    assert refusal(peer.claim(transfer=f"t{MOST - 1}", leases=())) == "cancelled"
+    assert peer.claim(transfer="other", leases=()) == [] and "other" in peer.machine.outlets
 
 
 def test_transfers_without_slots_are_forgotten_though_their_source_never_says_drained() -> None:

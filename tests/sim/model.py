@@ -249,7 +249,7 @@ class State:
                 self.source(machine.grant(boot, body))
             case Cancel() if self.is_open:
                 self.source(machine.cancel(boot, body))
-            case Cancel(transfer=transfer) if machine.has_drained(body):
+            case Cancel(transfer=transfer) if machine.renounce(boot, body):
                 self.to_sink.append(Drained(transfer=transfer))
 
     def _to_sink(self) -> None:

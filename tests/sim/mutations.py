@@ -157,7 +157,7 @@ def _drained_too_soon(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _says_drained_always(put: Callable[[Any, str, Any], None]) -> None:
-    put(Outbound, "has_drained", lambda self, cancel: True)
+    put(Outbound, "renounce", lambda self, boot, cancel: True)
 
 
 def _lost_is_gone(put: Callable[[Any, str, Any], None]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.errors import OperatorError
-from kvbridge.transport.lock import KEPT, Lock
+from kvbridge.transport.lock import KEPT, KERNEL, LINE_BYTES, Lock
 
 HOLD = """
 import sys, time
@@ -45,13 +45,34 @@ def test_keeps_so_many_and_the_last_of_them(tmp_path: Path) -> None:
     for boot in names:
         held(tmp_path / "a.sock", boot)
     assert held(tmp_path / "a.sock", "f" * 16) == set(names[-KEPT:])
-    assert (tmp_path / "a.sock.lock").stat().st_size == KEPT * 17
+    assert (tmp_path / "a.sock.lock").stat().st_size == KEPT * LINE_BYTES
 
 
 def test_takes_no_word_for_a_boot_that_is_none(tmp_path: Path) -> None:
-    lines = [b"0123456789abcdef", b"", b"x" * 16, b"0123456789abcde", b"0123456789ABCDEF", b"\xff\x00", b"f" * 17]
+    said = [b"0123456789abcdef", b"", b"x" * 16, b"0123456789abcde", b"0123456789ABCDEF", b"\xff\x00", b"f" * 17]
+    kernel = KERNEL.read_bytes().strip()
+    lines = [b"%s %s" % (each, kernel) for each in said] + [b"a" * 16, b"b" * 16 + b" ", b"c" * 16 + kernel]
     (tmp_path / "a.sock.lock").write_bytes(b"\n".join(lines))
     assert held(tmp_path / "a.sock", "1" * 16) == {"0123456789abcdef"}
+
+
+def test_who_held_it_under_another_kernel_may_live_there_yet(tmp_path: Path) -> None:
+    """A folder that hosts share, whose locks each of them keeps for itself."""
+    path = tmp_path / "a.sock"
+    held(path, "a" * 16)
+    lock = Path(f"{path}.lock")
+    ours = KERNEL.read_text().strip()
+    lock.write_text(lock.read_text().replace(ours, "11111111-2222-3333-4444-555555555555"))
+    assert held(path, "b" * 16) == set()
+    assert held(path, "c" * 16) == {"b" * 16}
+
+
+def test_a_full_disk_costs_the_successor_its_knowledge_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr("kvbridge.transport.lock.log.warning", lambda text, *args: warned.append(text % args))
+    monkeypatch.setattr("os.pwrite", lambda fd, kept, at: len(kept) // 2)
+    assert held(tmp_path / "a.sock", "a" * 16) == set()
+    assert len(warned) == 1 and "our boot was not written down" in warned[0]
 
 
 def test_who_lives_is_nobodys_predecessor(tmp_path: Path) -> None:
