@@ -7,12 +7,14 @@ from collections import deque
 from collections.abc import Callable
 
 from kvbridge_proto.peer import Body, Drained, Failing, Goodbye, Ready, Refuse, Welcome
+from msgspec import structs
 
 from ..errors import PeerError
 from ..exchange.lease import Deadlines
 from ..exchange.session import Home, Session, SessionEvent, SessionState, accept, hello
 from ..failpoints import failpoint
 from ..transport.control import Control
+from ..transport.endpoint import canonical
 from ..transport.link import Link
 from .metrics import Metrics
 from .mover import Mover
@@ -22,6 +24,7 @@ from .words import described, warn_of_route
 log = logging.getLogger("kvbridge.peers")
 
 NOT_OPEN = ("no_session", "no_engine", "stale_epoch")
+MOST_NAMES = 16  # of one session: requests bring them, and a host may have any number
 
 
 class Dialling:
@@ -96,7 +99,8 @@ class Dialling:
             return
         if greeting.probe is not None and greeting.probe.lane != dialled.lane:
             return  # the answer to a Hello that we gave up
-        session: Session | Refuse = accept(greeting, home)
+        ranks = tuple(structs.replace(rank, address=canonical(rank.address)) for rank in greeting.ranks)
+        session: Session | Refuse = accept(structs.replace(greeting, ranks=ranks), home)
         if dialled.session is None and isinstance(session, Session):
             if dialled.is_checked:
                 return self._metrics.rejected("unexpected_message")
@@ -136,7 +140,7 @@ class Dialling:
         """A source says something else than Welcome."""
         address = link.address
         if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):
-            self.sink.from_source(address, body)  # Drained is of use when the session is over, too
+            self.sink.from_source(sender, body)  # Drained is of use when the session is over, too
         if (dialled := self._of(link)) is None:
             return
         match body:
@@ -202,11 +206,16 @@ class Dialling:
         self.ask(address)
 
     def _merge(self, dialled: Dialled, own: Dialled) -> None:
-        """What we dialled becomes another name of a session that we have."""
+        """What we dialled becomes another name of a session that we have, unless that has enough of them."""
         address = dialled.address
         self._drop(dialled)
         dialled.link.close()
         self._also[address] = own.address
+        if (count := len(self._names(own.address))) > MOST_NAMES:
+            self.sink.refused(address, own.link.peer_boot)  # what is in doubt by this name is asked for all the same
+            del self._also[address]
+            reason = f"{address} is {own.address}, by a name too many: got {count}, limit {MOST_NAMES}"
+            return self.sink.unreachable(address, "too_many_names", reason)
         log.info("one agent: %s is %s as well", address, own.address)
         if own.state is SessionState.OPEN and own.session is not None:
             self.sink.opened(address, own.session)

@@ -13,11 +13,13 @@ from typing import ParamSpec
 
 from kvbridge_proto.engine import Done, Failed, ToEngine, Want
 from kvbridge_proto.peer import Body, Cancel, Claim, Drained, Failing, Grant, Notice, Ready, Refuse, Settled
+from msgspec import structs
 
 from ..exchange.actions import Action, Ask, Reach, Scatter, Send, Tell
 from ..exchange.inbound import Inbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
+from ..transport.endpoint import canonical
 from .attachment import Attachment
 from .dialling import Dialling
 from .metrics import Metrics
@@ -55,6 +57,7 @@ class Sink:
     # The engine:
 
     def want(self, want: Want, home: Home) -> None:
+        want = structs.replace(want, source=canonical(want.source))
         log.debug(
             "want: request=%s room=%s tokens=[%d,%d) source=%s",
             want.request,
@@ -105,18 +108,18 @@ class Sink:
     def unreachable(self, address: str, code: str, reason: str) -> None:
         self._do(self._inbound.unreachable, address, code, reason, self._clock())
 
-    def from_source(self, address: str, body: Ready | Failing | Drained | Refuse) -> None:
+    def from_source(self, boot: str, body: Ready | Failing | Drained | Refuse) -> None:
         now, inbound = self._clock(), self._inbound
         match body:
             case Ready(transfer=transfer, chunks=chunks):
-                self._do(inbound.ready, address, transfer, chunks)
+                self._do(inbound.ready, boot, transfer, chunks)
             case Failing(transfer=transfer, code=code, reason=reason):
-                self._do(inbound.failing, address, transfer, code, reason, now)
+                self._do(inbound.failing, boot, transfer, code, reason, now)
             case Drained(transfer=transfer, code=code, reason=reason):
                 failpoint("sink.drained_heard")
-                self._do(inbound.drained, address, transfer, code, reason, now)
+                self._do(inbound.drained, boot, transfer, code, reason, now)
             case Refuse(about=transfer, code=code, reasons=reasons):  # a refused claim is never written for
-                self._do(inbound.drained, address, transfer, code, "; ".join(reasons), now)
+                self._do(inbound.drained, boot, transfer, code, "; ".join(reasons), now)
 
     # The mover:
 

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 
 class Doubts:
-    """By transfer: the address it was claimed at, and which start of the agent there has not drained it."""
+    """By transfer: the address it was claimed at, and which start of the agent there has not drained it.
+
+    Who answers at such an address is kept as long as something is in doubt there, and of no other address.
+    """
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[str, str]] = {}
+        self._met: dict[str, str] = {}  # an address of those -> the start that was met there last
 
     def add(self, transfer: str, address: str, boot: str) -> None:
         self._of[transfer] = address, boot
 
     def settle(self, transfer: str) -> None:
-        self._of.pop(transfer, None)
+        at, _ = self._of.pop(transfer, ("", ""))
+        if not self.is_any(at):
+            self._met.pop(at, None)
 
     def clear(self) -> None:
         """What they could have written is nothing any more."""
         self._of.clear()
+        self._met.clear()
 
     def is_any(self, address: str) -> bool:
         return any(at == address for at, _ in self._of.values())
 
-    def at(self, address: str, boot: str) -> list[tuple[str, str]]:
-        """The transfers that this start, who answers at the address, could settle: its own, and those of another start
+    def meet(self, address: str, boot: str) -> list[tuple[str, str]]:
+        """This start answers at the address. The transfers that it could settle: its own, and those of another start
         that was claimed of there, if it knows that one to be dead. With each whose it was."""
+        if self.is_any(address):
+            self._met[address] = boot
         return [(transfer, of) for transfer, (at, of) in self._of.items() if of == boot or at == address]
 
-    def can_settle(self, transfer: str, boot: str, boots: Mapping[str, str]) -> bool:
-        """Whether this start could settle that one; `boots` says who answers at an address, by whatever link."""
+    def can_settle(self, transfer: str, boot: str) -> bool:
+        """Whether this start could settle that one: its own, or of where it was met, by whatever link it says so."""
         at, of = self._of.get(transfer, ("", ""))
-        return bool(of) and boot in (of, boots.get(at))
+        return bool(of) and boot in (of, self._met.get(at))

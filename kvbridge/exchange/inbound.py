@@ -152,10 +152,9 @@ class Inbound:
 
         It proves nothing about the start before it, unless it knows that one to be dead: an address may lead elsewhere.
         """
-        self._sources.boots[address] = boot
         return [
             Send(address, Cancel(transfer=transfer, code="forgotten", boot="" if of == boot else of))
-            for transfer, of in self._doubts.at(address, boot)
+            for transfer, of in self._doubts.meet(address, boot)
             if transfer not in self._wanted_by
         ]
 
@@ -189,11 +188,11 @@ class Inbound:
                 self._forget_if_over(transfer)
         return hurt
 
-    # From a source:
+    # From a source, named by its boot: it may say at one of its addresses what it was asked at another.
 
-    def ready(self, address: str, transfer: str, chunks: int) -> list[Action]:
+    def ready(self, boot: str, transfer: str, chunks: int) -> list[Action]:
         """The source could gather this many chunks."""
-        intake = self._intake(address, transfer)
+        intake = self._intake(boot, transfer)
         if intake is None or intake.state is not IntakeState.CLAIMED:
             return []
         intake.ready = max(intake.ready, min(chunks, intake.plan.chunks))
@@ -231,18 +230,17 @@ class Inbound:
             settled.append(Send(intake.address, Settled(transfer=transfer)))
         return self._finish_if_complete(wanted, now) + settled + self._pump()  # our engine waits: it hears first
 
-    def failing(self, address: str, transfer: str, code: str, reason: str, now: float) -> list[Action]:
+    def failing(self, boot: str, transfer: str, code: str, reason: str, now: float) -> list[Action]:
         """The source gives up; writes may still be under way."""
-        intake = self._intake(address, transfer)
+        intake = self._intake(boot, transfer)
         if intake is None or intake.state is not IntakeState.CLAIMED:
             return []
         return self._fail(self._wanted_by[transfer], code or "source_failed", reason, now)
 
-    def drained(self, address: str, transfer: str, code: str, reason: str, now: float) -> list[Action]:
+    def drained(self, boot: str, transfer: str, code: str, reason: str, now: float) -> list[Action]:
         """The source will not write anything of this transfer any more: its slots are free again."""
-        intake = self._intake(address, transfer)
-        boot = self._sources.boots.get(address)
-        if intake is None and (boot is None or not self._doubts.can_settle(transfer, boot, self._sources.boots)):
+        intake = self._intake(boot, transfer)
+        if intake is None and not self._doubts.can_settle(transfer, boot):
             return []
         self._doubts.settle(transfer)
         self.slots.drain(transfer)
@@ -384,10 +382,10 @@ class Inbound:
         if wanted and wanted.state is WantState.ENDED and wanted.intakes[transfer].state is IntakeState.ENDED:
             del self._wanted_by[transfer]
 
-    def _intake(self, address: str, transfer: str) -> Intake | None:
+    def _intake(self, boot: str, transfer: str) -> Intake | None:
         wanted = self._wanted_by.get(transfer)
         intake = wanted.intakes.get(transfer) if wanted else None
-        return intake if intake is not None and intake.session.peer.boot == self._sources.boots.get(address) else None
+        return intake if intake is not None and intake.session.peer.boot == boot else None
 
     def _pump(self) -> list[Action]:
         """Lend what is free to whom it serves."""

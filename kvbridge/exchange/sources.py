@@ -6,11 +6,10 @@ from .session import Session, engine_ranks, rank_index
 
 
 class Sources:
-    """Open sessions, and which start of an agent was last met at an address."""
+    """Open sessions, by each address that wants have named."""
 
     def __init__(self) -> None:
         self.open: dict[str, Session] = {}
-        self.boots: dict[str, str] = {}
 
     def needed(self, source: str) -> list[str]:
         """Addresses of all ranks of the engine that is reached at `source`, as far as they are known."""

@@ -20,6 +20,18 @@ _PLACE = re.compile(
 )
 
 
+def canonical(address: str) -> str:
+    """The one spelling of an address, so that nobody makes two of it. What is none stays: it is refused in its words.
+
+    A name stays a name, and another name of the same host another address: to resolve them is not for us.
+    """
+    endpoint, _, key = address.partition("#")
+    found = _TCP.fullmatch(endpoint)
+    if not found or not found["port"].isdigit():
+        return address
+    return with_key(f"tcp://{_canonical_host(found['host'])}:{int(found['port'])}", key)
+
+
 def check_dialled(address: str) -> None:
     """Raises PeerError `bad_address` unless it is `tcp://host:port` of one host."""
     found = _TCP.fullmatch(address)
@@ -100,7 +112,7 @@ def is_loopback(endpoint: str) -> bool:
     if not found:
         return False
     address = _address(found["host"].strip("[]"))
-    return found["host"] == "localhost" if address is None else address.is_loopback
+    return found["host"].lower() == "localhost" if address is None else address.is_loopback
 
 
 def is_ipv6(address: str) -> bool:
@@ -113,6 +125,14 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     except ValueError:
         return None
     return getattr(found, "ipv4_mapped", None) or found  # ::ffff:10.0.0.1 is 10.0.0.1
+
+
+def _canonical_host(host: str) -> str:
+    address = _address(host.strip("[]"))
+    if address is None:
+        return host.lower()
+    _, percent, zone = host.strip("[]").partition("%")
+    return f"[{address}{percent}{zone}]" if address.version == 6 else str(address)
 
 
 def _is_wildcard(host: str) -> bool:

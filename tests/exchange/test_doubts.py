@@ -26,11 +26,12 @@ def doubted() -> World:
 def test_a_source_that_refuses_is_asked_for_what_is_in_doubt() -> None:
     world = doubted()
     inbound = world.sinks[0].inbound
-    actions = inbound.refused("P0", world.sources[0].home.agent.boot)
+    boot = world.sources[0].home.agent.boot
+    actions = inbound.refused("P0", boot)
     (asked,) = [action.body for action in actions if isinstance(action, Send)]
     assert isinstance(asked, Cancel)
     assert inbound.slots.counts().quarantined > 0  # to refuse proves nothing
-    inbound.drained("P0", asked.transfer, "", "", world.now)
+    inbound.drained(boot, asked.transfer, "", "", world.now)
     assert inbound.slots.counts().free == 4
 
 
@@ -42,7 +43,7 @@ def ask(world: World, before: set[str]) -> bool:
     said = [answer for body in asked if isinstance(body, Cancel) for answer in successor.cancel("D0", body)]
     for answer in said:
         assert isinstance(answer, Send) and isinstance(answer.body, Drained)
-        inbound.drained("P0", answer.body.transfer, "", "", world.now)
+        inbound.drained("next", answer.body.transfer, "", "", world.now)
     return bool(said)
 
 
@@ -67,12 +68,28 @@ def test_a_transfer_of_a_dead_start_is_nobody_elses() -> None:
     assert outbound.cancel("D0", Cancel(transfer="t", code="", boot="alive")) == []
 
 
+def kept(world: World) -> int:
+    """How much is kept of agents, sessions and doubts."""
+    inbound = world.sinks[0].inbound
+    return sum(len(kept) for part in (inbound._sources, inbound._doubts) for kept in vars(part).values())
+
+
+def test_who_answers_is_kept_only_where_something_is_in_doubt_and_so_long() -> None:
+    world = doubted()
+    inbound, before = world.sinks[0].inbound, kept(world)
+    for number in range(500):  # names that a client made up; they lead to agents that refuse
+        inbound.refused(f"name-{number}", "next")
+    assert kept(world) == before
+    assert ask(world, {world.sources[0].home.agent.boot})
+    assert kept(world) == 0 and inbound.slots.counts().free == 4
+
+
 def test_another_agent_that_refuses_proves_nothing() -> None:
     world = doubted()
     inbound = world.sinks[0].inbound
     assert not inbound.refused("P1", "another boot")
     (transfer,) = world.sinks[0].inbound._doubts._of
-    inbound.drained("P1", transfer, "", "", world.now)
+    inbound.drained("another boot", transfer, "", "", world.now)
     assert inbound.slots.counts().quarantined > 0
 
 
@@ -82,5 +99,5 @@ def test_a_successor_may_answer_for_one_of_its_addresses_by_the_connection_to_an
     inbound.refused("also P0", "next")  # its session is with this address, and P0 turns out to be the same agent
     (asked,) = [action.body for action in inbound.refused("P0", "next") if isinstance(action, Send)]
     assert isinstance(asked, Cancel)
-    inbound.drained("also P0", asked.transfer, "", "", world.now)
+    inbound.drained("next", asked.transfer, "", "", world.now)
     assert inbound.slots.counts().free == 4

@@ -147,7 +147,7 @@ def test_a_dead_source_fails_the_want_and_its_slots_wait_for_proof(seed: int) ->
     assert bool(asked) == bool(inbound.slots.counts().quarantined)
     for body in asked:
         assert isinstance(body, Cancel) and body.boot == boot
-        inbound.drained("P1", body.transfer, "", "", world.now)
+        inbound.drained("next", body.transfer, "", "", world.now)
     world.check_rest()
 
 

@@ -153,12 +153,12 @@ def test_another_source_cannot_touch_a_transfer() -> None:
     world.run()
     inbound = world.sinks[0].inbound
     of_p0 = next(t for t, wanted in inbound._wanted_by.items() if wanted.intakes[t].address == "P0")
-    before = inbound.slots.counts()
+    before, other = inbound.slots.counts(), world.nodes["P1"].home.agent.boot
     for hear in (
-        lambda: inbound.drained("P1", of_p0, "c", "not mine", 0.0),
-        lambda: inbound.failing("P1", of_p0, "c", "not mine", 0.0),
+        lambda: inbound.drained(other, of_p0, "c", "not mine", 0.0),
+        lambda: inbound.failing(other, of_p0, "c", "not mine", 0.0),
         lambda: inbound.drained("nobody", of_p0, "c", "not mine", 0.0),
-        lambda: inbound.ready("P1", of_p0, 10**9),
+        lambda: inbound.ready(other, of_p0, 10**9),
     ):
         assert not [a for a in hear() if not isinstance(a, Send)]
     assert inbound.slots.counts() == before
@@ -172,13 +172,13 @@ def test_a_source_that_promises_more_than_there_is_gets_no_more_slots() -> None:
     world = World(slots=64)
     world.want("r", 64)
     world.run()
-    inbound = world.sinks[0].inbound
+    inbound, boot = world.sinks[0].inbound, world.sources[0].home.agent.boot
     (transfer,) = inbound._wanted_by
     chunks = inbound._wanted_by[transfer].intakes[transfer].plan.chunks
     for told in (1 << 62, -1, 0):
-        inbound.ready("P0", transfer, told)
+        inbound.ready(boot, transfer, told)
         assert inbound.slots.lent_to(transfer) <= chunks
-    inbound.ready("P0", "no such transfer", 5)
+    inbound.ready(boot, "no such transfer", 5)
 
 
 # The frames themselves: what no field may hold never comes as far as the machines.

@@ -304,19 +304,19 @@ class World:
     def _to_sink(self, source: Node, sink: Node, body: object) -> None:
         if source.is_dead or sink.is_dead:
             return
-        name, machine = source.name, sink.inbound
+        boot, machine = source.home.agent.boot, sink.inbound
         match body:
             case Ready(transfer=transfer, chunks=chunks):
-                self.do(sink, machine.ready(name, transfer, chunks))
+                self.do(sink, machine.ready(boot, transfer, chunks))
             case Failing(transfer=transfer, code=code, reason=reason):
-                self.do(sink, machine.failing(name, transfer, code, reason, self.now))
+                self.do(sink, machine.failing(boot, transfer, code, reason, self.now))
             case Drained(transfer=transfer, code=code, reason=reason):
-                self.do(sink, machine.drained(name, transfer, code, reason, self.now))
+                self.do(sink, machine.drained(boot, transfer, code, reason, self.now))
             case Refuse(about=transfer, code=code, reasons=reasons):
                 self.refused.append(body)
-                self.do(sink, machine.drained(name, transfer, code, "; ".join(reasons), self.now))
+                self.do(sink, machine.drained(boot, transfer, code, "; ".join(reasons), self.now))
                 if code == "no_session" and sink.home.agent.boot not in source.accepted:  # nor greeted again since
-                    self.do(sink, machine.unreachable(name, code, "test", self.now))
+                    self.do(sink, machine.unreachable(source.name, code, "test", self.now))
             case _:
                 raise AssertionError(body)
 

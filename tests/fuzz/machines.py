@@ -217,17 +217,17 @@ class Siege(World):
         return msgspec.structs.replace(claim, **changes)
 
     def _to_sink_of_ours(self, body: Ready | Failing | Drained | Refuse) -> None:
-        machine, now = self.sink.inbound, self.now
+        machine, boot, now = self.sink.inbound, self.given.peer.boot, self.now
         transfer = self._transfer(body.about if isinstance(body, Refuse) else body.transfer)
         match body:
             case Ready(chunks=chunks):
-                self.do(self.sink, machine.ready(EVIL, transfer, chunks))
+                self.do(self.sink, machine.ready(boot, transfer, chunks))
             case Failing(code=code, reason=reason):
-                self.do(self.sink, machine.failing(EVIL, transfer, code, reason, now))
+                self.do(self.sink, machine.failing(boot, transfer, code, reason, now))
             case Drained(code=code, reason=reason):
-                self.do(self.sink, machine.drained(EVIL, transfer, code, reason, now))
+                self.do(self.sink, machine.drained(boot, transfer, code, reason, now))
             case Refuse(code=code, reasons=reasons):
-                self.do(self.sink, machine.drained(EVIL, transfer, code, "; ".join(reasons), now))
+                self.do(self.sink, machine.drained(boot, transfer, code, "; ".join(reasons), now))
 
     def _transfer(self, name: str) -> str:
         """One that the hostile agent was told of, or an honest one's, which it may have guessed."""
@@ -291,7 +291,7 @@ class Siege(World):
             self.do(self.sink, opened)
             for action in opened:
                 if isinstance(action, Send) and isinstance(action.body, Cancel):
-                    self.do(self.sink, inbound.drained(EVIL, action.body.transfer, "", "", self.now))
+                    self.do(self.sink, inbound.drained(self.given.peer.boot, action.body.transfer, "", "", self.now))
             self.do(self.sink, self._away(self.sink, EVIL))
             self.run()
         self.check()

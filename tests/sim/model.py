@@ -117,7 +117,8 @@ class State:
         flights = tuple(flight.key for flight in self.flights)
         scatters = tuple((s.transfer, s.chunk, s.slot) for s in self.scatters)
         rest = tuple(self.budget.items()), self.boots, self.is_open, self.is_reaching, tuple(self.answers.items())
-        doubts, free = tuple(inbound._doubts._of.items()), tuple(inbound.slots._free)
+        doubts = tuple(inbound._doubts._of.items()), tuple(inbound._doubts._met.items())
+        free = tuple(inbound.slots._free)
         held, rows = tuple(sorted(self.slots.items())), frozenset(self.rows)
         has_session = bool(inbound._sources.open)
         return (
@@ -253,16 +254,16 @@ class State:
                 self.to_sink.append(Drained(transfer=transfer))
 
     def _to_sink(self) -> None:
-        body, machine = self.to_sink.popleft(), self.inbound
+        body, boot, machine = self.to_sink.popleft(), self.source_home.agent.boot, self.inbound
         match body:
             case Ready(transfer=transfer, chunks=chunks):
-                self.sink(machine.ready(ADDRESS, transfer, chunks))
+                self.sink(machine.ready(boot, transfer, chunks))
             case Failing(transfer=transfer, code=code, reason=reason):
-                self.sink(machine.failing(ADDRESS, transfer, code, reason, 0.0))
+                self.sink(machine.failing(boot, transfer, code, reason, 0.0))
             case Drained(transfer=transfer, code=code, reason=reason):
-                self.sink(machine.drained(ADDRESS, transfer, code, reason, 0.0))
+                self.sink(machine.drained(boot, transfer, code, reason, 0.0))
             case Refuse(about=transfer, code=code):
-                self.sink(machine.drained(ADDRESS, transfer, code, "", 0.0))
+                self.sink(machine.drained(boot, transfer, code, "", 0.0))
 
     # The mover's side:
 

@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from kvbridge.errors import OperatorError, PeerError
-from kvbridge.transport.endpoint import check_listened, check_metrics, is_loopback, is_place, with_key
+from kvbridge.transport.endpoint import canonical, check_listened, check_metrics, is_loopback, is_place, with_key
 from kvbridge.transport.keys import Keys
 from kvbridge.transport.trust import Trust
 
@@ -24,10 +24,34 @@ def refusal(trust: Trust, address: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("tcp://LocalHost:7700", "tcp://localhost:7700"),
+        ("tcp://A.kv.Internal:07700", "tcp://a.kv.internal:7700"),
+        ("tcp://127.0.0.1:00080", "tcp://127.0.0.1:80"),
+        ("tcp://[2001:DB8:0:0::1]:1", "tcp://[2001:db8::1]:1"),
+        ("tcp://[0:0:0:0:0:0:0:1]:1", "tcp://[::1]:1"),
+        ("tcp://[FE80::1%eth0]:1", "tcp://[fe80::1%eth0]:1"),
+        ("tcp://[::ffff:10.0.0.1]:1", "tcp://10.0.0.1:1"),
+        ("tcp://H:1#", "tcp://h:1"),
+        (f"tcp://H:1#{THEIRS}", f"tcp://h:1#{THEIRS}"),
+    ],
+)
+def test_an_address_has_one_spelling(said: str, meant: str) -> None:
+    assert canonical(said) == meant == canonical(meant)
+
+
+@pytest.mark.parametrize("address", ["", "P0", "TCP://H:1", "tcp://H", "tcp://H:*", "tcp://A:1;B:2", "tcp://H:1 #k"])
+def test_what_is_no_address_is_left_as_it_was_said(address: str) -> None:
+    assert canonical(address) == address
+
+
 LOOPBACK = [
     "tcp://127.0.0.1:1",
     "tcp://127.8.9.1:1",
     "tcp://localhost:1",
+    "tcp://LocalHost:1",
     "tcp://[::1]:1",
     "tcp://[::ffff:127.0.0.1]:1",
 ]
