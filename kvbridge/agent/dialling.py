@@ -78,7 +78,10 @@ class Dialling:
             self._without_lane.append(dialled.address)
             return
         dialled.step(SessionEvent.HELLO)
-        oldest = min(each.serial for each in self.sessions.values())
+        self._greet(home, dialled, min(each.serial for each in self.sessions.values()))
+
+    def _greet(self, home: Home, dialled: Dialled, oldest: int) -> None:
+        """What we have dialled before `oldest` we have given up, but for this one."""
         dialled.link.send(hello(home, dialled.lane, dialled.address, dialled.serial, oldest))
 
     def send(self, address: str, body: Body) -> None:
@@ -87,9 +90,8 @@ class Dialling:
 
     def tick(self, now: float) -> None:
         for address in self._deadlines.due(now):
-            if (dialled := self.sessions.get(address)) is not None:
-                dialled.link.close()  # the other end may have given it up without our noticing: dial anew next time
-            self._end(address, "peer_unreachable", f"connect_s: no Welcome from {address} in {self._connect_s}")
+            reason = f"connect_s: no Welcome from {address} in {self._connect_s}"
+            self._end(address, "peer_unreachable", reason, is_deaf=True)
 
     async def welcomed(self, link: Link, greeting: Welcome) -> None:
         """The source agrees. Its route counts once we have seen what it wrote by it."""
@@ -132,9 +134,7 @@ class Dialling:
         dialled.link.version = session.version
         for name in self._names(address):
             self.sink.opened(name, session)
-        for other in [each for each in self.sessions.values() if each.known_boot == session.peer.boot]:
-            if other.link.key == dialled.link.key:
-                self._merge(other, dialled)
+        self._sort_out()
 
     def hear(self, link: Link, sender: str, body: Ready | Failing | Drained | Refuse | Goodbye) -> None:
         """A source says something else than Welcome."""
@@ -146,8 +146,9 @@ class Dialling:
         match body:
             case Goodbye():
                 self._end(address, "peer_left", body.reason)
-            case Refuse(about="", code="already_open") if self._is_another_of(dialled, sender):
-                pass
+            case Refuse(about="", code="already_open") if not dialled.has_insisted:
+                dialled.known_boot = sender
+                self._sort_out()
             case Refuse(about=""):
                 self.sink.refused(address, sender)  # while there is a way to ask it
                 self._end(address, body.code, "; ".join(body.reasons))
@@ -180,18 +181,28 @@ class Dialling:
         dialled = self.sessions.get(link.address)
         return dialled if dialled is not None and dialled.link is link else None
 
-    def _is_another_of(self, dialled: Dialled, boot: str) -> bool:
-        """Whether the agent there can be one that we have dialled by another address; then one session serves both.
+    def _sort_out(self) -> None:
+        """What agents have refused because they have a session with us by another address becomes a name of that one.
 
-        That other may not have been heard of yet: the Welcome is on its way by another connection, and waited for.
+        It may not have been heard of yet: its Welcome is on its way by another connection, and waited for. If we have
+        no such session, or none any more, we say so.
         """
-        others = [each for each in self.sessions.values() if each is not dialled and each.link.key == dialled.link.key]
-        for own in others:
-            if own.link.peer_boot == boot:
-                self._merge(dialled, own)
-                return True
-        dialled.known_boot = boot
-        return any(own.state is SessionState.GREETING and not own.link.peer_boot for own in others)
+        refused = [each for each in self.sessions.values() if each.known_boot]
+        for dialled in refused:
+            if self.sessions.get(dialled.address) is not dialled:  # merged meanwhile, or over
+                continue
+            others = [own for own in self.sessions.values() if not own.known_boot and own.link.key == dialled.link.key]
+            same = [own for own in others if own.link.peer_boot == dialled.known_boot]
+            if same:
+                self._merge(dialled, same[0])
+            elif not any(own.state is SessionState.GREETING and not own.link.peer_boot for own in others):
+                self._insist(dialled)
+
+    def _insist(self, dialled: Dialled) -> None:
+        """Greet once more: what that agent takes for a session with us we have given up."""
+        dialled.known_boot, dialled.has_insisted = "", True
+        if (home := self._home()) is not None:
+            self._greet(home, dialled, self._serial + 1)
 
     def _names(self, address: str) -> list[str]:
         return [address, *(name for name, own in self._also.items() if own == address)]
@@ -206,19 +217,24 @@ class Dialling:
         self.ask(address)
 
     def _merge(self, dialled: Dialled, own: Dialled) -> None:
-        """What we dialled becomes another name of a session that we have, unless that has enough of them."""
-        address = dialled.address
+        """What we dialled becomes another name of a session that we have, with all its names."""
+        names = self._names(dialled.address)
         self._drop(dialled)
         dialled.link.close()
-        self._also[address] = own.address
+        self._also |= dict.fromkeys(names, own.address)
+        for name in names:
+            self._named(name, own)
+
+    def _named(self, name: str, own: Dialled) -> None:
+        """A session has one name more, unless it has enough of them."""
         if (count := len(self._names(own.address))) > MOST_NAMES:
-            self.sink.refused(address, own.link.peer_boot)  # what is in doubt by this name is asked for all the same
-            del self._also[address]
-            reason = f"{address} is {own.address}, by a name too many: got {count}, limit {MOST_NAMES}"
-            return self.sink.unreachable(address, "too_many_names", reason)
-        log.info("one agent: %s is %s as well", address, own.address)
+            self.sink.refused(name, own.link.peer_boot)  # what is in doubt by this name is asked for all the same
+            del self._also[name]
+            reason = f"{name} is {own.address}, by a name too many: got {count}, limit {MOST_NAMES}"
+            return self.sink.unreachable(name, "too_many_names", reason)
+        log.info("one agent: %s is %s as well", name, own.address)
         if own.state is SessionState.OPEN and own.session is not None:
-            self.sink.opened(address, own.session)
+            self.sink.opened(name, own.session)
 
     def _give_up_lane(self, dialled: Dialled) -> None:
         """Its turn is over; who waits for a lane comes next."""
@@ -228,16 +244,24 @@ class Dialling:
             if waiting is not None and waiting.state is SessionState.NEW:
                 self.ask(waiting.address)
 
-    def _end(self, address: str, code: str, reason: str) -> None:
-        """A session is over, by all names. Its source may see it otherwise, or a Hello of ours be on the way to it."""
+    def _end(self, address: str, code: str, reason: str, is_deaf: bool = False) -> None:
+        """A session is over, by all names. Its source may see it otherwise, or a Hello of ours be on the way to it.
+
+        By a link that is deaf it may have given it up long ago without our noticing: next time another one is made.
+        """
         if (dialled := self.sessions.get(address)) is None:
             return
         self._drop(dialled)
         dialled.link.send(Goodbye(reason=code))
+        if is_deaf:
+            dialled.link.close()
         log.info("session over: peer=%s code=%s %s", address, code, reason)
-        for name in self._names(address):
+        names = self._names(address)
+        for name in names:
             self._also.pop(name, None)
+        for name in names:
             self.sink.unreachable(name, code, reason)
+        self._sort_out()
 
     def _drop(self, dialled: Dialled) -> None:
         del self.sessions[dialled.address]

@@ -44,7 +44,8 @@ class Dialled:
     lane: int = 0  # where the source proves its route
     has_lane: bool = False  # still: nobody else may use it
     is_checked: bool = False  # a Welcome is being looked at
-    known_boot: str = ""  # the agent there says that it is this one, and has a session with us
+    known_boot: str = ""  # the agent there says that it is this one, and has another session with us
+    has_insisted: bool = False  # we have said that there is no other
 
     def step(self, event: SessionEvent) -> None:
         self.state = SESSION_TABLE.after(self.state, event)

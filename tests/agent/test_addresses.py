@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import count, islice, product
+import time
+from itertools import count, islice, permutations, product
 from typing import Any
 
+import pytest
 from kvbridge_proto.engine import Failed, Want
 from kvbridge_proto.peer import Cancel, Drained, Goodbye, Hello, Refuse, Settled, Welcome
 from kvbridge_proto.words import Blocks
@@ -232,18 +234,87 @@ def test_an_address_becomes_no_name_of_a_session_with_another_key() -> None:
         player.peers.dialling.reach("also")
         player.wires["also"].key = "of another"
         knows(player, "also", boot)
+        assert not player.over
+        knows(player, "also", boot)
         assert player.over == [("also", "already_open")] and player.opened_at == ["P0"]
 
     run(story)
 
 
-def test_who_says_that_we_have_a_session_when_we_have_none_is_not_believed() -> None:
+def test_who_says_that_we_have_a_session_when_we_have_none_is_told_so_once() -> None:
+    """It has not noticed yet that we gave it up; other sessions are older, so the first Hello could not say that."""
+
     async def story(world: World) -> None:
         player, _ = await reached(world)
         player.peers.dialling.reach("other")
+        (said,) = player.wires["other"].said(Hello)
+        assert said.oldest == 1 < said.serial
+        knows(player, "other", "a boot that we have not met")
+        again = player.wires["other"].said(Hello)[1]
+        assert again.oldest > again.serial == said.serial and not player.over
         knows(player, "other", "a boot that we have not met")
         assert player.over == [("other", "already_open")] and player.opened_at == ["P0"]
         await settle()
+
+    run(story)
+
+
+@pytest.mark.parametrize("refused", list(permutations(("also", "third", "fourth"))))
+def test_many_addresses_of_one_agent_become_names_of_the_one_that_is_welcome(refused: tuple[str, ...]) -> None:
+    async def story(world: World) -> None:
+        player, boot = Player(world.sinks[0].home), world.sources[0].home.agent.boot
+        player.may_prove.set()
+        for address in ("P0", "also", "third", "fourth"):
+            player.peers.dialling.reach(address)
+        for address in refused[:2]:
+            knows(player, address, boot)
+        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        knows(player, refused[2], boot)
+        assert player.opened_at[0] == "P0" and sorted(player.opened_at[1:]) == ["also", "fourth", "third"]
+        assert list(player.peers.dialling.sessions) == ["P0"] and not player.over
+        player.peers._lose(player.wires["P0"], "gone")
+        assert len(player.over) == 4 and not player.peers.dialling._also
+
+    run(story)
+
+
+def test_names_of_what_becomes_a_name_come_along() -> None:
+    async def story(world: World) -> None:
+        player, boot = await reached(world)
+        dialling = player.peers.dialling
+        dialling.reach("also")
+        knows(player, "also", boot)
+        dialling.reach("other")
+        dialling._merge(dialling.sessions["P0"], dialling.sessions["other"])
+        assert dialling._also == {"P0": "other", "also": "other"}
+
+    run(story)
+
+
+def test_who_was_taken_for_the_other_address_and_is_somebody_else_is_waited_for_no_longer() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        player.may_prove.set()
+        for address in ("P0", "other"):
+            player.peers.dialling.reach(address)
+        knows(player, "other", "a boot that we have not met")
+        assert len(player.wires["other"].said(Hello)) == 1
+        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        assert len(player.wires["other"].said(Hello)) == 2 and player.opened_at == ["P0"]
+
+    run(story)
+
+
+def test_a_hello_that_nobody_answers_is_taken_back_before_its_connection_is_closed() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        player.peers.dialling.reach("P0")
+        wire = player.wires["P0"]
+        close = wire.close
+        wire.close = lambda: (wire.sent.append("closed"), close())  # type: ignore[method-assign,assignment]
+        player.peers.dialling.tick(time.monotonic() + 1000.0)
+        assert player.over == [("P0", "peer_unreachable")] and wire.is_lost
+        assert [type(body).__name__ for body in wire.sent] == ["Hello", "Goodbye", "str"]
 
     run(story)
 
