@@ -52,8 +52,8 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     chooses a route and proves it in lane `probe_lane` before it welcomes.
 
     `address` is how I reached you: one session is enough, whatever you are called. `serial` is the number of this
-    connection among all that I made: at one address the latest one counts. Those before `oldest` I have given up, but for
-    this one.
+    connection among all that I made: at one address the latest one counts. Those before `oldest` I have given up, but
+    for this one.
     """
 
     versions: VersionRange
