@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .scenario import Fault
+from .scenario import Fault, FaultKind
 
 if TYPE_CHECKING:
     from .loop import Thread
@@ -19,12 +19,14 @@ RESTART_S = 0.05  # no start is faster; what the one before wrote has landed by 
 class Faults:
     """`blocked` counts, by pair, what keeps messages and writes from one agent to another.
 
-    `troubled` says until when an agent or engine is not itself, `gone` which engines never come back.
+    `disorder` is what befalls single messages. `troubled` says until when an agent or engine is not itself, `gone`
+    which engines never come back.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.blocked: dict[tuple[str, str], int] = {}
+        self.disorder: dict[tuple[str, str], tuple[FaultKind, ...]] = {}
         self.troubled: dict[str, float] = {}
         self.gone: set[str] = set()
 
@@ -155,6 +157,16 @@ class Faults:
         for link in held_up:
             link.go_on()
 
+    def _mistreat(self, fault: Fault, one: str, other: str) -> None:
+        self.disorder[one, other] = (*self.disorder.get((one, other), ()), fault.kind)
+
+        def end() -> None:
+            self.disorder.pop((one, other), None)
+
+        self._until(fault, end)
+
+    _drop = _duplicate = _reorder = _mistreat
+
     def _slow_writes(self, fault: Fault, *pair: str) -> None:
         self._world.data.slow[pair[0], pair[1]] = 2.0 * fault.seconds
 
@@ -202,6 +214,7 @@ class Faults:
             elif engine.loop.is_frozen:
                 engine.loop.thaw()
         self.blocked.clear()
+        self.disorder.clear()
         self._world.data.slow.clear()
         self._world.data.failing.clear()
         self._world.data.hung.clear()

@@ -22,6 +22,9 @@ FaultKind = Literal[
     "cut",
     "half-open",
     "partition",
+    "drop",
+    "duplicate",
+    "reorder",
     "slow writes",
     "hang writes",
     "fail writes",
@@ -54,6 +57,7 @@ OF_AGENTS: tuple[FaultKind, ...] = (
 )
 OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "lose engine", "rescale", "detach", "hang up")
 OF_NETWORK: tuple[FaultKind, ...] = ("spoil", "repeat notice")
+OF_MESSAGES: tuple[FaultKind, ...] = ("drop", "duplicate", "reorder")
 LAST = 900  # the numbers of the last requests begin there
 
 
@@ -185,6 +189,8 @@ def make(seed: int) -> Scenario:
     if scenario.is_impatient:
         request = rng.choice(requests)
         faults.append(Fault(request.at, "preempt", (request.source,), round(rng.uniform(1.0, 1.7), 4)))
+    if seed % 16 == 11:
+        faults += _disorder(random.Random(f"disorder {seed}"), scenario)
     return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
@@ -229,6 +235,18 @@ def _fault(rng: random.Random, scenario: Scenario) -> Fault:
     if kinds is OF_ENGINES:
         return Fault(at, kind, (rng.choice(list(engines)),), seconds)
     return Fault(at, kind, ())
+
+
+def _disorder(rng: random.Random, scenario: Scenario) -> list[Fault]:
+    """Messages between agents of a request get lost, come twice or overtake each other."""
+    faults = []
+    for _ in range(rng.randint(1, 3)):
+        request, at = rng.choice(scenario.requests), _moment(rng, scenario) - rng.choice((0.0, 0.1))
+        pair = rng.choice(scenario.engines[request.prefill]), rng.choice(scenario.engines[request.decode])
+        who = pair if rng.random() < 0.5 else pair[::-1]
+        seconds = rng.choice((0.1, 0.5, 3.0))
+        faults.append(Fault(max(0.0, round(at, 5)), rng.choice(OF_MESSAGES), who, seconds))
+    return faults
 
 
 def _moment(rng: random.Random, scenario: Scenario) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from kvbridge_proto.peer import Body, Notice, Ping
+from kvbridge_proto.peer import Body, Notice, Ping, Pong
 from kvbridge_proto.pool import Pool
 
 from ..config import AgentConfig
@@ -16,17 +16,18 @@ from .check import look_for_leaks
 from .engine import Decode, Engine, Held, Prefill, Rank
 from .fabric import DataNetwork
 from .faults import FAULTS_END_S, Faults
-from .links import SimLink
+from .links import PING_S, SimLink
 from .loop import Clock
 from .matter import Blocks
 from .process import Process
-from .scenario import LAST, Request, Scenario
+from .scenario import LAST, OF_MESSAGES, FaultKind, Request, Scenario
 
 T = TypeVar("T")
 
 CONNECT_S = 1.0
 SILENCE_S = 1.0
 LOOK_S = 0.25
+LOST_S = PING_S + 3 * SILENCE_S  # after which no end of a link thinks that it is one while the other does not
 REBUILD_S = (86400.0, 3.0, 0.5)  # how long slots may be in doubt, by seed
 LAST_S = 18.0  # after the last fault; whoever asks for something then must get it
 REST_S = 24.0  # so much later everybody has come to rest
@@ -118,7 +119,9 @@ class World:
             self.clock.at(0.01 + request.want_at, partial(self._request, request, request.decode))
         for fault in scenario.faults:
             self.clock.at(0.01 + fault.at, partial(self.faults.happen, fault))
-        if any(fault.kind in ("half-open", "partition", "freeze agent", "freeze loop") for fault in scenario.faults):
+        kinds = {fault.kind for fault in scenario.faults}
+        self._is_disordered = not kinds.isdisjoint(OF_MESSAGES)
+        if self._is_disordered or not kinds.isdisjoint(("half-open", "partition", "freeze agent", "freeze loop")):
             self.clock.after(LOOK_S, self._look)
 
     def start(self, name: str) -> None:
@@ -141,7 +144,9 @@ class World:
             if not process.is_dead:
                 for link in list(process.links.open):
                     link.look(SILENCE_S)
-        if self.clock.now < FAULTS_END_S + SILENCE_S:
+                    if self._is_disordered:
+                        link.ping()
+        if self.clock.now < FAULTS_END_S + (LOST_S if self._is_disordered else SILENCE_S):
             self.clock.after(LOOK_S, self._look)
 
     def _last_requests(self) -> None:
@@ -175,6 +180,9 @@ class World:
 
     def is_blocked(self, one: str, other: str) -> bool:
         return bool(self.faults.blocked) and self.faults.blocked.get((one, other), 0) > 0
+
+    def disorder(self, one: str, other: str) -> tuple[FaultKind, ...]:
+        return self.faults.disorder.get((one, other), ()) if self.faults.disorder else ()
 
     def is_cut_off(self, one: str, other: str) -> bool:
         return self.is_blocked(one, other) or self.is_blocked(other, one)
@@ -228,7 +236,7 @@ class World:
             self.story.append(f"{self.clock.now:9.4f}  {who:8} {text}")
 
     def on_message(self, sender: Process, receiver: Process, body: Body) -> None:
-        if self.story is not None and not isinstance(body, Ping):
+        if self.story is not None and not isinstance(body, Ping | Pong):
             self.say(sender.name, f"-> {receiver.name}: {_brief(body)}")
 
     def on_write(self, source: Process, target: Process, slot: int, notice: Notice) -> None:
