@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .world import World
 
 FAULTS_END_S = 7.0
+STALLS_END_S = 19.0  # for an agent that stands still beyond all else
 RESTART_S = 0.05  # no start is faster; what the one before wrote has landed by then
 
 
@@ -29,6 +30,7 @@ class Faults:
         self.disorder: dict[tuple[str, str], tuple[FaultKind, ...]] = {}
         self.troubled: dict[str, float] = {}
         self.gone: set[str] = set()
+        self._stalled: set[Process] = set()
 
     def happen(self, fault: Fault) -> None:
         if self._world.clock.now >= FAULTS_END_S:
@@ -80,6 +82,21 @@ class Faults:
     def _freeze_mover(self, fault: Fault, name: str) -> None:
         process = self._world.processes[name]
         self._freeze(fault, process, process.thread)
+
+    def _stall_agent(self, fault: Fault, name: str) -> None:
+        process = self._world.processes[name]
+        if process.is_dead:
+            return
+
+        def over() -> None:
+            if not process.is_dead:
+                self._world.say("fault", f"stall agent {name} is over")
+                process.thaw()
+
+        self._stalled.add(process)
+        self.troubled[name] = STALLS_END_S
+        process.freeze(process.loop, process.thread)
+        self._world.clock.at(STALLS_END_S, over)
 
     def _preempt(self, fault: Fault, name: str) -> None:
         """In the middle of its next gather the agent stands still, and its engine takes back all that it offers."""
@@ -206,7 +223,7 @@ class Faults:
         for name, process in list(self._world.processes.items()):
             if process.is_dead and self._world.clock.now > process.died_at + RESTART_S:
                 self._world.start(name)
-            elif process.is_frozen:
+            elif process.is_frozen and process not in self._stalled:
                 process.thaw()
         for engine in self._world.engines.values():
             if engine.is_dead and engine.name not in self.gone:

@@ -15,6 +15,7 @@ FaultKind = Literal[
     "freeze agent",
     "freeze loop",
     "freeze mover",
+    "stall agent",
     "preempt",
     "kill engine",
     "freeze engine",
@@ -59,6 +60,7 @@ OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "lose engin
 OF_NETWORK: tuple[FaultKind, ...] = ("spoil", "repeat notice")
 OF_MESSAGES: tuple[FaultKind, ...] = ("drop", "duplicate", "reorder")
 LAST = 900  # the numbers of the last requests begin there
+MEANWHILE = 950  # and those of the requests that are made while an agent stands still for long
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +135,22 @@ class Scenario:
 
     def last(self) -> tuple[Request, ...]:
         """One more request of every decoding engine to every prefilling one, when all is well again."""
-        pairs = [(p, d) for p in range(len(self.prefills)) for d in range(len(self.decodes))]
+        return self._of_each_to_each(LAST, tuple(self.engines))
+
+    def meanwhile(self) -> tuple[Request, ...]:
+        """The same while an agent stands still for long, but for its own engine; none if no agent does."""
+        stalled = {name for fault in self.faults if fault.kind == "stall agent" for name in fault.who}
+        well = tuple(name for name, agents in self.engines.items() if stalled.isdisjoint(agents))
+        return self._of_each_to_each(MEANWHILE, well) if stalled else ()
+
+    def _of_each_to_each(self, first: int, engines: tuple[str, ...]) -> tuple[Request, ...]:
+        pairs = [(p, d) for p in engines for d in engines if (p[0], d[0]) == ("P", "D")]
         return tuple(
             Request(
-                number=LAST + i,
-                prefill=f"P{p}",
-                decode=f"D{d}",
-                source=f"p{p}0",
+                number=first + i,
+                prefill=p,
+                decode=d,
+                source=f"p{p[1:]}0",
                 at=0.0,
                 want_at=0.0,
                 tokens=3,
@@ -191,6 +202,8 @@ def make(seed: int) -> Scenario:
         faults.append(Fault(request.at, "preempt", (request.source,), round(rng.uniform(1.0, 1.7), 4)))
     if seed % 16 == 11:
         faults += _disorder(random.Random(f"disorder {seed}"), scenario)
+    if seed % 16 == 1 and seed % 3:
+        scenario, faults = _stalled(random.Random(f"stall {seed}"), scenario, faults)
     return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
@@ -247,6 +260,19 @@ def _disorder(rng: random.Random, scenario: Scenario) -> list[Fault]:
         seconds = rng.choice((0.1, 0.5, 3.0))
         faults.append(Fault(max(0.0, round(at, 5)), rng.choice(OF_MESSAGES), who, seconds))
     return faults
+
+
+def _stalled(rng: random.Random, scenario: Scenario, faults: list[Fault]) -> tuple[Scenario, list[Fault]]:
+    """An agent of a request stands still until long after everything else is well; there is another engine like its."""
+    request = rng.choice(scenario.requests)
+    side = rng.choice((request.prefill, request.decode))
+    agent = rng.choice(scenario.engines[side])
+    if side[0] == "P" and len(scenario.prefills) == 1:
+        scenario = replace(scenario, prefills=(*scenario.prefills, 1))
+    if side[0] == "D" and len(scenario.decodes) == 1:
+        scenario = replace(scenario, decodes=(*scenario.decodes, 1))
+    others = [fault for fault in faults if agent not in fault.who]
+    return scenario, [*others, Fault(round(_moment(rng, scenario), 5), "stall agent", (agent,))]
 
 
 def _moment(rng: random.Random, scenario: Scenario) -> float:

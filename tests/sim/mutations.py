@@ -22,6 +22,7 @@ from kvbridge.agent.engines import Engines
 from kvbridge.agent.equipment import Docks
 from kvbridge.agent.jobs import Failure, Jobs
 from kvbridge.agent.mover import Mover
+from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.relations import Lanes
 from kvbridge.agent.waiting import WaitWord
 from kvbridge.device.porter import Moved
@@ -62,6 +63,12 @@ def _freed_in_place(put: Callable[[Any, str, Any], None]) -> None:
         self.sink.rebuilt(self._home)
 
     put(Engines, "rebuild", rebuild)
+
+
+def _never_rebuilt(put: Callable[[Any, str, Any], None]) -> None:
+    async def look(self: Rebuilder) -> None: ...
+
+    put(Rebuilder, "look", look)
 
 
 def _digest(put: Callable[[Any, str, Any], None]) -> None:
@@ -319,6 +326,7 @@ MUTATIONS: dict[str, Mutate] = {
     "a route outlives its session": _nothing(Mover, "disconnect"),
     "a probe's lane is kept": _nothing(Lanes, "take_back"),
     "memory of an engine that left stays mapped": _nothing(Attachment, "close"),
+    "slots in doubt stay so while their source stands still": _never_rebuilt,
     "messages are not counted": _unnumbered,
     "a chunk is written before it is gathered": _gather_unwaited,
     "a slot to gather into is used again before its write has ended": _over_at_once(

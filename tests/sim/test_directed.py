@@ -72,7 +72,7 @@ def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: F
         world = World(scenario)
         world.begin()
         world.clock.run(0.1)
-        world._last_requests()
+        world._ask(scenario.last())
         world.clock.run(0.5)
         (link,) = world.processes["d00"].links.open
         codes = _lost(world)
@@ -90,7 +90,7 @@ def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: F
         else:
             assert codes == {"d00": "messages_lost", "p00": "peer_disconnected"}
         assert not world.processes["d00"].links.open and not world.processes["p00"].links.open
-        world._last_requests()
+        world._ask(scenario.last())
         world.clock.run(5.0)
         world.end()
         assert world._ends[900] == {True: "released", False: "done"}
