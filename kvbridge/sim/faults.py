@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .world import World
 
 FAULTS_END_S = 7.0
-STALLS_END_S = 19.0  # for an agent that stands still beyond all else
+WRITES_NEED_THEIR_TARGET = False  # as by TCP: what is on its way to an agent that stands still for long hangs
 RESTART_S = 0.05  # no start is faster; what the one before wrote has landed by then
 
 
@@ -31,6 +31,7 @@ class Faults:
         self.troubled: dict[str, float] = {}
         self.gone: set[str] = set()
         self._stalled: set[Process] = set()
+        self._held: set[tuple[str, str]] = set()  # between which writes hang because of that
 
     def happen(self, fault: Fault) -> None:
         if self._world.clock.now >= FAULTS_END_S:
@@ -92,11 +93,18 @@ class Faults:
             if not process.is_dead:
                 self._world.say("fault", f"stall agent {name} is over")
                 process.thaw()
+            self._held.clear()
+            self._world.data.hung -= held
+            self._world.data.go_on()
+
+        held = {(other, name) for other in self._world.processes if WRITES_NEED_THEIR_TARGET}
+        self._held |= held
+        self._world.data.hung |= held
 
         self._stalled.add(process)
-        self.troubled[name] = STALLS_END_S
+        self.troubled[name] = self._world.clock.now + fault.seconds
         process.freeze(process.loop, process.thread)
-        self._world.clock.at(STALLS_END_S, over)
+        self._world.clock.after(fault.seconds, over)
 
     def _preempt(self, fault: Fault, name: str) -> None:
         """In the middle of its next gather the agent stands still, and its engine takes back all that it offers."""
@@ -234,7 +242,7 @@ class Faults:
         self.disorder.clear()
         self._world.data.slow.clear()
         self._world.data.failing.clear()
-        self._world.data.hung.clear()
+        self._world.data.hung &= self._held
         self._world.data.spoil = self._world.data.repeat = 0
         self._world.data.forging.clear()
         self._go_on()

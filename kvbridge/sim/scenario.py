@@ -59,6 +59,7 @@ OF_AGENTS: tuple[FaultKind, ...] = (
 OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "lose engine", "rescale", "detach", "hang up")
 OF_NETWORK: tuple[FaultKind, ...] = ("spoil", "repeat notice")
 OF_MESSAGES: tuple[FaultKind, ...] = ("drop", "duplicate", "reorder")
+STALLS_END_S = 19.0  # for an agent that stands still beyond all else
 LAST = 900  # the numbers of the last requests begin there
 MEANWHILE = 950  # and those of the requests that are made while an agent stands still for long
 
@@ -272,7 +273,8 @@ def _stalled(rng: random.Random, scenario: Scenario, faults: list[Fault]) -> tup
     if side[0] == "D" and len(scenario.decodes) == 1:
         scenario = replace(scenario, decodes=(*scenario.decodes, 1))
     others = [fault for fault in faults if agent not in fault.who]
-    return scenario, [*others, Fault(round(_moment(rng, scenario), 5), "stall agent", (agent,))]
+    at = round(_moment(rng, scenario), 5)
+    return scenario, [*others, Fault(at, "stall agent", (agent,), round(STALLS_END_S - at, 5))]
 
 
 def _moment(rng: random.Random, scenario: Scenario) -> float:

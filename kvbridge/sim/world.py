@@ -15,12 +15,12 @@ from ..exchange.slots import SlotState
 from .check import look_for_leaks
 from .engine import Decode, Engine, Held, Prefill, Rank
 from .fabric import DataNetwork
-from .faults import FAULTS_END_S, STALLS_END_S, Faults
+from .faults import FAULTS_END_S, Faults
 from .links import PING_S, SimLink
 from .loop import Clock
 from .matter import Blocks
 from .process import Process
-from .scenario import LAST, MEANWHILE, OF_MESSAGES, FaultKind, Request, Scenario
+from .scenario import LAST, MEANWHILE, OF_MESSAGES, STALLS_END_S, FaultKind, Request, Scenario
 
 T = TypeVar("T")
 
