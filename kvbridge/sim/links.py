@@ -199,7 +199,7 @@ class SimLink(Numbered):
     def ping(self) -> None:
         """Called now and then where messages get lost: that the last one was shows by what comes behind it."""
         now = self.links.world.clock.now
-        if self.is_dialled and self.is_up and not self.links.process.is_frozen and now - self._pinged_at >= PING_S:
+        if self.is_dialled and self.is_up and not self.links.process.loop.is_frozen and now - self._pinged_at >= PING_S:
             self._pinged_at = now
             self.send(Ping(number=0))
 
