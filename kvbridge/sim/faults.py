@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .world import World
 
 FAULTS_END_S = 7.0
-WRITES_NEED_THEIR_TARGET = False  # as by TCP: what is on its way to an agent that stands still for long hangs
 RESTART_S = 0.05  # no start is faster; what the one before wrote has landed by then
 
 
@@ -93,13 +92,13 @@ class Faults:
             if not process.is_dead:
                 self._world.say("fault", f"stall agent {name} is over")
                 process.thaw()
+            self._world.data.hung -= self._held
             self._held.clear()
-            self._world.data.hung -= held
             self._world.data.go_on()
 
-        held = {(other, name) for other in self._world.processes if WRITES_NEED_THEIR_TARGET}
-        self._held |= held
-        self._world.data.hung |= held
+        if self._world.scenario.seed & 16:  # as by TCP, where the target must be awake; by RDMA they land all the same
+            self._held |= {(other, name) for other in self._world.processes}
+            self._world.data.hung |= self._held
 
         self._stalled.add(process)
         self.troubled[name] = self._world.clock.now + fault.seconds

@@ -71,6 +71,11 @@ def _never_rebuilt(put: Callable[[Any, str, Any], None]) -> None:
     put(Rebuilder, "look", look)
 
 
+def _stuck_outbound(put: Callable[[Any, str, Any], None]) -> None:
+    right = Rebuilder._reasons
+    put(Rebuilder, "_reasons", lambda self: [reason for reason in right(self) if "inbound" in reason])
+
+
 def _digest(put: Callable[[Any, str, Any], None]) -> None:
     put(matter, "compared", lambda ticket, digest, expected: Moved(ticket, digest))
     put(matter, "is_right", lambda found, expected: True)
@@ -327,6 +332,7 @@ MUTATIONS: dict[str, Mutate] = {
     "a probe's lane is kept": _nothing(Lanes, "take_back"),
     "memory of an engine that left stays mapped": _nothing(Attachment, "close"),
     "slots in doubt stay so while their source stands still": _never_rebuilt,
+    "slots to gather into stay stuck while their sink stands still": _stuck_outbound,
     "messages are not counted": _unnumbered,
     "a chunk is written before it is gathered": _gather_unwaited,
     "a slot to gather into is used again before its write has ended": _over_at_once(
