@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .scenario import Fault
+from .scenario import Fault, FaultKind
 
 if TYPE_CHECKING:
     from .loop import Thread
@@ -19,14 +19,18 @@ RESTART_S = 0.05  # no start is faster; what the one before wrote has landed by 
 class Faults:
     """`blocked` counts, by pair, what keeps messages and writes from one agent to another.
 
-    `troubled` says until when an agent or engine is not itself, `gone` which engines never come back.
+    `disorder` is what befalls single messages. `troubled` says until when an agent or engine is not itself, `gone`
+    which engines never come back.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.blocked: dict[tuple[str, str], int] = {}
+        self.disorder: dict[tuple[str, str], tuple[FaultKind, ...]] = {}
         self.troubled: dict[str, float] = {}
         self.gone: set[str] = set()
+        self._stalled: set[Process] = set()
+        self._held: set[tuple[str, str]] = set()  # between which writes hang because of that
 
     def happen(self, fault: Fault) -> None:
         if self._world.clock.now >= FAULTS_END_S:
@@ -78,6 +82,28 @@ class Faults:
     def _freeze_mover(self, fault: Fault, name: str) -> None:
         process = self._world.processes[name]
         self._freeze(fault, process, process.thread)
+
+    def _stall_agent(self, fault: Fault, name: str) -> None:
+        process = self._world.processes[name]
+        if process.is_dead:
+            return
+
+        def over() -> None:
+            if not process.is_dead:
+                self._world.say("fault", f"stall agent {name} is over")
+                process.thaw()
+            self._world.data.hung -= self._held
+            self._held.clear()
+            self._world.data.go_on()
+
+        if self._world.scenario.seed & 16:  # as by TCP, where the target must be awake; by RDMA they land all the same
+            self._held |= {(other, name) for other in self._world.processes}
+            self._world.data.hung |= self._held
+
+        self._stalled.add(process)
+        self.troubled[name] = self._world.clock.now + fault.seconds
+        process.freeze(process.loop, process.thread)
+        self._world.clock.after(fault.seconds, over)
 
     def _preempt(self, fault: Fault, name: str) -> None:
         """In the middle of its next gather the agent stands still, and its engine takes back all that it offers."""
@@ -155,6 +181,16 @@ class Faults:
         for link in held_up:
             link.go_on()
 
+    def _mistreat(self, fault: Fault, one: str, other: str) -> None:
+        self.disorder[one, other] = (*self.disorder.get((one, other), ()), fault.kind)
+
+        def end() -> None:
+            self.disorder.pop((one, other), None)
+
+        self._until(fault, end)
+
+    _drop = _duplicate = _reorder = _mistreat
+
     def _slow_writes(self, fault: Fault, *pair: str) -> None:
         self._world.data.slow[pair[0], pair[1]] = 2.0 * fault.seconds
 
@@ -194,7 +230,7 @@ class Faults:
         for name, process in list(self._world.processes.items()):
             if process.is_dead and self._world.clock.now > process.died_at + RESTART_S:
                 self._world.start(name)
-            elif process.is_frozen:
+            elif process.is_frozen and process not in self._stalled:
                 process.thaw()
         for engine in self._world.engines.values():
             if engine.is_dead and engine.name not in self.gone:
@@ -202,9 +238,10 @@ class Faults:
             elif engine.loop.is_frozen:
                 engine.loop.thaw()
         self.blocked.clear()
+        self.disorder.clear()
         self._world.data.slow.clear()
         self._world.data.failing.clear()
-        self._world.data.hung.clear()
+        self._world.data.hung &= self._held
         self._world.data.spoil = self._world.data.repeat = 0
         self._world.data.forging.clear()
         self._go_on()

@@ -1,7 +1,8 @@
 """Messages between simulated agents: what transport/control.py promises, over a network that keeps nothing else.
 
 A link delivers everything in order, or is lost and says so once. Between the two: delays, connections that are cut
-with what was under way, that go dead in one direction or both, and processes that stand still or start anew.
+with what was under way, that go dead in one direction or both, messages that are lost, come twice or overtake each
+other, and processes that stand still or start anew. What came is counted in as `Link` counts it.
 """
 
 from __future__ import annotations
@@ -12,36 +13,40 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvbridge_proto.peer import Body, Envelope
-from kvbridge_proto.words import OURS
+from kvbridge_proto.peer import Body, Envelope, Ping, Pong
 
-from ..transport.events import Arrived, Event, Lost
+from ..transport.events import Arrived, Event, Lost, Rejected
+from ..transport.link import Numbered
 from ..transport.trust import Trust
 
 if TYPE_CHECKING:
     from .process import Process
     from .world import World
 
+PING_S = 1.0
+LATE_S = 0.2  # by how much a message may be overtaken, or its copy be behind it
 
-class SimLink:
+
+class SimLink(Numbered):
     """One end of a connection, with what `Link` has that agents use."""
 
     def __init__(self, links: AgentLinks, address: str, is_dialled: bool) -> None:
+        super().__init__()
         self.address = address
         self.key = ""
         self.is_dialled = is_dialled
-        self.peer_boot = ""
-        self.version = OURS.oldest
         self.is_up = not is_dialled
         self.is_lost = False
         self.is_heard = False  # it shows to the agent: dialled, or a message came by it
         self.peer: SimLink | None = None
         self.links = links
+        self._is_tail = False  # of a link that this end gave up, or whose beginning was lost: nobody answers by it
+        self._after: SimLink | None = None  # the tail of ours
         self._outbox: deque[Body] = deque()
         self._free_at = 0.0
         self._stuck: list[Callable[[], None]] = []
         self._silent_since = -1.0
-        self._number = 0
+        self._pinged_at = links.world.clock.now
 
     def send(self, body: Body) -> bool:
         if self.is_lost or self.links.process.is_dead:
@@ -56,6 +61,7 @@ class SimLink:
         """End it from our side, without a Lost; what was sent still leaves."""
         if not self.is_lost:
             self._end()
+            self._hang_up()
 
     # The network:
 
@@ -69,11 +75,21 @@ class SimLink:
         if peer is None:  # cut, and not noticed yet: what is sent now is gone
             return
         self.links.world.on_message(self.links.process, peer.links.process, body)
-        number, self._number = self._number, self._number + 1
-        envelope = Envelope(
-            version=self.version, sender=self.links.process.boot, receiver=self.peer_boot, number=number, body=body
-        )
-        self._carry(lambda: peer.arrive(envelope))
+        event = partial(peer.arrive, self.number(self.links.process.boot, body))
+        disorder = self.links.world.disorder(self.links.process.name, peer.links.process.name)
+        if disorder and self.links.world.chance(0.3):
+            self._mistreat(self.links.world.pick(disorder), event)
+        else:
+            self._carry(event)
+
+    def _mistreat(self, how: str, event: Callable[[], None]) -> None:
+        """What no connection does to a message, as far as we know."""
+        world = self.links.world
+        world.say("network", f"{how}: a message of {self.links.process.name}")
+        if how == "duplicate":
+            self._carry(event)
+        if how != "drop":
+            world.clock.after(world.uniform(0.0, LATE_S), lambda: self._deliver(event))
 
     def _carry(self, event: Callable[[], None]) -> None:
         """To the other end, behind all before it."""
@@ -98,24 +114,62 @@ class SimLink:
             self._deliver(event)
 
     def arrive(self, envelope: Envelope) -> None:
+        """As a control takes it: what does not come in turn ends the link."""
         if self.is_lost:
+            if self._after is not None:
+                self._after.arrive(envelope)
             return
-        self.is_heard = True
-        self.peer_boot = envelope.sender
-        self.links.tell(Arrived(self, envelope))  # type: ignore[arg-type]
+        fault = self.check(envelope)
+        if fault is None:
+            self.is_heard, self._is_tail = True, False
+            self._hear(envelope)
+        elif not self.is_heard:
+            self._is_tail = True
+            self.links.tell(Rejected(None, *fault))
+        elif self.is_dialled:
+            self.lose(fault[0])
+        else:
+            self._give_up(fault[0])
+            self.arrive(envelope)
+
+    def _hear(self, envelope: Envelope) -> None:
+        match envelope.body:
+            case Ping(number=number):
+                self.send(Pong(number=number))
+            case Pong():
+                pass
+            case _:
+                self.links.tell(Arrived(self, envelope))  # type: ignore[arg-type]
 
     def lose(self, code: str) -> None:
         """The agent hears that it is over, if it knew of it."""
-        if self.is_lost or self.links.process.is_dead:
+        if self.links.process.is_dead:
+            return
+        if self.is_lost:
+            if self._after is not None:
+                self._after.lose(code)
             return
         self._end()
+        self._hang_up()
         if self.is_heard:
             self.links.tell(Lost(self, code, f"{self.address}"))  # type: ignore[arg-type]
+
+    def _give_up(self, code: str) -> None:
+        """An accepted link is lost, but its connection stays: a first message by it would begin another link."""
+        self._end()
+        self.links.tell(Lost(self, code, f"{self.address}"))  # type: ignore[arg-type]
+        after = self._after = SimLink(self.links, self.address, False)
+        after._is_tail, after.peer, after._free_at = True, self.peer, self._free_at
+        if self.peer is not None:
+            self.peer.peer = after
+        self.links.open.append(after)
 
     def _end(self) -> None:
         self.is_lost = True
         self._outbox.clear()
         self.links.drop(self)
+
+    def _hang_up(self) -> None:
         peer = self.peer
         if peer is not None:  # our socket is closed: the other end sees that behind what we sent
             self._carry(lambda: peer.lose("peer_disconnected"))
@@ -130,16 +184,24 @@ class SimLink:
 
     def look(self, silence_s: float) -> None:
         """Called now and then while something is wrong: silence for too long is a loss."""
-        if self.is_lost or self.peer is None or self.links.process.loop.is_frozen:
+        if self.is_lost or self.peer is None or self._is_tail or self.links.process.loop.is_frozen:
             self._silent_since = -1.0
             return
         world, other = self.links.world, self.peer.links.process
-        if not (world.is_blocked(other.name, self.links.process.name) or other.loop.is_frozen):
+        is_deaf = other.loop.is_frozen or self.peer._is_tail
+        if not (is_deaf or world.is_blocked(other.name, self.links.process.name)):
             self._silent_since = -1.0
         elif self._silent_since < 0:
             self._silent_since = world.clock.now
         elif world.clock.now - self._silent_since > silence_s:
             self.lose("peer_silent")
+
+    def ping(self) -> None:
+        """Called now and then where messages get lost: that the last one was shows by what comes behind it."""
+        now = self.links.world.clock.now
+        if self.is_dialled and self.is_up and not self.links.process.loop.is_frozen and now - self._pinged_at >= PING_S:
+            self._pinged_at = now
+            self.send(Ping(number=0))
 
 
 class AgentLinks:

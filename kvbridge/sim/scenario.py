@@ -15,6 +15,7 @@ FaultKind = Literal[
     "freeze agent",
     "freeze loop",
     "freeze mover",
+    "stall agent",
     "preempt",
     "kill engine",
     "freeze engine",
@@ -22,6 +23,9 @@ FaultKind = Literal[
     "cut",
     "half-open",
     "partition",
+    "drop",
+    "duplicate",
+    "reorder",
     "slow writes",
     "hang writes",
     "fail writes",
@@ -54,7 +58,10 @@ OF_AGENTS: tuple[FaultKind, ...] = (
 )
 OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "lose engine", "rescale", "detach", "hang up")
 OF_NETWORK: tuple[FaultKind, ...] = ("spoil", "repeat notice")
+OF_MESSAGES: tuple[FaultKind, ...] = ("drop", "duplicate", "reorder")
+STALLS_END_S = 19.0  # for an agent that stands still beyond all else
 LAST = 900  # the numbers of the last requests begin there
+MEANWHILE = 950  # and those of the requests that are made while an agent stands still for long
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +136,22 @@ class Scenario:
 
     def last(self) -> tuple[Request, ...]:
         """One more request of every decoding engine to every prefilling one, when all is well again."""
-        pairs = [(p, d) for p in range(len(self.prefills)) for d in range(len(self.decodes))]
+        return self._of_each_to_each(LAST, tuple(self.engines))
+
+    def meanwhile(self) -> tuple[Request, ...]:
+        """The same while an agent stands still for long, but for its own engine; none if no agent does."""
+        stalled = {name for fault in self.faults if fault.kind == "stall agent" for name in fault.who}
+        well = tuple(name for name, agents in self.engines.items() if stalled.isdisjoint(agents))
+        return self._of_each_to_each(MEANWHILE, well) if stalled else ()
+
+    def _of_each_to_each(self, first: int, engines: tuple[str, ...]) -> tuple[Request, ...]:
+        pairs = [(p, d) for p in engines for d in engines if (p[0], d[0]) == ("P", "D")]
         return tuple(
             Request(
-                number=LAST + i,
-                prefill=f"P{p}",
-                decode=f"D{d}",
-                source=f"p{p}0",
+                number=first + i,
+                prefill=p,
+                decode=d,
+                source=f"p{p[1:]}0",
                 at=0.0,
                 want_at=0.0,
                 tokens=3,
@@ -185,6 +201,10 @@ def make(seed: int) -> Scenario:
     if scenario.is_impatient:
         request = rng.choice(requests)
         faults.append(Fault(request.at, "preempt", (request.source,), round(rng.uniform(1.0, 1.7), 4)))
+    if seed % 16 == 11:
+        faults += _disorder(random.Random(f"disorder {seed}"), scenario)
+    if seed % 16 == 1 and seed % 3:
+        scenario, faults = _stalled(random.Random(f"stall {seed}"), scenario, faults)
     return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
@@ -229,6 +249,32 @@ def _fault(rng: random.Random, scenario: Scenario) -> Fault:
     if kinds is OF_ENGINES:
         return Fault(at, kind, (rng.choice(list(engines)),), seconds)
     return Fault(at, kind, ())
+
+
+def _disorder(rng: random.Random, scenario: Scenario) -> list[Fault]:
+    """Messages between agents of a request get lost, come twice or overtake each other."""
+    faults = []
+    for _ in range(rng.randint(1, 3)):
+        request, at = rng.choice(scenario.requests), _moment(rng, scenario) - rng.choice((0.0, 0.1))
+        pair = rng.choice(scenario.engines[request.prefill]), rng.choice(scenario.engines[request.decode])
+        who = pair if rng.random() < 0.5 else pair[::-1]
+        seconds = rng.choice((0.1, 0.5, 3.0))
+        faults.append(Fault(max(0.0, round(at, 5)), rng.choice(OF_MESSAGES), who, seconds))
+    return faults
+
+
+def _stalled(rng: random.Random, scenario: Scenario, faults: list[Fault]) -> tuple[Scenario, list[Fault]]:
+    """An agent of a request stands still until long after everything else is well; there is another engine like its."""
+    request = rng.choice(scenario.requests)
+    side = rng.choice((request.prefill, request.decode))
+    agent = rng.choice(scenario.engines[side])
+    if side[0] == "P" and len(scenario.prefills) == 1:
+        scenario = replace(scenario, prefills=(*scenario.prefills, 1))
+    if side[0] == "D" and len(scenario.decodes) == 1:
+        scenario = replace(scenario, decodes=(*scenario.decodes, 1))
+    others = [fault for fault in faults if agent not in fault.who]
+    at = round(_moment(rng, scenario), 5)
+    return scenario, [*others, Fault(at, "stall agent", (agent,), round(STALLS_END_S - at, 5))]
 
 
 def _moment(rng: random.Random, scenario: Scenario) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from kvbridge_proto.peer import Body, Notice, Ping
+from kvbridge_proto.peer import Body, Notice, Ping, Pong
 from kvbridge_proto.pool import Pool
 
 from ..config import AgentConfig
@@ -16,18 +16,23 @@ from .check import look_for_leaks
 from .engine import Decode, Engine, Held, Prefill, Rank
 from .fabric import DataNetwork
 from .faults import FAULTS_END_S, Faults
-from .links import SimLink
+from .links import PING_S, SimLink
 from .loop import Clock
 from .matter import Blocks
 from .process import Process
-from .scenario import LAST, Request, Scenario
+from .scenario import LAST, MEANWHILE, OF_MESSAGES, STALLS_END_S, FaultKind, Request, Scenario
 
 T = TypeVar("T")
 
 CONNECT_S = 1.0
 SILENCE_S = 1.0
 LOOK_S = 0.25
+SILENCING: tuple[FaultKind, ...] = ("half-open", "partition", "freeze agent", "freeze loop", "stall agent")
+LOST_S = PING_S + 3 * SILENCE_S  # after which no end of a link thinks that it is one while the other does not
 REBUILD_S = (86400.0, 3.0, 0.5)  # how long slots may be in doubt, by seed
+MEANWHILE_S = (
+    8.0  # after the last fault, while an agent may stand still; whoever does not need it must get what it asks
+)
 LAST_S = 18.0  # after the last fault; whoever asks for something then must get it
 REST_S = 24.0  # so much later everybody has come to rest
 SLACK_S = 1.5
@@ -85,8 +90,10 @@ class World:
             self.begin()
             self.clock.run(FAULTS_END_S)
             self.faults.calm()
+            self.clock.run(FAULTS_END_S + MEANWHILE_S)
+            self._ask(self.scenario.meanwhile())
             self.clock.run(FAULTS_END_S + LAST_S)
-            self._last_requests()
+            self._ask(self.scenario.last())
             self.clock.run(FAULTS_END_S + REST_S)
             if not self.outcome.failure:
                 look_for_leaks(self)
@@ -118,7 +125,12 @@ class World:
             self.clock.at(0.01 + request.want_at, partial(self._request, request, request.decode))
         for fault in scenario.faults:
             self.clock.at(0.01 + fault.at, partial(self.faults.happen, fault))
-        if any(fault.kind in ("half-open", "partition", "freeze agent", "freeze loop") for fault in scenario.faults):
+        kinds = {fault.kind for fault in scenario.faults}
+        self._is_disordered = not kinds.isdisjoint(OF_MESSAGES)
+        self._look_until = FAULTS_END_S + (LOST_S if self._is_disordered else SILENCE_S)
+        if "stall agent" in kinds:
+            self._look_until = STALLS_END_S + SILENCE_S
+        if self._is_disordered or not kinds.isdisjoint(SILENCING):
             self.clock.after(LOOK_S, self._look)
 
     def start(self, name: str) -> None:
@@ -141,11 +153,14 @@ class World:
             if not process.is_dead:
                 for link in list(process.links.open):
                     link.look(SILENCE_S)
-        if self.clock.now < FAULTS_END_S + SILENCE_S:
+                    if self._is_disordered:
+                        link.ping()
+        if self.clock.now < self._look_until:
             self.clock.after(LOOK_S, self._look)
 
-    def _last_requests(self) -> None:
-        for request in self.scenario.last():
+    def _ask(self, requests: tuple[Request, ...]) -> None:
+        """Of those who can be asked; all of these must be answered."""
+        for request in requests:
             if not {request.prefill, request.decode} & self.faults.gone:
                 self._ends[request.number] = {}
                 self._request(request, request.prefill)
@@ -175,6 +190,9 @@ class World:
 
     def is_blocked(self, one: str, other: str) -> bool:
         return bool(self.faults.blocked) and self.faults.blocked.get((one, other), 0) > 0
+
+    def disorder(self, one: str, other: str) -> tuple[FaultKind, ...]:
+        return self.faults.disorder.get((one, other), ()) if self.faults.disorder else ()
 
     def is_cut_off(self, one: str, other: str) -> bool:
         return self.is_blocked(one, other) or self.is_blocked(other, one)
@@ -228,7 +246,7 @@ class World:
             self.story.append(f"{self.clock.now:9.4f}  {who:8} {text}")
 
     def on_message(self, sender: Process, receiver: Process, body: Body) -> None:
-        if self.story is not None and not isinstance(body, Ping):
+        if self.story is not None and not isinstance(body, Ping | Pong):
             self.say(sender.name, f"-> {receiver.name}: {_brief(body)}")
 
     def on_write(self, source: Process, target: Process, slot: int, notice: Notice) -> None:
@@ -257,7 +275,8 @@ class World:
             self.foul(f"{request.name} ended twice on one side: {ends[is_prefill]}, then {how}")
         ends[is_prefill] = how
         if request.number >= LAST and not is_prefill and how != "done":
-            self.foul(f"{request.name}, when all was well again: {how}")
+            when = "while another agent stood still" if request.number >= MEANWHILE else "when all was well again"
+            self.foul(f"{request.name}, {when}: {how}")
 
     def unended(self) -> list[str]:
         return [

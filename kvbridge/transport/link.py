@@ -13,7 +13,32 @@ if TYPE_CHECKING:
     from .control import Control
 
 
-class Link:
+class Numbered:
+    """The order of a connection's envelopes: numbered from 0 in each direction, all between the same two boots."""
+
+    def __init__(self) -> None:
+        self.peer_boot = ""
+        self.version = OURS.oldest
+        self._sent = 0
+        self._expected = 0
+
+    def number(self, sender: str, body: Body) -> Envelope:
+        """The next envelope."""
+        number, self._sent = self._sent, self._sent + 1
+        return Envelope(version=self.version, sender=sender, receiver=self.peer_boot, number=number, body=body)
+
+    def check(self, envelope: Envelope) -> tuple[str, str] | None:
+        """Count an envelope in; or why it ends the link, as code and reason."""
+        if self.peer_boot and envelope.sender != self.peer_boot:
+            return "peer_restarted", f"boot: was {self.peer_boot}, now {envelope.sender}"
+        if envelope.number != self._expected:
+            return "messages_lost", f"number: got {envelope.number}, expected {self._expected}"
+        self.peer_boot = envelope.sender
+        self._expected += 1
+        return None
+
+
+class Link(Numbered):
     """Made by Control: `dial` makes one, a stranger's first envelope another.
 
     `address` is what was dialled, or where the peer called from. `peer_boot` is empty until its first envelope came.
@@ -22,10 +47,9 @@ class Link:
     """
 
     def __init__(self, control: Control, address: str, identity: bytes | None, now: float, key: str = "") -> None:
+        super().__init__()
         self.address = address
         self.key = key
-        self.peer_boot = ""
-        self.version = OURS.oldest
         self.is_up = identity is not None
         self.is_lost = False
         self.failures = 0  # handshakes that failed before it was up
@@ -36,8 +60,6 @@ class Link:
         self.heard_at = now
         self.pinged_at = now
         self._control = control
-        self._sent = 0
-        self._expected = 0
 
     def __repr__(self) -> str:
         state = "lost" if self.is_lost else "up" if self.is_up else "connecting"
@@ -57,15 +79,4 @@ class Link:
 
     def seal(self, sender: str, body: Body) -> bytes:
         """The next envelope, as a frame."""
-        number, self._sent = self._sent, self._sent + 1
-        return encode(Envelope(version=self.version, sender=sender, receiver=self.peer_boot, number=number, body=body))
-
-    def check(self, envelope: Envelope) -> tuple[str, str] | None:
-        """Count an envelope in; or why it ends the link, as code and reason."""
-        if self.peer_boot and envelope.sender != self.peer_boot:
-            return "peer_restarted", f"boot: was {self.peer_boot}, now {envelope.sender}"
-        if envelope.number != self._expected:
-            return "messages_lost", f"number: got {envelope.number}, expected {self._expected}"
-        self.peer_boot = envelope.sender
-        self._expected += 1
-        return None
+        return encode(self.number(sender, body))

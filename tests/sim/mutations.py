@@ -22,6 +22,7 @@ from kvbridge.agent.engines import Engines
 from kvbridge.agent.equipment import Docks
 from kvbridge.agent.jobs import Failure, Jobs
 from kvbridge.agent.mover import Mover
+from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.relations import Lanes
 from kvbridge.agent.waiting import WaitWord
 from kvbridge.device.porter import Moved
@@ -36,6 +37,8 @@ from kvbridge.sim import matter
 from kvbridge.sim.matter import SlotPorter
 from kvbridge.sim.run import play, prepared
 from kvbridge.sim.scenario import Fault, Scenario, make
+from kvbridge.transport.fabric import Wrote
+from kvbridge.transport.link import Numbered
 
 Mutate = Callable[[Callable[[Any, str, Any], None]], None]
 
@@ -60,6 +63,17 @@ def _freed_in_place(put: Callable[[Any, str, Any], None]) -> None:
         self.sink.rebuilt(self._home)
 
     put(Engines, "rebuild", rebuild)
+
+
+def _never_rebuilt(put: Callable[[Any, str, Any], None]) -> None:
+    async def look(self: Rebuilder) -> None: ...
+
+    put(Rebuilder, "look", look)
+
+
+def _stuck_outbound(put: Callable[[Any, str, Any], None]) -> None:
+    right = Rebuilder._reasons
+    put(Rebuilder, "_reasons", lambda self: [reason for reason in right(self) if "inbound" in reason])
 
 
 def _digest(put: Callable[[Any, str, Any], None]) -> None:
@@ -229,6 +243,60 @@ def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
     put(Dialling, "_dial", dial)
 
 
+def _unnumbered(put: Callable[[Any, str, Any], None]) -> None:
+    def check(self: Numbered, envelope: Any) -> None:
+        self.peer_boot = envelope.sender
+
+    put(Numbered, "check", check)
+
+
+def _over_at_once(job: str, waits: str, ended: Callable[[Any, Any], Any]) -> Mutate:
+    """A job of that name does not wait in `waits` of the mover, but goes on with what `ended` says of mover and key."""
+
+    def mutate(put: Callable[[Any, str, Any], None]) -> None:
+        right = Mover._resume
+
+        def resume(self: Mover, going: Any, event: Any) -> None:
+            right(self, going, event)
+            left = getattr(self, waits)
+            for key in [key for key, each in left.items() if each is going and going.__name__ == job]:
+                left[key] = _heedless()
+                self._resume(going, ended(self, key))
+
+        put(Mover, "_resume", resume)
+
+    return mutate
+
+
+def _heedless() -> Generator[Any, Any, None]:
+    """A job that has begun, to be told of an end that nobody waits for."""
+
+    def job() -> Generator[Any, Any, None]:
+        yield
+
+    begun = job()
+    next(begun)
+    return begun
+
+
+def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
+    """The digest is then that of what lies in the slot already."""
+    right, digests = SlotPorter.gather, dict[tuple[Any, int], int]()
+
+    def gather(self: SlotPorter, pool: Any, part: Any, slot: Any, *args: Any) -> int:
+        count = slot.size_bytes // matter.CELL_BYTES
+        before = [*self._process.ram.get(slot.address, []), *[matter.NOTHING] * count][:count]
+        ticket = right(self, pool, part, slot, *args)
+        digests[self, ticket] = matter.digest_of(before)
+        return ticket
+
+    def ended(mover: Mover, ticket: int) -> Moved:
+        return Moved(ticket, digests[mover._at_work.porter, ticket])
+
+    put(SlotPorter, "gather", gather)
+    _over_at_once("ship", "_moving", ended)(put)
+
+
 def _nothing(owner: Any, method: str) -> Mutate:
     """The method of that name does nothing."""
     return lambda put: put(owner, method, lambda self, *args: None)
@@ -263,6 +331,14 @@ MUTATIONS: dict[str, Mutate] = {
     "a route outlives its session": _nothing(Mover, "disconnect"),
     "a probe's lane is kept": _nothing(Lanes, "take_back"),
     "memory of an engine that left stays mapped": _nothing(Attachment, "close"),
+    "slots in doubt stay so while their source stands still": _never_rebuilt,
+    "slots to gather into stay stuck while their sink stands still": _stuck_outbound,
+    "messages are not counted": _unnumbered,
+    "a chunk is written before it is gathered": _gather_unwaited,
+    "a slot to gather into is used again before its write has ended": _over_at_once(
+        "ship", "_writing", lambda mover, key: Wrote(key[1])
+    ),
+    "scattered is said before rows are": _over_at_once("scatter", "_moving", lambda mover, ticket: Moved(ticket)),
 }
 # Rules against a source that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
 # write finds its lease used up: so the simulator cannot miss this rule, and tests/sim/test_exhaustive.py does.

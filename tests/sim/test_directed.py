@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import pytest
 from kvbridge_proto.engine import ToEngine, Withdraw
+from kvbridge_proto.peer import Ping
 
 from kvbridge.agent.attachment import Attachment
 from kvbridge.sim.run import prepared
-from kvbridge.sim.scenario import make
+from kvbridge.sim.scenario import OF_MESSAGES, Fault, FaultKind, make
 from kvbridge.sim.world import World
+from kvbridge.transport.events import Event, Lost
 
 
 def test_what_an_engine_says_arrives_in_order() -> None:
@@ -57,3 +61,53 @@ def test_an_agent_that_lets_go_refuses_only_when_it_touches_nothing_more() -> No
         world.end()
         assert not too_soon
         assert [message.code for message in heard] == ["not_attached"] * 2
+
+
+@pytest.mark.parametrize("speaker", ["the sink", "the source"])
+@pytest.mark.parametrize("kind", OF_MESSAGES)
+def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: FaultKind, speaker: str) -> None:
+    """The dialling end hangs up; by what the accepting one says nothing more, the other one knows by the silence."""
+    with prepared():
+        scenario = replace(make(0), prefills=(1,), decodes=(1,), requests=(), faults=(Fault(9.0, kind, ()),))
+        world = World(scenario)
+        world.begin()
+        world.clock.run(0.1)
+        world._ask(scenario.last())
+        world.clock.run(0.5)
+        (link,) = world.processes["d00"].links.open
+        codes = _lost(world)
+        assert link.peer is not None
+        says = link if speaker == "the sink" else link.peer
+        world.chance = lambda probability: True  # type: ignore[method-assign]
+        says.send(Ping(number=1))
+        world.disorder = lambda one, other: (kind,) if one == says.links.process.name else ()  # type: ignore[method-assign]
+        says.send(Ping(number=2))
+        del world.chance, world.disorder
+        says.send(Ping(number=3))
+        world.clock.run(4.0)
+        if speaker == "the sink":
+            assert codes == {"p00": "messages_lost", "d00": "peer_silent"}
+        else:
+            assert codes == {"d00": "messages_lost", "p00": "peer_disconnected"}
+        assert not world.processes["d00"].links.open and not world.processes["p00"].links.open
+        world._ask(scenario.last())
+        world.clock.run(5.0)
+        world.end()
+        assert world._ends[900] == {True: "released", False: "done"}
+
+
+def _lost(world: World) -> dict[str, str]:
+    """By agent, how it has lost a link since."""
+    codes: dict[str, str] = {}
+
+    def listen(name: str, tell: Callable[[Event], None]) -> Callable[[Event], None]:
+        def heard(event: Event) -> None:
+            if isinstance(event, Lost):
+                codes[name] = event.code
+            tell(event)
+
+        return heard
+
+    for name, process in world.processes.items():
+        process.links.tell = listen(name, process.links.tell)  # type: ignore[method-assign]
+    return codes

@@ -36,6 +36,12 @@ KNOWN = {
     "a route outlives its session": 5,
     "a probe's lane is kept": 0,
     "memory of an engine that left stays mapped": 2,
+    "slots in doubt stay so while their source stands still": 97,
+    "slots to gather into stay stuck while their sink stands still": 2417,
+    "messages are not counted": 699,
+    "a chunk is written before it is gathered": 0,
+    "a slot to gather into is used again before its write has ended": 7,
+    "scattered is said before rows are": 0,
 }
 MOST = 1000
 
