@@ -76,11 +76,13 @@ class Lock:
 
     def _inherit(self, boot: str) -> frozenset[str]:
         """Who was here before; and write down that we are, for whoever comes next."""
-        lines = os.pread(self._fd, KEPT * LINE_BYTES, 0).splitlines()
+        said = os.pread(self._fd, KEPT * LINE_BYTES, 0)
+        lines = said[: said.rfind(b"\n") + 1].splitlines()  # one that is cut off could be longer than it looks
         before = [line.decode() for line in lines if BOOT.fullmatch(line)]
         kept = "".join(f"{each}\n" for each in [*before, boot][-KEPT:]).encode()
         try:
             os.pwrite(self._fd, kept, 0)  # lines of one length each: cut off anywhere, the others stay what they were
+            os.ftruncate(self._fd, len(kept))  # the rest of a line that was longer could look like a boot
         except OSError as error:
             log.warning("our boot was not written down, our successor will not know us: %s", error)
         return frozenset(before)

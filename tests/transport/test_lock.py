@@ -54,6 +54,15 @@ def test_takes_no_word_for_a_boot_that_is_none(tmp_path: Path) -> None:
     assert held(tmp_path / "a.sock", "1" * 16) == {"0123456789abcdef"}
 
 
+def test_what_is_cut_off_or_left_of_a_longer_line_is_no_boot(tmp_path: Path) -> None:
+    path, file = tmp_path / "a.sock", tmp_path / "a.sock.lock"
+    file.write_bytes(b"-" * (KEPT * 17 - 17) + b"\n" + b"a" * 40)  # we read up to its sixteenth letter
+    assert held(path, "1" * 16) == set()
+    file.write_bytes(b"a" * 33)  # our own line goes over its first seventeen
+    held(path, "1" * 16)
+    assert held(path, "2" * 16) == {"1" * 16}
+
+
 def test_who_lives_is_nobodys_predecessor(tmp_path: Path) -> None:
     """A process that stands still holds the lock as well; once it is killed, the next one knows."""
     path, boot = tmp_path / "a.sock", "a" * 16
