@@ -3,7 +3,9 @@
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
 # make test-faults    every process killed and stopped at every failpoint, three times (15 minutes on two cores)
 # make test-gpu    the tests that need a GPU, or two
-# make fuzz    every decoder and what is behind it, for ten minutes (FUZZ="--frames 1000000 --target pools" for more)
+# make fuzz    every decoder and what is behind it, for twelve minutes (FUZZ="--frames 1000000 --target pools" for more)
+# make fuzz-guided    one decoder, guided by coverage, for a minute (GUIDED="machines -max_total_time=3600" for more);
+#     the first call puts atheris, which nothing else needs, into .venv (wheels for CPython 3.11 to 3.13 on x86-64 Linux)
 # make bench   what is measured, written to bench/results
 # make bench-gpu   the tests on GPUs, then all that is measured there (tests/gpu/run says more)
 # Each makes the environment it needs (.venv, .venv-vllm) from the constraints files; a second call finds it ready.
@@ -15,7 +17,7 @@ AGENT = .venv/.ready
 ENGINE = .venv-vllm/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 
-.PHONY: demo demo-vllm test lint unit fuzz test-vllm test-faults test-gpu bench bench-gpu golden clean
+.PHONY: demo demo-vllm test lint unit fuzz fuzz-guided test-vllm test-faults test-gpu bench bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -35,6 +37,10 @@ unit: $(AGENT)
 
 fuzz: $(AGENT)
 	.venv/bin/python -m tests.fuzz $(or $(FUZZ),--frames 1000000000 --seconds 45)
+
+fuzz-guided: $(AGENT)
+	.venv/bin/python -c 'import atheris' 2>/dev/null || .venv/bin/$(PIP) install --no-deps 'atheris>=3,<4'
+	.venv/bin/python -m tests.fuzz.guided $(or $(GUIDED),agents -max_total_time=60)
 
 test-vllm: $(AGENT) $(ENGINE)
 	.venv-vllm/bin/python -m pytest -m vllm tests/adapters tests/engines

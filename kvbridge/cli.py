@@ -9,7 +9,10 @@ EXTRA = "this needs the packages of the agent: pip install 'kvbridge[agent]' (mi
 
 
 def main() -> None:
-    """Run what the command line says. Exit codes: 0 done, 1 it failed and said why, 2 the command line is wrong."""
+    """Run what the command line says.
+
+    Exit codes: 0 done, 1 it failed and said why, 2 the command line is wrong, 3 the agent's mover was stuck.
+    """
     if sys.argv[1:] == ["--version"]:
         print(f"kvbridge {version('kvbridge')}")
         return

@@ -48,6 +48,7 @@ from .rebuild import Rebuilder
 from .sink import Sink
 from .source import Source
 from .status import transfers
+from .stuck import STUCK_S
 from .words import OneLine
 
 log = logging.getLogger("kvbridge.agent")
@@ -58,15 +59,18 @@ IDLE_TICK_S = 0.25
 SWITCH_S = 0.0002
 
 
-def run(config: AgentConfig) -> None:
-    """Run one agent until SIGTERM or SIGINT. Raises OperatorError or FabricError when it cannot start."""
+def run(config: AgentConfig, stuck_s: float = STUCK_S) -> None:
+    """Run one agent until SIGTERM or SIGINT. Raises OperatorError or FabricError when it cannot start.
+
+    Does not return if the mover is stuck (stuck.py): the process ends with its STATUS.
+    """
     handler = logging.StreamHandler(sys.stderr)
     line = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
     handler.setFormatter(OneLine(line, datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
-    uvloop.run(Agent(config).run())
+    uvloop.run(Agent(config, stuck_s=stuck_s).run())
 
 
 def trust_of(config: AgentConfig) -> Trust:
@@ -84,8 +88,10 @@ class Agent:
         clock: Callable[[], float] = time.monotonic,
         entropy: Callable[[int], bytes] = secrets.token_bytes,
         metrics: Metrics | None = None,
+        stuck_s: float = STUCK_S,
     ) -> None:
         self.config = config
+        self._stuck_s = stuck_s
         self._clock = clock
         self._entropy = entropy
         self.boot = entropy(8).hex()
@@ -147,7 +153,7 @@ class Agent:
         self.lock = Lock(config.socket, self.boot)  # first, and given back last: who takes it takes us for dead
         stack.callback(self.lock.close)
         self.before = self.lock.before
-        self.mover = Mover(lambda: equip(config, self.boot), self.boot, self, config.write_timeout_s)
+        self.mover = Mover(lambda: equip(config, self.boot), self.boot, self, config.write_timeout_s, self._stuck_s)
         stack.push_async_callback(self.mover.stop)
         await self.mover.start()
         self.slots, self.local_slots = SlotPool(self.mover.site.fabric.slots), LocalSlots(self.mover.outbound_slots)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvbridge_proto.status import SlotCounts
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from ..errors import OperatorError
+from . import scraping
 
 MAX_CODES = 200
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
@@ -67,19 +67,8 @@ class Metrics:
             self._failpoints.labels(each).inc()
 
     def serve(self, address: str) -> Callable[[], None]:
-        """Serve on `host:port` (the library's own thread); returns what stops it. Raises OperatorError."""
-        host, _, port = address.rpartition(":")
-        try:
-            server, thread = start_http_server(int(port), addr=host, registry=self.registry)
-        except (OSError, ValueError, OverflowError) as error:
-            raise OperatorError("metrics_address", f"metrics: cannot serve on {address}: {error}") from None
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return stop
+        """Serve on `host:port`; returns what stops it. Raises OperatorError."""
+        return scraping.serve(self.registry, address)
 
     def values(self) -> dict[str, float]:
         """All counters, for `kvbridge status`."""

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from kvbridge_proto.codec import BadFrame, Limits, decode
 from kvbridge_proto.peer import Notice, Probe, Route
@@ -34,13 +34,13 @@ from .attachment import Attachment
 from .equipment import Docks, Equipment
 from .jobs import Jobs, Told
 from .routes import Connected, Landing
+from .stuck import STUCK_S, Watch, end_process
 from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWord, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
 
 IDLE_S = 1.0
 ALIVE_S = 1.0
-LET_GO_S = 30.0
 # A nap takes some 7 us more than it says (H200 machine, 2026-11), once the kernel does not round it up to 50.
 NAP_S = 2e-6
 SHORT_S = 0.002
@@ -73,10 +73,10 @@ class Mover:
         boot: str,
         listener: Listener,
         write_timeout_s: float,
-        let_go_s: float = LET_GO_S,
+        stuck_s: float = STUCK_S,
         clock: Callable[[], float] = time.monotonic,
+        end: Callable[[str], NoReturn] = end_process,
     ) -> None:
-        self._let_go_s = let_go_s
         self._clock = clock
         self.site: Site  # from `start` on
         self.digests: tuple[str, ...] = ()
@@ -95,6 +95,7 @@ class Mover:
         self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbridge-mover", daemon=True)
+        self._watch = Watch(self._thread, stuck_s, end)
         self._equipment: Equipment | None = None
         self._jobs: Jobs
         self._loop: asyncio.AbstractEventLoop
@@ -114,7 +115,7 @@ class Mover:
             self._stopping = True
 
         self._put(last)
-        await asyncio.to_thread(self._thread.join)
+        await self._watch.until(asyncio.to_thread(self._thread.join))
         os.close(self._wake)
 
     async def connect(self, landing: Landing) -> Connected:
@@ -167,15 +168,19 @@ class Mover:
         """Return when no job given before touches this memory or will (writes out of slots may be under way).
 
         What `warm` had yet to do for it is dropped: each part may take a second, and nobody could unmap meanwhile.
-        Raises FabricError `mover_stuck`, and ends the agent, when that does not come about.
+        Ends the process when that does not come about: to unmap under a running kernel would be worse.
         """
         attachment.word.has_left = True
-        end = self._loop.time() + self._let_go_s
-        while await self._may_use(attachment):
-            if self._loop.time() > end:
-                error = FabricError("mover_stuck", f"the GPU has not finished a move in {self._let_go_s} s")
-                self._listener.on_mover_died(error)  # to unmap under a running kernel would be worse
-                raise error
+        await self._watch.until(self._unused(attachment))
+
+    async def _unused(self, attachment: Attachment) -> None:
+        ends = self._loop.time() + self._watch.stuck_s
+        while True:
+            is_late = self._loop.time() > ends  # asked before: if we were stopped, the GPU was not
+            if not await self._may_use(attachment):
+                return
+            if is_late:
+                self._watch.end(f"the GPU has not finished a move in {self._watch.stuck_s:g} s")
             await asyncio.sleep(0.001)
 
     @property
@@ -230,6 +235,7 @@ class Mover:
     def _serve(self) -> None:
         last_move = 0.0
         while not self._stopping:
+            self._watch.beat()
             moved = self._do_tasks()
             if self._equipment is None:
                 self._sleep(IDLE_S)
@@ -255,6 +261,7 @@ class Mover:
         moved = bool(self._tasks)
         while self._tasks and not self._stopping:
             self._tasks.popleft()()
+            self._watch.beat()
             self._say()
         return moved
 

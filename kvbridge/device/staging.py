@@ -134,7 +134,7 @@ def _reserve(address: int, size_bytes: int) -> None:
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE
     if libc.mmap(address, size_bytes, PROT_NONE, flags, -1, 0) != address:
-        raise OSError(ctypes.get_errno(), f"{size_bytes} bytes at {address:#x} could not be reserved")
+        raise OSError(ctypes.get_errno(), f"{size_bytes} bytes of it could not be reserved")
 
 
 def lane_of(base: int, slot_bytes: int, slots: int, number: int) -> Span:

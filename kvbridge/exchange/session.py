@@ -133,7 +133,8 @@ def answer(greeting: Hello, home: Home | None) -> Session | Refuse:
     ours, theirs = home.site.fabric, greeting.fabric
     for card in (theirs, greeting.host):
         if card is not None and card.base + (card.slots + 1) * card.slot_bytes >= 1 << 63:
-            return Refuse(code="bad_card", reasons=(f"slots: {card.slots} of {card.slot_bytes} bytes at {card.base}",))
+            reason = f"slots: {card.slots} of {card.slot_bytes} bytes end beyond any memory"
+            return Refuse(code="bad_card", reasons=(reason,))
     if theirs.kind != ours.kind:
         reason = f"fabric.kind: ours {ours.kind}, theirs {theirs.kind}"
         return Refuse(code="fabric_mismatch", reasons=(reason,))

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from kvbridge_proto.engine import Attach
 from kvbridge_proto.peer import Notice
@@ -74,7 +74,8 @@ class SteppedMover(Mover):
     """The real mover, whose thread has a turn whenever something may have moved."""
 
     def __init__(self, process: Process, equip: Callable[[], Equipment]) -> None:
-        super().__init__(equip, process.boot, process, process.config.write_timeout_s, clock=process.clock_s)
+        timeout_s = process.config.write_timeout_s
+        super().__init__(equip, process.boot, process, timeout_s, clock=process.clock_s, end=_stuck)
         os.close(self._wake)
         self._thread = cast(Any, _Alive())
         self._loop = process.loop.asyncio_s
@@ -114,6 +115,10 @@ class SteppedMover(Mover):
 
     async def _may_use(self, attachment: Attachment) -> bool:
         return False if self._process.is_dead else await super()._may_use(attachment)
+
+
+def _stuck(reason: str) -> NoReturn:
+    raise AssertionError(f"the mover was stuck: {reason}")
 
 
 class _Alive:

@@ -300,7 +300,9 @@ class Control:
                 self._lose(link, "peer_unreachable", reason)
         elif now - link.heard_at > settings.silence_s and not self._is_full:
             self._lose(link, "peer_silent", f"nothing heard from {link.address} for {settings.silence_s} s")
-        elif link.is_dialled and now - link.pinged_at >= settings.ping_s:
+        elif now - link.pinged_at >= settings.ping_s and (
+            link.is_dialled or now - link.heard_at > settings.silence_s / 2  # the other may have more patience than we
+        ):
             link.pinged_at = now
             self.send(link, Ping(number=0))
 

@@ -8,6 +8,8 @@ from kvbridge_proto.peer import Envelope
 
 from .link import Link
 
+PING_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -18,7 +20,6 @@ class Settings:
     """
 
     connect_s: float = 5.0
-    ping_s: float = 1.0
     silence_s: float = 15.0
     frame_bytes: int = 4 << 20
     queue_bytes: int = 64 << 20
@@ -26,6 +27,11 @@ class Settings:
     max_links_of_one: int = 256  # key at one IP address
     handshakes_per_s: float = 20.0  # of one caller
     handshakes_at_once: int = 100
+
+    @property
+    def ping_s(self) -> float:
+        """Three pings may be late or lost before a link is."""
+        return min(PING_S, self.silence_s / 4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..errors import FabricError
+
 
 @dataclass(frozen=True, slots=True)
 class Wrote:
@@ -98,3 +100,10 @@ class Fabric(Protocol):
 
     def close(self) -> None:
         """Tear the fabric down: afterwards nothing of ours is read or sent any more. Idempotent."""
+
+
+def not_registered(regions: Sequence[tuple[int, int, bool]], address: int, size: int, boot: str) -> FabricError:
+    """For a write that goes beyond `regions`, ours, or the peer's. In offsets: addresses are no business of a log's."""
+    places = [f"byte {address - begin} of {end - begin} of ours" for begin, end, _ in regions if begin <= address < end]
+    origin = places[0] if places else "outside of ours"
+    return FabricError("memory_not_registered", f"write: {size} bytes from {origin} to {boot}: not all is registered")

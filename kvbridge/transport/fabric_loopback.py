@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ..errors import FabricError
-from .fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote
+from .fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote, not_registered
 
 PREFIX = b"loopback:"
 
@@ -69,7 +69,7 @@ class LoopbackFabric:
 
     def register(self, address: int, size: int, *, is_target: bool = True) -> None:
         if size < 1 or any(address < end and begin < address + size for begin, end, _ in self._regions):
-            raise FabricError("region_overlaps", f"region: {size} bytes at {address:#x} are empty or overlap another")
+            raise FabricError("region_overlaps", f"region: {size} bytes are empty or overlap another")
         self._regions.append((address, address + size, is_target))
 
     def descriptor(self) -> bytes:
@@ -97,9 +97,7 @@ class LoopbackFabric:
         self._lost.discard(boot)
         target = self._network.fabrics.get(boot)
         if not self._covers(local_address, size) or (target and not target._covers(remote_address, size, True)):
-            raise FabricError(
-                "memory_not_registered", f"write: {size} bytes, {local_address:#x} to {remote_address:#x} of {boot}"
-            )
+            raise not_registered(self._regions, local_address, size, boot)
         self._count += 1
         self._writes[self._count] = _Write(boot, local_address, remote_address, size, notice, deadline)
         return self._count

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import FabricError
-from .fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote
+from .fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote, not_registered
 
 log = logging.getLogger("kvbridge.fabric")
 
@@ -98,12 +98,12 @@ class NixlFabric:
     def register(self, address: int, size: int, *, is_target: bool = True) -> None:
         # NIXL would take an overlap and then fail to find the larger region.
         if size < 1 or any(address < end and begin < address + size for begin, end, _ in self._regions):
-            raise FabricError("region_overlaps", f"region: {size} bytes at {address:#x} are empty or overlap another")
+            raise FabricError("region_overlaps", f"region: {size} bytes are empty or overlap another")
         region = self._nixl.nixlRegDList(self._memory, [(address, size, self._device, "")])
         try:
             self._agent.registerMem(region, [self._backend])
         except _errors(self._nixl) as error:
-            raise FabricError("registration_failed", f"region: {size} bytes at {address:#x}: {_text(error)}") from error
+            raise FabricError("registration_failed", f"region: {size} bytes: {_text(error)}") from error
         self._registered.append(region)
         self._regions.append((address, address + size, is_target))
 
@@ -117,7 +117,7 @@ class NixlFabric:
         except _errors(self._nixl) as error:
             raise FabricError("descriptor_failed", f"descriptor: {_text(error)}") from error
         if not found.startswith(_header(self._boot)):
-            raise FabricError("descriptor_failed", f"this NIXL writes descriptors we cannot check: {found[:32]!r}")
+            raise FabricError("descriptor_failed", f"this NIXL writes descriptors we cannot check: {len(found)} bytes")
         return DEVICE.pack(self._device) + found
 
     def connect(self, boot: str, descriptor: bytes) -> None:
@@ -169,9 +169,7 @@ class NixlFabric:
                 [self._backend],
             )
         except nixl.nixlNotFoundError as error:
-            raise FabricError(
-                "memory_not_registered", f"write: {size} bytes, {local_address:#x} to {remote_address:#x} of {boot}"
-            ) from error
+            raise not_registered(self._regions, local_address, size, boot) from error
         except _errors(nixl) as error:
             raise FabricError("write_refused", f"write to {boot}: {_text(error)}") from error
         self._count += 1

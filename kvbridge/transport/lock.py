@@ -80,13 +80,15 @@ class Lock:
     def _inherit(self, boot: str) -> frozenset[str]:
         """Who was here before; and write down that we are, for whoever comes next."""
         kernel = KERNEL.read_bytes().strip()
-        lines = [line.partition(b" ") for line in os.pread(self._fd, KEPT * LINE_BYTES, 0).splitlines()]
+        said = os.pread(self._fd, KEPT * LINE_BYTES, 0)
+        whole = said[: said.rfind(b"\n") + 1].splitlines()  # one that is cut off could be longer than it looks
+        lines = [line.partition(b" ") for line in whole]
         before = [found.decode() for found, _, under in lines if BOOT.fullmatch(found) and under == kernel]
         kept = b"".join(b"%s %s\n" % (each.encode(), kernel) for each in [*before, boot][-KEPT:])
         try:  # lines of one length each: cut off anywhere, the others stay what they were
             if (written := os.pwrite(self._fd, kept, 0)) < len(kept):
                 raise OSError(errno.ENOSPC, f"{written} of {len(kept)} bytes")
-            os.ftruncate(self._fd, len(kept))
+            os.ftruncate(self._fd, len(kept))  # the rest of a line that was longer could look like a boot
         except OSError as error:
             log.warning("our boot was not written down, our successor will not know us: %s", error)
         return frozenset(before)

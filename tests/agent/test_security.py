@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from ..oracle import Shape, build, fill, mismatch
 from .harness import AgentProcess, SyntheticEngine, agent, wait_for
 
 WATCHED = "tests.agent.watched_agent"
+NUMBERS = {10: re.compile(r"\b[0-9]{9,}"), 16: re.compile(r"(?:\b|0x)([0-9a-fA-F]{8,})")}  # by base
 
 
 class Pair:
@@ -223,7 +226,8 @@ def test_carries_without_pickling_and_logs_no_secret(
     found = [line.split() for line in written.read_text().splitlines()]
     tokens = [bytes.fromhex(text) for name, text in found if name == "token" and len(text) == 32]
     descriptors = [bytes.fromhex(text) for name, text in found if name == "descriptor"]
-    assert len(tokens) >= 3 and len(descriptors) >= 2  # else there was nothing to be found
+    regions = [struct.unpack(">QQ", bytes.fromhex(text)) for name, text in found if name == "region"]
+    assert len(tokens) >= 3 and len(descriptors) >= 2 and len(regions) >= 4  # else there was nothing to be found
     secret = next(line for line in key.read_text().splitlines() if not line.startswith("#"))
     for running in (pair.source_agent, pair.sink_agent):
         running.stop()
@@ -231,8 +235,31 @@ def test_carries_without_pickling_and_logs_no_secret(
         assert "PICKLED" not in said and "may not pickle" not in said
         assert "DEBUG" in said
         assert secret not in said
+        assert addresses_in(said, regions) == []
         for each in [*tokens, *descriptors, *(d[20:40] for d in descriptors)]:
             assert each.hex() not in said and repr(each)[2:-1] not in said
+
+
+def addresses_in(said: str, regions: list[Any]) -> list[str]:
+    """The numbers, decimal or hexadecimal, that lie in one of these regions, each its address and size."""
+    numbers = {(text, int(text, base)) for base, form in NUMBERS.items() for text in form.findall(said)}
+    return sorted(text for text, n in numbers if any(begin <= n < begin + size for begin, size in regions))
+
+
+def test_the_watch_for_addresses_bites() -> None:
+    said = "region: 4096 bytes at 0x7f0012345010, 139638282145808; 7F0012345FFF; 0x7f0012346000 of 7f00"
+    assert addresses_in(said, [(0x7F0012345000, 4096)]) == ["139638282145808", "7F0012345FFF", "7f0012345010"]
+
+
+def test_what_the_fabric_refuses_is_said_without_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = tmp_path / "secrets"
+    monkeypatch.setenv("SECRETS", str(written))
+    monkeypatch.setenv("OVERLAP", "1")
+    said = start_fails(tmp_path, module=WATCHED)
+    lines = [line.split() for line in written.read_text().splitlines()]
+    regions = [struct.unpack(">QQ", bytes.fromhex(text)) for name, text in lines if name == "region"]
+    assert regions and "region_overlaps" in said and str(regions[0][1]) in said
+    assert addresses_in(said, regions) == []
 
 
 def test_the_watch_for_pickle_bites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """`kvbridge agent` that may not pickle and writes its secrets down. `SECRETS=FILE python -m tests.agent.watched_agent`.
 
-Each line of the file is a name and bytes in hex: what no log may hold.
+Each line of the file is a name and bytes in hex: what no log may hold. `OVERLAP=1` has the fabric refuse its memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import _pickle
 import os
 import pickle
 import secrets
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,12 +42,25 @@ def write_down(file: Path, name: str, call: Callable[..., bytes]) -> Callable[..
     return recorded
 
 
+def watched_register(file: Path, register: Callable[..., None]) -> Callable[..., None]:
+    """A region is its address and size, eight bytes each."""
+
+    def recorded(fabric: NixlFabric, address: int, size: int, **options: Any) -> None:
+        with file.open("a") as out:
+            out.write(f"region {struct.pack('>QQ', address, size).hex()}\n")
+        for _ in range(2 if os.environ.get("OVERLAP") else 1):
+            register(fabric, address, size, **options)
+
+    return recorded
+
+
 def main() -> None:
     file = Path(os.environ["SECRETS"])
     parts = daemon.Agent.__init__  # the agent's entropy is one of its parts
     recorded = write_down(file, "token", secrets.token_bytes)
     assert parts.__defaults__ and secrets.token_bytes in parts.__defaults__
     parts.__defaults__ = tuple(recorded if part is secrets.token_bytes else part for part in parts.__defaults__)
+    NixlFabric.register = watched_register(file, NixlFabric.register)  # type: ignore[method-assign]
     NixlFabric.descriptor = write_down(file, "descriptor", NixlFabric.descriptor)  # type: ignore[method-assign]
     forbid_pickle()
     if os.environ.get("PICKLE_ANYWAY"):

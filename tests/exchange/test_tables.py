@@ -117,6 +117,8 @@ def test_refuses_other_versions_digests_fabrics_models_and_itself() -> None:
     assert "ours 1-1, theirs 7-9" in _refusal(versions=VersionRange(7, 9)).reasons[0]
     assert _refusal(digests=("other",)).code == "no_common_digest"
     assert _refusal(fabric=replace(sink.site.fabric, kind="other")).code == "fabric_mismatch"
+    refused = _refusal(fabric=replace(sink.site.fabric, base=(1 << 62) + 77, slots=4096, slot_bytes=1 << 50))
+    assert refused.code == "bad_card" and "4096" in refused.reasons[0] and str(1 << 62)[:9] not in refused.reasons[0]
     assert answer(hello(source), source).code == "same_agent"
     assert answer(hello(sink), None).code == "no_engine"
     layers = tuple(replace(layer, key_width=96) for layer in sink.pool.model.layers)

@@ -8,6 +8,7 @@ from functools import partial
 from .agents import Agents
 from .codecs import KINDS, Client, Decoding, Descriptors, Stream
 from .files import ConfigText, PoolFile, StatusText
+from .lists import BootList, KeyList
 from .machines import Machines
 from .pools import Pools
 from .target import Target
@@ -18,6 +19,8 @@ NAMES: dict[str, Callable[[], Target]] = {
     "fds": Descriptors,
     "client": Client,
     "config": ConfigText,
+    "keylist": KeyList,
+    "bootlist": BootList,
     "poolfile": PoolFile,
     "status": StatusText,
     "pools": Pools,

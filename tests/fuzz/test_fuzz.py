@@ -21,6 +21,8 @@ FRAMES = {
         "stream": 4000,
         "fds": 6000,
         "config": 1000,
+        "keylist": 600,
+        "bootlist": 600,
         "poolfile": 300,
         "status": 150,
         "pools": 2500,

@@ -19,7 +19,7 @@ from kvbridge.transport.control import Control, Event, Settings
 
 ROOT = Path(__file__).parents[2]
 LOOPBACK = "tcp://127.0.0.1:0"
-QUICK = Settings(connect_s=0.6, ping_s=0.2, silence_s=0.8)
+QUICK = Settings(connect_s=0.6, silence_s=0.8)
 Run = Callable[[Coroutine[Any, Any, None]], None]
 E = TypeVar("E", bound=Event)
 
@@ -48,8 +48,12 @@ class Ear:
 
 
 @contextlib.asynccontextmanager
-async def two(settings: Settings | None = None) -> AsyncIterator[tuple[Control, Ear, Control, Ear]]:
-    async with Control("sink", settings=settings) as sink, Control("source", LOOPBACK, settings=settings) as source:
+async def two(
+    settings: Settings | None = None, *, of_source: Settings | None = None
+) -> AsyncIterator[tuple[Control, Ear, Control, Ear]]:
+    """A sink and a source with these settings; the source may have others."""
+    own = of_source or settings
+    async with Control("sink", settings=settings) as sink, Control("source", LOOPBACK, settings=own) as source:
         yield sink, Ear(sink), source, Ear(source)
 
 

@@ -50,14 +50,21 @@ def test_a_burst_larger_than_every_queue_waits_for_the_reader(run: Run) -> None:
     run(story())
 
 
-def test_an_idle_link_stays_up_by_its_pings_alone(run: Run) -> None:
+@pytest.mark.parametrize(("sink_s", "source_s"), [(1, 1), (15, 1), (1, 15)])  # 1 s: the least that may be set
+def test_an_idle_link_stays_up_by_its_pings_alone(run: Run, sink_s: float, source_s: float) -> None:
     async def story() -> None:
-        async with two(Settings(ping_s=0.2, silence_s=1.5)) as (sink, sink_ear, source, source_ear):
+        settings = Settings(silence_s=sink_s), Settings(silence_s=source_s)
+        async with two(settings[0], of_source=settings[1]) as (sink, sink_ear, source, source_ear):
             link = sink.dial(source.address)
-            await asyncio.gather(sink_ear.silence(3), source_ear.silence(3))
+            await asyncio.gather(sink_ear.silence(4), source_ear.silence(4))
             assert link.is_up and link.peer_boot == "source" and len(source.links) == 1
 
     run(story())
+
+
+@pytest.mark.parametrize("silence_s", [0.1, 1, 4, 15, 600])
+def test_several_pings_fit_into_every_silence(silence_s: float) -> None:
+    assert 4 * Settings(silence_s=silence_s).ping_s <= silence_s and Settings(silence_s=silence_s).ping_s <= 1
 
 
 def test_messages_wait_for_an_agent_that_starts_later(run: Run) -> None:

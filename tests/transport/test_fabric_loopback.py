@@ -90,6 +90,7 @@ def test_refuses_what_the_contract_refuses(network: LoopbackNetwork, sides: tupl
     with pytest.raises(FabricError) as raised:
         source.fabric.write("sink", source.address, sink.address + 250, 8, b"", 1.0)
     assert raised.value.code == "memory_not_registered"
+    assert str(raised.value) == "write: 8 bytes from byte 0 of 256 of ours to sink: not all is registered"
     with pytest.raises(FabricError) as raised:
         source.fabric.register(source.address + 8, 8)
     assert raised.value.code == "region_overlaps"

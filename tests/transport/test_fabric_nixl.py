@@ -221,6 +221,8 @@ def test_refuses_writes_outside_registered_memory(pair: tuple[Remote, Remote]) -
         with pytest.raises(FabricError) as raised:
             source.write(sink, at=at, size=size)
         assert raised.value.code == "memory_not_registered"
+        said = str(raised.value)
+        assert f"{size} bytes" in said and f"{sink.address:x}"[:6] not in said and f"{source.address:x}"[:6] not in said
     with pytest.raises(FabricError) as raised:
         source.ask("write", boot="nobody", offset=0, remote=sink.address, size=1, notice="", deadline_s=1)
     assert raised.value.code == "peer_not_connected"

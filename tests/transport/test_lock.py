@@ -75,6 +75,16 @@ def test_a_full_disk_costs_the_successor_its_knowledge_only(tmp_path: Path, monk
     assert len(warned) == 1 and "our boot was not written down" in warned[0]
 
 
+def test_what_is_cut_off_or_left_of_a_longer_line_is_no_boot(tmp_path: Path) -> None:
+    path, file = tmp_path / "a.sock", tmp_path / "a.sock.lock"
+    line = b"a" * 16 + b" " + KERNEL.read_bytes().strip()
+    file.write_bytes(b"-" * ((KEPT - 1) * LINE_BYTES) + b"\n" + line + b"a" * 40)  # read up to its 53rd
+    assert held(path, "1" * 16) == set()
+    file.write_bytes(b"a" * LINE_BYTES + line + b"\n")  # our own line goes over the first of it
+    held(path, "1" * 16)
+    assert held(path, "2" * 16) == {"1" * 16}
+
+
 def test_who_lives_is_nobodys_predecessor(tmp_path: Path) -> None:
     """A process that stands still holds the lock as well; once it is killed, the next one knows."""
     path, boot = tmp_path / "a.sock", "a" * 16

@@ -1,0 +1,107 @@
+"""Where Prometheus asks: HTTP that anybody who reaches the port may speak, so few at once and none of them for long.
+
+Threads of their own answer; the loop does not know of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from ..errors import OperatorError
+
+log = logging.getLogger("kvbridge.metrics")
+
+AT_ONCE = 16
+REQUEST_S = 5.0  # from the connection's begin to its end; Prometheus itself waits 10 s unless told otherwise
+LOOK_S = 0.5
+
+
+def serve(registry: CollectorRegistry, address: str, request_s: float = REQUEST_S) -> Callable[[], None]:
+    """Answer on `host:port`; returns what stops it. Raises OperatorError."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        server = _server(family)((str(place[0]), int(port)), request_s)
+    except (OSError, ValueError, OverflowError) as error:
+        raise OperatorError("metrics_address", f"metrics: cannot serve on {address}: {error}") from None
+    server.set_app(make_wsgi_app(registry))
+    thread = threading.Thread(target=server.serve_forever, args=(LOOK_S,), name="kvbridge-metrics", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+    return stop
+
+
+def _server(family: socket.AddressFamily) -> type[_Server]:
+    """The library takes the family from the class."""
+    return type("_Server", (_Server,), {"address_family": family})
+
+
+class _Request(WSGIRequestHandler):
+    """One request, not logged: who asks often would fill the log."""
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, AT_ONCE at most: the others are closed, and so is who takes too long.
+
+    A timeout of the socket would not do: who sends a byte now and then never meets it.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128  # with the library's 5 a flood costs who comes after it a second
+
+    def __init__(self, place: tuple[str, int], request_s: float) -> None:
+        self._request_s = request_s
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float] = {}  # with the time when it is cut off
+        super().__init__(place, _Request)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            is_room = len(self._open) < AT_ONCE
+            if is_room:
+                self._open[request] = time.monotonic() + self._request_s
+        if is_room:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:  # `_cut` must not meet another's descriptor of this number
+            self._open.pop(request, None)
+            super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called by the library between connections, and every LOOK_S."""
+        self._cut(time.monotonic())
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._cut(float("inf"))
+
+    def _cut(self, now: float) -> None:
+        """The thread that waits for such a connection reads its end, and closes it."""
+        with self._lock:
+            for request, ends in self._open.items():
+                if now > ends:
+                    with contextlib.suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a request for metrics failed: %s", client_address, exc_info=True)

@@ -1,0 +1,109 @@
+"""Who reaches the metrics' port and says nothing, little or nonsense costs the agent little, and not for long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvbridge.agent.metrics import Metrics
+from kvbridge.agent.scraping import AT_ONCE, serve
+from kvbridge.errors import OperatorError
+
+REQUEST_S = 2.0
+
+
+@contextlib.contextmanager
+def serving(host: str = "127.0.0.1", family: socket.AddressFamily = socket.AF_INET) -> Iterator[tuple[str, int]]:
+    with socket.create_server((host, 0), family=family) as free:
+        port = free.getsockname()[1]
+    stop = serve(Metrics().registry, f"{host}:{port}", REQUEST_S)
+    try:
+        yield host, port
+    finally:
+        stop()
+
+
+def scraped(place: tuple[str, int]) -> str:
+    host = f"[{place[0]}]" if ":" in place[0] else place[0]
+    text: bytes = urllib.request.urlopen(f"http://{host}:{place[1]}/metrics", timeout=5).read()
+    return text.decode()
+
+
+def becomes(is_so: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "not so by its deadline"
+        time.sleep(0.02)
+
+
+def is_answered(place: tuple[str, int]) -> bool:
+    try:
+        return "kvbridge_rebuilds_total 0.0" in scraped(place)
+    except OSError:
+        return False
+
+
+def fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_who_connects_and_says_nothing_costs_a_bounded_number_of_threads_and_not_for_long() -> None:
+    with serving() as place, contextlib.ExitStack() as stack:
+        threads, before = threading.active_count(), fds()
+        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(100)]
+        time.sleep(REQUEST_S / 4)
+        assert threading.active_count() - threads <= AT_ONCE
+        assert fds() - before - len(silent) <= AT_ONCE
+        assert not is_answered(place)  # they have all there are; else it would not be seen that they lose them
+        becomes(lambda: is_answered(place), REQUEST_S + 2)
+        becomes(lambda: threading.active_count() == threads and fds() == before + len(silent), 2)
+
+
+def test_who_says_little_now_and_then_is_cut_off_as_well() -> None:
+    with serving() as place, socket.create_connection(place) as slow:
+        deadline = time.monotonic() + REQUEST_S + 2
+        with pytest.raises(ConnectionError):
+            while time.monotonic() < deadline:
+                slow.sendall(b"G")
+                time.sleep(0.1)
+
+
+def test_nonsense_and_resets_harm_nobody_and_fill_no_log(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving() as place:
+        for said in (b"\r\n" * 100, b"GET", b"\x16\x03\x01" * 50, b"GET /metrics HTTP/1.1\r\n" + b"a" * 70_000):
+            with socket.create_connection(place) as odd:
+                odd.sendall(said)
+                odd.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # its close is a reset
+        assert is_answered(place)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_answers_on_the_address_that_was_named_until_it_is_stopped(host: str, family: socket.AddressFamily) -> None:
+    try:
+        socket.create_server((host, 0), family=family).close()
+    except OSError:
+        pytest.skip(f"this host has no {host}")
+    with serving(host, family) as place:
+        silent = socket.create_connection(place)
+        assert is_answered(place)
+    with silent:
+        silent.settimeout(5)
+        assert silent.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(place)
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvbridge-metrics"]
+
+
+@pytest.mark.parametrize("place", ["no such host:0", "127.0.0.1:x", "127.0.0.1:{}"])
+def test_says_which_address_it_cannot_have(place: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OperatorError) as caught:
+        Metrics().serve(place.format(taken.getsockname()[1]))
+    assert caught.value.code == "metrics_address"

@@ -1,0 +1,123 @@
+"""Targets that are lists in files: the public keys that may connect, and the boots that held an agent's lock."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from random import Random
+
+from zmq.utils import z85
+
+from kvbridge.errors import OperatorError
+from kvbridge.transport.keys import MOST_KEYS, NAME, is_key, load_peers
+from kvbridge.transport.lock import BOOT, KEPT, LINE_BYTES, Lock
+
+ODD = (
+    b"",
+    b"\r",
+    b"#",
+    b" ",
+    b"\t",
+    b"\x00",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf",
+    b"\xe2\x80\xa8",
+    b"\xd9\xa3",
+    b"\x1b[2J",
+    b"../..",
+    b"%" * 40,
+    b"a" * 65,
+    b"0" * 16,
+    b"f" * 17,
+)
+
+
+class KeyList:
+    """`load_peers` gives names of keys that are keys, or OperatorError `bad_peers`; a list or a folder of lists."""
+
+    name = "keylist"
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._path = Path(self._folder.name) / "a.pub"
+        random = Random("keys")
+        self._keys = [z85.encode(random.randbytes(32)) for _ in range(8)]
+
+    def frame(self, random: Random) -> bytes:
+        if random.random() < 0.002:  # too many
+            return b"".join(b"n %s\n" % z85.encode(random.randbytes(32)) for _ in range(MOST_KEYS + 1))
+        return b"\n".join(_spoiled(random, self._line(random)) for _ in range(random.choice((0, 1, 1, 2, 5))))
+
+    def _line(self, random: Random) -> bytes:
+        name = random.choice((b"fleet", b"prefill-3", b"a.b_c", b"x" * 64))
+        return name + random.choice((b" ", b"  ", b"\t")) + random.choice(self._keys)
+
+    def run(self, frame: bytes) -> int:
+        self._path.write_bytes(frame)
+        found = self._loaded(self._path)
+        assert self._loaded(self._path.parent) == found
+        if found is not None:
+            assert 0 < len(found) <= MOST_KEYS
+            assert all(is_key(key) and NAME.fullmatch(name) for key, name in found.items())
+            self._path.write_text("".join(f"{name} {key}\n" for key, name in found.items()))
+            assert self._loaded(self._path) == found
+        return 1
+
+    def _loaded(self, path: Path) -> dict[str, str] | None:
+        try:
+            return load_peers(str(path))
+        except OperatorError as error:
+            assert error.code == "bad_peers" and str(error), error.code
+            return None
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
+class BootList:
+    """Whatever the lock's file holds, the lock is had; the next one knows its holder, and nobody who was not there."""
+
+    name = "bootlist"
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._socket = Path(self._folder.name) / "a.sock"
+        self._file = Path(f"{self._socket}.lock")
+        self._file.touch(0o600)
+
+    def frame(self, random: Random) -> bytes:
+        boots = [random.randbytes(8).hex().encode() for _ in range(random.choice((0, 1, 2, 63, 64, 65, 200)))]
+        lines = [boot if random.random() < 0.9 else _spoiled(random, boot) for boot in boots]
+        return _spoiled(random, b"\n".join(lines) + b"\n")
+
+    def run(self, frame: bytes) -> int:
+        self._file.write_bytes(frame)
+        lines = set(frame.splitlines())
+        before: frozenset[str] = frozenset()
+        for number in range(3):
+            boot = f"{number:016x}"
+            found = self._before(boot)
+            assert len(found) <= KEPT and all(BOOT.fullmatch(each.encode()) for each in found)
+            assert found <= before if number else {each.encode() for each in found} <= lines
+            assert not number or f"{number - 1:016x}" in found
+            before = found | {boot}
+        assert os.stat(self._file).st_size <= KEPT * LINE_BYTES
+        return 1
+
+    def _before(self, boot: str) -> frozenset[str]:
+        lock = Lock(self._socket, boot)
+        lock.close()
+        return lock.before
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
+def _spoiled(random: Random, text: bytes) -> bytes:
+    """Now and then something is put in, or in the place of what was there."""
+    while random.random() < 0.4:
+        at = random.randrange(len(text) + 1)
+        odd = random.choice(ODD) if random.random() < 0.7 else random.randbytes(random.randrange(4))
+        text = text[:at] + odd + text[at + random.choice((0, 0, 1, 3)) :]
+    return text
