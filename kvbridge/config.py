@@ -42,12 +42,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = ""
     dial: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
-        Meta(
-            max_length=256, description="HOST:PORT patterns that may be dialled; empty: loopback, or whoever has a key"
-        ),
+        Meta(max_length=256, description="HOST:PORT patterns: what may be dialled, nothing else; empty: loopback only"),
     ] = ()
     allow_unauthenticated: Annotated[
-        bool, Meta(description="Serve and dial other hosts without keys: whoever reaches us may fetch KV")
+        bool, Meta(description="Serve others, and dial those in `dial`, without keys: whoever reaches us may fetch KV")
     ] = False
     allowed_uids: Annotated[
         tuple[Annotated[int, Meta(ge=0)], ...],

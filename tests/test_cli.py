@@ -157,7 +157,8 @@ def test_keygen_writes_a_secret_and_prints_the_line_for_others(tmp_path: Path) -
     keys = load_keys(str(tmp_path / "a.key"), str(tmp_path / "peers"))
     assert keys.secret == secret and keys.names == {keys.public: "prefill-0"}
     assert secret not in told.stdout + told.stderr
-    assert "copy it to every host" in told.stderr and "one agent's own key: let it not leave" in told.stderr
+    assert "copy it to every host" in told.stderr and "name them in `dial`" in told.stderr
+    assert "one agent's own key: let it not leave" in told.stderr
 
 
 def test_keygen_refuses_to_write_over_a_key_and_a_name_that_no_list_can_have(tmp_path: Path) -> None:

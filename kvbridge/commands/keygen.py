@@ -17,5 +17,6 @@ def run(path: Path, name: str) -> None:
     public = write_pair(path)
     typer.echo(f"secret key written to {path} (mode 0600): set `key` to it", err=True)
     typer.echo("as the one key of a fleet: copy it to every host, by ssh or a secret store, 0600 there too", err=True)
+    typer.echo('to fetch from other hosts, name them in `dial`: "10.0.0.0/24:7700", or "*:7700" for any', err=True)
     typer.echo("as one agent's own key: let it not leave this host. The line for everybody's `peers` list:", err=True)
     typer.echo(f"{name} {public}")

@@ -101,6 +101,11 @@ def is_place(endpoint: str, place: str) -> bool:
         return pattern == "*"
 
 
+def place_of(endpoint: str) -> str:
+    """The pattern that means `tcp://host:port` alone: what an operator would add to let it be dialled."""
+    return re.sub(r"%\w+", "", canonical(endpoint).removeprefix("tcp://"))
+
+
 def with_key(address: str, key: str) -> str:
     """The address as it is told to others."""
     return f"{address}#{key}" if key and "#" not in address else address

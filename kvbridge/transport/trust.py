@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import PeerError
-from .endpoint import check_dialled, check_listened, check_place, is_loopback, is_place
+from .endpoint import check_dialled, check_listened, check_place, is_loopback, is_place, place_of
 from .keys import Keys
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Our keys (None: nobody proves who they are) and `places`, the HOST:PORT patterns that may be dialled (none: any).
+    """`places` say where may be dialled, `keys` who is spoken to there and here.
 
-    Without keys it is loopback only, both ways, unless `allow_unauthenticated`. Raises OperatorError if a pattern is
-    not one.
+    `places` are HOST:PORT patterns, and nothing but what they name is dialled; without any it is loopback. Without keys
+    (None: nobody proves who they are) it is loopback as well, both ways, unless `allow_unauthenticated`. Raises
+    OperatorError if a pattern is not one.
     """
 
     keys: Keys | None = None
@@ -29,9 +30,12 @@ class Trust:
     @property
     def description(self) -> str:
         """For people: what protects the links to other agents."""
+        dialled = f"dials {len(self.places)} patterns" if self.places else "dials loopback only"
         if self.keys is not None:
-            return f"curve, own key {self.keys.public}, {len(self.keys.names)} keys allowed"
-        return "NONE: anybody may connect (allow_unauthenticated)" if self.allow_unauthenticated else "loopback only"
+            return f"curve, own key {self.keys.public}, {len(self.keys.names)} keys allowed, {dialled}"
+        if self.allow_unauthenticated:
+            return f"NONE: anybody may connect (allow_unauthenticated), {dialled}"
+        return "loopback only"
 
     def check_listened(self, address: str, *, allow_wildcard: bool) -> None:
         """Raises OperatorError unless we may listen there."""
@@ -45,14 +49,15 @@ class Trust:
         """
         endpoint, _, said = address.partition("#")
         check_dialled(endpoint)
-        if self.places and not any(is_place(endpoint, place) for place in self.places):
-            raise PeerError("peer_not_allowed", f"dial: {endpoint} is not among {', '.join(self.places)}")
-        if self.keys is not None:
-            return endpoint, self._server_key(endpoint, said, self.keys)
-        if not self.allow_unauthenticated and not is_loopback(endpoint):
+        is_local = is_loopback(endpoint)
+        if self.keys is None and not self.allow_unauthenticated and not is_local:
             reason = f"key: none is set, so only loopback may be dialled, not {endpoint}; see `kvbridge keygen`"
             raise PeerError("peer_not_allowed", reason)
-        return endpoint, ""
+        if not (any(is_place(endpoint, place) for place in self.places) if self.places else is_local):
+            where = "on loopback, dial is set" if is_local else "beyond loopback"
+            reason = f'dial: {endpoint} is {where} and no pattern of dial names it; add "{place_of(endpoint)}"'
+            raise PeerError("peer_not_allowed", reason)
+        return endpoint, self._server_key(endpoint, said, self.keys) if self.keys is not None else ""
 
     def name_of(self, key: str) -> str | None:
         """Whose key this is; None if its holder is not to be spoken to. Without keys nobody has one."""

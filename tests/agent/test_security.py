@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from kvbridge_proto.engine import Done, Failed
 
+from kvbridge.agent.dialling import MOST_NAMES
+
 from ..oracle import Shape, build, fill, mismatch
 from .harness import AgentProcess, SyntheticEngine, agent, wait_for
 
@@ -69,6 +71,12 @@ def write_peers(folder: Path, *lines: str) -> Path:
     path.write_text("".join(lines))
     path.chmod(0o600)
     return path
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def start_fails(folder: Path, **options: Any) -> str:
@@ -177,13 +185,12 @@ def test_a_want_cannot_send_the_agent_where_it_may_not_go(tmp_path: Path, stack:
     bait = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     bait.settimeout(1.0)
     forbidden = f"tcp://127.0.0.1:{bait.getsockname()[1]}"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     pair = Pair(tmp_path, stack, d={"dial": f"127.0.0.0/8:{port}"}, p={"listen": f"tcp://127.0.0.1:{port}"})
     failed = pair.carry("ssrf", forbidden)
     assert isinstance(failed, Failed) and failed.code == "peer_not_allowed", failed
-    assert forbidden in failed.reason and f"dial: {forbidden} is not among 127.0.0.0/8:{port}" in failed.reason
+    add = f'add "{forbidden.removeprefix("tcp://")}"'
+    assert f"dial: {forbidden} is on loopback, dial is set and no pattern of dial names it; {add}" in failed.reason
     with pytest.raises(TimeoutError):
         bait.accept()
     assert isinstance(pair.carry("r"), Done)
@@ -197,6 +204,34 @@ def test_without_keys_a_want_reaches_loopback_only(tmp_path: Path, stack: ExitSt
     assert isinstance(failed, Failed) and failed.code == "peer_not_allowed" and address in failed.reason
     assert "key" in failed.reason and time.monotonic() - began < 3
     assert isinstance(pair.carry("r"), Done)
+
+
+@pytest.mark.parametrize("address", ["tcp://169.254.169.254:80", "tcp://metadata.internal:80", "tcp://10.0.0.1:22"])
+def test_with_a_key_a_want_reaches_loopback_only_as_well(tmp_path: Path, stack: ExitStack, address: str) -> None:
+    key, _ = keygen(tmp_path, "fleet")
+    pair = Pair(tmp_path, stack, key=key)
+    began = time.monotonic()
+    failed = pair.carry("ssrf", address)
+    assert isinstance(failed, Failed) and failed.code == "peer_not_allowed", failed
+    place = address.removeprefix("tcp://")
+    assert f'dial: {address} is beyond loopback and no pattern of dial names it; add "{place}"' in failed.reason
+    assert time.monotonic() - began < 3 and "dials loopback only" in pair.sink_agent.status.security
+    assert isinstance(pair.carry("r"), Done)
+
+
+def test_who_names_a_hosts_addresses_one_by_one_gets_so_many_and_harms_nobody(tmp_path: Path, stack: ExitStack) -> None:
+    key, _ = keygen(tmp_path, "fleet")
+    port = free_port()
+    everywhere = {"listen": f"tcp://0.0.0.0:{port}", "allow_wildcard": True, "advertise": f"tcp://127.0.0.1:{port}"}
+    pair = Pair(tmp_path, stack, key=key, p=everywhere)
+    for spelled in (f"tcp://LocalHost:{port}", f"tcp://localhost:{port}#"):
+        assert isinstance(pair.carry(spelled, spelled), Done)
+    answers = [pair.carry(f"r{last}", f"tcp://127.0.0.{last}:{port}") for last in range(1, MOST_NAMES + 5)]
+    assert all(isinstance(answer, Done) for answer in answers[: MOST_NAMES - 1])
+    assert [answer.code for answer in answers[MOST_NAMES - 1 :] if isinstance(answer, Failed)] == ["too_many_names"] * 5
+    (seen,) = pair.sink_agent.status.peers
+    assert seen.address == f"tcp://localhost:{port}"
+    assert isinstance(pair.carry("again", f"tcp://127.0.0.1:{port}"), Done)
 
 
 def test_a_wanted_address_cannot_bring_its_own_key(tmp_path: Path, stack: ExitStack) -> None:
@@ -270,9 +305,7 @@ def test_the_watch_for_pickle_bites(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_listens_nowhere_but_where_it_was_told(tmp_path: Path) -> None:
     """NIXL's own listener would be on every interface, and so would UCX's, if it were given no device."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        metrics = f"127.0.0.1:{free.getsockname()[1]}"
+    metrics = f"127.0.0.1:{free_port()}"
     with agent(tmp_path, "a", metrics=metrics) as running:
         places = listening(running)
         assert running.address.removeprefix("tcp://") in places and metrics in places

@@ -26,13 +26,19 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Ca
     folder = tmp_path_factory.mktemp("partition")
     with ExitStack() as stack:
         between = stack.enter_context(cable())
+        dial = ",".join(f"{address}:*" for address in between.addresses)
         apart: dict[Role, tuple[Nursery, dict[str, str]]] = {}
         for role, name, address in zip(ROLES, between.names, between.addresses, strict=True):
             nursery = Nursery(name)
             stack.callback(nursery.close)
             apart[role] = (
                 nursery,
-                {"listen": f"tcp://{address}:0", "net_devices": between.device, "allow_unauthenticated": "true"},
+                {
+                    "listen": f"tcp://{address}:0",
+                    "net_devices": between.device,
+                    "allow_unauthenticated": "true",
+                    "dial": dial,
+                },
             )
         world = World(folder, apart["source"][0], apart=apart)
         stack.callback(world.close)

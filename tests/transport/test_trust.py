@@ -83,26 +83,49 @@ def test_loopback_needs_no_key(address: str) -> None:
 
 @pytest.mark.parametrize("address", ELSEWHERE)
 def test_nothing_else_is_dialled_without_a_key(address: str) -> None:
-    assert "key" in refusal(Trust(), address) and address in refusal(Trust(), address)
-    assert Trust(allow_unauthenticated=True).check_dialled(address) == (address, "")
+    for places in ((), ("*:*",)):  # a place alone is no proof
+        said = refusal(Trust(None, places), address)
+        assert "key" in said and address in said
 
 
-def test_with_keys_whoever_proves_one_may_be_dialled() -> None:
-    trust = Trust(keys(OURS, THEIRS))
+@pytest.mark.parametrize("address", ELSEWHERE)
+def test_a_key_alone_opens_no_place_beyond_loopback(address: str) -> None:
+    place = canonical(address).removeprefix("tcp://")
+    for known in (keys(THEIRS), None):  # nor does it open one to need none
+        said = refusal(Trust(known, allow_unauthenticated=known is None), address)
+        assert said == f'dial: {address} is beyond loopback and no pattern of dial names it; add "{place}"'
+        for places in ((place,), (f"*:{place.rpartition(':')[2]}",), ("10.9.0.0/16:1", "*:*")):
+            trust = Trust(known, places, allow_unauthenticated=known is None)
+            assert trust.check_dialled(address) == (address, THEIRS if known else "")
+
+
+@pytest.mark.parametrize("address", LOOPBACK)
+def test_loopback_is_dialled_with_a_key_as_without(address: str) -> None:
+    assert Trust(keys(THEIRS)).check_dialled(address) == (address, THEIRS)
+
+
+def test_the_pattern_that_a_refusal_names_is_one_that_helps() -> None:
+    address = "tcp://[fe80::1%eth0]:7700"
+    assert 'add "[fe80::1]:7700"' in refusal(Trust(keys(THEIRS)), address)
+    assert Trust(keys(THEIRS), ("[fe80::1]:7700",)).check_dialled(address) == (address, THEIRS)
+
+
+def test_with_keys_who_proves_one_is_spoken_to_where_dial_says() -> None:
+    trust = Trust(keys(OURS, THEIRS), ("10.0.0.1:1", "127.0.0.1:1"))
     assert trust.check_dialled(f"tcp://10.0.0.1:1#{THEIRS}") == ("tcp://10.0.0.1:1", THEIRS)
     assert trust.check_dialled(f"tcp://127.0.0.1:1#{OURS}") == ("tcp://127.0.0.1:1", OURS)
 
 
 def test_a_key_that_is_not_ours_to_trust_is_refused_whatever_the_address_says() -> None:
-    assert FOREIGN in refusal(Trust(keys(OURS, THEIRS)), f"tcp://10.0.0.1:1#{FOREIGN}")
-    assert refusal(Trust(keys(THEIRS)), f"tcp://10.0.0.1:1#{OURS}")
+    assert FOREIGN in refusal(Trust(keys(OURS, THEIRS), ("*:*",)), f"tcp://10.0.0.1:1#{FOREIGN}")
+    assert OURS in refusal(Trust(keys(THEIRS), ("*:*",)), f"tcp://10.0.0.1:1#{OURS}")
     assert refusal(Trust(keys(THEIRS)), "tcp://127.0.0.1:1#" + "x" * 5000)
 
 
 def test_an_address_without_a_key_does_where_there_is_but_one() -> None:
-    assert Trust(keys(THEIRS)).check_dialled("tcp://10.0.0.1:1") == ("tcp://10.0.0.1:1", THEIRS)
-    assert "#PUBLICKEY" in refusal(Trust(keys(OURS, THEIRS)), "tcp://10.0.0.1:1")
-    assert "#PUBLICKEY" in refusal(Trust(keys(OURS, THEIRS)), "tcp://10.0.0.1:1#")
+    assert Trust(keys(THEIRS), ("*:1",)).check_dialled("tcp://10.0.0.1:1") == ("tcp://10.0.0.1:1", THEIRS)
+    assert "#PUBLICKEY" in refusal(Trust(keys(OURS, THEIRS), ("*:1",)), "tcp://10.0.0.1:1")
+    assert "#PUBLICKEY" in refusal(Trust(keys(OURS, THEIRS), ("*:1",)), "tcp://10.0.0.1:1#")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +150,8 @@ def test_what_is_no_address_is_none_with_keys_either(address: str) -> None:
             ["kv.internal:7700", "a.kv.internal.evil:7700"],
         ),
         ("decode-*:*", ["decode-1:9"], ["prefill-1:9", "xdecode-1:9"]),
-        ("*:7700", ["anything:7700", "10.0.0.1:7700"], ["anything:7701"]),
+        ("*:7700", ["anything:7700", "10.0.0.1:7700", "[2001:db8::1]:7700"], ["anything:7701"]),
+        ("*:*", ["anything:1", "10.0.0.1:65535", "[::1]:7700"], []),
         ("0.0.0.0/0:*", ["8.8.8.8:1"], ["name:1", "[::1]:1"]),
     ],
 )
@@ -139,8 +163,9 @@ def test_patterns_of_places(place: str, yes: list[str], no: list[str]) -> None:
 def test_places_bind_whoever_has_a_key_and_who_needs_none() -> None:
     for trust in (Trust(keys(THEIRS), ("10.1.0.0/16:*",)), Trust(None, ("10.1.0.0/16:*",), True)):
         assert trust.check_dialled("tcp://10.1.2.3:1")[0] == "tcp://10.1.2.3:1"
-        assert "10.1.0.0/16" in refusal(trust, "tcp://10.2.2.3:1")
-        assert refusal(trust, "tcp://127.0.0.1:1")
+        assert 'add "10.2.2.3:1"' in refusal(trust, "tcp://10.2.2.3:1")
+        said = 'dial: tcp://127.0.0.1:1 is on loopback, dial is set and no pattern of dial names it; add "127.0.0.1:1"'
+        assert refusal(trust, "tcp://127.0.0.1:1") == said
     assert "key" in refusal(Trust(None, ("10.1.0.0/16:*",)), "tcp://10.1.2.3:1")  # a place alone is no proof
 
 
