@@ -22,7 +22,19 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from kvbridge_proto.engine import Abandon, Attach, Detach, Detached, Done, Failed, Offer, Refused, Released, Want
+from kvbridge_proto.engine import (
+    Abandon,
+    Attach,
+    Detach,
+    Detached,
+    Done,
+    Failed,
+    Offer,
+    Refused,
+    Released,
+    Want,
+    Withdraw,
+)
 from kvbridge_proto.pool import Handle
 from kvbridge_proto.words import OURS, Blocks
 
@@ -37,7 +49,7 @@ RETRY_S = 0.3
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """`abandon` is how many of the rooms are given up after a moment. Seconds are the limits told to the agent."""
+    """Seconds are the limits told to the agent."""
 
     role: str
     socket: str
@@ -69,7 +81,7 @@ class Open:
 
 @dataclass(slots=True)
 class Told:
-    """Rooms that we were told of and have not begun."""
+    """Rooms that we were told of and have not begun, and how many of them will be given up after a moment."""
 
     rooms: deque[int] = field(default_factory=deque)
     source: str = ""
@@ -151,6 +163,8 @@ class Engine:
             blocks = [self.free.popleft() for _ in range(self.content.room_blocks)]
             now = time.monotonic()
             began = Open(room, blocks, self.content.rows(room), now, now + self.job.deadline_s + self.patience_s)
+            if self.chance.random() < self.told.abandon:
+                began.abandon_at = now + self.chance.random() * 0.02
             self.open[f"room-{room}"] = began
             self.begun += 1
             if self.job.role == "source":
@@ -178,8 +192,6 @@ class Engine:
 
     def _want(self, began: Open) -> None:
         name = f"room-{began.room}"
-        if self.chance.random() < self.told.abandon:
-            began.abandon_at = began.began + self.chance.random() * 0.02
         want = Want(
             request=name,
             room=name,
@@ -243,7 +255,9 @@ class Engine:
         for name, each in list(self.open.items()):
             if now > each.abandon_at:
                 each.abandon_at = float("inf")
-                self.link.send(Abandon(request=name, reason="as the seed says"))
+                why = "as the seed says"
+                is_sink = self.job.role == "sink"
+                self.link.send(Abandon(request=name, reason=why) if is_sink else Withdraw(request=name, reason=why))
             if now > each.late_at and not each.is_nudged and self.job.role == "sink":
                 each.is_nudged, each.late_at = True, now + self.patience_s
                 self.link.send(Abandon(request=name, reason="late"))
