@@ -1,4 +1,4 @@
-"""Every failpoint, with each of the four processes killed and stopped while one is there: one story of each.
+"""Every failpoint, and each of the four processes killed and stopped while one of them is there: a story each.
 
 The process that passes it is started again with the failpoint armed, and requests flow until it fires. It is the victim
 itself; or it stands still there, the victim is killed or stopped, and it goes on beside a victim that nobody has missed
