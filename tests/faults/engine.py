@@ -74,7 +74,7 @@ class Open:
     blocks: list[int]
     rows: np.ndarray
     began: float
-    late_at: float
+    late_at: float = float("inf")
     abandon_at: float = float("inf")
     is_nudged: bool = False
 
@@ -161,16 +161,17 @@ class Engine:
         while self.told.rooms and len(self.free) >= self.content.room_blocks:
             room = self.told.rooms.popleft()
             blocks = [self.free.popleft() for _ in range(self.content.room_blocks)]
-            now = time.monotonic()
-            began = Open(room, blocks, self.content.rows(room), now, now + self.job.deadline_s + self.patience_s)
+            began = Open(room, blocks, self.content.rows(room), began=time.monotonic())
             if self.chance.random() < self.told.abandon:
-                began.abandon_at = now + self.chance.random() * 0.02
+                began.abandon_at = began.began + self.chance.random() * 0.02
             self.open[f"room-{room}"] = began
             self.begun += 1
             if self.job.role == "source":
                 self._offer(began)
             else:
                 self._want(began)
+            # We may have been stopped before we had said it all.
+            began.late_at = time.monotonic() + self.job.deadline_s + self.patience_s
 
     def _offer(self, began: Open) -> None:
         """The prompt is computed, and offered in two pieces."""
