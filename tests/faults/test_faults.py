@@ -20,7 +20,6 @@ SLICE = (
     "kill the source's agent at source.gathered",
     "kill the sink's agent at sink.notice_landed",
     "kill the source's engine at engine.offer_sent",
-    "stop the source's agent at source.write_begun",
     "stop the sink's agent at sink.scatter_begun",
     "kill the source's agent at source.drained_sent",
     "fail the source's agent at source.write_begun",
