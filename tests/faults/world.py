@@ -14,7 +14,7 @@ import msgspec
 from kvbridge_proto.status import Status
 
 from .engine import PATIENCE_S, Job
-from .processes import POOL, Agent, Engine, Held, Nursery, maps_pool
+from .processes import POOL, Agent, Engine, Held, Nursery, free_address, maps_pool
 
 Role = Literal["source", "sink"]
 ROLES: tuple[Role, ...] = ("source", "sink")
@@ -148,7 +148,8 @@ class World:
         for role in ROLES:
             own, more = (apart or {}).get(role, (nursery, {}))
             told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **{"deadline_s": DEADLINE_S, **job})
-            side = Side(own, folder, role, {**LIMITS, **FEW, **(options or {}), **more}, told)
+            listen = {"listen": free_address()}
+            side = Side(own, folder, role, {**LIMITS, **FEW, **listen, **(options or {}), **more}, told)
             self.sides[role] = side
             side.start_agent()
             side.start_engine()
