@@ -104,7 +104,7 @@ class Engine:
         self.ends: dict[str, int] = {}
         self.patience_s = PATIENCE_S
         self._stamps = 0
-        self._looked = self._looked_late = 0.0
+        self._looked = self._read = 0.0
         self._is_detaching = False
         for block in self.free:
             self._stamp([block])
@@ -228,6 +228,7 @@ class Engine:
     # The agent:
 
     def _turn(self) -> None:
+        self._read = time.monotonic()
         for message in self.link.turn():
             match message:
                 case Done(request=name):
@@ -259,11 +260,12 @@ class Engine:
                 why = "as the seed says"
                 is_sink = self.job.role == "sink"
                 self.link.send(Abandon(request=name, reason=why) if is_sink else Withdraw(request=name, reason=why))
-            if now > each.late_at and not each.is_nudged and self.job.role == "sink":
+            # What came while we were stopped is no less in time for being unread.
+            if self._read > each.late_at and not each.is_nudged and self.job.role == "sink":
                 each.is_nudged, each.late_at = True, now + self.patience_s
                 self.link.send(Abandon(request=name, reason="late"))
                 say("late", what=f"{name}: no answer {now - each.began:.1f} s after it was wanted; asked to stop")
-            elif now > each.late_at:
+            elif self._read > each.late_at:
                 each.late_at = float("inf")
                 self.link.give_up(f"{name}: no answer in time")
                 say("late", what=f"{name}: no answer {now - each.began:.1f} s after it was told; the agent is given up")
