@@ -1,7 +1,7 @@
 # make demo    two synthetic engines that disagree, two agents, real ZeroMQ and NIXL, checked bit for bit
 # make test    lint, types and every test that needs no engine
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
-# make test-faults    every process killed and stopped at every failpoint, three times (15 minutes on two cores)
+# make test-faults    agents and engines killed and stopped at every failpoint, three times (50 minutes on two cores)
 # make test-gpu    the tests that need a GPU, or two
 # make fuzz    every decoder and what is behind it, for twelve minutes (FUZZ="--frames 1000000 --target pools" for more)
 # make fuzz-guided    one decoder, guided by coverage, for a minute (GUIDED="machines -max_total_time=3600" for more);

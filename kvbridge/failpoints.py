@@ -37,6 +37,7 @@ PLACES: dict[str, Place] = {
     # The engine, in adapters/client.py:
     "engine.attach_sent": Place("either engine", "Attach is queued with its descriptors; no answer yet"),
     "engine.offer_sent": Place("source engine", "an Offer is queued; the agent may gather from now on"),
+    "engine.withdraw_sent": Place("source engine", "an offer is taken back; its blocks may be read until Released"),
     "engine.want_sent": Place("sink engine", "a Want is queued; the agent may scatter from now on"),
     "engine.abandon_sent": Place("sink engine", "a want is given up; blocks stay the agent's until Failed"),
     "engine.done_heard": Place("sink engine", "Done has come; the request does not know yet"),

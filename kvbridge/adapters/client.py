@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvbridge_proto.codec import LIMITS, BadFrame, Limits
-from kvbridge_proto.engine import Abandon, Attach, Detach, Done, Offer, Released, ToAgent, ToEngine, Want
+from kvbridge_proto.engine import Abandon, Attach, Detach, Done, Offer, Released, ToAgent, ToEngine, Want, Withdraw
 from kvbridge_proto.stream import HEADER, StreamReader, pack
 
 from ..errors import OperatorError
@@ -229,6 +229,8 @@ def _pass_sent(message: ToAgent) -> None:
             failpoint("engine.attach_sent")
         case Offer():
             failpoint("engine.offer_sent")
+        case Withdraw():
+            failpoint("engine.withdraw_sent")
         case Want():
             failpoint("engine.want_sent")
         case Abandon():

@@ -1,11 +1,14 @@
-"""Every failpoint, in every process that passes it, killed there and stopped there: one story told of each.
+"""Every failpoint, and each of the four processes killed and stopped while one of them is there: a story each.
 
-The process is started again with the failpoint armed, requests flow until it fires, and the others must bear it: what
-must hold is the oracle of `world.py`. Then it goes on or comes back, and requests succeed again.
+The process that passes it is started again with the failpoint armed, and requests flow until it fires. It is the victim
+itself; or it stands still there, the victim is killed or stopped, and it goes on beside a victim that nobody has missed
+yet. The others must bear it: what must hold is the oracle of `world.py`. Then the victim goes on or comes back, and
+requests succeed again.
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +21,10 @@ from .processes import Agent, Engine
 from .world import ROLES, Role, Side, World
 
 What = Literal["agent", "engine"]
+WHATS: tuple[What, ...] = ("agent", "engine")
 
 STOP_S = 3.0  # longer than any limit in force
+HOLD_S = 0.1  # far shorter than any: whoever is at the failpoint is not late by it
 FIRES_S = 8.0
 # Passed once in the life of a process or a session; others in the middle of the load.
 ONCE = ("attach", "leaving", "hello", "probed", "welcome", "detach")
@@ -27,58 +32,107 @@ LATER = 3
 REFUSES = "agent.attaching"  # failing there is said to the engine that attaches, not to a request
 LEAVES = ("agent.leaving", "engine.detach_sent")
 ABANDONS = ("cancel", "drained", "abandon")
+WITHDRAWS = ("withdraw",)
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """One of the four processes; whichever incarnation is there now."""
+
+    role: Role
+    what: What
+
+    def __str__(self) -> str:
+        return f"{self.role}'s {self.what}"
+
+    def side(self, world: World) -> Side:
+        return world.sides[self.role]
+
+    def process(self, world: World) -> Agent | Engine:
+        side = self.side(world)
+        return side.agent if self.what == "agent" else side.engine
+
+    def log(self, world: World) -> Path:
+        return self.process(world).log
+
+    def restart(self, world: World, armed: str = "") -> None:
+        """Another incarnation; armed, it may die as soon as it attaches."""
+        side = self.side(world)
+        if self.what == "agent":
+            world.restarts_agent(side, armed)
+        else:
+            side.engine.close()
+            side.start_engine(armed)
+
+
+ACTORS = tuple(Actor(role, what) for what in WHATS for role in ROLES)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """At the failpoint `name`, which `passer` passes, this is done to `victim`."""
+
     name: str
-    role: Role
-    what: What
+    passer: Actor
+    victim: Actor
     action: Literal["kill", "stop", "fail"]
 
     @property
     def id(self) -> str:
-        return f"{self.action} the {self.role}'s {self.what} at {self.name}"
+        where = f"at {self.name}" if self.is_own else f"while the {self.passer} is at {self.name}"
+        return f"{self.action} the {self.victim} {where}"
+
+    @property
+    def is_own(self) -> bool:
+        return self.victim == self.passer
+
+    @property
+    def fires(self) -> str:
+        """What the passer does to itself: its own fault, or it holds the moment."""
+        return self.action if self.is_own else "stop"
 
     @property
     def armed(self) -> str:
-        nth = 1 if any(word in self.name for word in ONCE) else LATER
-        return f"{self.name}={self.action}@{nth}"
+        return f"{self.name}={self.fires}@{1 if self._is_any(ONCE) else LATER}"
 
     @property
     def mark(self) -> bytes:
-        """What the process leaves in its log when it fires."""
-        return f"failpoint {self.name}: {self.action}\n".encode()
+        """What the passer leaves in its log when it fires."""
+        return f"failpoint {self.name}: {self.fires}\n".encode()
 
     @property
     def abandon(self) -> float:
-        return 0.6 if any(word in self.name for word in ABANDONS) else 0.2
+        return 0.6 if self._is_any(ABANDONS) else 0.2
+
+    @property
+    def withdraw(self) -> float:
+        return 0.6 if self._is_any(WITHDRAWS) else 0.0
+
+    def _is_any(self, words: tuple[str, ...]) -> bool:
+        return any(word in self.name for word in words)
 
 
 def all_cases() -> Iterator[Case]:
     for name, place in PLACES.items():
         which, what = place.process.split()
-        assert what in ("agent", "engine")
-        for role in ROLES if which == "either" else [role for role in ROLES if role == which]:
-            for action in ("kill", "stop"):
-                yield Case(name, role, what, action)  # type: ignore[arg-type]
+        for passer in (actor for actor in ACTORS if actor.what == what and which in ("either", actor.role)):
+            for victim in (passer, *(actor for actor in ACTORS if actor != passer)):
+                yield Case(name, passer, victim, "kill")
+                yield Case(name, passer, victim, "stop")
             if place.error is not None:
-                yield Case(name, role, what, "fail")  # type: ignore[arg-type]
+                yield Case(name, passer, passer, "fail")
 
 
 def tell(world: World, case: Case) -> str:
     """The story of one case; in words what was measured. AssertionError if anything does not hold."""
-    victim = world.sides[case.role]
     world.calm()
-    if case.what == "agent" and case.action != "fail":
-        world.hurts(victim)
-    since = _log(victim, case.what).stat().st_size
-    if case.what == "agent":
-        world.restarts_agent(victim, case.armed)
-    else:
-        _restart_engine(victim, case.armed)
-    told = _fails(world, victim, case) if case.action == "fail" else _bears(world, victim, case)
-    assert case.mark in _log(victim, case.what).read_bytes()[since:], f"{case.name} did not fire"
+    log = case.passer.log(world)
+    since = log.stat().st_size
+    case.passer.restart(world, case.armed)
+    if case.victim.what == "agent" and case.action != "fail":
+        world.hurts(case.victim.side(world))
+    told = _fails(world, case) if case.action == "fail" else _bears(world, case)
+    assert case.mark in log.read_bytes()[since:], f"{case.name} did not fire"
     world.serves()
     world.is_clean()
     world.holds_no_more()
@@ -86,64 +140,69 @@ def tell(world: World, case: Case) -> str:
     return ", ".join([told, *late] if told else late)
 
 
-def _log(side: Side, what: What) -> Path:
-    return side.agent.log if what == "agent" else side.engine.log
-
-
-def _restart_engine(side: Side, armed: str = "") -> None:
-    """Another incarnation; it may die as soon as it attaches."""
-    side.engine.close()
-    side.start_engine(armed)
-
-
-def _bears(world: World, victim: Side, case: Case) -> str:
-    """It dies, or stands still and goes on."""
-    process = _until_fired(world, victim, case)
+def _bears(world: World, case: Case) -> str:
+    """The victim dies, or stands still and goes on."""
+    _until_fired(world, case)
+    if not case.is_own:
+        _strikes(world, case)
     told = ""
     if case.action == "kill":
-        told = _dies(world, victim, case)
+        told = _dies(world, case.victim)
     else:
-        world.wakes(process, STOP_S)
+        world.wakes(case.victim.process(world), STOP_S)
     world.finish()
     return told
 
 
-def _until_fired(world: World, victim: Side, case: Case) -> Agent | Engine:
+def _until_fired(world: World, case: Case) -> None:
     """Have requests flow until the failpoint fires."""
-    process: Agent | Engine = victim.agent if case.what == "agent" else victim.engine
+    passer, process = case.passer.side(world), case.passer.process(world)
     end, is_asked = time.monotonic() + FIRES_S, False
     while not _has_fired(process, case):
-        assert time.monotonic() < end, f"{case.name} was not passed in {FIRES_S} s:\n{victim.agent.tail()}"
+        assert time.monotonic() < end, f"{case.name} was not passed in {FIRES_S} s:\n{passer.agent.tail()}"
         for side in world.sides.values():
             if not side.engine.is_dead():
                 side.hear(0.01)
-        if world.is_attached(victim) and not any(side.rooms for side in world.sides.values()):
+        if world.is_attached(passer) and not world.is_busy():
             if case.name in LEAVES and is_asked:
-                victim.engine.tell("detach")
-            world.begin(abandon=case.abandon)
+                passer.engine.tell("detach")
+            world.begin(abandon=case.abandon, withdraw=case.withdraw)
             is_asked = True
-    return process
 
 
 def _has_fired(process: Agent | Engine, case: Case) -> bool:
-    if case.action == "kill":
+    if case.fires == "kill":
         return process.is_dead()
     assert not process.is_dead(), "it died instead of standing still"
     return process.is_stopped(0.02)
 
 
-def _dies(world: World, victim: Side, case: Case) -> str:
+def _strikes(world: World, case: Case) -> None:
+    """Kill or stop the victim while the passer stands still at the failpoint, and have the passer go on."""
+    victim = case.victim.process(world)
+    if case.action == "kill":
+        victim.kill()
+    else:
+        victim.send(signal.SIGSTOP)
+        assert victim.is_stopped(1.0), f"the {case.victim} does not stand still"
+    time.sleep(HOLD_S)
+    case.passer.process(world).send(signal.SIGCONT)
+    if not world.is_busy():  # as when it was attaching; those who live shall miss the victim
+        world.begin(abandon=case.abandon, withdraw=case.withdraw)
+
+
+def _dies(world: World, victim: Actor) -> str:
     """What must follow at once, and the next incarnation."""
-    if case.what == "agent":
+    side, told = victim.side(world), ""
+    if victim.what == "agent":
         world.finish()  # both engines are told, by the other agent and by the end of their connection
-        world.restarts_agent(victim)
-        return ""
-    took = world.unmaps(victim, victim.job.name)
-    _restart_engine(victim)
-    return f"unmapped in {took * 1e3:.0f} ms"
+    else:
+        told = f"unmapped in {world.unmaps(side, side.job.name) * 1e3:.0f} ms"
+    victim.restart(world)
+    return told
 
 
-def _fails(world: World, victim: Side, case: Case) -> str:
+def _fails(world: World, case: Case) -> str:
     """It goes on with its failure: some request fails by that name, or attaching is refused and tried again."""
     world.wait_attached()
     codes: list[str] = []
@@ -154,7 +213,8 @@ def _fails(world: World, victim: Side, case: Case) -> str:
         if "failpoint" in codes:
             break
     if case.name == REFUSES:
-        assert any("refused by the agent: failpoint" in why for why in victim.overs), f"not refused: {victim.overs}"
+        overs = case.victim.side(world).overs
+        assert any("refused by the agent: failpoint" in why for why in overs), f"not refused: {overs}"
     else:
         assert "failpoint" in codes, f"nobody was told of the failure: {sorted(set(codes))}"
     return ""

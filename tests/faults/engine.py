@@ -22,7 +22,19 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from kvbridge_proto.engine import Abandon, Attach, Detach, Detached, Done, Failed, Offer, Refused, Released, Want
+from kvbridge_proto.engine import (
+    Abandon,
+    Attach,
+    Detach,
+    Detached,
+    Done,
+    Failed,
+    Offer,
+    Refused,
+    Released,
+    Want,
+    Withdraw,
+)
 from kvbridge_proto.pool import Handle
 from kvbridge_proto.words import OURS, Blocks
 
@@ -37,7 +49,7 @@ RETRY_S = 0.3
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """`abandon` is how many of the rooms are given up after a moment. Seconds are the limits told to the agent."""
+    """Seconds are the limits told to the agent."""
 
     role: str
     socket: str
@@ -62,14 +74,14 @@ class Open:
     blocks: list[int]
     rows: np.ndarray
     began: float
-    late_at: float
+    late_at: float = float("inf")
     abandon_at: float = float("inf")
     is_nudged: bool = False
 
 
 @dataclass(slots=True)
 class Told:
-    """Rooms that we were told of and have not begun."""
+    """Rooms that we were told of and have not begun, and how many of them will be given up after a moment."""
 
     rooms: deque[int] = field(default_factory=deque)
     source: str = ""
@@ -92,7 +104,7 @@ class Engine:
         self.ends: dict[str, int] = {}
         self.patience_s = PATIENCE_S
         self._stamps = 0
-        self._looked = self._looked_late = 0.0
+        self._looked = self._read = 0.0
         self._is_detaching = False
         for block in self.free:
             self._stamp([block])
@@ -149,14 +161,17 @@ class Engine:
         while self.told.rooms and len(self.free) >= self.content.room_blocks:
             room = self.told.rooms.popleft()
             blocks = [self.free.popleft() for _ in range(self.content.room_blocks)]
-            now = time.monotonic()
-            began = Open(room, blocks, self.content.rows(room), now, now + self.job.deadline_s + self.patience_s)
+            began = Open(room, blocks, self.content.rows(room), began=time.monotonic())
+            if self.chance.random() < self.told.abandon:
+                began.abandon_at = began.began + self.chance.random() * 0.02
             self.open[f"room-{room}"] = began
             self.begun += 1
             if self.job.role == "source":
                 self._offer(began)
             else:
                 self._want(began)
+            # We may have been stopped before we had said it all.
+            began.late_at = time.monotonic() + self.job.deadline_s + self.patience_s
 
     def _offer(self, began: Open) -> None:
         """The prompt is computed, and offered in two pieces."""
@@ -178,8 +193,6 @@ class Engine:
 
     def _want(self, began: Open) -> None:
         name = f"room-{began.room}"
-        if self.chance.random() < self.told.abandon:
-            began.abandon_at = began.began + self.chance.random() * 0.02
         want = Want(
             request=name,
             room=name,
@@ -215,6 +228,7 @@ class Engine:
     # The agent:
 
     def _turn(self) -> None:
+        self._read = time.monotonic()
         for message in self.link.turn():
             match message:
                 case Done(request=name):
@@ -243,12 +257,15 @@ class Engine:
         for name, each in list(self.open.items()):
             if now > each.abandon_at:
                 each.abandon_at = float("inf")
-                self.link.send(Abandon(request=name, reason="as the seed says"))
-            if now > each.late_at and not each.is_nudged and self.job.role == "sink":
+                why = "as the seed says"
+                is_sink = self.job.role == "sink"
+                self.link.send(Abandon(request=name, reason=why) if is_sink else Withdraw(request=name, reason=why))
+            # What came while we were stopped is no less in time for being unread.
+            if self._read > each.late_at and not each.is_nudged and self.job.role == "sink":
                 each.is_nudged, each.late_at = True, now + self.patience_s
                 self.link.send(Abandon(request=name, reason="late"))
                 say("late", what=f"{name}: no answer {now - each.began:.1f} s after it was wanted; asked to stop")
-            elif now > each.late_at:
+            elif self._read > each.late_at:
                 each.late_at = float("inf")
                 self.link.give_up(f"{name}: no answer in time")
                 say("late", what=f"{name}: no answer {now - each.began:.1f} s after it was told; the agent is given up")

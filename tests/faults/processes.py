@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -137,6 +139,16 @@ def _words(pid: int, table: str) -> list[str]:
 def maps_pool(pid: int, name: str) -> bool:
     """Whether that process maps the memory of that engine."""
     return f"memfd:{name} " in Path(f"/proc/{pid}/maps").read_text()
+
+
+def free_address() -> str:
+    """Where an agent can listen, die and listen again: the kernel gives such a port to no connection meanwhile."""
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(10000, max(given, 20000))
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return f"tcp://127.0.0.1:{port}"
 
 
 class Agent(Process):

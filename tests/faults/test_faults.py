@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 from rich.console import Console
@@ -12,22 +13,25 @@ from rich.console import Console
 from kvbridge.commands.status import rendered
 from kvbridge.failpoints import PLACES
 
-from .cases import all_cases
+from .cases import ACTORS, all_cases
 from .runner import Runner
 
 SLICE = (
     "kill the source's agent at source.gathered",
-    "kill the source's agent at source.write_posted",
     "kill the sink's agent at sink.notice_landed",
     "kill the source's engine at engine.offer_sent",
-    "kill the sink's engine at engine.want_sent",
-    "stop the source's agent at source.write_begun",
     "stop the sink's agent at sink.scatter_begun",
     "kill the source's agent at source.drained_sent",
     "fail the source's agent at source.write_begun",
     "fail the sink's agent at sink.scatter_begun",
+    "kill the source's agent while the sink's agent is at sink.claim_sent",
+    "kill the sink's agent while the source's agent is at source.write_begun",
+    "kill the source's engine while the source's agent is at source.gather_begun",
+    "kill the sink's engine while the source's agent is at source.write_posted",
+    "stop the source's agent while the sink's engine is at engine.want_sent",
 )
 CASES = {case.id: case for case in all_cases()}
+FOUR = ("source's agent", "sink's agent", "source's engine", "sink's engine")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +40,22 @@ def runner() -> Iterator[Runner]:
         yield runner
 
 
-def test_the_matrix_has_every_failpoint_killed_and_stopped() -> None:
-    for name in PLACES:
-        actions = {case.action for case in CASES.values() if case.name == name}
-        assert {"kill", "stop"} <= actions, name
+def test_the_matrix_has_all_four_killed_and_stopped_at_every_failpoint_by_whoever_passes_it() -> None:
+    assert {str(actor) for actor in ACTORS} == set(FOUR)
+    cases = [(case.name, str(case.passer), str(case.victim), case.action) for case in all_cases()]
+    assert len(cases) == len(CASES), "of two cases with one name only one is told"
+    for name, place in PLACES.items():
+        which, what = place.process.split()
+        for passer in (f"{role}'s {what}" for role in ("source", "sink") if which in (role, "either")):
+            told = {case[2:] for case in cases if case[:2] == (name, passer)}
+            assert set(product(FOUR, ("kill", "stop"))) <= told, f"{passer} at {name}"
+        assert (place.error is None) == all(case[3] != "fail" for case in cases if case[0] == name), name
+
+
+def test_the_slice_has_all_four_at_a_failpoint_and_hurt_while_another_is_there() -> None:
+    told = [CASES[case] for case in SLICE]
+    assert {case.passer for case in told} == set(ACTORS)
+    assert {case.victim for case in told if not case.is_own} == set(ACTORS)
 
 
 @pytest.mark.parametrize("case", SLICE)

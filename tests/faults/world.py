@@ -14,7 +14,7 @@ import msgspec
 from kvbridge_proto.status import Status
 
 from .engine import PATIENCE_S, Job
-from .processes import POOL, Agent, Engine, Held, Nursery, maps_pool
+from .processes import POOL, Agent, Engine, Held, Nursery, free_address, maps_pool
 
 Role = Literal["source", "sink"]
 ROLES: tuple[Role, ...] = ("source", "sink")
@@ -148,7 +148,8 @@ class World:
         for role in ROLES:
             own, more = (apart or {}).get(role, (nursery, {}))
             told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **{"deadline_s": DEADLINE_S, **job})
-            side = Side(own, folder, role, {**LIMITS, **FEW, **(options or {}), **more}, told)
+            listen = {"listen": free_address()}
+            side = Side(own, folder, role, {**LIMITS, **FEW, **listen, **(options or {}), **more}, told)
             self.sides[role] = side
             side.start_agent()
             side.start_engine()
@@ -186,20 +187,24 @@ class World:
         self.is_clean()
         self.base, self.slots = self.held(), self.free_slots()
 
-    def begin(self, rooms: int = BATCH, abandon: float = 0.0) -> list[int]:
+    def begin(self, rooms: int = BATCH, abandon: float = 0.0, withdraw: float = 0.0) -> list[int]:
         """Have both engines serve so many rooms."""
         numbers = [next(self._rooms) for _ in range(rooms)]
         source = self.through(self.source.listen)
-        self.source.engine.tell("run", first=numbers[0], count=rooms)
+        self.source.engine.tell("run", first=numbers[0], count=rooms, abandon=withdraw)
         self.sink.engine.tell("run", first=numbers[0], count=rooms, source=source, abandon=abandon)
         for side in self.sides.values():
             side.rooms.update(numbers)
         return numbers
 
+    def is_busy(self) -> bool:
+        """Whether a room is under way, as far as a living engine was told of it."""
+        return any(side.rooms for side in self.sides.values())
+
     def finish(self, seconds: float = DEADLINE_S * 3 + SLACK_S) -> None:
         """Wait until every room that a living engine knows has ended, each by its own deadline."""
         end = time.monotonic() + seconds + max(side.stuck_s for side in self.sides.values())
-        while any(side.rooms for side in self.sides.values()):
+        while self.is_busy():
             for side in self.sides.values():
                 assert not side.engine.is_dead(), f"{side.role} engine died"
                 side.hear(0.02)
