@@ -11,7 +11,7 @@ from zmq.utils import z85
 
 from kvbridge.errors import OperatorError
 from kvbridge.transport.keys import MOST_KEYS, NAME, is_key, load_peers
-from kvbridge.transport.lock import BOOT, KEPT, LINE_BYTES, Lock
+from kvbridge.transport.lock import BOOT, KEPT, KERNEL, LINE_BYTES, Lock
 
 ODD = (
     b"",
@@ -87,19 +87,22 @@ class BootList:
         self._file.touch(0o600)
 
     def frame(self, random: Random) -> bytes:
-        boots = [random.randbytes(8).hex().encode() for _ in range(random.choice((0, 1, 2, 63, 64, 65, 200)))]
+        under = (KERNEL.read_bytes().strip(),) * 3 + (b"another",)
+        count = random.choice((0, 1, 2, 63, 64, 65, 200))
+        boots = [random.randbytes(8).hex().encode() + b" " + random.choice(under) for _ in range(count)]
         lines = [boot if random.random() < 0.9 else _spoiled(random, boot) for boot in boots]
         return _spoiled(random, b"\n".join(lines) + b"\n")
 
     def run(self, frame: bytes) -> int:
         self._file.write_bytes(frame)
+        kernel = KERNEL.read_bytes().strip()
         lines = set(frame.splitlines())
         before: frozenset[str] = frozenset()
         for number in range(3):
             boot = f"{number:016x}"
             found = self._before(boot)
             assert len(found) <= KEPT and all(BOOT.fullmatch(each.encode()) for each in found)
-            assert found <= before if number else {each.encode() for each in found} <= lines
+            assert found <= before if number else {each.encode() + b" " + kernel for each in found} <= lines
             assert not number or f"{number - 1:016x}" in found
             before = found | {boot}
         assert os.stat(self._file).st_size <= KEPT * LINE_BYTES
