@@ -20,6 +20,7 @@ from .actions import Action, Send, Ship, Tell
 from .lease import Deadlines
 from .outlet import OUT_TABLE, Offered, OutEvent, Outlet, OutState
 from .renounced import Renounced
+from .rooms import Rooms
 from .session import Home, Session
 from .slots import LocalSlot, LocalSlots
 from .tables import check_late, extended, ready_chunks
@@ -41,7 +42,7 @@ class Outbound:
         self._most_claims = most_claims
         self.offers: dict[str, Offered] = {}
         self.outlets: dict[str, Outlet] = {}
-        self._rooms: dict[str, list[Offered]] = {}
+        self._rooms = Rooms()
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
 
     # From our engine:
@@ -51,10 +52,12 @@ class Outbound:
         offered = self.offers.get(offer.request)
         if offered is not None and offered.over is not None:
             return []
+        if self._rooms.was_cut_short(offer.request, offer.is_last):
+            return [Tell(Released(request=offer.request, code="offer_over"))]
         if offered is None:
             offered = Offered(offer.request, offer.room, {})
             self.offers[offer.request] = offered
-            self._rooms.setdefault(offer.room, []).append(offered)
+            self._rooms.enter(offered)
         try:
             self._grow(offered, offer, home)
         except KVBridgeError as error:
@@ -67,7 +70,9 @@ class Outbound:
         """Our engine takes an offer back. Released follows when no gather is under way."""
         offered = self.offers.get(request)
         if offered is None:
+            self._rooms.was_cut_short(request, is_last=True)
             return [Tell(Released(request=request, code="unknown_offer"))]
+        offered.is_withdrawn = True
         return self._end_offer(offered, "withdrawn", reason)
 
     def rescaled(self, reason: str) -> list[Action]:
@@ -91,6 +96,7 @@ class Outbound:
     def engine_left(self) -> list[Action]:
         """Our engine is gone: its memory must not be read any more."""
         actions = self._end_all("engine_left", "the engine left")
+        self._rooms.forget()
         return [action for action in actions if not isinstance(action, Tell)]
 
     def _end_all(self, code: str, reason: str) -> list[Action]:
@@ -250,7 +256,7 @@ class Outbound:
         """Let claims and offers of a room find each other, oldest first; one want's claims all get one offer."""
         actions: list[Action] = []
         for out in [o for o in self.outlets.values() if o.state is OutState.WAITING and o.claim.room == room]:
-            offered = self._offer_for(out.claim)
+            offered = self._rooms.offer_for(out.claim)
             if offered is None:
                 continue
             offered.want, offered.sinks = out.claim.want, out.claim.sinks
@@ -264,11 +270,6 @@ class Outbound:
             else:
                 actions += self._short_of(offered) + self._ready(out)
         return actions
-
-    def _offer_for(self, claim: Claim) -> Offered | None:
-        open_offers = [o for o in self._rooms.get(claim.room, ()) if o.over is None]
-        same = [o for o in open_offers if o.want == claim.want]
-        return next(iter(same or [o for o in open_offers if o.want is None]), None)
 
     def _short_of(self, offered: Offered) -> list[Action]:
         """Fail what an offer that has said its last word can never satisfy."""
@@ -304,10 +305,7 @@ class Outbound:
             return []
         del self.offers[offered.request]
         self._deadlines.clear(("offer", offered.request))
-        room = self._rooms[offered.room]
-        room.remove(offered)
-        if not room:
-            del self._rooms[offered.room]
+        self._rooms.leave(offered)
         code, reason = offered.over or offered.short or ("", "")
         return [Tell(Released(request=offered.request, code=code[:64], reason=reason[:1024]))]
 

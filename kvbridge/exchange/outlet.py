@@ -57,6 +57,7 @@ class Offered:
     served: set[int] = field(default_factory=set)
     gathering: int = 0
     over: tuple[str, str] | None = None  # (code, reason): no new gathers
+    is_withdrawn: bool = False
     short: tuple[str, str] | None = None  # (code, reason): of the first transfer that ended without all its chunks
 
 

@@ -55,7 +55,7 @@ def _kept(process: Process) -> Iterator[str]:
         ("slots of transfers", has_engine and inbound.slots._of_transfer),
         ("offers", outbound.offers),
         ("transfers out", outbound.outlets),
-        ("rooms", outbound._rooms),
+        ("rooms", outbound._rooms._offers),
         ("moves", mover._moving),
         ("docks of before", mover._equipment is not None and mover._equipment.has_retired),
         ("writes", mover._writing),

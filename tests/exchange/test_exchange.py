@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbridge_proto.engine import Done, Failed
+from kvbridge_proto.engine import Done, Failed, Offer, Released
 from kvbridge_proto.peer import Cancel
+from kvbridge_proto.words import Blocks
 from msgspec.structs import replace
 
-from kvbridge.exchange.actions import Send
+from kvbridge.exchange.actions import Send, Tell
 
 from .world import World
 
@@ -169,6 +170,27 @@ def test_an_offer_nobody_wants_is_released_by_its_hold() -> None:
     world.pass_time(101)
     assert world.released()["r"].code == "offer_expired"
     world.check_rest()
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_what_is_said_of_an_offer_that_has_expired_is_no_new_offer(is_last: bool) -> None:
+    """Its engine has the blocks back: it would not wait for whoever read them now."""
+    world = World()
+    world.offer("r", 8, 2, last=False)
+    world.run()
+    world.pass_time(101)
+    assert world.released()["r"].code == "offer_expired"
+    outbound = world.sources[0].outbound
+    world.want("r", 16)
+    more = Offer(room="r", request="r", tokens=16, blocks=(Blocks(0, 0, (0, 1, 2, 3)),), is_last=is_last, hold_s=100.0)
+    for _ in range(2 - is_last):
+        (said,) = outbound.offer(more, world.sources[0].home, world.now)
+        assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "offer_over"
+    assert not outbound.offers
+    (said,) = outbound.withdraw("r", "over")
+    assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "unknown_offer"
+    outbound.offer(more, world.sources[0].home, world.now)
+    assert "r" in outbound.offers, "a new life of that name"
 
 
 def test_a_want_for_more_than_was_offered_fails_with_both_numbers() -> None:

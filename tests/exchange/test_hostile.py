@@ -101,10 +101,10 @@ def test_what_was_called_drained_cannot_be_claimed_any_more() -> None:
     assert peer.machine.renounce(peer.boot, asked)
     assert refusal(peer.claim(transfer="late", leases=leases(1))) == "cancelled"
     for number in range(MOST):  # bounded; what was asked about last stays
-        assert peer.machine.renounce(peer.boot, asked if number == 1 else Cancel(transfer=f"t{number}", code=""))
+        assert peer.machine.renounce(peer.boot, asked if number == 1 else Cancel(transfer=f"u{number}", code=""))
     assert refusal(peer.claim(transfer="late", leases=leases(1))) == "cancelled"
     assert len(peer.machine._renounced._said) == MOST
-    assert refusal(peer.claim(transfer=f"t{MOST - 1}", leases=())) == "cancelled"
+    assert refusal(peer.claim(transfer=f"u{MOST - 1}", leases=())) == "cancelled"
     assert peer.claim(transfer="other", leases=()) == [] and "other" in peer.machine.outlets
 
 

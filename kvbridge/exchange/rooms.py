@@ -1,0 +1,51 @@
+"""Where an engine's offers wait for the claims on them. Pure."""
+
+from __future__ import annotations
+
+from kvbridge_proto.peer import Claim
+
+from .outlet import Offered
+
+MOST_CUT_SHORT = 4096  # should an engine never say its last word
+
+
+class Rooms:
+    """Offers by room, oldest first; and the names of those that ended before their engine had said all of them.
+
+    What an engine says of such a one later, its agent has no part in: the blocks may be anybody's by then.
+    """
+
+    def __init__(self) -> None:
+        self._offers: dict[str, list[Offered]] = {}
+        self._cut_short: dict[str, None] = {}
+
+    def enter(self, offered: Offered) -> None:
+        self._offers.setdefault(offered.room, []).append(offered)
+
+    def leave(self, offered: Offered) -> None:
+        """It is released. If the engine ended it itself, it says no more of it."""
+        room = self._offers[offered.room]
+        room.remove(offered)
+        if not room:
+            del self._offers[offered.room]
+        if not (offered.is_last or offered.is_withdrawn):
+            self._cut_short[offered.request] = None
+            if len(self._cut_short) > MOST_CUT_SHORT:
+                del self._cut_short[next(iter(self._cut_short))]
+
+    def offer_for(self, claim: Claim) -> Offered | None:
+        """All claims of one want get one offer."""
+        open_offers = [each for each in self._offers.get(claim.room, ()) if each.over is None]
+        same = [each for each in open_offers if each.want == claim.want]
+        return next(iter(same or [each for each in open_offers if each.want is None]), None)
+
+    def was_cut_short(self, request: str, is_last: bool) -> bool:
+        """Whether this offer is over for us; its last word is the last that is remembered of it."""
+        was = request in self._cut_short
+        if is_last:
+            self._cut_short.pop(request, None)
+        return was
+
+    def forget(self) -> None:
+        """The engine is gone, and its names with it."""
+        self._cut_short.clear()
