@@ -24,6 +24,7 @@ from .words import described, warn_of_route
 log = logging.getLogger("kvbridge.peers")
 
 NOT_OPEN = ("no_session", "no_engine", "stale_epoch")
+REST_S = 60.0  # what is in doubt is asked about much more often, and keeps its link
 MOST_NAMES = 16  # of one session: requests bring them, and a host may have any number
 
 
@@ -54,6 +55,7 @@ class Dialling:
         self._also: dict[str, str] = {}  # other names -> the address of the session
         self._serial = 0
         self._deadlines: Deadlines[str] = Deadlines()
+        self._resting: Deadlines[Link] = Deadlines()  # links without a session, kept for what is still to be heard
         self._lanes = Lanes()
         self._without_lane: deque[str] = deque()
 
@@ -92,6 +94,9 @@ class Dialling:
         for address in self._deadlines.due(now):
             reason = f"connect_s: no Welcome from {address} in {self._connect_s}"
             self._end(address, "peer_unreachable", reason, is_deaf=True)
+        for link in self._resting.due(now):
+            if self._of(link) is None and not link.is_lost:
+                link.close()
 
     async def welcomed(self, link: Link, greeting: Welcome) -> None:
         """The source agrees. Its route counts once we have seen what it wrote by it."""
@@ -255,6 +260,8 @@ class Dialling:
         dialled.link.send(Goodbye(reason=code))
         if is_deaf:
             dialled.link.close()
+        else:
+            self._resting.set(dialled.link, self._clock() + REST_S)
         log.info("session over: peer=%s code=%s %s", address, code, reason)
         names = self._names(address)
         for name in names:

@@ -12,7 +12,7 @@ from kvbridge_proto.engine import Failed, Want
 from kvbridge_proto.peer import Cancel, Drained, Goodbye, Hello, Refuse, Settled, Welcome
 from kvbridge_proto.words import Blocks
 
-from kvbridge.agent.dialling import MOST_NAMES
+from kvbridge.agent.dialling import MOST_NAMES, REST_S
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.routes import Landing
 from kvbridge.agent.sink import Sink
@@ -315,6 +315,27 @@ def test_a_hello_that_nobody_answers_is_taken_back_before_its_connection_is_clos
         player.peers.dialling.tick(time.monotonic() + 1000.0)
         assert player.over == [("P0", "peer_unreachable")] and wire.is_lost
         assert [type(body).__name__ for body in wire.sent] == ["Hello", "Goodbye", "str"]
+
+    run(story)
+
+
+def test_a_link_that_has_had_no_session_for_a_while_is_closed() -> None:
+    """Agents that refuse have as many names as requests make up, and links are few."""
+
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        dialling = player.peers.dialling
+        for address in ("used", "unused"):
+            dialling.reach(address)
+            wire = player.wires[address]
+            player.peers._hear(wire, "B", Refuse(code="no_engine", reasons=()))
+        assert player.over == [("used", "no_engine"), ("unused", "no_engine")]
+        dialling.tick(time.monotonic() + REST_S - 5.0)
+        assert not player.wires["unused"].is_lost, "it may bring a Drained yet"
+        dialling.reach("used")
+        dialling._deadlines.clear("used")
+        dialling.tick(time.monotonic() + REST_S + 5.0)
+        assert player.wires["unused"].is_lost and not player.wires["used"].is_lost
 
     run(story)
 

@@ -72,6 +72,10 @@ class Fleet:
         for name in new:
             self._engines[name].wait_ready()
 
+    def kill(self, name: str) -> None:
+        """The engine and its workers, by SIGKILL; another one is started beside the same agents when asked for."""
+        self._engines.pop(name).kill()
+
     def __getitem__(self, name: str) -> EngineProcess:
         self.start(name)
         return self._engines[name]
@@ -82,7 +86,8 @@ class Fleet:
         config = replace(config, model=self._model, enable_prefix_caching=name != "alone", more=more)
         if name != "alone":
             config = replace(config, engine_id=f"engine-{name}", connector=self._connector(name))
-            self.start_agents(name)
+            if name not in self.agents:
+                self.start_agents(name)
         engine = EngineProcess(config, self.folder / f"{name}.log", python=sys.executable)
         return self._stack.enter_context(engine)
 

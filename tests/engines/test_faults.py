@@ -106,6 +106,31 @@ def test_the_sources_agent_stands_still_while_it_writes(fleet: Fleet) -> None:
     assert not slots.lent and not slots.quarantined, slots
 
 
+@pytest.mark.parametrize(("name", "place"), [("small", "source.gather_begun"), ("large", "sink.scatter_begun")])
+def test_an_engine_is_killed_while_its_agent_is_about_to_touch_its_blocks(fleet: Fleet, name: str, place: str) -> None:
+    """The agent stands still at that very moment; it lets go of the dead engine's memory and serves the next one."""
+    tokens = prompt(900, seed=len(place))
+    pid = rearm(fleet, name, f"{place}=stop")
+    wanted = fetched_while(fleet, pid, tokens, "T")
+    fleet.kill(name)
+    os.kill(pid, signal.SIGCONT)
+    (survivor,) = fleet.agents[name]
+    if name == "small":
+        assert list(fleet["large"].result(wanted).tokens) == fleet.alone(tokens, 12)
+    else:
+        fleet["small"].wait_empty()
+    end = time.monotonic() + 5
+    while survivor.status.engine is not None:
+        assert time.monotonic() < end, "the agent holds on to an engine that is dead"
+        time.sleep(0.05)
+    fleet.start(name)
+    travels(fleet, seed=len(place) + 1)
+    assert survivor.process.pid == pid and survivor.process.poll() is None
+    for each in ("small", "large"):
+        status = fleet.agents[each][0].status
+        assert not status.inbound.quarantined and not status.outbound.quarantined, status
+
+
 def test_the_prefilling_side_serves_all_the_while(fleet: Fleet) -> None:
     """Neither engine was hurt by what came before."""
     tokens = prompt(100, seed=95)
