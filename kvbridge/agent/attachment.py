@@ -20,7 +20,7 @@ class Word:
 
     heard_at: float = float("inf")  # all that it had said by then
     withdrawals: tuple[tuple[float, float], ...] = ()  # the last: when each was heard, and after when it was said
-    has_left: bool = False  # its memory is about to be unmapped: nothing is made ready for it any more
+    has_left: bool = False  # its memory is about to be unmapped: nothing is made ready for it, or heard of it, any more
 
     def withdrew(self, now: float) -> None:
         self.withdrawals = (*self.withdrawals[1 - KEPT :], (now, self.heard_at))

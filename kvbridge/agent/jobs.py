@@ -165,6 +165,8 @@ class Jobs:
         last moment at which there was nothing to hear of it and the one at which it was heard.
         """
         word, now = attachment.word, self._clock()
+        if word.has_left:  # nobody will hear of it any more
+            return "engine_left", "the engine left while its blocks were read"
         if now - word.heard_at >= UNHEARD_S:
             yield WaitWord(attachment, now, now + self._write_timeout_s)
         if not word.has_withdrawn(asked_at, now - UNHEARD_S):

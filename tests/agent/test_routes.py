@@ -375,6 +375,15 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
     assert found == expected or found[0] == expected
 
 
+def test_who_has_left_is_not_waited_for(stack: ExitStack) -> None:
+    """What was being read when it died may end after everybody has let go of it: its sink waits for that end."""
+    jobs = Jobs(Agents(stack).source, "a", Ears(), lambda *_: None, 1.0, lambda: 100.0)
+    _, pool = stack.enter_context(attached(build(Shape())))
+    with pytest.raises(StopIteration) as ended:
+        next(jobs._taken_back(Attachment(1, pool, None, Word(float("-inf"), has_left=True)), asked_at=99.0))
+    assert ended.value.value[0] == "engine_left"
+
+
 def test_a_porter_that_cannot_be_closed_keeps_no_fabric_open() -> None:
     closed: list[str] = []
 

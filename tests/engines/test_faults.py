@@ -13,6 +13,7 @@ import pytest
 
 from kvbridge.failpoints import VARIABLE
 
+from ..agent.harness import wait_for
 from .fleet import PREFILL, Fleet, assert_equal_rows, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -119,16 +120,12 @@ def test_an_engine_is_killed_while_its_agent_is_about_to_touch_its_blocks(fleet:
         assert list(fleet["large"].result(wanted).tokens) == fleet.alone(tokens, 12)
     else:
         fleet["small"].wait_empty()
-    end = time.monotonic() + 5
-    while survivor.status.engine is not None:
-        assert time.monotonic() < end, "the agent holds on to an engine that is dead"
-        time.sleep(0.05)
+    wait_for(lambda: survivor.status.engine is None, 5)
     fleet.start(name)
     travels(fleet, seed=len(place) + 1)
     assert survivor.process.pid == pid and survivor.process.poll() is None
-    for each in ("small", "large"):
-        status = fleet.agents[each][0].status
-        assert not status.inbound.quarantined and not status.outbound.quarantined, status
+    for (agent,) in (fleet.agents[each] for each in ("small", "large")):
+        wait_for(lambda agent=agent: not (agent.status.inbound.quarantined or agent.status.outbound.quarantined))
 
 
 def test_the_prefilling_side_serves_all_the_while(fleet: Fleet) -> None:
