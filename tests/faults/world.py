@@ -30,8 +30,8 @@ UNMAP_S = 1.0
 BACK_S = 20.0  # for an engine and its agent to find each other again
 BATCH = 12
 # Descriptors of ended connections that UCX does not close, at most, when a peer's process dies: one in ten times it is
-# one or two (nixl 1.5.1, 2026-11-21). Nothing of ours can reach them.
-UCX_KEEPS = 2
+# one or two, once in a thousand three (nixl 1.5.1, 2026-11-22). Nothing of ours can reach them.
+UCX_KEEPS = 3
 TRIES = 5
 LEFT = "detached"  # why a connection is over that the engine has ended
 
