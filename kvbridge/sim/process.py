@@ -261,9 +261,11 @@ class Process(Agent):
         return address % OUTBOUND // SLOT_BYTES
 
     def is_current(self, address: int) -> bool:
-        """Whether this is in the slots of now, and not in those that a rebuild left behind."""
-        assert self.stepped._equipment is not None
-        return address >> 32 == self.stepped._equipment.dock.inbound.base >> 32
+        """Whether this is in the slots that are lent now, and not in those that a rebuild left behind.
+
+        As the loop knows them: the mover's thread hears of others a little later.
+        """
+        return address >> 32 == self.mover.site.fabric.base >> 32
 
     # The mover's thread and the ticks:
 
