@@ -63,7 +63,7 @@ def test_who_connects_and_says_nothing_costs_a_bounded_number_of_threads_and_not
         assert fds() - before - len(silent) <= AT_ONCE
         assert not is_answered(place)  # they have all there are; else it would not be seen that they lose them
         becomes(lambda: is_answered(place), REQUEST_S + 2)
-        becomes(lambda: threading.active_count() == threads and fds() == before + len(silent), 2)
+        becomes(lambda: threading.active_count() <= threads and fds() <= before + len(silent), 5)
 
 
 def test_who_says_little_now_and_then_is_cut_off_as_well() -> None:
