@@ -130,6 +130,7 @@ def test_an_agent_killed_in_mid_transfer_costs_a_recomputation_and_nothing_else(
         fleet["large"].run(fleet.name("step"), prompt(5, seed=61), 1)
         assert time.monotonic() < deadline, "the engine did not attach to the agent that came back"
         time.sleep(0.2)
+    fleet["large"].run(fleet.name("step"), prompt(5, seed=61), 1)  # its scheduler hears of it with a step
     answer, ours, theirs = fleet.crossed("small", "large", prompt(200, seed=62))
     assert answer.cached == 199
     assert_equal_rows(ours, theirs)
