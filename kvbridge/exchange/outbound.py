@@ -19,13 +19,14 @@ from ..errors import EngineError, KVBridgeError
 from .actions import Action, Send, Ship, Tell
 from .lease import Deadlines
 from .outlet import OUT_TABLE, Offered, OutEvent, Outlet, OutState
-from .renounced import Renounced
+from .recent import Recent
 from .rooms import Rooms
 from .session import Home, Session
 from .slots import LocalSlot, LocalSlots
 from .tables import check_late, extended, ready_chunks
 
 MOST_CLAIMS = 2048  # open at once, of one sink: each is looked at whenever one comes
+MOST_RENOUNCED = 16384  # of all sinks together; the link that brings such a claim is lost within silence_s
 MOST_LEASES = 4096  # unused, of one sink: as many slots as an agent can have
 
 
@@ -38,7 +39,7 @@ class Outbound:
     def __init__(self, local: LocalSlots, most_claims: int = MOST_CLAIMS, before: Collection[str] = ()) -> None:
         self.local = local
         self._before = before
-        self._renounced = Renounced()
+        self._renounced: Recent[tuple[str, str]] = Recent(MOST_RENOUNCED)  # (boot, transfer)
         self._most_claims = most_claims
         self.offers: dict[str, Offered] = {}
         self.outlets: dict[str, Outlet] = {}
@@ -52,7 +53,9 @@ class Outbound:
         offered = self.offers.get(offer.request)
         if offered is not None and offered.over is not None:
             return []
-        if self._rooms.was_cut_short(offer.request, offer.is_last):
+        if offer.request in self._rooms.cut_short:
+            if offer.is_last:
+                self._rooms.cut_short.discard(offer.request)
             return [Tell(Released(request=offer.request, code="offer_over"))]
         if offered is None:
             offered = Offered(offer.request, offer.room, {})
@@ -70,7 +73,7 @@ class Outbound:
         """Our engine takes an offer back. Released follows when no gather is under way."""
         offered = self.offers.get(request)
         if offered is None:
-            self._rooms.was_cut_short(request, is_last=True)
+            self._rooms.cut_short.discard(request)
             return [Tell(Released(request=request, code="unknown_offer"))]
         offered.is_withdrawn = True
         return self._end_offer(offered, "withdrawn", reason)
@@ -96,7 +99,7 @@ class Outbound:
     def engine_left(self) -> list[Action]:
         """Our engine is gone: its memory must not be read any more."""
         actions = self._end_all("engine_left", "the engine left")
-        self._rooms.forget()
+        self._rooms.cut_short.clear()
         return [action for action in actions if not isinstance(action, Tell)]
 
     def _end_all(self, code: str, reason: str) -> list[Action]:
@@ -112,7 +115,7 @@ class Outbound:
     def claim(self, claim: Claim, session: Session, home: Home, now: float) -> list[Action]:
         """A sink takes rows of a room."""
         boot = session.peer.boot
-        if self._renounced.knows(boot, claim.transfer):
+        if (boot, claim.transfer) in self._renounced:
             return [_refuse(boot, claim, "cancelled", f"transfer: {claim.transfer} was cancelled before it came")]
         if claim.transfer in self.outlets:
             return [_refuse(boot, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
@@ -174,13 +177,13 @@ class Outbound:
     def renounce(self, boot: str, cancel: Cancel) -> bool:
         """Whether nothing of this transfer is or will be written: we do not know of it, or who knew is dead.
 
-        What we have said so of cannot be claimed any more.
+        It cannot be claimed any more: the claim may come yet, by a link that its sink has given up.
         """
         if cancel.boot:
             return cancel.boot in self._before
         if cancel.transfer in self.outlets:
             return False
-        self._renounced.add(boot, cancel.transfer)
+        self._renounced.add((boot, cancel.transfer))
         return True
 
     def lost(self, boot: str) -> list[Action]:

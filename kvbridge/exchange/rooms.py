@@ -5,19 +5,21 @@ from __future__ import annotations
 from kvbridge_proto.peer import Claim
 
 from .outlet import Offered
+from .recent import Recent
 
 MOST_CUT_SHORT = 4096  # should an engine never say its last word
 
 
 class Rooms:
-    """Offers by room, oldest first; and the names of those that ended before their engine had said all of them.
+    """Offers by room, oldest first.
 
-    What an engine says of such a one later, its agent has no part in: the blocks may be anybody's by then.
+    `cut_short` are the names of those that ended before their engine had said all of them. What it says of such a one
+    later, its agent has no part in: the blocks may be anybody's by then.
     """
 
     def __init__(self) -> None:
         self._offers: dict[str, list[Offered]] = {}
-        self._cut_short: dict[str, None] = {}
+        self.cut_short: Recent[str] = Recent(MOST_CUT_SHORT)
 
     def enter(self, offered: Offered) -> None:
         self._offers.setdefault(offered.room, []).append(offered)
@@ -29,23 +31,10 @@ class Rooms:
         if not room:
             del self._offers[offered.room]
         if not (offered.is_last or offered.is_withdrawn):
-            self._cut_short[offered.request] = None
-            if len(self._cut_short) > MOST_CUT_SHORT:
-                del self._cut_short[next(iter(self._cut_short))]
+            self.cut_short.add(offered.request)
 
     def offer_for(self, claim: Claim) -> Offered | None:
         """All claims of one want get one offer."""
         open_offers = [each for each in self._offers.get(claim.room, ()) if each.over is None]
         same = [each for each in open_offers if each.want == claim.want]
         return next(iter(same or [each for each in open_offers if each.want is None]), None)
-
-    def was_cut_short(self, request: str, is_last: bool) -> bool:
-        """Whether this offer is over for us; its last word is the last that is remembered of it."""
-        was = request in self._cut_short
-        if is_last:
-            self._cut_short.pop(request, None)
-        return was
-
-    def forget(self) -> None:
-        """The engine is gone, and its names with it."""
-        self._cut_short.clear()

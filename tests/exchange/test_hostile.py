@@ -11,8 +11,7 @@ from kvbridge_proto.peer import Cancel, Grant, Lease, Refuse
 from kvbridge.exchange.actions import Action, Send
 from kvbridge.exchange.intake import IntakeState
 from kvbridge.exchange.lease import Deadlines
-from kvbridge.exchange.outbound import MOST_LEASES, Outbound
-from kvbridge.exchange.renounced import MOST
+from kvbridge.exchange.outbound import MOST_LEASES, MOST_RENOUNCED, Outbound
 from kvbridge.exchange.session import Session
 from kvbridge.exchange.slots import LocalSlots
 
@@ -100,11 +99,11 @@ def test_what_was_called_drained_cannot_be_claimed_any_more() -> None:
     asked = Cancel(transfer="late", code="forgotten")
     assert peer.machine.renounce(peer.boot, asked)
     assert refusal(peer.claim(transfer="late", leases=leases(1))) == "cancelled"
-    for number in range(MOST):  # bounded; what was asked about last stays
+    for number in range(MOST_RENOUNCED):  # bounded; what was asked about last stays
         assert peer.machine.renounce(peer.boot, asked if number == 1 else Cancel(transfer=f"u{number}", code=""))
     assert refusal(peer.claim(transfer="late", leases=leases(1))) == "cancelled"
-    assert len(peer.machine._renounced._said) == MOST
-    assert refusal(peer.claim(transfer=f"u{MOST - 1}", leases=())) == "cancelled"
+    assert len(peer.machine._renounced) == MOST_RENOUNCED
+    assert refusal(peer.claim(transfer=f"u{MOST_RENOUNCED - 1}", leases=())) == "cancelled"
     assert peer.claim(transfer="other", leases=()) == [] and "other" in peer.machine.outlets
 
 
