@@ -1,10 +1,11 @@
 """What CURVE costs: from `Want` sent to `Done` read, through real agents, with a key and without.
 
-    python bench/curve.py [--pairs 400] [--tokens 16,2048]
+    python bench/curve.py [--sets 8] [--wants 150] [--tokens 16,2048]
 
-Two pairs of agents run at the same time, one with a key; their transfers alternate, the order of each two by chance, so
-that whatever else the machine does hits both alike. A request is offered before it is wanted; sessions are open. The
-ratio is that of the medians, its spread the 2.5 and 97.5 percentiles of 2000 resamplings of the pairs.
+Three pairs of agents run at the same time, one of them with a key, all by the same network device; their transfers take
+turns in an order of chance, so that whatever else the machine does hits all alike. A request is offered before it is
+wanted; sessions are open. Two pairs of processes differ for as long as they live, so it is done with new agents again
+and again: a set's figure is the ratio of its medians, and what two pairs without a key differ by stands beside it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from tests.agent.harness import SyntheticEngine, agent  # noqa: E402
 from tests.oracle import Shape, build  # noqa: E402
 
 WARM = 20
-RESAMPLINGS = 2000
 GOAL = 1.05
 
 
@@ -48,7 +48,6 @@ class Pair:
         self.address = agents[0].address
         self.tokens = tokens
         self.count = 0
-        self.moved_bytes = 0
 
     def once(self) -> float:
         """Seconds that the sink's engine waited."""
@@ -62,43 +61,52 @@ class Pair:
         seconds = time.perf_counter() - began
         assert isinstance(answer, Done), answer
         assert self.source.released(request).code == ""
-        self.moved_bytes = answer.moved_bytes
         return seconds
 
 
-def compare(tokens: int, pairs: int, folder: Path, key: Path) -> dict[str, object]:
+def measure(tokens: int, count: int, folder: Path, key: Path) -> dict[str, list[float]]:
+    """How many milliseconds each want took, by which of three new pairs of agents."""
     with ExitStack() as stack:
-        plain = Pair(stack, folder, f"plain{tokens}-", tokens)
-        curve = Pair(stack, folder, f"curve{tokens}-", tokens, key=key)
+        pairs = {
+            name: Pair(stack, folder, f"{name}{tokens}-", tokens, **options)
+            for name, options in (("plain", {}), ("curve", {"key": key}), ("plain_again", {}))
+        }
         for _ in range(WARM):
-            plain.once()
-            curve.once()
-        chance, found = random.Random(1), []
-        for _ in range(pairs):
-            if chance.random() < 0.5:
-                found.append((plain.once(), curve.once()))
-            else:
-                second = curve.once()
-                found.append((plain.once(), second))
-        moved = plain.moved_bytes
-    ratios = sorted(ratio(chance.choices(found, k=pairs)) for _ in range(RESAMPLINGS))
-    without, with_key = ([pair[i] * 1e3 for pair in found] for i in (0, 1))
+            for pair in pairs.values():
+                pair.once()
+        taken: dict[str, list[float]] = {name: [] for name in pairs}
+        order = list(pairs)
+        for _ in range(count):
+            random.shuffle(order)
+            for name in order:
+                taken[name].append(pairs[name].once() * 1e3)
+        return taken
+
+
+def compare(tokens: int, sets: int, count: int, folder: Path, key: Path) -> dict[str, object]:
+    found = []
+    for number in range(sets):
+        place = folder / f"{tokens}-{number}"
+        place.mkdir()
+        found.append(measure(tokens, count, place, key))
     result = {
         "tokens": tokens,
-        "moved_bytes": moved,
-        "pairs": pairs,
-        "without_ms": percentiles(without),
-        "curve_ms": percentiles(with_key),
-        "ratio": round(ratio(found), 4),
-        "ratio_95": [round(ratios[RESAMPLINGS * 25 // 1000], 4), round(ratios[RESAMPLINGS * 975 // 1000], 4)],
+        "sets_of_agents": sets,
+        "wants_each": count,
+        "plain_ms": percentiles([each for taken in found for each in taken["plain"]]),
+        "curve_ms": percentiles([each for taken in found for each in taken["curve"]]),
+        "curve_to_plain": ratios(found, "curve"),
+        "plain_again_to_plain": ratios(found, "plain_again"),
         "goal": GOAL,
     }
     print(result)
     return result
 
 
-def ratio(found: list[tuple[float, float]]) -> float:
-    return statistics.median(curve for _, curve in found) / statistics.median(plain for plain, _ in found)
+def ratios(found: list[dict[str, list[float]]], name: str) -> dict[str, float]:
+    """Of the medians, in each set of agents: the middle one, the least, the largest."""
+    each = [statistics.median(taken[name]) / statistics.median(taken["plain"]) for taken in found]
+    return {"median": round(statistics.median(each), 3), "least": round(min(each), 3), "most": round(max(each), 3)}
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -108,13 +116,16 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=400)
+    parser.add_argument("--sets", type=int, default=8, help="of agents")
+    parser.add_argument("--wants", type=int, default=150, help="of each pair in a set")
     parser.add_argument("--tokens", default="16,2048")
     said = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_pair(folder / "key")
-        found = [compare(int(tokens), said.pairs, folder, folder / "key") for tokens in said.tokens.split(",")]
+        found = [
+            compare(int(tokens), said.sets, said.wants, folder, folder / "key") for tokens in said.tokens.split(",")
+        ]
     write("curve", {"load_1m": round(os.getloadavg()[0], 2), "want_to_done": found})
 
 

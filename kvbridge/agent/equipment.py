@@ -18,7 +18,6 @@ from ..device.porter_cpu import CpuPorter
 from ..device.staging import Staging
 from ..errors import FabricError, OperatorError
 from ..exchange.route import Site
-from ..transport.endpoint import is_loopback
 from ..transport.fabric import Fabric
 from ..transport.fabric_nixl import NixlFabric
 
@@ -214,12 +213,6 @@ def _porter(gpu: driver.Gpu | None, size: Room) -> Porter:
     return GpuPorter(gpu, size.inbound + size.outbound + 1, max(1 << 20, size.slot_bytes // 16))
 
 
-def _devices(config: AgentConfig) -> str | None:
-    """The network of the data. UCX asks nobody who connects to it for a key: without one of ours, loopback alone."""
-    is_local = is_loopback(config.listen) and not config.key and not config.allow_unauthenticated
-    return config.net_devices or ("lo" if is_local else None)
-
-
 def _dock(
     name: str, config: AgentConfig, size: Room, gpu: driver.Gpu | None, porter: Porter, closing: ExitStack
 ) -> Dock:
@@ -228,9 +221,9 @@ def _dock(
     outbound = porter.staging(size.slot_bytes, size.outbound)
     closing.callback(outbound.close)
     if gpu is None:
-        fabric = NixlFabric(name, net_devices=_devices(config))
+        fabric = NixlFabric(name, net_devices=config.net_devices)
     else:
-        fabric = NixlFabric(name, memory="VRAM", device=gpu.ordinal, net_devices=_devices(config))
+        fabric = NixlFabric(name, memory="VRAM", device=gpu.ordinal, net_devices=config.net_devices)
     return _registered(Dock(name, inbound, outbound, fabric, porter), closing)
 
 
@@ -239,7 +232,7 @@ def _host_dock(name: str, config: AgentConfig, size: Room, closing: ExitStack) -
     closing.callback(inbound.close)
     outbound = Staging.pinned(size.slot_bytes, size.outbound)
     closing.callback(outbound.close)
-    fabric = NixlFabric(name, net_devices=_devices(config))
+    fabric = NixlFabric(name, net_devices=config.net_devices)
     return _registered(Dock(name, inbound, outbound, fabric, CpuPorter()), closing)
 
 

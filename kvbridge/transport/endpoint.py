@@ -101,6 +101,17 @@ def is_place(endpoint: str, place: str) -> bool:
         return pattern == "*"
 
 
+def is_local_place(place: str) -> bool:
+    """Whether the pattern `host:port` can only mean places on this host."""
+    found = _PLACE.fullmatch(place)
+    assert found is not None, place
+    host = found["host"].strip("[]").lower()
+    try:
+        return ipaddress.ip_network(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def place_of(endpoint: str) -> str:
     """The pattern that means `tcp://host:port` alone: what an operator would add to let it be dialled."""
     return re.sub(r"%\w+", "", canonical(endpoint).removeprefix("tcp://"))

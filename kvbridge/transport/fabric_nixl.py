@@ -51,7 +51,7 @@ class _Write:
 class NixlFabric:
     """Keeps the contract of `fabric.Fabric`. The NIXL agent is named by our boot: unique among all agents, ever.
 
-    `net_devices` restricts UCX to one network device, e.g. `lo`; its tcp otherwise listens on every interface.
+    `net_devices` restricts UCX to these network devices, e.g. `lo`; its tcp otherwise listens on every interface.
     """
 
     kind = "nixl"
@@ -93,7 +93,8 @@ class NixlFabric:
             agent = self._nixl.nixlAgent(self._boot, config)
             return agent, agent.createBackend("UCX", options)
         except _errors(self._nixl) as error:
-            raise FabricError("fabric_unavailable", f"NIXL's UCX backend did not start: {_text(error)}") from error
+            reason = f"NIXL's UCX backend did not start with net_devices {net_devices}: {_text(error)}"
+            raise FabricError("fabric_unavailable", reason) from error
 
     def register(self, address: int, size: int, *, is_target: bool = True) -> None:
         # NIXL would take an overlap and then fail to find the larger region.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import PeerError
-from .endpoint import check_dialled, check_listened, check_place, is_loopback, is_place, place_of
+from ..errors import OperatorError, PeerError
+from .endpoint import check_dialled, check_listened, check_place, is_local_place, is_loopback, is_place, place_of
 from .keys import Keys
 
 
@@ -41,6 +41,26 @@ class Trust:
         """Raises OperatorError unless we may listen there."""
         is_guarded = self.keys is not None or self.allow_unauthenticated
         check_listened(address, allow_wildcard=allow_wildcard, is_guarded=is_guarded)
+
+    def data_devices(self, listen: str, named: str) -> str:
+        """The network devices for the data, as UCX names them: the `named`, else loopback.
+
+        UCX believes whoever reaches its ports, key or none. So where agents of other hosts are served or dialled, those
+        who run this one must say by which networks. Raises OperatorError `no_net_devices` if they have not.
+        """
+        is_guarded = self.keys is not None or self.allow_unauthenticated  # else it is loopback, both ways
+        if named or not is_guarded:
+            return named or "lo"
+        where = [f"listen: {listen}"] if not is_loopback(listen) else []
+        where += [f"dial: {place}" for place in self.places if not is_local_place(place)]
+        if where:
+            reason = (
+                f"net_devices: got '', but other hosts are meant ({where[0]}); name the network devices of the data, "
+            )
+            raise OperatorError(
+                "no_net_devices", reason + "as eth1 or mlx5_0:1, or all: UCX asks nobody there for a key"
+            )
+        return "lo"
 
     def check_dialled(self, address: str) -> tuple[str, str]:
         """Endpoint and server key ("": none) of an address that may be dialled. Raises PeerError.

@@ -162,13 +162,27 @@ def test_a_reload_without_keys_harms_nobody(tmp_path: Path) -> None:
 
 
 def test_does_not_start_where_others_could_reach_it_without_a_key(tmp_path: Path) -> None:
-    said = start_fails(tmp_path, listen="tcp://0.0.0.0:0", allow_wildcard=True, advertise="tcp://127.0.0.1:1")
+    said = start_fails(tmp_path, **WIDE)
     assert "unauthenticated_listen" in said and "kvbridge keygen" in said
     assert "wildcard_metrics" in start_fails(tmp_path, metrics="0.0.0.0:0")
 
 
+WIDE = {"listen": "tcp://0.0.0.0:0", "allow_wildcard": True, "advertise": "tcp://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize("wide", [WIDE, {"dial": "127.0.0.0/8:*,10.0.0.0/24:7700"}])
+def test_does_not_start_before_it_knows_by_which_network_other_hosts_come(tmp_path: Path, wide: dict[str, Any]) -> None:
+    """UCX lets in whoever reaches its port, whatever key the agent has."""
+    key, _ = keygen(tmp_path, "fleet")
+    for guard in ({"key": key}, {"allow_unauthenticated": True}):
+        said = start_fails(tmp_path, **wide, **guard)
+        assert "no_net_devices" in said and ("0.0.0.0:0" in said or "10.0.0.0/24:7700" in said)
+    with agent(tmp_path, "named", key=key, net_devices="lo", **wide) as running:
+        assert [place for place in listening(running) if not place.startswith(("127.0.0.1:", "0.0.0.0:"))] == []
+
+
 def test_the_hatch_is_said_aloud(tmp_path: Path) -> None:
-    options = {"listen": "tcp://0.0.0.0:0", "allow_wildcard": True, "advertise": "tcp://127.0.0.1:1"}
+    options = WIDE | {"net_devices": "lo"}
     with agent(tmp_path, "a", allow_unauthenticated=True, **options) as running:
         assert "WARNING kvbridge.agent: allow_unauthenticated" in running.text()
         assert "allow_unauthenticated" in running.status.security and "NONE" in running.status.security
@@ -222,7 +236,12 @@ def test_with_a_key_a_want_reaches_loopback_only_as_well(tmp_path: Path, stack: 
 def test_who_names_a_hosts_addresses_one_by_one_gets_so_many_and_harms_nobody(tmp_path: Path, stack: ExitStack) -> None:
     key, _ = keygen(tmp_path, "fleet")
     port = free_port()
-    everywhere = {"listen": f"tcp://0.0.0.0:{port}", "allow_wildcard": True, "advertise": f"tcp://127.0.0.1:{port}"}
+    everywhere = {
+        "listen": f"tcp://0.0.0.0:{port}",
+        "allow_wildcard": True,
+        "advertise": f"tcp://127.0.0.1:{port}",
+        "net_devices": "lo",
+    }
     pair = Pair(tmp_path, stack, key=key, p=everywhere)
     for spelled in (f"tcp://LocalHost:{port}", f"tcp://localhost:{port}#"):
         assert isinstance(pair.carry(spelled, spelled), Done)
@@ -303,12 +322,14 @@ def test_the_watch_for_pickle_bites(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "PICKLED" in start_fails(tmp_path, module=WATCHED)
 
 
-def test_listens_nowhere_but_where_it_was_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_keyed", [False, True])
+def test_listens_nowhere_but_where_it_was_told(tmp_path: Path, is_keyed: bool) -> None:
     """NIXL's own listener would be on every interface, and so would UCX's, if it were given no device."""
     metrics = f"127.0.0.1:{free_port()}"
-    with agent(tmp_path, "a", metrics=metrics) as running:
+    options = {"key": keygen(tmp_path, "fleet")[0]} if is_keyed else {}
+    with agent(tmp_path, "a", metrics=metrics, **options) as running:
         places = listening(running)
-        assert running.address.removeprefix("tcp://") in places and metrics in places
+        assert running.address.partition("#")[0].removeprefix("tcp://") in places and metrics in places
         assert [place for place in places if not place.startswith("127.0.0.1:")] == []
 
 
