@@ -239,7 +239,12 @@ class Engines:
 
     def pause(self) -> bool:
         """Begin nothing for our engine until `rebuild` or `resume`. Whether nothing is under way any more."""
-        return self.sink.pause() and not self.source.is_moving
+        return all([self.sink.pause(), self.source.pause()])
+
+    def resume(self) -> None:
+        """There will be no rebuild."""
+        self.sink.resume()
+        self.source.resume()
 
     def rebuild(self, docks: Docks, reason: str) -> None:
         """Other slots for the same engine and epoch: all sessions end, and new ones name these."""

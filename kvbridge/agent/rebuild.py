@@ -96,7 +96,7 @@ class Rebuilder:
             return
         if not (reasons := self._reasons()):
             self.close()
-            self._engines.sink.resume()
+            self._engines.resume()
             return
         if not self._engines.pause() and self._clock() < self._pause_ends:
             return

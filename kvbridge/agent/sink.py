@@ -79,7 +79,7 @@ class Sink:
         self._do(self._inbound.rebuilt, home, self._clock())
 
     def pause(self) -> bool:
-        """Begin nothing until `rebuilt`. Whether nothing is under way any more."""
+        """Begin nothing until `rebuilt` or `resume`. Whether nothing is under way any more."""
         with self._deciding:
             return self._inbound.pause()
 

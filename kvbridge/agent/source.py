@@ -70,9 +70,12 @@ class Source:
     def rescaled(self, reason: str) -> None:
         self._do(self._outbound.rescaled(reason))
 
-    @property
-    def is_moving(self) -> bool:
-        return self._outbound.is_moving
+    def pause(self) -> bool:
+        """Begin nothing until `rebuilt` or `resume`. Whether nothing is under way any more."""
+        return self._outbound.pause()
+
+    def resume(self) -> None:
+        self._do(self._outbound.resume())
 
     def rebuilt(self, reason: str) -> None:
         self._do(self._outbound.rebuilt(reason))

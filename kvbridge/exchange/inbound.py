@@ -42,6 +42,7 @@ from .sources import Sources
 from .tables import tables_of
 
 ASK_AGAIN_S = 0.1  # for ranks that the source's engine has not named yet
+MOST_WANTS = 16384
 DOUBT_AGAIN_S = 5.0  # for slots that only the source's agent can give back
 
 
@@ -68,6 +69,8 @@ class Inbound:
         """Our engine wants these tokens."""
         if (twin := self.wants.get(want.request)) is not None:  # one name, one answer: it ends both
             return self._fail(twin, "duplicate_request", f"request: {want.request} was wanted twice", now)
+        if len(self.wants) >= MOST_WANTS:
+            return [failed(want.request, "too_many_wants", f"wants: {MOST_WANTS} are open")]
         try:
             if want.end_token < want.first_token:
                 reason = f"end_token: got {want.end_token}, first_token {want.first_token}"
@@ -311,7 +314,7 @@ class Inbound:
     def _claim_from(
         self, wanted: Wanted, address: str, session: Session, takes: tuple[Take, ...], planned: Plan, now: float
     ) -> Action:
-        intake = Intake(self._new_id(), address, session, planned, self._new_token())
+        intake = Intake(self._new_id(), address, session, planned, self._new_token(), turn=self.slots.turn)
         leases: tuple[Lease, ...] = ()
         if planned.chunks:
             wanted.intakes[intake.transfer] = intake

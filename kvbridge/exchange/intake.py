@@ -84,7 +84,7 @@ class Intake:
     token: bytes
     state: IntakeState = IntakeState.CLAIMED
     ready: int = 0
-    turn: int = 0  # when it was lent a slot last
+    turn: int = 0  # when it came, or was lent a slot last
     landed: set[int] = field(default_factory=set)
     scattered: int = 0
 

@@ -9,14 +9,14 @@ gather of them is or will be under way; that does not wait for the network.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from kvbridge_proto.engine import Offer, Released
-from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Lease, Ready, Refuse
-from kvbridge_proto.words import MAX_RANKS
+from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Ready
 
 from ..errors import EngineError, KVBridgeError
 from .actions import Action, Send, Ship, Tell
+from .claims import planned, refused, surplus
 from .lease import Deadlines
 from .outlet import OUT_TABLE, Offered, OutEvent, Outlet, OutState
 from .recent import Recent
@@ -25,9 +25,9 @@ from .session import Home, Session
 from .slots import LocalSlot, LocalSlots
 from .tables import check_late, extended, ready_chunks
 
+MOST_OFFERS = 16384
 MOST_CLAIMS = 2048  # open at once, of one sink: each is looked at whenever one comes
 MOST_RENOUNCED = 16384  # of all sinks together; the link that brings such a claim is lost within silence_s
-MOST_LEASES = 4096  # unused, of one sink: as many slots as an agent can have
 
 
 class Outbound:
@@ -44,6 +44,7 @@ class Outbound:
         self.offers: dict[str, Offered] = {}
         self.outlets: dict[str, Outlet] = {}
         self._rooms = Rooms()
+        self._is_paused = False
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
 
     # From our engine:
@@ -52,15 +53,20 @@ class Outbound:
         """Tokens are ready, the first time or more of them."""
         offered = self.offers.get(offer.request)
         if offered is not None and offered.over is not None:
+            offered.is_told_out |= offer.is_last
             return []
         if offer.request in self._rooms.cut_short:
             if offer.is_last:
                 self._rooms.cut_short.discard(offer.request)
             return [Tell(Released(request=offer.request, code="offer_over"))]
         if offered is None:
+            if len(self.offers) >= MOST_OFFERS:
+                reason = f"offers: {MOST_OFFERS} are open"
+                return [Tell(Released(request=offer.request, code="too_many_offers", reason=reason))]
             offered = Offered(offer.request, offer.room, {})
             self.offers[offer.request] = offered
             self._rooms.enter(offered)
+        offered.is_told_out |= offer.is_last
         try:
             self._grow(offered, offer, home)
         except KVBridgeError as error:
@@ -75,29 +81,39 @@ class Outbound:
         if offered is None:
             self._rooms.cut_short.discard(request)
             return [Tell(Released(request=request, code="unknown_offer"))]
-        offered.is_withdrawn = True
+        offered.is_told_out = True
         return self._end_offer(offered, "withdrawn", reason)
 
     def rescaled(self, reason: str) -> list[Action]:
         """Rows come under other scales from here on: what is planned says the old ones."""
         return self._end_all("rescaled", reason)
 
+    def pause(self) -> bool:
+        """Begin no transfer until `rebuilt` or `resume`. Whether all that flowed has ended, or is known to be late."""
+        self._is_paused = True
+        moving = (out.state is OutState.FLOWING or out.writing > len(out.late) for out in self.outlets.values())
+        return not any(moving)
+
+    def resume(self) -> list[Action]:
+        """There will be no rebuild."""
+        self._is_paused = False
+        rooms = {out.claim.room for out in self.outlets.values()}
+        return [action for room in rooms for action in self._bind_waiting(room)] + self._pump()
+
     def rebuilt(self, reason: str) -> list[Action]:
         """Our agent makes its slots anew, and so ends all sessions: sinks need not wait for what they have claimed.
 
         Claims of what is not offered yet go with their sessions, and come again by others.
         """
+        self._is_paused = False
         moving = [out for out in self.outlets.values() if out.state is not OutState.WAITING]
         self.local.rebuilt()
         return [action for out in moving for action in self._stop(out, "rebuilt", reason)]
 
-    @property
-    def is_moving(self) -> bool:
-        """Whether anything that was claimed is on its way, and not known to be late."""
-        return any(out.state is OutState.FLOWING or out.writing > len(out.late) for out in self.outlets.values())
-
     def engine_left(self) -> list[Action]:
         """Our engine is gone: its memory must not be read any more."""
+        for offered in self.offers.values():
+            offered.is_told_out = True
         actions = self._end_all("engine_left", "the engine left")
         self._rooms.cut_short.clear()
         return [action for action in actions if not isinstance(action, Tell)]
@@ -116,30 +132,18 @@ class Outbound:
         """A sink takes rows of a room."""
         boot = session.peer.boot
         if (boot, claim.transfer) in self._renounced:
-            return [_refuse(boot, claim, "cancelled", f"transfer: {claim.transfer} was cancelled before it came")]
+            return [refused(boot, claim, "cancelled", f"transfer: {claim.transfer} was cancelled before it came")]
         if claim.transfer in self.outlets:
-            return [_refuse(boot, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
-        for name, ours, theirs in (
-            ("source_epoch", home.epoch, claim.source_epoch),
-            ("sink_epoch", session.peer_epoch, claim.sink_epoch),
-        ):
-            if ours != theirs:
-                return [_refuse(boot, claim, "stale_epoch", f"{name}: ours {ours}, theirs {theirs}")]
-        if claim.sink >= claim.sinks or claim.sinks > MAX_RANKS:
-            reason = f"sink: {claim.sink} of {claim.sinks} ranks, at most {MAX_RANKS}"
-            return [_refuse(boot, claim, "bad_sink", reason)]
+            return [refused(boot, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
         if sum(out.boot == boot for out in self.outlets.values()) >= self._most_claims:
-            return [_refuse(boot, claim, "too_many_claims", f"claims: {self._most_claims} of yours are open")]
+            return [refused(boot, claim, "too_many_claims", f"claims: {self._most_claims} of yours are open")]
         try:
-            takes, first, end = claim.takes, claim.first_token, claim.end_token
-            planned = session.planner.plan(takes, first, end, session.slot_bytes)
+            plan = planned(claim, session, home)
         except KVBridgeError as error:
-            return [_refuse(boot, claim, error.code, str(error))]
-        if planned.digest != claim.plan:
-            return [_refuse(boot, claim, "plan_mismatch", f"plan: ours {planned.digest}, theirs {claim.plan}")]
-        out = Outlet(claim, boot, planned, session.digest, deque(), now)
-        if surplus := self._surplus(out, claim.leases):
-            return [_refuse(boot, claim, "bad_lease", surplus)]
+            return [refused(boot, claim, error.code, str(error))]
+        out = Outlet(claim, boot, plan, session.digest, deque(), now, turn=self.local.turn)
+        if too_many := surplus(out, claim.leases, self.outlets.values()):
+            return [refused(boot, claim, "bad_lease", too_many)]
         out.lend(claim.leases)
         self.outlets[claim.transfer] = out
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
@@ -150,19 +154,10 @@ class Outbound:
         out = self.outlets.get(grant.transfer)
         if out is None or out.boot != boot or out.state not in (OutState.WAITING, OutState.FLOWING):
             return []
-        if surplus := self._surplus(out, grant.leases):
-            return self._stop(out, "bad_lease", surplus) + self._pump()
+        if too_many := surplus(out, grant.leases, self.outlets.values()):
+            return self._stop(out, "bad_lease", too_many) + self._pump()
         out.lend(grant.leases)
         return self._pump()
-
-    def _surplus(self, out: Outlet, leases: Sequence[Lease]) -> str:
-        """Why these are more slots than a sink can have, or has a use for; we keep them all."""
-        if not leases:
-            return ""
-        if (lent := out.lent + len(leases)) > out.plan.chunks:
-            return f"leases: {lent} for {out.plan.chunks} chunks"
-        unused = len(leases) + sum(len(each.leases) for each in self.outlets.values() if each.boot == out.boot)
-        return f"leases: {unused} unused, at most {MOST_LEASES}" if unused > MOST_LEASES else ""
 
     def cancel(self, boot: str, cancel: Cancel) -> list[Action]:
         """The sink gives up. Drained follows when nothing is being written; at once for what we do not know."""
@@ -258,11 +253,17 @@ class Outbound:
     def _bind_waiting(self, room: str) -> list[Action]:
         """Let claims and offers of a room find each other, oldest first; one want's claims all get one offer."""
         actions: list[Action] = []
+        if self._is_paused:
+            return actions
         for out in [o for o in self.outlets.values() if o.state is OutState.WAITING and o.claim.room == room]:
             offered = self._rooms.offer_for(out.claim)
             if offered is None:
                 continue
-            offered.want, offered.sinks = out.claim.want, out.claim.sinks
+            if offered.want is None:
+                offered.want, offered.sinks = out.claim.want, out.claim.sinks
+            elif offered.sinks != out.claim.sinks:
+                actions += self._stop(out, "bad_sink", f"sinks: first {offered.sinks}, now {out.claim.sinks}")
+                continue
             out.offered = offered
             out.state = OUT_TABLE.after(out.state, OutEvent.BIND)
             if out.plan.chunks == 0:
@@ -295,16 +296,20 @@ class Outbound:
             return []
         offered.over = (code, reason)
         actions: list[Action] = []
-        for out in list(self.outlets.values()):
-            unread = out.next_chunk < out.plan.chunks
-            if out.offered is offered and out.state is OutState.FLOWING and unread:
-                actions += self._stop(out, code, reason)
+        for out in self._readers(offered):
+            actions += self._stop(out, code, reason)
         return actions + self._release_if_over(offered)
+
+    def _readers(self, offered: Offered) -> list[Outlet]:
+        """Who has not read all of it that it claimed. A sink that claims again what it gave up is one of them."""
+        return [out for out in self.outlets.values() if out.offered is offered and out.is_reading]
 
     def _release_if_over(self, offered: Offered) -> list[Action]:
         """Give the blocks back once nobody reads or will read them."""
         all_served = offered.want is not None and len(offered.served) == offered.sinks
         if offered.gathering or not (offered.over or all_served) or offered.request not in self.offers:
+            return []
+        if not offered.over and self._readers(offered):
             return []
         del self.offers[offered.request]
         self._deadlines.clear(("offer", offered.request))
@@ -374,14 +379,12 @@ class Outbound:
         if offered is not None:
             offered.served.add(out.claim.sink)
             offered.short = offered.short or out.says
-        released = self._release_if_over(offered) if offered is not None else []
         if out.writing:
             out.state = OUT_TABLE.after(out.state, OutEvent.STOP_BUSY)
-            return [
-                *self._send(out, Failing(transfer=out.transfer, code=out.says[0], reason=out.says[1])),
-                *released,
-            ]
-        return self._end(out, OutEvent.STOP) + released
+            said = self._send(out, Failing(transfer=out.transfer, code=out.says[0], reason=out.says[1]))
+        else:
+            said = self._end(out, OutEvent.STOP)
+        return said + (self._release_if_over(offered) if offered is not None else [])
 
     def _end(self, out: Outlet, event: OutEvent) -> list[Action]:
         out.state = OUT_TABLE.after(out.state, event)
@@ -394,7 +397,3 @@ class Outbound:
     def _forget(self, out: Outlet) -> None:
         del self.outlets[out.transfer]
         self._deadlines.clear(("claim", out.transfer))
-
-
-def _refuse(boot: str, claim: Claim, code: str, reason: str) -> Send:
-    return Send(boot, Refuse(code=code, reasons=(reason[:1024],), about=claim.transfer))

@@ -57,7 +57,7 @@ class Offered:
     served: set[int] = field(default_factory=set)
     gathering: int = 0
     over: tuple[str, str] | None = None  # (code, reason): no new gathers
-    is_withdrawn: bool = False
+    is_told_out: bool = False  # its engine says no more of it
     short: tuple[str, str] | None = None  # (code, reason): of the first transfer that ended without all its chunks
 
 
@@ -79,7 +79,7 @@ class Outlet:
     writing: int = 0  # shipped and not ended, gathers included
     shipped: int = 0
     told_ready: int = 0
-    turn: int = 0  # when it had a slot to gather into last
+    turn: int = 0  # when it came, or had a slot to gather into last
     late: set[LocalSlot] = field(default_factory=set)  # what is written out of these is past its deadline
     says: tuple[str, str] = ("", "")
     is_lost: bool = False
@@ -89,9 +89,14 @@ class Outlet:
         return self.claim.transfer
 
     @property
+    def is_reading(self) -> bool:
+        """Whether chunks of the offer are still to be gathered."""
+        return self.state is OutState.FLOWING and self.next_chunk < self.plan.chunks
+
+    @property
     def can_ship(self) -> bool:
         """Whether the next chunk is computed and has a slot to go to."""
-        if self.state is not OutState.FLOWING or not self.leases or self.next_chunk == self.plan.chunks:
+        if not self.is_reading or not self.leases:
             return False
         offered = self.offered
         assert offered is not None

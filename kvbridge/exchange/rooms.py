@@ -25,12 +25,12 @@ class Rooms:
         self._offers.setdefault(offered.room, []).append(offered)
 
     def leave(self, offered: Offered) -> None:
-        """It is released. If the engine ended it itself, it says no more of it."""
+        """It is released."""
         room = self._offers[offered.room]
         room.remove(offered)
         if not room:
             del self._offers[offered.room]
-        if not (offered.is_last or offered.is_withdrawn):
+        if not offered.is_told_out:
             self.cut_short.add(offered.request)
 
     def offer_for(self, claim: Claim) -> Offered | None:

@@ -170,7 +170,7 @@ def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end
     world.hold.clear()
     world.run()
     assert list(world.answers()) == ["early"] and isinstance(world.answers()["early"], Done)
-    assert inbound.pause() and not world.sources[0].outbound.is_moving
+    assert inbound.pause() and not world.sources[0].outbound.outlets
     world.do(world.sinks[0], inbound.rebuilt(world.sinks[0].home, world.now))
     world.run()
     assert isinstance(world.answers()["late"], Done)
@@ -186,9 +186,32 @@ def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_
     world.run()
     outbound = world.sources[0].outbound
     states = {out.claim.want: out.state.name for out in outbound.outlets.values()}
-    assert sorted(states.values()) == ["FLOWING", "WAITING"] and outbound.is_moving
+    assert sorted(states.values()) == ["FLOWING", "WAITING"] and not outbound.pause()
     told = [action.body for action in outbound.rebuilt("test") if isinstance(action, Send)]
     assert [type(body).__name__ for body in told] == ["Failing"]
+
+
+def test_what_is_claimed_before_a_rebuild_waits_for_it() -> None:
+    """Claims that nothing was begun of go with their sessions, and come again; a pause that ends lets them go on."""
+    world = World()
+    (source,) = world.sources
+    outbound = source.outbound
+    assert outbound.pause()
+    for request in ("early", "late"):
+        world.offer(request, 16, 4)
+        world.want(request, 16)
+    world.run()
+    assert outbound.pause() and {out.state.name for out in outbound.outlets.values()} == {"WAITING"}
+    world.do(source, outbound.resume())
+    world.run()
+    assert [type(answer) for answer in world.answers().values()] == [Done, Done]
+    outbound.pause()
+    world.do(source, outbound.rebuilt("test"))
+    world.offer("after", 16, 4)
+    world.want("after", 16)
+    world.run()
+    assert isinstance(world.answers()["after"], Done)
+    world.check_rest()
 
 
 def test_slots_that_we_send_from_are_made_anew_as_well() -> None:

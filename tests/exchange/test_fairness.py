@@ -33,6 +33,30 @@ def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(slots: int, local: i
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("short", "slots", "local"), [(4, 2, 8), (12, 2, 8), (12, 160, 1)])
+def test_a_long_prompt_gets_its_turn_however_many_short_ones_come(
+    short: int, slots: int, local: int, seed: int
+) -> None:
+    """Who has just come has not waited longest: each round of all is one chunk for the long one as well."""
+    world = World(1, 1, slots=slots, local=local, seed=seed)
+    inbound = world.sinks[0].inbound
+    world.offer("long", LONG, LONG // 4)
+    world.want("long", LONG)
+    for _ in range(40):
+        world.step()
+    begun = ended = 0
+    while ended < 10 * short:
+        ended = len(world.answers()) - ("long" in world.answers())
+        while begun - ended < short:
+            world.offer(f"short {begun}", 4, 1)
+            world.want(f"short {begun}", 4)
+            begun += 1
+        assert world.step()
+    (long,) = inbound.wants["long"].intakes.values() if "long" in inbound.wants else (None,)
+    assert long is None or len(long.landed) >= 16
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_many_get_on_at_one_pace(seed: int) -> None:
     """At any moment nobody is more than a few chunks ahead, however the slots become free."""
     world = World(1, 1, slots=3, local=2, seed=seed)

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import msgspec
 from kvbridge_proto.engine import Done
-from kvbridge_proto.peer import Cancel, Grant, Lease, Refuse
+from kvbridge_proto.peer import Cancel, Drained, Grant, Lease, Refuse
 
-from kvbridge.exchange.actions import Action, Send
+from kvbridge.exchange.actions import Action, Send, Ship
+from kvbridge.exchange.claims import MOST_LEASES
 from kvbridge.exchange.intake import IntakeState
 from kvbridge.exchange.lease import Deadlines
-from kvbridge.exchange.outbound import MOST_LEASES, MOST_RENOUNCED, Outbound
+from kvbridge.exchange.outbound import MOST_RENOUNCED, Outbound
 from kvbridge.exchange.session import Session
 from kvbridge.exchange.slots import LocalSlots
 
@@ -79,6 +80,35 @@ def test_a_claim_of_no_rank_is_refused() -> None:
     peer = Claimant()
     for sink, sinks in ((1, 1), (7, 4), (5, 1 << 40)):
         assert refusal(peer.claim(transfer="t", sink=sink, sinks=sinks)) == "bad_sink"
+
+
+def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back() -> None:
+    """Neither beside one that is served in its place, nor later, slot by slot."""
+    peer = Claimant()
+    world, (source,) = peer.world, peer.world.sources
+    room: dict[str, object] = {"room": "room", "want": "any"}
+    nothing = peer.session.planner.plan((), 0, 0, peer.session.slot_bytes)
+    world.do(source, peer.claim(transfer="greedy", leases=(), deadline_s=86400.0, **room))
+    world.offer("r", 32, 8, room="room")
+    world.do(source, peer.claim(transfer="done", takes=(), leases=(), end_token=0, plan=nothing.digest, **room))
+    assert "done" not in peer.machine.outlets and not world.released(), "the other has not read yet"
+    shipped = peer.machine.grant(peer.boot, Grant(transfer="greedy", leases=leases(1)))
+    assert [type(action) for action in shipped] == [Ship]
+    world.pass_time(101)
+    assert not peer.machine.grant(peer.boot, Grant(transfer="greedy", leases=leases(1, 2)))
+    world.do(source, peer.machine.gathered("greedy"))
+    assert world.released()["r"].code == "offer_expired"
+
+
+def test_a_claim_cannot_change_how_many_sinks_an_offer_waits_for() -> None:
+    peer = Claimant()
+    world, (source,) = peer.world, peer.world.sources
+    world.offer("r", 32, 8, room="room")
+    world.do(source, peer.claim(transfer="first", leases=(), room="room", want="w", sink=1, sinks=2))
+    said = peer.claim(transfer="second", leases=(), room="room", want="w", sink=0, sinks=1)
+    (drained,) = [action.body for action in said if isinstance(action, Send)]
+    assert isinstance(drained, Drained) and drained.code == "bad_sink" and "first 2, now 1" in drained.reason
+    assert peer.machine.offers["r"].sinks == 2 and not world.released()
 
 
 def test_open_claims_of_one_sink_are_bounded() -> None:

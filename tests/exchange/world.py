@@ -235,7 +235,9 @@ class World:
                     self.later("message", lambda s=sink, b=body: self._to_sink(node, s, b))
                 case Tell(message=message):
                     node.told.append(message)
-                case Ship(plan=plan):
+                case Ship(plan=plan, transfer=transfer):
+                    offered = node.outbound.outlets[transfer].offered
+                    assert offered in node.outbound.offers.values(), f"{transfer} reads blocks that were given back"
                     self.moved.append((plan.strips, True, node.home.pool))
                     self.later("gather", lambda s=action: self._gathered(node, s))
 
