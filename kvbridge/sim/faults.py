@@ -35,6 +35,7 @@ class Faults:
     def happen(self, fault: Fault) -> None:
         if self._world.clock.now >= FAULTS_END_S:
             return
+        self._world.outcome.faults.append(fault.kind)
         self._world.say("fault", f"{fault.kind} {' and '.join(fault.who)} for {fault.seconds} s".replace("  ", " "))
         getattr(self, "_" + fault.kind.replace(" ", "_").replace("-", "_"))(fault, *fault.who)
 

@@ -50,6 +50,7 @@ class Outcome:
     failure: str = ""
     events: int = 0
     ends: dict[str, tuple[str, str]] = field(default_factory=dict)  # request -> how it ended on either side
+    faults: list[FaultKind] = field(default_factory=list)  # that happened
     story: list[str] = field(default_factory=list)
 
 
