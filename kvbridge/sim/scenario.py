@@ -29,6 +29,7 @@ FaultKind = Literal[
     "slow writes",
     "hang writes",
     "fail writes",
+    "fail halfway",
     "spoil",
     "repeat notice",
     "forge notice",
@@ -205,6 +206,9 @@ def make(seed: int) -> Scenario:
         faults.append(Fault(request.at, "preempt", (request.source,), round(rng.uniform(1.0, 1.7), 4)))
     if seed % 16 == 11:
         faults += _disorder(random.Random(f"disorder {seed}"), scenario)
+    if seed % 16 == 14:
+        scenario, fault = _halfway(random.Random(f"halfway {seed}"), scenario)
+        faults.append(fault)
     if seed % 16 == 1 and seed % 3:
         scenario, faults = _stalled(random.Random(f"stall {seed}"), scenario, faults)
     return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
@@ -263,6 +267,18 @@ def _disorder(rng: random.Random, scenario: Scenario) -> list[Fault]:
         seconds = rng.choice((0.1, 0.5, 3.0))
         faults.append(Fault(max(0.0, round(at, 5)), rng.choice(OF_MESSAGES), who, seconds))
     return faults
+
+
+def _halfway(rng: random.Random, scenario: Scenario) -> tuple[Scenario, Fault]:
+    """Writes of a request fail, and the rest of them lands when others, who wait for it, have the slots."""
+    victim = rng.choice(scenario.requests)
+    other = replace(
+        victim, want_at=max(victim.at, victim.want_at), deadline_s=2.0, withdraw_s=None, abandon_s=None, twin=0
+    )
+    others = tuple(replace(other, number=5 + i) for i in range(rng.randint(1, 3)))
+    pair = rng.choice(scenario.engines[victim.prefill]), rng.choice(scenario.engines[victim.decode])
+    fault = Fault(other.want_at, "fail halfway", pair)
+    return replace(scenario, slots=1, requests=(*scenario.requests, *others)), fault
 
 
 def _stalled(rng: random.Random, scenario: Scenario, faults: list[Fault]) -> tuple[Scenario, list[Fault]]:

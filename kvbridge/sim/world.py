@@ -73,6 +73,7 @@ class World:
         self.held_up: list[SimLink] = []  # which have something under way that cannot go on
         self.faults = Faults(self)
         self._ends: dict[int, dict[bool, str]] = {request.number: {} for request in scenario.requests}
+        self._mismatches = 0
         self._bases = 0
         self._wasted = 0
         self._config = AgentConfig(
@@ -267,6 +268,12 @@ class World:
         if key in self.landed:
             self.foul(f"{process.name}: chunk {notice.chunk} of {notice.transfer} landed twice")
         self.landed.add(key)
+
+    def on_mismatch(self, request: str) -> None:
+        """A digest was wrong: something was put into its slot that nobody meant for it, and into no other's."""
+        self._mismatches += 1
+        if self._mismatches > self.data.wrongs:
+            self.foul(f"{request}: a digest was wrong, and nothing had spoiled its slot")
 
     def ended(self, is_prefill: bool, request: Request, how: str) -> None:
         """A request is over on one side: once, and once only."""
