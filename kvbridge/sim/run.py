@@ -60,11 +60,11 @@ def prepared() -> Iterator[Listener]:
 
 
 def play(scenario: Scenario, listener: Listener, is_told: bool = False) -> Outcome:
-    """One run; an error that was logged fails it as well."""
+    """One run; an error that was logged fails it as well, and says why it failed otherwise."""
     listener.heard.clear()
     outcome = World(scenario, is_told).run()
-    if listener.heard and not outcome.failure:
-        outcome.failure = f"logged: {listener.heard[0]}"
+    if listener.heard:
+        outcome.failure = "; ".join(filter(None, (outcome.failure, f"logged: {listener.heard[0]}")))
     return outcome
 
 

@@ -1,15 +1,9 @@
-"""Every safety rule, switched off: the real code as it would be without it.
-
-`python -m tests.sim.mutations [SEEDS]` says for each how soon the simulator finds out.
-"""
+"""Every safety rule, switched off: the real code as it would be without it."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -35,8 +29,6 @@ from kvbridge.exchange.outlet import OutState
 from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
 from kvbridge.sim import matter
 from kvbridge.sim.matter import SlotPorter
-from kvbridge.sim.run import play, prepared
-from kvbridge.sim.scenario import Fault, Scenario, make
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
 
@@ -345,16 +337,6 @@ MUTATIONS: dict[str, Mutate] = {
 AGAINST_LIARS: dict[str, Mutate] = {"a chunk may land twice": _twice}
 
 
-def _left_soon(scenario: Scenario) -> Scenario:
-    """Every decoding engine leaves soon after each want, while rows are scattered."""
-    faults = [Fault(request.want_at + 0.004, "detach", (request.decode,)) for request in scenario.requests]
-    return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
-
-
-# What shows too rarely in any schedule shows soon in these.
-SHAPED = {"an engine is let go while its memory is used": _left_soon}
-
-
 @contextmanager
 def switched_off(name: str) -> Iterator[None]:
     """The rule of this name does not hold inside."""
@@ -370,25 +352,3 @@ def switched_off(name: str) -> Iterator[None]:
     finally:
         for owner, attribute, value in reversed(before):
             setattr(owner, attribute, value)
-
-
-def found(name: str, most: int, first: int = 0) -> tuple[int, str] | None:
-    """The first seed that fails without this rule, and how; None if none of `most` does."""
-    shape = SHAPED.get(name, lambda scenario: scenario)
-    with switched_off(name), prepared() as listener:
-        for seed in range(first, first + most):
-            if failure := play(shape(make(seed)), listener).failure:
-                return seed, failure
-    return None
-
-
-def main() -> None:
-    most = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
-    for name in MUTATIONS:
-        began = time.perf_counter()
-        seed = found(name, most)
-        print(f"{name}: {seed or 'NOT FOUND'} ({time.perf_counter() - began:.1f} s)", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,8 @@ import pytest
 from kvbridge.sim.minimise import minimised, told
 from kvbridge.sim.run import Listener, outcomes, play, prepared
 from kvbridge.sim.scenario import make
-from tests.sim.mutations import found, switched_off
+from tests.sim.missed import missed
+from tests.sim.mutations import switched_off
 
 CORPUS = Path(__file__).with_name("corpus.txt")
 SLICE = 1200
@@ -66,7 +67,7 @@ def test_a_seed_is_all_there_is_to_a_run() -> None:
 
 def test_a_failure_is_made_small_and_told(listener: Listener) -> None:
     rule = "doubtful slots are free at once"
-    failing = found(rule, 500)
+    failing = missed(rule, 500)
     assert failing is not None
     scenario = make(failing[0])
     with switched_off(rule):
