@@ -9,6 +9,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
+
 FaultKind = Literal[
     "kill agent",
     "stop agent",
@@ -174,6 +176,15 @@ class Scenario:
         found = {f"P{i}": [f"p{i}{rank}" for rank in range(size)] for i, size in enumerate(self.prefills)}
         found |= {f"D{i}": [f"d{i}{rank}" for rank in range(size)] for i, size in enumerate(self.decodes)}
         return found
+
+
+def as_text(scenario: Scenario) -> str:
+    """To keep it: what a seed makes changes with this file, this does not."""
+    return msgspec.json.encode(scenario).decode()
+
+
+def from_text(text: str) -> Scenario:
+    return msgspec.json.decode(text, type=Scenario)
 
 
 def make(seed: int) -> Scenario:

@@ -15,6 +15,7 @@ LENT_TWICE = "a slot that is free, .* was written"
 FOREIGN = "waste .* where prompt .* belongs"
 UNWANTED = "was written while nobody wanted it"
 FORGED = "a forged notice counted: .*"
+NO_OTHER_END = "a session over the link with .* that is none at its other end"
 LATE = "when all was well again: failed"
 MEANWHILE = "while another agent stood still: failed"
 # The seed to look at first, which showed it when this was written, and how; the rest is looked through if it does not.
@@ -50,6 +51,9 @@ KNOWN = {
     "slots in doubt stay so while their source stands still": (97, MEANWHILE),
     "slots to gather into stay stuck while their sink stands still": (2417, MEANWHILE),
     "messages are not counted": (699, LATE),
+    "a session is given up without a word": (110755, NO_OTHER_END),
+    "a successor is not believed": (40036509, r"slots: .*quarantined=[1-9]"),
+    "of two addresses the slower does not wait": (1069, NO_OTHER_END),
     "a chunk is written before it is gathered": (0, "nothing where prompt .* belongs"),
     "a slot to gather into is used again before its write has ended": (
         7,

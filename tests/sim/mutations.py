@@ -22,6 +22,7 @@ from kvbridge.agent.waiting import WaitWord
 from kvbridge.device.porter import Moved
 from kvbridge.exchange import inbound
 from kvbridge.exchange.actions import Send
+from kvbridge.exchange.doubts import Doubts
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState, failed
 from kvbridge.exchange.outbound import Outbound
@@ -29,6 +30,7 @@ from kvbridge.exchange.outlet import OutState
 from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
 from kvbridge.sim import matter
 from kvbridge.sim.matter import SlotPorter
+from kvbridge.sim.process import Process
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
 
@@ -235,6 +237,35 @@ def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
     put(Dialling, "_dial", dial)
 
 
+def _silent(put: Callable[[Any, str, Any], None]) -> None:
+    right = Dialling._end
+
+    def end(self: Dialling, address: str, *args: Any) -> None:
+        link: Any = dialled.link if (dialled := self.sessions.get(address)) else None
+        if link is not None:
+            send, link.send = link.send, lambda body: None
+            try:
+                right(self, address, *args)
+            finally:
+                link.send = send
+
+    put(Dialling, "_end", end)
+
+
+def _own_start_only(put: Callable[[Any, str, Any], None]) -> None:
+    put(Doubts, "can_settle", lambda self, transfer, boot: self._of.get(transfer, ("", ""))[1] == boot)
+
+
+def _slower_does_not_wait(put: Callable[[Any, str, Any], None]) -> None:
+    def sort_out(self: Dialling) -> None:
+        for dialled in [each for each in self.sessions.values() if each.known_boot]:
+            others = [own for own in self.sessions.values() if not own.known_boot and own.link.key == dialled.link.key]
+            same = [own for own in others if own.link.peer_boot == dialled.known_boot]
+            self._merge(dialled, same[0]) if same else self._insist(dialled)
+
+    put(Dialling, "_sort_out", sort_out)
+
+
 def _unnumbered(put: Callable[[Any, str, Any], None]) -> None:
     def check(self: Numbered, envelope: Any) -> None:
         self.peer_boot = envelope.sender
@@ -326,6 +357,9 @@ MUTATIONS: dict[str, Mutate] = {
     "slots in doubt stay so while their source stands still": _never_rebuilt,
     "slots to gather into stay stuck while their sink stands still": _stuck_outbound,
     "messages are not counted": _unnumbered,
+    "a session is given up without a word": _silent,
+    "a successor is not believed": _own_start_only,
+    "of two addresses the slower does not wait": _slower_does_not_wait,
     "a chunk is written before it is gathered": _gather_unwaited,
     "a slot to gather into is used again before its write has ended": _over_at_once(
         "ship", "_writing", lambda mover, key: Wrote(key[1])
@@ -335,6 +369,12 @@ MUTATIONS: dict[str, Mutate] = {
 # Rules against a source that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
 # write finds its lease used up: so the simulator cannot miss this rule, and tests/sim/test_exhaustive.py does.
 AGAINST_LIARS: dict[str, Mutate] = {"a chunk may land twice": _twice}
+# And one of the oracle's.
+OF_THE_ORACLE: dict[str, Mutate] = {
+    "slots of before a rebuild are those of after it": lambda put: put(
+        Process, "is_current", lambda self, address: True
+    )
+}
 
 
 @contextmanager
@@ -346,7 +386,7 @@ def switched_off(name: str) -> Iterator[None]:
         before.append((owner, attribute, getattr(owner, attribute)))
         setattr(owner, attribute, value)
 
-    (MUTATIONS | AGAINST_LIARS)[name](put)
+    (MUTATIONS | AGAINST_LIARS | OF_THE_ORACLE)[name](put)
     try:
         yield
     finally:
