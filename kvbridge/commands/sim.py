@@ -8,7 +8,7 @@ import typer
 
 from ..sim.minimise import minimised, told
 from ..sim.run import Tally, many, play, prepared
-from ..sim.scenario import make
+from ..sim.scenario import as_text, make
 
 
 def run(first: int, count: int, jobs: int) -> None:
@@ -29,7 +29,8 @@ def run(first: int, count: int, jobs: int) -> None:
         seed, failure = min(total.failures)
         typer.echo(f"\nseed {seed} failed: {failure}\nmade smaller:\n", err=True)
         with prepared() as listener:
-            typer.echo(told(*minimised(make(seed), listener)), err=True)
+            smaller, outcome = minimised(make(seed), listener)
+        typer.echo(f"{told(smaller, outcome)}\n\nto keep: {as_text(smaller)}", err=True)
         raise typer.Exit(1)
 
 

@@ -17,6 +17,7 @@ from kvbridge_proto.peer import Notice
 
 from ..errors import FabricError
 from ..transport.fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote
+from .faults import FAULTS_END_S
 from .matter import NOTHING
 
 if TYPE_CHECKING:
@@ -60,8 +61,10 @@ class DataNetwork:
         self._world = world
         self.slow: dict[tuple[str, str], float] = {}  # pair -> how many seconds a write may take
         self.failing: set[tuple[str, str]] = set()
+        self.halfway: dict[tuple[str, str], int] = {}  # so many of the next fail, and a kernel has the rest of them
         self.hung: set[tuple[str, str]] = set()
         self.spoil = 0  # so many of the next writes arrive with a wrong cell
+        self.wrongs = 0  # so many slots have had cells that are not their writer's
         self.repeat = 0  # so many of the next notices come twice
         self.forging: dict[str, int] = {}  # boot -> so many of its next notices have a forged one before them
         self._stuck: list[Write] = []
@@ -94,12 +97,38 @@ class DataNetwork:
         source, target = write.source, world.owner(write.boot)
         if source.is_dead and (world.clock.now > source.died_at + DYING_S or world.chance(0.5)):
             return
-        is_lost = target is None or target.is_dead or pair in self.failing or write.boot not in target.fabrics
-        if target is not None and not target.is_dead and write.boot in target.fabrics:
+        is_there = target is not None and not target.is_dead and write.boot in target.fabrics
+        is_halfway = is_there and self.halfway.get(pair, 0) > 0 and write.local not in source.lanes
+        is_lost = not is_there or pair in self.failing or is_halfway
+        if target is not None and is_halfway:
+            self.halfway[pair] -= 1
+            halves = world.pick((0, 1))
+            self._copy(write, target, halves)
+            self._land_later(write, target, halves)
+        elif target is not None and is_there:
             self._copy(write, target, world.pick((0, 1, 2)) if is_lost else 2)
         seconds = world.quick()
         ended = WriteFailed(write.id, "peer_gone") if is_lost else Wrote(write.id)
         source.thread.post(seconds, lambda: self._end(write, ended))
+
+    def _land_later(self, write: Write, target: Process, halves: int) -> None:
+        """The rest of a write that fails, as its initiator's kernel has it: whoever has the slot by then."""
+        sent = list(write.source.ram.get(write.local, []))
+        first = len(sent) * halves // 2
+
+        def land() -> None:
+            if target.is_dead or write.boot not in target.fabrics:
+                return
+            before = target.ram.get(write.remote, [])
+            held = before + [NOTHING] * (len(sent) - len(before))
+            target.ram[write.remote] = held[:first] + sent[first:] + held[len(sent) :]
+            self.wrongs += 1
+            at = f"slot {target.slot_at(write.remote)} of {target.name}"
+            self._world.say("network", f"the rest of a write of {write.source.name} that failed lands in {at}")
+
+        # Its end, and that the slot is lent again, takes messages: mostly some ms.
+        most = self._world.pick((0.004, 0.008, 0.016, 2.0))
+        self._world.clock.at(min(self._world.clock.now + self._world.uniform(0.0, most), FAULTS_END_S - 1e-3), land)
 
     def _end(self, write: Write, ended: FabricEvent) -> None:
         write.ended = ended
@@ -115,6 +144,7 @@ class DataNetwork:
         cells = sent[: len(sent) * halves // 2]
         if self.spoil and cells and halves == 2:
             self.spoil -= 1
+            self.wrongs += 1
             cells = [*cells[:-1], NOTHING - 1]
             self._world.say("network", f"spoils a byte of slot {target.slot_at(write.remote)} of {target.name}")
         if cells:

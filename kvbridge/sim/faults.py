@@ -35,6 +35,7 @@ class Faults:
     def happen(self, fault: Fault) -> None:
         if self._world.clock.now >= FAULTS_END_S:
             return
+        self._world.outcome.faults.append(fault.kind)
         self._world.say("fault", f"{fault.kind} {' and '.join(fault.who)} for {fault.seconds} s".replace("  ", " "))
         getattr(self, "_" + fault.kind.replace(" ", "_").replace("-", "_"))(fault, *fault.who)
 
@@ -212,6 +213,9 @@ class Faults:
         self._world.data.failing.add((pair[0], pair[1]))
         self._until(fault, lambda: self._world.data.failing.discard((pair[0], pair[1])))
 
+    def _fail_halfway(self, fault: Fault, *pair: str) -> None:
+        self._world.data.halfway[pair[0], pair[1]] = 2
+
     def _spoil(self, fault: Fault) -> None:
         self._world.data.spoil += 1
 
@@ -241,6 +245,7 @@ class Faults:
         self.disorder.clear()
         self._world.data.slow.clear()
         self._world.data.failing.clear()
+        self._world.data.halfway.clear()
         self._world.data.hung &= self._held
         self._world.data.spoil = self._world.data.repeat = 0
         self._world.data.forging.clear()

@@ -60,11 +60,11 @@ def prepared() -> Iterator[Listener]:
 
 
 def play(scenario: Scenario, listener: Listener, is_told: bool = False) -> Outcome:
-    """One run; an error that was logged fails it as well."""
+    """One run; an error that was logged fails it as well, and says why it failed otherwise."""
     listener.heard.clear()
     outcome = World(scenario, is_told).run()
-    if listener.heard and not outcome.failure:
-        outcome.failure = f"logged: {listener.heard[0]}"
+    if listener.heard:
+        outcome.failure = "; ".join(filter(None, (outcome.failure, f"logged: {listener.heard[0]}")))
     return outcome
 
 
@@ -81,24 +81,39 @@ def outcomes(first: int, count: int) -> Iterator[tuple[int, Outcome]]:
 class Tally:
     """Many runs together."""
 
+    seeds: list[tuple[int, int]] = field(default_factory=list)  # the first and how many, of each stretch of them
     runs: int = 0
     events: int = 0
     seconds: float = 0.0  # of all processes together
     failures: list[tuple[int, str]] = field(default_factory=list)
     ends: dict[str, int] = field(default_factory=dict)  # how wants ended, and how often
+    faults: dict[str, int] = field(default_factory=dict)  # what went wrong, and how often
 
     def add(self, other: Tally) -> None:
+        self.seeds = _joined([*self.seeds, *other.seeds])
         self.runs += other.runs
         self.events += other.events
         self.seconds += other.seconds
         self.failures += other.failures
-        for end, times in other.ends.items():
-            self.ends[end] = self.ends.get(end, 0) + times
+        for ours, theirs in ((self.ends, other.ends), (self.faults, other.faults)):
+            for what, times in theirs.items():
+                ours[what] = ours.get(what, 0) + times
+
+
+def _joined(seeds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Stretches in order, each as long as it can be."""
+    found: list[tuple[int, int]] = []
+    for first, count in sorted(seeds):
+        if found and sum(found[-1]) == first:
+            found[-1] = found[-1][0], found[-1][1] + count
+        else:
+            found.append((first, count))
+    return found
 
 
 def tallied(batch: tuple[int, int]) -> Tally:
     """`count` seeds from the first on, in this process; processor time, so that a busy machine does not count."""
-    tally, began = Tally(), time.process_time()
+    tally, began = Tally([batch]), time.process_time()
     for seed, outcome in outcomes(*batch):
         tally.runs += 1
         tally.events += outcome.events
@@ -106,6 +121,8 @@ def tallied(batch: tuple[int, int]) -> Tally:
             tally.failures.append((seed, outcome.failure))
         for _, end in outcome.ends.values():
             tally.ends[end] = tally.ends.get(end, 0) + 1
+        for kind in outcome.faults:
+            tally.faults[kind] = tally.faults.get(kind, 0) + 1
     tally.seconds = time.process_time() - began
     return tally
 

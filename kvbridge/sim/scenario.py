@@ -9,6 +9,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
+
 FaultKind = Literal[
     "kill agent",
     "stop agent",
@@ -29,6 +31,7 @@ FaultKind = Literal[
     "slow writes",
     "hang writes",
     "fail writes",
+    "fail halfway",
     "spoil",
     "repeat notice",
     "forge notice",
@@ -175,6 +178,15 @@ class Scenario:
         return found
 
 
+def as_text(scenario: Scenario) -> str:
+    """To keep it: what a seed makes changes with this file, this does not."""
+    return msgspec.json.encode(scenario).decode()
+
+
+def from_text(text: str) -> Scenario:
+    return msgspec.json.decode(text, type=Scenario)
+
+
 def make(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(seed)
@@ -205,6 +217,9 @@ def make(seed: int) -> Scenario:
         faults.append(Fault(request.at, "preempt", (request.source,), round(rng.uniform(1.0, 1.7), 4)))
     if seed % 16 == 11:
         faults += _disorder(random.Random(f"disorder {seed}"), scenario)
+    if seed % 16 == 14:
+        scenario, fault = _halfway(random.Random(f"halfway {seed}"), scenario)
+        faults.append(fault)
     if seed % 16 == 1 and seed % 3:
         scenario, faults = _stalled(random.Random(f"stall {seed}"), scenario, faults)
     return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
@@ -263,6 +278,18 @@ def _disorder(rng: random.Random, scenario: Scenario) -> list[Fault]:
         seconds = rng.choice((0.1, 0.5, 3.0))
         faults.append(Fault(max(0.0, round(at, 5)), rng.choice(OF_MESSAGES), who, seconds))
     return faults
+
+
+def _halfway(rng: random.Random, scenario: Scenario) -> tuple[Scenario, Fault]:
+    """Writes of a request fail, and the rest of them lands when others, who wait for it, have the slots."""
+    victim = rng.choice(scenario.requests)
+    other = replace(
+        victim, want_at=max(victim.at, victim.want_at), deadline_s=2.0, withdraw_s=None, abandon_s=None, twin=0
+    )
+    others = tuple(replace(other, number=5 + i) for i in range(rng.randint(1, 3)))
+    pair = rng.choice(scenario.engines[victim.prefill]), rng.choice(scenario.engines[victim.decode])
+    fault = Fault(other.want_at, "fail halfway", pair)
+    return replace(scenario, slots=1, requests=(*scenario.requests, *others)), fault
 
 
 def _stalled(rng: random.Random, scenario: Scenario, faults: list[Fault]) -> tuple[Scenario, list[Fault]]:

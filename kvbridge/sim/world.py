@@ -50,6 +50,7 @@ class Outcome:
     failure: str = ""
     events: int = 0
     ends: dict[str, tuple[str, str]] = field(default_factory=dict)  # request -> how it ended on either side
+    faults: list[FaultKind] = field(default_factory=list)  # that happened
     story: list[str] = field(default_factory=list)
 
 
@@ -72,6 +73,7 @@ class World:
         self.held_up: list[SimLink] = []  # which have something under way that cannot go on
         self.faults = Faults(self)
         self._ends: dict[int, dict[bool, str]] = {request.number: {} for request in scenario.requests}
+        self._mismatches = 0
         self._bases = 0
         self._wasted = 0
         self._config = AgentConfig(
@@ -266,6 +268,12 @@ class World:
         if key in self.landed:
             self.foul(f"{process.name}: chunk {notice.chunk} of {notice.transfer} landed twice")
         self.landed.add(key)
+
+    def on_mismatch(self, request: str) -> None:
+        """A digest was wrong: something was put into its slot that nobody meant for it, and into no other's."""
+        self._mismatches += 1
+        if self._mismatches > self.data.wrongs:
+            self.foul(f"{request}: a digest was wrong, and nothing had spoiled its slot")
 
     def ended(self, is_prefill: bool, request: Request, how: str) -> None:
         """A request is over on one side: once, and once only."""

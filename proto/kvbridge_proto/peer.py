@@ -180,7 +180,8 @@ class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):
 class Drained(Struct, frozen=True, kw_only=True, tag="drained"):
     """Source to sink: nothing of this transfer will be written any more; all its leases are void.
 
-    A source says this only when every write it posted has ended. With a code it is also the transfer's failure.
+    A source says this only when every write it posted has ended. With a code it is also the transfer's failure. By TCP
+    the rest of a write that failed may land yet, out of a kernel: the digest is against that.
     """
 
     transfer: TransferId

@@ -27,6 +27,7 @@ from tests.exchange.world import World, notice_of
 
 Move = tuple[Any, ...]
 ADDRESS = "P0"
+REST = "the rest of a write that failed"
 
 
 @dataclass(slots=True)
@@ -65,6 +66,7 @@ class State:
     notices: list[Notice] = field(default_factory=list)
     scatters: list[Scatter] = field(default_factory=list)
     slots: dict[int, object] = field(default_factory=dict)
+    remains: list[int] = field(default_factory=list)  # slots of writes that failed, the rest of which may land yet
     rows: set[tuple[str, int]] = field(default_factory=set)  # chunks that were scattered
     answers: dict[str, str] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
@@ -119,7 +121,7 @@ class State:
         rest = tuple(self.budget.items()), self.boots, self.is_open, self.is_reaching, tuple(self.answers.items())
         doubts = tuple(inbound._doubts._of.items()), tuple(inbound._doubts._met.items())
         free = tuple(inbound.slots._free)
-        held, rows = tuple(sorted(self.slots.items())), frozenset(self.rows)
+        held, rows = (tuple(sorted(self.slots.items())), tuple(self.remains)), frozenset(self.rows)
         has_session = bool(inbound._sources.open)
         return (
             slots,
@@ -157,6 +159,7 @@ class State:
                 found.append(("wrote", i))
         found += [("notice", i) for i in range(len(self.notices))]
         found += [("scattered", i) for i in range(len(self.scatters))]
+        found += [("remain", i) for i in range(len(self.remains))] if self.budget.get("remain") else []
         for kind in ("cut", "restart", "abandon", "withdraw"):
             found += [(kind,)] if self.budget.get(kind) else []
         found += [("repeat",)] if self.budget.get("repeat") and self.notices else []
@@ -294,7 +297,13 @@ class State:
         ship = self.flights.pop(index).ship
         self._put(ship)
         self.slots[ship.lease.slot] = "half of it"
+        if self.budget.get("remain"):
+            self.remains.append(ship.lease.slot)
         self.source(self.outbound.shipped(ship.transfer, ship.local, ("write_failed", "test")))
+
+    def _remain(self, index: int) -> None:
+        """A kernel delivers the rest of a write that failed, whoever has the slot by now."""
+        self.slots[self.remains.pop(index)] = REST
 
     def _late(self, index: int) -> None:
         flight = self.flights[index]
@@ -323,11 +332,18 @@ class State:
 
     def _scattered(self, index: int) -> None:
         scatter = self.scatters.pop(index)
-        if self.slots.get(scatter.slot) != (scatter.transfer, scatter.chunk):
-            raise Wrong(f"slot {scatter.slot} has {self.slots.get(scatter.slot)} for {scatter.chunk}")
+        found = self.slots.get(scatter.slot)
+        if found not in ((scatter.transfer, scatter.chunk), REST):
+            raise Wrong(f"slot {scatter.slot} has {found} for {scatter.chunk}")
         wanted = self.inbound._wanted_by.get(scatter.transfer)
         if wanted is None or wanted.want.request in self.answers:
             raise Wrong(f"{scatter.transfer} is scattered after its want was answered")
+        if found == REST:  # what nobody but the digest can see
+            failure = ("digest_mismatch", "test")
+            self.sink(self.inbound.scattered(scatter.transfer, scatter.slot, failure, 0.0))
+            if self.answers.get(wanted.want.request) == "Done":
+                raise Wrong(f"{wanted.want.request} is done with the rest of another's write")
+            return
         self.rows.add((scatter.transfer, scatter.chunk))
         chunks = {(t, chunk) for t, intake in wanted.intakes.items() for chunk in range(intake.plan.chunks)}
         self.sink(self.inbound.scattered(scatter.transfer, scatter.slot, None, 0.0))

@@ -1,15 +1,9 @@
-"""Every safety rule, switched off: the real code as it would be without it.
-
-`python -m tests.sim.mutations [SEEDS]` says for each how soon the simulator finds out.
-"""
+"""Every safety rule, switched off: the real code as it would be without it."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -28,6 +22,7 @@ from kvbridge.agent.waiting import WaitWord
 from kvbridge.device.porter import Moved
 from kvbridge.exchange import inbound
 from kvbridge.exchange.actions import Send
+from kvbridge.exchange.doubts import Doubts
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState, failed
 from kvbridge.exchange.outbound import Outbound
@@ -35,8 +30,7 @@ from kvbridge.exchange.outlet import OutState
 from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
 from kvbridge.sim import matter
 from kvbridge.sim.matter import SlotPorter
-from kvbridge.sim.run import play, prepared
-from kvbridge.sim.scenario import Fault, Scenario, make
+from kvbridge.sim.process import Process
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
 
@@ -243,6 +237,35 @@ def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
     put(Dialling, "_dial", dial)
 
 
+def _silent(put: Callable[[Any, str, Any], None]) -> None:
+    right = Dialling._end
+
+    def end(self: Dialling, address: str, *args: Any) -> None:
+        link: Any = dialled.link if (dialled := self.sessions.get(address)) else None
+        if link is not None:
+            send, link.send = link.send, lambda body: None
+            try:
+                right(self, address, *args)
+            finally:
+                link.send = send
+
+    put(Dialling, "_end", end)
+
+
+def _own_start_only(put: Callable[[Any, str, Any], None]) -> None:
+    put(Doubts, "can_settle", lambda self, transfer, boot: self._of.get(transfer, ("", ""))[1] == boot)
+
+
+def _slower_does_not_wait(put: Callable[[Any, str, Any], None]) -> None:
+    def sort_out(self: Dialling) -> None:
+        for dialled in [each for each in self.sessions.values() if each.known_boot]:
+            others = [own for own in self.sessions.values() if not own.known_boot and own.link.key == dialled.link.key]
+            same = [own for own in others if own.link.peer_boot == dialled.known_boot]
+            self._merge(dialled, same[0]) if same else self._insist(dialled)
+
+    put(Dialling, "_sort_out", sort_out)
+
+
 def _unnumbered(put: Callable[[Any, str, Any], None]) -> None:
     def check(self: Numbered, envelope: Any) -> None:
         self.peer_boot = envelope.sender
@@ -334,6 +357,9 @@ MUTATIONS: dict[str, Mutate] = {
     "slots in doubt stay so while their source stands still": _never_rebuilt,
     "slots to gather into stay stuck while their sink stands still": _stuck_outbound,
     "messages are not counted": _unnumbered,
+    "a session is given up without a word": _silent,
+    "a successor is not believed": _own_start_only,
+    "of two addresses the slower does not wait": _slower_does_not_wait,
     "a chunk is written before it is gathered": _gather_unwaited,
     "a slot to gather into is used again before its write has ended": _over_at_once(
         "ship", "_writing", lambda mover, key: Wrote(key[1])
@@ -343,16 +369,12 @@ MUTATIONS: dict[str, Mutate] = {
 # Rules against a source that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
 # write finds its lease used up: so the simulator cannot miss this rule, and tests/sim/test_exhaustive.py does.
 AGAINST_LIARS: dict[str, Mutate] = {"a chunk may land twice": _twice}
-
-
-def _left_soon(scenario: Scenario) -> Scenario:
-    """Every decoding engine leaves soon after each want, while rows are scattered."""
-    faults = [Fault(request.want_at + 0.004, "detach", (request.decode,)) for request in scenario.requests]
-    return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
-
-
-# What shows too rarely in any schedule shows soon in these.
-SHAPED = {"an engine is let go while its memory is used": _left_soon}
+# And one of the oracle's.
+OF_THE_ORACLE: dict[str, Mutate] = {
+    "slots of before a rebuild are those of after it": lambda put: put(
+        Process, "is_current", lambda self, address: True
+    )
+}
 
 
 @contextmanager
@@ -364,31 +386,9 @@ def switched_off(name: str) -> Iterator[None]:
         before.append((owner, attribute, getattr(owner, attribute)))
         setattr(owner, attribute, value)
 
-    (MUTATIONS | AGAINST_LIARS)[name](put)
+    (MUTATIONS | AGAINST_LIARS | OF_THE_ORACLE)[name](put)
     try:
         yield
     finally:
         for owner, attribute, value in reversed(before):
             setattr(owner, attribute, value)
-
-
-def found(name: str, most: int, first: int = 0) -> tuple[int, str] | None:
-    """The first seed that fails without this rule, and how; None if none of `most` does."""
-    shape = SHAPED.get(name, lambda scenario: scenario)
-    with switched_off(name), prepared() as listener:
-        for seed in range(first, first + most):
-            if failure := play(shape(make(seed)), listener).failure:
-                return seed, failure
-    return None
-
-
-def main() -> None:
-    most = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
-    for name in MUTATIONS:
-        began = time.perf_counter()
-        seed = found(name, most)
-        print(f"{name}: {seed or 'NOT FOUND'} ({time.perf_counter() - began:.1f} s)", flush=True)
-
-
-if __name__ == "__main__":
-    main()

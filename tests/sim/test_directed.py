@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,11 @@ from kvbridge_proto.engine import ToEngine, Withdraw
 from kvbridge_proto.peer import Ping
 
 from kvbridge.agent.attachment import Attachment
-from kvbridge.sim.run import prepared
+from kvbridge.sim.run import play, prepared
 from kvbridge.sim.scenario import OF_MESSAGES, Fault, FaultKind, make
-from kvbridge.sim.world import World
+from kvbridge.sim.world import Outcome, World
 from kvbridge.transport.events import Event, Lost
+from tests.sim.mutations import switched_off
 
 
 def test_what_an_engine_says_arrives_in_order() -> None:
@@ -94,6 +96,24 @@ def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: F
         world.clock.run(5.0)
         world.end()
         assert world._ends[900] == {True: "released", False: "done"}
+
+
+def test_the_rest_of_a_failed_write_meets_the_digest_of_whoever_has_the_slot() -> None:
+    """Nobody has quarantined it: the want of whoever has it fails, and would be wrong without the digest."""
+    seeds = range(14, 1000, 16)
+    with prepared() as listener:
+        outcomes = {seed: play(make(seed), listener) for seed in seeds}
+        assert not any(outcome.failure for outcome in outcomes.values())
+        met = [seed for seed, outcome in outcomes.items() if _is_met(outcome)]
+        assert met
+        with switched_off("no digest"):
+            for seed in met:
+                assert re.search(r"prompt \d.* where prompt \d", play(make(seed), listener).failure)
+
+
+def _is_met(outcome: Outcome) -> bool:
+    """Whether a digest was wrong, and nothing but the rest of a write can be why."""
+    return "spoil" not in outcome.faults and any(end == "failed digest_mismatch" for _, end in outcome.ends.values())
 
 
 def _lost(world: World) -> dict[str, str]:

@@ -10,14 +10,15 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvbridge.sim.minimise import minimised, told
 from kvbridge.sim.run import Listener, outcomes, play, prepared
-from kvbridge.sim.scenario import make
-from tests.sim.mutations import found, switched_off
+from kvbridge.sim.scenario import Scenario, as_text, from_text, make
+from tests.sim.missed import missed
+from tests.sim.mutations import switched_off
 
-CORPUS = Path(__file__).with_name("corpus.txt")
 SLICE = 1200
 
 
@@ -27,14 +28,33 @@ def listener() -> Iterator[Listener]:
         yield heard
 
 
-def corpus() -> list[int]:
-    lines = [line.partition("#")[0].strip() for line in CORPUS.read_text().splitlines()]
-    return [int(line) for line in lines if line]
+class Kept(msgspec.Struct, forbid_unknown_fields=True):
+    """A scenario that failed once, or fails without a rule: what it is about, without which rule it fails, and how.
+
+    It is kept whole, for what a seed makes changes with kvbridge/sim/scenario.py. Its delays are drawn in the run: if
+    another order of these hides the failure, take another seed's (`python -m tests.sim.missed`, `kvbridge sim`).
+    """
+
+    why: str
+    without: str
+    how: str
+    scenario: Scenario
 
 
-@pytest.mark.parametrize("seed", corpus())
-def test_what_failed_once_does_not_fail_again(listener: Listener, seed: int) -> None:
-    assert not play(make(seed), listener).failure
+CORPUS = [msgspec.json.decode(line, type=Kept) for line in Path(__file__).with_name("corpus.jsonl").open()]
+
+
+@pytest.mark.parametrize("kept", CORPUS, ids=lambda kept: str(kept.scenario.seed))
+def test_what_failed_once_does_not_fail_again(listener: Listener, kept: Kept) -> None:
+    """And would without the rule: it is still about what it was kept for."""
+    assert not play(kept.scenario, listener).failure
+    with switched_off(kept.without):
+        assert re.search(kept.how, play(kept.scenario, listener).failure, re.DOTALL)
+
+
+def test_a_scenario_is_kept_as_text() -> None:
+    for seed in range(100):
+        assert from_text(as_text(make(seed))) == make(seed)
 
 
 @pytest.mark.parametrize("part", range(6))
@@ -66,7 +86,7 @@ def test_a_seed_is_all_there_is_to_a_run() -> None:
 
 def test_a_failure_is_made_small_and_told(listener: Listener) -> None:
     rule = "doubtful slots are free at once"
-    failing = found(rule, 500)
+    failing = missed(rule, 500)
     assert failing is not None
     scenario = make(failing[0])
     with switched_off(rule):
