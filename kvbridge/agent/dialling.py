@@ -107,7 +107,7 @@ class Dialling:
         if greeting.probe is not None and greeting.probe.lane != dialled.lane:
             return  # the answer to a Hello that we gave up
         ranks = tuple(structs.replace(rank, address=canonical(rank.address)) for rank in greeting.ranks)
-        session: Session | Refuse = accept(structs.replace(greeting, ranks=ranks), home)
+        session: Session | Refuse = accept(structs.replace(greeting, ranks=ranks), home, link.key)
         if dialled.session is None and isinstance(session, Session):
             if dialled.is_checked:
                 return self._metrics.rejected("unexpected_message")
@@ -145,7 +145,7 @@ class Dialling:
         """A source says something else than Welcome."""
         address = link.address
         if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):
-            self.sink.from_source(sender, body)  # Drained is of use when the session is over, too
+            self.sink.from_source(sender, link.key, body)  # Drained is of use when the session is over, too
         if (dialled := self._of(link)) is None:
             return
         match body:
@@ -155,7 +155,7 @@ class Dialling:
                 dialled.known_boot = sender
                 self._sort_out()
             case Refuse(about=""):
-                self.sink.refused(address, sender)  # while there is a way to ask it
+                self.sink.refused(address, sender, link.key)  # while there is a way to ask it
                 self._end(address, body.code, "; ".join(body.reasons))
             case Refuse() if body.code in NOT_OPEN and dialled.session is not None:  # or it was of the one before
                 self._end(address, body.code, "; ".join(body.reasons))  # what we think is open is not
@@ -233,7 +233,9 @@ class Dialling:
     def _named(self, name: str, own: Dialled) -> None:
         """A session has one name more, unless it has enough of them."""
         if (count := len(self._names(own.address))) > MOST_NAMES:
-            self.sink.refused(name, own.link.peer_boot)  # what is in doubt by this name is asked for all the same
+            self.sink.refused(
+                name, own.link.peer_boot, own.link.key
+            )  # what is in doubt by this name is asked for all the same
             del self._also[name]
             reason = f"{name} is {own.address}, by a name too many: got {count}, limit {MOST_NAMES}"
             return self.sink.unreachable(name, "too_many_names", reason)

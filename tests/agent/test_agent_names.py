@@ -90,7 +90,7 @@ def test_a_name_too_many_still_asks_for_what_is_in_doubt_by_it() -> None:
 
     async def story(world: World) -> None:
         player, boot = Fetching(world.sinks[0].home), world.sources[0].home.agent.boot
-        player.inbound._doubts.add("t", "was here", "dead")
+        player.inbound._doubts.add("t", "was here", "dead", "")
         player.want("P0")
         await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
         for address in [*(f"name-{number}" for number in range(MOST_NAMES)), "was here"]:
