@@ -175,7 +175,7 @@ class Dialling:
             self._deadlines.clear(address)
             self._lanes.take_back(dialled)
             dialled.step(SessionEvent.LOSE)
-            dialled.link.send(Goodbye(reason=reason))
+            self._part(dialled.link, reason)
         return addresses
 
     def _at(self, address: str) -> Dialled | None:
@@ -259,11 +259,9 @@ class Dialling:
         if (dialled := self.sessions.get(address)) is None:
             return
         self._drop(dialled)
-        dialled.link.send(Goodbye(reason=code))
+        self._part(dialled.link, code)
         if is_deaf:
             dialled.link.close()
-        else:
-            self._resting.set(dialled.link, self._clock() + REST_S)
         log.info("session over: peer=%s code=%s %s", address, code, reason)
         names = self._names(address)
         for name in names:
@@ -271,6 +269,11 @@ class Dialling:
         for name in names:
             self.sink.unreachable(name, code, reason)
         self._sort_out()
+
+    def _part(self, link: Link, reason: str) -> None:
+        """Its session is over; it stays for a while, for what is still to be heard by it."""
+        link.send(Goodbye(reason=reason))
+        self._resting.set(link, self._clock() + REST_S)
 
     def _drop(self, dialled: Dialled) -> None:
         del self.sessions[dialled.address]
