@@ -228,11 +228,12 @@ class Dialling:
         dialled.link.close()
         self._also |= dict.fromkeys(names, own.address)
         for name in names:
-            self._named(name, own)
+            if name in self._also:
+                self._named(name, own)
 
     def _named(self, name: str, own: Dialled) -> None:
-        """A session has one name more, unless it has enough of them."""
-        if (count := len(self._names(own.address))) > MOST_NAMES:
+        """A session has one name more; where that is too many, an idle one goes for it."""
+        if (count := len(self._names(own.address))) > MOST_NAMES and not self._give_up_name(name, own):
             self.sink.refused(
                 name, own.link.peer_boot, own.link.key
             )  # what is in doubt by this name is asked for all the same
@@ -242,6 +243,16 @@ class Dialling:
         log.info("one agent: %s is %s as well", name, own.address)
         if own.state is SessionState.OPEN and own.session is not None:
             self.sink.opened(name, own.session)
+
+    def _give_up_name(self, new: str, own: Dialled) -> bool:
+        """Whether there was another name, the oldest, that no want and no engine's rank has now. It may come again."""
+        ranks = {rank.address for each in self.sessions.values() if each.session for rank in each.session.ranks}
+        others = [name for name in self._names(own.address)[1:] if name != new and name not in ranks]
+        if (idle := next((name for name in others if not self.sink.is_wanted(name)), None)) is None:
+            return False
+        del self._also[idle]
+        self.sink.unreachable(idle, "too_many_names", f"{idle}: {new} is another name of this agent")
+        return True
 
     def _give_up_lane(self, dialled: Dialled) -> None:
         """Its turn is over; who waits for a lane comes next."""

@@ -102,6 +102,15 @@ class Sink:
     def opened(self, address: str, session: Session) -> None:
         self._do(self._inbound.opened, address, session, self._clock())
 
+    def is_wanted(self, address: str) -> bool:
+        """Whether a want names this address or takes from there."""
+        with self._deciding:
+            wants = self._inbound.wants.values()
+            return any(
+                address in (wanted.want.source, *(intake.address for intake in wanted.intakes.values()))
+                for wanted in wants
+            )
+
     def refused(self, address: str, boot: str, key: str) -> None:
         self._do(self._inbound.refused, address, boot, key)
 
