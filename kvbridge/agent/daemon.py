@@ -228,7 +228,7 @@ class Agent:
                 outbound=self.local_slots.counts,
                 wants=lambda: len(self.inbound.wants),
                 offers=lambda: len(self.outbound.offers),
-                peers=lambda: sum(1 for peer in self.peers.statuses() if " open" in peer.state),
+                peers=self.peers.count_open,
                 is_attached=lambda: self.engines.home is not None,
             )
         )

@@ -107,7 +107,7 @@ class Dialling:
         if greeting.probe is not None and greeting.probe.lane != dialled.lane:
             return  # the answer to a Hello that we gave up
         ranks = tuple(structs.replace(rank, address=canonical(rank.address)) for rank in greeting.ranks)
-        session: Session | Refuse = accept(structs.replace(greeting, ranks=ranks), home)
+        session: Session | Refuse = accept(structs.replace(greeting, ranks=ranks), home, link.key)
         if dialled.session is None and isinstance(session, Session):
             if dialled.is_checked:
                 return self._metrics.rejected("unexpected_message")
@@ -145,7 +145,7 @@ class Dialling:
         """A source says something else than Welcome."""
         address = link.address
         if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):
-            self.sink.from_source(sender, body)  # Drained is of use when the session is over, too
+            self.sink.from_source(sender, link.key, body)  # Drained is of use when the session is over, too
         if (dialled := self._of(link)) is None:
             return
         match body:
@@ -155,7 +155,7 @@ class Dialling:
                 dialled.known_boot = sender
                 self._sort_out()
             case Refuse(about=""):
-                self.sink.refused(address, sender)  # while there is a way to ask it
+                self.sink.refused(address, sender, link.key)  # while there is a way to ask it
                 self._end(address, body.code, "; ".join(body.reasons))
             case Refuse() if body.code in NOT_OPEN and dialled.session is not None:  # or it was of the one before
                 self._end(address, body.code, "; ".join(body.reasons))  # what we think is open is not
@@ -175,7 +175,7 @@ class Dialling:
             self._deadlines.clear(address)
             self._lanes.take_back(dialled)
             dialled.step(SessionEvent.LOSE)
-            dialled.link.send(Goodbye(reason=reason))
+            self._part(dialled.link, reason)
         return addresses
 
     def _at(self, address: str) -> Dialled | None:
@@ -228,18 +228,31 @@ class Dialling:
         dialled.link.close()
         self._also |= dict.fromkeys(names, own.address)
         for name in names:
-            self._named(name, own)
+            if name in self._also:
+                self._named(name, own)
 
     def _named(self, name: str, own: Dialled) -> None:
-        """A session has one name more, unless it has enough of them."""
-        if (count := len(self._names(own.address))) > MOST_NAMES:
-            self.sink.refused(name, own.link.peer_boot)  # what is in doubt by this name is asked for all the same
+        """A session has one name more; where that is too many, an idle one goes for it."""
+        if (count := len(self._names(own.address))) > MOST_NAMES and not self._give_up_name(name, own):
+            self.sink.refused(
+                name, own.link.peer_boot, own.link.key
+            )  # what is in doubt by this name is asked for all the same
             del self._also[name]
             reason = f"{name} is {own.address}, by a name too many: got {count}, limit {MOST_NAMES}"
             return self.sink.unreachable(name, "too_many_names", reason)
         log.info("one agent: %s is %s as well", name, own.address)
         if own.state is SessionState.OPEN and own.session is not None:
             self.sink.opened(name, own.session)
+
+    def _give_up_name(self, new: str, own: Dialled) -> bool:
+        """Whether there was another name, the oldest, that no want and no engine's rank has now. It may come again."""
+        ranks = {rank.address for each in self.sessions.values() if each.session for rank in each.session.ranks}
+        others = [name for name in self._names(own.address)[1:] if name != new and name not in ranks]
+        if (idle := next((name for name in others if not self.sink.is_wanted(name)), None)) is None:
+            return False
+        del self._also[idle]
+        self.sink.unreachable(idle, "too_many_names", f"{idle}: {new} is another name of this agent")
+        return True
 
     def _give_up_lane(self, dialled: Dialled) -> None:
         """Its turn is over; who waits for a lane comes next."""
@@ -257,11 +270,9 @@ class Dialling:
         if (dialled := self.sessions.get(address)) is None:
             return
         self._drop(dialled)
-        dialled.link.send(Goodbye(reason=code))
+        self._part(dialled.link, code)
         if is_deaf:
             dialled.link.close()
-        else:
-            self._resting.set(dialled.link, self._clock() + REST_S)
         log.info("session over: peer=%s code=%s %s", address, code, reason)
         names = self._names(address)
         for name in names:
@@ -269,6 +280,11 @@ class Dialling:
         for name in names:
             self.sink.unreachable(name, code, reason)
         self._sort_out()
+
+    def _part(self, link: Link, reason: str) -> None:
+        """Its session is over; it stays for a while, for what is still to be heard by it."""
+        link.send(Goodbye(reason=reason))
+        self._resting.set(link, self._clock() + REST_S)
 
     def _drop(self, dialled: Dialled) -> None:
         del self.sessions[dialled.address]

@@ -17,7 +17,7 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """Read when Prometheus asks."""
+    """Read when Prometheus asks, on a thread of its own: nothing that the loop may change meanwhile is iterated."""
 
     inbound: Callable[[], SlotCounts]
     outbound: Callable[[], SlotCounts]

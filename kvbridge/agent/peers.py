@@ -23,7 +23,7 @@ from kvbridge_proto.peer import (
 )
 from kvbridge_proto.status import PeerStatus
 
-from ..exchange.session import Home
+from ..exchange.session import Home, SessionState
 from ..transport.control import Control
 from ..transport.events import Arrived, Lost, Rejected
 from ..transport.link import Link
@@ -83,6 +83,11 @@ class Peers:
     def statuses(self) -> list[PeerStatus]:
         name_of = self._control.trust.name_of
         return peer_statuses(self.dialling.sessions.values(), self.accepting.sessions.values(), name_of)
+
+    def count_open(self) -> int:
+        """How many sessions are open. Any thread may ask: the list is made without a step of Python in between."""
+        dialled = list(self.dialling.sessions.values())
+        return len(self.accepting.sessions) + sum(each.state is SessionState.OPEN for each in dialled)
 
     def _take(self, tasks: asyncio.TaskGroup, link: Link, sender: str, body: Body) -> None:
         """One message; what goes wrong with it costs its link and nothing else."""

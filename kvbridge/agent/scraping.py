@@ -12,29 +12,36 @@ import threading
 import time
 from collections.abc import Callable
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from ..errors import OperatorError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
 
 log = logging.getLogger("kvbridge.metrics")
 
 AT_ONCE = 16
 REQUEST_S = 5.0  # from the connection's begin to its end; Prometheus itself waits 10 s unless told otherwise
 LOOK_S = 0.5
+KEPT_S = 1.0
 
 
 def serve(registry: CollectorRegistry, address: str, request_s: float = REQUEST_S) -> Callable[[], None]:
     """Answer on `host:port`; returns what stops it. Raises OperatorError."""
     host, _, port = address.rpartition(":")
     try:
-        family, _, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        family, _, _, _, place = socket.getaddrinfo(
+            host.removeprefix("[").removesuffix("]"), int(port), type=socket.SOCK_STREAM
+        )[0]
         server = _server(family)((str(place[0]), int(port)), request_s)
     except (OSError, ValueError, OverflowError) as error:
         raise OperatorError("metrics_address", f"metrics: cannot serve on {address}: {error}") from None
-    server.set_app(make_wsgi_app(registry))
+    server.set_app(Page(registry))
     thread = threading.Thread(target=server.serve_forever, args=(LOOK_S,), name="kvbridge-metrics", daemon=True)
     thread.start()
 
@@ -44,6 +51,35 @@ def serve(registry: CollectorRegistry, address: str, request_s: float = REQUEST_
         server.server_close()
 
     return stop
+
+
+class Page:
+    """What is shown. Made at most once in KEPT_S, by one thread: others get that of before meanwhile.
+
+    To make it takes more than a millisecond of the interpreter, and the loop and the mover wait for that.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._encode, self._kind = choose_encoder("")
+        self._making = threading.Lock()
+        self._text = b""
+        self._ends = float("-inf")
+
+    def __call__(self, _: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
+        text = self.text()
+        start_response("200 OK", [("Content-Type", self._kind), ("Content-Length", str(len(text)))])
+        return [text]
+
+    def text(self) -> bytes:
+        if self._making.acquire(blocking=not self._text):
+            try:
+                if time.monotonic() >= self._ends:
+                    self._text = self._encode(self._registry)
+                    self._ends = time.monotonic() + KEPT_S
+            finally:
+                self._making.release()
+        return self._text
 
 
 def _server(family: socket.AddressFamily) -> type[_Server]:

@@ -102,24 +102,33 @@ class Sink:
     def opened(self, address: str, session: Session) -> None:
         self._do(self._inbound.opened, address, session, self._clock())
 
-    def refused(self, address: str, boot: str) -> None:
-        self._do(self._inbound.refused, address, boot)
+    def is_wanted(self, address: str) -> bool:
+        """Whether a want names this address or takes from there."""
+        with self._deciding:
+            wants = self._inbound.wants.values()
+            return any(
+                address in (wanted.want.source, *(intake.address for intake in wanted.intakes.values()))
+                for wanted in wants
+            )
+
+    def refused(self, address: str, boot: str, key: str) -> None:
+        self._do(self._inbound.refused, address, boot, key)
 
     def unreachable(self, address: str, code: str, reason: str) -> None:
         self._do(self._inbound.unreachable, address, code, reason, self._clock())
 
-    def from_source(self, boot: str, body: Ready | Failing | Drained | Refuse) -> None:
+    def from_source(self, boot: str, key: str, body: Ready | Failing | Drained | Refuse) -> None:
         now, inbound = self._clock(), self._inbound
         match body:
             case Ready(transfer=transfer, chunks=chunks):
-                self._do(inbound.ready, boot, transfer, chunks)
+                self._do(inbound.ready, boot, transfer, chunks, key)
             case Failing(transfer=transfer, code=code, reason=reason):
-                self._do(inbound.failing, boot, transfer, code, reason, now)
+                self._do(inbound.failing, boot, transfer, code, reason, now, key)
             case Drained(transfer=transfer, code=code, reason=reason):
                 failpoint("sink.drained_heard")
-                self._do(inbound.drained, boot, transfer, code, reason, now)
+                self._do(inbound.drained, boot, transfer, code, reason, now, key)
             case Refuse(about=transfer, code=code, reasons=reasons):  # a refused claim is never written for
-                self._do(inbound.drained, boot, transfer, code, "; ".join(reasons), now)
+                self._do(inbound.drained, boot, transfer, code, "; ".join(reasons), now, key)
 
     # The mover:
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 
 class Doubts:
-    """By transfer: the address it was claimed at, and which start of the agent there has not drained it.
+    """By transfer: the address it was claimed at, which start of the agent there has not drained it, its key.
 
-    Who answers at such an address is kept as long as something is in doubt there, and of no other address.
+    Who answers at such an address is kept as long as something is in doubt there, and of no other address. A boot is a
+    word that anybody can say: it counts only with the key that the transfer was claimed of.
     """
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[str, str]] = {}
-        self._met: dict[str, str] = {}  # an address of those -> the start that was met there last
+        self._of: dict[str, tuple[str, str, str]] = {}
+        self._met: dict[str, tuple[str, str]] = {}  # an address of those -> the start that was met there last, its key
 
-    def add(self, transfer: str, address: str, boot: str) -> None:
-        self._of[transfer] = address, boot
+    def add(self, transfer: str, address: str, boot: str, key: str) -> None:
+        self._of[transfer] = address, boot, key
 
     def settle(self, transfer: str) -> None:
-        at, _ = self._of.pop(transfer, ("", ""))
+        at, _, _ = self._of.pop(transfer, ("", "", ""))
         if not self.is_any(at):
             self._met.pop(at, None)
 
@@ -27,16 +28,17 @@ class Doubts:
         self._met.clear()
 
     def is_any(self, address: str) -> bool:
-        return any(at == address for at, _ in self._of.values())
+        return any(at == address for at, _, _ in self._of.values())
 
-    def meet(self, address: str, boot: str) -> list[tuple[str, str]]:
+    def meet(self, address: str, boot: str, key: str) -> list[tuple[str, str]]:
         """This start answers at the address. The transfers that it could settle: its own, and those of another start
         that was claimed of there, if it knows that one to be dead. With each whose it was."""
         if self.is_any(address):
-            self._met[address] = boot
-        return [(transfer, of) for transfer, (at, of) in self._of.items() if of == boot or at == address]
+            self._met[address] = boot, key
+        mine = [(transfer, at, of) for transfer, (at, of, its) in self._of.items() if its == key]
+        return [(transfer, of) for transfer, at, of in mine if of == boot or at == address]
 
-    def can_settle(self, transfer: str, boot: str) -> bool:
+    def can_settle(self, transfer: str, boot: str, key: str) -> bool:
         """Whether this start could settle that one: its own, or of where it was met, by whatever link it says so."""
-        at, of = self._of.get(transfer, ("", ""))
-        return bool(of) and boot in (of, self._met.get(at))
+        at, of, its = self._of.get(transfer, ("", "", ""))
+        return bool(of) and key == its and (boot == of or self._met.get(at) == (boot, key))

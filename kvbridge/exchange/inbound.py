@@ -142,22 +142,22 @@ class Inbound:
 
     def opened(self, address: str, session: Session, now: float) -> list[Action]:
         """A session with the agent at `address` is open (or open again, knowing more ranks)."""
-        actions = self._met(address, session.peer.boot)
+        actions = self._met(address, session.peer.boot, session.key)
         self._sources.open[address] = session
         return actions + self._advance_all(now) + self._pump()
 
-    def refused(self, address: str, boot: str) -> list[Action]:
+    def refused(self, address: str, boot: str, key: str = "") -> list[Action]:
         """The agent at `address` is there but will have no session; what it may still write it can say all the same."""
-        return self._met(address, boot) + self._pump()
+        return self._met(address, boot, key) + self._pump()
 
-    def _met(self, address: str, boot: str) -> list[Action]:
+    def _met(self, address: str, boot: str, key: str) -> list[Action]:
         """This start of an agent answers there: it is asked for what is in doubt.
 
         It proves nothing about the start before it, unless it knows that one to be dead: an address may lead elsewhere.
         """
         return [
             Send(address, Cancel(transfer=transfer, code="forgotten", boot="" if of == boot else of))
-            for transfer, of in self._doubts.meet(address, boot)
+            for transfer, of in self._doubts.meet(address, boot, key)
             if transfer not in self._wanted_by
         ]
 
@@ -191,11 +191,11 @@ class Inbound:
                 self._forget_if_over(transfer)
         return hurt
 
-    # From a source, named by its boot: it may say at one of its addresses what it was asked at another.
+    # From a source, named by its boot and its key: it may say at one of its addresses what it was asked at another.
 
-    def ready(self, boot: str, transfer: str, chunks: int) -> list[Action]:
+    def ready(self, boot: str, transfer: str, chunks: int, key: str = "") -> list[Action]:
         """The source could gather this many chunks."""
-        intake = self._intake(boot, transfer)
+        intake = self._intake(boot, transfer, key)
         if intake is None or intake.state is not IntakeState.CLAIMED:
             return []
         intake.ready = max(intake.ready, min(chunks, intake.plan.chunks))
@@ -233,17 +233,17 @@ class Inbound:
             settled.append(Send(intake.address, Settled(transfer=transfer)))
         return self._finish_if_complete(wanted, now) + settled + self._pump()  # our engine waits: it hears first
 
-    def failing(self, boot: str, transfer: str, code: str, reason: str, now: float) -> list[Action]:
+    def failing(self, boot: str, transfer: str, code: str, reason: str, now: float, key: str = "") -> list[Action]:
         """The source gives up; writes may still be under way."""
-        intake = self._intake(boot, transfer)
+        intake = self._intake(boot, transfer, key)
         if intake is None or intake.state is not IntakeState.CLAIMED:
             return []
         return self._fail(self._wanted_by[transfer], code or "source_failed", reason, now)
 
-    def drained(self, boot: str, transfer: str, code: str, reason: str, now: float) -> list[Action]:
+    def drained(self, boot: str, transfer: str, code: str, reason: str, now: float, key: str = "") -> list[Action]:
         """The source will not write anything of this transfer any more: its slots are free again."""
-        intake = self._intake(boot, transfer)
-        if intake is None and not self._doubts.can_settle(transfer, boot):
+        intake = self._intake(boot, transfer, key)
+        if intake is None and not self._doubts.can_settle(transfer, boot, key):
             return []
         self._doubts.settle(transfer)
         self.slots.drain(transfer)
@@ -367,7 +367,7 @@ class Inbound:
         if event in (IntakeEvent.STOP, IntakeEvent.LOSE):
             doubted = self.slots.doubt(intake.transfer)
             if doubted:
-                self._doubts.add(intake.transfer, intake.address, intake.session.peer.boot)
+                self._doubts.add(intake.transfer, intake.address, intake.session.peer.boot, intake.session.key)
                 self._deadlines.set(("doubt", intake.address), now + DOUBT_AGAIN_S)
             elif event is IntakeEvent.STOP:  # no slot is out: nothing that the source could say is waited for
                 intake.state = INTAKE_TABLE.after(intake.state, IntakeEvent.DRAIN)
@@ -385,10 +385,11 @@ class Inbound:
         if wanted and wanted.state is WantState.ENDED and wanted.intakes[transfer].state is IntakeState.ENDED:
             del self._wanted_by[transfer]
 
-    def _intake(self, boot: str, transfer: str) -> Intake | None:
+    def _intake(self, boot: str, transfer: str, key: str) -> Intake | None:
         wanted = self._wanted_by.get(transfer)
         intake = wanted.intakes.get(transfer) if wanted else None
-        return intake if intake is not None and intake.session.peer.boot == boot else None
+        is_its = intake is not None and (intake.session.peer.boot, intake.session.key) == (boot, key)
+        return intake if is_its else None
 
     def _pump(self) -> list[Action]:
         """Lend what is free to whom it serves."""

@@ -70,7 +70,10 @@ class Home:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """An agreed relation with one peer; `peer` is its incarnation, `verdict` what has to be converted."""
+    """An agreed relation with one peer; `peer` is its incarnation, `verdict` what has to be converted.
+
+    `key` is what a source proved to have at the link it was agreed by, "" where nobody proves anything.
+    """
 
     peer: Agent
     version: int
@@ -82,6 +85,7 @@ class Session:
     verdict: Verdict
     ranks: tuple[Rank, ...] = ()
     routed: Routed = UNPROVED
+    key: str = ""
     planner: Planner = field(kw_only=True, repr=False, compare=False)
 
 
@@ -174,7 +178,7 @@ def welcome(session: Session, home: Home) -> Welcome:
     )
 
 
-def accept(greeting: Welcome, home: Home) -> Session | Refuse:
+def accept(greeting: Welcome, home: Home, key: str = "") -> Session | Refuse:
     """What a sink makes of a Welcome; Refuse says why it cannot go on, in the words it would tell its engine."""
     if not OURS.oldest <= greeting.version <= OURS.newest:
         reason = f"version: ours {OURS.oldest}-{OURS.newest}, theirs {greeting.version}"
@@ -201,5 +205,6 @@ def accept(greeting: Welcome, home: Home) -> Session | Refuse:
         verdict=found,
         ranks=greeting.ranks,
         routed=Routed(greeting.route, greeting.why, greeting.probe),
+        key=key,
         planner=Planner(greeting.pool, home.pool),
     )

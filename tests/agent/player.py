@@ -39,7 +39,10 @@ class Player:
         self.peers = Peers(self, self, lambda: self.home, Metrics(), 0.2)
         self.peers.dialling.sink = self.peers.accepting.source = self
 
-    def refused(self, address: str, boot: str) -> None: ...
+    def is_wanted(self, address: str) -> bool:
+        return False
+
+    def refused(self, address: str, boot: str, key: str) -> None: ...
 
     def dial(self, address: str) -> Wire:
         return self.wires.setdefault(address, Wire(address, is_dialled=True))

@@ -6,7 +6,7 @@ import time
 from itertools import permutations
 
 import pytest
-from kvbridge_proto.peer import Hello, Refuse, Settled
+from kvbridge_proto.peer import Goodbye, Hello, Refuse, Settled
 
 from kvbridge.agent.dialling import REST_S
 from tests.exchange.world import World
@@ -177,5 +177,22 @@ def test_a_link_that_has_had_no_session_for_a_while_is_closed() -> None:
         dialling._deadlines.clear("used")
         dialling.tick(time.monotonic() + REST_S + 5.0)
         assert player.wires["unused"].is_lost and not player.wires["used"].is_lost
+
+    run(story)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_link_whose_session_ended_with_our_engine_is_closed_as_well(is_told: bool) -> None:
+    """Engines come and go, slots are made anew: the links of before would use up all that there may be."""
+
+    async def story(world: World) -> None:
+        player, _ = await reached(world)
+        dialling, wire = player.peers.dialling, player.wires["P0"]
+        (player.peers.end_all if is_told else player.peers.renew)("the engine left")
+        assert wire.said(Goodbye) and not dialling.sessions
+        dialling.tick(time.monotonic() + REST_S - 5.0)
+        assert not wire.is_lost, "it may bring a Drained yet"
+        dialling.tick(time.monotonic() + REST_S + 5.0)
+        assert wire.is_lost
 
     run(story)

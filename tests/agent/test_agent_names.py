@@ -6,8 +6,8 @@ from itertools import count, islice, product
 from typing import Any
 
 from kvbridge_proto.engine import Failed, Want
-from kvbridge_proto.peer import Cancel, Drained
-from kvbridge_proto.words import Blocks
+from kvbridge_proto.peer import Cancel, Claim, Drained
+from kvbridge_proto.words import Blocks, Rank
 
 from kvbridge.agent.dialling import MOST_NAMES
 from kvbridge.agent.metrics import Metrics
@@ -17,7 +17,7 @@ from kvbridge.exchange.session import Home
 from kvbridge.exchange.slots import SlotPool
 from tests.exchange.world import World
 
-from .player import Player, knows, run, welcomed
+from .player import Player, knows, replace_struct, run, welcomed
 
 
 class Fetching(Player):
@@ -85,12 +85,51 @@ def test_a_session_has_only_so_many_names_and_a_want_by_one_more_fails_at_once()
     run(story)
 
 
+def test_a_name_that_nothing_is_wanted_by_makes_room_for_another() -> None:
+    """Else whoever made up as many first would keep all others from fetching by the agent's real name."""
+
+    async def story(world: World) -> None:
+        player, boot = Fetching(world.sinks[0].home), world.sources[0].home.agent.boot
+        player.want("P0")
+        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        player.want("waits")
+        knows(player, "waits", boot)
+        for number in range(500):
+            player.want(f"name-{number}")
+            knows(player, f"name-{number}", boot)
+            player.sink.abandon(next(reversed(player.inbound.wants)))
+        assert max(player.kept) <= MOST_NAMES and "too_many_names" not in {told.code for told in player.told}
+        before = len(player.wires["P0"].said(Claim))
+        for address in ("real", "waits", "P0", "name-0"):
+            player.want(address)
+            if address in ("real", "name-0"):
+                knows(player, address, boot)
+        assert len(player.wires["P0"].said(Claim)) == before + 4 and len(player.inbound.wants) == 6
+
+    run(story)
+
+
+def test_an_address_of_a_rank_stays_a_name_whoever_else_comes() -> None:
+    async def story(world: World) -> None:
+        player, boot = Fetching(world.sinks[0].home), world.sources[0].home.agent.boot
+        player.want("P0")
+        greeting = welcomed(world, player.wires["P0"])
+        ranks = (Rank(tp_rank=0, pp_rank=0, address="its own"),)
+        await player.peers._welcome(player.wires["P0"], replace_struct(greeting, ranks=ranks))
+        for address in ("its own", *(f"name-{number}" for number in range(40))):
+            player.peers.dialling.reach(address)
+            knows(player, address, boot)
+        assert "its own" in player.peers.dialling._also and "name-0" not in player.peers.dialling._also
+
+    run(story)
+
+
 def test_a_name_too_many_still_asks_for_what_is_in_doubt_by_it() -> None:
     """Else whoever makes up names could keep the slots in quarantine that only this name's successor can give back."""
 
     async def story(world: World) -> None:
         player, boot = Fetching(world.sinks[0].home), world.sources[0].home.agent.boot
-        player.inbound._doubts.add("t", "was here", "dead")
+        player.inbound._doubts.add("t", "was here", "dead", "")
         player.want("P0")
         await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
         for address in [*(f"name-{number}" for number in range(MOST_NAMES)), "was here"]:

@@ -27,6 +27,8 @@ from ..exchange.world import World
 from ..fuzz.agents import Besieged, Siege
 from ..fuzz.machines import ALL_ROWS
 from ..proto.samples import NOTICE
+from .player import run, welcomed
+from .test_agent_names import Fetching
 
 
 async def claimed() -> tuple[Siege, Claim]:
@@ -147,3 +149,34 @@ def test_writes_that_count_for_nothing_are_counted_each_and_said_once(caplog: py
         ours.sink.on_dropped(odd)
     assert len(caplog.records) == 2
     assert ours.metrics.values()["kvbridge_late_writes_total"] == 101
+
+
+@pytest.mark.parametrize("is_welcome", [True, False])
+def test_another_key_frees_no_slot_by_saying_the_boot_of_a_source_that_stands_still(is_welcome: bool) -> None:
+    async def story(world: World) -> None:
+        player, source = Fetching(world.sinks[0].home), world.sources[0].home
+        slots, wires = player.inbound.slots, player.wires
+        player.want("P0")
+        wires["P0"].key = "of P0"
+        await player.peers._welcome(wires["P0"], welcomed(world, wires["P0"]))
+        (claim,) = wires["P0"].said(Claim)
+        player.peers._lose(wires["P0"], "it stands still")
+        assert slots.counts().quarantined > 0
+        player.want("M")
+        wires["M"].key = "of M"
+        if is_welcome:
+            await player.peers._welcome(wires["M"], welcomed(world, wires["M"]))
+            assert player.peers.dialling.sessions["M"].session is not None
+        else:
+            player.peers._hear(wires["M"], source.agent.boot, Refuse(code="no_engine", reasons=()))
+        assert not wires["M"].said(Cancel)
+        for said in (Drained(transfer=claim.transfer), Refuse(code="bad_claim", reasons=(), about=claim.transfer)):
+            player.peers._hear(wires["M"], source.agent.boot, said)
+            assert slots.counts().quarantined > 0
+        player.want("P0")
+        player.peers._hear(wires["P0"], source.agent.boot, Refuse(code="no_engine", reasons=()))
+        assert [cancel.transfer for cancel in wires["P0"].said(Cancel)] == [claim.transfer]
+        player.peers._hear(wires["P0"], source.agent.boot, Drained(transfer=claim.transfer))
+        assert not slots.counts().quarantined
+
+    run(story)

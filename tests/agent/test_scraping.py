@@ -5,27 +5,38 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.metrics_core import Metric
 
+from kvbridge.agent import scraping
 from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.scraping import AT_ONCE, serve
+from kvbridge.agent.relations import Dialled
+from kvbridge.agent.scraping import AT_ONCE, KEPT_S, serve
 from kvbridge.errors import OperatorError
+from kvbridge.exchange.session import SessionState
+from tests.exchange.world import World
+
+from .player import Player
+from .wire import Wire
 
 REQUEST_S = 2.0
 
 
 @contextlib.contextmanager
 def serving(host: str = "127.0.0.1", family: socket.AddressFamily = socket.AF_INET) -> Iterator[tuple[str, int]]:
-    with socket.create_server((host, 0), family=family) as free:
+    bare = host.strip("[]")
+    with socket.create_server((bare, 0), family=family) as free:
         port = free.getsockname()[1]
     stop = serve(Metrics().registry, f"{host}:{port}", REQUEST_S)
     try:
-        yield host, port
+        yield bare, port
     finally:
         stop()
 
@@ -85,10 +96,96 @@ def test_nonsense_and_resets_harm_nobody_and_fill_no_log(capfd: pytest.CaptureFi
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
-def test_answers_on_the_address_that_was_named_until_it_is_stopped(host: str, family: socket.AddressFamily) -> None:
+class Counted(CollectorRegistry):
+    """Counts how often it is read; `may_go` holds up who does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+        self.may_go = threading.Event()
+        self.may_go.set()
+        Counter("kvbridge_test", "Of this test", registry=self)
+        Counter("kvbridge_last", "Of this test", registry=self)
+        self.reads = 0  # a counter reads it as well when it is made
+
+    def collect(self) -> Iterator[Metric]:
+        self.reads += 1
+        self.may_go.wait(10)
+        return iter(super().collect())
+
+
+def test_busy_scrapers_have_it_made_once_a_second_and_all_get_all_of_it() -> None:
+    registry, texts, begun = Counted(), list[str](), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = ("127.0.0.1", free.getsockname()[1])
+    stop = serve(registry, f"127.0.0.1:{place[1]}")
+
+    def scrape() -> None:
+        while time.monotonic() < begun + 2.5 * KEPT_S:
+            with contextlib.suppress(OSError):  # its place at the door may not be free yet
+                texts.append(scraped(place))
+
+    scrapers = [threading.Thread(target=scrape) for _ in range(AT_ONCE)]
     try:
-        socket.create_server((host, 0), family=family).close()
+        for scraper in scrapers:
+            scraper.start()
+        for scraper in scrapers:
+            scraper.join()
+    finally:
+        stop()
+    assert 2 <= registry.reads <= (time.monotonic() - begun) / KEPT_S + 1 and len(texts) > AT_ONCE
+    assert all("kvbridge_test_total 0.0" in text and "kvbridge_last_total 0.0" in text for text in texts)
+
+
+def test_who_asks_while_it_is_being_made_gets_that_of_before_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scraping, "KEPT_S", 0.0)
+    registry = Counted()
+    page = scraping.Page(registry)
+    first = page.text()
+    registry.may_go.clear()
+    maker = threading.Thread(target=page.text)
+    maker.start()
+    becomes(lambda: registry.reads == 2, 5)
+    assert page.text() == first and registry.reads == 2
+    registry.may_go.set()
+    maker.join()
+    assert page.text() != b"" and registry.reads == 3
+
+
+def test_sessions_may_come_and_go_while_they_are_counted() -> None:
+    peers = Player(World().sinks[0].home).peers
+    sessions, ends = peers.dialling.sessions, time.monotonic() + 0.5
+    dialled = [Dialled(str(number), Wire(str(number), is_dialled=True)) for number in range(300)]  # type: ignore[arg-type]
+
+    def come_and_go() -> None:
+        while time.monotonic() < ends:
+            for each in dialled:
+                sessions[each.address] = each
+            sessions.clear()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    coming = threading.Thread(target=come_and_go)
+    coming.start()
+    try:
+        while time.monotonic() < ends:
+            assert peers.count_open() == 0
+    finally:
+        coming.join()
+        sys.setswitchinterval(before)
+    for number, state in enumerate(SessionState):
+        sessions[str(number)] = Dialled(str(number), Wire(str(number)), state=state)  # type: ignore[arg-type]
+    assert peers.count_open() == 1
+
+
+ADDRESSES = [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6), ("[::1]", socket.AF_INET6)]
+
+
+@pytest.mark.parametrize(("host", "family"), ADDRESSES)
+def test_answers_on_the_address_that_was_named_until_it_is_stopped(host: str, family: socket.AddressFamily) -> None:
+    bare = host.strip("[]")
+    try:
+        socket.create_server((bare, 0), family=family).close()
     except OSError:
         pytest.skip(f"this host has no {host}")
     with serving(host, family) as place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from kvbridge_proto.peer import Cancel, Drained
 
 from kvbridge.exchange.actions import Send
@@ -10,9 +11,10 @@ from kvbridge.exchange.slots import LocalSlots
 from tests.exchange.world import World
 
 
-def doubted() -> World:
+def doubted(key: str = "") -> World:
     """A want that failed with its slots lent, because its source was lost."""
     world = World(slots=4)
+    world.key = key
     world.hold.add("write")
     world.offer("r", 16, 4)
     world.want("r", 16)
@@ -91,6 +93,26 @@ def test_another_agent_that_refuses_proves_nothing() -> None:
     (transfer,) = world.sinks[0].inbound._doubts._of
     inbound.drained("another boot", transfer, "", "", world.now)
     assert inbound.slots.counts().quarantined > 0
+
+
+@pytest.mark.parametrize("key", ["of another", ""])
+@pytest.mark.parametrize("is_itself", [True, False])
+def test_who_has_another_key_is_neither_asked_nor_believed_whatever_boot_and_address_it_has(
+    key: str, is_itself: bool
+) -> None:
+    world = doubted("of P0")
+    inbound, itself = world.sinks[0].inbound, world.sources[0].home.agent.boot
+    boot, address = (itself, "elsewhere") if is_itself else ("next", "P0")
+    (transfer,) = inbound._doubts._of
+    assert not inbound.refused(address, boot, key)
+    inbound.drained(boot, transfer, "", "", world.now, key)
+    assert inbound.slots.counts().quarantined > 0
+    (asked,) = [action.body for action in inbound.refused("P0", "next", "of P0") if isinstance(action, Send)]
+    assert isinstance(asked, Cancel) and asked.boot == itself
+    inbound.drained("next", transfer, "", "", world.now, key)
+    assert inbound.slots.counts().quarantined > 0
+    inbound.drained("next", transfer, "", "", world.now, "of P0")
+    assert inbound.slots.counts().free == 4
 
 
 def test_a_successor_may_answer_for_one_of_its_addresses_by_the_connection_to_another() -> None:

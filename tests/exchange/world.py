@@ -128,6 +128,7 @@ class World:
         seed: int = 0,
     ) -> None:
         self.now = 0.0
+        self.key = ""  # what sources prove to have
         self.random = random.Random(seed)
         self.events: list[tuple[str, Callable[[], None]]] = []
         self.numbers = count(1)
@@ -280,7 +281,7 @@ class World:
         session = answer(hello(node.home), peer.home)
         assert isinstance(session, Session)
         peer.accepted[node.home.agent.boot] = session
-        agreed = accept(welcome(session, peer.home), node.home)
+        agreed = accept(welcome(session, peer.home), node.home, self.key)
         assert isinstance(agreed, Session)
         self.do(node, node.inbound.opened(address, agreed, self.now))
 
@@ -309,14 +310,14 @@ class World:
         boot, machine = source.home.agent.boot, sink.inbound
         match body:
             case Ready(transfer=transfer, chunks=chunks):
-                self.do(sink, machine.ready(boot, transfer, chunks))
+                self.do(sink, machine.ready(boot, transfer, chunks, self.key))
             case Failing(transfer=transfer, code=code, reason=reason):
-                self.do(sink, machine.failing(boot, transfer, code, reason, self.now))
+                self.do(sink, machine.failing(boot, transfer, code, reason, self.now, self.key))
             case Drained(transfer=transfer, code=code, reason=reason):
-                self.do(sink, machine.drained(boot, transfer, code, reason, self.now))
+                self.do(sink, machine.drained(boot, transfer, code, reason, self.now, self.key))
             case Refuse(about=transfer, code=code, reasons=reasons):
                 self.refused.append(body)
-                self.do(sink, machine.drained(boot, transfer, code, "; ".join(reasons), self.now))
+                self.do(sink, machine.drained(boot, transfer, code, "; ".join(reasons), self.now, self.key))
                 if code == "no_session" and sink.home.agent.boot not in source.accepted:  # nor greeted again since
                     self.do(sink, machine.unreachable(source.name, code, "test", self.now))
             case _:

@@ -173,7 +173,7 @@ def _lost_is_gone(put: Callable[[Any, str, Any], None]) -> None:
 
     def lose(self: Inbound, address: str, now: float) -> Any:
         hurt = right(self, address, now)
-        for transfer in [transfer for transfer, (at, _) in self._doubts._of.items() if at == address]:
+        for transfer in [transfer for transfer, (at, *_) in self._doubts._of.items() if at == address]:
             self.slots.drain(transfer)
         return hurt
 
