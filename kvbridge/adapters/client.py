@@ -116,12 +116,16 @@ class EngineClient:
     def send(self, message: ToAgent, fds: Sequence[int] = ()) -> bool:
         """Queue a message, with descriptors the caller may close at once. Never blocks.
 
-        False if it will not be sent: the connection is lost, or no agent would take such a message (too large, too
-        many or bad descriptors) and the connection stays. `why` says which.
+        False if it will not be sent: the connection is lost, or no agent would take such a message (it cannot be
+        encoded, is too large, has too many or bad descriptors) and the connection stays. `why` says which.
         """
         if self._socket is None:
             return False
-        frame = pack(message)
+        try:
+            frame = pack(message)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:  # a lone surrogate is a ValueError
+            self.why = f"message: {type(message).__name__} cannot be encoded: {error}"
+            return False
         if len(frame) - HEADER.size > self._limits.frame_bytes:
             self.why = f"frame_bytes: got {len(frame) - HEADER.size}, limit {self._limits.frame_bytes}"
             return False

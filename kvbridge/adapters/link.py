@@ -100,7 +100,12 @@ class AgentLink:
 
     def send(self, message: ToAgent) -> bool:
         """Queue a message. False if it will never arrive."""
-        return self.is_attached and self._client.send(message)
+        if not self.is_attached:
+            return False
+        is_sent = self._client.send(message)
+        if not is_sent and self._client.is_connected:
+            self._log.error("not sent: %s", self._client.why)
+        return is_sent
 
     def turn(self) -> list[ToEngine | Over]:
         """Move what waits, both ways; return what concerns the engine. Never blocks."""

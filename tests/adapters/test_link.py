@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvbridge_proto.engine import Attach, Done, Refused, Want
@@ -26,6 +27,7 @@ from kvbridge_proto.pool import (
     Step,
 )
 from kvbridge_proto.words import OURS
+from msgspec.structs import replace
 
 from kvbridge.adapters.client import EngineClient
 from kvbridge.adapters.link import AgentLink, Link, Over
@@ -153,6 +155,21 @@ def test_sends_nothing_before_it_is_attached(link: AgentLink, agent: FakeAgent) 
     link.turn()
     assert link.send(WANT)
     assert agent.one(Want) == WANT and len(agent.attaches) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"room": "\ud800"}, {"source": "tcp://h\udfff:1"}, {"first_token": 1 << 70}, {"blocks": object()}],
+    ids=["room", "address", "number", "object"],
+)
+def test_what_cannot_be_encoded_is_not_sent_and_harms_nothing(
+    link: AgentLink, agent: FakeAgent, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    attach(link, agent)
+    assert not link.send(replace(WANT, **change))
+    (record,) = caplog.records
+    assert "not sent: message: Want cannot be encoded" in record.getMessage() and record.getMessage().isprintable()
+    assert link.send(WANT) and agent.one(Want) == WANT and link.is_attached
 
 
 def test_what_came_before_the_end_is_heard_before_it(link: AgentLink, agent: FakeAgent) -> None:

@@ -20,6 +20,7 @@ FRAMES = {
     **{
         "stream": 4000,
         "fds": 6000,
+        "params": 6000,
         "config": 1000,
         "keylist": 600,
         "bootlist": 600,
