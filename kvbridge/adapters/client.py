@@ -43,8 +43,8 @@ class EngineClient:
 
     What is sent gives our memory away, so nothing is before the kernel has said that who listens there is our own user,
     root or one of `agent_uids`: while the agent is down, whoever may write in the folder can listen at its path.
-    `unsent_bytes` and `stall_s` bound how much, and how long, an agent that does not read may hold back. Children
-    forked while connected must close it, or the agent cannot see this process die.
+    `unsent_bytes` and `stall_s` bound how much, and how long, an agent that does not read may hold back. A child
+    forked while connected drops it (`drop_copy`), or the agent could not see this process die.
     """
 
     def __init__(
@@ -172,6 +172,10 @@ class EngineClient:
         """End the connection. The agent takes this for the engine's end. Idempotent."""
         if self._socket is not None:
             self._lose(why)
+
+    def drop_copy(self) -> None:
+        """In a forked child: close its copies of our descriptors, with no word to the agent."""
+        self._lose("forked: the connection is the parent's")
 
     def _received(self) -> Iterator[bytes]:
         budget = POLL_BYTES
