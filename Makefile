@@ -36,7 +36,7 @@ unit: $(AGENT)
 	.venv/bin/python -m pytest -m "not vllm and not gpu and not multi_gpu"
 
 fuzz: $(AGENT)
-	.venv/bin/python -m tests.fuzz $(or $(FUZZ),--frames 1000000000 --seconds 45)
+	.venv/bin/python -m tests.fuzz $(or $(FUZZ),--each --jobs 2 --deep --frames 1000000000 --seconds 45)
 
 fuzz-guided: $(AGENT)
 	.venv/bin/python -c 'import atheris' 2>/dev/null || .venv/bin/$(PIP) install --no-deps 'atheris>=3,<4'

@@ -1,12 +1,14 @@
-"""Adds up what long fuzzing found: `python bench/fuzz.py COMMIT=LINES.jsonl...`, of `python -m tests.fuzz --json`.
+"""Adds up what long fuzzing found: `python bench/fuzz.py LINES.jsonl...`, of `python -m tests.fuzz --json`.
 
 Writes bench/results/fuzz.json: of each target how many frames at which commit, how fast, what came of it, what grew.
+A run replaces the one of the same target, seed and commit that is there; `--anew` leaves out all that is there.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,22 @@ import record
 
 
 def main() -> None:
-    runs: list[dict[str, Any]] = []
-    for said in sys.argv[1:]:
-        commit, _, path = said.partition("=")
-        runs += [{**json.loads(line), "commit": commit} for line in Path(path).read_text().splitlines()]
+    lines = [line for path in sys.argv[1:] if path != "--anew" for line in Path(path).read_text().splitlines()]
+    known = record.RESULTS / "fuzz.json"
+    before = [] if "--anew" in sys.argv or not known.exists() else json.loads(known.read_text())["runs"]
+    runs: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for run in (*before, *map(json.loads, lines)):
+        run["commit"] = run["commit"] or record.commit()
+        runs[run["target"], run["commit"], run["seed"]] = run
+    targets: Counter[str] = Counter()
+    for run in runs.values():
+        targets[run["target"]] += run["frames"]
     found = {
-        "frames": sum(run["frames"] for run in runs),
-        "crashes": sum(len(run["crashes"]) for run in runs),
-        "most_grown_kib": max(run["rss_end_kib"] - run["rss_start_kib"] for run in runs),
-        "runs": sorted(runs, key=lambda run: (run["target"], run["commit"], run["seed"])),
+        "frames": targets.total(),
+        "crashes": sum(len(run["crashes"]) for run in runs.values()),
+        "most_grown_kib": max(run["rss_end_kib"] - run["rss_start_kib"] for run in runs.values()),
+        "frames_of_targets": dict(sorted(targets.items())),
+        "runs": [run for _, run in sorted(runs.items(), key=lambda each: each[0])],
     }
     record.write("fuzz", found)
 

@@ -20,6 +20,7 @@ from .errors import OperatorError
 ENVIRONMENT_PREFIX = "KVBRIDGE_"
 SOCKET_PATH_BYTES = 107  # what the kernel takes for a unix socket
 DEVICES = r"^(auto|cpu|cuda(:[0-9]{1,3})?|GPU-[0-9a-fA-F-]{36})$"
+FILES_OF_KEYS = ("key", "peers")  # who sets one to the key itself must not find that in the log
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -145,14 +146,18 @@ def _typed(name: str, value: Any, origin: str) -> Any:
     hint = get_type_hints(AgentConfig, include_extras=True)[name]
     is_text = isinstance(value, str)
     if is_text and not value.isprintable():  # no NUL for the kernel, no bytes that are no text, no line for the log
-        raise OperatorError("bad_option", f"{name}: got {value!r} from {origin}: must be printable text")
+        raise OperatorError("bad_option", f"{name}: got {_shown(name, value)} from {origin}: must be printable text")
     plain: Any = value
     if is_text and name in ("allowed_uids", "routes", "dial"):
         plain = [part.strip() for part in value.split(",") if part.strip()]
     try:
         return msgspec.convert(plain, hint, strict=not is_text or origin.endswith(".toml"))
     except msgspec.ValidationError as error:
-        raise OperatorError("bad_option", f"{name}: got {value!r} from {origin}: {error}") from None
+        raise OperatorError("bad_option", f"{name}: got {_shown(name, value)} from {origin}: {error}") from None
+
+
+def _shown(name: str, value: Any) -> str:
+    return "what is not shown, it may be a key itself," if name in FILES_OF_KEYS else repr(value)
 
 
 def _check(config: AgentConfig) -> None:
@@ -169,7 +174,7 @@ def _check(config: AgentConfig) -> None:
     if config.allow_wildcard and not config.advertise:
         raise OperatorError("bad_option", "advertise: got '', must be set with allow_wildcard: others need one address")
     if config.peers and not config.key:
-        raise OperatorError("bad_option", f"peers: got {config.peers!r}, but no key of our own is set")
+        raise OperatorError("bad_option", "peers: is set, but no key of our own is")
     if config.key and config.allow_unauthenticated:
         raise OperatorError("bad_option", "allow_unauthenticated: got true, but a key is set: it would change nothing")
     if config.metrics:

@@ -161,6 +161,28 @@ def test_keygen_writes_a_secret_and_prints_the_line_for_others(tmp_path: Path) -
     assert "one agent's own key: let it not leave" in told.stderr
 
 
+@pytest.mark.parametrize("option", ["key", "peers"])
+def test_a_key_set_in_the_place_of_its_files_name_is_not_printed(option: str, tmp_path: Path) -> None:
+    """A common slip: KVBRIDGE_KEY="$(cat agent.key)", or only the key of it."""
+    kvbridge("keygen", tmp_path / "a.key")
+    content = (tmp_path / "a.key").read_text()
+    secret = content.splitlines()[-1]
+    key = {"KVBRIDGE_KEY": str(tmp_path / "a.key")} if option == "peers" else {}
+    config = tmp_path / "kvbridge.toml"
+    config.write_text(f"{option} = '{secret}'\n")
+    places = ("--socket", tmp_path / "a.sock", "--metrics", "", "--listen", "tcp://127.0.0.1:0")
+    for said in (secret, f'"{secret}"', content.strip(), " ".join(content.split())):
+        for told in (
+            kvbridge("agent", *places, **{**key, f"KVBRIDGE_{option.upper()}": said}),
+            kvbridge("agent", *places, f"--{option}={said}", **key),
+        ):
+            assert told.returncode == 1 and f"{option}: " in told.stderr
+            assert not any(secret[at : at + 8] in told.stdout + told.stderr for at in range(33))
+    told = kvbridge("agent", *places, "--config", config, **key)
+    assert told.returncode == 1 and f"bad_{option}: {option}: names a file" in told.stderr
+    assert not any(secret[at : at + 8] in told.stdout + told.stderr for at in range(33))
+
+
 def test_keygen_refuses_to_write_over_a_key_and_a_name_that_no_list_can_have(tmp_path: Path) -> None:
     kvbridge("keygen", tmp_path / "a.key")
     before = (tmp_path / "a.key").read_text()

@@ -43,8 +43,8 @@ class EngineClient:
 
     What is sent gives our memory away, so nothing is before the kernel has said that who listens there is our own user,
     root or one of `agent_uids`: while the agent is down, whoever may write in the folder can listen at its path.
-    `unsent_bytes` and `stall_s` bound how much, and how long, an agent that does not read may hold back. Children
-    forked while connected must close it, or the agent cannot see this process die.
+    `unsent_bytes` and `stall_s` bound how much, and how long, an agent that does not read may hold back. A child
+    forked while connected drops it (`drop_copy`), or the agent could not see this process die.
     """
 
     def __init__(
@@ -116,12 +116,16 @@ class EngineClient:
     def send(self, message: ToAgent, fds: Sequence[int] = ()) -> bool:
         """Queue a message, with descriptors the caller may close at once. Never blocks.
 
-        False if it will not be sent: the connection is lost, or no agent would take such a message (too large, too
-        many or bad descriptors) and the connection stays. `why` says which.
+        False if it will not be sent: the connection is lost, or no agent would take such a message (it cannot be
+        encoded, is too large, has too many or bad descriptors) and the connection stays. `why` says which.
         """
         if self._socket is None:
             return False
-        frame = pack(message)
+        try:
+            frame = pack(message)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:  # a lone surrogate is a ValueError
+            self.why = f"message: {type(message).__name__} cannot be encoded: {error}"
+            return False
         if len(frame) - HEADER.size > self._limits.frame_bytes:
             self.why = f"frame_bytes: got {len(frame) - HEADER.size}, limit {self._limits.frame_bytes}"
             return False
@@ -168,6 +172,10 @@ class EngineClient:
         """End the connection. The agent takes this for the engine's end. Idempotent."""
         if self._socket is not None:
             self._lose(why)
+
+    def drop_copy(self) -> None:
+        """In a forked child: close its copies of our descriptors, with no word to the agent."""
+        self._lose("forked: the connection is the parent's")
 
     def _received(self) -> Iterator[bytes]:
         budget = POLL_BYTES

@@ -16,6 +16,7 @@ import os
 import select
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,7 @@ class AgentLink:
         self._at = 0.0  # when to try again (AWAY) or to stop waiting for Attached (ASKING)
         self._told = ""
         self._arm()
+        _drop_in_children(self)
 
     def __repr__(self) -> str:
         return f"<AgentLink {self._client.path} {self.state.name.lower()} {self.address or self.why}>"
@@ -100,7 +102,12 @@ class AgentLink:
 
     def send(self, message: ToAgent) -> bool:
         """Queue a message. False if it will never arrive."""
-        return self.is_attached and self._client.send(message)
+        if not self.is_attached:
+            return False
+        is_sent = self._client.send(message)
+        if not is_sent and self._client.is_connected:
+            self._log.error("not sent: %s", self._client.why)
+        return is_sent
 
     def turn(self) -> list[ToEngine | Over]:
         """Move what waits, both ways; return what concerns the engine. Never blocks."""
@@ -131,6 +138,13 @@ class AgentLink:
         self._client.close("engine shut down")
         self._drop_witness()
         self.state, self.address, self._at = Link.AWAY, "", float("inf")
+
+    def drop_copy(self) -> None:
+        """In a forked child: let go of what it inherited, or the agent could not see the engine die. Says nothing."""
+        self._client.drop_copy()
+        self._drop_witness()
+        self.state, self.address, self._at = Link.AWAY, "", float("inf")
+        self.why = "forked: the connection is the parent's"
 
     def _try(self) -> None:
         if not self._client.reconnect():
@@ -208,3 +222,14 @@ class AgentLink:
         if text != self._told:
             self._told = text
             self._log.error("%s; requests are computed here until it is back", text)
+
+
+def _drop_in_children(link: AgentLink) -> None:
+    """For the link's life: what is registered at a fork stays registered, so it must not keep the link."""
+    known = weakref.ref(link)
+
+    def drop() -> None:
+        if (left := known()) is not None:
+            left.drop_copy()
+
+    os.register_at_fork(after_in_child=drop)

@@ -16,11 +16,12 @@ from hashlib import blake2b
 from typing import Any
 
 MOST_CHARACTERS = 200
-SAMPLE = re.compile(r"\d+_(?=[a-z-]*cmpl-|generate-tokens-)")
+# A client may choose an id of a megabyte of digits: each run of them is looked at once, and only few make a number.
+SAMPLE = re.compile(r"(?<!\d)\d+_(?=[a-z-]*cmpl-|generate-tokens-)")
 RANDOM = re.compile(r"-[0-9a-fA-F]{8}\Z")
 PREFIX = re.compile(r"cmpl-|chatcmpl-|generate-tokens-")
-INDEX = re.compile(r"-(\d+)\Z")
-ROOM = re.compile(r"(.*)/(\d+)/([0-9a-f]{16})\Z", re.DOTALL)
+INDEX = re.compile(r"-(\d{1,9})\Z")
+ROOM = re.compile(r"(.*)/(\d{1,9})/([0-9a-f]{16})\Z", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ from kvbridge_proto.words import Blocks, Rank
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
+from ..errors import EngineError
 from .vllm_eras import transfer_tables
 from .vllm_options import Options
+from .vllm_params import read_remote
 from .vllm_pieces import Tables
 from .vllm_rooms import message_name, offered_room, prompt_room, wanted_room
 from .vllm_short import can_be_short, shorten
@@ -33,9 +35,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-# Not under `kvbridge`: only vLLM's own loggers are shown by default.
-WIRE_TEXT = 256  # what `Room` and `Address` may hold
-
+# Not under `kvbridge`: only vLLM's own loggers are shown by default. Requests are called as the agents' logs call them:
+# an id that a client chose may be of any length, and of text that no log can take.
 log = init_logger("vllm.kvbridge.scheduler")
 
 # vLLM steps on, about a thousand times a second, while a request waits for its KV or its blocks are held. With tensor
@@ -140,7 +141,8 @@ class SchedulerSide:
         prompt = request.prompt_token_ids or [0] * request.num_prompt_tokens
         if params.get("do_remote_decode"):
             if self._tables.has_windows and request.max_tokens != 1:
-                log.warning("%s: max_tokens %d, must be 1: not offered", request.request_id, request.max_tokens)
+                name = message_name(request.request_id)
+                log.warning("%s: max_tokens %d, must be 1: not offered", name, request.max_tokens)
                 return  # the blocks of a window are used again as soon as another token is computed
             room, end = offered_room(request.request_id, prompt), request.num_prompt_tokens - 1
             if self._tables.has_windows and can_be_short(request):
@@ -155,22 +157,18 @@ class SchedulerSide:
             self._new_unnamed(request)
 
     def _expect(self, request: Request, params: dict[str, Any], prompt: Sequence[int]) -> None:
-        remote, host, port = (params.get(key) for key in ("remote_request_id", "remote_host", "remote_port"))
-        if not (remote and host and port):
-            log.warning("%s: kv_transfer_params without request, host or port: computed here", request.request_id)
+        name = message_name(request.request_id)
+        try:
+            remote = read_remote(params)
+        except EngineError as error:
+            log.warning("%s: %s: computed here", name, error)
             return
-        source = f"tcp://[{host}]:{port}" if ":" in str(host) else f"tcp://{host}:{port}"
-        if params.get("remote_key"):
-            source += f"#{params['remote_key']}"
-        if max(len(source), len(str(remote))) > WIRE_TEXT:
-            log.warning("%s: kv_transfer_params longer than the wire allows: computed here", request.request_id)
-            return
-        room = wanted_room(str(remote), request.request_id, prompt)
+        room = wanted_room(remote.request, request.request_id, prompt)
         if room is None:
-            log.warning("%s: prefilled from other tokens (%s): computed here", request.request_id, remote)
-            self._decline(request.request_id, Receiving(str(remote), source))
+            log.warning("%s: prefilled from other tokens (%a): computed here", name, remote.request)
+            self._decline(request.request_id, Receiving(remote.request, remote.source))
             return
-        self._receiving[request.request_id] = Receiving(room, source)
+        self._receiving[request.request_id] = Receiving(room, remote.source)
 
     def _new_unnamed(self, request: Request) -> None:
         room = prompt_room(request)
@@ -187,7 +185,7 @@ class SchedulerSide:
     def _log_given_up(self, request: Request) -> None:
         log.info(
             "%s: not offered: vLLM gives up the first block of a window with the last of %d tokens",
-            request.request_id,
+            message_name(request.request_id),
             request.num_prompt_tokens,
         )
 
@@ -323,7 +321,8 @@ class SchedulerSide:
         if tokens <= sending.tokens:
             return
         if tokens == request.num_prompt_tokens and not self._tables.has_windows_of(sending.tables, sending.end):
-            log.info("%s: not offered whole: vLLM's prefix cache had only part of a window", request.request_id)
+            name = message_name(request.request_id)
+            log.info("%s: not offered whole: vLLM's prefix cache had only part of a window", name)
             return  # `finished` withdraws what was offered
         if not sending.name:
             sending.name = message_name(request.request_id, sending.attempt)

@@ -19,6 +19,7 @@ from ..errors import OperatorError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+BETWEEN = re.compile(r"[\s\"',]+")  # around a key that was set as an option by mistake
 FILE_BYTES = 1 << 20
 MOST_KEYS = 4096
 MODE_OF_LISTS = 0o022  # who may write a list of keys decides who is let in
@@ -42,7 +43,7 @@ class Keys:
 
 def load_keys(path: str, peers: str) -> Keys:
     """Our pair and whom we let in: `peers`, or agents with our own pair if it is empty. Raises OperatorError."""
-    secret = _only_line(Path(path))
+    secret = _only_line(_place(path, "key"))
     public = zmq.curve_public(secret.encode()).decode()
     return Keys(public, secret, load_peers(peers) if peers else {public: "fleet"})
 
@@ -53,7 +54,7 @@ def load_peers(path: str) -> dict[str, str]:
     A name may have several keys (while one is changed for another), a key has one name. Raises OperatorError.
     """
     names: dict[str, str] = {}
-    for where, line in _lines(Path(path)):
+    for where, line in _lines(_place(path, "peers")):
         name, _, key = line.partition(" ")
         key = key.strip()
         if not NAME.fullmatch(name) or not is_key(key):
@@ -95,6 +96,14 @@ def write_pair(path: Path) -> str:
         file.flush()
         os.fsync(fd)
     return public
+
+
+def _place(said: str, option: str) -> Path:
+    """Where the file is said to be. Raises OperatorError, without showing it, for what is a key and no file's name."""
+    if any(is_key(word) for word in BETWEEN.split(said)) and not os.path.exists(said):
+        reason = "names a file; what it has looks like a key itself and no file is called so, so it is not shown"
+        raise OperatorError(f"bad_{option}", f"{option}: {reason}: put a key into a file of mode 0600, and name that")
+    return Path(said)
 
 
 def _only_line(path: Path) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
+import signal
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvbridge_proto.engine import Attach, Done, Refused, Want
@@ -26,6 +31,7 @@ from kvbridge_proto.pool import (
     Step,
 )
 from kvbridge_proto.words import OURS
+from msgspec.structs import replace
 
 from kvbridge.adapters.client import EngineClient
 from kvbridge.adapters.link import AgentLink, Link, Over
@@ -155,6 +161,21 @@ def test_sends_nothing_before_it_is_attached(link: AgentLink, agent: FakeAgent) 
     assert agent.one(Want) == WANT and len(agent.attaches) == 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"room": "\ud800"}, {"source": "tcp://h\udfff:1"}, {"first_token": 1 << 70}, {"blocks": object()}],
+    ids=["room", "address", "number", "object"],
+)
+def test_what_cannot_be_encoded_is_not_sent_and_harms_nothing(
+    link: AgentLink, agent: FakeAgent, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    attach(link, agent)
+    assert not link.send(replace(WANT, **change))
+    (record,) = caplog.records
+    assert "not sent: message: Want cannot be encoded" in record.getMessage() and record.getMessage().isprintable()
+    assert link.send(WANT) and agent.one(Want) == WANT and link.is_attached
+
+
 def test_what_came_before_the_end_is_heard_before_it(link: AgentLink, agent: FakeAgent) -> None:
     attach(link, agent)
     agent.say(DONE)
@@ -232,6 +253,82 @@ def test_leaves_no_descriptor_behind(link: AgentLink, agent: FakeAgent, clock: C
     link.close()
     agent.pump()
     assert count() == before
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[int]:
+    """A child that lives on and does nothing, as one of a data loader."""
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(told, b"x")
+            signal.pause()
+        finally:
+            os._exit(0)
+    try:
+        assert os.read(ready, 1) == b"x"
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(told)
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_a_forked_child_does_not_hide_the_engines_end(link: AgentLink, agent: FakeAgent, how: str) -> None:
+    attach(link, agent)
+    with forked():
+        agent.pump()
+        assert agent._engine is not None, "the child said nothing"
+        assert link.send(WANT) and agent.one(Want) == WANT, "the connection is the parent's as before"
+        if how == "closed":
+            link.close()
+        else:
+            assert link._client._socket is not None and link._witness is not None
+            link._client._socket.close()  # as a killed process: no word, no shutdown
+            link._witness.close()
+        agent.pump()
+        assert agent._engine is None, "the agent hears the end while the child lives"
+
+
+def test_the_links_of_a_killed_engine_end_while_its_child_lives(tmp_path: Path, agent: FakeAgent) -> None:
+    """The engine is a process of its own, killed once it has a child."""
+    ready, told = os.pipe()
+    engine = os.fork()
+    if engine == 0:
+        try:
+            link = AgentLink(EngineClient(agent.path), ATTACH, lambda: [], logging.getLogger("test"))
+            link.start(10)
+            with forked() as child:
+                os.write(told, child.to_bytes(4, "little"))
+                signal.pause()
+        finally:
+            os._exit(1)
+    child = 0
+    try:
+        with agent.alive():
+            child = int.from_bytes(os.read(ready, 4), "little")
+        assert agent._engine is not None
+        os.kill(engine, signal.SIGKILL)
+        os.waitpid(engine, 0)
+        agent.pump()
+        assert agent._engine is None
+        os.kill(child, 0)  # it lives
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+        os.close(ready)
+        os.close(told)
+
+
+def test_a_link_that_is_gone_is_not_kept_for_forks(tmp_path: Path) -> None:
+    link = AgentLink(EngineClient(tmp_path / "agent.sock"), ATTACH, lambda: [], logging.getLogger("test"))
+    gone = weakref.ref(link)
+    del link
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.fixture

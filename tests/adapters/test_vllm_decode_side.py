@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -50,6 +51,32 @@ def test_asks_for_the_agent_that_has_the_key_that_was_told(world: World) -> None
     world.decode(40, remote_key="rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7")
     world.steps(3)
     assert world.agents[0].one(Want).source == "tcp://10.0.0.1:7700#rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"remote_host": "h\ud800"}, "remote_host: 'h\\ud800', must be text"),
+        ({"remote_request_id": "\udfff/0/0123456789abcdef"}, "remote_request_id: "),
+        ({"remote_key": "\ud800"}, "remote_key: "),
+        ({"remote_port": [1]}, "remote_port: list, must be text or a number"),
+        ({"remote_port": 10**5000}, "remote_port: int, must be"),
+        ({"remote_host": "x" * 300}, "longer than the wire allows"),
+        ({"remote_host": ""}, "without request, host or port"),
+    ],
+    ids=["host", "request", "key", "list", "number", "long", "none"],
+)
+def test_words_that_no_message_can_hold_are_refused_by_name_and_the_prompt_computed_here(
+    world: World, said: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    request = world.decode(40, name="cmpl-\ud800-0-1a2b3c4d", **said)
+    world.steps(3)
+    assert request.num_computed_tokens >= 40 and not world.agents[0].take(Want)
+    (told,) = [record.getMessage() for record in caplog.records if "computed here" in record.getMessage()]
+    assert reason in told and told.isprintable()
+    finish(world)
+    world.assert_empty()
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["in-step", "async-scheduling"])

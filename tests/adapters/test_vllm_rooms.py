@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,16 @@ def test_any_header_makes_a_room_that_fits_a_message(header: str) -> None:
     for told in (offered, header):
         assert wanted_room(told, f"chatcmpl-{header}-a1b2c3d4", PROMPT) == offered
     assert 1 <= len(message_name(f"chatcmpl-{header}-1a2b3c4d", 12)) <= 256
+
+
+@pytest.mark.parametrize("header", ["9" * 200_000, "1_" * 100_000, "x-" + "9" * 5000, "-99999999" * 20_000])
+@pytest.mark.parametrize("kind", ["cmpl-{}-0", "chatcmpl-{}", "cmpl-{}", "{}"])
+def test_no_header_holds_the_engine_up(kind: str, header: str) -> None:
+    began = time.process_time()
+    request_id = kind.format(header) + "-1a2b3c4d"
+    offered = offered_room(request_id, PROMPT)
+    assert len(offered) <= 256 and wanted_room(offered, request_id, PROMPT) == offered
+    assert time.process_time() - began < 1, "half a minute, when each digit was looked at from each before it"
 
 
 def test_names_of_messages_tell_attempts_apart() -> None:

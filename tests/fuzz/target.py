@@ -1,4 +1,7 @@
-"""What is fuzzed, and how a frame is judged: it may raise nothing, take a second of the processor, grow nothing."""
+"""What is fuzzed, and how a frame is judged: it may raise nothing, and take a second of the processor.
+
+That nothing grows is judged of a long run, by `python -m tests.fuzz`.
+"""
 
 from __future__ import annotations
 

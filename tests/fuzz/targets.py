@@ -10,6 +10,7 @@ from .codecs import KINDS, Client, Decoding, Descriptors, Stream
 from .files import ConfigText, PoolFile, StatusText
 from .lists import BootList, KeyList
 from .machines import Machines
+from .params import Params
 from .pools import Pools
 from .target import Target
 
@@ -18,6 +19,7 @@ NAMES: dict[str, Callable[[], Target]] = {
     "stream": Stream,
     "fds": Descriptors,
     "client": Client,
+    "params": Params,
     "config": ConfigText,
     "keylist": KeyList,
     "bootlist": BootList,

@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 
+from . import __main__ as long
 from .target import CORPUS, Target, judged, kept, minimised
 from .targets import NAMES, made
 
@@ -20,6 +21,7 @@ FRAMES = {
     **{
         "stream": 4000,
         "fds": 6000,
+        "params": 6000,
         "config": 1000,
         "keylist": 600,
         "bootlist": 600,
@@ -89,6 +91,28 @@ def test_a_crash_is_found_and_made_as_small_as_it_can_be() -> None:
     target, random = Touchy(), Random(1)
     crash = next(found for _ in range(10_000) if (found := judged(target, target.frame(random))[1]))
     assert minimised(target, crash).frame == b"AB" and crash.kind == "KeyError"
+
+
+class Hoarder(Touchy):
+    """Keeps some of what it is told."""
+
+    name = "hoarder"
+
+    def __init__(self, size_bytes: int) -> None:
+        self._kept: list[bytes] = []
+        self._size = size_bytes
+
+    def run(self, frame: bytes) -> int:
+        self._kept.append(frame[:1] * self._size)
+        return 1
+
+
+@pytest.mark.parametrize(("size_bytes", "has_grown"), [(100_000, True), (1, False)])
+def test_a_long_run_in_which_memory_grows_has_failed(
+    size_bytes: int, has_grown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long, "JUDGED_S", 0.0)
+    assert long.fuzz(Hoarder(size_bytes), 500, 0, 60)["has_grown"] is has_grown
 
 
 def test_a_frame_that_does_not_end_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:

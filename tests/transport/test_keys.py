@@ -118,6 +118,31 @@ def test_a_file_that_is_no_key_is_refused_without_showing_it(tmp_path: Path, tex
     assert not text.strip() or text.strip() not in str(error)
 
 
+@pytest.mark.parametrize("said", ["{}", " {}\n", "'{}'", "# Its public half: no {}"])
+def test_a_key_where_a_files_name_belongs_is_not_shown(tmp_path: Path, said: str) -> None:
+    secret = zmq.curve_keypair()[1].decode()
+    write_pair(tmp_path / "key")
+    for key, peers, code in (
+        (said.format(secret), "", "bad_key"),
+        (str(tmp_path / "key"), said.format(secret), "bad_peers"),
+    ):
+        with pytest.raises(OperatorError, match="names a file") as caught:
+            load_keys(key, peers)
+        assert caught.value.code == code and not shared(secret, str(caught.value))
+
+
+def test_a_file_whose_name_looks_like_a_key_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "agent-0.key".rjust(40, "a")
+    public = write_pair(Path(name))
+    assert is_key(name) and load_keys(name, "").public == public
+
+
+def shared(secret: str, text: str) -> bool:
+    """Whether eight characters of it are there."""
+    return any(secret[at : at + 8] in text for at in range(len(secret) - 7))
+
+
 def test_two_keys_in_one_file_are_refused(tmp_path: Path) -> None:
     assert refusal(write(tmp_path / "key", f"{public_key()}\n{public_key()}\n")).code == "bad_key"
 
