@@ -23,7 +23,7 @@ from ..errors import OperatorError, PeerError
 from .endpoint import is_ipv6
 from .events import Arrived, Event, Lost, Rejected, Settings
 from .link import Link
-from .sockets import FAILED, GONE, REFUSED, UP, Port
+from .sockets import GONE, REFUSED, UP, Port
 from .trust import Trust
 from .zap import Buckets, Door, guard, introduce
 
@@ -262,7 +262,7 @@ class Control:
                 self._lose(link, "peer_disconnected", f"{link.address} closed the connection")
         elif event == REFUSED:
             self._lose(link, "key_refused", f"{link.address} does not let our key in; is it in its peers?")
-        elif event & FAILED:
+        elif event == GONE:
             link.failures += 1
 
     def _watched_router(self, event: int) -> None:

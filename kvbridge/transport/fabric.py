@@ -83,9 +83,9 @@ class Fabric(Protocol):
 
         An empty notice is not sent: the peer hears nothing of the write.
 
-        After a failed write the next one makes the connection anew, once all of the old have ended; until then, and
-        while the peer is not there, `peer_lost`. That, `peer_not_connected`, `memory_not_registered` and
-        `write_refused` mean: nothing was posted.
+        After a failed write a later one makes the connection anew, once all of the old have ended and not at once
+        after it was last tried; until then, and while the peer is not there, `peer_lost`. That, `peer_not_connected`,
+        `memory_not_registered` and `write_refused` mean: nothing was posted.
         """
 
     def notify(self, boot: str, notice: bytes) -> None:

@@ -23,6 +23,9 @@ DESCRIPTOR_BYTES = 1 << 16
 # Peers that were left and may come back. To remove one and to load it again leaves a TCP connection of UCX open on
 # both sides for as long as both live (nixl 1.5.1, tests/faults): an engine's every restart would cost one.
 IDLE_PEERS = 32
+# Between two tries to connect to a peer anew. Each that finds nobody leaves an ended socket open, for good
+# (nixl 1.5.1), and when a peer dies all that was gathered for it would try, one after the other.
+HEAL_S = 0.2
 # A descriptor is NIXL's metadata behind the number of the device that the memory is on.
 DEVICE = struct.Struct("<I")
 
@@ -36,6 +39,7 @@ class _Peer:
     writes: int = 0
     is_known: bool = True  # to NIXL
     is_failed: bool = False
+    heals_from: float = 0.0  # the deadline of the first write that may try to connect anew
     is_leaving: bool = False
 
 
@@ -155,7 +159,7 @@ class NixlFabric:
     def write(
         self, boot: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
     ) -> int:
-        peer = self._writable(boot)
+        peer = self._writable(boot, deadline)
         if size < 1:
             raise FabricError("memory_not_registered", f"write: {size} bytes")
         nixl = self._nixl
@@ -257,19 +261,23 @@ class NixlFabric:
             return []
         return [payload for payloads in arrived.values() for payload in payloads]
 
-    def _writable(self, boot: str) -> _Peer:
+    def _writable(self, boot: str, deadline: float | None = None) -> _Peer:
         """The peer, connected anew if its last write failed. Raises FabricError if nothing can be posted."""
         peer = self._peers.get(boot)
         if peer is None or peer.is_leaving:
             raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
         if peer.is_failed:
-            self._heal(boot, peer)
+            self._heal(boot, peer, deadline)
         return peer
 
-    def _heal(self, boot: str, peer: _Peer) -> None:
+    def _heal(self, boot: str, peer: _Peer, deadline: float | None) -> None:
         """NIXL's connection stays broken after one error, even if the peer is well; only a new one helps."""
         if peer.writes:
             raise FabricError("peer_lost", f"peer: {peer.writes} writes to {boot} are still to fail")
+        if deadline is not None:
+            if deadline < peer.heals_from:
+                raise FabricError("peer_lost", f"peer: {boot} was not there when it was last tried")
+            peer.heals_from = deadline + HEAL_S
         self._unload(boot, peer)
         try:
             self._agent.loadRemoteMD(peer.descriptor[DEVICE.size :])

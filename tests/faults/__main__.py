@@ -1,4 +1,5 @@
-"""`python -m tests.faults --all --times 3 --workers 2`: the whole matrix, so many times in a row.
+"""`python -m tests.faults --all --times 3 --workers 2`: the whole matrix, so many times in a row, every second time
+between agents that speak CURVE, each with a key of its own.
 
 A part of it: `--match "kill the sink's engine"`, or `--all --first 100 --count 50`.
 """
@@ -21,6 +22,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="leave out so many of the cases before the rest")
     parser.add_argument("--count", type=int, default=None, help="so many cases at most; all, if not said")
     parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--keyed", action="store_true", help="with keys every time, not only every second")
     parser.add_argument("--workers", type=int, default=1, help="so many processes share the cases")
     parser.add_argument("--share", type=int, default=-1, help="which share is ours; all, if not said")
     said = parser.parse_args()
@@ -34,21 +36,23 @@ def main() -> int:
     if said.share >= 0:  # in a piece, for each other case is a stop, which takes longer
         first, end = (len(cases) * share // said.workers for share in (said.share, said.share + 1))
         cases = cases[first:end]
-    return tell_all(cases, said.times)
+    return tell_all(cases, said.times, said.keyed)
 
 
-def tell_all(cases: list[Case], times: int) -> int:
+def tell_all(cases: list[Case], times: int, is_always_keyed: bool) -> int:
     failures, began = 0, time.monotonic()
     with Runner() as runner:
         for turn in range(1, times + 1):
+            is_keyed = is_always_keyed or turn % 2 == 0
             for case in cases:
                 since = time.monotonic()
                 try:
-                    told, outcome = runner.tell(case), "ok"
+                    told, outcome = runner.tell(case, is_keyed), "ok"
                 except AssertionError as error:
                     told, outcome = str(error)[:1500], "FAILED"
                     failures += 1
-                print(f"{turn} {outcome} {time.monotonic() - since:5.1f} s  {case.id}  {told}", flush=True)
+                how = "keyed " if is_keyed else ""
+                print(f"{turn} {how}{outcome} {time.monotonic() - since:5.1f} s  {case.id}  {told}", flush=True)
     print(f"{len(cases)} cases x {times}: {failures} failures in {time.monotonic() - began:.0f} s", flush=True)
     return bool(failures)
 

@@ -19,8 +19,8 @@ class Runner:
         self._nursery = nursery or Nursery()
         self._world: World | None = None
 
-    def tell(self, case: Case) -> str:
-        world = self.world()
+    def tell(self, case: Case, is_keyed: bool = False) -> str:
+        world = self.world(is_keyed)
         try:
             return tell(world, case)
         except BaseException:
@@ -28,10 +28,12 @@ class Runner:
             world.close()
             raise
 
-    def world(self) -> World:
-        if self._world is not None:
+    def world(self, is_keyed: bool = False) -> World:
+        if self._world is not None and self._world.is_keyed == is_keyed:
             return self._world
-        self._world = world = World(Path(tempfile.mkdtemp(prefix="kvbridge-faults-")), self._nursery)
+        self._leave()
+        folder = Path(tempfile.mkdtemp(prefix="kvbridge-faults-"))
+        self._world = world = World(folder, self._nursery, is_keyed=is_keyed)
         try:
             world.meet()
         except BaseException:
@@ -44,8 +46,13 @@ class Runner:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._world is not None:
-            self._world.close()
-            if kind is None:
-                shutil.rmtree(self._world.folder)
+        self._leave(is_well=kind is None)
         self._nursery.close()
+
+    def _leave(self, is_well: bool = True) -> None:
+        """Another world will be needed, or none; of one that went wrong the logs stay."""
+        world, self._world = self._world, None
+        if world is not None:
+            world.close()
+            if is_well:
+                shutil.rmtree(world.folder)

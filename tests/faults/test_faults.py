@@ -1,4 +1,5 @@
-"""A slice of the matrix of `tests.faults.cases`; `make test-faults` tells all of it, three times."""
+"""A slice of the matrix of `tests.faults.cases`, one half of it with keys; `make test-faults` tells all of it, three
+times, and the second time with keys."""
 
 from __future__ import annotations
 
@@ -16,20 +17,23 @@ from kvbridge.failpoints import PLACES
 from .cases import ACTORS, all_cases
 from .runner import Runner
 
-SLICE = (
+PLAIN = (
     "kill the source's agent at source.gathered",
     "kill the sink's agent at sink.notice_landed",
     "kill the source's engine at engine.offer_sent",
-    "stop the sink's agent at sink.scatter_begun",
-    "kill the source's agent at source.drained_sent",
     "fail the source's agent at source.write_begun",
+    "kill the sink's engine while the source's agent is at source.write_posted",
+    "stop the source's agent while the sink's engine is at engine.want_sent",
+)
+KEYED = (
+    "kill the source's agent at source.drained_sent",
+    "stop the sink's agent at sink.scatter_begun",
     "fail the sink's agent at sink.scatter_begun",
     "kill the source's agent while the sink's agent is at sink.claim_sent",
     "kill the sink's agent while the source's agent is at source.write_begun",
     "kill the source's engine while the source's agent is at source.gather_begun",
-    "kill the sink's engine while the source's agent is at source.write_posted",
-    "stop the source's agent while the sink's engine is at engine.want_sent",
 )
+SLICE = PLAIN + KEYED
 CASES = {case.id: case for case in all_cases()}
 FOUR = ("source's agent", "sink's agent", "source's engine", "sink's engine")
 
@@ -58,7 +62,19 @@ def test_the_slice_has_all_four_at_a_failpoint_and_hurt_while_another_is_there()
     assert {case.victim for case in told if not case.is_own} == set(ACTORS)
 
 
-@pytest.mark.parametrize("case", SLICE)
+@pytest.mark.parametrize("told", [PLAIN, KEYED], ids=["plain", "keyed"])
+def test_with_keys_and_without_the_slice_has_agents_killed_and_stopped_and_made_to_fail(told: tuple[str, ...]) -> None:
+    hurt = {(case.action, case.victim) for case in map(CASES.__getitem__, told)}
+    assert {("kill", actor) for actor in ACTORS if actor.what == "agent"} <= hurt
+    assert {"stop", "fail"} <= {action for action, _ in hurt}
+
+
+@pytest.mark.parametrize("case", KEYED)
+def test_survives_with_keys(runner: Runner, case: str) -> None:
+    runner.tell(CASES[case], is_keyed=True)
+
+
+@pytest.mark.parametrize("case", PLAIN)
 def test_survives(runner: Runner, case: str) -> None:
     runner.tell(CASES[case])
 

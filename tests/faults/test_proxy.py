@@ -22,13 +22,23 @@ def proxy() -> Iterator[Proxy]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, proxy: Proxy) -> Iterator[World]:
+def nursery() -> Iterator[Nursery]:
     nursery = Nursery()
-    world = World(tmp_path_factory.mktemp("proxy"), nursery, through=proxy.through)
-    world.meet()
-    yield world
-    world.close()
+    yield nursery
     nursery.close()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "keyed"])
+def world(
+    tmp_path_factory: pytest.TempPathFactory, nursery: Nursery, proxy: Proxy, request: pytest.FixtureRequest
+) -> Iterator[World]:
+    """CURVE goes through the proxy as it is, end to end."""
+    world = World(tmp_path_factory.mktemp("proxy"), nursery, through=proxy.through, is_keyed=request.param)
+    try:
+        world.meet()
+        yield world
+    finally:
+        world.close()
 
 
 def spoil(world: World, proxy: Proxy, how: Callable[[], object]) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import msgspec
 from kvbridge_proto.status import Status
 
+from kvbridge.transport.keys import write_pair
+
 from .engine import PATIENCE_S, Job
 from .processes import POOL, Agent, Engine, Held, Nursery, free_address, maps_pool
 
@@ -50,17 +52,17 @@ class Side:
     stuck_s: float = 0.0  # how long any of the two has stood still, lately
     is_hurt: bool = False  # its agent was stopped or killed in this story: it need not answer in time
     survived: int = 0  # deaths of the other agent, since this one was started
-    listen: str = ""
+    address: str = ""  # what it tells others: where it listens, and its key if it has one
     rooms: set[int] = field(default_factory=set)  # told, and not ended
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)  # answers that the engine had to ask for, or to give up, lately
     overs: list[str] = field(default_factory=list)  # why the engine's connections to its agent were over, lately
 
     def start_agent(self, armed: str = "") -> None:
-        options = self.options | ({"listen": self.listen} if self.listen else {})
+        options = self.options | ({"listen": self.address.partition("#")[0]} if self.address else {})
         self.agent = Agent(self.nursery, self.folder, self.role, options, armed)
         self.agent.wait_serving()
-        self.listen = self.listen or self.agent.address
+        self.address = self.address or self.agent.address
         self.survived = 0
 
     def start_engine(self, armed: str = "") -> None:
@@ -113,6 +115,18 @@ def _renamed(job: Job) -> Job:
     return msgspec.structs.replace(job, name=f"{POOL}-{number}-{time.time_ns()}", seed=job.seed + number)
 
 
+def _keys(folder: Path) -> dict[Role, dict[str, str]]:
+    """The options of two agents that know each other's key and no third."""
+    public = {role: write_pair(folder / f"{role}.key") for role in ROLES}
+    options: dict[Role, dict[str, str]] = {}
+    for role, other in zip(ROLES, reversed(ROLES), strict=True):
+        peers = folder / f"{role}.peers"
+        peers.write_text(f"{other} {public[other]}\n")
+        peers.chmod(0o600)  # whatever our umask is
+        options[role] = {"key": str(folder / f"{role}.key"), "peers": str(peers)}
+    return options
+
+
 def is_owed(said: dict[str, Any], side: Side) -> bool:
     """Whether an engine says that it missed an answer which its agent was able to give."""
     return said["event"] == "late" and not side.is_hurt
@@ -127,7 +141,8 @@ def is_free(status: Status) -> bool:
 class World:
     """`through` is what stands between the sink and the source's address, such as a proxy.
 
-    `apart` has agents that are forked elsewhere, with more options.
+    `apart` has agents that are forked elsewhere, with more options. `is_keyed` ones speak CURVE, each with a key of its
+    own and a list that has the other's alone.
     """
 
     def __init__(
@@ -138,9 +153,11 @@ class World:
         options: dict[str, str] | None = None,
         through: Callable[[str], str] = lambda address: address,
         apart: dict[Role, tuple[Nursery, dict[str, str]]] | None = None,
+        is_keyed: bool = False,
         **job: Any,
     ) -> None:
-        self.folder, self.through = folder, through
+        self.folder, self.through, self.is_keyed = folder, through, is_keyed
+        keys = _keys(folder) if is_keyed else {}
         self._rooms = count(1)
         self.sides: dict[Role, Side] = {}
         self.base: dict[Role, Held] = {}  # of a fresh agent that has served
@@ -149,7 +166,8 @@ class World:
             own, more = (apart or {}).get(role, (nursery, {}))
             told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **{"deadline_s": DEADLINE_S, **job})
             listen = {"listen": free_address()}
-            side = Side(own, folder, role, {**LIMITS, **FEW, **listen, **(options or {}), **more}, told)
+            said = {**LIMITS, **FEW, **listen, **keys.get(role, {}), **(options or {}), **more}
+            side = Side(own, folder, role, said, told)
             self.sides[role] = side
             side.start_agent()
             side.start_engine()
@@ -185,12 +203,20 @@ class World:
             self.finish()
         self.serves()
         self.is_clean()
+        self.knows_its_peers()
         self.base, self.slots = self.held(), self.free_slots()
+
+    def knows_its_peers(self) -> None:
+        """Either agent has one, whose key is the other's by our list, or none has a key."""
+        for role, other in zip(ROLES, reversed(ROLES), strict=True):
+            keys = [other if self.is_keyed else ""]
+            self.sides[role].becomes(lambda status, keys=keys: [peer.key for peer in status.peers] == keys, QUIET_S)
 
     def begin(self, rooms: int = BATCH, abandon: float = 0.0, withdraw: float = 0.0) -> list[int]:
         """Have both engines serve so many rooms."""
         numbers = [next(self._rooms) for _ in range(rooms)]
-        source = self.through(self.source.listen)
+        place, mark, key = self.source.address.partition("#")
+        source = self.through(place) + mark + key
         self.source.engine.tell("run", first=numbers[0], count=rooms, abandon=withdraw)
         self.sink.engine.tell("run", first=numbers[0], count=rooms, source=source, abandon=abandon)
         for side in self.sides.values():

@@ -18,7 +18,10 @@ import numpy as np
 import pytest
 
 from kvbridge.errors import FabricError
-from kvbridge.transport.fabric_nixl import NixlFabric
+from kvbridge.transport.fabric_nixl import HEAL_S, NixlFabric
+
+from ..faults.processes import Held
+from ..faults.world import UCX_KEEPS
 
 pytest.importorskip("nixl", reason="needs NIXL (extra `agent`)")
 
@@ -152,10 +155,14 @@ def test_a_killed_target_fails_the_writes_under_way_and_those_after(doomed: tupl
     sink.kill()
     ended = {event[2]: event[1] for event in source.ask("watch", for_s=3)}
     assert ended == dict.fromkeys(numbers, "failed")
-    for _ in range(2):  # the way back is tried each time
+    for _ in range(20):  # each as soon as the one before
         with pytest.raises(FabricError) as raised:
             source.write(sink)
         assert raised.value.code == "peer_lost"
+    assert Held.by(source.pid).over <= UCX_KEEPS
+    time.sleep(HEAL_S)
+    with pytest.raises(FabricError, match="any more"):  # the way back is tried again
+        source.write(sink)
 
 
 def test_a_peer_that_restarted_with_a_new_boot_is_written_again(doomed: tuple[Remote, Remote]) -> None:
