@@ -101,6 +101,8 @@ def _add(table: Table, *cells: str) -> None:
 
 def _slots(status: Status) -> Table:
     table = Table(title=f"slots of {status.slot_bytes / 2**20:g} MiB", title_justify="left")
+    if status.rebuild_refused:
+        table.caption = Text(f"cannot be made anew: {status.rebuild_refused}; its log has the reason")
     columns = SlotCounts.__struct_fields__
     for name in ("staging", *columns):
         table.add_column(name, justify="left" if name == "staging" else "right")
