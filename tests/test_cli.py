@@ -120,7 +120,17 @@ def test_status_prints_what_the_agent_says(tmp_path: Path) -> None:
     with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
         told = kvbridge("status", "--socket", agent.path)
     assert told.returncode == 0, told.stderr
-    for words in ("prefill-0", "serving", "vllm 0.32.0", "pid 4242", "decode-0", "flowing", "quarantined", "cmpl-1-a"):
+    for words in (
+        "prefill-0",
+        "serving",
+        "vllm 0.32.0",
+        "pid 4242",
+        "decode-0",
+        "flowing",
+        "quarantined",
+        "cmpl-1-a",
+        "cannot be made anew",
+    ):
         assert words in told.stdout
 
 

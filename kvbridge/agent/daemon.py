@@ -230,6 +230,7 @@ class Agent:
                 offers=lambda: len(self.outbound.offers),
                 peers=self.peers.count_open,
                 is_attached=lambda: self.engines.home is not None,
+                is_rebuild_refused=lambda: bool(self.rebuilder.refused),
             )
         )
 
@@ -323,4 +324,5 @@ class Agent:
             peers=tuple(self.peers.statuses()),
             transfers=transfers(self.inbound, self.outbound, now),
             counters=self.metrics.values(),
+            rebuild_refused=self.rebuilder.refused,
         )

@@ -22,7 +22,7 @@ from ..transport.fabric import Fabric
 from ..transport.fabric_nixl import NixlFabric
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-MOST_KEPT = 2  # stagings that rebuilds may keep; host memory is given back once nothing is written out of it
+MOST_KEPT = 2  # stagings that rebuilds may keep: of a GPU for good, host memory while something is written out of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,8 @@ class Equipment:
         staging_bytes = self.dock.inbound.size_bytes
         kept_bytes = self._kept_bytes + len(self._retired) * staging_bytes
         if kept_bytes >= MOST_KEPT * staging_bytes:
-            raise FabricError("rebuild_refused", f"staging: rebuilds before this one keep {kept_bytes} bytes")
+            reason = f"staging: rebuilds before this one keep, or wait for writes out of, {kept_bytes} bytes"
+            raise FabricError("rebuild_refused", reason)
         self._made += 1
         return self._make(self._made)
 

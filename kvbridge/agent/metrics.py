@@ -25,6 +25,7 @@ class Gauges:
     offers: Callable[[], int]
     peers: Callable[[], int]
     is_attached: Callable[[], bool]
+    is_rebuild_refused: Callable[[], bool]
 
 
 class Metrics:
@@ -58,6 +59,7 @@ class Metrics:
             ("offers_open", "Offers not yet released", gauges.offers),
             ("sessions_open", "Sessions with other agents", gauges.peers),
             ("engine_attached", "1 while an engine is attached", lambda: int(gauges.is_attached())),
+            ("rebuild_refused", "1 while slots cannot be made anew", lambda: int(gauges.is_rebuild_refused())),
         ):
             Gauge(f"kvbridge_{name}", text, registry=self.registry).set_function(read)
 

@@ -67,7 +67,7 @@ class Rebuilder:
         self._patience = {kind: Patience(seconds) for kind in self._slots}
         self._seconds = seconds
         self._clock = clock
-        self._refused = ""
+        self.refused = ""  # why others cannot be had although it is time for them: a code
         self._again_at = float("-inf")
         self._docks: Docks | None = None  # made, and not worked with yet: what is under way comes to its end
         self._pause_ends = 0.0
@@ -121,16 +121,19 @@ class Rebuilder:
     async def _prepared(self) -> Docks | None:
         """Other docks, if it is time for them and they can be had."""
         now = self._clock()
-        if not self._reasons() or now < self._again_at:
+        if not self._reasons():
+            self.refused = ""
+            return None
+        if now < self._again_at:
             return None
         try:
             docks = await self._mover.prepare_docks()
         except (KVBridgeError, OSError, RuntimeError, MemoryError) as error:  # no memory, most likely: as it was
             self._again_at = now + AGAIN_S
             code = error.code if isinstance(error, KVBridgeError) else type(error).__name__
-            if code != self._refused:  # said once; tried as long as it is needed
-                self._refused = code
+            if code != self.refused:  # said once; tried as long as it is needed
+                self.refused = code
                 log.error("the slots cannot be made anew: code=%s %s", code, error)
             return None
-        self._refused = ""
+        self.refused = ""
         return docks

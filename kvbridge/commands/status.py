@@ -96,11 +96,17 @@ def _agent(status: Status) -> Table:
 
 def _add(table: Table, *cells: str) -> None:
     """A row of plain text: peers choose their names, which may be rich's markup or a terminal's commands."""
-    table.add_row(*(Text("".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in cell)) for cell in cells))
+    table.add_row(*(_plain(cell) for cell in cells))
+
+
+def _plain(text: str) -> Text:
+    return Text("".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text))
 
 
 def _slots(status: Status) -> Table:
     table = Table(title=f"slots of {status.slot_bytes / 2**20:g} MiB", title_justify="left")
+    if status.rebuild_refused:
+        table.caption = _plain(f"cannot be made anew: {status.rebuild_refused}; its log has the reason")
     columns = SlotCounts.__struct_fields__
     for name in ("staging", *columns):
         table.add_column(name, justify="left" if name == "staging" else "right")

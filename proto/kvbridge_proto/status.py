@@ -57,6 +57,8 @@ class SlotCounts(Struct, frozen=True, kw_only=True):
 
 
 class Status(Struct, frozen=True, kw_only=True, tag="status"):
+    """What an agent says of itself. `rebuild_refused` is why its slots cannot be made anew though they should."""
+
     agent: Agent
     state: Name
     uptime_s: Annotated[float, Meta(ge=0)]
@@ -70,3 +72,4 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     peers: tuple[PeerStatus, ...]
     transfers: tuple[TransferStatus, ...]
     counters: dict[Name, float]
+    rebuild_refused: Name = ""

@@ -119,8 +119,18 @@ def test_a_rebuild_that_finds_no_memory_leaves_all_as_it_was_and_is_tried_again_
     played = Played([full, OSError("no memory"), FabricError("rebuild_refused", "")])
     played.look(0.0, 1.0, 1.5, 11.5, 12.0, 22.0)
     assert played.tried == 3 and not played.paused and played.slots.counts().quarantined == 2
+    assert played.rebuilder.refused == "rebuild_refused"
     played.look(33.0)
-    assert played.rebuilt == [33.0] and not played.slots.counts().quarantined
+    assert not played.rebuilder.refused and played.rebuilt == [33.0] and not played.slots.counts().quarantined
+
+
+def test_that_a_rebuild_is_refused_is_over_once_none_is_needed() -> None:
+    played = Played([FabricError("rebuild_refused", "")])
+    played.look(0.0, 1.0)
+    assert played.rebuilder.refused
+    played.slots.drain("t")
+    played.look(1.5)
+    assert not played.rebuilder.refused and played.tried == 1
 
 
 def test_what_is_under_way_may_end_before_a_rebuild_but_not_for_ever() -> None:

@@ -315,7 +315,7 @@ def test_docks_of_before_are_kept_while_they_write_and_refused_when_they_are_too
     equipment.close_retired()
     assert equipment.has_retired, "a write was under way"
     equipment.switch(equipment.prepare())
-    with pytest.raises(FabricError, match="keep 6291456 bytes"):
+    with pytest.raises(FabricError, match="keep, or wait for writes out of, 6291456 bytes"):
         equipment.prepare()
     while before.dock.fabric.is_busy:
         before.dock.fabric.poll(0.0)

@@ -233,7 +233,7 @@ def test_with_a_key_a_want_reaches_loopback_only_as_well(tmp_path: Path, stack: 
     assert isinstance(pair.carry("r"), Done)
 
 
-def test_who_names_a_hosts_addresses_one_by_one_gets_so_many_and_harms_nobody(tmp_path: Path, stack: ExitStack) -> None:
+def test_who_names_a_hosts_addresses_one_by_one_harms_nobody(tmp_path: Path, stack: ExitStack) -> None:
     key, _ = keygen(tmp_path, "fleet")
     port = free_port()
     everywhere = {
@@ -246,8 +246,7 @@ def test_who_names_a_hosts_addresses_one_by_one_gets_so_many_and_harms_nobody(tm
     for spelled in (f"tcp://LocalHost:{port}", f"tcp://localhost:{port}#"):
         assert isinstance(pair.carry(spelled, spelled), Done)
     answers = [pair.carry(f"r{last}", f"tcp://127.0.0.{last}:{port}") for last in range(1, MOST_NAMES + 5)]
-    assert all(isinstance(answer, Done) for answer in answers[: MOST_NAMES - 1])
-    assert [answer.code for answer in answers[MOST_NAMES - 1 :] if isinstance(answer, Failed)] == ["too_many_names"] * 5
+    assert all(isinstance(answer, Done) for answer in answers), "each was idle when the next came"
     (seen,) = pair.sink_agent.status.peers
     assert seen.address == f"tcp://localhost:{port}"
     assert isinstance(pair.carry("again", f"tcp://127.0.0.1:{port}"), Done)

@@ -131,6 +131,7 @@ TO_ENGINE: tuple[Any, ...] = (
             ),
         ),
         counters={"kvbridge_chunks_total{role=source}": 1.0},
+        rebuild_refused="rebuild_refused",
     ),
 )
 

@@ -253,7 +253,7 @@ def _silent(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _own_start_only(put: Callable[[Any, str, Any], None]) -> None:
-    put(Doubts, "can_settle", lambda self, transfer, boot: self._of.get(transfer, ("", ""))[1] == boot)
+    put(Doubts, "can_settle", lambda self, transfer, boot, key: self._of.get(transfer, ("", ""))[1] == boot)
 
 
 def _slower_does_not_wait(put: Callable[[Any, str, Any], None]) -> None:
