@@ -225,7 +225,7 @@ def _lost_leaves_no_doubt(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _refusal_is_the_end(put: Callable[[Any, str, Any], None]) -> None:
-    put(Inbound, "refused", lambda self, address, boot: [])
+    put(Inbound, "refused", lambda self, address, boot, key="": [])
 
 
 def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:

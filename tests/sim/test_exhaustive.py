@@ -46,7 +46,7 @@ def test_the_transfer_has_two_chunks() -> None:
         (1, 2, {"abandon": 1, "cut": 1, "restart": 1, "late": 1}, 2000),
         (1, 2, {"abandon": 1, "cut": 1, "fails": 1, "repeat": 1}, 1000),
         (1, 2, {"withdraw": 1, "cut": 1, "late": 1}, 500),
-        (2, 1, {"fails": 1, "remain": 1}, 200),
+        (2, 1, {"fails": 1, "remain": 1}, 150),
         (2, 2, {"fails": 1, "remain": 1}, 200),
         (1, 1, {"abandon": 1, "cut": 2, "restart": 1}, 200),
         (2, 2, {"abandon": 1, "lie": 1}, 2000),
