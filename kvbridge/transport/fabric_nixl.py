@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,7 +40,7 @@ class _Peer:
     writes: int = 0
     is_known: bool = True  # to NIXL
     is_failed: bool = False
-    heals_from: float = 0.0  # the deadline of the first write that may try to connect anew
+    heals_at: float = 0.0  # when it may be connected to anew
     is_leaving: bool = False
 
 
@@ -159,7 +160,7 @@ class NixlFabric:
     def write(
         self, boot: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
     ) -> int:
-        peer = self._writable(boot, deadline)
+        peer = self._writable(boot)
         if size < 1:
             raise FabricError("memory_not_registered", f"write: {size} bytes")
         nixl = self._nixl
@@ -261,23 +262,22 @@ class NixlFabric:
             return []
         return [payload for payloads in arrived.values() for payload in payloads]
 
-    def _writable(self, boot: str, deadline: float | None = None) -> _Peer:
+    def _writable(self, boot: str) -> _Peer:
         """The peer, connected anew if its last write failed. Raises FabricError if nothing can be posted."""
         peer = self._peers.get(boot)
         if peer is None or peer.is_leaving:
             raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
         if peer.is_failed:
-            self._heal(boot, peer, deadline)
+            self._heal(boot, peer)
         return peer
 
-    def _heal(self, boot: str, peer: _Peer, deadline: float | None) -> None:
+    def _heal(self, boot: str, peer: _Peer) -> None:
         """NIXL's connection stays broken after one error, even if the peer is well; only a new one helps."""
         if peer.writes:
             raise FabricError("peer_lost", f"peer: {peer.writes} writes to {boot} are still to fail")
-        if deadline is not None:
-            if deadline < peer.heals_from:
-                raise FabricError("peer_lost", f"peer: {boot} was not there when it was last tried")
-            peer.heals_from = deadline + HEAL_S
+        if (now := time.monotonic()) < peer.heals_at:
+            raise FabricError("peer_lost", f"peer: {boot} was not there when it was last tried")
+        peer.heals_at = now + HEAL_S
         self._unload(boot, peer)
         try:
             self._agent.loadRemoteMD(peer.descriptor[DEVICE.size :])
