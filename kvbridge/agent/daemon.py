@@ -257,13 +257,14 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             is_busy = self.inbound.wants or self.outbound.outlets or self.outbound.offers
-            await asyncio.sleep(TICK_S if is_busy else IDLE_TICK_S)
-            self.tick()
+            at = self._clock() + (TICK_S if is_busy else IDLE_TICK_S)
+            await asyncio.sleep(at - self._clock())
+            self.tick(self._clock() - at)
 
-    def tick(self) -> None:
-        """Time has passed."""
+    def tick(self, late_s: float) -> None:
+        """Time has passed. For so long we stood still: what others said meanwhile is not heard yet."""
         self.engines.listen()
-        self.peers.dialling.tick(self._clock())
+        self.peers.dialling.tick(self._clock(), late_s)
         self.sink.tick()
         self.source.tick()
 

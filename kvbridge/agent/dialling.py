@@ -24,6 +24,7 @@ from .words import described, warn_of_route
 log = logging.getLogger("kvbridge.peers")
 
 NOT_OPEN = ("no_session", "no_engine", "stale_epoch")
+LATE_S = 0.1  # of a tick: not worth a thought
 REST_S = 60.0  # what is in doubt is asked about much more often, and keeps its link
 MOST_NAMES = 16  # of one session: requests bring them, and a host may have any number
 
@@ -90,7 +91,10 @@ class Dialling:
         if (dialled := self._at(address)) is not None:
             dialled.link.send(body)
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, late_s: float = 0.0) -> None:
+        """Time has passed, during which we stood still for so long: that is no silence of others."""
+        if late_s > LATE_S:
+            self._deadlines.put_off(late_s)
         for address in self._deadlines.due(now):
             reason = f"connect_s: no Welcome from {address} in {self._connect_s}"
             self._end(address, "peer_unreachable", reason, is_deaf=True)

@@ -32,6 +32,11 @@ class Deadlines(Generic[K]):
         self._at.pop(key, None)
         self._shrink()
 
+    def put_off(self, seconds: float) -> None:
+        """All of them come later by so much."""
+        self._at = {key: at + seconds for key, at in self._at.items()}
+        self._rebuild()
+
     def due(self, now: float) -> list[K]:
         """The keys whose time has come; they are cleared."""
         keys = []
@@ -54,6 +59,9 @@ class Deadlines(Generic[K]):
     def _shrink(self) -> None:
         """Forget what was moved or cleared before a day's worth of it has gathered."""
         if len(self._heap) > 2 * len(self._at) + SPARE:
-            self._heap = [(at, index, key) for index, (key, at) in enumerate(self._at.items())]
-            self._count = len(self._heap)
-            heapq.heapify(self._heap)
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._heap = [(at, index, key) for index, (key, at) in enumerate(self._at.items())]
+        self._count = len(self._heap)
+        heapq.heapify(self._heap)

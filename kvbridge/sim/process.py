@@ -321,7 +321,7 @@ class Process(Agent):
         if self._tick_at != at:
             return
         self._tick_at = float("inf")
-        self.loop.call_soon(self.tick)
+        self.loop.call_soon(lambda: self.tick(self.world.clock.now - at))
 
 
 class SimStaging(Staging):

@@ -274,7 +274,7 @@ class Control:
         now = self._loop.time()
         self._ticking = self._loop.call_later(TICK_S, self._tick)
         self._serve_router()
-        was_away = now - self._ticked_at > self.settings.silence_s / 2
+        was_away = now - self._ticked_at > min(self.settings.silence_s, self.settings.connect_s) / 2
         self._ticked_at = now
         for link in self.links:
             if link.is_dialled:
@@ -283,6 +283,7 @@ class Control:
                 self._flush(link)
             if was_away:  # we were: what the peers sent meanwhile may still be on its way to us
                 link.heard_at = now
+                link.made_at = max(link.made_at, now - self.settings.connect_s / 2)
             if not link.is_lost:
                 self._judge(link, now)
         if self._probe_at is not None and now >= self._probe_at:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import time
@@ -235,6 +236,22 @@ def test_a_stalled_source_is_noticed(pair: Pair) -> None:
     pair.works("again")
     status = pair.sink_agent.status
     assert status.inbound.free == 8, status
+
+
+def test_while_an_agent_stands_still_its_peers_are_not_late(pair: Pair) -> None:
+    """The answer came while it did: by its clock alone that was too late."""
+    source, sink, address = pair.source_agent.process, pair.sink_agent.process, pair.source_agent.address
+    fill(pair.source.held, [5], range(16))
+    pair.source.offer("r", [5], 16)
+    source.send_signal(signal.SIGSTOP)
+    pair.sink.want("r", address, [6], range(16))
+    time.sleep(0.5)  # it has said Hello
+    sink.send_signal(signal.SIGSTOP)
+    source.send_signal(signal.SIGCONT)
+    time.sleep(3.0)  # longer than connect_s and silence_s
+    sink.send_signal(signal.SIGCONT)
+    answer = pair.sink.answer("r")
+    assert isinstance(answer, Done), answer
 
 
 def test_an_engine_that_dies_frees_its_memory_and_another_may_come(pair: Pair) -> None:

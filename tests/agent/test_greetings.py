@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from kvbridge_proto.peer import PROBE_LANES, Cancel, Claim, Goodbye, Hello, Refuse, Welcome
@@ -73,6 +74,20 @@ def test_who_waits_for_a_lane_is_told_in_time() -> None:
         assert len(player.over) == PROBE_LANES + 2  # once each, and all of them
         player.peers.dialling.reach("again")
         assert player.wires["again"].said(Hello)
+
+    run(story)
+
+
+def test_what_we_stood_still_for_is_not_counted_against_others() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        dialling, now = player.peers.dialling, time.monotonic()
+        dialling.reach("P0")  # connect_s is 0.2
+        dialling.tick(now + 0.15)
+        dialling.tick(now + 8.0, late_s=7.8)
+        assert not player.over
+        dialling.tick(now + 8.1)
+        assert player.over == [("P0", "peer_unreachable")]
 
     run(story)
 
