@@ -1,7 +1,7 @@
 """Simulated schedules by the million, and a record of them: `python bench/sim.py --first 0 --seeds 1000000`.
 
 Adds a run to bench/results/sim.json, which it writes as it goes: a run that is stopped or killed keeps the batches that
-were through, and another one at the same commit goes on behind them (`seeds` are [first, count]). Failing seeds do not
+were through (`seeds` are [first, count]), and another one at that commit has to begin behind them. Failing seeds do not
 stop it; `kvbridge sim --first SEED --seeds 1` tells each one's story. Exit status 1 if any seed failed.
 """
 

@@ -75,7 +75,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(
             max_length=256,
-            description="Network devices of the data, as UCX names them, or all; empty: loopback, with no other host",
+            description="Network devices of the data, as UCX names them (a,b; all); empty: loopback, no other host",
         ),
     ] = ""
     connect_s: Annotated[float, Meta(gt=0, le=600, description="How long to try to reach another agent")] = 5.0

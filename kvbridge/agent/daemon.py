@@ -154,7 +154,8 @@ class Agent:
         self.lock = Lock(config.socket, self.boot)  # first, and given back last: who takes it takes us for dead
         stack.callback(self.lock.close)
         self.before = self.lock.before
-        config = structs.replace(config, net_devices=self.trust.data_devices(config.listen, config.net_devices))
+        devices = self.trust.data_devices(config.listen, config.advertise, config.net_devices)
+        config = structs.replace(config, net_devices=devices)
         self.mover = Mover(lambda: equip(config, self.boot), self.boot, self, config.write_timeout_s, self._stuck_s)
         stack.push_async_callback(self.mover.stop)
         await self.mover.start()

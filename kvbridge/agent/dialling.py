@@ -238,9 +238,8 @@ class Dialling:
     def _named(self, name: str, own: Dialled) -> None:
         """A session has one name more; where that is too many, an idle one goes for it."""
         if (count := len(self._names(own.address))) > MOST_NAMES and not self._give_up_name(name, own):
-            self.sink.refused(
-                name, own.link.peer_boot, own.link.key
-            )  # what is in doubt by this name is asked for all the same
+            # What is in doubt by this name is asked for all the same.
+            self.sink.refused(name, own.link.peer_boot, own.link.key)
             del self._also[name]
             reason = f"{name} is {own.address}, by a name too many: got {count}, limit {MOST_NAMES}"
             return self.sink.unreachable(name, "too_many_names", reason)

@@ -41,7 +41,7 @@ from kvbridge_proto.words import OURS, Agent, Rank, negotiate
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..errors import EngineError, KVBridgeError
-from ..exchange.session import Home
+from ..exchange.session import Home, engine_ranks
 from ..failpoints import failpoint
 from ..geometry.check import check_pool, rescaled
 from ..geometry.plan import Planner
@@ -239,7 +239,8 @@ class Engines:
 
     def pause(self) -> bool:
         """Begin nothing for our engine until `rebuild` or `resume`. Whether nothing is under way any more."""
-        return all([self.sink.pause(), self.source.pause()])
+        is_alone = self._home is None or engine_ranks(self._home.pool) == 1
+        return all([self.sink.pause(), self.source.pause(is_alone)])
 
     def resume(self) -> None:
         """There will be no rebuild."""

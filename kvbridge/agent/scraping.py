@@ -54,7 +54,7 @@ def serve(registry: CollectorRegistry, address: str, request_s: float = REQUEST_
 
 
 class Page:
-    """What is shown. Made at most once in KEPT_S, by one thread: others get that of before meanwhile.
+    """What is shown. Made at most once in KEPT_S, by one thread; others wait for it.
 
     To make it takes more than a millisecond of the interpreter, and the loop and the mover wait for that.
     """
@@ -72,14 +72,11 @@ class Page:
         return [text]
 
     def text(self) -> bytes:
-        if self._making.acquire(blocking=not self._text):
-            try:
-                if time.monotonic() >= self._ends:
-                    self._text = self._encode(self._registry)
-                    self._ends = time.monotonic() + KEPT_S
-            finally:
-                self._making.release()
-        return self._text
+        with self._making:
+            if time.monotonic() >= self._ends:
+                self._text = self._encode(self._registry)
+                self._ends = time.monotonic() + KEPT_S
+            return self._text
 
 
 def _server(family: socket.AddressFamily) -> type[_Server]:

@@ -70,9 +70,9 @@ class Source:
     def rescaled(self, reason: str) -> None:
         self._do(self._outbound.rescaled(reason))
 
-    def pause(self) -> bool:
-        """Begin nothing until `rebuilt` or `resume`. Whether nothing is under way any more."""
-        return self._outbound.pause()
+    def pause(self, is_alone: bool) -> bool:
+        """Begin nothing until `rebuilt` or `resume`, if we serve all of our engine. Whether nothing is under way."""
+        return self._outbound.pause(is_alone)
 
     def resume(self) -> None:
         self._do(self._outbound.resume())

@@ -61,6 +61,8 @@ class Outbound:
             return [Tell(Released(request=offer.request, code="offer_over"))]
         if offered is None:
             if len(self.offers) >= MOST_OFFERS:
+                if not offer.is_last:
+                    self._rooms.cut_short.add(offer.request)
                 reason = f"offers: {MOST_OFFERS} are open"
                 return [Tell(Released(request=offer.request, code="too_many_offers", reason=reason))]
             offered = Offered(offer.request, offer.room, {})
@@ -88,16 +90,17 @@ class Outbound:
         """Rows come under other scales from here on: what is planned says the old ones."""
         return self._end_all("rescaled", reason)
 
-    def pause(self) -> bool:
-        """Begin no transfer until `rebuilt` or `resume`. Whether all that flowed has ended, or is known to be late."""
-        self._is_paused = True
+    def pause(self, is_alone: bool) -> bool:
+        """Whether all that flowed has ended, or is known to be late. Begin no transfer until `rebuilt` or `resume`, if
+        we are our engine's one rank: what others have begun a sink could not claim again."""
+        self._is_paused = is_alone
         moving = (out.state is OutState.FLOWING or out.writing > len(out.late) for out in self.outlets.values())
         return not any(moving)
 
     def resume(self) -> list[Action]:
         """There will be no rebuild."""
         self._is_paused = False
-        rooms = {out.claim.room for out in self.outlets.values()}
+        rooms = dict.fromkeys(out.claim.room for out in self.outlets.values())
         return [action for room in rooms for action in self._bind_waiting(room)] + self._pump()
 
     def rebuilt(self, reason: str) -> list[Action]:
@@ -253,11 +256,9 @@ class Outbound:
     def _bind_waiting(self, room: str) -> list[Action]:
         """Let claims and offers of a room find each other, oldest first; one want's claims all get one offer."""
         actions: list[Action] = []
-        if self._is_paused:
-            return actions
         for out in [o for o in self.outlets.values() if o.state is OutState.WAITING and o.claim.room == room]:
             offered = self._rooms.offer_for(out.claim)
-            if offered is None:
+            if offered is None or (self._is_paused and out.plan.chunks):
                 continue
             if offered.want is None:
                 offered.want, offered.sinks = out.claim.want, out.claim.sinks

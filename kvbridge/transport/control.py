@@ -28,6 +28,7 @@ from .trust import Trust
 from .zap import Buckets, Door, guard, introduce
 
 TICK_S = 0.1
+AWAY_S = 5 * TICK_S
 PROBE_S = 0.5
 BACKLOG = 4096  # events nobody has taken; beyond, the sockets' own queues fill and push back
 LINGER_MS = 100  # what a Goodbye gets when we close a link ourselves
@@ -274,16 +275,17 @@ class Control:
         now = self._loop.time()
         self._ticking = self._loop.call_later(TICK_S, self._tick)
         self._serve_router()
-        was_away = now - self._ticked_at > min(self.settings.silence_s, self.settings.connect_s) / 2
+        away_s = now - self._ticked_at
         self._ticked_at = now
         for link in self.links:
             if link.is_dialled:
                 self._serve(link)
             elif link.outbox:
                 self._flush(link)
-            if was_away:  # we were: what the peers sent meanwhile may still be on its way to us
+            if away_s > self.settings.silence_s / 2:  # what the peers sent meanwhile may still be on its way to us
                 link.heard_at = now
-                link.made_at = max(link.made_at, now - self.settings.connect_s / 2)
+            if away_s > AWAY_S:
+                link.made_at += away_s
             if not link.is_lost:
                 self._judge(link, now)
         if self._probe_at is not None and now >= self._probe_at:

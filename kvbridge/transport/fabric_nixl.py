@@ -93,10 +93,11 @@ class NixlFabric:
         config.useProgThread = True  # without it a target that does not poll would stall its writers
         config.useListenThread = False  # it binds 0.0.0.0 and trusts everybody
         config.pthrDelay = PROGRESS_DELAY_US
-        options = {"engine_config": f"NET_DEVICES={net_devices}"} if net_devices else {}
+        if net_devices:  # by NIXL's own option only the first of several would count
+            os.environ["UCX_NET_DEVICES"] = net_devices
         try:
             agent = self._nixl.nixlAgent(self._boot, config)
-            return agent, agent.createBackend("UCX", options)
+            return agent, agent.createBackend("UCX", {})
         except _errors(self._nixl) as error:
             reason = f"NIXL's UCX backend did not start with net_devices {net_devices}: {_text(error)}"
             raise FabricError("fabric_unavailable", reason) from error
@@ -141,6 +142,7 @@ class NixlFabric:
         if peer is not None:
             if peer.descriptor == descriptor:
                 peer.is_leaving = False
+                peer.heals_at = 0.0  # somebody greets us in its name: it is there
                 return
             if peer.writes:
                 raise FabricError("peer_busy", f"peer: {peer.writes} writes to {boot} are still under way")

@@ -42,7 +42,7 @@ class Trust:
         is_guarded = self.keys is not None or self.allow_unauthenticated
         check_listened(address, allow_wildcard=allow_wildcard, is_guarded=is_guarded)
 
-    def data_devices(self, listen: str, named: str) -> str:
+    def data_devices(self, listen: str, advertise: str, named: str) -> str:
         """The network devices for the data, as UCX names them: the `named`, else loopback.
 
         UCX believes whoever reaches its ports, key or none. So where agents of other hosts are served or dialled, those
@@ -51,7 +51,8 @@ class Trust:
         is_guarded = self.keys is not None or self.allow_unauthenticated  # else it is loopback, both ways
         if named or not is_guarded:
             return named or "lo"
-        where = [f"listen: {listen}"] if not is_loopback(listen) else []
+        served = {"listen": listen, "advertise": advertise or listen}
+        where = [f"{name}: {address}" for name, address in served.items() if not is_loopback(address)]
         where += [f"dial: {place}" for place in self.places if not is_local_place(place)]
         if where:
             reason = (

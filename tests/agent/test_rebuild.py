@@ -196,7 +196,7 @@ def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_
     world.run()
     outbound = world.sources[0].outbound
     states = {out.claim.want: out.state.name for out in outbound.outlets.values()}
-    assert sorted(states.values()) == ["FLOWING", "WAITING"] and not outbound.pause()
+    assert sorted(states.values()) == ["FLOWING", "WAITING"] and not outbound.pause(is_alone=True)
     told = [action.body for action in outbound.rebuilt("test") if isinstance(action, Send)]
     assert [type(body).__name__ for body in told] == ["Failing"]
 
@@ -206,21 +206,44 @@ def test_what_is_claimed_before_a_rebuild_waits_for_it() -> None:
     world = World()
     (source,) = world.sources
     outbound = source.outbound
-    assert outbound.pause()
+    assert outbound.pause(is_alone=True)
     for request in ("early", "late"):
         world.offer(request, 16, 4)
         world.want(request, 16)
     world.run()
-    assert outbound.pause() and {out.state.name for out in outbound.outlets.values()} == {"WAITING"}
+    assert outbound.pause(is_alone=True) and {out.state.name for out in outbound.outlets.values()} == {"WAITING"}
     world.do(source, outbound.resume())
     world.run()
     assert [type(answer) for answer in world.answers().values()] == [Done, Done]
-    outbound.pause()
+    outbound.pause(is_alone=True)
     world.do(source, outbound.rebuilt("test"))
     world.offer("after", 16, 4)
     world.want("after", 16)
     world.run()
     assert isinstance(world.answers()["after"], Done)
+    world.check_rest()
+
+
+def test_a_claim_that_takes_nothing_waits_for_no_rebuild() -> None:
+    """Its sink has forgotten it already, and would not make it again: the blocks would be held for nobody."""
+    world = World()
+    (source,) = world.sources
+    source.outbound.pause(is_alone=True)
+    world.offer("r", 16, 4)
+    world.want("r", 16, first=16)
+    world.run()
+    assert isinstance(world.answers()["r"], Done) and world.released()["r"].code == ""
+
+
+def test_one_of_several_ranks_goes_on_before_its_rebuild() -> None:
+    """What its twin has given cannot be claimed again: the want would fail."""
+    world = World(sources=2)
+    source = world.sources[0]
+    assert source.outbound.pause(is_alone=False)
+    world.offer("r", 16, 4)
+    world.want("r", 16)
+    world.run()
+    assert isinstance(world.answers()["r"], Done)
     world.check_rest()
 
 

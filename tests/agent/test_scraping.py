@@ -137,19 +137,24 @@ def test_busy_scrapers_have_it_made_once_a_second_and_all_get_all_of_it() -> Non
     assert all("kvbridge_test_total 0.0" in text and "kvbridge_last_total 0.0" in text for text in texts)
 
 
-def test_who_asks_while_it_is_being_made_gets_that_of_before_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_while_it_is_being_made_gets_that_very_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none of before, which may be as old as the last scrape."""
     monkeypatch.setattr(scraping, "KEPT_S", 0.0)
     registry = Counted()
     page = scraping.Page(registry)
-    first = page.text()
+    old = page.text()
+    monkeypatch.setattr(scraping, "KEPT_S", 60.0)
     registry.may_go.clear()
-    maker = threading.Thread(target=page.text)
-    maker.start()
+    texts: list[bytes] = []
+    askers = [threading.Thread(target=lambda: texts.append(page.text())) for _ in range(4)]
+    for asker in askers:
+        asker.start()
     becomes(lambda: registry.reads == 2, 5)
-    assert page.text() == first and registry.reads == 2
+    assert not texts
     registry.may_go.set()
-    maker.join()
-    assert page.text() != b"" and registry.reads == 3
+    for asker in askers:
+        asker.join()
+    assert len(texts) == 4 and len(set(texts)) == 1 and registry.reads == 2 and old
 
 
 def test_sessions_may_come_and_go_while_they_are_counted() -> None:

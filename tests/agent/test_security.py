@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ from kvbridge.agent.dialling import MOST_NAMES
 from ..oracle import Shape, build, fill, mismatch
 from .harness import AgentProcess, SyntheticEngine, agent, wait_for
 
+SIOCGIFADDR = 0x8915
 WATCHED = "tests.agent.watched_agent"
 NUMBERS = {10: re.compile(r"\b[0-9]{9,}"), 16: re.compile(r"(?:\b|0x)([0-9a-fA-F]{8,})")}  # by base
 
@@ -330,6 +332,19 @@ def test_listens_nowhere_but_where_it_was_told(tmp_path: Path, is_keyed: bool) -
         places = listening(running)
         assert running.address.partition("#")[0].removeprefix("tcp://") in places and metrics in places
         assert [place for place in places if not place.startswith("127.0.0.1:")] == []
+
+
+def test_data_may_go_by_several_devices(tmp_path: Path) -> None:
+    """By NIXL's own option the first would be the only one."""
+    places: dict[str, str] = {}
+    with socket.socket() as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                said = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                places[name] = socket.inet_ntoa(said[20:24])
+    with agent(tmp_path, "a", net_devices=",".join(places)) as running:
+        data = listening(running) - {running.address.removeprefix("tcp://")}
+        assert {place.rpartition(":")[0] for place in data} == set(places.values())
 
 
 def listening(running: AgentProcess) -> set[str]:

@@ -261,6 +261,10 @@ def test_open_offers_and_wants_of_an_engine_are_bounded(monkeypatch: pytest.Monk
     answers = {name: said.code for name, said in world.answers().items() if isinstance(said, Failed)}
     assert answers == dict.fromkeys(("w3", "w4"), "too_many_wants")
     world.offer("o0", 16, 4)  # one that is known may grow
+    world.offer("o5", 8, 2, last=False)
+    world.withdraw("o1")
+    world.offer("o5", 16, 4)
+    assert "o5" not in world.sources[0].outbound.offers, "the rest of one that was refused is no new one"
 
 
 def test_a_want_for_more_than_was_offered_fails_with_both_numbers() -> None:

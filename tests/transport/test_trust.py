@@ -228,18 +228,20 @@ WIDE = ("10.0.0.0/24:7700", "*:7700", "0.0.0.0/0:*", "126.0.0.0/7:*", "localhost
 
 @pytest.mark.parametrize("guard", [{"keys": keys(OURS)}, {"allow_unauthenticated": True}])
 def test_whoever_deals_with_other_hosts_must_say_by_which_network(guard: dict[str, Any]) -> None:
-    assert Trust(**guard).data_devices("tcp://127.0.0.1:0", "") == "lo"
-    assert Trust(**guard, places=LOCAL).data_devices("tcp://[::1]:0", "") == "lo"
+    assert Trust(**guard).data_devices("tcp://127.0.0.1:0", "", "") == "lo"
+    assert Trust(**guard, places=LOCAL).data_devices("tcp://[::1]:0", "", "") == "lo"
     wide = [("tcp://10.0.0.5:7700", LOCAL), ("tcp://0.0.0.0:0", ()), ("tcp://a.name:1", ())]
     for listen, places in wide + [("tcp://127.0.0.1:0", (*LOCAL, place)) for place in WIDE]:
         trust = Trust(**guard, places=places)
         with pytest.raises(OperatorError) as caught:
-            trust.data_devices(listen, "")
+            trust.data_devices(listen, "", "")
         assert caught.value.code == "no_net_devices"
         assert (f"listen: {listen}" if "127" not in listen else f"dial: {places[-1]}") in str(caught.value)
-        assert trust.data_devices(listen, "eth1") == "eth1"
+        assert trust.data_devices(listen, "", "eth1") == "eth1"
+    with pytest.raises(OperatorError, match=r"advertise: tcp://10\.0\.0\.5:1"):
+        Trust(**guard).data_devices("tcp://127.0.0.1:0", "tcp://10.0.0.5:1", "")
 
 
 def test_without_a_guard_the_data_stays_on_loopback() -> None:
-    assert Trust(places=WIDE).data_devices("tcp://10.0.0.5:7700", "") == "lo"
-    assert Trust().data_devices("tcp://127.0.0.1:0", "eth1") == "eth1"
+    assert Trust(places=WIDE).data_devices("tcp://10.0.0.5:7700", "", "") == "lo"
+    assert Trust().data_devices("tcp://127.0.0.1:0", "", "eth1") == "eth1"
