@@ -88,9 +88,11 @@ class EngineProcess:
         self._buffer = b""
         self._finished: dict[str, Result] = {}
         self._answers: dict[str, list[dict[str, Any]]] = {}
+        # Ranks that wait for each other spin: on as many cores as there are of them the agents would get none.
+        meekly = ["nice", "-n", "10"] if config.tensor_parallel_size > 1 else []
         with theirs, log.open("wb") as out:
             self.process = subprocess.Popen(
-                [python, "-m", module, str(theirs.fileno()), json.dumps(asdict(config))],
+                [*meekly, python, "-m", module, str(theirs.fileno()), json.dumps(asdict(config))],
                 cwd=ROOT,
                 env=os.environ | _environment(config) | config.environment,
                 pass_fds=[theirs.fileno()],
