@@ -37,10 +37,14 @@ class Trust:
             return f"NONE: anybody may connect (allow_unauthenticated), {dialled}"
         return "loopback only"
 
+    @property
+    def _is_guarded(self) -> bool:
+        """Whether other hosts may be dealt with; else it is loopback, both ways."""
+        return self.keys is not None or self.allow_unauthenticated
+
     def check_listened(self, address: str, *, allow_wildcard: bool) -> None:
         """Raises OperatorError unless we may listen there."""
-        is_guarded = self.keys is not None or self.allow_unauthenticated
-        check_listened(address, allow_wildcard=allow_wildcard, is_guarded=is_guarded)
+        check_listened(address, allow_wildcard=allow_wildcard, is_guarded=self._is_guarded)
 
     def data_devices(self, listen: str, advertise: str, named: str) -> str:
         """The network devices for the data, as UCX names them: the `named`, else loopback.
@@ -48,18 +52,16 @@ class Trust:
         UCX believes whoever reaches its ports, key or none. So where agents of other hosts are served or dialled, those
         who run this one must say by which networks. Raises OperatorError `no_net_devices` if they have not.
         """
-        is_guarded = self.keys is not None or self.allow_unauthenticated  # else it is loopback, both ways
-        if named or not is_guarded:
+        if named or not self._is_guarded:
             return named or "lo"
         served = {"listen": listen, "advertise": advertise or listen}
         where = [f"{name}: {address}" for name, address in served.items() if not is_loopback(address)]
         where += [f"dial: {place}" for place in self.places if not is_local_place(place)]
         if where:
-            reason = (
-                f"net_devices: got '', but other hosts are meant ({where[0]}); name the network devices of the data, "
-            )
             raise OperatorError(
-                "no_net_devices", reason + "as eth1 or mlx5_0:1, or all: UCX asks nobody there for a key"
+                "no_net_devices",
+                f"net_devices: got '', but other hosts are meant ({where[0]}); name the network devices of the data, "
+                "as eth1 or mlx5_0:1, or all: UCX asks nobody there for a key",
             )
         return "lo"
 
@@ -71,7 +73,7 @@ class Trust:
         endpoint, _, said = address.partition("#")
         check_dialled(endpoint)
         is_local = is_loopback(endpoint)
-        if self.keys is None and not self.allow_unauthenticated and not is_local:
+        if not self._is_guarded and not is_local:
             reason = f"key: none is set, so only loopback may be dialled, not {endpoint}; see `kvbridge keygen`"
             raise PeerError("peer_not_allowed", reason)
         if not (any(is_place(endpoint, place) for place in self.places) if self.places else is_local):

@@ -53,6 +53,14 @@ class Fetching(Player):
         return [len(kept) for kept in (*parts, dialling.sessions, dialling._also)]
 
 
+async def fetching(world: World) -> tuple[Fetching, str]:
+    """One whose engine wants something of P0, and who that is."""
+    player = Fetching(world.sinks[0].home)
+    player.want("P0")
+    await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+    return player, world.sources[0].home.agent.boot
+
+
 def test_spellings_of_one_host_are_one_address() -> None:
     async def story(world: World) -> None:
         player = Fetching(world.sinks[0].home)
@@ -66,9 +74,7 @@ def test_spellings_of_one_host_are_one_address() -> None:
 
 def test_a_session_has_only_so_many_names_and_a_want_by_one_more_fails_at_once() -> None:
     async def story(world: World) -> None:
-        player, boot = Fetching(world.sinks[0].home), world.sources[0].home.agent.boot
-        player.want("P0")
-        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        player, boot = await fetching(world)
         for number in range(500):
             player.want(f"name-{number}")
             if number < MOST_NAMES - 1:
@@ -89,9 +95,7 @@ def test_a_name_that_nothing_is_wanted_by_makes_room_for_another() -> None:
     """Else whoever made up as many first would keep all others from fetching by the agent's real name."""
 
     async def story(world: World) -> None:
-        player, boot = Fetching(world.sinks[0].home), world.sources[0].home.agent.boot
-        player.want("P0")
-        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        player, boot = await fetching(world)
         player.want("waits")
         knows(player, "waits", boot)
         for number in range(500):
