@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -55,6 +56,13 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[RankKey, KVConnectorHandshakeMetadata]) -> None:
         addresses = {rank: said for rank, said in metadata.items() if isinstance(said, AgentAddress)}
         self.scheduler.agents_at_start(addresses)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self.scheduler.bind_pool(gpu_block_pool)
+
+    def has_pending_block_frees(self) -> bool:
+        """Since 0.30, asked before a running request is preempted."""
+        return self.scheduler.may_free_blocks()
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.new_request(request)

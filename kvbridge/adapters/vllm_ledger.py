@@ -76,6 +76,11 @@ class Ledger:
         send = self.sends.setdefault(name, Send(late_at))
         send.late_at = late_at
 
+    def awaited(self, name: str, late_at: float) -> None:
+        """Somebody waits for this offer: its agent may keep it for longer."""
+        if (send := self.sends.get(name)) is not None and not send.is_nudged:
+            send.late_at = max(send.late_at, late_at)
+
     def held(self, name: str, request_id: str) -> None:
         """The scheduler waits for this one. One we do not know was never offered here, or is over already."""
         send = self.sends.get(name)

@@ -18,7 +18,8 @@ class Options:
 
     socket       the agent's unix socket; `{rank}` is the rank's number among this engine's ranks on this host
     agent_uids   users whose agents are given this engine's memory, besides our own and root
-    hold_s       how long a prefilled request waits to be fetched
+    hold_s       how long a prefilled prompt is kept for a decoding engine that says nothing of it; it is kept on
+                 while a request waits for it there
     deadline_s   how long a decoding request waits for its KV before the engine's failure policy applies
     connect_s    how long start-up waits for the agent; without one the engine starts all the same
     model_name   what both engines call the model; the last part of the model's path if not set
@@ -32,7 +33,7 @@ class Options:
 
     socket: str = "/run/kvbridge/agent-{rank}.sock"
     agent_uids: tuple[int, ...] = ()
-    hold_s: float = 480.0
+    hold_s: float = 30.0
     deadline_s: float = 60.0
     connect_s: float = 30.0
     model_name: str = ""

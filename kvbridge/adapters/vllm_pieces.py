@@ -68,6 +68,10 @@ class Tables:
         """
         return all(group.first(tokens) == group.first(tokens - 1) for group in self.groups)
 
+    def count(self, tokens: int) -> int:
+        """How many blocks so many tokens take, in all groups."""
+        return sum(-(-tokens // group.block_tokens) for group in self.groups)
+
     def wanted(self, tables: Sequence[Sequence[int]], first: int, end: int) -> tuple[Blocks, ...]:
         """The entries that hold tokens [first, end) of each group, as far as they are kept."""
         return tuple(

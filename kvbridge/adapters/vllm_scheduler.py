@@ -8,12 +8,13 @@ blocks. A request that will not fetch what it could still says so (an empty want
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvbridge_proto.engine import Abandon, Directory, Offer, Want, Withdraw
+from kvbridge_proto.engine import Abandon, Directory, Expect, Offer, Reclaim, Want, Withdraw
 from kvbridge_proto.words import Blocks, Rank
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
@@ -22,13 +23,15 @@ from ..errors import EngineError
 from .vllm_eras import transfer_tables
 from .vllm_options import Options
 from .vllm_params import read_remote
-from .vllm_pieces import Tables
+from .vllm_pieces import NULL_BLOCK, Tables
+from .vllm_pressure import Pressure
 from .vllm_rooms import message_name, offered_room, prompt_room, wanted_room
 from .vllm_short import can_be_short, shorten
 from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -47,6 +50,7 @@ REST_S = 0.004
 LONG_REST_S = 0.010
 LONG_AFTER_STEPS = 250  # a second or so: nobody is in a hurry any more
 
+WARN_S = 10.0
 PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -102,6 +106,8 @@ class SchedulerSide:
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
         self._awaited: set[str] = set()
+        self._pressure = Pressure(self._tables, config.scheduler_config.max_num_batched_tokens)
+        self._warned_at = float("-inf")
         self._step = Step()
         self._empty_steps = 0
         self._is_used = False
@@ -134,9 +140,27 @@ class SchedulerSide:
         """Whether a step is due only to tell the workers something. One step clears it: never a reason to spin."""
         return bool(self._step.before)
 
+    # How full it is:
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        self._pressure.free_blocks = pool.get_num_free_blocks
+
+    def may_free_blocks(self) -> bool:
+        """Whether a running request that gets no block had better wait a moment than be preempted."""
+        return self._pressure.may_ease(time.monotonic())
+
     # A request's life:
 
     def new_request(self, request: Request) -> None:
+        self._pressure.came(request.request_id, request.num_prompt_tokens)
+        self._learn(request)
+        receiving = self._receiving.get(request.request_id)
+        if receiving is not None and self._has_agents:
+            name = message_name(request.request_id)
+            self._step.before.append(Expect(request=name, room=receiving.room, source=receiving.source))
+
+    def _learn(self, request: Request) -> None:
+        """Whether it is to be offered or fetched."""
         params = request.kv_transfer_params or {}
         prompt = request.prompt_token_ids or [0] * request.num_prompt_tokens
         if params.get("do_remote_decode"):
@@ -207,6 +231,7 @@ class SchedulerSide:
         return (count, True) if count > 0 else (0, False)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        self._pressure.has_blocks(request.request_id)
         receiving = self._receiving.pop(request.request_id, None)
         if receiving is None:
             return
@@ -241,6 +266,7 @@ class SchedulerSide:
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks must stay, and what a proxy should hand to the decode side."""
         request_id = request.request_id
+        self._pressure.ended(request_id)
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None:
             self._decline(request_id, receiving)  # it never came to have blocks
@@ -250,6 +276,7 @@ class SchedulerSide:
         if sending is None or not sending.name:
             return False, None
         self._step.held[sending.name] = request_id
+        self._pressure.held(request_id, sum(block != NULL_BLOCK for table in sending.tables for block in table))
         if request.status in PREFILLED and sending.is_whole:
             return True, self._params(sending) if sending.is_named else None
         # Blocks stay even now: the agent may be reading them until it answers the withdrawal.
@@ -277,6 +304,7 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             self._withdraw(request_id)
         self._follow(output)
+        self._reclaim(time.monotonic())
         if self._has_agents:
             for request_id, count in output.num_scheduled_tokens.items():
                 sending = self._sending.get(request_id)
@@ -289,12 +317,27 @@ class SchedulerSide:
             step.rest_s = LONG_REST_S if self._empty_steps > LONG_AFTER_STEPS else REST_S
         return step
 
+    def _reclaim(self, now: float) -> None:
+        """Have prompts that nobody fetches released while others wait for blocks."""
+        short = self._pressure.short_of(now)
+        if not short:
+            return
+        self._step.before.append(Reclaim(blocks=short))
+        if now - self._warned_at >= WARN_S:
+            self._warned_at = now
+            log.warning("short of %d blocks: %s; those that nobody asked for are released", short, self._pressure)
+
     def _follow(self, output: SchedulerOutput) -> None:
         """Which blocks the requests that we offer have now, as the workers are told (0.26 tells us in no other way)."""
+        for request_id in output.preempted_req_ids or ():
+            self._pressure.preempted(request_id)
         for new in output.scheduled_new_reqs:
+            self._pressure.has_blocks(new.req_id)
             if (sending := self._sending.get(new.req_id)) is not None:
                 sending.tables = transfer_tables(self._cache, new.block_ids)
         cached = output.scheduled_cached_reqs
+        for request_id in cached.resumed_req_ids:
+            self._pressure.has_blocks(request_id)
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             sending = self._sending.get(request_id)
             if sending is None or blocks is None:
@@ -345,6 +388,8 @@ class SchedulerSide:
     def heard(self, output: KVConnectorOutput) -> None:
         """What the workers report, before the scheduler acts on it."""
         self._awaited.difference_update(output.finished_recving or ())
+        for request_id in output.finished_sending or ():
+            self._pressure.freed(request_id)
         said = output.kv_connector_worker_meta
         if isinstance(said, AgentAddresses):
             self._agents_are(said.addresses)

@@ -20,7 +20,9 @@ from kvbridge_proto.engine import (
     Attach,
     Directory,
     Done,
+    Expect,
     Failed,
+    Held,
     Offer,
     Refused,
     Released,
@@ -75,6 +77,7 @@ class WorkerSide:
         self._ledger = Ledger()
         self._link: AgentLink | None = None
         self._directory: Directory | None = None
+        self._expected: dict[str, Expect] = {}  # an agent that comes later is to know, too
         self._fence: EngineFence | None = None
         self._step = Step()  # of which the part after the forward is still to be done
         self._told = ""  # the agent address that the scheduler knows
@@ -162,8 +165,15 @@ class WorkerSide:
                 case Directory():
                     self._directory = message
                     self._say(message)
+                case Expect(request=name):
+                    self._expected[name] = message
+                    self._say(message)
                 case Want() if message.request in step.awaited:
+                    self._expected.pop(message.request, None)
                     self._want(replace(message, fence=fence), step.awaited[message.request])
+                case Want(request=name) | Abandon(request=name):
+                    self._expected.pop(name, None)
+                    self._say(message)
                 case _:
                     self._say(message)
         preempted = [m.request for m in step.before if isinstance(m, Withdraw) and m.request not in step.held]
@@ -244,6 +254,10 @@ class WorkerSide:
                     if code:
                         log.info("%s: released: %s: %s", name, code, reason)
                     self._ledger.released(name)
+                case Held(requests=names):
+                    late_at = self._clock() + self._options.hold_s + GRACE_S
+                    for name in names:
+                        self._ledger.awaited(name, late_at)
                 case Adopt():
                     answer = self._scales.answer(message)
                     log.info("asked to take the scales of the prefilling engine: %s", answer)
@@ -261,7 +275,7 @@ class WorkerSide:
                     self._scales.is_taking = False
                     self._ledger.over()
         if self._link.is_attached and not was_attached:
-            for first in (self._scales.told, self._directory):
+            for first in (self._scales.told, self._directory, *self._expected.values()):
                 if first is not None:
                     self._say(first)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvbridge_proto.peer import Body, Cancel, Claim, Drained, Goodbye, Grant, Hello, Refuse, Settled
+from kvbridge_proto.peer import Body, Cancel, Claim, Drained, Goodbye, Grant, Hello, Hold, Refuse, Settled
 
 from ..errors import FabricError
 from ..exchange.route import Site
@@ -57,7 +57,12 @@ class Accepting:
         if (accepted := self.sessions.get(boot)) is not None:
             accepted.link.send(body)
 
-    def hear(self, link: Link, sender: str, body: Claim | Grant | Cancel | Settled | Goodbye) -> None:
+    def name_of(self, boot: str) -> str:
+        """What the agent of this boot calls itself, while it has a session; else the boot."""
+        accepted = self.sessions.get(boot)
+        return boot if accepted is None else accepted.session.peer.name
+
+    def hear(self, link: Link, sender: str, body: Claim | Grant | Cancel | Hold | Settled | Goodbye) -> None:
         """A sink says something else than Hello."""
         accepted = self.sessions.get(sender)
         if accepted is not None and accepted.link is not link:  # who else says this boot's name is not its agent
@@ -68,7 +73,7 @@ class Accepting:
                     self._greeted_by[link] = None
                 if accepted is not None:
                     self._end(sender, body.reason)
-            case Claim() | Grant() | Cancel() | Settled() if accepted is not None:
+            case Claim() | Grant() | Cancel() | Hold() | Settled() if accepted is not None:
                 self.source.from_sink(accepted.session, body)
             case Claim():
                 link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))

@@ -48,7 +48,7 @@ from .peers import Peers
 from .rebuild import Rebuilder
 from .sink import Sink
 from .source import Source
-from .status import transfers
+from .status import offers, transfers
 from .stuck import STUCK_S
 from .words import OneLine
 
@@ -229,11 +229,17 @@ class Agent:
                 outbound=self.local_slots.counts,
                 wants=lambda: len(self.inbound.wants),
                 offers=lambda: len(self.outbound.offers),
+                unclaimed=self._count_unclaimed,
                 peers=self.peers.count_open,
                 is_attached=lambda: self.engines.home is not None,
                 is_rebuild_refused=lambda: bool(self.rebuilder.refused),
             )
         )
+
+    def _count_unclaimed(self) -> int:
+        """Any thread may ask: the list is made without a step of Python in between."""
+        now = self._clock()
+        return sum(self.outbound.is_unclaimed(each, now) for each in list(self.outbound.offers.values()))
 
     def _assemble_engines(self) -> Engines:
         return Engines(lambda: self.card, self.mover, self.metrics, self.status, self._clock)
@@ -257,7 +263,7 @@ class Agent:
 
     async def _tick(self) -> None:
         while True:
-            is_busy = self.inbound.wants or self.outbound.outlets or self.outbound.offers
+            is_busy = self.inbound.wants or self.inbound.awaited or self.outbound.outlets or self.outbound.offers
             at = self._clock() + (TICK_S if is_busy else IDLE_TICK_S)
             await asyncio.sleep(at - self._clock())
             self.tick(self._clock() - at)
@@ -325,6 +331,7 @@ class Agent:
             engine=self.engines.engine_status(),
             peers=tuple(self.peers.statuses()),
             transfers=transfers(self.inbound, self.outbound, now),
+            offers=offers(self.outbound, self.peers.accepting.name_of, now),
             counters=self.metrics.values(),
             rebuild_refused=self.rebuilder.refused,
         )

@@ -23,7 +23,9 @@ from kvbridge_proto.engine import (
     Detach,
     Detached,
     Directory,
+    Expect,
     Offer,
+    Reclaim,
     Refused,
     Released,
     Rescale,
@@ -179,6 +181,11 @@ class Engines:
                 if self._attached is not None:
                     self._attached.word.withdrew(self._clock())
                 self.source.withdraw(request, reason)
+            case Reclaim(blocks=blocks):
+                self.source.reclaim(blocks)
+            case Expect():
+                if not self.is_closing:
+                    self.sink.expect(message)
             case Want() if self.is_closing:
                 reason = "this agent is stopping"
                 connection.send(WantFailed(request=message.request, code="draining", reason=reason))

@@ -23,6 +23,7 @@ class Gauges:
     outbound: Callable[[], SlotCounts]
     wants: Callable[[], int]
     offers: Callable[[], int]
+    unclaimed: Callable[[], int]
     peers: Callable[[], int]
     is_attached: Callable[[], bool]
     is_rebuild_refused: Callable[[], bool]
@@ -57,6 +58,7 @@ class Metrics:
         for name, text, read in (
             ("wants_open", "Wants under way", gauges.wants),
             ("offers_open", "Offers not yet released", gauges.offers),
+            ("offers_unclaimed", "Prompts that are held and that nobody has asked for", gauges.unclaimed),
             ("sessions_open", "Sessions with other agents", gauges.peers),
             ("engine_attached", "1 while an engine is attached", lambda: int(gauges.is_attached())),
             ("rebuild_refused", "1 while slots cannot be made anew", lambda: int(gauges.is_rebuild_refused())),

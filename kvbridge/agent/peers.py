@@ -16,6 +16,7 @@ from kvbridge_proto.peer import (
     Goodbye,
     Grant,
     Hello,
+    Hold,
     Ready,
     Refuse,
     Settled,
@@ -111,7 +112,7 @@ class Peers:
         match body:
             case Ready() | Failing() | Drained() | Refuse() | Goodbye() if link.is_dialled:
                 self.dialling.hear(link, sender, body)
-            case Claim() | Grant() | Cancel() | Settled() | Goodbye():
+            case Claim() | Grant() | Cancel() | Hold() | Settled() | Goodbye():
                 self.accepting.hear(link, sender, body)
             case _:
                 self._metrics.rejected("unexpected_message")

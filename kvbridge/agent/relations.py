@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvbridge_proto.peer import PROBE_LANES, Cancel, Claim, Drained, Failing, Grant, Ready, Refuse, Settled
+from kvbridge_proto.peer import PROBE_LANES, Cancel, Claim, Drained, Failing, Grant, Hold, Ready, Refuse, Settled
 
 from ..exchange.session import SESSION_TABLE, Session, SessionEvent, SessionState
 from ..transport.link import Link
@@ -28,7 +28,7 @@ class SourceSide(Protocol):
     """What the source hears of sessions and sinks."""
 
     def met(self, session: Session) -> None: ...
-    def from_sink(self, session: Session, body: Claim | Grant | Cancel | Settled) -> None: ...
+    def from_sink(self, session: Session, body: Claim | Grant | Cancel | Hold | Settled) -> None: ...
     def renounce(self, boot: str, cancel: Cancel) -> bool: ...
     def lost(self, boot: str) -> None: ...
 

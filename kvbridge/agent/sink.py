@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import ParamSpec
 
-from kvbridge_proto.engine import Done, Failed, ToEngine, Want
+from kvbridge_proto.engine import Done, Expect, Failed, ToEngine, Want
 from kvbridge_proto.peer import Body, Cancel, Claim, Drained, Failing, Grant, Notice, Ready, Refuse, Settled
 from msgspec import structs
 
@@ -55,6 +55,10 @@ class Sink:
         self._warned = float("-inf")
 
     # The engine:
+
+    def expect(self, expect: Expect) -> None:
+        expect = structs.replace(expect, source=canonical(expect.source))
+        self._do(self._inbound.expect, expect, self._clock())
 
     def want(self, want: Want, home: Home) -> None:
         want = structs.replace(want, source=canonical(want.source))

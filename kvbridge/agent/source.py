@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 
 from kvbridge_proto.engine import Offer, Released, ToEngine
-from kvbridge_proto.peer import Cancel, Claim, Drained, Grant, Refuse, Settled
+from kvbridge_proto.peer import Cancel, Claim, Drained, Grant, Hold, Refuse, Settled
 
 from ..exchange.actions import Action, Send, Ship, Tell
 from ..exchange.outbound import Outbound
@@ -23,6 +23,9 @@ from .metrics import Metrics
 from .mover import Mover
 
 log = logging.getLogger("kvbridge.source")
+
+UNFETCHED = ("offer_expired", "reclaimed")
+WARN_S = 10.0
 
 
 class Source:
@@ -46,6 +49,8 @@ class Source:
         self._tell = tell
         self._home = home
         self._clock = clock
+        self._unfetched = 0
+        self._warned = float("-inf")
 
     # The engine:
 
@@ -66,6 +71,9 @@ class Source:
 
     def withdraw(self, request: str, reason: str) -> None:
         self._do(self._outbound.withdraw(request, reason))
+
+    def reclaim(self, blocks: int) -> None:
+        self._do(self._outbound.reclaim(blocks, self._clock()))
 
     def rescaled(self, reason: str) -> None:
         self._do(self._outbound.rescaled(reason))
@@ -90,7 +98,7 @@ class Source:
         if self.attached is not None:
             self._mover.warm(self.attached, session.planner.samples(session.slot_bytes, is_source=True))
 
-    def from_sink(self, session: Session, body: Claim | Grant | Cancel | Settled) -> None:
+    def from_sink(self, session: Session, body: Claim | Grant | Cancel | Hold | Settled) -> None:
         boot, home = session.peer.boot, self._home()
         match body:
             case Claim() if home is None:
@@ -106,6 +114,8 @@ class Source:
             case Cancel():
                 failpoint("source.cancel_received")
                 self._do(self._outbound.cancel(boot, body))
+            case Hold(rooms=rooms):
+                self._do(self._outbound.hold(boot, rooms, self._clock()))
             case Settled(transfer=transfer):
                 failpoint("source.settled_heard")
                 log.debug("settled: transfer=%s", transfer)
@@ -140,6 +150,18 @@ class Source:
 
     # Doing:
 
+    def _note_unfetched(self, released: Released) -> None:
+        """Say it once in a while when prompts are computed for nothing: something else than us is amiss then."""
+        if released.code not in UNFETCHED:
+            return
+        self._unfetched += 1
+        now = self._clock()
+        if now - self._warned >= WARN_S:
+            log.warning(
+                "prompts that nobody fetched: %d, the last: %s: %s", self._unfetched, released.code, released.reason
+            )
+            self._unfetched, self._warned = 0, now
+
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
@@ -149,9 +171,9 @@ class Source:
                         failpoint("source.drained_sent")
                 case Tell(message=message):
                     if isinstance(message, Released):
-                        level = logging.INFO if message.code else logging.DEBUG
-                        log.log(level, "released: request=%s %s %s", message.request, message.code, message.reason)
+                        log.debug("released: request=%s %s %s", message.request, message.code, message.reason)
                         self._metrics.offer_released(message.code)
+                        self._note_unfetched(message)
                     self._tell(message)
                     if isinstance(message, Released):
                         failpoint("source.released_told")

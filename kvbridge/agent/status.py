@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 
-from kvbridge_proto.status import PeerStatus, TransferStatus
+from kvbridge_proto.status import OfferStatus, PeerStatus, TransferStatus
 
 from ..exchange.inbound import Inbound
 from ..exchange.outbound import Outbound
+from ..exchange.outlet import Offered
 from ..exchange.session import Session
 from .relations import Accepted, Dialled
 from .words import route_of, verdict_of
@@ -15,6 +17,7 @@ from .words import route_of, verdict_of
 # What a status may say at most (status.py of the protocol).
 MOST = 1 << 40
 DAY_S = 86400.0
+MOST_OFFERS = 1024  # the oldest; metrics count them all
 MOST_VERDICT, MOST_ROUTE = 4096, 2048  # two peers can differ in more than fits
 
 
@@ -47,6 +50,31 @@ def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[Transfe
         for outlet in outbound.outlets.values()
     ]
     return tuple(wants + outlets)
+
+
+def offers(outbound: Outbound, name_of: Callable[[str], str], now: float) -> tuple[OfferStatus, ...]:
+    """One line per prompt that is held for others, the oldest first; `name_of` tells whose a boot is."""
+    claimed_by = {out.offered.request: out.boot for out in outbound.outlets.values() if out.offered is not None}
+    return tuple(
+        OfferStatus(
+            request=offered.request,
+            room=offered.room,
+            state=_state(offered, outbound.is_unclaimed(offered, now)),
+            peer=name_of(claimed_by.get(offered.request, offered.awaited_by))[:256],
+            tokens=offered.tokens,
+            blocks=offered.blocks,
+            age_s=min(DAY_S, max(0.0, now - offered.began)),
+        )
+        for offered in islice(outbound.offers.values(), MOST_OFFERS)
+    )
+
+
+def _state(offered: Offered, is_unclaimed: bool) -> str:
+    if offered.over is not None:
+        return "ending"
+    if offered.want is not None:
+        return "claimed"
+    return "computing" if not offered.is_last else "unclaimed" if is_unclaimed else "awaited"
 
 
 def peer_statuses(

@@ -64,6 +64,8 @@ def rendered(status: Status) -> RenderableType:
     if status.transfers:
         columns = ("role", "request", "peer", "state", "chunks_done", "chunks", "age_s")
         parts.append(_rows("transfers", columns, status.transfers))
+    if status.offers:
+        parts.append(_rows("offers", ("request", "state", "peer", "tokens", "blocks", "age_s"), status.offers))
     if status.counters:
         parts.append(_counters(status))
     return Group(*parts)

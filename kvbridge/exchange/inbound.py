@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvbridge_proto.engine import Done, Refused, Want
+from kvbridge_proto.engine import Done, Expect, Refused, Want
 from kvbridge_proto.peer import Cancel, Lease, Notice, Settled, Take
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
 from .actions import Action, Ask, Reach, Scatter, Send, Tell
 from .adoption import Adoption
+from .awaited import Awaited, holds
 from .doubts import Doubts
 from .givers import Givers
 from .intake import (
@@ -53,6 +54,7 @@ class Inbound:
         self.slots = slots
         self.wants: dict[str, Wanted] = {}
         self.late_writes = 0
+        self.awaited = Awaited()
         self._is_paused = False
         self._new_id = new_id
         self._new_token = new_token
@@ -65,8 +67,16 @@ class Inbound:
 
     # From our engine:
 
+    def expect(self, expect: Expect, now: float) -> list[Action]:
+        """A request queues in our engine: its source is reached, and asked to hold the offer."""
+        if expect.request in self.wants or len(self.awaited) >= MOST_WANTS:
+            return []
+        self.awaited.add(expect, now)
+        return [Reach(address) for address in self._sources.missing(expect.source)]
+
     def want(self, want: Want, home: Home, now: float) -> list[Action]:
         """Our engine wants these tokens."""
+        self.awaited.end(want.request)
         if (twin := self.wants.get(want.request)) is not None:  # one name, one answer: it ends both
             return self._fail(twin, "duplicate_request", f"request: {want.request} was wanted twice", now)
         if len(self.wants) >= MOST_WANTS:
@@ -85,6 +95,7 @@ class Inbound:
 
     def abandon(self, request: str, now: float) -> list[Action]:
         """Our engine no longer wants it."""
+        self.awaited.end(request)
         wanted = self.wants.get(request)
         return [] if wanted is None else self._fail(wanted, "aborted", "abandoned by the engine", now)
 
@@ -94,6 +105,7 @@ class Inbound:
         for wanted in list(self.wants.values()):
             actions += self._fail(wanted, "engine_left", "the engine left", now)
         self._adoption = Adoption()
+        self.awaited.clear()
         return [action for action in actions if not isinstance(action, Tell)]
 
     def rescaled(self, home: Home, now: float) -> list[Action]:
@@ -144,6 +156,8 @@ class Inbound:
         """A session with the agent at `address` is open (or open again, knowing more ranks)."""
         actions = self._met(address, session.peer.boot, session.key)
         self._sources.open[address] = session
+        if address in self.awaited.sources:
+            actions += [Reach(other) for other in self._sources.missing(address)]
         return actions + self._advance_all(now) + self._pump()
 
     def refused(self, address: str, boot: str, key: str = "") -> list[Action]:
@@ -269,6 +283,18 @@ class Inbound:
             elif kind == "doubt" and self._doubts.is_any(key):
                 self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
                 actions.append(Reach(key))
+        return actions + self._hold(now)
+
+    def _hold(self, now: float) -> list[Action]:
+        """Tell sources what is waited for here; reach those that requests in the queue will need."""
+        wanted = ((each.want.source, each.want.room) for each in self.wants.values() if each.is_open)
+        actions: list[Action] = []
+        for source, rooms in self.awaited.due(now, wanted, self._sources.open).items():
+            for address in self._sources.needed(source):
+                if address in self._sources.open:
+                    actions += [Send(address, hold) for hold in holds(rooms)]
+                elif source in self.awaited.sources:
+                    actions.append(Reach(address))
         return actions
 
     # How a want goes on:

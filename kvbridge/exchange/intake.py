@@ -102,6 +102,10 @@ class Wanted:
     scattering: int = 0
     failure: tuple[str, str] = ("", "")
 
+    @property
+    def is_open(self) -> bool:
+        return self.state in (WantState.REACHING, WantState.FLOWING)
+
 
 def claim_of(wanted: Wanted, intake: Intake, takes: tuple[Take, ...], leases: tuple[Lease, ...], now: float) -> Claim:
     """What the source of an intake is asked for."""

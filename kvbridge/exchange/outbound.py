@@ -8,10 +8,10 @@ gather of them is or will be under way; that does not wait for the network.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
 
-from kvbridge_proto.engine import Offer, Released
+from kvbridge_proto.engine import Held, Offer, Released
 from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Ready
 
 from ..errors import EngineError, KVBridgeError
@@ -27,6 +27,9 @@ from .tables import check_late, extended, ready_chunks
 
 MOST_OFFERS = 16384
 MOST_CLAIMS = 2048  # open at once, of one sink: each is looked at whenever one comes
+# An offer that is so young may be wanted in a moment: who asked for the prefill has only just heard that it is done.
+FRESH_S = 0.5
+AWAITED_S = 15.0  # who waits says so three times meanwhile
 MOST_RENOUNCED = 16384  # of all sinks together; the link that brings such a claim is lost within silence_s
 
 
@@ -65,7 +68,7 @@ class Outbound:
                     self._rooms.cut_short.add(offer.request)
                 reason = f"offers: {MOST_OFFERS} are open"
                 return [Tell(Released(request=offer.request, code="too_many_offers", reason=reason))]
-            offered = Offered(offer.request, offer.room, {})
+            offered = Offered(offer.request, offer.room, {}, began=now)
             self.offers[offer.request] = offered
             self._rooms.enter(offered)
         offered.is_told_out |= offer.is_last
@@ -73,6 +76,7 @@ class Outbound:
             self._grow(offered, offer, home)
         except KVBridgeError as error:
             return self._end_offer(offered, error.code, str(error))
+        offered.told_at, offered.hold_s = now, offer.hold_s
         self._deadlines.set(("offer", offer.request), now + offer.hold_s)
         actions = self._bind_waiting(offer.room)
         return actions + self._short_of(offered) + self._ready_all(offered) + self._pump()
@@ -85,6 +89,24 @@ class Outbound:
             return [Tell(Released(request=request, code="unknown_offer"))]
         offered.is_told_out = True
         return self._end_offer(offered, "withdrawn", reason)
+
+    def reclaim(self, blocks: int, now: float) -> list[Action]:
+        """Our engine is short of so many blocks: offers that nobody has asked for end, the oldest first."""
+        actions: list[Action] = []
+        claimed = {out.claim.room for out in self.outlets.values() if out.state is OutState.WAITING}
+        for offered in list(self.offers.values()):
+            if blocks <= 0:
+                break
+            if self.is_unclaimed(offered, now) and offered.room not in claimed and now - offered.told_at >= FRESH_S:
+                blocks -= offered.blocks
+                reason = f"its engine needs the blocks, and nobody asked for them in {now - offered.began:.1f} s"
+                actions += self._end_offer(offered, "reclaimed", reason)
+        return actions
+
+    def is_unclaimed(self, offered: Offered, now: float) -> bool:
+        """Whether nobody has claimed a whole offer, or has said lately that a request waits for it."""
+        is_open = offered.is_last and offered.over is None and offered.want is None
+        return is_open and now - offered.awaited_at > AWAITED_S
 
     def rescaled(self, reason: str) -> list[Action]:
         """Rows come under other scales from here on: what is planned says the old ones."""
@@ -151,6 +173,16 @@ class Outbound:
         self.outlets[claim.transfer] = out
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
         return self._bind_waiting(claim.room) + self._pump()
+
+    def hold(self, boot: str, rooms: Sequence[str], now: float) -> list[Action]:
+        """Requests of a sink wait for what is offered in these rooms: for the oldest, as often as a room is named."""
+        held: list[str] = []
+        for room, count in Counter(rooms).items():
+            for offered in self._rooms.open_in(room)[:count]:
+                offered.awaited_at, offered.awaited_by = now, boot
+                self._deadlines.set(("offer", offered.request), now + offered.hold_s)
+                held.append(offered.request)
+        return [Tell(Held(requests=tuple(held)))] if held else []
 
     def grant(self, boot: str, grant: Grant) -> list[Action]:
         """The sink lends more slots."""
@@ -234,8 +266,7 @@ class Outbound:
         actions: list[Action] = []
         for kind, key in self._deadlines.due(now):
             if kind == "offer" and key in self.offers:
-                reason = "nobody took the offer in time" if not self.offers[key].want else "not all sinks came in time"
-                actions += self._end_offer(self.offers[key], "offer_expired", reason)
+                actions += self._end_offer(self.offers[key], "offer_expired", _why_expired(self.offers[key], now))
             elif kind == "claim" and key in self.outlets:
                 out = self.outlets[key]
                 what = f"nothing was offered in room {out.claim.room}" if out.offered is None else "not all was offered"
@@ -398,3 +429,10 @@ class Outbound:
     def _forget(self, out: Outlet) -> None:
         del self.outlets[out.transfer]
         self._deadlines.clear(("claim", out.transfer))
+
+
+def _why_expired(offered: Offered, now: float) -> str:
+    if offered.want:
+        return f"hold_s: {offered.hold_s:g} passed; not all ranks of {offered.want} came"
+    age_s = now - offered.began
+    return f"hold_s: {offered.hold_s:g} passed; nobody asked for its {offered.tokens} tokens in {age_s:.1f} s"

@@ -59,6 +59,16 @@ class Offered:
     over: tuple[str, str] | None = None  # (code, reason): no new gathers
     is_told_out: bool = False  # its engine says no more of it
     short: tuple[str, str] | None = None  # (code, reason): of the first transfer that ended without all its chunks
+    began: float = 0.0
+    told_at: float = 0.0  # when its engine said something of it last
+    hold_s: float = 0.0
+    awaited_at: float = float("-inf")  # when a sink said last that it waits for it
+    awaited_by: str = ""  # its boot
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks its engine keeps for it."""
+        return sum(len(table.ids) for table in self.tables.values())
 
 
 @dataclass(slots=True)

@@ -33,8 +33,12 @@ class Rooms:
         if not offered.is_told_out:
             self.cut_short.add(offered.request)
 
+    def open_in(self, room: str) -> list[Offered]:
+        """Those that may be read, oldest first."""
+        return [each for each in self._offers.get(room, ()) if each.over is None]
+
     def offer_for(self, claim: Claim) -> Offered | None:
         """All claims of one want get one offer."""
-        open_offers = [each for each in self._offers.get(claim.room, ()) if each.over is None]
+        open_offers = self.open_in(claim.room)
         same = [each for each in open_offers if each.want == claim.want]
         return next(iter(same or [each for each in open_offers if each.want is None]), None)

@@ -15,6 +15,7 @@ from .status import Status, StatusQuery
 from .words import Address, Agent, Blocks, Code, Ranks, Reasons, Room, Seconds, VersionRange
 
 Request = Annotated[str, Meta(min_length=1, max_length=256)]
+Requests = Annotated[tuple[Request, ...], Meta(min_length=1, max_length=1024)]
 Tables = Annotated[tuple[Blocks, ...], Meta(max_length=256)]
 
 READERS_S = 1.0  # an engine that must compute on waits so long for the Released that answers its Withdraw
@@ -58,8 +59,8 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     """These tokens are computed and may be read. Repeated as the prompt grows.
 
     `tokens` counts from the request's start. `blocks` appends to the tables offered before. `is_last` says that no
-    more will come. The agent answers Released once nobody will read the blocks again, `hold_s` after the last
-    Offer at the latest. The blocks may be read once the fence has reached `fence`.
+    more will come. The agent answers Released once nobody will read the blocks again: `hold_s` after the last Offer at
+    the latest, or after the last Held that names it. The blocks may be read once the fence has reached `fence`.
     """
 
     room: Room
@@ -76,6 +77,26 @@ class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
 
     request: Request
     reason: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class Reclaim(Struct, frozen=True, kw_only=True, tag="reclaim"):
+    """I am short of so many blocks. The agent releases the oldest offers that nobody has claimed or waits for, until
+    they hold as many; each is answered by its Released (`reclaimed`), and the message itself by nothing.
+    """
+
+    blocks: Positive
+
+
+class Expect(Struct, frozen=True, kw_only=True, tag="expect"):
+    """This request is queued here and has no blocks yet; it will want this room of that source.
+
+    The source's side is asked to hold its offer meanwhile. Ends with the Want of the same request, or with Abandon.
+    Not answered.
+    """
+
+    request: Request
+    room: Room
+    source: Address
 
 
 class Want(Struct, frozen=True, kw_only=True, tag="want"):
@@ -96,7 +117,9 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
 
 
 class Abandon(Struct, frozen=True, kw_only=True, tag="abandon"):
-    """I no longer want this. Still answered once, by Done or Failed, after which the blocks are the engine's again."""
+    """I no longer want this, or expect it. A Want is still answered once, by Done or Failed, after which the blocks are
+    the engine's again.
+    """
 
     request: Request
     reason: Annotated[str, Meta(max_length=1024)] = ""
@@ -153,6 +176,12 @@ class Released(Struct, frozen=True, kw_only=True, tag="released"):
     reason: Annotated[str, Meta(max_length=1024)] = ""
 
 
+class Held(Struct, frozen=True, kw_only=True, tag="held"):
+    """Somebody still waits for these offers of yours: they are held for their `hold_s` from now on."""
+
+    requests: Requests
+
+
 class Done(Struct, frozen=True, kw_only=True, tag="done"):
     """All wanted rows are in your blocks."""
 
@@ -183,5 +212,7 @@ class Adopt(Struct, frozen=True, kw_only=True, tag="adopt"):
     scales: NewScales
 
 
-ToAgent = Attach | Directory | Offer | Withdraw | Want | Abandon | Rescale | Decline | Detach | StatusQuery
-ToEngine = Attached | Detached | Refused | Released | Done | Failed | Rescaled | Adopt | Status
+ToAgent = (
+    Attach | Directory | Offer | Withdraw | Reclaim | Expect | Want | Abandon | Rescale | Decline | Detach | StatusQuery
+)
+ToEngine = Attached | Detached | Refused | Released | Held | Done | Failed | Rescaled | Adopt | Status

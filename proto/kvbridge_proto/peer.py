@@ -18,6 +18,7 @@ Route = Literal["direct", "nixl", "host"]
 
 # Lanes of the slot that probes are written to: as many sources may prove their routes at once.
 PROBE_LANES = 64
+MAX_HOLD_ROOMS = 1024  # in one message
 
 
 class FabricCard(Struct, frozen=True, kw_only=True):
@@ -197,6 +198,15 @@ class Failing(Struct, frozen=True, kw_only=True, tag="failing"):
     reason: Annotated[str, Meta(max_length=1024)] = ""
 
 
+class Hold(Struct, frozen=True, kw_only=True, tag="hold"):
+    """Sink to source: requests of my engine wait for the offers in these rooms, one for each time that a room is named.
+
+    Each holds its offer for another `hold_s`. Said again every few seconds, for all that wait at once.
+    """
+
+    rooms: Annotated[tuple[Room, ...], Meta(min_length=1, max_length=MAX_HOLD_ROOMS)]
+
+
 class Settled(Struct, frozen=True, kw_only=True, tag="settled"):
     """Sink to source: every chunk of this transfer landed and was taken over."""
 
@@ -219,9 +229,24 @@ class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
     reason: Annotated[str, Meta(max_length=1024)] = ""
 
 
-ToSource = Hello | Claim | Grant | Cancel | Settled | Ping | Goodbye
+ToSource = Hello | Claim | Grant | Cancel | Hold | Settled | Ping | Goodbye
 ToSink = Welcome | Refuse | Ready | Drained | Failing | Ping | Pong | Goodbye
-Body = Hello | Welcome | Refuse | Claim | Ready | Grant | Cancel | Drained | Failing | Settled | Ping | Pong | Goodbye
+Body = (
+    Hello
+    | Welcome
+    | Refuse
+    | Claim
+    | Ready
+    | Grant
+    | Cancel
+    | Drained
+    | Failing
+    | Hold
+    | Settled
+    | Ping
+    | Pong
+    | Goodbye
+)
 
 
 class Envelope(Struct, frozen=True, kw_only=True):

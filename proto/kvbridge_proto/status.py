@@ -49,6 +49,19 @@ class TransferStatus(Struct, frozen=True, kw_only=True):
     age_s: Seconds
 
 
+class OfferStatus(Struct, frozen=True, kw_only=True):
+    """One prompt that is held for others. `state` is computing, unclaimed, awaited, claimed or ending;
+    `peer` is who asked for it last."""
+
+    request: Name
+    room: Name
+    state: Name
+    peer: Name
+    tokens: Count
+    blocks: Count
+    age_s: Seconds
+
+
 class SlotCounts(Struct, frozen=True, kw_only=True):
     free: Count
     lent: Count
@@ -73,3 +86,4 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     transfers: tuple[TransferStatus, ...]
     counters: dict[Name, float]
     rebuild_refused: Name = ""
+    offers: tuple[OfferStatus, ...] = ()

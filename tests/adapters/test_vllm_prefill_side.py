@@ -40,7 +40,7 @@ def test_offers_the_prompt_as_it_is_computed(world: World) -> None:
     world.step()
     first = agent.one(Offer)
     ids = world.block_ids(request)
-    assert (first.tokens, first.is_last, first.hold_s) == (64, False, 480.0)
+    assert (first.tokens, first.is_last, first.hold_s) == (64, False, 30.0)
     assert [(piece.group, piece.first, list(piece.ids)) for piece in first.blocks] == [(0, 0, ids[:4])]
 
     world.step()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
-from kvbridge_proto.engine import Done, Failed, Offer, Released, Scales, Want
+from kvbridge_proto.engine import Done, Expect, Failed, Offer, Released, Scales, Want
 from kvbridge_proto.peer import (
     Cancel,
     Claim,
@@ -21,6 +21,7 @@ from kvbridge_proto.peer import (
     FabricCard,
     Failing,
     Grant,
+    Hold,
     Notice,
     Ready,
     Refuse,
@@ -136,6 +137,7 @@ class World:
         self._goodbyes: set[tuple[str, str]] = set()  # on their way, to whom and of whom
         self.scatters: Counter[tuple[str, int]] = Counter()
         self.notices: list[Notice] = []
+        self.holds: list[Hold] = []
         self.refused: list[Refuse] = []
         self.moved: list[tuple[tuple[Strip, ...], bool, Pool]] = []  # begun: by which plan, gathers, under which pool
         self.hold: set[str] = set()  # kinds of events that do not happen now
@@ -176,6 +178,11 @@ class World:
         message = Offer(room=room or request, request=request, tokens=tokens, blocks=pieces, is_last=last, hold_s=100.0)
         for node in self.sources:
             self.do(node, node.outbound.offer(message, node.home, self.now))
+
+    def expect(self, request: str, room: str = "", source: str = "P0") -> None:
+        message = Expect(request=request, room=room or request, source=source)
+        for node in self.sinks:
+            self.do(node, node.inbound.expect(message, self.now))
 
     def want(
         self,
@@ -299,6 +306,9 @@ class World:
                 self.do(source, machine.grant(boot, body))
             case Cancel():
                 self.do(source, machine.cancel(boot, body))
+            case Hold(rooms=rooms):
+                self.holds.append(body)
+                self.do(source, machine.hold(boot, rooms, self.now))
             case Settled():
                 pass
             case _:

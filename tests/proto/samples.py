@@ -72,6 +72,8 @@ TO_AGENT: tuple[Any, ...] = (
     engine.Directory(ranks=RANKS),
     engine.Offer(room="cmpl-1", request="cmpl-1-a", tokens=40, blocks=BLOCKS, is_last=True, hold_s=480.0, fence=12),
     engine.Withdraw(request="cmpl-1-a", reason="preempted"),
+    engine.Reclaim(blocks=47),
+    engine.Expect(request="cmpl-1-b", room="cmpl-1", source="tcp://127.0.0.1:7700"),
     engine.Want(
         request="cmpl-1-b",
         room="cmpl-1",
@@ -92,6 +94,7 @@ TO_ENGINE: tuple[Any, ...] = (
     engine.Detached(epoch=3),
     engine.Refused(code="version_mismatch", reasons=("versions: ours 1-1, theirs 2-3",)),
     engine.Released(request="cmpl-1-a", code="deadline", reason="hold_s: 480 s are over"),
+    engine.Held(requests=("cmpl-1-a", "cmpl-2-a")),
     engine.Done(request="cmpl-1-b", moved_bytes=49152, seconds=0.004),
     engine.Failed(request="cmpl-1-b", code="peer_lost", reason="tcp://127.0.0.1:7700 is silent for 5 s"),
     engine.Rescaled(revision=2, epoch=4),
@@ -132,6 +135,17 @@ TO_ENGINE: tuple[Any, ...] = (
         ),
         counters={"kvbridge_chunks_total{role=source}": 1.0},
         rebuild_refused="rebuild_refused",
+        offers=(
+            status.OfferStatus(
+                request="cmpl-2-a",
+                room="cmpl-2",
+                state="awaited",
+                peer="decode-0",
+                tokens=1500,
+                blocks=47,
+                age_s=3.5,
+            ),
+        ),
     ),
 )
 
@@ -187,6 +201,7 @@ BODIES: tuple[Any, ...] = (
     peer.Cancel(transfer="2f6c1d", code="aborted", reason="abandoned by the engine"),
     peer.Drained(transfer="2f6c1d"),
     peer.Failing(transfer="2f6c1d", code="write_failed", reason="the peer disconnected"),
+    peer.Hold(rooms=("cmpl-1", "cmpl-2")),
     peer.Settled(transfer="2f6c1d"),
     peer.Ping(number=7),
     peer.Pong(number=7),

@@ -1,0 +1,86 @@
+"""Whether the engine is short of blocks while prompts that nobody has fetched hold some. Pure.
+
+vLLM keeps a prompt's blocks until its agent has released them. While others wait for blocks, agents are asked to
+release the oldest of those that nobody has asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .vllm_pieces import Tables
+
+AGAIN_S = 0.05  # an answer takes a step or two
+EASE_S = 0.2  # how long a running request may wait for blocks before it is preempted all the same
+REST_S = 1.0
+
+
+class Pressure:
+    """Requests that have no blocks yet, and requests that are over but hold theirs.
+
+    `free_blocks` asks vLLM's pool; `step_tokens` is what one step may compute.
+    """
+
+    def __init__(self, tables: Tables, step_tokens: int) -> None:
+        self.free_blocks: Callable[[], int] | None = None
+        self._tables = tables
+        self._step_tokens = step_tokens
+        self._tokens: dict[str, int] = {}  # of all requests that are not over
+        self._queue: dict[str, int] = {}  # of those without blocks
+        self._held: dict[str, int] = {}  # request -> blocks
+        self._is_tight = False
+        self._asked_at = self._eased_at = float("-inf")
+
+    def __str__(self) -> str:
+        return f"{len(self._held)} prompts hold {sum(self._held.values())} blocks for others to fetch"
+
+    def came(self, request_id: str, tokens: int) -> None:
+        self._tokens[request_id] = self._queue[request_id] = tokens
+
+    def preempted(self, request_id: str) -> None:
+        if request_id in self._tokens:
+            self._queue[request_id] = self._tokens[request_id]
+
+    def has_blocks(self, request_id: str) -> None:
+        self._queue.pop(request_id, None)
+
+    def ended(self, request_id: str) -> None:
+        self._tokens.pop(request_id, None)
+        self._queue.pop(request_id, None)
+
+    def held(self, request_id: str, blocks: int) -> None:
+        """Over, but its blocks stay until they are released."""
+        self._held[request_id] = blocks
+
+    def freed(self, request_id: str) -> None:
+        self._held.pop(request_id, None)
+
+    def may_ease(self, now: float) -> bool:
+        """A running request gets no block. Whether some may come soon: for a moment, and not again at once."""
+        if not self._held:
+            return False
+        self._is_tight = True
+        if now - self._eased_at > REST_S:
+            self._eased_at = now
+        return now - self._eased_at < EASE_S
+
+    def short_of(self, now: float) -> int:
+        """How many blocks to ask the agents for in this step; 0 if there are enough, or they were asked just now."""
+        is_tight, self._is_tight = self._is_tight, False
+        if not self._held or self.free_blocks is None or now - self._asked_at < AGAIN_S:
+            return 0
+        short = self._needed() + is_tight - self.free_blocks()
+        if short <= 0:
+            return 0
+        self._asked_at = now
+        return short
+
+    def _needed(self) -> int:
+        """For what the next step could compute; at least the first request whole."""
+        needed, left = 0, self._step_tokens
+        for tokens in self._queue.values():
+            needed += self._tables.count(tokens)
+            left -= tokens
+            if left <= 0:
+                break
+        return needed

@@ -1,0 +1,84 @@
+"""When agents are asked to release prompts that nobody fetched: exactly while others lack blocks. No vLLM needed."""
+
+from __future__ import annotations
+
+from kvbridge.adapters.vllm_pieces import Kept, Tables
+from kvbridge.adapters.vllm_pressure import AGAIN_S, EASE_S, REST_S, Pressure
+
+TABLES = Tables((Kept(16, "full", 0), Kept(32, "full", 0)))  # 3 blocks for 32 tokens
+
+
+def pressure(free: int, step_tokens: int = 64) -> Pressure:
+    made = Pressure(TABLES, step_tokens)
+    made.free_blocks = lambda: free
+    return made
+
+
+def test_nobody_is_asked_while_nothing_is_held() -> None:
+    short = pressure(free=0)
+    short.came("a", 32)
+    assert short.short_of(1.0) == 0
+
+
+def test_asks_for_what_the_first_request_lacks_though_it_needs_several_steps() -> None:
+    short = pressure(free=4)
+    short.held("done", 10)
+    short.came("long", 320)
+    short.came("behind it", 32)
+    assert short.short_of(1.0) == 30 - 4
+
+
+def test_asks_for_all_that_the_next_step_could_compute() -> None:
+    short = pressure(free=1)
+    short.held("done", 10)
+    for name in ("a", "b", "c"):
+        short.came(name, 32)
+    assert short.short_of(1.0) == 6 - 1
+
+
+def test_who_has_blocks_or_is_over_lacks_none() -> None:
+    short = pressure(free=2)
+    short.held("done", 10)
+    for name in ("a", "b"):
+        short.came(name, 32)
+    short.has_blocks("a")
+    short.ended("b")
+    assert short.short_of(1.0) == 0
+    short.preempted("a")
+    assert short.short_of(1.0) == 1
+    short.preempted("b")  # over, whatever is said of it
+    assert short.short_of(2.0) == 1
+
+
+def test_asks_again_only_after_an_answer_could_have_come() -> None:
+    short = pressure(free=0)
+    short.held("done", 10)
+    short.came("a", 16)
+    assert [short.short_of(at) for at in (1.0, 1.0 + AGAIN_S / 2, 1.0 + 1.5 * AGAIN_S)] == [2, 0, 2]
+
+
+def test_what_is_freed_is_not_asked_for() -> None:
+    short = pressure(free=0)
+    short.held("done", 10)
+    short.freed("done")
+    short.came("a", 16)
+    assert short.short_of(1.0) == 0
+
+
+def test_a_running_request_waits_a_moment_and_is_preempted_then() -> None:
+    short = pressure(free=0)
+    assert not short.may_ease(1.0)  # nothing is held: nothing will come
+    short.held("done", 10)
+    assert short.may_ease(1.0)
+    assert short.short_of(1.0) == 1
+    assert short.may_ease(1.0 + EASE_S / 2)
+    assert not short.may_ease(1.0 + 1.5 * EASE_S)
+    assert not short.may_ease(1.0 + REST_S)
+    assert short.may_ease(1.0 + 2 * REST_S)
+
+
+def test_without_a_pool_to_ask_nothing_is_said() -> None:
+    short = Pressure(TABLES, 64)
+    short.held("done", 10)
+    short.came("a", 16)
+    assert short.short_of(1.0) == 0
