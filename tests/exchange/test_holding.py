@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvbridge_proto.engine import Held
+from kvbridge_proto.engine import Done, Held
 from kvbridge_proto.peer import Hold
 
 from kvbridge.exchange.awaited import HOLD_EVERY_S
@@ -36,6 +36,8 @@ def test_an_offer_is_held_while_a_request_queues_for_it(sources: int, sinks: int
     world = World(sources, sinks)
     world.offer("r", 64, 16)
     world.expect("r")
+    world.run()
+    assert all(len(source.accepted) == sinks for source in world.sources), "sessions are there before they are needed"
     wait(world, 5 * HOLD_S)
     assert not any(world.released(source) for source in range(sources))
     world.want("r", 64)
@@ -54,7 +56,7 @@ def test_a_want_that_waits_has_its_offer_held() -> None:
     assert not world.released()
     world.hold.clear()
     world.run()
-    assert world.answers()["r"].__class__.__name__ == "Done"
+    assert isinstance(world.answers()["r"], Done)
     world.check_rest()
 
 
@@ -165,6 +167,7 @@ def test_an_offer_that_is_claimed_is_left() -> None:
     assert reclaim(world, 100) == set()
     world.hold.clear()
     world.run()
+    assert isinstance(world.answers()["r"], Done)
     world.check_rest()
 
 
