@@ -50,6 +50,7 @@ def _kept(process: Process) -> Iterator[str]:
         yield f"slots to gather into: {outbound.local.counts()}"
     for name, left in (
         ("wants", inbound.wants),
+        ("requests that are expected", inbound.awaited),
         ("transfers in", inbound._wanted_by),
         ("transfers in doubt", has_engine and inbound._doubts._of),
         ("slots of transfers", has_engine and inbound.slots._of_transfer),

@@ -12,8 +12,10 @@ from kvbridge_proto.engine import (
     Abandon,
     Directory,
     Done,
+    Expect,
     Failed,
     Offer,
+    Reclaim,
     Released,
     ToEngine,
     Want,
@@ -109,8 +111,10 @@ class Engine:
         self.waiting.pop(request.name, None)
         if len(self.free) < needed or not all(rank.is_here for rank in self.ranks):
             if tries * RETRY_S > ROOM_S:
+                self.turned_away(request)
                 self.world.ended(self.is_prefill, request, "no room")
             else:
+                self.short_of(needed - len(self.free))
                 self.waiting[request.name] = request
                 self.later(RETRY_S, lambda: self.begin(request, tries + 1))
             return
@@ -120,6 +124,12 @@ class Engine:
 
     def go_on(self, held: Held) -> None:
         raise NotImplementedError
+
+    def short_of(self, blocks: int) -> None:
+        """A request that came has to wait for so many."""
+
+    def turned_away(self, request: Request) -> None:
+        """It never had any."""
 
     def preempt(self) -> None:
         """Take back what agents may read."""
@@ -197,6 +207,11 @@ class Prefill(Engine):
         else:
             self.later(request.piece_s, lambda: self.go_on(held))
 
+    def short_of(self, blocks: int) -> None:
+        for rank in self.ranks:
+            if blocks > 0:
+                rank.say(Reclaim(blocks=blocks))
+
     def _compute(self, rank: Rank, held: Held, before: int) -> int:
         """Have the rows of the new tokens written; which count of the fence says that they are."""
         request, tokens, blocks = held.request, range(before, held.tokens), rank.blocks
@@ -251,6 +266,19 @@ class Decode(Engine):
     def __init__(self, *args: object) -> None:
         self._failed: dict[str, str] = {}
         super().__init__(*args)  # type: ignore[arg-type]
+
+    def begin(self, request: Request, tries: int = 0) -> None:
+        if not request.queued_s or tries:
+            return super().begin(request, tries)
+        self.waiting[request.name] = request
+        for rank in self.ranks:
+            source = self.world.address_of(request.source, request.number)
+            rank.say(Expect(request=request.name, room=request.room, source=source))
+        self.later(request.queued_s, lambda: super(Decode, self).begin(request))
+
+    def turned_away(self, request: Request) -> None:
+        for rank in self.ranks:
+            rank.say(Abandon(request=request.name, reason="no room"))
 
     def go_on(self, held: Held) -> None:
         request, world = held.request, self.world

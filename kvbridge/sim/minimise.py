@@ -17,6 +17,7 @@ PLAINER: tuple[dict[str, Any], ...] = (
     {"piece_tokens": 8},
     {"first_token": 0},
     {"twin": 0},
+    {"queued_s": 0.0},
 )
 
 

@@ -87,6 +87,7 @@ class Request:
     withdraw_s: float | None
     abandon_s: float | None
     twin: int = 0  # the request whose prompt and room this one has, too
+    queued_s: float = 0.0  # how long it waits in the decoding engine before it may have blocks
 
     @property
     def prompt(self) -> int:
@@ -210,6 +211,10 @@ def make(seed: int) -> Scenario:
     requests = tuple(_request(rng, scenario, number) for number in range(1, rng.randint(1, 4) + 1))
     if scenario.addresses == 3:  # all are dialled before any answers
         requests = tuple(replace(each, want_at=requests[0].want_at + each.number * 1e-4) for each in requests)
+    queue = random.Random(f"queue {seed}")
+    requests = tuple(
+        replace(each, queued_s=queue.choice((0.02, 0.3, 2.0))) if queue.random() < 0.2 else each for each in requests
+    )
     scenario = replace(scenario, requests=requests)
     faults = [_fault(rng, scenario) for _ in range(rng.randint(0, 5))]
     if scenario.is_impatient:

@@ -272,6 +272,7 @@ class World:
         assert not ours._sending and not ours._receiving and not ours._awaited
         for worker in self.workers:
             assert not worker.worker._ledger.receives and not worker.worker._ledger.sends
+            assert not worker.worker._expected
 
 
 def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmConfig:
