@@ -14,7 +14,7 @@ from kvbridge_proto.peer import Cancel, Lease, Notice, Settled, Take
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
-from .actions import Action, Ask, Reach, Scatter, Send, Tell
+from .actions import Action, Ask, Reach, Recall, Scatter, Send, Tell
 from .adoption import Adoption
 from .awaited import Awaited, holds
 from .doubts import Doubts
@@ -36,11 +36,12 @@ from .intake import (
     why_late,
 )
 from .lease import Deadlines
-from .lending import grants, lend_early
+from .lending import grants, lend_early, queue
 from .session import Home, Session
 from .slots import SlotPool
 from .sources import Sources
 from .tables import tables_of
+from .turns import Turns
 
 ASK_AGAIN_S = 0.1  # for ranks that the source's engine has not named yet
 MOST_WANTS = 16384
@@ -62,6 +63,7 @@ class Inbound:
         self._sources = Sources()
         self._adoption = Adoption()
         self._wanted_by: dict[str, Wanted] = {}  # transfer -> its want
+        self._hungry: Turns[Intake] = Turns()  # of which chunks are ready that have no slot
         self._doubts = Doubts()
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
 
@@ -187,7 +189,8 @@ class Inbound:
             if (over := begin_again(wanted, code)) is None:
                 actions += self._fail(wanted, code, reason, now)
                 continue
-            self._wanted_by = {transfer: want for transfer, want in self._wanted_by.items() if transfer not in over}
+            for transfer in over:
+                self._wanted_by.pop(transfer, None)
             actions += self._advance(wanted, now)
         return actions
 
@@ -213,6 +216,7 @@ class Inbound:
         if intake is None or intake.state is not IntakeState.CLAIMED:
             return []
         intake.ready = max(intake.ready, min(chunks, intake.plan.chunks))
+        queue(self.slots, self._hungry, intake)
         return self._pump()
 
     def landed(self, notice: Notice) -> Scatter | None:
@@ -370,8 +374,13 @@ class Inbound:
                 actions.append(Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024])))
         if wanted.scattering:
             wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
-            return actions
+            return actions + self._recall(wanted)
         return actions + self._end_failed(wanted, WantEvent.FAIL)
+
+    def _recall(self, wanted: Wanted) -> list[Action]:
+        """Chunks that wait for our engine's own stream must not hold up what it hears."""
+        scattering = [intake for intake in wanted.intakes.values() if len(intake.landed) > intake.scattered]
+        return [Recall(intake.transfer, *wanted.failure) for intake in scattering]
 
     def _waive(self, wanted: Wanted) -> list[Action]:
         """Tell the ranks we did reach that nothing will be taken, or they keep their blocks until the hold ends."""
@@ -390,6 +399,7 @@ class Inbound:
     def _end_intake(self, intake: Intake, event: IntakeEvent, now: float) -> None:
         """Move an intake on; leases that are still out when it stops or is lost become doubtful."""
         intake.state = INTAKE_TABLE.after(intake.state, event)
+        self._hungry.discard(intake.transfer)
         if event in (IntakeEvent.STOP, IntakeEvent.LOSE):
             doubted = self.slots.doubt(intake.transfer)
             if doubted:
@@ -419,8 +429,7 @@ class Inbound:
 
     def _pump(self) -> list[Action]:
         """Lend what is free to whom it serves."""
-        intakes = [intake for wanted in self._in(WantState.FLOWING) for intake in wanted.intakes.values()]
-        return grants(self.slots, [intake for intake in intakes if intake.state is IntakeState.CLAIMED])
+        return grants(self.slots, self._hungry)
 
     def _in(self, state: WantState) -> list[Wanted]:
         return [wanted for wanted in self.wants.values() if wanted.state is state]
