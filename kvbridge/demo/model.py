@@ -1,5 +1,7 @@
 """A small llama with random but well-behaved weights, for the demo and the tests that run real engines.
 
+`<python with vLLM> -m kvbridge.demo.model FOLDER` writes it, with a tokenizer.
+
 N(0, 0.3) everywhere is chaotic in bf16: two correct engines part after a token. Embeddings N(0, 1) and matrices
 g / sqrt(fan_in), with g = 1.7 for q and k and 4 for lm_head, give tokens that are varied and stable.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ QUERY_HEADS = 8
 KV_HEADS = 4
 HEAD_WIDTH = 32
 HIDDEN = QUERY_HEADS * HEAD_WIDTH
+UNKNOWN = "?"
 GAINS = {"q_proj": 1.7, "k_proj": 1.7, "lm_head": 4.0}
 
 
@@ -69,6 +73,21 @@ def write_model(folder: Path, seed: int = 0, **changes: object) -> Path:
     return folder
 
 
+def write_tokenizer(folder: Path) -> Path:
+    """For `vllm serve`, where prompts are text: the words of this model are the numbers from 1 to 1023."""
+    words = {UNKNOWN: 0} | {str(number): number for number in range(1, VOCABULARY)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": UNKNOWN},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": UNKNOWN}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder
+
+
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
@@ -93,3 +112,13 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             }.items()
         }
     return shapes
+
+
+def main() -> None:
+    """Raises ValueError unless one folder is named."""
+    (folder,) = sys.argv[1:]
+    write_tokenizer(write_model(Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .vllm_cpu import MAINS, ask_for_tiles
+
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # Without these two, steps on a machine of two cores stall for 200 ms at random.
@@ -90,6 +92,9 @@ def _run(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
         "seconds": time.perf_counter() - began,
     }
 
+
+if __name__ in MAINS:
+    ask_for_tiles()
 
 if __name__ == "__main__":
     main()

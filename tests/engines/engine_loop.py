@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from kvbridge.demo.vllm_cpu import MAINS, ask_for_tiles
+
 RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
 LATER = 16  # tokens that may have been decoded before rows are looked at
 
@@ -242,6 +244,9 @@ def main() -> None:
     sys.stdout.flush()
     os._exit(0)  # vLLM's own teardown takes seconds and nobody needs it
 
+
+if __name__ in MAINS:
+    ask_for_tiles()
 
 if __name__ == "__main__":
     main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,11 +13,15 @@ from .kinds import LATENT, ROPE, write_latent
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
+# By itself vLLM takes AMX_MLA where the processor has AMX, and that one takes bf16 weights only.
+BACKEND = "CPU_MLA"
+
 
 @pytest.fixture(scope="module")
 def latents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with ExitStack() as stack:
-        fleet = Fleet(tmp_path_factory.mktemp("latents"), stack, dtype="float32", write=write_latent)
+        more = {"attention_backend": BACKEND}
+        fleet = Fleet(tmp_path_factory.mktemp("latents"), stack, dtype="float32", write=write_latent, more=more)
         fleet.start("sixteen", "two-sixteen")
         yield fleet
 
@@ -35,3 +40,19 @@ def test_every_rank_gets_the_latent_whatever_the_number_of_ranks(
     assert {part for _, part in ours.rows} == {"latent"} and all(rows.any(axis=2).all() for rows in ours.rows.values())
     assert {rows.shape[0] for rows in ours.rows.values()} == {1}
     assert {rows.shape[2] for rows in ours.rows.values()} == {4 * (LATENT + ROPE)}
+
+
+@pytest.mark.parametrize(
+    ("has_amx", "asked", "taken"), [(True, None, "AMX_MLA"), (True, BACKEND, BACKEND), (False, BACKEND, BACKEND)]
+)
+def test_engines_of_a_latent_take_one_backend_on_every_processor(
+    has_amx: bool, asked: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    platforms = pytest.importorskip("vllm.platforms.cpu")
+    registry = pytest.importorskip("vllm.v1.attention.backends.registry")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(platforms.CpuPlatform, "get_cpu_architecture", lambda: platforms.CpuArchEnum.X86)
+    chosen = asked and registry.AttentionBackendEnum[asked]
+    latent = SimpleNamespace(use_sparse=False, use_mla=True)
+    assert platforms.CpuPlatform.get_attn_backend_cls(chosen, latent) == registry.AttentionBackendEnum[taken].get_path()
