@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
-from kvbridge_proto.peer import Body, Cancel, Claim, Drained, Goodbye, Grant, Hello, Hold, Refuse, Settled
+from kvbridge_proto.peer import PROBE_LANES, Body, Cancel, Claim, Drained, Goodbye, Grant, Hello, Hold, Refuse, Settled
 
 from ..errors import FabricError
 from ..exchange.route import Site
@@ -23,7 +25,10 @@ from .words import described, warn_of_route
 log = logging.getLogger("kvbridge.peers")
 
 LEVELS = {"already_open": logging.INFO, "busy": logging.DEBUG}  # what an honest agent may do often
-MOST_GREETINGS = 64  # Hellos that wait for their route to be proved, one after the other
+MOST_GREETINGS = PROBE_LANES  # Hellos at once, each with a proof of its own
+# A proof alone takes a few milliseconds, and proofs side by side slow each other down: so the next one begins when the
+# one before has ended, or after this time. Who never answers keeps nobody longer.
+TURN_S = 0.02
 
 
 class Accepting:
@@ -39,7 +44,8 @@ class Accepting:
         self._home = home
         self._metrics = metrics
         self._fault = fault
-        self._greeting = asyncio.Lock()
+        self._turn = asyncio.Lock()
+        self._of_boot: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._greeted_by: dict[Link, Hello | None] = {}  # what is being answered; None: it has taken it back
 
     def knocked(self, tasks: asyncio.TaskGroup, link: Link, sender: str, greeting: Hello) -> None:
@@ -101,8 +107,8 @@ class Accepting:
             self._dismiss(boot, reason)
 
     async def _greet(self, link: Link, sender: str) -> None:
-        """One Hello at a time: two of one agent must not undo each other's connection."""
-        async with self._greeting:
+        """One Hello of an agent at a time: two must not undo each other's connection."""
+        async with self._of_boot.setdefault(sender, asyncio.Lock()):
             try:
                 while (greeting := self._greeted_by[link]) is not None:
                     if greeting.agent.boot != sender:
@@ -186,9 +192,11 @@ class Accepting:
         """Prove a route to the sink's slots; None if there is none or it has become pointless meanwhile."""
         boot = greeting.agent.boot
         try:
-            connected = await self._mover.connect(Landing(boot, Site.of(greeting), greeting.probe_lane))
+            connected = await self._proved(link, greeting)
         except FabricError as error:
             link.send(Refuse(code=error.code, reasons=tuple(reason[:1024] for reason in error.reasons[:64])))
+            return None
+        if connected is None:
             return None
         current = self._home()
         is_same = current is not None and current.epoch == home.epoch and current.site is home.site
@@ -200,6 +208,16 @@ class Accepting:
             link.send(Refuse(code=code, reasons=(f"the engine {what} during the handshake",)))
             return None
         return connected
+
+    async def _proved(self, link: Link, greeting: Hello) -> Connected | None:
+        """When its turn comes; None if nobody waits for it any more. Raises FabricError."""
+        await self._turn.acquire()
+        with ExitStack() as turn:
+            turn.callback(self._turn.release)
+            if not self._is_waiting(link, greeting):
+                return None
+            asyncio.get_running_loop().call_later(TURN_S, turn.close)
+            return await self._mover.connect(Landing(greeting.agent.boot, Site.of(greeting), greeting.probe_lane))
 
     def _dismiss(self, boot: str, reason: str) -> None:
         self.sessions[boot].link.send(Goodbye(reason=reason))

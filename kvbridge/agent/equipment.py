@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvbridge_proto.peer import DeviceCard, FabricCard
+from kvbridge_proto.peer import PROBE_LANES, DeviceCard, FabricCard
 
 from ..config import AgentConfig
 from ..device import driver
@@ -29,7 +29,7 @@ MOST_KEPT = 2  # stagings that rebuilds may keep: of a GPU for good, host memory
 class Dock:
     """Slots in one kind of memory, the fabric that knows them and the porter that reaches them.
 
-    `name` is what the fabric is called among all fabrics.
+    `name` is what the fabric is called among all fabrics. `lanes` are those of `outbound` that no proof writes out of.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Dock:
     outbound: Staging
     fabric: Fabric
     porter: Porter
+    lanes: deque[int] = field(default_factory=lambda: deque(range(PROBE_LANES)), compare=False)
 
     def card(self) -> FabricCard:
         return FabricCard(

@@ -166,9 +166,22 @@ def _map(equipment: Equipment, site: Site) -> int:
 def _probe(
     equipment: Equipment, landing: Landing, target: Target, clock: Callable[[], float]
 ) -> Generator[Wait, Event, Probe]:
-    """Write the pattern some times. Raises KVBridgeError."""
+    """Write the pattern some times, out of a lane that no other proof has meanwhile. Raises KVBridgeError.
+
+    A write that is late may read that lane when another proof fills it. It brings one pattern or the other to a sink
+    that was refused; the longest unused is taken first, so that it seldom does.
+    """
+    number = target.dock.lanes.popleft()
+    try:
+        return (yield from _timed(equipment, landing, target, target.dock.outbound.lane(number), clock))
+    finally:
+        target.dock.lanes.append(number)
+
+
+def _timed(
+    equipment: Equipment, landing: Landing, target: Target, ours: Span, clock: Callable[[], float]
+) -> Generator[Wait, Event, Probe]:
     lane = lane_of(target.base, target.slot_bytes, target.slots, landing.lane)
-    ours = target.dock.outbound.lane(target.serial)  # one that was given up may still be read
     size_bytes, seed = min(lane.size_bytes, ours.size_bytes, MOST_BYTES), secrets.randbits(32)
     target.dock.porter.fill(Span(ours.address, size_bytes), pattern(seed, size_bytes))
     deadline, best_s = clock() + PROBE_S, float("inf")
