@@ -83,7 +83,6 @@ LIGHT = (
 FORBIDDEN_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj", "deserialize_descs", "get_serialized_descs"}
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 READS = {"os.getenv", "os.environ.get", "os.environ.items", "os.environ.copy"}
-FILE_LINES = 400
 FUNCTION_LINES = 60
 
 
@@ -209,13 +208,9 @@ def test_environment_is_read_in_config_only(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", FILES)
-def test_file_is_one_idea_and_says_which(module: str) -> None:
-    path = FILES[module]
-    lines = path.read_text().splitlines()
-    assert len(lines) <= FILE_LINES, f"{path.relative_to(ROOT)}: {len(lines)} lines"
-    if lines:
-        docstring = ast.get_docstring(_tree(module))
-        assert docstring, f"{path.relative_to(ROOT)} does not say what it is for"
+def test_file_says_what_it_is_for(module: str) -> None:
+    if FILES[module].read_text():
+        assert ast.get_docstring(_tree(module)), f"{FILES[module].relative_to(ROOT)} does not say what it is for"
 
 
 @pytest.mark.parametrize("module", FILES)

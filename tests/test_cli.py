@@ -21,7 +21,7 @@ from kvbridge_proto.stream import HEADER, StreamReader, pack
 
 from kvbridge.transport.keys import load_keys
 
-from .oracle import Shape, build_all
+from .oracle import Shape, build_all, describe
 from .proto.samples import TO_ENGINE
 
 STATUS = TO_ENGINE[-1]
@@ -269,6 +269,15 @@ def test_plan_says_what_each_change_means(tmp_path: Path) -> None:
 def test_plan_of_equal_pools_is_same(tmp_path: Path) -> None:
     pool = write_pools(tmp_path, "pool", Shape())
     assert json.loads(kvbridge("plan", pool, pool, "--json").stdout)["verdict"] == "Same"
+
+
+def test_plan_refuses_planes_on_top_of_each_other(tmp_path: Path) -> None:
+    pool = describe(Shape(layout="two_first"))
+    key, value, *others = pool.planes
+    pool = msgspec.structs.replace(pool, planes=(key, msgspec.structs.replace(value, offset=key.offset), *others))
+    (tmp_path / "pool.json").write_bytes(msgspec.json.encode(pool))
+    told = kvbridge("plan", tmp_path / "pool.json", tmp_path / "pool.json")
+    assert told.returncode == 1 and "source layer 0 k and layer 0 v: both hold byte 0 of region 0" in told.stderr
 
 
 def test_plan_refuses_another_model_with_the_reasons(tmp_path: Path) -> None:

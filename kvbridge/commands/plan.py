@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import KVBridgeError, OperatorError
+from ..geometry.check import shortened
 from ..geometry.compat import Difference, Incompatible, Verdict, changes, check_pool, obstacles, verdict
+from ..geometry.overlap import overlaps
 from ..geometry.plan import Chunk, Plan, plan
 from ..geometry.shard import assign
 from ..geometry.words import sentence
@@ -68,8 +70,18 @@ def show(source: Path, sink: Path, tokens: int, slot_bytes: int, rank: int, as_j
 
 def _judged(sources: Sequence[Pool], sink: Pool) -> tuple[Verdict, Pool]:
     """The verdict on the first rank that does not fit, with that rank; on the first if all do."""
-    found = [(verdict(source, sink), source) for source in sources]
+    found = [(_verdict(source, sink), source) for source in sources]
     return next((each for each in found if isinstance(each[0], Incompatible)), found[0])
+
+
+def _verdict(source: Pool, sink: Pool) -> Verdict:
+    """Also on what an agent refuses when such an engine attaches."""
+    found = verdict(source, sink)
+    if isinstance(found, Incompatible):
+        return found
+    sides = (("source", source), ("sink", sink))
+    reasons = [f"{side} {reason}" for side, pool in sides for reason in overlaps(pool)]
+    return Incompatible(shortened(reasons)) if reasons else found
 
 
 def pools(path: Path) -> Sequence[Pool]:

@@ -15,6 +15,7 @@ from kvbridge_proto.pool import Handle, Plane, Pool
 
 from ..errors import EngineError
 from ..geometry.compat import check_pool, extent
+from ..geometry.overlap import overlaps
 from .mapping import Mappings, mappings_for
 
 
@@ -114,6 +115,8 @@ def _check_planes(pool: Pool) -> None:
         check_plane(pool, plane)
     if reasons := check_pool(pool):
         raise EngineError("bad_pool", *reasons)
+    if reasons := overlaps(pool):
+        raise EngineError("planes_overlap", *reasons)
 
 
 def _by_region(pool: Pool, handles: Sequence[Handle]) -> list[Handle]:

@@ -1,4 +1,7 @@
-"""Whether a pool makes sense at all: every plane inside its region, no row on top of another. Pure."""
+"""Whether a pool makes sense at all: every plane inside its region, none of its rows on top of another. Pure.
+
+Whether two planes lie on top of each other is a question of its own: overlap.py.
+"""
 
 from __future__ import annotations
 

@@ -111,6 +111,24 @@ def test_refuses_a_pool_that_cannot_be() -> None:
             assert caught.value.code == "bad_plane"
 
 
+@pytest.mark.parametrize("offset", [0, 64])
+def test_refuses_planes_on_top_of_each_other(offset: int) -> None:
+    """V where K is, or a token further: rows of one would be written over rows of the other, and nobody would know."""
+    with engine_of(build(Shape())) as engine:
+        key, value, *others = engine.held.pool.planes
+        value = replace(value, region=key.region, offset=offset, block_stride=key.block_stride)
+        pool = replace(engine.held.pool, planes=(key, value, *others))
+        before = [maps_of(fd) for fd in engine.fds]
+        if offset:
+            pool = replace(pool, groups=(replace(pool.groups[0], blocks=11),))
+        with pytest.raises(
+            EngineError, match=f"layer 0 k and layer 0 v: both hold byte {offset} of region 0"
+        ) as caught:
+            AttachedPool.open(pool, engine.handles, engine.fds)
+        assert caught.value.code == "planes_overlap"
+        assert [maps_of(fd) for fd in engine.fds] == before
+
+
 def test_refuses_an_fd_that_holds_less_than_the_region() -> None:
     with engine_of(build(Shape())) as engine:
         small = os.memfd_create("small")
