@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -328,3 +329,45 @@ def test_agent_starts_answers_status_and_stops(tmp_path: Path) -> None:
         finally:
             agent.kill()
     assert not path.exists()
+
+
+def test_a_hangup_while_it_starts_ends_no_agent_and_one_later_reads_the_peers_again(tmp_path: Path) -> None:
+    """`systemctl reload` sends it whenever it likes."""
+    ours = kvbridge("keygen", tmp_path / "a.key", "--name", "ours").stdout
+    (tmp_path / "peers").write_text(ours)
+    (tmp_path / "peers").chmod(0o600)
+    places = ("--socket", tmp_path / "a.sock", "--listen", "tcp://127.0.0.1:0", "--metrics", "")
+    keys = ("--key", tmp_path / "a.key", "--peers", tmp_path / "peers")
+    command = [sys.executable, "-m", "kvbridge.cli", "agent", *map(str, (*places, *keys))]
+    log = tmp_path / "log"
+    with log.open("wb") as written, subprocess.Popen(command, stderr=written) as agent:
+        try:
+            wait_for(lambda: takes_hangups(agent.pid), "SIGHUP is not its end")
+            assert "libtorch" not in Path(f"/proc/{agent.pid}/maps").read_text()
+            while "serving: " not in log.read_text():
+                assert agent.poll() is None, log.read_text()
+                agent.send_signal(signal.SIGHUP)
+                time.sleep(0.005)
+            theirs = kvbridge("keygen", tmp_path / "b.key", "--name", "theirs").stdout
+            (tmp_path / "peers").write_text(ours + theirs)
+            agent.send_signal(signal.SIGHUP)
+            wait_for(lambda: "peers read again: curve" in log.read_text(), "it reads them again")
+            wait_for(lambda: "2 keys allowed" in log.read_text(), "it knows both")
+            agent.send_signal(signal.SIGTERM)
+            assert agent.wait(20) == 0
+        finally:
+            agent.kill()
+
+
+def takes_hangups(pid: int) -> bool:
+    """Whether SIGHUP is ignored or caught there."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigIgn:", "SigCgt:"))]
+    return any(mask >> (signal.SIGHUP - 1) & 1 for mask in masks)
+
+
+def wait_for(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + START_S
+    while not is_so():
+        assert time.monotonic() < end, what
+        time.sleep(0.002)
