@@ -68,10 +68,24 @@ def test_base_install_says_what_a_command_needs(package: str, command: tuple[str
 
 def test_agent_refuses_a_bad_option_naming_it() -> None:
     told = kvbridge("agent", "--slot-bytes", "much")
-    assert told.returncode == 1
+    assert told.returncode == 2
     assert "bad_option: slot_bytes: got 'much' from --slot-bytes" in told.stderr
     told = kvbridge("agent", KVBRIDGE_LOG_LEVEL="loud")
-    assert "bad_option: log_level: got 'loud' from KVBRIDGE_LOG_LEVEL" in told.stderr
+    assert told.returncode == 2
+    assert "bad_option: log_level: got 'loud' from KVBRIDGE_LOG_LEVEL: must be one of debug, " in told.stderr
+    for command in ("agent", "demo"):
+        told = kvbridge(command, "--routes", "tcp")
+        assert told.returncode == 2 and "each one of direct, host, nixl" in told.stderr
+        told = kvbridge(command, "--device", "gpu")
+        assert told.returncode == 2 and "must be auto, cpu, cuda, cuda:N or a GPU's UUID" in told.stderr
+
+
+@pytest.mark.parametrize("pattern", ["10.0.0.0/24:7700", "*:7700", "prefill.internal:7700"])
+def test_an_agent_that_is_to_dial_other_hosts_without_a_key_does_not_start(pattern: str, tmp_path: Path) -> None:
+    places = ("--socket", tmp_path / "a.sock", "--metrics", "", "--listen", "tcp://127.0.0.1:0")
+    told = kvbridge("agent", *places, "--dial", f"127.0.0.1:7700,{pattern}")
+    assert told.returncode == 2 and not (tmp_path / "a.sock").exists()
+    assert f"bad_option: dial: {pattern} reaches beyond loopback, and no key is set" in told.stderr
 
 
 def test_status_without_an_agent_says_so(tmp_path: Path) -> None:
@@ -187,7 +201,7 @@ def test_a_key_set_in_the_place_of_its_files_name_is_not_printed(option: str, tm
             kvbridge("agent", *places, **{**key, f"KVBRIDGE_{option.upper()}": said}),
             kvbridge("agent", *places, f"--{option}={said}", **key),
         ):
-            assert told.returncode == 1 and f"{option}: " in told.stderr
+            assert told.returncode in (1, 2) and f"{option}: " in told.stderr
             assert not any(secret[at : at + 8] in told.stdout + told.stderr for at in range(33))
     told = kvbridge("agent", *places, "--config", config, **key)
     assert told.returncode == 1 and f"bad_{option}: {option}: names a file" in told.stderr
@@ -264,7 +278,7 @@ def test_plan_says_what_each_change_means(tmp_path: Path) -> None:
     ]
     assert all(each["words"] for each in found["changes"])
     told = kvbridge("plan", source, sink, "--rank", "2")
-    assert told.returncode == 1 and "bad_option: rank: 2" in told.stderr
+    assert told.returncode == 2 and "bad_option: rank: 2" in told.stderr
 
 
 def test_plan_of_equal_pools_is_same(tmp_path: Path) -> None:

@@ -149,8 +149,7 @@ class Source:
                         failpoint("source.drained_sent")
                 case Tell(message=message):
                     if isinstance(message, Released):
-                        level = logging.INFO if message.code else logging.DEBUG
-                        log.log(level, "released: request=%s %s %s", message.request, message.code, message.reason)
+                        log.debug("released: request=%s %s %s", message.request, message.code, message.reason)
                         self._metrics.offer_released(message.code)
                     self._tell(message)
                     if isinstance(message, Released):
