@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from importlib.metadata import version
 
 EXTRA = "this needs the packages of the agent: pip install 'kvbridge[agent]' (missing: {})"
 
@@ -13,7 +13,11 @@ def main() -> None:
 
     Exit codes: 0 done, 1 it failed and said why, 2 the command line is wrong, 3 the agent's mover was stuck.
     """
+    if sys.argv[1:2] == ["agent"]:  # before the slow imports: a reload while it starts must not end it
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.argv[1:] == ["--version"]:
+        from importlib.metadata import version
+
         print(f"kvbridge {version('kvbridge')}")
         return
     try:

@@ -6,6 +6,7 @@ A flag beats `KVBRIDGE_<NAME>` in the environment, which beats the file, which b
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +14,19 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 from kvbridge_proto.peer import Route
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 from .errors import OperatorError
 
 ENVIRONMENT_PREFIX = "KVBRIDGE_"
+NO_OPTIONS = ("KVBRIDGE_FAILPOINTS", "KVBRIDGE_TEST_", "KVBRIDGE_SITE", "KVBRIDGE_COMMIT")  # of failpoints.py, of tests
+# What Kubernetes tells every pod of a service whose name begins with kvbridge.
+SERVICE = re.compile(
+    r"KVBRIDGE_([A-Z0-9_]+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 SOCKET_PATH_BYTES = 107  # what the kernel takes for a unix socket
+DEVICE_WORDS = "auto, cpu, cuda, cuda:N or a GPU's UUID"
 DEVICES = r"^(auto|cpu|cuda(:[0-9]{1,3})?|GPU-[0-9a-fA-F-]{36})$"
 FILES_OF_KEYS = ("key", "peers")  # who sets one to the key itself must not find that in the log
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -52,9 +60,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[Annotated[int, Meta(ge=0)], ...],
         Meta(max_length=64, description="Users whose engines may attach; empty: our own and root"),
     ] = ()
-    device: Annotated[
-        str, Meta(pattern=DEVICES, description="Where the engine's memory is: auto, cpu, cuda, cuda:N or a GPU's UUID")
-    ] = "auto"
+    device: Annotated[str, Meta(pattern=DEVICES, description=f"Where the engine's memory is: {DEVICE_WORDS}")] = "auto"
     routes: Annotated[
         tuple[Route, ...],
         Meta(min_length=1, max_length=3, description="Ways to a peer's slots, the best first: direct, nixl, host"),
@@ -99,6 +105,7 @@ def load(
 ) -> AgentConfig:
     """What the operator said, checked. Raises OperatorError naming the option, the value and its origin."""
     environment = os.environ if environment is None else environment
+    _check_variables(environment)
     said: dict[str, tuple[Any, str]] = {}
     if path is not None:
         said |= {name: (value, path) for name, value in _file(path).items()}
@@ -108,7 +115,7 @@ def load(
             said[name] = (environment[variable], variable)
         flag = (flags or {}).get(name)
         if flag is not None:
-            said[name] = (flag, flag_of(name))
+            said[name] = (os.path.abspath(flag) if name == "socket" and flag else flag, flag_of(name))
     config = AgentConfig(**{name: _typed(name, value, origin) for name, (value, origin) in said.items()})
     _check(config)
     return config
@@ -127,6 +134,26 @@ def defaults() -> dict[str, Any]:
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def sockets(environment: Mapping[str, str] | None = None) -> list[Path]:
+    """Where agents of this host listen, as far as we are told: beside the default, and beside KVBRIDGE_SOCKET."""
+    environment = os.environ if environment is None else environment
+    named = [AgentConfig().socket, environment.get(ENVIRONMENT_PREFIX + "SOCKET", "")]
+    folders = dict.fromkeys(Path(path).parent for path in named if path.startswith("/"))
+    return [path for folder in folders for path in sorted(folder.glob("*.sock"))]
+
+
+def _check_variables(environment: Mapping[str, str]) -> None:
+    """A variable that only looks like an option would change nothing, and nobody would know."""
+    known = {ENVIRONMENT_PREFIX + name.upper() for name in AgentConfig.__struct_fields__}
+    for variable, value in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in known or variable.startswith(NO_OPTIONS):
+            continue
+        if SERVICE.fullmatch(variable) or (variable.endswith("_PORT") and SERVICE_URL.match(value)):
+            continue
+        spelled = ", ".join(sorted(known))
+        raise OperatorError("bad_option", f"{variable}: no such option in the environment; there are {spelled}")
 
 
 def _file(path: str) -> dict[str, Any]:
@@ -152,8 +179,35 @@ def _typed(name: str, value: Any, origin: str) -> Any:
         plain = [part.strip() for part in value.split(",") if part.strip()]
     try:
         return msgspec.convert(plain, hint, strict=not is_text or origin.endswith(".toml"))
-    except msgspec.ValidationError as error:
-        raise OperatorError("bad_option", f"{name}: got {_shown(name, value)} from {origin}: {error}") from None
+    except msgspec.ValidationError:
+        meant = f"{name}: got {_shown(name, value)} from {origin}: must be {_allowed(inspect.type_info(hint))}"
+        raise OperatorError("bad_option", meant) from None
+
+
+def _allowed(kind: inspect.Type) -> str:
+    """What a value of this kind may be, for people."""
+    match kind:
+        case inspect.Metadata(type=inner):
+            return _allowed(inner)
+        case inspect.UnionType(types=types):
+            return _allowed(next(each for each in types if not isinstance(each, inspect.NoneType)))
+        case inspect.LiteralType(values=values):
+            return f"one of {', '.join(map(str, values))}"
+        case inspect.VarTupleType(item_type=item, min_length=least, max_length=most):
+            return f"a list of {least or 0} to {most}, each {_allowed(item)}"
+        case inspect.StrType(pattern=str()):
+            return DEVICE_WORDS
+        case inspect.StrType(min_length=least, max_length=most):
+            return "text" if most is None else f"text of {least or 0} to {most} characters"
+        case inspect.IntType() | inspect.FloatType():
+            return ("a whole number" if isinstance(kind, inspect.IntType) else "a number") + _bounds(kind)
+    return "true or false"
+
+
+def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
+    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    said = [f"{word} {getattr(kind, name):.10g}" for name, word in words.items() if getattr(kind, name) is not None]
+    return f", {', '.join(said)}" if said else ""
 
 
 def _shown(name: str, value: Any) -> str:
@@ -164,7 +218,9 @@ def _check(config: AgentConfig) -> None:
     """What no single option can know. Addresses are checked where they are bound."""
     path = config.socket
     if not path.startswith("/"):
-        raise OperatorError("bad_option", f"socket: got {path!r}, must be an absolute path")
+        raise OperatorError(
+            "bad_option", f"socket: got {path!r}, must be an absolute path (only --socket may be relative)"
+        )
     if len(path.encode()) > SOCKET_PATH_BYTES:
         raise OperatorError("bad_option", f"socket: got {len(path.encode())} bytes, limit {SOCKET_PATH_BYTES}: {path}")
     if len(set(config.routes)) < len(config.routes):

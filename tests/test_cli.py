@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -67,10 +68,24 @@ def test_base_install_says_what_a_command_needs(package: str, command: tuple[str
 
 def test_agent_refuses_a_bad_option_naming_it() -> None:
     told = kvbridge("agent", "--slot-bytes", "much")
-    assert told.returncode == 1
+    assert told.returncode == 2
     assert "bad_option: slot_bytes: got 'much' from --slot-bytes" in told.stderr
     told = kvbridge("agent", KVBRIDGE_LOG_LEVEL="loud")
-    assert "bad_option: log_level: got 'loud' from KVBRIDGE_LOG_LEVEL" in told.stderr
+    assert told.returncode == 2
+    assert "bad_option: log_level: got 'loud' from KVBRIDGE_LOG_LEVEL: must be one of debug, " in told.stderr
+    for command in ("agent", "demo"):
+        told = kvbridge(command, "--routes", "tcp")
+        assert told.returncode == 2 and "each one of direct, host, nixl" in told.stderr
+        told = kvbridge(command, "--device", "gpu")
+        assert told.returncode == 2 and "must be auto, cpu, cuda, cuda:N or a GPU's UUID" in told.stderr
+
+
+@pytest.mark.parametrize("pattern", ["10.0.0.0/24:7700", "*:7700", "prefill.internal:7700"])
+def test_an_agent_that_is_to_dial_other_hosts_without_a_key_does_not_start(pattern: str, tmp_path: Path) -> None:
+    places = ("--socket", tmp_path / "a.sock", "--metrics", "", "--listen", "tcp://127.0.0.1:0")
+    told = kvbridge("agent", *places, "--dial", f"127.0.0.1:7700,{pattern}")
+    assert told.returncode == 2 and not (tmp_path / "a.sock").exists()
+    assert f"bad_option: dial: {pattern} reaches beyond loopback, and no key is set" in told.stderr
 
 
 def test_status_without_an_agent_says_so(tmp_path: Path) -> None:
@@ -186,7 +201,7 @@ def test_a_key_set_in_the_place_of_its_files_name_is_not_printed(option: str, tm
             kvbridge("agent", *places, **{**key, f"KVBRIDGE_{option.upper()}": said}),
             kvbridge("agent", *places, f"--{option}={said}", **key),
         ):
-            assert told.returncode == 1 and f"{option}: " in told.stderr
+            assert told.returncode in (1, 2) and f"{option}: " in told.stderr
             assert not any(secret[at : at + 8] in told.stdout + told.stderr for at in range(33))
     told = kvbridge("agent", *places, "--config", config, **key)
     assert told.returncode == 1 and f"bad_{option}: {option}: names a file" in told.stderr
@@ -263,7 +278,7 @@ def test_plan_says_what_each_change_means(tmp_path: Path) -> None:
     ]
     assert all(each["words"] for each in found["changes"])
     told = kvbridge("plan", source, sink, "--rank", "2")
-    assert told.returncode == 1 and "bad_option: rank: 2" in told.stderr
+    assert told.returncode == 2 and "bad_option: rank: 2" in told.stderr
 
 
 def test_plan_of_equal_pools_is_same(tmp_path: Path) -> None:
@@ -337,3 +352,45 @@ def test_agent_starts_answers_status_and_stops(tmp_path: Path) -> None:
         finally:
             agent.kill()
     assert not path.exists()
+
+
+def test_a_hangup_while_it_starts_ends_no_agent_and_one_later_reads_the_peers_again(tmp_path: Path) -> None:
+    """`systemctl reload` sends it whenever it likes."""
+    ours = kvbridge("keygen", tmp_path / "a.key", "--name", "ours").stdout
+    (tmp_path / "peers").write_text(ours)
+    (tmp_path / "peers").chmod(0o600)
+    places = ("--socket", tmp_path / "a.sock", "--listen", "tcp://127.0.0.1:0", "--metrics", "")
+    keys = ("--key", tmp_path / "a.key", "--peers", tmp_path / "peers")
+    command = [sys.executable, "-m", "kvbridge.cli", "agent", *map(str, (*places, *keys))]
+    log = tmp_path / "log"
+    with log.open("wb") as written, subprocess.Popen(command, stderr=written) as agent:
+        try:
+            wait_for(lambda: takes_hangups(agent.pid), "SIGHUP is not its end")
+            assert "libtorch" not in Path(f"/proc/{agent.pid}/maps").read_text()
+            while "serving: " not in log.read_text():
+                assert agent.poll() is None, log.read_text()
+                agent.send_signal(signal.SIGHUP)
+                time.sleep(0.005)
+            theirs = kvbridge("keygen", tmp_path / "b.key", "--name", "theirs").stdout
+            (tmp_path / "peers").write_text(ours + theirs)
+            agent.send_signal(signal.SIGHUP)
+            wait_for(lambda: "peers read again: curve" in log.read_text(), "it reads them again")
+            wait_for(lambda: "2 keys allowed" in log.read_text(), "it knows both")
+            agent.send_signal(signal.SIGTERM)
+            assert agent.wait(20) == 0
+        finally:
+            agent.kill()
+
+
+def takes_hangups(pid: int) -> bool:
+    """Whether SIGHUP is ignored or caught there."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigIgn:", "SigCgt:"))]
+    return any(mask >> (signal.SIGHUP - 1) & 1 for mask in masks)
+
+
+def wait_for(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + START_S
+    while not is_so():
+        assert time.monotonic() < end, what
+        time.sleep(0.002)

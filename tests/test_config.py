@@ -10,6 +10,7 @@ import pytest
 from kvbridge.agent.equipment import ROOM_IN_HOST
 from kvbridge.config import AgentConfig, defaults, flag_of, load, options
 from kvbridge.errors import OperatorError
+from kvbridge.failpoints import VARIABLE
 
 DEPLOYED = Path(__file__).parents[1] / "deploy" / "kvbridge.toml"
 
@@ -55,7 +56,6 @@ BAD = {
     "no time": ("connect_s", "nan"),
     "unknown level": ("log_level", "loud"),
     "no name": ("name", ""),
-    "relative socket": ("socket", "agent.sock"),
     "socket too long": ("socket", "/" + "x" * 120),
     "metrics without port": ("metrics", "127.0.0.1"),
     "metrics on port 70000": ("metrics", "127.0.0.1:70000"),
@@ -97,12 +97,57 @@ def test_refuses_what_is_not_printable_text(value: str) -> None:
 
 def test_says_where_the_bad_value_came_from(tmp_path: Path) -> None:
     path = write(tmp_path, 'inbound_slots = "8"\n')
-    with pytest.raises(OperatorError, match=r"inbound_slots: got '8' from .*kvbridge\.toml: Expected `int | null`"):
+    whole = "a whole number, at least 1, at most 4096"
+    with pytest.raises(OperatorError, match=rf"inbound_slots: got '8' from .*kvbridge\.toml: must be {whole}"):
         load(path, None, {})
     with pytest.raises(OperatorError, match=r"drain_s: got 'x' from KVBRIDGE_DRAIN_S"):
         load(None, None, {"KVBRIDGE_DRAIN_S": "x"})
     with pytest.raises(OperatorError, match="drain_s: got 'x' from --drain-s"):
         load(None, {"drain_s": "x"}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("log_level", "loud", "one of debug, error, info, warning"),
+        ("routes", "nixl,tcp", "a list of 1 to 3, each one of direct, host, nixl"),
+        ("device", "gpu", "auto, cpu, cuda, cuda:N or a GPU's UUID"),
+        ("slot_bytes", "much", "a whole number, at least 65536, at most 1073741824"),
+        ("connect_s", "0", "a number, more than 0, at most 600"),
+        ("allow_wildcard", "maybe", "true or false"),
+        ("name", "", "text of 1 to 64 characters"),
+        ("allowed_uids", "root", "a list of 0 to 64, each a whole number, at least 0"),
+    ],
+)
+def test_says_what_is_allowed_instead(name: str, value: str, allowed: str) -> None:
+    with pytest.raises(OperatorError) as caught:
+        load(None, {name: value}, {})
+    assert str(caught.value).endswith(f"must be {allowed}") and caught.value.code == "bad_option"
+
+
+def test_a_variable_that_is_no_option_is_named_like_an_unknown_key() -> None:
+    with pytest.raises(OperatorError, match=r"KVBRIDGE_SLOT_BYTE: no such option in the environment; .* KVBRIDGE_NAME"):
+        load(None, None, {"KVBRIDGE_SLOT_BYTE": "4096"})
+    with pytest.raises(OperatorError, match="KVBRIDGE_PORT"):
+        load(None, None, {"KVBRIDGE_PORT": "7700"})
+
+
+def test_variables_of_tests_and_of_kubernetes_are_nobodys_options() -> None:
+    kubernetes = {"KVBRIDGE_PORT": "tcp://10.0.0.1:7700", "KVBRIDGE_AGENT_PORT": "tcp://10.0.0.1:7700"}
+    names = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_METRICS", "PORT_7700_TCP", "PORT_7700_TCP_ADDR")
+    kubernetes |= {f"KVBRIDGE_{service}{name}": "x" for name in names for service in ("", "AGENT_", "A_B_")}
+    assert load(None, None, {VARIABLE: "", "KVBRIDGE_TEST_AGENT_PYTHON": "python3", **kubernetes}) == AgentConfig()
+
+
+def test_a_relative_socket_is_relative_to_where_the_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As to every command. In a file or a variable it would be relative to wherever a daemon happens to run."""
+    monkeypatch.chdir(tmp_path)
+    assert load(None, {"socket": "run/../a.sock"}, {}).socket == str(tmp_path / "a.sock")
+    for file, said in ((None, {"KVBRIDGE_SOCKET": "a.sock"}), (write(tmp_path, 'socket = "a.sock"\n'), {})):
+        with pytest.raises(OperatorError, match=r"socket: got 'a\.sock', must be an absolute path"):
+            load(file, None, said)
 
 
 def test_refuses_an_option_that_does_not_exist(tmp_path: Path) -> None:

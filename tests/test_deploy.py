@@ -77,5 +77,11 @@ def test_a_reload_is_the_signal_that_reads_the_peers_again() -> None:
     assert "\nExecReload=/bin/kill -HUP $MAINPID\n" in UNIT.read_text()
 
 
+def test_the_unit_starts_an_agent_again_whatever_ended_it_but_a_wrong_option() -> None:
+    """A SIGHUP that comes before the agent's first line ends it, and to systemd that is a clean end."""
+    assert "\nRestart=always\n" in UNIT.read_text()
+    assert "\nRestartPreventExitStatus=2\n" in UNIT.read_text()
+
+
 def test_prometheus_scrapes_where_an_agent_serves() -> None:
     assert AgentConfig().metrics in (DEPLOY / "prometheus" / "kvbridge.yml").read_text()

@@ -16,7 +16,8 @@ Policy = Literal["requantize", "adopt"]
 class Options:
     """Spelled with `kvbridge_` in front.
 
-    socket       the agent's unix socket; `{rank}` is the rank's number among this engine's ranks on this host
+    socket       the agent's unix socket, an absolute path; `{rank}` is the rank's number among this engine's ranks on
+                 this host
     agent_uids   users whose agents are given this engine's memory, besides our own and root
     hold_s       how long a prefilled prompt is kept for a decoding engine that says nothing of it; it is kept on
                  while a request waits for it there
@@ -61,6 +62,8 @@ class Options:
                     "option_invalid", f"{PREFIX}{name}: {value!r} is {type(value).__name__}, must be {wanted.__name__}"
                 )
         options = cls(**ours)
+        if not options.socket.startswith("/"):
+            raise OperatorError("option_invalid", f"{PREFIX}socket: {options.socket!r}, must be an absolute path")
         if options.scales not in (policies := get_args(Policy)):
             raise OperatorError(
                 "option_invalid", f"{PREFIX}scales: {options.scales!r}, must be one of {', '.join(policies)}"

@@ -77,7 +77,9 @@ def run(config: AgentConfig, stuck_s: float = STUCK_S) -> None:
 def trust_of(config: AgentConfig) -> Trust:
     """Whom we let in and whom we dial, as the operator said. Raises OperatorError."""
     keys = load_keys(config.key, config.peers) if config.key else None
-    return Trust(keys, config.dial, config.allow_unauthenticated)
+    trust = Trust(keys, config.dial, config.allow_unauthenticated)
+    trust.check_places()
+    return trust
 
 
 class Agent:

@@ -187,7 +187,7 @@ class Sink:
     def _told(self, message: ToEngine) -> None:
         match message:
             case Done(request=request, moved_bytes=moved, seconds=seconds):
-                log.info("done: request=%s bytes=%d ms=%.2f", request, moved, seconds * 1e3)
+                log.debug("done: request=%s bytes=%d ms=%.2f", request, moved, seconds * 1e3)
                 self._metrics.want_done(seconds)
                 failpoint("sink.done_told")
             case Failed(request=request, code=code, reason=reason):

@@ -15,6 +15,7 @@ from ..cli import missing
 from ..config import AgentConfig, defaults, flag_of, load, options
 from ..errors import KVBridgeError
 
+USAGE = ("bad_option", "bad_address", "bad_config_file")  # what only a change of the command line or the settings mends
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -45,12 +46,12 @@ def _root(
 
 @contextmanager
 def _told(command: str) -> Iterator[None]:
-    """An error of ours, or a package that is not there, becomes a line on stderr and exit code 1."""
+    """An error of ours, or a package that is not there, becomes a line on stderr and an exit code."""
     try:
         yield
     except KVBridgeError as error:
         typer.echo(f"kvbridge {command}: {error.code}: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if error.code in USAGE else 1) from None
     except ModuleNotFoundError as error:
         typer.echo(missing(error), err=True)
         raise typer.Exit(1) from None
@@ -134,6 +135,8 @@ def demo(
 ) -> None:
     """Two engines that disagree, two agents, real ZeroMQ and NIXL on this machine; every element is checked."""
     with _told("demo"):
+        for each in device.split(","):
+            load(flags={"device": each, "routes": routes}, environment={})
         if vllm:
             from ..demo.vllm import run as run_vllm
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -47,7 +48,7 @@ def is_allowed(uid: int, allowed_uids: frozenset[int]) -> bool:
 
 
 class LocalServer:
-    """Listens on a unix socket that only this user can open. Use as `async with`, then `accept` until cancelled.
+    """Listens on a unix socket. Use as `async with`, then `accept` until cancelled.
 
     Who has its lock may: a dead agent's socket is replaced. Raises OperatorError on entry.
     """
@@ -120,11 +121,25 @@ class LocalServer:
     def _listen(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        mode = 0o600 if self._allowed == {os.getuid()} else 0o666  # others are let in, or not, by their uid
-        os.fchmod(self._socket.fileno(), mode)  # before bind: Linux makes the file with the socket's own mode
+        os.fchmod(self._socket.fileno(), 0o600)  # Linux makes the file with the socket's own mode, less the umask
         self._socket.bind(os.fspath(self.path))
-        self._inode = self.path.lstat().st_ino
+        self._inode = self._set_mode(0o600 if self._allowed == {os.getuid()} else 0o666)
         self._socket.listen(MAX_CONNECTIONS)
+
+    def _set_mode(self, mode: int) -> int:
+        """Give our socket its mode, whatever the umask; others are let in, or not, by their uid. Its inode.
+
+        By a descriptor of the file itself: who may write in the folder could put a link in its place meanwhile.
+        """
+        fd = os.open(self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+                raise OSError(errno.ESTALE, "something else took its place")
+            os.chmod(f"/proc/self/fd/{fd}", mode)
+        finally:
+            os.close(fd)
+        return found.st_ino
 
     def _give_back(self) -> None:
         if self._socket is not None:

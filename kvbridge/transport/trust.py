@@ -42,6 +42,16 @@ class Trust:
         """Whether other hosts may be dealt with; else it is loopback, both ways."""
         return self.keys is not None or self.allow_unauthenticated
 
+    def check_places(self) -> None:
+        """Raises OperatorError unless the places can be dialled as they are named: beyond loopback needs a guard."""
+        for place in self.places:
+            if not self._is_guarded and not is_local_place(place):
+                raise OperatorError(
+                    "bad_option",
+                    f"dial: {place} reaches beyond loopback, and no key is set, so it would not be dialled; "
+                    "make a key with `kvbridge keygen` and set `key`, name loopback, or say allow_unauthenticated",
+                )
+
     def check_listened(self, address: str, *, allow_wildcard: bool) -> None:
         """Raises OperatorError unless we may listen there."""
         check_listened(address, allow_wildcard=allow_wildcard, is_guarded=self._is_guarded)

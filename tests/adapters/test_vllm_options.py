@@ -23,6 +23,7 @@ def test_reads_its_own_names_and_leaves_others_alone() -> None:
         ({"kvbridge_deadline_s": 0}, r"kvbridge_deadline_s: 0, must be in \(0, 86400\]"),
         ({"kvbridge_deadline_s": True}, "kvbridge_deadline_s: True is bool, must be float"),
         ({"kvbridge_socket": 7}, "kvbridge_socket: 7 is int, must be str"),
+        ({"kvbridge_socket": "a.sock"}, "kvbridge_socket: 'a.sock', must be an absolute path"),
         ({"kvbridge_agent_uids": 998}, "kvbridge_agent_uids: 998, must be a list of users' numbers"),
         ({"kvbridge_agent_uids": ["vllm"]}, r"kvbridge_agent_uids: \['vllm'\], must be a list"),
         ({"kvbridge_agent_uids": [True]}, r"kvbridge_agent_uids: \[True\], must be a list"),

@@ -168,6 +168,18 @@ def test_abandoned_and_withdrawn_requests_end_once_and_leave_nothing(bench: Benc
         assert not status.transfers and status.inbound.free == 8 and status.outbound.free == 4
 
 
+def test_a_request_that_ends_as_it_should_is_no_line_at_info(bench: Bench) -> None:
+    bench.offer("back", [7], 16)
+    bench.sources[0].client.send(Withdraw(request="back"))
+    bench.sources[0].released("back")
+    bench.fill([7], range(16))
+    bench.offer("one", [7], 16)
+    bench.want("one", [9], range(16))
+    bench.done("one")
+    for engine in (*bench.sources, *bench.sinks):
+        assert "attached: " in engine.agent.text() and "request=" not in engine.agent.text()
+
+
 def test_drains_what_flows_and_then_stops(tmp_path: Path) -> None:
     with ExitStack() as stack:
         bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd"))

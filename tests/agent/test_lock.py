@@ -11,7 +11,7 @@ from kvbridge.agent.daemon import Agent
 from kvbridge.agent.mover import Mover
 from kvbridge.config import AgentConfig
 from kvbridge.errors import OperatorError
-from kvbridge.transport.lock import Lock
+from kvbridge.transport.lock import KERNEL, Lock
 
 
 def test_the_lock_is_taken_before_the_fabric_is_there_and_kept_until_it_is_gone(
@@ -37,16 +37,29 @@ def test_the_lock_is_taken_before_the_fabric_is_there_and_kept_until_it_is_gone(
 
     monkeypatch.setattr(Mover, "start", started)
     monkeypatch.setattr(Mover, "stop", stopped)
-    config = AgentConfig(socket=str(socket), listen="tcp://127.0.0.1:0", slot_bytes=1 << 16, metrics="")
-    boots = []
-    for _ in range(2):
-        agent = Agent(config)
-        boots.append(agent.boot)
-
-        async def story(agent: Agent = agent) -> None:
-            asyncio.get_running_loop().call_later(0.2, agent.stop)
-            await agent.run()
-
-        asyncio.run(story())
+    agents = [lived(socket) for _ in range(2)]
     assert heard == [True] * 4 and not is_held()
-    assert agent.before == {boots[0]}
+    assert agents[1].before == {agents[0].boot}
+
+
+def test_takes_nobody_for_dead_who_may_live_under_another_kernel(tmp_path: Path) -> None:
+    """In a folder that hosts share, or after the host was started anew, the list is of somebody else's processes."""
+    socket, lock = tmp_path / "a.sock", tmp_path / "a.sock.lock"
+    first = lived(socket)
+    lock.write_text(lock.read_text().replace(KERNEL.read_text().strip(), "11111111-2222-3333-4444-555555555555"))
+    second = lived(socket)
+    assert second.before == frozenset()
+    third = lived(socket)
+    assert third.before == {second.boot} and first.boot not in third.before
+
+
+def lived(socket: Path) -> Agent:
+    """An agent that has served there for a moment and ended."""
+    agent = Agent(AgentConfig(socket=str(socket), listen="tcp://127.0.0.1:0", slot_bytes=1 << 16, metrics=""))
+
+    async def story() -> None:
+        asyncio.get_running_loop().call_later(0.2, agent.stop)
+        await agent.run()
+
+    asyncio.run(story())
+    return agent

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,26 +25,77 @@ from tests.adapters.fake_agent import squatter
 
 from .ends import meet, polled, run, served
 
+SERVE = """
+import asyncio, os, sys
+from kvbridge.transport.local import LocalServer
+from kvbridge.transport.lock import Lock
+async def main():
+    os.umask(int(sys.argv[3], 8))
+    async with LocalServer(Lock(sys.argv[1], "0" * 16), allowed_uids=map(int, sys.argv[2].split())) as server:
+        print("up", flush=True)
+        while True:
+            await server.accept()
+asyncio.run(main())
+"""
 
-def test_only_this_user_can_open_the_socket(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
 
-    run(path, story)
-    assert not path.exists()
+@contextlib.contextmanager
+def serving(path: Path, allowed_uids: str = "", umask: str = "022") -> Iterator[subprocess.Popen[bytes]]:
+    """A process that serves at the path, under this umask."""
+    command = [sys.executable, "-c", SERVE, str(path), allowed_uids, umask]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline() == b"up\n"
+            yield server
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize("umask", ["000", "022", "077", "777"])
+@pytest.mark.parametrize(("allowed", "mode"), [("", 0o600), ("65534", 0o666)])
+def test_who_can_open_the_socket_does_not_depend_on_the_umask(path: Path, umask: str, allowed: str, mode: int) -> None:
+    path.with_name("agent.sock.lock").write_bytes(b"")  # under 777 we could not read our own
+    with serving(path, allowed, umask):
+        assert oct(stat.S_IMODE(os.stat(path).st_mode)) == oct(mode)
+
+
+def test_the_socket_is_never_open_further_than_it_is_to_be(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its mode is at each system call after the one that makes it."""
+    seen, chmod = [], os.chmod
+
+    def changed(target: str, mode: int) -> None:
+        seen.append(stat.S_IMODE(path.stat().st_mode))
+        chmod(target, mode)
+
+    monkeypatch.setattr(os, "chmod", changed)
+    before = os.umask(0)
+    try:
+        run(path, lambda server: asyncio.sleep(0))
+    finally:
+        os.umask(before)
+    assert seen == [0o600]
+
+
+def test_the_mode_goes_to_our_socket_and_to_nothing_that_took_its_place(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a sticky folder, or one of a group's, others may write too."""
+    precious, real = path.parent / "precious", os.open
+    precious.write_text("precious")
+    precious.chmod(0o600)
+
+    def opened(target: str | Path, *args: int) -> int:
+        if target == path:
+            path.unlink()
+            path.symlink_to(precious)
+        return real(target, *args)
+
+    monkeypatch.setattr(os, "open", opened)
+    assert "something else took its place" in unsafe(path) and stat.S_IMODE(precious.stat().st_mode) == 0o600
 
 
 def test_refuses_a_path_in_use_and_replaces_a_dead_agents_socket(path: Path) -> None:
-    program = (
-        "import asyncio, sys\nfrom kvbridge.transport.local import LocalServer\n"
-        "from kvbridge.transport.lock import Lock\n"
-        "async def main():\n async with LocalServer(Lock(sys.argv[1], '0' * 16)):\n"
-        "  print('up', flush=True)\n  await asyncio.sleep(60)\n"
-        "asyncio.run(main())"
-    )
-    other = subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE)
-    try:
-        assert other.stdout is not None and other.stdout.readline() == b"up\n"
+    with serving(path):
 
         async def story(server: LocalServer) -> None:
             raise AssertionError("the path is in use")
@@ -50,9 +103,6 @@ def test_refuses_a_path_in_use_and_replaces_a_dead_agents_socket(path: Path) -> 
         with pytest.raises(OperatorError) as raised:
             run(path, story)
         assert raised.value.code == "socket_in_use" and path.exists()
-    finally:
-        other.kill()
-        other.wait(10)
     assert path.exists()  # killed: nobody removed it
 
     async def again(server: LocalServer) -> None:
@@ -160,20 +210,35 @@ def test_knows_the_peers_process_and_user(path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
 def test_tells_a_foreign_user_why_it_may_not_speak() -> None:
-    async def story(server: LocalServer) -> None:
-        server.path.chmod(0o666)
-        server.path.parent.chmod(0o711)
-        program = "import socket,sys; s=socket.socket(1); s.connect(sys.argv[1]); s.settimeout(5); print(s.recv(999))"
-        other = await asyncio.create_subprocess_exec(
-            "/usr/bin/env", "python3", "-c", program, str(server.path), stdout=subprocess.PIPE, user=65534, group=65534
-        )
-        accepting = asyncio.create_task(server.accept())
-        told, _ = await other.communicate()
-        accepting.cancel()
-        assert b"uid_not_allowed" in told and server.refused == 1
-
     with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder) / "agent.sock", story)
+        Path(folder).chmod(0o711)
+        path = Path(folder) / "agent.sock"
+        with serving(path, "65533", "077"):
+            assert b"uid_not_allowed" in heard_by(65534, path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
+@pytest.mark.parametrize("umask", ["022", "077"])
+def test_an_engine_of_another_user_that_is_named_is_let_in(umask: str) -> None:
+    """As the unit has it: UMask=0077, a folder that only our user and its group may enter."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o750)
+        os.chown(folder, 0, 65533)
+        path = Path(folder) / "agent.sock"
+        with serving(path, "65534", umask):
+            assert heard_by(65534, path, 65533) == b""
+            assert b"PermissionError" in heard_by(65534, path, 65532)
+
+
+def heard_by(uid: int, path: Path, gid: int = 65534) -> bytes:
+    """What a process of this user is told at the socket, if anything is."""
+    program = (
+        "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.settimeout(0.5)\n"
+        "try: s.connect(sys.argv[1]); print(s.recv(999))\nexcept TimeoutError: pass\n"
+        "except OSError as error: print(type(error))"
+    )
+    command = ["/usr/bin/env", "python3", "-c", program, str(path)]
+    return subprocess.run(command, stdout=subprocess.PIPE, user=uid, group=gid, extra_groups=[], timeout=20).stdout
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
