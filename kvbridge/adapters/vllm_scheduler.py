@@ -8,7 +8,6 @@ blocks. A request that will not fetch what it could still says so (an empty want
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -23,7 +22,16 @@ from .vllm_eras import transfer_tables
 from .vllm_options import Options
 from .vllm_params import read_remote
 from .vllm_pieces import Tables
-from .vllm_rooms import message_name, offered_room, prompt_room, wanted_room
+from .vllm_rooms import (
+    has_media_hashes,
+    is_for,
+    message_name,
+    offered_room,
+    prompt_digest,
+    prompt_room,
+    stays_here,
+    wanted_room,
+)
 from .vllm_short import can_be_short, shorten
 from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
 
@@ -98,6 +106,11 @@ class SchedulerSide:
         self._offers_all = transfer.kv_role == "kv_producer"
         self._wants_all = transfer.kv_role == "kv_consumer" and bool(options.prefill)
         self._tables = Tables.of(cache, parallel)
+        self._has_media_hashes = has_media_hashes(config)
+        if not self._has_media_hashes:
+            log.warning(
+                "images, audio, video: fetched and offered only with prefix caching or mm_processor_cache_gb > 0"
+            )
         self._agents: dict[RankKey, str] = {}
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
@@ -138,13 +151,17 @@ class SchedulerSide:
 
     def new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
-        prompt = request.prompt_token_ids or [0] * request.num_prompt_tokens
+        is_unnamed = not request.kv_transfer_params and (self._offers_all or self._wants_all)
+        is_named = params.get("do_remote_decode") or params.get("do_remote_prefill")
+        if (is_named or is_unnamed) and (reason := stays_here(request, self._has_media_hashes)):
+            log.debug("%s: %s: computed here", message_name(request.request_id), reason)
+            return
         if params.get("do_remote_decode"):
             if self._tables.has_windows and request.max_tokens != 1:
                 name = message_name(request.request_id)
                 log.warning("%s: max_tokens %d, must be 1: not offered", name, request.max_tokens)
                 return  # the blocks of a window are used again as soon as another token is computed
-            room, end = offered_room(request.request_id, prompt), request.num_prompt_tokens - 1
+            room, end = offered_room(request.request_id, prompt_digest(request)), request.num_prompt_tokens - 1
             if self._tables.has_windows and can_be_short(request):
                 shorten(request)
             elif not self._tables.outlives(request.num_prompt_tokens):
@@ -152,28 +169,29 @@ class SchedulerSide:
                 return
             self._sending[request.request_id] = Sending(request, room, True, end)
         elif params.get("do_remote_prefill"):
-            self._expect(request, params, prompt)
-        elif not request.kv_transfer_params and (self._offers_all or self._wants_all):
+            self._expect(request, params)
+        elif is_unnamed:
             self._new_unnamed(request)
 
-    def _expect(self, request: Request, params: dict[str, Any], prompt: Sequence[int]) -> None:
+    def _expect(self, request: Request, params: dict[str, Any]) -> None:
         name = message_name(request.request_id)
         try:
             remote = read_remote(params)
         except EngineError as error:
             log.warning("%s: %s: computed here", name, error)
             return
-        room = wanted_room(remote.request, request.request_id, prompt)
+        room = wanted_room(remote.request, request.request_id, prompt_digest(request))
         if room is None:
-            log.warning("%s: prefilled from other tokens (%a): computed here", name, remote.request)
-            self._decline(request.request_id, Receiving(remote.request, remote.source))
+            log.warning(
+                "%s: prefilled for another prompt, adapter, media or salt (%a): computed here", name, remote.request
+            )
+            if is_for(remote.request, request.request_id):
+                self._decline(request.request_id, Receiving(remote.request, remote.source))
             return
         self._receiving[request.request_id] = Receiving(room, remote.source)
 
     def _new_unnamed(self, request: Request) -> None:
-        room = prompt_room(request)
-        if room is None:
-            return
+        room = prompt_room(prompt_digest(request))
         if self._wants_all:
             self._receiving[request.request_id] = Receiving(room, self._options.prefill)
         elif request.max_tokens == 1 and self._tables.outlives(request.num_prompt_tokens):
