@@ -8,6 +8,7 @@ blocks. A request that will not fetch what it could still says so (an empty want
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from .vllm_pieces import Tables
 from .vllm_rooms import (
     has_media_hashes,
     is_for,
+    is_room,
     message_name,
     offered_room,
     prompt_digest,
@@ -54,6 +56,9 @@ log = init_logger("vllm.kvbridge.scheduler")
 REST_S = 0.004
 LONG_REST_S = 0.010
 LONG_AFTER_STEPS = 250  # a second or so: nobody is in a hurry any more
+
+# Rooms of which vLLM may yet say that their call was refused: it does so when a call ends, for admitted ones too.
+ROOMS_KNOWN = 4096
 
 PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -115,6 +120,7 @@ class SchedulerSide:
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
         self._awaited: set[str] = set()
+        self._rooms: deque[str] = deque(maxlen=ROOMS_KNOWN)
         self._step = Step()
         self._empty_steps = 0
         self._is_used = False
@@ -151,6 +157,10 @@ class SchedulerSide:
 
     def new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
+        if getattr(request, "abort_immediately", False):
+            if params.get("do_remote_prefill"):
+                self._refused(request, params)
+            return
         is_unnamed = not request.kv_transfer_params and (self._offers_all or self._wants_all)
         is_named = params.get("do_remote_decode") or params.get("do_remote_prefill")
         if (is_named or is_unnamed) and (reason := stays_here(request, self._has_media_hashes)):
@@ -181,6 +191,7 @@ class SchedulerSide:
             log.warning("%s: %s: computed here", name, error)
             return
         room = wanted_room(remote.request, request.request_id, prompt_digest(request))
+        self._rooms.append(room or remote.request)
         if room is None:
             log.warning(
                 "%s: prefilled for another prompt, adapter, media or salt (%a): computed here", name, remote.request
@@ -189,6 +200,20 @@ class SchedulerSide:
                 self._decline(request.request_id, Receiving(remote.request, remote.source))
             return
         self._receiving[request.request_id] = Receiving(room, remote.source)
+
+    def _refused(self, request: Request, params: dict[str, Any]) -> None:
+        """A call with these params ended before all of it was admitted: nobody will fetch what they name.
+
+        vLLM (0.26 to 0.32) says so by a request of one token under a name of its own, also when a client hangs up
+        on a call that was admitted: then each request of it has spoken for itself already.
+        """
+        try:
+            remote = read_remote(params)
+        except EngineError:
+            return
+        if is_room(remote.request) and remote.request not in self._rooms:
+            self._rooms.append(remote.request)
+            self._decline(request.request_id, Receiving(remote.request, remote.source))
 
     def _new_unnamed(self, request: Request) -> None:
         room = prompt_room(prompt_digest(request))

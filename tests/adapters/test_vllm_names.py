@@ -1,7 +1,8 @@
-"""vLLM's real requests under the names that both engines derive."""
+"""vLLM's real requests under the names that both engines derive, and vLLM's word that a call was refused."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from kvbridge_proto.engine import Offer, Want
+from kvbridge_proto.engine import Abandon, Offer, Want
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.request import Request
 
 from kvbridge.adapters.vllm_rooms import has_media_hashes, prompt_digest
@@ -54,6 +56,21 @@ def told(digest: str, call: str = "call", index: int = 0) -> dict[str, Any]:
         "remote_host": "10.0.0.1",
         "remote_port": 7700,
     }
+
+
+def refuse(world: World, params: dict[str, Any], name: str = "made-by-the-server") -> None:
+    """What vLLM does where a call with these params ends before its answer, as its server and its engine core do it."""
+    sent: list[Any] = []
+
+    async def add(request: Any) -> None:
+        sent.append(request)
+
+    server = SimpleNamespace(engine_core=SimpleNamespace(add_request_async=add))
+    asyncio.run(AsyncLLM.notify_kv_transfer_request_rejected(server, name, params))
+    request = Request.from_engine_core_request(*sent, None)
+    assert request.abort_immediately and request.prompt_token_ids == [0]
+    world.scheduler.add_request(request)
+    world.abort(request)
 
 
 class Seen:
@@ -202,7 +219,50 @@ def test_a_prompt_prefilled_otherwise_is_computed_at_once_and_declined_only_if_i
     declined = [(want.room, want.end_token) for want in agent.take(Want)]
     assert declined == ([(params["remote_request_id"], 0)] if call == "call" else [])
     assert len([r for r in caplog.records if "prefilled for another prompt" in r.getMessage()]) == 1
+    refuse(world, params)
+    world.run()
+    assert not agent.take(Want), "it has spoken for itself"
     world.assert_empty()
+
+
+def test_a_refused_call_lets_go_of_what_was_offered_for_it_and_is_no_prompt(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    (agent,) = world.agents
+    params = told("0" * 40)
+    refuse(world, params)
+    world.run()
+    want = agent.one(Want)
+    assert (want.room, want.source) == (params["remote_request_id"], "tcp://10.0.0.1:7700")
+    assert want.end_token == 0 and want.blocks == ()
+    refuse(world, told("1" * 40), "")  # a client may choose this name, and no message holds an empty one
+    world.run()
+    assert agent.one(Want).room == told("1" * 40)["remote_request_id"]
+    refuse(world, params, "again")
+    refuse(world, params | {"remote_request_id": "call"}, "both at once")  # no room: nothing can be named
+    refuse(world, params | {"remote_host": ""}, "nowhere")
+    refuse(world, params | {"do_remote_prefill": False}, "not from there")
+    world.run()
+    assert not agent.take(Want)
+    assert not [r for r in caplog.records if r.levelno >= logging.INFO and "kvbridge" in r.name]
+    world.assert_empty()
+
+
+def test_a_client_that_hangs_up_declines_no_more_than_its_request_did(world: World) -> None:
+    (agent,) = world.agents
+    digest = prompt_digest(SimpleNamespace(**plain(PROMPT)))
+    params = told(digest)
+    request = world.decode(prompt=PROMPT, name="chatcmpl-call-11111111", **params)
+    again = world.decode(prompt=PROMPT, name="chatcmpl-call-22222222", **params)  # a sample, or a second try
+    world.step()
+    assert len(agent.take(Want)) == 2
+    world.abort(request)
+    refuse(world, params)
+    world.steps(2)
+    assert agent.one(Abandon).request == request.request_id
+    assert not agent.take(Want), "it would take the offer away from the other"
+    assert again.request_id in world.scheduler.requests
 
 
 def plain(prompt: list[int]) -> dict[str, Any]:
