@@ -2,26 +2,27 @@
 
 vLLM (0.32) turns the `X-Request-Id` that a proxy sends to both engines into `cmpl-<id>-<index>-<8 hex>` or
 `chatcmpl-<id>-<8 hex>`, with other hex digits on each engine, and puts `<n>_` in front for the n-th of several samples.
-The room undoes that. It also holds a digest of the prompt's tokens: a name that a client used twice, or a prompt
-that the two engines cut into other tokens, must never meet another request's KV.
+The room undoes that. It also holds a digest of all that decides the prompt's KV, made by each engine of its own
+request: whatever names a client or a proxy gives, two requests meet only where their KV is the same.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 MOST_CHARACTERS = 200
+# 160 bits: a client can try out prompts for two of one digest, so half of them must be out of reach.
+DIGEST_BYTES = 20
 # A client may choose an id of a megabyte of digits: each run of them is looked at once, and only few make a number.
 SAMPLE = re.compile(r"(?<!\d)\d+_(?=[a-z-]*cmpl-|generate-tokens-)")
 RANDOM = re.compile(r"-[0-9a-fA-F]{8}\Z")
 PREFIX = re.compile(r"cmpl-|chatcmpl-|generate-tokens-")
 INDEX = re.compile(r"-(\d{1,9})\Z")
-ROOM = re.compile(r"(.*)/(\d{1,9})/([0-9a-f]{16})\Z", re.DOTALL)
+ROOM = re.compile(rf"(.*)/(\d{{1,9}})/([0-9a-f]{{{2 * DIGEST_BYTES}}})\Z", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,56 +46,104 @@ def named(request_id: str) -> Named:
     return Named(_short(text[: index.start()]), int(index.group(1)))
 
 
-def offered_room(request_id: str, prompt: Sequence[int]) -> str:
+def offered_room(request_id: str, digest: str) -> str:
     """The room the prefill side offers."""
     who = named(request_id)
-    return f"{who.external}/{who.index}/{digest_of(prompt)}"
+    return f"{who.external}/{who.index}/{digest}"
 
 
-def wanted_room(remote_request_id: str, request_id: str, prompt: Sequence[int]) -> str | None:
-    """The room the decode side asks for; None if the other side says that its prompt was another one.
+def wanted_room(told: str, request_id: str, digest: str) -> str | None:
+    """The room the decode side asks for; None if it was told that another prompt was prefilled for this one.
 
-    `remote_request_id` is what a proxy hands over: the offered room (it waited for the prefill's answer) or the plain
-    external id (it asks both engines at once). Of a call with several prompts a proxy hands over only the first
-    one's; then our own index tells which is meant.
+    `told` is what a proxy hands over (`remote_request_id`): the offered room (it waited for the prefill's answer) or
+    the plain external id (it asks both engines at once). vLLM answers a call of several prompts with the room of the
+    first one alone; the others know their own places in it.
     """
-    ours, digest = named(request_id), digest_of(prompt)
-    room = ROOM.match(remote_request_id)
-    theirs = Named(room.group(1), int(room.group(2))) if room else Named(_short(remote_request_id), 0)
-    if ours.external in (theirs.external, _short(remote_request_id)):
-        theirs = ours
-    elif room and room.group(3) != digest:
+    first, first_digest = _told(told, request_id)
+    index = named(request_id).index or first.index
+    if first_digest and index == first.index and first_digest != digest:
         return None
-    return f"{theirs.external}/{theirs.index}/{digest}"
+    return f"{first.external}/{index}/{digest}"
 
 
-def prompt_room(request: Any) -> str | None:
-    """The room of a request nobody named for both sides: its prompt. Equal prompts share it, any of them will do.
+def is_for(told: str, request_id: str) -> bool:
+    """Whether the told room is this request's own, by name and place; so it may be declined, and no sibling misses it.
 
-    None if the tokens alone do not determine the KV (a prompt given as embeddings).
+    Two engines that were sent no common id make up one each. Then nothing says for whom the room is.
     """
-    if not request.prompt_token_ids or request.prompt_embeds is not None:
-        return None
-    hasher = blake2b(_bytes_of(request.prompt_token_ids), digest_size=16)
-    for feature in request.mm_features or ():
-        hasher.update(f"{feature.identifier}@{feature.mm_position.offset}".encode())
-    if request.lora_request is not None:
-        hasher.update(f"lora {request.lora_request.lora_name}".encode())
-    return f"prompt-{hasher.hexdigest()}"
+    ours, (first, first_digest) = named(request_id), _told(told, request_id)
+    return bool(first_digest) and ours.external == first.external and ours.index in (0, first.index)
+
+
+def is_room(told: str) -> bool:
+    """Whether this names one offer, and not just a call."""
+    return ROOM.match(told) is not None
+
+
+def prompt_room(digest: str) -> str:
+    """The room of a request nobody named for both sides. Equal prompts share it, any of them will do."""
+    return f"prompt-{digest}"
 
 
 def message_name(request_id: str, attempt: int = 0) -> str:
-    """How messages call a request: bounded, though clients may choose ids of any length; new after a preemption."""
-    return f"{_short(request_id)}~{attempt}" if attempt else _short(request_id)
+    """How messages call a request: bounded, though a client's id may be of any length or empty; new when preempted."""
+    name = _short(request_id) or "nameless"
+    return f"{name}~{attempt}" if attempt else name
 
 
-def digest_of(prompt: Sequence[int]) -> str:
-    """16 hex digits for a prompt's tokens."""
-    return blake2b(_bytes_of(prompt), digest_size=8).hexdigest()
+def stays_here(request: Any, has_media_hashes: bool = True) -> str:
+    """Why this prompt is neither offered nor wanted: nothing tells its KV from another's. "" if something does."""
+    if request.prompt_embeds is not None or not request.prompt_token_ids:
+        return "prompt embeddings do not travel"
+    if getattr(request, "resumable", False):
+        return "a prompt that goes on to grow does not travel"
+    if request.mm_features and not has_media_hashes:
+        return "media without hashes do not travel"
+    return ""
 
 
-def _bytes_of(prompt: Sequence[int]) -> bytes:
-    return array("q", prompt).tobytes()
+def has_media_hashes(config: Any) -> bool:
+    """Whether vLLM calls images, audio and video by what is in them.
+
+    With neither of its two caches (0.26 to 0.32) it counts them instead, in each process from one on: two engines, or
+    one before and after a restart, then give one identifier to two images.
+    """
+    media = config.model_config.multimodal_config
+    return media is None or media.mm_processor_cache_gb != 0 or bool(config.cache_config.enable_prefix_caching)
+
+
+def prompt_digest(request: Any) -> str:
+    """Of all that decides the KV of a prompt that may travel: what vLLM's prefix cache goes by, and a little more.
+
+    (`generate_block_hash_extra_keys`.) An adapter is its name and the last part of its path: hosts keep adapters in
+    different places, but a name that was pointed at another adapter has another folder, as a rule. Numbers of adapters
+    differ between engines. Each field says what it is and how long it is: no two requests are written alike.
+    """
+    hasher = blake2b(digest_size=DIGEST_BYTES)
+
+    def add(*words: str | int | bytes) -> None:
+        for word in words:
+            written = word if isinstance(word, bytes) else str(word).encode("utf-8", "surrogatepass")
+            hasher.update(len(written).to_bytes(8, "little"))
+            hasher.update(written)
+
+    add("tokens", array("q", request.prompt_token_ids).tobytes())
+    for feature in request.mm_features or ():
+        where = feature.mm_position
+        add("media", feature.modality, feature.identifier, where.offset, where.length)
+    if request.lora_request is not None:
+        add("lora", request.lora_request.lora_name, request.lora_request.lora_path.rstrip("/").rpartition("/")[2])
+    if request.cache_salt:
+        add("salt", request.cache_salt)
+    return hasher.hexdigest()
+
+
+def _told(told: str, request_id: str) -> tuple[Named, str]:
+    """Whose room this is, and its digest; "" where a proxy told the call's plain id, which may look like a room too."""
+    room = ROOM.match(told)
+    if room is None or _short(told) == named(request_id).external:
+        return Named(_short(told), 0), ""
+    return Named(_short(room.group(1)), int(room.group(2))), room.group(3)
 
 
 def _short(text: str) -> str:

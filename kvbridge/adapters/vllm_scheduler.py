@@ -9,7 +9,7 @@ blocks. A request that will not fetch what it could still says so (an empty want
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -25,7 +25,17 @@ from .vllm_options import Options
 from .vllm_params import read_remote
 from .vllm_pieces import NULL_BLOCK, Tables
 from .vllm_pressure import Pressure
-from .vllm_rooms import message_name, offered_room, prompt_room, wanted_room
+from .vllm_rooms import (
+    has_media_hashes,
+    is_for,
+    is_room,
+    message_name,
+    offered_room,
+    prompt_digest,
+    prompt_room,
+    stays_here,
+    wanted_room,
+)
 from .vllm_short import can_be_short, shorten
 from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
 
@@ -51,6 +61,9 @@ LONG_REST_S = 0.010
 LONG_AFTER_STEPS = 250  # a second or so: nobody is in a hurry any more
 
 WARN_S = 10.0
+# Rooms of which vLLM may yet say that their call was refused: it does so when a call ends, for admitted ones too.
+ROOMS_KNOWN = 4096
+
 PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -102,12 +115,18 @@ class SchedulerSide:
         self._offers_all = transfer.kv_role == "kv_producer"
         self._wants_all = transfer.kv_role == "kv_consumer" and bool(options.prefill)
         self._tables = Tables.of(cache, parallel)
+        self._has_media_hashes = has_media_hashes(config)
+        if not self._has_media_hashes:
+            log.warning(
+                "images, audio, video: fetched and offered only with prefix caching or mm_processor_cache_gb > 0"
+            )
         self._agents: dict[RankKey, str] = {}
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
         self._awaited: set[str] = set()
         self._pressure = Pressure(self._tables, config.scheduler_config.max_num_batched_tokens)
         self._warned_at = float("-inf")
+        self._rooms: deque[str] = deque(maxlen=ROOMS_KNOWN)
         self._step = Step()
         self._empty_steps = 0
         self._is_used = False
@@ -162,13 +181,21 @@ class SchedulerSide:
     def _learn(self, request: Request) -> None:
         """Whether it is to be offered or fetched."""
         params = request.kv_transfer_params or {}
-        prompt = request.prompt_token_ids or [0] * request.num_prompt_tokens
+        if getattr(request, "abort_immediately", False):
+            if params.get("do_remote_prefill"):
+                self._refused(request, params)
+            return
+        is_unnamed = not request.kv_transfer_params and (self._offers_all or self._wants_all)
+        is_named = params.get("do_remote_decode") or params.get("do_remote_prefill")
+        if (is_named or is_unnamed) and (reason := stays_here(request, self._has_media_hashes)):
+            log.debug("%s: %s: computed here", message_name(request.request_id), reason)
+            return
         if params.get("do_remote_decode"):
             if self._tables.has_windows and request.max_tokens != 1:
                 name = message_name(request.request_id)
                 log.warning("%s: max_tokens %d, must be 1: not offered", name, request.max_tokens)
                 return  # the blocks of a window are used again as soon as another token is computed
-            room, end = offered_room(request.request_id, prompt), request.num_prompt_tokens - 1
+            room, end = offered_room(request.request_id, prompt_digest(request)), request.num_prompt_tokens - 1
             if self._tables.has_windows and can_be_short(request):
                 shorten(request)
             elif not self._tables.outlives(request.num_prompt_tokens):
@@ -176,28 +203,44 @@ class SchedulerSide:
                 return
             self._sending[request.request_id] = Sending(request, room, True, end)
         elif params.get("do_remote_prefill"):
-            self._expect(request, params, prompt)
-        elif not request.kv_transfer_params and (self._offers_all or self._wants_all):
+            self._expect(request, params)
+        elif is_unnamed:
             self._new_unnamed(request)
 
-    def _expect(self, request: Request, params: dict[str, Any], prompt: Sequence[int]) -> None:
+    def _expect(self, request: Request, params: dict[str, Any]) -> None:
         name = message_name(request.request_id)
         try:
             remote = read_remote(params)
         except EngineError as error:
             log.warning("%s: %s: computed here", name, error)
             return
-        room = wanted_room(remote.request, request.request_id, prompt)
+        room = wanted_room(remote.request, request.request_id, prompt_digest(request))
+        self._rooms.append(room or remote.request)
         if room is None:
-            log.warning("%s: prefilled from other tokens (%a): computed here", name, remote.request)
-            self._decline(request.request_id, Receiving(remote.request, remote.source))
+            log.warning(
+                "%s: prefilled for another prompt, adapter, media or salt (%a): computed here", name, remote.request
+            )
+            if is_for(remote.request, request.request_id):
+                self._decline(request.request_id, Receiving(remote.request, remote.source))
             return
         self._receiving[request.request_id] = Receiving(room, remote.source)
 
-    def _new_unnamed(self, request: Request) -> None:
-        room = prompt_room(request)
-        if room is None:
+    def _refused(self, request: Request, params: dict[str, Any]) -> None:
+        """A call with these params ended before all of it was admitted: nobody will fetch what they name.
+
+        vLLM (0.26 to 0.32) says so by a request of one token under a name of its own, also when a client hangs up
+        on a call that was admitted: then each request of it has spoken for itself already.
+        """
+        try:
+            remote = read_remote(params)
+        except EngineError:
             return
+        if is_room(remote.request) and remote.request not in self._rooms:
+            self._rooms.append(remote.request)
+            self._decline(request.request_id, Receiving(remote.request, remote.source))
+
+    def _new_unnamed(self, request: Request) -> None:
+        room = prompt_room(prompt_digest(request))
         if self._wants_all:
             self._receiving[request.request_id] = Receiving(room, self._options.prefill)
         elif request.max_tokens == 1 and self._tables.outlives(request.num_prompt_tokens):

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from kvbridge_proto.engine import Directory, Offer, Released, Withdraw
 from kvbridge_proto.words import Rank
 
-from kvbridge.adapters.vllm_rooms import digest_of
+from kvbridge.adapters.vllm_rooms import prompt_digest
 
 from .world import HOOKS, World
 
@@ -52,7 +52,7 @@ def test_offers_the_prompt_as_it_is_computed(world: World) -> None:
     last = agent.one(Offer)
     assert (last.tokens, last.is_last) == (150, True)
     assert [piece.first for piece in last.blocks] == [8]
-    assert last.room == f"name1/0/{digest_of(request.prompt_token_ids)}"
+    assert last.room == f"name1/0/{prompt_digest(request)}"
 
 
 def test_keeps_the_blocks_until_the_agent_released_them(world: World) -> None:
@@ -64,7 +64,7 @@ def test_keeps_the_blocks_until_the_agent_released_them(world: World) -> None:
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": "engine-under-test",
-        "remote_request_id": f"name1/0/{digest_of(request.prompt_token_ids)}",
+        "remote_request_id": f"name1/0/{prompt_digest(request)}",
         "remote_host": "127.0.0.1",
         "remote_port": 7700,
         "remote_block_ids": [],

@@ -6,7 +6,7 @@ After vLLM 0.32.0's tests/v1/kv_connector/unit/utils.py (Apache-2.0), which driv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -153,18 +153,18 @@ class World:
         max_tokens: int = 4,
         name: str = "",
         prompt_logprobs: int | None = None,
+        kv: Mapping[str, Any] | None = None,
         **params: Any,
     ) -> Request:
-        """Add a request; `params` are its kv_transfer_params."""
+        """Add a request; `params` are its kv_transfer_params, `kv` is what else decides its KV."""
         number = next(self.numbers)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=prompt_logprobs)
         request = Request(
             request_id=name or f"cmpl-name{number}-0-{number:08x}",
-            prompt_token_ids=prompt or [number * 1000 + i for i in range(tokens)],
             sampling_params=sampling,
             pooling_params=None,
-            mm_features=None,
             block_hasher=get_request_block_hasher(BLOCK, sha256),
+            **{"prompt_token_ids": prompt or [number * 1000 + i for i in range(tokens)]} | dict(kv or {}),
         )
         request.kv_transfer_params = dict(params) or None
         self.scheduler.add_request(request)
@@ -176,8 +176,8 @@ class World:
 
     def decode(self, tokens: int = 40, **more: Any) -> Request:
         """As the decode side gets one from a proxy."""
-        coordinates = {"remote_request_id": "theirs", "remote_host": "10.0.0.1", "remote_port": 7700} | more
-        return self.request(tokens, do_remote_prefill=True, do_remote_decode=False, **coordinates)
+        told = {"remote_request_id": "theirs", "remote_host": "10.0.0.1", "remote_port": 7700}
+        return self.request(tokens, **{"do_remote_prefill": True, "do_remote_decode": False} | told | more)
 
     def abort(self, request: Request) -> None:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
@@ -270,6 +270,7 @@ class World:
         assert all(block.ref_cnt == 0 for block in scheduler.kv_cache_manager.block_pool.blocks if not block.is_null)
         ours = self.connector.scheduler
         assert not ours._sending and not ours._receiving and not ours._awaited
+        assert not ours._pressure._tokens and not ours._pressure._queue and not ours._pressure._held
         for worker in self.workers:
             assert not worker.worker._ledger.receives and not worker.worker._ledger.sends
             assert not worker.worker._expected

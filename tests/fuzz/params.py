@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 from kvbridge_proto.codec import decode
@@ -11,17 +12,17 @@ from kvbridge_proto.engine import Offer, ToAgent, Want
 from kvbridge_proto.stream import HEADER, pack
 
 from kvbridge.adapters.vllm_params import read_remote
-from kvbridge.adapters.vllm_rooms import message_name, named, offered_room, wanted_room
+from kvbridge.adapters.vllm_rooms import message_name, named, offered_room, prompt_digest, wanted_room
 from kvbridge.errors import EngineError
 
 NAMES = ("remote_request_id", "remote_host", "remote_port", "remote_key")
 TEXTS = (
     "",
     "r",
-    "r/0/0123456789abcdef",
-    "r/٣/0123456789abcdef",
-    "\ud800/1/0123456789abcdef",
-    "/" + "9" * 230 + "/0123456789abcdef",
+    "r/0/0123456789abcdef0123456789abcdef01234567",
+    "r/٣/0123456789abcdef0123456789abcdef01234567",
+    "\ud800/1/0123456789abcdef0123456789abcdef01234567",
+    "/" + "9" * 206 + "/0123456789abcdef0123456789abcdef01234567",
     "10.0.0.1",
     "fd00::1",
     "host\udfff",
@@ -60,7 +61,7 @@ class Params:
         prompt = [random.randrange(1 << 17) for _ in range(random.choice((0, 1, 3, 40)))]
         params = said | (known if random.random() < 0.5 else {})
         if random.random() < 0.3:
-            params["remote_request_id"] = offered_room(request_id, prompt)
+            params["remote_request_id"] = offered_room(request_id, _digest(prompt))
         text = json.dumps([params, request_id, prompt])
         if random.random() < 0.1:
             at = random.randrange(len(text))
@@ -78,7 +79,8 @@ class Params:
         is_ours = isinstance(params, dict) and isinstance(request_id, str) and request_id and isinstance(prompt, list)
         if not is_ours or not all(type(token) is int and 0 <= token < 1 << 31 for token in prompt):
             return 1  # the engine looks at these itself
-        name, room = message_name(request_id), offered_room(request_id, prompt)
+        digest = _digest(prompt)
+        name, room = message_name(request_id), offered_room(request_id, digest)
         assert named(request_id).index >= 0
         _check(Offer(room=room, request=name, tokens=0, blocks=(), is_last=True, hold_s=1))
         try:
@@ -86,7 +88,7 @@ class Params:
         except EngineError as error:
             assert error.code == "bad_params" and len(str(error)) < 500 and str(error).isprintable()
             return 1
-        wanted = wanted_room(remote.request, request_id, prompt)
+        wanted = wanted_room(remote.request, request_id, digest)
         assert wanted == room or remote.request != room, "a request finds its own room again"
         for each in (wanted or remote.request, remote.request):  # the latter where it is declined
             _check(
@@ -95,6 +97,12 @@ class Params:
         return 1
 
     def close(self) -> None: ...
+
+
+def _digest(prompt: list[int]) -> str:
+    return prompt_digest(
+        SimpleNamespace(prompt_token_ids=prompt, prompt_embeds=None, mm_features=[], lora_request=None, cache_salt=None)
+    )
 
 
 def _check(message: Any) -> None:
