@@ -140,6 +140,13 @@ class EngineProcess:
             self._hear(end, f"{request} to finish")
         return self._finished.pop(request)
 
+    def take(self, timeout_s: float) -> dict[str, Result]:
+        """What has finished by now; waits so long for the first word of the engine."""
+        if not self._finished and select.select([self._ours], [], [], timeout_s)[0]:
+            self._hear(time.monotonic(), "what finished")
+        finished, self._finished = self._finished, {}
+        return finished
+
     def run(
         self, request: str, tokens: Sequence[int], max_tokens: int = 1, params: dict[str, Any] | None = None
     ) -> Result:
