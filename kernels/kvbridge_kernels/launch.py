@@ -182,7 +182,6 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
         "MULTIPLY": "own" if own is not None and is_gather else steps.multiply,
         # The interpreter's fma rounds twice.
         "DIVIDE": "own" if is_whole else steps.divide if work.is_native or not steps.divide else "exact",
-        "OVERFLOW": steps.overflow,
         "NATIVE": work.is_native and row % 4 == 0,
         "NEAR": near,
         "FAR": far,

@@ -57,7 +57,6 @@ def scatter_tiles(
     NEW: tl.constexpr,
     MULTIPLY: tl.constexpr,
     DIVIDE: tl.constexpr,
-    OVERFLOW: tl.constexpr,
     NATIVE: tl.constexpr,
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
@@ -91,7 +90,7 @@ def scatter_tiles(
         if OLD is not None:
             own = near + SCALE_AT + i_head.to(tl.int64) * SCALE_SKEW
             elements = cast(
-                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW, NATIVE, own, m_row
+                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, NATIVE, own, m_row
             )
         tiles.write(near, o_column, elements, mask, NEAR, RUN)
         tile += tl.num_programs(0)
