@@ -21,13 +21,11 @@ TYPES = {
 }
 # Adding and subtracting it rounds an fp32 below 2^22 to the nearest even whole number.
 ROUNDER = tl.constexpr(float(3 << 22))
-LARGEST_FP16 = tl.constexpr(codecs_ref.LARGEST["fp16"])
 LARGEST_E4M3 = tl.constexpr(codecs_ref.LARGEST["fp8_e4m3"])
 LARGEST_E5M2 = tl.constexpr(codecs_ref.LARGEST["fp8_e5m2"])
 LARGEST_INT8 = tl.constexpr(codecs_ref.LARGEST["int8"])
 MOST_IN_ROW = tl.constexpr(codecs_ref.MOST_IN_ROW)
 SMALLEST_SCALE = tl.constexpr(codecs_ref.SMALLEST_SCALE)
-LARGEST_BF16 = tl.constexpr(codecs_ref.LARGEST["bf16"])
 
 
 @triton.jit
@@ -42,7 +40,6 @@ def cast(
     i_head,
     MULTIPLY: tl.constexpr,
     DIVIDE: tl.constexpr,
-    OVERFLOW: tl.constexpr,
     NATIVE: tl.constexpr,
     own,
     m_row,
@@ -50,7 +47,7 @@ def cast(
     """uint [R, C] of codec OLD -> uint [R, C] of codec NEW; row r belongs to head i_head[r] of `plane`.
 
     `scales`: fp32 [old | new | RN(1 / new), planes, heads]. MULTIPLY by the old one; DIVIDE by the new one, "exact" or
-    "fast", by its "inverse" (scales.py says when), or not, ""; OVERFLOW: a finite value may be too large for NEW.
+    "fast", by its "inverse" (scales.py says when), or not, "".
     Either may be "own": each row has a scale in memory, fp32 at the addresses `own` [R] where `m_row`, which is read to
     multiply by, and is worked out and written to divide by.
     """
@@ -72,7 +69,7 @@ def cast(
         scale = _row_scale(values, NEW)
         tl.store(own.to(tl.pointer_type(tl.float32)), scale, mask=m_row)
         values = tl.math.div_rn(values, scale[:, None] + tl.zeros_like(values))
-    return _encode(values, NEW, OVERFLOW, NATIVE)
+    return _encode(values, NEW, NATIVE)
 
 
 @triton.jit
@@ -102,7 +99,7 @@ def _divide(values, scale, inverse, OLD: tl.constexpr):
 
 
 @triton.jit
-def _encode(values, NEW: tl.constexpr, OVERFLOW: tl.constexpr, NATIVE: tl.constexpr):
+def _encode(values, NEW: tl.constexpr, NATIVE: tl.constexpr):
     if NEW == tl.int8:
         values = tl.where(values != values, 0.0, values)
         values = tl.minimum(tl.maximum(values, -128.0), 127.0)
@@ -117,10 +114,6 @@ def _encode(values, NEW: tl.constexpr, OVERFLOW: tl.constexpr, NATIVE: tl.conste
         else:
             return _round_to_fp8(values, 3, 7, LARGEST_E4M3)
     else:
-        if OVERFLOW:
-            largest: tl.constexpr = LARGEST_FP16 if NEW == tl.float16 else LARGEST_BF16
-            finite = tl.clamp(values, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
-            values = tl.where(tl.abs(values) == float("inf"), values, finite)
         return values.to(NEW).to(tl.uint16, bitcast=True)
 
 

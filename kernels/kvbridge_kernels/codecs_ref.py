@@ -1,8 +1,8 @@
 """Conversions between the codecs that hold one number per element, in fp32 arithmetic and plain torch.
 
-value = stored * scale; stored = round to nearest even(clamp(value / scale)). A finite value never becomes an
-infinity: it is clamped to the largest number of the codec. Infinities stay in fp16, bf16 and fp32 and are clamped
-in 8 bits; NaN stays NaN where the codec has one and is 0 in int8. Equal codecs are never cast, but moved.
+value = stored * scale; stored = round to nearest even(value / scale). What is too large becomes an infinity in fp16,
+bf16 and fp32, as torch's own casts have it (65520 in fp16), and in 8 bits the largest number of the codec; infinities
+do likewise. NaN stays NaN where the codec has one and is 0 in int8. Equal codecs are never cast, but moved.
 
 Rows of 8 bits may each have a scale of their own beside them in memory: read with the row, and made with it as
 amax / largest, amax being the row's largest number; NaN aside, and infinities as large as bf16 can be.
@@ -96,7 +96,7 @@ def cast(source: torch.Tensor, target: torch.Tensor, old: Number, new: Number, s
         old_scale, new_scale = (None if scale is None else _of_tile(scale, tile) for scale in scales)
         values = _work("values", torch.float32, stored[tile], scratch)
         decode(stored[tile], old.name, old_scale, values, scratch)
-        encode(values, new.name, new_scale, wanted[tile], _may_overflow(old, new))
+        encode(values, new.name, new_scale, wanted[tile])
 
 
 def cast_rows(
@@ -145,10 +145,8 @@ def _decode_e4m3(stored: torch.Tensor, values: torch.Tensor, scratch: Scratch) -
     values.add_(infinite, alpha=0.0)
 
 
-def encode(
-    values: torch.Tensor, name: str, scale: torch.Tensor | None, stored: torch.Tensor, may_overflow: bool = True
-) -> None:
-    """stored = round(clamp(values / scale)); `values` is used up."""
+def encode(values: torch.Tensor, name: str, scale: torch.Tensor | None, stored: torch.Tensor) -> None:
+    """stored = round(values / scale), clamped in 8 bits; `values` is used up."""
     largest = LARGEST[name]
     if scale is not None:
         values.div_(scale)
@@ -157,17 +155,7 @@ def encode(
         return
     if DTYPES[name].itemsize == 1:
         values.clamp_(-largest, largest)
-    elif may_overflow:
-        infinite = values.isinf()
-        clamped = values.clamp(-largest, largest)
-        torch.where(infinite, values, clamped, out=values)
     stored.copy_(values)
-
-
-def _may_overflow(old: Number, new: Number) -> bool:
-    """Whether a finite number of `old` can be too large for `new`."""
-    largest = LARGEST[old.name] * (1.0 if old.table is None else float(old.table.abs().max()))
-    return not largest <= LARGEST[new.name] * (1.0 if new.table is None else float(new.table.min()))
 
 
 def _of_tile(scale: torch.Tensor, tile: tuple[slice, slice, slice]) -> torch.Tensor:

@@ -33,6 +33,21 @@ TILINGS = {
     "rescale": Tiling(4 << 10, 2, 16),
 }
 
+# A chunk is moved in launches of about so long at most. Under MPS an agent that is killed in a kernel of 2 ms takes the
+# engine with it now and then, in one of 1 ms or less it did not (18 kills each, NVIDIA H200, 2026-11); beside a busy
+# engine a kernel takes up to three times as long.
+LAUNCH_US = 250.0
+# GB/s of the wider end that are expected at least, by kind: NVLink's where both ends are dense, for a slot may be a
+# peer's (346 at 128 MiB; 680 and more in one GPU), and 260 where rows get scales of their own. Aligned to less than
+# 8 bytes a launch is taken to be so much slower; that was not measured. NVIDIA H200, 2026-11.
+LEAST_GB_S = {"move": 340.0, "sum": 340.0, "narrow": 340.0, "widen": 340.0, "rescale": 340.0, "own": 250.0}
+
+
+def tiles_at_once(kind: str, tile_bytes: int, align: int, launch_us: float) -> int:
+    """How many tiles one launch may move; `align` bytes are accessed at once at the narrower end."""
+    bytes_per_us = LEAST_GB_S[kind] * 1e3 * min(8, align) / 8
+    return max(1, int(launch_us * bytes_per_us / tile_bytes))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:

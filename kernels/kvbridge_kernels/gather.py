@@ -48,6 +48,8 @@ def gather_tiles(
     places: tl.int32,
     heads: tl.int32,
     row: tl.int32,
+    first_tile: tl.int32,
+    end_tile: tl.int32,
     PLACES: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -57,7 +59,6 @@ def gather_tiles(
     NEW: tl.constexpr,
     MULTIPLY: tl.constexpr,
     DIVIDE: tl.constexpr,
-    OVERFLOW: tl.constexpr,
     NATIVE: tl.constexpr,
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
@@ -73,9 +74,8 @@ def gather_tiles(
     SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
     if WORD:
         total = tl.zeros([PLACES * HEADS, COLUMNS * SIZE // WORD], tl.uint64)
-    tile = tl.program_id(0)
-    tiles_in_all = tiles.count(planes, places, heads, row, PLACES, HEADS, COLUMNS)
-    while tile < tiles_in_all:  # a `for` over tensors stops the interpreter under numpy 2.4
+    tile = first_tile + tl.program_id(0)
+    while tile < end_tile:  # a `for` over tensors stops the interpreter under numpy 2.4
         first_column, first_head, first_place, plane = tiles.split(
             tile, places, heads, row, PLACES, HEADS, COLUMNS, MANY_HEADS, MANY_COLUMNS
         )
@@ -87,7 +87,7 @@ def gather_tiles(
         if OLD is not None:
             own = near + SCALE_AT + i_head.to(tl.int64) * SCALE_SKEW
             elements = cast(
-                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, OVERFLOW, NATIVE, own, m_row
+                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, NATIVE, own, m_row
             )
         position = tiles.start(records, plane) + i_row * row * SIZE
         if WORD:

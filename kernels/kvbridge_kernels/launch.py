@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from . import clear
 from .codecs import TYPES
 from .codecs_ref import DTYPES
 from .digest_ref import word_bytes
-from .form import Form, Offsets, low_bit, tile_of
+from .form import Form, Offsets, low_bit, tile_of, tiles_at_once
 from .recipe import Chunk, Group, Recipe
 from .scales import Scaled, Steps
 from .segment import Segment, Span
@@ -36,6 +36,7 @@ class Kernel:
     constants: dict[str, Any]
     warps: int
     tiles: int  # a program
+    tiles_at_once: int  # a launch
     row: int
     tile: tuple[int, int, int]
     columns: Offsets | None
@@ -44,12 +45,20 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
+    """All planes of one form: as few launches as may be, each of a part of the tiles."""
+
     kernel: Kernel
     tiles: int
     records: int
     columns: int
     scales: int
     sizes: tuple[int, int, int, int]  # planes, places, heads, row
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """First and end tile of each, alike in size."""
+        count = -(-self.tiles // self.kernel.tiles_at_once)
+        for part in range(count):
+            yield part * self.tiles // count, (part + 1) * self.tiles // count
 
 
 def run(
@@ -73,12 +82,12 @@ def run(
     is_known = all(launch.kernel.compiled is not None for launch in launches)
     if stream is not None and is_known and gaps is None and not tables.must_upload:
         for launch in launches:  # without making the stream current, which costs as much as a launch
-            _start(function, launch, slot.address, total, work, stream.cuda_stream)
+            _start_all(function, launch, slot.address, total, work, stream.cuda_stream)
         return
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         tables.upload()
         for launch in launches:
-            _start(function, launch, slot.address, total, work)
+            _start_all(function, launch, slot.address, total, work)
         if gaps is not None:
             clear.start(gaps, len(recipe.gaps) // 2, slot)
 
@@ -93,8 +102,8 @@ def warm(
     address = work.table.data_ptr()
     for packed in recipe.groups:
         launch = _launch(function, packed, lists, slot, has_sums, tables, work, is_gather)
-        empty = Launch(launch.kernel, 1, address, address, address, (0, *launch.sizes[1:]))
-        _start(function, empty, slot.address, address, work)
+        empty = Launch(launch.kernel, 0, address, address, address, (0, *launch.sizes[1:]))
+        _start(function, empty, slot.address, address, work, 0, 0)
 
 
 def _checked(moved: Sequence[Segment] | Chunk, slot: Span, sums: torch.Tensor | None, work: Work) -> Chunk:
@@ -144,11 +153,18 @@ def _launch(
     return Launch(kernel, tiles, address, columns, table, (group.planes, group.places, form.heads, kernel.row))
 
 
-def _start(function: Any, launch: Launch, slot: int, sums: int, work: Work, stream: int | None = None) -> None:
-    kernel = launch.kernel
-    programs = -(-launch.tiles // kernel.tiles)
-    grid = (min(launch.tiles, max(programs, work.processors * RESIDENT)), 1, 1)
-    arguments = (launch.records, launch.columns, launch.scales, slot, sums, *launch.sizes)
+def _start_all(function: Any, launch: Launch, slot: int, sums: int, work: Work, stream: int | None = None) -> None:
+    for first, end in launch.parts():
+        _start(function, launch, slot, sums, work, first, end, stream)
+
+
+def _start(
+    function: Any, launch: Launch, slot: int, sums: int, work: Work, first: int, end: int, stream: int | None = None
+) -> None:
+    kernel, tiles = launch.kernel, end - first
+    programs = -(-tiles // kernel.tiles)
+    grid = (max(1, min(tiles, max(programs, work.processors * RESIDENT))), 1, 1)
+    arguments = (launch.records, launch.columns, launch.scales, slot, sums, *launch.sizes, first, end)
     if kernel.compiled is None:
         kernel.compiled = function[grid](*arguments, **kernel.constants, num_warps=kernel.warps)
     else:
@@ -156,16 +172,18 @@ def _start(function: Any, launch: Launch, slot: int, sums: int, work: Work, stre
 
 
 def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_gather: bool, work: Work) -> Kernel:
+    align = min(near, far, low_bit(form.run_bytes))
     if form.codecs is None:
-        size = wire_size = min(8, near, far, low_bit(form.run_bytes))
-        tiling, old, new = work.tilings["sum" if has_sums else "move"], None, None
+        size = wire_size = min(8, align)
+        kind, old, new = "sum" if has_sums else "move", None, None
     else:
         size, wire_size = (DTYPES[name].itemsize for name in form.codecs)
         memory, wire = (TYPES[name] for name in form.codecs)
         old, new = (memory, wire) if is_gather else (wire, memory)
-        tiling = work.tilings[_kind(old, new)]
+        kind = _kind(old, new)
         near = min(near, _access(size, wire_size, is_gather))
         far = min(far, _access(wire_size, size, not is_gather or has_sums))
+    tiling = work.tilings[kind]
     row = form.row_bytes // size
     own = form.row_scale
     is_whole = own is not None and not is_gather
@@ -182,7 +200,6 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
         "MULTIPLY": "own" if own is not None and is_gather else steps.multiply,
         # The interpreter's fma rounds twice.
         "DIVIDE": "own" if is_whole else steps.divide if work.is_native or not steps.divide else "exact",
-        "OVERFLOW": steps.overflow,
         "NATIVE": work.is_native and row % 4 == 0,
         "NEAR": near,
         "FAR": far,
@@ -196,7 +213,9 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
         "SCALE_SKEW": 0 if own is None else own.head_stride - form.head_stride,
     }
     columns = None if form.is_dense else form.columns(size, size if near >= size else 1)
-    return Kernel(constants, tiling.warps, tiling.tiles, row, tile, columns)
+    tile_bytes = tile[0] * tile[1] * tile[2] * max(size, wire_size)
+    at_once = tiles_at_once("own" if own is not None else kind, tile_bytes, align, work.launch_us)
+    return Kernel(constants, tiling.warps, tiling.tiles, at_once, row, tile, columns)
 
 
 def _kind(old: tl.dtype, new: tl.dtype) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ class Steps(NamedTuple):
 
     multiply: bool = False
     divide: str = ""
-    overflow: bool = False
 
 
 class Scaled(NamedTuple):
@@ -45,8 +43,7 @@ def scaled(form: Form, casts: Sequence[Cast], planes: int, is_gather: bool, know
     ends = [(c.memory.table, c.wire.table) if is_gather else (c.wire.table, c.memory.table) for c in casts]
     is_any = is_gather and form.row_scale is not None  # what the rows' own scales are is known to the kernel alone
     if not ends or ends[0] == (None, None):
-        overflow = _may_overflow(old, new, math.inf if is_any else 1.0, 1.0)
-        return Scaled(np.empty(0, np.int64), Steps(overflow=overflow))
+        return Scaled(np.empty(0, np.int64), Steps())
     room = np.ones((3 * planes * form.heads + 1) // 2 * 2, np.float32)
     table = room[: 3 * planes * form.heads].reshape(3, planes, form.heads)
     for end in range(2):
@@ -56,7 +53,7 @@ def scaled(form: Form, casts: Sequence[Cast], planes: int, is_gather: bool, know
     key = (old, new, is_any, *(end is not None for end in ends[0]), table[:2].tobytes())
     steps = known.get(key)
     if steps is None and is_any:
-        steps = known[key] = Steps(False, "exact", _may_overflow(old, new, math.inf, 1.0))
+        steps = known[key] = Steps(False, "exact")
     elif steps is None:
         steps = known[key] = _steps(old, new, ends[0][0] is not None, ends[0][1] is not None, table[0], table[1])
     if steps.divide in ("fast", "inverse"):
@@ -69,7 +66,7 @@ def _steps(old: str, new: str, has_old: bool, has_new: bool, old_scale: Floats, 
     divide = "exact" if has_new else ""
     if has_new and new.startswith("fp8") and lowest >= FAST_FROM and highest <= FAST_TO:
         divide = "inverse" if _is_inverse_enough(old, new, old_scale, new_scale) else "fast"
-    return Steps(has_old, divide, _may_overflow(old, new, float(old_scale.max()), float(new_scale.min())))
+    return Steps(has_old, divide)
 
 
 def _is_inverse_enough(old: str, new: str, old_scale: Floats, new_scale: Floats) -> bool:
@@ -93,8 +90,3 @@ def _is_inverse_enough(old: str, new: str, old_scale: Floats, new_scale: Floats)
     differ = quotient != product
     ends = [torch.from_numpy(end[differ]).clamp_(max=LARGEST[new]).to(DTYPES[new]) for end in (quotient, product)]
     return torch.equal(ends[0].view(torch.uint8), ends[1].view(torch.uint8))
-
-
-def _may_overflow(old: str, new: str, largest_scale: float, smallest_scale: float) -> bool:
-    """Whether a finite number can be too large for a codec that has infinities of more than 8 bits."""
-    return new in ("bf16", "fp16") and LARGEST[old] * largest_scale > LARGEST[new] * smallest_scale

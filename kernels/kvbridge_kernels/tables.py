@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .field import Axis
-from .form import TILINGS, Offsets, Tiling, place_offsets
+from .form import LAUNCH_US, TILINGS, Offsets, Tiling, place_offsets
 from .places import Places
 from .scratch import Scratch
 
@@ -33,6 +33,7 @@ class Work:
         device: torch.device | str,
         table_bytes: int = TABLE_BYTES,
         tilings: Mapping[str, Tiling] = TILINGS,
+        launch_us: float = LAUNCH_US,
     ) -> None:
         device = torch.device(device)
         is_gpu = device.type == "cuda"
@@ -40,6 +41,7 @@ class Work:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.tilings = tilings
+        self.launch_us = launch_us
         self.scratch = Scratch()
         self.kernels: dict[object, Any] = {}  # launch.py's
         self.steps: dict[object, Any] = {}  # scales.py's

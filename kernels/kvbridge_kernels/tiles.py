@@ -12,12 +12,7 @@ import triton.language as tl
 
 # What a kernel is given at run time; nothing is compiled for a value of one.
 ARGUMENTS = ["records", "columns", "scales", "slot", "sums", "planes", "places", "heads", "row"]
-
-
-@triton.jit
-def count(planes, places, heads, row, PLACES: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Tiles of a launch."""
-    return planes * tl.cdiv(places, PLACES) * (heads // HEADS) * tl.cdiv(row, COLUMNS)
+ARGUMENTS += ["first_tile", "end_tile"]
 
 
 @triton.jit

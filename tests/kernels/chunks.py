@@ -116,9 +116,11 @@ def slot_on(device: str, size: int) -> tuple[torch.Tensor, Span]:
 
 
 def work_on(device: str) -> Work:
-    """Small tiles, so that small chunks take several: the interpreter is slow."""
+    """Small tiles and short launches, so that small chunks take several of both: the interpreter is slow."""
     small = Tiling(4 << 10, 4, 8)
-    return Work(device) if device != "cpu" else Work(device, tilings=dict.fromkeys(TILINGS, small))
+    if device != "cpu":
+        return Work(device, launch_us=1.0)
+    return Work(device, tilings=dict.fromkeys(TILINGS, small), launch_us=0.03)
 
 
 def added(sums: torch.Tensor) -> int:

@@ -61,7 +61,10 @@ def decode(stored: np.ndarray, name: str, scale: np.ndarray | float | None = Non
 
 
 def encode(values: np.ndarray, name: str, scale: np.ndarray | float | None = None) -> np.ndarray:
-    """Patterns of fp32 values; NaN becomes the codec's positive one."""
+    """Patterns of fp32 values; NaN becomes the codec's positive one.
+
+    Beyond the largest number 16 bits go on to infinity, half a step from it already; 8 bits stay there.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         values = values if scale is None else values / np.asarray(scale, np.float32)
     if name == "fp32":
@@ -79,7 +82,8 @@ def encode(values: np.ndarray, name: str, scale: np.ndarray | float | None = Non
     found = patterns[np.where(ladder[above] == size, above, nearest)]
     bits = FORMATS[name].bits
     if bits == 16:
-        found = np.where(np.isinf(values), np.flatnonzero(np.isposinf(numbers(name)))[0], found)
+        beyond = np.abs(values) >= ladder[-1] + (ladder[-1] - ladder[-2]) / 2
+        found = np.where(beyond, np.flatnonzero(np.isposinf(numbers(name)))[0], found)
     found = found | (np.signbit(values).astype(np.int64) << (bits - 1))
     return np.where(np.isnan(values), np.flatnonzero(np.isnan(numbers(name)))[0], found)
 

@@ -13,9 +13,12 @@ SMALL = ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8"]
 # A power of two, one that is not, one that overflows 8 bits, one that makes everything small.
 SCALES = [None, 0.5, 0.0371, 1e-4, 37.0]
 
+# From here on an fp32 is an infinity: the middle between the largest number and the next that there would be.
+ENDS = {"fp16": 65520.0, "bf16": float.fromhex("0x1.ffp127")}
+
 
 def patterns_of(name: str) -> np.ndarray:
-    """Every pattern of a codec; for fp32 every 251st and the neighbourhood of each fp8 rounding border."""
+    """Every pattern of a codec; for fp32 every 4099th, and the neighbourhood of each border of fp8 and of infinity."""
     if name != "fp32":
         return np.arange(1 << (8 * DTYPES[name].itemsize))
     borders = []
@@ -23,8 +26,11 @@ def patterns_of(name: str) -> np.ndarray:
         ladder = np.sort(slow.numbers(codec)[np.isfinite(slow.numbers(codec))])
         middle = ((ladder[1:] + ladder[:-1]) / 2).astype(np.float32)
         borders += [middle, np.nextafter(middle, np.float32(9e9)), np.nextafter(middle, np.float32(-9e9))]
+    for infinite in ENDS.values():
+        end = np.array([infinite, -infinite], np.float32)
+        borders += [end, np.nextafter(end, np.float32(0)), end * np.float32(1.0001)]
     dense = np.arange(0, 1 << 32, 4099, dtype=np.uint64).astype(np.uint32).view(np.float32)
-    return np.concatenate([dense, *borders])
+    return np.concatenate([*borders, dense])
 
 
 def stored_as_bytes(patterns: np.ndarray, name: str) -> np.ndarray:
@@ -130,6 +136,21 @@ CORNERS: list[tuple[str, str, dict[int, int]]] = [
     ("int8", "bf16", {0x80: 0xC300, 127: 0x42FE, 0: 0, 1: 0x3F80, 0xFF: 0xBF80}),
     ("int8", "fp16", {0x80: 0xD800, 127: 0x57F0, 0: 0, 1: 0x3C00, 0xFF: 0xBC00}),
 ]
+
+
+@pytest.mark.parametrize(("name", "end"), ENDS.items())
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_16_bits_cannot_hold_is_an_infinity_as_in_torch(name: str, end: float, sign: int) -> None:
+    below = np.nextafter(np.float32(end), np.float32(0))
+    values = sign * np.array([LARGEST[name], below, end, 3.4e38, np.inf], np.float32)
+    found = slow.decode(run(values, Number("fp32"), Number(name)), name)
+    assert np.array_equal(found[:2], sign * np.array([LARGEST[name]] * 2, np.float32))
+    assert np.isinf(found[2]) and np.isinf(found[4])
+    assert np.array_equal(found, torch.from_numpy(values).to(DTYPES[name]).float().numpy())
+    doubled = slow.decode(run(values[2:], number("fp32", 0.5), number(name, 0.25)), name)
+    assert np.isinf(doubled).all() and (np.sign(doubled) == sign).all()
+
+
 # Patterns that are NaN in the old codec are NaN in the new one, whichever.
 NANS = {"fp8_e4m3": (0x7F, 0xFF), "fp8_e5m2": (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)}
 

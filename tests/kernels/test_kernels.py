@@ -15,7 +15,7 @@ from kvbridge_kernels import gather_ref, scatter_ref
 from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.digest_ref import K1, K2, sum64
 from kvbridge_kernels.field import Axis, Field
-from kvbridge_kernels.form import Tiling, form_of, place_offsets, tile_of
+from kvbridge_kernels.form import LEAST_GB_S, Tiling, form_of, place_offsets, tile_of, tiles_at_once
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.scales import _is_inverse_enough
 from kvbridge_kernels.segment import Segment, gaps
@@ -158,6 +158,24 @@ def test_tiles_are_full_powers_of_two(width: int, heads: int, layout: str) -> No
     assert all(part & (part - 1) == 0 for part in (places, head_tile, columns))
     assert -(-width // columns) * columns < width * 1.5 + 16
     assert head_tile == 1 or layout == "nhd"
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 7, 64, 65, 1000, 12345])
+@pytest.mark.parametrize("at_once", [1, 3, 64, 20000])
+def test_launches_share_all_tiles_and_none_has_more_than_it_may(tiles: int, at_once: int) -> None:
+    launch = pytest.importorskip("kvbridge_kernels.launch")  # needs triton
+    kernel = launch.Kernel({}, 4, 1, at_once, 0, (1, 1, 1), None)
+    parts = list(launch.Launch(kernel, tiles, 0, 0, 0, (1, 1, 1, 1)).parts())
+    assert [tile for first, end in parts for tile in range(first, end)] == list(range(tiles))
+    assert max(end - first for first, end in parts) <= at_once and len(parts) == -(-tiles // at_once)
+
+
+@pytest.mark.parametrize("kind", LEAST_GB_S)
+def test_a_launch_takes_as_many_bytes_as_it_has_time_for(kind: str) -> None:
+    for tile_bytes, align in ((2 << 10, 16), (8 << 10, 8), (4 << 10, 2)):
+        seconds = tiles_at_once(kind, tile_bytes, align, 250.0) * tile_bytes / (LEAST_GB_S[kind] * 1e9)
+        assert 0.9 * 250e-6 < seconds * 8 / min(8, align) <= 250e-6
+    assert tiles_at_once(kind, 1 << 30, 16, 250.0) == 1
 
 
 def test_an_inverse_serves_only_where_every_number_comes_out_the_same() -> None:
