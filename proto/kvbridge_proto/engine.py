@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from .pool import Count, Handle, Name, Pool, Positive
-from .status import Status, StatusQuery
+from .status import PoolQuery, PoolStatus, Status, StatusQuery
 from .words import Address, Agent, Blocks, Code, Ranks, Reasons, Room, Seconds, VersionRange
 
 Request = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -183,5 +183,5 @@ class Adopt(Struct, frozen=True, kw_only=True, tag="adopt"):
     scales: NewScales
 
 
-ToAgent = Attach | Directory | Offer | Withdraw | Want | Abandon | Rescale | Decline | Detach | StatusQuery
-ToEngine = Attached | Detached | Refused | Released | Done | Failed | Rescaled | Adopt | Status
+ToAgent = Attach | Directory | Offer | Withdraw | Want | Abandon | Rescale | Decline | Detach | StatusQuery | PoolQuery
+ToEngine = Attached | Detached | Refused | Released | Done | Failed | Rescaled | Adopt | Status | PoolStatus

@@ -86,6 +86,7 @@ TO_AGENT: tuple[Any, ...] = (
     engine.Decline(revision=1, reason="scales: requests have been computed under ours"),
     engine.Detach(),
     status.StatusQuery(),
+    status.PoolQuery(),
 )
 TO_ENGINE: tuple[Any, ...] = (
     engine.Attached(version=1, epoch=3, agent=AGENT),
@@ -133,6 +134,7 @@ TO_ENGINE: tuple[Any, ...] = (
         counters={"kvbridge_chunks_total{role=source}": 1.0},
         rebuild_refused="rebuild_refused",
     ),
+    status.PoolStatus(pool=POOL, slot_bytes=4 << 20),
 )
 
 
@@ -213,7 +215,7 @@ def enveloped(body: Any) -> peer.Envelope:
 
 def tag(message: Any) -> str:
     """The tag a message travels under, as a file name."""
-    return str(message.__struct_config__.tag).replace("status?", "status_query")
+    return str(message.__struct_config__.tag).replace("?", "_query")
 
 
 def frames() -> dict[str, tuple[Any, Any]]:
