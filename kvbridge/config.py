@@ -136,12 +136,11 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def sockets(environment: Mapping[str, str] | None = None) -> list[Path]:
-    """Where agents of this host listen, as far as we are told: beside the default, and beside KVBRIDGE_SOCKET."""
+def socket_folders(environment: Mapping[str, str] | None = None) -> list[Path]:
+    """Where agents of this host listen, as far as we are told: the default's folder, and that of KVBRIDGE_SOCKET."""
     environment = os.environ if environment is None else environment
     named = [AgentConfig().socket, environment.get(ENVIRONMENT_PREFIX + "SOCKET", "")]
-    folders = dict.fromkeys(Path(path).parent for path in named if path.startswith("/"))
-    return [path for folder in folders for path in sorted(folder.glob("*.sock"))]
+    return list(dict.fromkeys(Path(path).parent for path in named if path.startswith("/")))
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import msgspec
 import pytest
 from kvbridge_proto.codec import encode
 from kvbridge_proto.engine import ToAgent
-from kvbridge_proto.status import StatusQuery
+from kvbridge_proto.status import PeerStatus, PoolQuery, StatusQuery, TransferStatus
 from kvbridge_proto.stream import HEADER, StreamReader, pack
 
 from kvbridge.transport.keys import load_keys
@@ -25,7 +26,7 @@ from kvbridge.transport.keys import load_keys
 from .oracle import Shape, build_all, describe
 from .proto.samples import TO_ENGINE
 
-STATUS = TO_ENGINE[-1]
+STATUS, POOL_STATUS = TO_ENGINE[-2:]
 START_S = 30
 
 
@@ -103,12 +104,15 @@ def test_status_of_a_stale_socket_says_that_nobody_listens(tmp_path: Path) -> No
     assert "Connection refused" in told.stderr
 
 
-class Scripted:
-    """Something that listens, reads one StatusQuery and answers with fixed bytes."""
+STATUS_QUERY = StatusQuery()
 
-    def __init__(self, path: Path, answer: bytes) -> None:
+
+class Scripted:
+    """Something that listens, reads one query and answers with fixed bytes."""
+
+    def __init__(self, path: Path, answer: bytes, query: StatusQuery | PoolQuery = STATUS_QUERY) -> None:
         self.path = path
-        self._answer = answer
+        self._answer, self._query = answer, query
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(str(path))
         self._listening.listen(1)
@@ -126,7 +130,7 @@ class Scripted:
         connection, _ = self._listening.accept()
         with connection:
             reader: StreamReader[ToAgent] = StreamReader(ToAgent)
-            while not any(message == StatusQuery() for message in reader.feed(connection.recv(4096))):
+            while not any(message == self._query for message in reader.feed(connection.recv(4096))):
                 pass
             connection.sendall(self._answer)
 
@@ -224,11 +228,101 @@ def test_status_as_json_is_the_message(tmp_path: Path) -> None:
     assert msgspec.json.decode(told.stdout, type=type(STATUS)) == STATUS
 
 
+def test_status_finds_the_agents_of_the_host_and_names_the_dead(tmp_path: Path) -> None:
+    beside = {"KVBRIDGE_SOCKET": str(tmp_path / "agent-0.sock")}
+    told = kvbridge("status", **beside)
+    assert told.returncode == 1 and f"{tmp_path}; name it with --socket" in told.stderr
+    other = msgspec.structs.replace(STATUS, agent=msgspec.structs.replace(STATUS.agent, name="decode-7"))
+    for as_json in ((), ("--json",)):
+        with Scripted(tmp_path / "agent-0.sock", pack(STATUS)), Scripted(tmp_path / "agent-1.sock", pack(other)):
+            told = kvbridge("status", *as_json, **beside)
+        assert told.returncode == 0, told.stderr
+        assert "prefill-0" in told.stdout and "decode-7" in told.stdout
+        assert all(f"{tmp_path}/agent-{number}.sock" in told.stdout for number in (0, 1))
+        (tmp_path / "agent-0.sock").unlink()
+        with Scripted(tmp_path / "agent-0.sock", pack(STATUS)):
+            told = kvbridge("status", *as_json, **beside)
+        assert told.returncode == 1 and "prefill-0" in told.stdout and "decode-7" not in told.stdout
+        assert f"no_agent: no agent at {tmp_path}/agent-1.sock: Connection refused" in told.stderr
+        for path in tmp_path.glob("*.sock"):
+            path.unlink()
+    alive, dead = json.loads(told.stdout)
+    assert msgspec.convert(alive["status"], type(STATUS)) == STATUS
+    assert (dead["socket"], dead["code"]) == (f"{tmp_path}/agent-1.sock", "no_agent")
+
+
+def test_status_of_several_named_agents_ends_with_1_if_one_is_gone(tmp_path: Path) -> None:
+    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
+        told = kvbridge("status", "--socket", agent.path, "--socket", tmp_path / "b.sock")
+    assert told.returncode == 1 and "prefill-0" in told.stdout and "b.sock: No such file" in told.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody who may not look")
+def test_status_says_that_it_may_not_look_for_agents() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # 0700
+        program = (
+            "import os, sys\nfrom kvbridge.commands.status import found\nfrom kvbridge.errors import OperatorError\n"
+        )
+        program += "os.setgid(65534), os.setuid(65534)\n"
+        program += "try: found()\nexcept OperatorError as error: print(error)"
+        beside = {**os.environ, "KVBRIDGE_SOCKET": f"{folder}/a.sock"}
+        told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=beside)
+    assert told.stdout == f"may not look for agents in {folder}: Permission denied; be of the agent's group, or root\n"
+
+
+KEY = "tcp://10.113.205.117:17700#" + "k" * 40
+ROUTE = "nixl 12.3 GB/s in 512 KiB (direct: the GPU of the other agent is not visible to this process)"
+LONG = msgspec.structs.replace(
+    STATUS,
+    agent=msgspec.structs.replace(STATUS.agent, address=KEY),
+    peers=(
+        PeerStatus(
+            name="decode-host-17-rank-3", address=KEY, boot="f" * 16, state="source open", route=ROUTE, verdict=ROUTE
+        ),
+    ),
+    transfers=(
+        TransferStatus(
+            role="sink",
+            request=f"cmpl-{'0123456789abcdef' * 2}-0",
+            room="r",
+            peer=KEY,
+            state="flowing",
+            chunks_done=1234,
+            chunks=5678,
+            age_s=12345.6,
+        ),
+    ),
+    counters={"kvbridge_wants_failed_total{code=peer_unreachable_for_a_long_time_and_more}": 123456789.0},
+)
+
+
+def test_status_is_readable_at_80_columns(tmp_path: Path) -> None:
+    with Scripted(tmp_path / "a.sock", pack(LONG)) as agent:
+        told = kvbridge("status", "--socket", agent.path, COLUMNS="80")
+    assert told.returncode == 0, told.stderr
+    lines = told.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(KEY in line for line in lines) == 2  # ours, the peer's: to be copied
+    (first,) = (number for number, line in enumerate(lines) if "nixl 12.3 GB/s" in line and "route" in line)
+    assert " ".join(" ".join(lines[first : first + 2]).split()) == f"route {ROUTE}"
+    assert "1234/5678" in told.stdout and "12345.6 s" in told.stdout
+    flat = "".join(told.stdout.split())
+    assert LONG.transfers[0].request in flat and next(iter(LONG.counters)) in flat
+    assert "…" not in told.stdout
+
+
+def test_status_prints_the_pool_that_plan_reads(tmp_path: Path) -> None:
+    with Scripted(tmp_path / "a.sock", pack(POOL_STATUS), PoolQuery()) as agent:
+        told = kvbridge("status", "--socket", agent.path, "--pool")
+    assert told.returncode == 0, told.stderr
+    assert msgspec.json.decode(told.stdout, type=type(POOL_STATUS.pool)) == POOL_STATUS.pool
+
+
 ANSWERS = {
     "closed": (b"", "closed without an answer"),
     "garbage": (HEADER.pack(3) + b"\xc1\xc1\xc1", "is no agent"),
     "another message": (HEADER.pack(1) + encode({}), "is no agent"),
-    "refused": (pack(TO_ENGINE[2]), "agent_refused: version_mismatch: versions: ours 1-1, theirs 2-3"),
+    "refused": (pack(TO_ENGINE[2]), "a.sock: version_mismatch: versions: ours 1-1, theirs 2-3"),
 }
 
 
@@ -323,6 +417,36 @@ def test_plan_of_half_an_engine_says_that_rows_are_missing(tmp_path: Path) -> No
     assert told.returncode == 1
     assert "rows_not_held" in told.stderr
     assert "every rank" in told.stderr
+    told = kvbridge("plan", tmp_path / "half.json", sink, "--json")
+    assert told.returncode == 1 and "rows_not_held" in told.stderr
+    found = json.loads(told.stdout)
+    assert (found["verdict"], found["code"], found["sources"]) == ("Convertible", "rows_not_held", [])
+    assert "every rank" in found["reasons"][0] and found["changes"]
+
+
+def test_plan_with_slots_that_hold_no_row_says_so(tmp_path: Path) -> None:
+    pool = write_pools(tmp_path, "pool", Shape())
+    told = kvbridge("plan", pool, pool, "--slot-bytes", "1", "--json")
+    assert told.returncode == 1 and "slot_too_small" in told.stderr
+    found = json.loads(told.stdout)
+    assert found["code"] == "slot_too_small" and "slot_bytes: 1, a row of layer 0" in found["reasons"][0]
+
+
+def test_plan_as_json_says_whatever_it_fails_with(tmp_path: Path) -> None:
+    pool = write_pools(tmp_path, "pool", Shape())
+    cases = {"bad_pool_file": (tmp_path / "none.json", pool), "bad_option": (pool, pool, "--rank", "7")}
+    for code, arguments in cases.items():
+        found = json.loads(kvbridge("plan", *arguments, "--json").stdout)
+        assert found["code"] == code and found["reasons"]
+    assert json.loads(kvbridge("plan", pool, pool, "--json").stdout)["code"] == ""
+
+
+def test_plan_takes_files_with_commas_between_as_the_ranks_of_one_engine(tmp_path: Path) -> None:
+    for number, held in enumerate(build_all(Shape(tp_size=2))):
+        (tmp_path / f"{number}.json").write_bytes(msgspec.json.encode(held.pool))
+    sink = write_pools(tmp_path, "sink", Shape())
+    told = kvbridge("plan", f"{tmp_path}/0.json,{tmp_path}/1.json", sink, "--json")
+    assert told.returncode == 0 and len(json.loads(told.stdout)["sources"]) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"engine": 5}', "\xff"])

@@ -37,7 +37,7 @@ from kvbridge_proto.engine import (
 )
 from kvbridge_proto.engine import Failed as WantFailed
 from kvbridge_proto.pool import Pool
-from kvbridge_proto.status import EngineStatus, Status, StatusQuery
+from kvbridge_proto.status import EngineStatus, PoolQuery, PoolStatus, Status, StatusQuery
 from kvbridge_proto.words import OURS, Agent, Rank, negotiate
 
 from ..device.fence import FencePage
@@ -161,6 +161,8 @@ class Engines:
         match message:
             case StatusQuery():
                 connection.send(self._status())
+            case PoolQuery():
+                connection.send(self._pool_status(home))
             case Attach():
                 self._attach(connection, message, fds)
             case _ if home is None or connection is not self._connection:
@@ -301,6 +303,11 @@ class Engines:
 
     def _directory(self, home: Home, ranks: tuple[Rank, ...]) -> None:
         self._home = replace(home, ranks=ranks)
+
+    def _pool_status(self, home: Home | None) -> PoolStatus | Refused:
+        if home is None:
+            return Refused(code="no_engine", reasons=("no engine is attached to this agent",))
+        return PoolStatus(pool=home.pool, slot_bytes=self._mover.site.fabric.slot_bytes)
 
     def engine_status(self) -> EngineStatus | None:
         home = self._home

@@ -98,25 +98,56 @@ def _shown(value: Any) -> str:
 
 
 def status(
-    socket: Annotated[str, typer.Option(help="The agent's unix socket.")] = AgentConfig().socket,
+    socket: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An agent's unix socket; may be repeated. Default: all in /run/kvbridge and beside KVBRIDGE_SOCKET."
+        ),
+    ] = None,
+    pool: Annotated[
+        bool, typer.Option("--pool", help="Print the attached pools instead, as `kvbridge plan` reads them.")
+    ] = False,
     as_json: JSON = False,
 ) -> None:
-    """Show what an agent is doing."""
-    with _told("status"):
-        from .status import show
+    """Show what the agents of this host are doing.
 
-        show(socket, as_json)
+    Ends with 1 if one of them does not answer. With --json: the agent's message for one --socket, else a list of
+    {socket, status} or {socket, code, reasons}.
+    """
+    with _told("status"):
+        from .status import show, show_pools
+
+        if pool:
+            show_pools(socket or [])
+        else:
+            show(socket or [], as_json)
 
 
 def plan(
-    source: Annotated[Path, typer.Argument(help="Pool of the prefilling engine, JSON; or a list, one per rank.")],
-    sink: Annotated[Path, typer.Argument(help="Pool of one decoding rank, JSON; or a list, of which --rank is taken.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="The prefilling engine: a file of `kvbridge status --pool`, or its agent's socket; ranks as A,B."
+        ),
+    ],
+    sink: Annotated[str, typer.Argument(help="The decoding engine, likewise; --rank says which of its ranks.")],
     tokens: Annotated[int, typer.Option(min=0, max=1 << 40, help="Tokens of the request.")] = 1024,
-    slot_bytes: Annotated[int, typer.Option(min=1, max=1 << 40, help="Slot size of both agents.")] = 4 << 20,
+    slot_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1 << 40,
+            help="Slot size of both agents. Default: the smaller one of agents that are asked; of files 4 MiB.",
+        ),
+    ] = None,
     rank: Annotated[int, typer.Option(min=0, help="Which pool of a list of decoding ranks.")] = 0,
     as_json: JSON = False,
 ) -> None:
-    """Say whether two pools fit, why not, and what would move. Needs no agent."""
+    """Say whether two pools fit, why not, and what would move.
+
+    An engine on another host is named by a file: agents show their pool to processes of their own host only. There:
+    kvbridge status --pool > prefill.json
+    """
     with _told("plan"):
         from .plan import show
 

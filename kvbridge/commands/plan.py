@@ -1,8 +1,9 @@
-"""`kvbridge plan`: verdict and chunks for the pools of two engines, read from JSON."""
+"""`kvbridge plan`: verdict and chunks for the pools of two engines, read from JSON or asked of their agents."""
 
 from __future__ import annotations
 
 import json
+import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,8 +23,10 @@ from ..geometry.overlap import overlaps
 from ..geometry.plan import Chunk, Plan, plan
 from ..geometry.shard import assign
 from ..geometry.words import sentence
+from .status import ask_pool
 
 SHOWN_CHUNKS = 8
+SLOT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +51,52 @@ class Change:
     text: str
 
 
-def show(source: Path, sink: Path, tokens: int, slot_bytes: int, rank: int, as_json: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Side:
+    """All ranks of one engine that were named, and the smallest slot of the agents that were asked."""
+
+    pools: Sequence[Pool]
+    slot_bytes: int | None
+
+
+def show(source: str, sink: str, tokens: int, slot_bytes: int | None, rank: int, as_json: bool) -> None:
     """Print it for one rank of the sink.
 
-    Raises OperatorError for a file that is no pool, and for pools that do not fit (`incompatible`).
+    Raises KVBridgeError for what is no pool and for pools that do not fit; stdout has code and reasons too, as JSON.
     """
-    sources, targets = pools(source), pools(sink)
-    if rank >= len(targets):
-        raise OperatorError("bad_option", f"rank: {rank}, {sink} has {len(targets)}")
-    target = targets[rank]
+    try:
+        giving, taking = side(source), side(sink)
+        if rank >= len(taking.pools):
+            raise OperatorError("bad_option", f"rank: {rank}, {sink} has {len(taking.pools)}")
+    except KVBridgeError as error:
+        if as_json:
+            _write({"code": error.code, "reasons": list(error.reasons)})
+        raise
+    usable = slot_bytes or min(filter(None, (giving.slot_bytes, taking.slot_bytes)), default=SLOT_BYTES)
+    _judge(giving.pools, taking.pools[rank], tokens, usable, as_json)
+
+
+def _judge(sources: Sequence[Pool], target: Pool, tokens: int, slot_bytes: int, as_json: bool) -> None:
     found, source_pool = _judged(sources, target)
     said = _changes(found, source_pool, target)
-    parts = [] if isinstance(found, Incompatible) else parts_of(sources, target, tokens, slot_bytes)
+    parts: list[Part] = []
+    failure: KVBridgeError | None = None
+    try:
+        if isinstance(found, Incompatible):
+            raise OperatorError("incompatible", *found.reasons)
+        parts = parts_of(sources, target, tokens, slot_bytes)
+    except KVBridgeError as error:
+        failure = error
     if as_json:
-        sys.stdout.write(json.dumps(_plain(found, said, target, parts), indent=2) + "\n")
+        _write(_plain(found, failure, said, target, parts))
     else:
         _print(found, said, target, parts)
-    if isinstance(found, Incompatible):
-        raise OperatorError("incompatible", *found.reasons)
+    if failure is not None:
+        raise failure
+
+
+def _write(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer, indent=2) + "\n")
 
 
 def _judged(sources: Sequence[Pool], sink: Pool) -> tuple[Verdict, Pool]:
@@ -82,6 +113,27 @@ def _verdict(source: Pool, sink: Pool) -> Verdict:
     sides = (("source", source), ("sink", sink))
     reasons = [f"{side} {reason}" for side, pool in sides for reason in overlaps(pool)]
     return Incompatible(shortened(reasons)) if reasons else found
+
+
+def side(said: str) -> Side:
+    """The pools of one engine: files and agents' sockets, with commas between. Raises OperatorError."""
+    found: list[Pool] = []
+    slots: list[int] = []
+    for path in map(Path, said.split(",")):
+        if _is_socket(path):
+            answer = ask_pool(str(path))
+            found.append(answer.pool)
+            slots.append(answer.slot_bytes)
+        else:
+            found += pools(path)
+    return Side(found, min(slots, default=None))
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False  # said when it is read
 
 
 def pools(path: Path) -> Sequence[Pool]:
@@ -101,7 +153,7 @@ def parts_of(sources: Sequence[Pool], sink: Pool, tokens: int, slot_bytes: int) 
     try:
         takes = assign(sources, sink)
     except KVBridgeError as error:
-        reason = f"{error}; give every rank of the source as a JSON list"
+        reason = f"{error}; name every rank of the source, with commas between, or as a JSON list"
         raise OperatorError(error.code, reason if len(sources) == 1 else str(error)) from None
     return [
         Part(pool, taken, plan(pool, sink, taken, 0, tokens, slot_bytes))
@@ -121,11 +173,14 @@ def _change(each: Difference, words: str) -> Change:
     return Change(each.field, str(each.source), str(each.sink), each.place, each.needs, words, str(each))
 
 
-def _plain(found: Verdict, said: Sequence[Change], sink: Pool, parts: Sequence[Part]) -> dict[str, Any]:
-    reasons = found.reasons if isinstance(found, Incompatible) else [each.text for each in said]
+def _plain(
+    found: Verdict, failure: KVBridgeError | None, said: Sequence[Change], sink: Pool, parts: Sequence[Part]
+) -> dict[str, Any]:
+    """`code` is empty where rows can be moved; else the reasons are why they cannot."""
     return {
         "verdict": type(found).__name__,
-        "reasons": list(reasons),
+        "code": failure.code if failure else "",
+        "reasons": list(failure.reasons) if failure else [each.text for each in said],
         "changes": [{name: text for name, text in asdict(each).items() if name != "text"} for each in said],
         "sink": _rank(sink),
         "sources": [

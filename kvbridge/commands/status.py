@@ -1,42 +1,103 @@
-"""`kvbridge status`: asks an agent over its unix socket and prints what it says."""
+"""`kvbridge status`: asks agents over their unix sockets and prints what they say."""
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from kvbridge_proto.codec import BadFrame
 from kvbridge_proto.engine import Refused, ToEngine
-from kvbridge_proto.status import SlotCounts, Status, StatusQuery
+from kvbridge_proto.pool import Pool
+from kvbridge_proto.status import PeerStatus, PoolQuery, PoolStatus, SlotCounts, Status, StatusQuery, TransferStatus
 from kvbridge_proto.stream import StreamReader, pack
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..config import socket_folders
 from ..errors import OperatorError
 
 ANSWER_S = 5.0
 RECEIVE_BYTES = 1 << 16
 
+Answer = TypeVar("Answer", Status, PoolStatus)
 
-def show(path: str, as_json: bool) -> None:
-    """Print one agent's status. Raises OperatorError when no agent answers there."""
-    status = ask(path)
+
+def show(named: Sequence[str], as_json: bool) -> None:
+    """Print the status of the agents at these sockets, of all on this host if none is named.
+
+    Raises OperatorError when one of them does not answer, after the others are shown.
+    """
+    if len(named) == 1 and as_json:
+        return _write(msgspec.json.encode(ask(named[0])))
+    paths = named or found()
+    answers = {path: _tried(path) for path in paths}
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(status)).decode() + "\n")
-        return
-    Console(markup=False, emoji=False).print(rendered(status))  # a key may look like markup
+        _write(json.dumps([_plain_answer(path, answer) for path, answer in answers.items()]).encode())
+    else:
+        console = Console(markup=False, emoji=False, highlight=False)  # a key may look like markup
+        for path, answer in answers.items():
+            if isinstance(answer, Status):
+                console.print(Group(*([_title(path)] if len(paths) > 1 else []), rendered(answer)))
+    failures = [answer for answer in answers.values() if isinstance(answer, OperatorError)]
+    if failures:
+        raise failures[0] if len(failures) == 1 else OperatorError(failures[0].code, *map(str, failures))
+
+
+def show_pools(named: Sequence[str]) -> None:
+    """Print the pool of the engine behind these sockets, as `kvbridge plan` reads it: one, or a list of its ranks.
+
+    Raises OperatorError when an agent does not answer or has no engine, or when there are several engines.
+    """
+    pools = [ask_pool(path).pool for path in named or found()]
+    engines = sorted({pool.engine.id for pool in pools})
+    if len(engines) > 1:
+        reason = f"engines: {', '.join(engines)} are attached here; name the sockets of one with --socket"
+        raise OperatorError("bad_option", reason)
+    _write(msgspec.json.encode(pools[0] if len(pools) == 1 else sorted(pools, key=_rank)))
+
+
+def _rank(pool: Pool) -> tuple[int, int]:
+    return pool.shard.pp_rank, pool.shard.tp_rank
+
+
+def found() -> list[str]:
+    """The sockets of this host's agents, living or not. Raises OperatorError (`no_agent`) when there is none."""
+    folders = socket_folders()
+    try:
+        paths = [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
+    except OSError as error:
+        reason = f"may not look for agents in {error.filename}: {error.strerror}"
+        raise OperatorError("no_agent", f"{reason}; be of the agent's group, or root") from None
+    sockets = [path for path in paths if path.endswith(".sock")]
+    if not sockets:
+        where = " and ".join(map(str, folders))
+        raise OperatorError("no_agent", f"no agent's socket in {where}; name it with --socket")
+    return sockets
 
 
 def ask(path: str, answer_s: float = ANSWER_S) -> Status:
     """The status of the agent at `path`. Raises OperatorError (`no_agent`, `agent_silent`, `agent_refused`)."""
+    return _asked(path, StatusQuery(), Status, answer_s)
+
+
+def ask_pool(path: str, answer_s: float = ANSWER_S) -> PoolStatus:
+    """The pool of the engine that is attached to the agent at `path`. Raises OperatorError as `ask` does."""
+    return _asked(path, PoolQuery(), PoolStatus, answer_s)
+
+
+def _asked(path: str, query: msgspec.Struct, kind: type[Answer], answer_s: float) -> Answer:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(answer_s)
         try:
             connection.connect(path)
-            connection.sendall(pack(StatusQuery()))
-            return _answer(connection, path)
+            connection.sendall(pack(query))
+            return _answer(connection, path, kind)
         except TimeoutError:
             raise OperatorError("agent_silent", f"the agent at {path} did not answer in {answer_s:g} s") from None
         except OSError as error:
@@ -45,30 +106,40 @@ def ask(path: str, answer_s: float = ANSWER_S) -> Status:
             raise OperatorError("no_agent", f"what answers at {path} is no agent: {error}") from None
 
 
-def _answer(connection: socket.socket, path: str) -> Status:
+def _answer(connection: socket.socket, path: str, kind: type[Answer]) -> Answer:
     reader: StreamReader[ToEngine] = StreamReader(ToEngine)
     while received := connection.recv(RECEIVE_BYTES):
         for message in reader.feed(received):
-            if isinstance(message, Status):
+            if isinstance(message, kind):
                 return message
             if isinstance(message, Refused):
-                raise OperatorError("agent_refused", f"{message.code}: {'; '.join(message.reasons)}")
+                raise OperatorError("agent_refused", f"{path}: {message.code}: {'; '.join(message.reasons)}")
     raise OperatorError("no_agent", f"no agent at {path}: the connection was closed without an answer")
 
 
+def _tried(path: str) -> Status | OperatorError:
+    try:
+        return ask(path)
+    except OperatorError as error:
+        return error
+
+
+def _write(encoded: bytes) -> None:
+    sys.stdout.write(msgspec.json.format(encoded).decode() + "\n")
+
+
+def _plain_answer(path: str, answer: Status | OperatorError) -> dict[str, Any]:
+    if isinstance(answer, Status):
+        return {"socket": path, "status": msgspec.to_builtins(answer)}
+    return {"socket": path, "code": answer.code, "reasons": list(answer.reasons)}
+
+
+# For people: a function for each section, none of them wider than it must be.
+
+
 def rendered(status: Status) -> RenderableType:
-    """The status for people."""
-    parts: list[RenderableType] = [*_failpoints(status), _agent(status), _slots(status)]
-    if status.peers:
-        parts.append(_rows("peers", ("name", "address", "state", "route", "key", "verdict"), status.peers))
-    if status.transfers:
-        columns = ("role", "request", "peer", "state", "chunks_done", "chunks", "age_s")
-        parts.append(_rows("transfers", columns, status.transfers))
-    if status.offers:
-        parts.append(_rows("offers", ("request", "state", "peer", "tokens", "blocks", "age_s"), status.offers))
-    if status.counters:
-        parts.append(_counters(status))
-    return Group(*parts)
+    sections = (_failpoints, _agent, _slots, _peers, _transfers, _offers, _counters)
+    return Group(*(part for section in sections for part in section(status)))
 
 
 def _failpoints(status: Status) -> list[RenderableType]:
@@ -78,22 +149,102 @@ def _failpoints(status: Status) -> list[RenderableType]:
     return [f"FAILPOINTS ARE ON, this agent fails on purpose: {', '.join(said)}"] if said else []
 
 
-def _agent(status: Status) -> Table:
-    table = Table(title="agent", show_header=False, title_justify="left")
+def _agent(status: Status) -> list[RenderableType]:
+    rows = _pairs()
     agent, engine = status.agent, status.engine
-    _add(table, "name", f"{agent.name} (kvbridge {agent.version}, boot {agent.boot})")
-    _add(table, "state", f"{status.state}, up {status.uptime_s:.0f} s")
-    _add(table, "address", agent.address)
-    _add(table, "links", status.security)
-    _add(table, "device", status.device)
-    _add(table, "fabric", status.fabric)
+    _add(rows, "name", f"{agent.name} (kvbridge {agent.version}, boot {agent.boot})")
+    _add(rows, "state", f"{status.state}, up {status.uptime_s:.0f} s")
+    _add(rows, "address", agent.address)
+    _add(rows, "links", status.security)
+    _add(rows, "device", status.device)
+    _add(rows, "fabric", status.fabric)
     if engine is None:
-        _add(table, "engine", "none attached")
+        _add(rows, "engine", "none attached")
     else:
-        _add(table, "engine", f"{engine.engine}, pid {engine.pid}, epoch {engine.epoch}")
+        _add(rows, "engine", f"{engine.engine}, pid {engine.pid}, epoch {engine.epoch}")
         size = f"{engine.pool_bytes / 2**20:.1f} MiB in {engine.planes} planes"
-        _add(table, "pool", f"{engine.model}, {engine.shard}, {size}")
-    return table
+        _add(rows, "pool", f"{engine.model}, {engine.shard}, {size}")
+    return [_title("agent"), _indented(rows)]
+
+
+def _slots(status: Status) -> list[RenderableType]:
+    table = Table(box=None, pad_edge=False)
+    columns = SlotCounts.__struct_fields__
+    for name in ("", *columns):
+        table.add_column(name, justify="right" if name else "left")
+    for name, counts in (("inbound", status.inbound), ("outbound", status.outbound)):
+        _add(table, name, *(str(getattr(counts, column)) for column in columns))
+    parts: list[RenderableType] = [_title(f"slots of {status.slot_bytes / 2**20:g} MiB"), _indented(table)]
+    if status.rebuild_refused:
+        parts.append(_indented(_plain(f"cannot be made anew: {status.rebuild_refused}; its log has the reason")))
+    return parts
+
+
+def _peers(status: Status) -> list[RenderableType]:
+    parts: list[RenderableType] = [_title("peers")] if status.peers else []
+    for peer in status.peers:
+        parts += _peer(peer)
+    return parts
+
+
+def _peer(peer: PeerStatus) -> list[RenderableType]:
+    rows = _pairs()
+    for name in ("state", "address", "key", "route", "verdict"):
+        if said := getattr(peer, name):
+            _add(rows, name, said)
+    return [_indented(_plain(peer.name or "(not greeted yet)")), Padding(rows, (0, 0, 0, 4))]
+
+
+def _transfers(status: Status) -> list[RenderableType]:
+    table = Table(box=None, pad_edge=False)
+    for name in ("role", "state", "chunks", "age", "request, peer"):
+        is_number = name in ("chunks", "age")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for each in status.transfers:
+        _add(table, each.role, each.state, f"{each.chunks_done}/{each.chunks}", f"{each.age_s:.1f} s", _whose(each))
+    return [_title("transfers"), _indented(table)] if status.transfers else []
+
+
+def _whose(transfer: TransferStatus) -> str:
+    return f"{transfer.request}, {transfer.peer}"
+
+
+def _offers(status: Status) -> list[RenderableType]:
+    """Prompts that are held for others, the oldest first."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("state", "tokens", "blocks", "age", "request, who asked"):
+        is_number = name in ("tokens", "blocks", "age")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for each in status.offers:
+        who = f"{each.request}, {each.peer or 'nobody'}"
+        _add(table, each.state, str(each.tokens), str(each.blocks), f"{each.age_s:.1f} s", who)
+    return [_title("offers"), _indented(table)] if status.offers else []
+
+
+def _counters(status: Status) -> list[RenderableType]:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in sorted(status.counters.items()):
+        if value:
+            _add(table, f"{value:,.0f}", name)
+    return [_title("counters"), _indented(table)] if table.row_count else []
+
+
+def _title(text: str) -> Text:
+    return Text(_plain(text).plain, style="bold")
+
+
+def _pairs() -> Table:
+    """Names and values; a value that is too long for the line goes on below itself."""
+    rows = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    rows.add_column(no_wrap=True)
+    rows.add_column(overflow="fold")
+    return rows
+
+
+def _indented(part: RenderableType) -> Padding:
+    return Padding(part, (0, 0, 0, 2))
 
 
 def _add(table: Table, *cells: str) -> None:
@@ -103,33 +254,3 @@ def _add(table: Table, *cells: str) -> None:
 
 def _plain(text: str) -> Text:
     return Text("".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text))
-
-
-def _slots(status: Status) -> Table:
-    table = Table(title=f"slots of {status.slot_bytes / 2**20:g} MiB", title_justify="left")
-    if status.rebuild_refused:
-        table.caption = _plain(f"cannot be made anew: {status.rebuild_refused}; its log has the reason")
-    columns = SlotCounts.__struct_fields__
-    for name in ("staging", *columns):
-        table.add_column(name, justify="left" if name == "staging" else "right")
-    for name, counts in (("inbound", status.inbound), ("outbound", status.outbound)):
-        _add(table, name, *(str(getattr(counts, column)) for column in columns))
-    return table
-
-
-def _rows(title: str, columns: tuple[str, ...], records: tuple[msgspec.Struct, ...]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for record in records:
-        values = (getattr(record, column) for column in columns)
-        _add(table, *(f"{value:.1f}" if isinstance(value, float) else str(value) for value in values))
-    return table
-
-
-def _counters(status: Status) -> Table:
-    table = Table(title="counters", show_header=False, title_justify="left")
-    for name, value in sorted(status.counters.items()):
-        if value:
-            _add(table, name, f"{value:,.0f}")
-    return table

@@ -99,7 +99,7 @@ def _other_model(source: Pool, aligned: Pool, sink: Pool) -> Iterator[Difference
     for plane in {plane.layer: plane for plane in sink.planes}.values():
         # A rank of a pipeline holds some layers only; what none of them holds is found when they are assigned.
         if plane.layer not in held and (source.shard.pp_size == 1 or (plane.layer >= known and not plane.name)):
-            needs = "the draft model on the prefill side, or none on the decode side"
+            needs = "every layer of the decode side on the prefill side"
             name = f" {plane.name}" if plane.name else ""
             yield Difference("layers", known, len(sink.model.layers), f"layer {plane.layer}{name}", needs)
     for index, (ours, theirs) in enumerate(zip(aligned.model.layers, sink.model.layers, strict=False)):

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from .pool import Count, Handle, Name, Pool, Positive
-from .status import Status, StatusQuery
+from .status import PoolQuery, PoolStatus, Status, StatusQuery
 from .words import Address, Agent, Blocks, Code, Ranks, Reasons, Room, Seconds, VersionRange
 
 Request = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -219,6 +219,18 @@ class Adopt(Struct, frozen=True, kw_only=True, tag="adopt"):
 
 
 ToAgent = (
-    Attach | Directory | Offer | Withdraw | Reclaim | Expect | Want | Abandon | Rescale | Decline | Detach | StatusQuery
+    Attach
+    | Directory
+    | Offer
+    | Withdraw
+    | Reclaim
+    | Expect
+    | Want
+    | Abandon
+    | Rescale
+    | Decline
+    | Detach
+    | StatusQuery
+    | PoolQuery
 )
-ToEngine = Attached | Detached | Refused | Released | Held | Done | Failed | Rescaled | Adopt | Status
+ToEngine = Attached | Detached | Refused | Released | Held | Done | Failed | Rescaled | Adopt | Status | PoolStatus

@@ -1,4 +1,4 @@
-"""What `kvbridge status` asks over the unix socket, and what it is told. Pure."""
+"""What `kvbridge status` and `kvbridge plan` ask over the unix socket, and what they are told. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .pool import Count, Name
+from .pool import Count, Name, Pool
 from .words import Agent, Seconds
 
 
@@ -87,3 +87,14 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     counters: dict[Name, float]
     rebuild_refused: Name = ""
     offers: tuple[OfferStatus, ...] = ()
+
+
+class PoolQuery(Struct, frozen=True, kw_only=True, tag="pool?"):
+    """Answered by PoolStatus on the same connection, or by Refused (`no_engine`); needs no Attach."""
+
+
+class PoolStatus(Struct, frozen=True, kw_only=True, tag="pool"):
+    """The pool of the engine that is attached, and the size of the agent's slots."""
+
+    pool: Pool
+    slot_bytes: Count

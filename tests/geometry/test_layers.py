@@ -18,7 +18,7 @@ from tests.pools import Held
 
 SHAPE = Shape(layers=4)
 change = msgspec.structs.replace
-NEEDS = "needs the draft model on the prefill side, or none on the decode side"
+NEEDS = "needs every layer of the decode side on the prefill side"
 
 
 def named(pool: Pool, names: dict[int, str]) -> Pool:

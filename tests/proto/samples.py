@@ -88,6 +88,7 @@ TO_AGENT: tuple[Any, ...] = (
     engine.Decline(revision=1, reason="scales: requests have been computed under ours"),
     engine.Detach(),
     status.StatusQuery(),
+    status.PoolQuery(),
 )
 TO_ENGINE: tuple[Any, ...] = (
     engine.Attached(version=1, epoch=3, agent=AGENT),
@@ -147,6 +148,7 @@ TO_ENGINE: tuple[Any, ...] = (
             ),
         ),
     ),
+    status.PoolStatus(pool=POOL, slot_bytes=4 << 20),
 )
 
 
@@ -228,7 +230,7 @@ def enveloped(body: Any) -> peer.Envelope:
 
 def tag(message: Any) -> str:
     """The tag a message travels under, as a file name."""
-    return str(message.__struct_config__.tag).replace("status?", "status_query")
+    return str(message.__struct_config__.tag).replace("?", "_query")
 
 
 def frames() -> dict[str, tuple[Any, Any]]:
