@@ -108,7 +108,7 @@ def test_the_engines_are_given_options_that_exist() -> None:
     assert Options.read(config["kv_connector_extra_config"]).socket == "/run/agent.sock"
 
 
-@pytest.mark.parametrize("option", ["deadline_s"])
+@pytest.mark.parametrize("option", ["deadline_s", "hold_s"])
 def test_the_times_that_are_said_are_the_defaults(option: str) -> None:
     said = re.search(rf"(\d+) s[^.;]*?\(`kvbridge_{option}`\)", SECTION)
     assert said and float(said[1]) == getattr(Options(), option)
