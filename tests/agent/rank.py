@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from kvbridge.demo.pools import POISON, Request, first_difference
 
 CALM_S = 0.1  # how long nobody may have written when we look
 GONE = "connection_ended"
+GONE_S = 5.0
 SEEDS = 2
 
 
@@ -99,9 +101,22 @@ class Rank(SyntheticEngine):
         return {"code": code, "reason": reason, "seconds": time.perf_counter() - began, "wrong": self._wrong(seed)}
 
     def do_disturb(
-        self, seed: int, room: str, source: str, after_s: float, kill: int, pattern: int, number: int = signal.SIGKILL
+        self,
+        seed: int,
+        room: str,
+        source: str,
+        after_s: float,
+        kill: int,
+        pattern: int,
+        number: int = signal.SIGKILL,
+        calm_s: float = CALM_S,
+        is_patient: bool = True,
     ) -> dict[str, Any]:
-        """Want, then abandon it after so long, or signal that process; how it ended, and what was written since."""
+        """Want, then abandon it after so long, or signal that process; how it ended, and what was written since.
+
+        The end of our agent's socket is not yet the end of its kernels: only its process's is.
+        """
+        process = os.pidfd_open(kill) if kill else -1
         self._scribble(POISON)
         began = self._want(room, source)
         time.sleep(after_s)
@@ -110,10 +125,14 @@ class Rank(SyntheticEngine):
         else:
             self.client.send(Abandon(request=room))
         code, reason = self._end_of(room)
+        if code == GONE and is_patient:
+            assert select.select([process], [], [], GONE_S)[0], f"process {kill} is not gone in {GONE_S} s"
+        if kill:
+            os.close(process)
         if not code:
             return {"code": "", "seconds": time.perf_counter() - began, "wrong": self._wrong(seed)}
         self._scribble(pattern)
-        time.sleep(CALM_S)
+        time.sleep(calm_s)
         return {"code": code, "reason": reason, "wrong": self._written_on(pattern)}
 
     # Both:

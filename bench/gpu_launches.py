@@ -1,0 +1,219 @@
+"""The longest launch of every kind of chunk in a slot of an agent's size: alone, and under MPS beside a busy engine.
+
+    python bench/gpu_launches.py [--rounds 10] [--out FOLDER]
+
+An agent that is killed inside a kernel of 2 ms may take its engine with it under MPS, so launches are bounded
+(kvbridge_kernels/form.py). A launch's time is from one event to the next with all of the chunk enqueued before, and so
+has in it what it waits for another tenant's kernels. Ends with 1 where one takes more than it may: ALONE_US alone,
+BUSY_US beside a decode-like engine. Beside 8192^3 products, which take 1.4 ms each, it is shown only. One GPU; about
+four minutes, half of them compiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from convert import GQA, LATENT, PAIRS, SLOT_BYTES, Pair, Side, over
+from gpu_processes import Child, Problem, mps
+from record import RESULTS, write
+
+from kvbridge.geometry.plan import plan
+from kvbridge.geometry.shard import assign
+from tests.oracle import Shape, describe
+from tests.pools import LAYOUTS, ranks_of
+
+TOKENS = 4096
+AHEAD_CYCLES = 3_000_000  # 1.5 ms: as long as it takes to enqueue a chunk's launches
+ALONE_US, BUSY_US = 500.0, 1000.0
+# The smallest pool with a full slot, and rows that are aligned to few bytes.
+NARROW = (("bf16", 80), ("bf16", 36), ("bf16", 33), ("fp8_e4m3", 100), ("fp8_e4m3", 90), ("fp8_e4m3", 33))
+CODECS = ("fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8", "fp8_row_scale", "int8_row_scale")
+OTHERS = (("fp8_e4m3", "fp8_e5m2"), ("int8", "fp8_row_scale"), ("fp8_row_scale", "int8_row_scale"))
+
+
+def pairs() -> Iterator[Pair]:
+    yield from PAIRS
+    for layout in LAYOUTS:
+        for ours, theirs in ((layout, "nhd"), ("hnd", layout)):
+            yield _pair(f"{ours} -> {theirs}", replace(GQA, layout=ours), replace(GQA, layout=theirs))
+    for codec in CODECS:
+        for ours, theirs in (("bf16", codec), (codec, "bf16")):
+            yield _pair(f"{ours} -> {theirs}", _of(ours, 0.05), _of(theirs, 0.05))
+    for ours, theirs in OTHERS:
+        yield _pair(f"{ours} -> {theirs}", _of(ours, 0.05), _of(theirs, 0.07))
+    yield _pair("fp8_e4m3 -> other scales", _of("fp8_e4m3", 0.05), _of("fp8_e4m3", 0.07))
+    for codec, width in NARROW:
+        shape = replace(_of(codec, 0.05), key_width=width, value_width=width)
+        yield _pair(f"{codec} of {width}, nhd -> hnd", shape, replace(shape, layout="hnd"))
+        yield _pair(f"{codec} of {width}, nhd -> cpu_vec", shape, replace(shape, layout="cpu_vec"))
+    yield _pair("one head of 16, nhd -> hnd", _small("nhd"), _small("hnd"))
+    yield _pair("latent fp8_ds_v4", *(replace(LATENT, codec="fp8_ds_v4", tp_size=size) for size in (8, 1)))
+
+
+def _pair(name: str, source: Shape, sink: Shape) -> Pair:
+    return Pair(name, source, sink, "")
+
+
+def _of(codec: Any, scale: float) -> Shape:
+    scales = {"k": (scale,), "v": (scale,)} if codec in ("fp8_e4m3", "fp8_e5m2", "int8") else None
+    return replace(GQA, codec=codec, scales=scales)
+
+
+def _small(layout: str) -> Shape:
+    return replace(GQA, kv_heads=1, key_width=16, value_width=16, layout=layout)
+
+
+class Stopwatch:
+    """Takes the place of the launcher's last step, and puts an event before and behind every launch."""
+
+    def __init__(self) -> None:
+        from kvbridge_kernels import launch
+
+        self._start = launch._start
+        self.events: list[tuple[Any, Any]] = []
+        launch._start = self._timed
+
+    def _timed(self, *arguments: Any, **more: Any) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        given = arguments[7] if len(arguments) > 7 else None
+        stream = torch.cuda.current_stream() if given is None else torch.cuda.ExternalStream(given)
+        begin.record(stream)
+        self._start(*arguments, **more)
+        end.record(stream)
+        self.events.append((begin, end))
+
+    def taken(self) -> list[float]:
+        """Microseconds of each launch since the last call; all are over."""
+        found = [begin.elapsed_time(end) * 1e3 for begin, end in self.events]
+        self.events.clear()
+        return found
+
+
+def measure(pair: Pair, porter: Any, slots: Any, watch: Stopwatch, rounds: int) -> dict[str, Any]:
+    """The longest launch of the plan's fullest chunk, of its gather and of its scatter, and how many there are."""
+    device = porter.device
+    tokens = max(TOKENS, _tokens_of(pair))
+    source = Side(pair.source, ranks_of(pair.source)[0], tokens, device, 1)
+    sink = Side(pair.sink, ranks_of(pair.sink)[0], tokens, device, 2)
+    takes = assign([describe(pair.source, *ranks) for ranks in ranks_of(pair.source)], sink.pool)[0]
+    planned = plan(source.pool, sink.pool, takes, 0, tokens, SLOT_BYTES["cuda"])
+    fullest = max(range(planned.chunks), key=lambda index: planned.chunk(index).size_bytes)
+    ours, theirs = source.parts(planned, True)[fullest], sink.parts(planned, False)[fullest]
+    slot, kind = slots.span(0, ours.chunk.size_bytes), porter.digests[0]
+    found: dict[str, Any] = {"pair": pair.name, "slot_mib": round(slot.size_bytes / 2**20, 1)}
+    times: dict[str, list[float]] = {"gather": [], "scatter": []}
+    for number in range(rounds + 1):
+        for name, stream in (("gather", porter._out), ("scatter", porter._in)):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(AHEAD_CYCLES)
+            if name == "gather":
+                porter.gather(source.mapped, ours, slot, kind)
+                digest = over(porter).digest
+            else:
+                porter.scatter(sink.mapped, theirs, slot, kind, digest)
+                over(porter)
+            taken = watch.taken()
+            if number:  # the first compiles
+                times[name] += taken
+                found[f"{name}_launches"] = len(taken)
+    for name, taken in times.items():
+        ordered = sorted(taken)
+        found |= {f"{name}_p50_us": round(ordered[len(ordered) // 2], 1), f"{name}_max_us": round(ordered[-1], 1)}
+    porter.forget(source.mapped)
+    porter.forget(sink.mapped)
+    return found
+
+
+def _tokens_of(pair: Pair) -> int:
+    """As many as fill a slot on the wire, about."""
+    pool = describe(pair.sink, *ranks_of(pair.sink)[0])
+    row = sum(plane.heads * plane.codec.row_bytes for plane in pool.planes)
+    wanted = 2 * SLOT_BYTES["cuda"] // row * pair.sink.cp_size
+    return -(-wanted // 1024) * 1024
+
+
+def child(rounds: int) -> None:
+    """Every pair, a line of JSON each."""
+    from kvbridge.device.driver import Gpu
+    from kvbridge.device.porter_gpu import GpuPorter
+
+    porter = GpuPorter(Gpu.open("cuda:0"), 4, SLOT_BYTES["cuda"] // 16)
+    watch = Stopwatch()
+    with porter.staging(SLOT_BYTES["cuda"], 1) as slots:
+        for pair in pairs():
+            try:
+                found = measure(pair, porter, slots, watch, rounds)
+            except Exception as error:
+                found = {"pair": pair.name, "failure": f"{type(error).__name__}: {error}"}
+            print(json.dumps(found), flush=True)
+            torch.cuda.empty_cache()
+    porter.close()
+
+
+def rows(rounds: int, env: dict[str, str]) -> list[dict[str, Any]]:
+    """What a child of this script measured. Raises Problem."""
+    command = [sys.executable, __file__, "--child", "--rounds", str(rounds)]
+    ended = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=330)
+    if ended.returncode:
+        raise Problem(f"the measuring process ended with {ended.returncode}: {ended.stderr[-2000:]}")
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+
+
+def beside(rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Under MPS, beside each kind of load."""
+    found = {}
+    with mps() as env, tempfile.TemporaryDirectory() as folder:
+        load = Child("gpu_load.py", ("cuda:0",), Path(folder) / "load.log", env)
+        try:
+            for kind in ("decode", "gemm"):
+                load.ask("start", kind=kind)
+                found[kind] = rows(rounds, env)
+                load.ask("stop")
+        finally:
+            load.end()
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        child(options.rounds)
+        return 0
+    found = {"alone": rows(options.rounds, {}), **beside(options.rounds)}
+    limits = {"alone": ALONE_US, "decode": BUSY_US}
+    wrong = []
+    for where, measured in found.items():
+        print(f"{where:8} {'':34} {'gather':>10} {'longest':>8} {'scatter':>10} {'longest':>8} us (launches)")
+        for row in measured:
+            if "failure" in row:
+                wrong.append(f"{where}: {row['pair']}: {row['failure']}")
+                continue
+            said = [f"{row[f'{name}_launches']:>10} {row[f'{name}_max_us']:8.0f}" for name in ("gather", "scatter")]
+            print(f"{where:8} {row['pair']:34} {' '.join(said)}  of {row['slot_mib']} MiB", flush=True)
+            for name in ("gather", "scatter"):
+                if row[f"{name}_max_us"] > limits.get(where, float("inf")):
+                    wrong.append(f"{where}: {row['pair']}: a {name} took {row[f'{name}_max_us']:.0f} us")
+    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "limits_us": limits}
+    write("gpu_launches", {**about, **found, "too_long": wrong}, options.out)
+    print("\n".join(wrong) or "no launch takes longer than it may")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
