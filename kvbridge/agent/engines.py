@@ -120,7 +120,7 @@ class Engines:
             self._attached.word.heard_at = now
 
     async def leave(self, reason: str) -> None:
-        """The engine is gone: forget its requests, end its sessions, unmap its memory.
+        """The engine is gone, or we are going: forget its requests, end its sessions, unmap its memory, say so.
 
         Returns when nothing touches its memory any more, whoever called first and even if a caller is cancelled.
         """
@@ -137,9 +137,7 @@ class Engines:
     async def _leave(self, reason: str) -> None:
         if self._home is None:
             return
-        epoch, self._connection = self._home.epoch, None
-        if self._attached is not None and reason != DETACHED:  # nobody waits for us: what is read now may be anything
-            self._attached.word.heard_at = float("-inf")
+        epoch, connection, self._connection = self._home.epoch, self._connection, None
         self.source.engine_left()
         self.sink.engine_left()
         self.peers.end_all(reason)
@@ -147,9 +145,12 @@ class Engines:
         attached, self._attached = self._attached, None
         self.sink.attached = self.source.attached = None
         failpoint("agent.leaving")
+        is_let_go = True
         if attached is not None:
-            await self._mover.let_go(attached)  # what was begun is finished; nothing new can begin
+            is_let_go = await self._mover.let_go(attached)  # what was begun is finished; nothing new can begin
             attached.close()
+        if connection is not None and is_let_go:
+            connection.send(Detached(epoch=epoch))  # without it the engine waits for the end of our process
         log.info("engine left: epoch=%d %s", epoch, reason)
 
     # What clients say:
@@ -192,7 +193,6 @@ class Engines:
                 self.sink.declined(revision, reason)
             case Detach():
                 await self.leave(DETACHED)
-                connection.send(Detached(epoch=home.epoch))
 
     def _attach(self, connection: LocalConnection, attach: Attach, fds: list[int]) -> None:
         try:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+from kvbridge_proto.engine import Detached
 from kvbridge_proto.peer import Drained
 
 from kvbridge.agent.accepting import Accepting
@@ -28,7 +29,8 @@ from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState, failed
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.outlet import OutState
 from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
-from kvbridge.sim import matter
+from kvbridge.sim import matter, rank
+from kvbridge.sim.local import EngineSocket
 from kvbridge.sim.matter import SlotPorter
 from kvbridge.sim.process import Process
 from kvbridge.transport.fabric import Wrote
@@ -194,9 +196,20 @@ def _failed_while_scattering(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _leave_at_once(put: Callable[[Any, str, Any], None]) -> None:
-    async def let_go(self: Mover, attachment: Attachment) -> None: ...
+    async def let_go(self: Mover, attachment: Attachment) -> bool:
+        return True
 
     put(Mover, "let_go", let_go)
+
+
+def _leaves_without_a_word(put: Callable[[Any, str, Any], None]) -> None:
+    right = EngineSocket.send
+
+    def send(self: EngineSocket, message: Any) -> None:
+        if not isinstance(message, Detached):
+            right(self, message)
+
+    put(EngineSocket, "send", send)
 
 
 def _done_too_soon(put: Callable[[Any, str, Any], None]) -> None:
@@ -345,6 +358,9 @@ MUTATIONS: dict[str, Mutate] = {
     "a lost link counts as a dead source": _lost_is_gone,
     "failed is said while rows are scattered": _failed_while_scattering,
     "an engine is let go while its memory is used": _leave_at_once,
+    "an engine that has given its agent up waits for no reader": lambda put: put(rank, "READERS_S", 0.0),
+    "a killed agent's socket and its kernels end together": lambda put: put(rank, "GONE_S", 0.0),
+    "an agent lets go without a word": _leaves_without_a_word,
     "done is said one chunk too soon": _done_too_soon,
     "a lost transfer's slots are forgotten": _lost_leaves_no_doubt,
     "a source that refuses is not asked": _refusal_is_the_end,
