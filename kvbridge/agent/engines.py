@@ -178,7 +178,7 @@ class Engines:
                 self.source.offer(message, home)
             case Withdraw(request=request, reason=reason):
                 if self._attached is not None:
-                    self._attached.word.withdrew(self._clock())
+                    self._attached.word.withdrew(request, self._clock())
                 self.source.withdraw(request, reason)
             case Want() if self.is_closing:
                 reason = "this agent is stopping"

@@ -132,7 +132,7 @@ def _fence(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _nobody_listens(put: Callable[[Any, str, Any], None]) -> None:
-    def taken_back(self: Jobs, attachment: Attachment, asked_at: float) -> Generator[Any, Any, Failure]:
+    def taken_back(self: Jobs, attachment: Attachment, request: str, asked_at: float) -> Generator[Any, Any, Failure]:
         yield from ()
         return None
 
@@ -147,8 +147,8 @@ def _asked_when_it_began(put: Callable[[Any, str, Any], None]) -> None:
         began[pool] = self._process.world.clock.now
         return right_gather(self, pool, *args)
 
-    def taken_back(self: Jobs, attachment: Attachment, asked_at: float) -> Any:
-        return right(self, attachment, began[attachment.memory])
+    def taken_back(self: Jobs, attachment: Attachment, request: str, asked_at: float) -> Any:
+        return right(self, attachment, request, began[attachment.memory])
 
     put(SlotPorter, "gather", gather)
     put(Jobs, "_taken_back", taken_back)
