@@ -82,6 +82,7 @@ class WorkerSide:
         self._fence: EngineFence | None = None
         self._step = Step()  # of which the part after the forward is still to be done
         self._told = ""  # the agent address that the scheduler knows
+        self._is_asked = False  # where our agent is
         self._look_at = 0.0
         self._rest_s = 0.0
         self._key: RankKey = (0, 0)
@@ -141,10 +142,11 @@ class WorkerSide:
         return AgentAddress(self._told)
 
     def changed_address(self) -> AgentAddresses | None:
-        """For the scheduler, when our agent came or went."""
+        """For the scheduler, when our agent came or went, or it asks."""
         address = self._link.address if self._link is not None else ""
-        if address == self._told:
+        if address == self._told and not self._is_asked:
             return None
+        self._is_asked = False
         self._told = address
         return AgentAddresses({self._key: address})
 
@@ -161,7 +163,7 @@ class WorkerSide:
 
         Wanted blocks may still be written by an earlier forward, for a request that is gone: hence their fence.
         """
-        self._step, self._rest_s = step, step.rest_s
+        self._step, self._rest_s, self._is_asked = step, step.rest_s, step.is_roll_call
         self._scales.is_used |= step.is_used
         self._turn()
         fence = self._mark(any(isinstance(message, Want) and message.blocks for message in step.before))

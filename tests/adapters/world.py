@@ -39,6 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvbridge.adapters.vllm import KVBridgeConnector
 from kvbridge.adapters.vllm_options import Options
 from kvbridge.adapters.vllm_pool import Memory
+from kvbridge.adapters.vllm_scheduler import SchedulerSide
 from kvbridge.adapters.vllm_worker import WorkerSide
 from tests.engines.model import write_config
 
@@ -108,6 +109,8 @@ class World:
             block_size=BLOCK,
         )
         self.connector = self.scheduler.connector
+        options = Options.read(self.config.kv_transfer_config.kv_connector_extra_config)
+        self.connector.scheduler = SchedulerSide(self.config, self.cache, options, self.clock)
         self.aggregator = KVOutputAggregator(tp)
         self.workers = [self._worker(rank, tp) for rank in range(tp)]
         self.agents: list[FakeAgent] = []
