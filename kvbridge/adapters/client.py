@@ -1,7 +1,7 @@
 """The engine's end of the agent's unix socket: never blocks a step, opens no thread, raises nothing into the engine.
 
-After start-up the engine's own steps drive it: `send` queues, `poll` moves bytes both ways. Whatever goes wrong makes
-the connection lost and says why; the caller fails what it was waiting for and may `reconnect`.
+`send` queues, `poll` moves bytes both ways. Whatever goes wrong ends what we say and says why; what the agent says is
+read on until its end is closed too. The end of its socket is not that of its process: see `is_agent_gone`.
 """
 
 from __future__ import annotations
@@ -9,25 +9,52 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvbridge_proto.codec import LIMITS, BadFrame, Limits
-from kvbridge_proto.engine import Abandon, Attach, Detach, Done, Offer, Released, ToAgent, ToEngine, Want, Withdraw
-from kvbridge_proto.stream import HEADER, StreamReader, pack
+from kvbridge_proto.engine import (
+    Abandon,
+    Attach,
+    Descriptors,
+    Detach,
+    Done,
+    Offer,
+    Released,
+    ToAgent,
+    ToEngine,
+    Want,
+    Withdraw,
+)
+from kvbridge_proto.stream import FRAME_FDS, HEADER, MESSAGE_FDS, StreamReader, pack
 
 from ..errors import OperatorError
 from ..failpoints import failpoint
 
 RETRY_S = 0.05
-MAX_FDS = 64
+SO_PEERPIDFD = 77  # since Linux 6.5; Python does not name it
 RECEIVE_BYTES = 1 << 18
 _CREDENTIALS = struct.Struct("iII")
 POLL_BYTES = 4 << 20  # at most this much is read in one poll: an agent must not be able to hold up a step
+
+
+def pidfd_of(end: socket.socket) -> int:
+    """Readable once the process is gone that listens at the other end. -1 if there is none to be had for it.
+
+    That is so on an older kernel for a process in a PID namespace that we do not see.
+    """
+    with contextlib.suppress(OSError):
+        return end.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    pid, _, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if pid > 0:
+        with contextlib.suppress(OSError):
+            return os.pidfd_open(pid)
+    return -1
 
 
 @dataclass(slots=True)
@@ -39,7 +66,7 @@ class _Frame:
 
 
 class EngineClient:
-    """One connection to the agent at `path`, used from one thread.
+    """One connection to the agent at `path`, used by one thread at a time.
 
     What is sent gives our memory away, so nothing is before the kernel has said that who listens there is our own user,
     root or one of `agent_uids`: while the agent is down, whoever may write in the folder can listen at its path.
@@ -55,6 +82,7 @@ class EngineClient:
         unsent_bytes: int = 64 << 20,
         stall_s: float = 30.0,
         limits: Limits = LIMITS,
+        pidfd_of: Callable[[socket.socket], int] = pidfd_of,
     ) -> None:
         self.path = os.fspath(path)
         self.why = "not connected yet"
@@ -63,7 +91,11 @@ class EngineClient:
         self._unsent_limit = unsent_bytes
         self._stall_s = stall_s
         self._limits = limits
+        self._pidfd_of = pidfd_of
         self._socket: socket.socket | None = None
+        self._pidfd = -1
+        self._is_hung_up = False  # nothing more is said
+        self._is_garbled = False  # what comes cannot be read any more
         self._reader: StreamReader[ToEngine] = StreamReader(ToEngine, limits)
         self._unsent: deque[_Frame] = deque()
         self._unsent_bytes = 0
@@ -74,7 +106,27 @@ class EngineClient:
 
     @property
     def is_connected(self) -> bool:
-        return self._socket is not None
+        """Whether something may be sent."""
+        return self._socket is not None and not self._is_hung_up
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the agent's end of the socket is closed, or ours is altogether."""
+        return self._socket is None
+
+    @property
+    def pidfd(self) -> int:
+        """Readable once the agent's process is gone; -1 where that cannot be known."""
+        return self._pidfd
+
+    @property
+    def is_agent_gone(self) -> bool:
+        """Whether its process is known to be gone: before that its kernels may still run, whatever its socket says."""
+        if self._pidfd < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def connect(self, timeout_s: float) -> bool:
         """Wait until the agent is there, for start-up only. False, with `why`, if it is not in time."""
@@ -94,12 +146,14 @@ class EngineClient:
         try:
             attempt.connect(self.path)
             self._check_uid(attempt)
+            self._pidfd = self._pidfd_of(attempt)
         except (OSError, OperatorError) as error:
             attempt.close()
             self.is_foreign = isinstance(error, OperatorError)
             self.why = f"{error.code}: {error}" if isinstance(error, OperatorError) else str(error)
             return False
         self._socket, self.is_foreign = attempt, False
+        self._is_hung_up = self._is_garbled = False
         self._reader = StreamReader(ToEngine, self._limits)
         self._moved_at = time.monotonic()
         self.why = ""
@@ -118,8 +172,9 @@ class EngineClient:
 
         False if it will not be sent: the connection is lost, or no agent would take such a message (it cannot be
         encoded, is too large, has too many or bad descriptors) and the connection stays. `why` says which.
+        Descriptors that are too many for one frame leave with some before it.
         """
-        if self._socket is None:
+        if not self.is_connected:
             return False
         try:
             frame = pack(message)
@@ -130,7 +185,7 @@ class EngineClient:
             self.why = f"frame_bytes: got {len(frame) - HEADER.size}, limit {self._limits.frame_bytes}"
             return False
         if self._unsent_bytes + len(frame) > self._unsent_limit:
-            self._lose(f"unsent_bytes: limit {self._unsent_limit}: the agent does not read")
+            self.hang_up(f"unsent_bytes: limit {self._unsent_limit}: the agent does not read")
             return False
         try:
             ours = _duplicate(fds)
@@ -139,43 +194,66 @@ class EngineClient:
             return False
         if not self._unsent:
             self._moved_at = time.monotonic()
-        self._unsent.append(_Frame(memoryview(frame), ours))
-        self._unsent_bytes += len(frame)
+        while len(ours) > FRAME_FDS:
+            self._queue(pack(Descriptors()), ours[:FRAME_FDS])
+            del ours[:FRAME_FDS]
+        self._queue(frame, ours)
         self._flush()
         _pass_sent(message)
         return True
+
+    def _queue(self, frame: bytes, fds: list[int]) -> None:
+        self._unsent.append(_Frame(memoryview(frame), fds))
+        self._unsent_bytes += len(frame)
+
+    @property
+    def is_all_sent(self) -> bool:
+        """Whether nothing waits here that the agent could not hear yet."""
+        return not self._unsent
 
     def poll(self) -> list[ToEngine]:
         """Send what waits, return what came. Never blocks. Messages that came before a loss are still returned."""
         messages: list[ToEngine] = []
         self._flush()
-        if self._socket is None:
-            return messages
         try:
             for received in self._received():
-                messages.extend(self._reader.feed(received))
+                if not self._is_garbled:
+                    messages.extend(self._reader.feed(received))
         except BadFrame as error:
-            self._lose(f"bad frame from the agent: {error.code}: {error}")
+            self._is_garbled = True
+            self.hang_up(f"bad frame from the agent: {error.code}: {error}")
         except OSError as error:
             self._lose(f"connection failed: {error}")
         if self._unsent and time.monotonic() - self._moved_at > self._stall_s:
-            self._lose(f"stall_s: {self._stall_s} passed: the agent does not read")
+            self.hang_up(f"stall_s: {self._stall_s} passed: the agent does not read")
         for message in messages:
             _pass_heard(message)
         return messages
 
     def fileno(self) -> int:
-        """For a selector; -1 when lost."""
+        """For a selector; -1 when the agent's end is closed."""
         return self._socket.fileno() if self._socket is not None else -1
 
+    def hang_up(self, why: str) -> None:
+        """Say no more; the agent takes this for the engine's end. What it says is still heard. Idempotent."""
+        if self.is_connected:
+            assert self._socket is not None
+            self.why, self._is_hung_up = why, True
+            self._drop_unsent()
+            with contextlib.suppress(OSError):  # its end may be closed already; the next read says so
+                self._socket.shutdown(socket.SHUT_WR)
+
     def close(self, why: str = "closed here") -> None:
-        """End the connection. The agent takes this for the engine's end. Idempotent."""
+        """End the connection, and watch the agent no longer. Idempotent."""
         if self._socket is not None:
             self._lose(why)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
 
     def drop_copy(self) -> None:
         """In a forked child: close its copies of our descriptors, with no word to the agent."""
-        self._lose("forked: the connection is the parent's")
+        self.close("forked: the connection is the parent's")
 
     def _received(self) -> Iterator[bytes]:
         budget = POLL_BYTES
@@ -201,7 +279,7 @@ class EngineClient:
                 self._drop_unsent()
                 return
             except OSError as error:
-                self._lose(f"connection failed: {error}")
+                self.hang_up(f"connection failed: {error}")
                 return
             self._moved_at = time.monotonic()
             self._unsent_bytes -= sent
@@ -218,7 +296,8 @@ class EngineClient:
         return to.sendmsg([frame.left], [rights], socket.MSG_NOSIGNAL)
 
     def _lose(self, why: str) -> None:
-        self.why = why
+        if not self._is_hung_up:
+            self.why = why
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -256,8 +335,8 @@ def _pass_heard(message: ToEngine) -> None:
 
 
 def _duplicate(fds: Sequence[int]) -> list[int]:
-    if len(fds) > MAX_FDS:
-        raise OSError(f"got {len(fds)}, limit {MAX_FDS}")
+    if len(fds) > MESSAGE_FDS:
+        raise OSError(f"got {len(fds)}, limit {MESSAGE_FDS}")
     ours: list[int] = []
     try:
         ours.extend(os.dup(fd) for fd in fds)

@@ -1,43 +1,56 @@
 """An engine rank's standing connection to its agent: attaches, attaches again after a loss, and knows when it is over.
 
-The engine's steps drive it through `turn`; nothing here blocks, except `start` and `rest`. What matters most is when a
-lost agent can no longer touch the engine's memory. Losing patience proves nothing: an agent may be stopped in the
-middle of a copy and go on a minute later. So the link keeps a second descriptor of the socket, closes its own
-direction, and calls the connection over only when the agent's end is closed too: by the agent, once nothing of it is
-under way, or by the kernel, when the process is dead.
+The engine's steps drive it through `turn`; nothing in them blocks. Between them a thread of its own does, for an engine
+without requests makes no steps: it sleeps until the agent's end closes, and tries again after that. What matters most
+is when a lost agent can no longer hurt.
+
+- What it reads of our memory counts only if it has heard of us within half of `READERS_S`: so `READERS_S` after we
+  have given it up, or as soon as its end of the socket is closed, the blocks that it may read are ours again.
+- What it writes has no such bound: it may be stopped in the middle of a copy and go on a minute later, and the kernels
+  of a killed agent outlive its socket. It is over once the agent has said so (`Detached`, its last word), or its
+  process is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import os
 import select
-import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvbridge_proto.engine import Attach, Attached, Refused, ToAgent, ToEngine
+from kvbridge_proto.engine import READERS_S, Attach, Attached, Detached, Refused, ToAgent, ToEngine
 
-from ..errors import OperatorError
+from ..errors import KVBridgeError, OperatorError
 from ..failpoints import VARIABLE, arm_from_environment
 from .client import EngineClient
 
-FIRST_RETRY_S = 0.25
-LAST_RETRY_S = 30.0
+RETRY_S = 1.0
+REFUSED_RETRY_S = 60.0  # after a refusal that can only change with the agent or its configuration
 ATTACH_S = 30.0  # an agent that answers an Attach later than this is not well
+GONE_S = 1.0  # after its socket's end a killed agent's process is gone, where nothing else says so (H200: 85 ms)
+WATCH_S = 1.0  # how long the thread sleeps at most
+PASSING = frozenset({"draining", "engine_present", "not_attached", "too_many_connections"})  # refusals that pass
 
 
 class Link(enum.Enum):
-    """AWAY: no connection. ASKING: attach sent. HERE: attached. ENDING: given up, the agent's end is still open."""
+    """AWAY: no connection. ASKING: attach sent. HERE: attached. ENDING: lost, and the agent may still touch memory."""
 
     AWAY = enum.auto()
     ASKING = enum.auto()
     HERE = enum.auto()
     ENDING = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadsOver:
+    """The connection is lost. Nothing that is read from here on of what was offered over it counts any more."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +61,11 @@ class Over:
 
 
 class AgentLink:
-    """`attach` is what we say first, `fds` opens the descriptors that go with it (sent, then closed here)."""
+    """`attach` is what we say first, `fds` opens the descriptors that go with it (sent, then closed here).
+
+    `first` is what is said whenever the agent has answered, before anything else. All methods belong to one thread of
+    the engine's; `first` and `fds` are called on the link's own, too.
+    """
 
     def __init__(
         self,
@@ -57,6 +74,7 @@ class AgentLink:
         fds: Callable[[], Sequence[int]],
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
+        first: Callable[[], Sequence[ToAgent]] = tuple,
     ) -> None:
         self.state = Link.AWAY
         self.address = ""
@@ -66,12 +84,19 @@ class AgentLink:
         self._fds = fds
         self._log = log
         self._clock = clock
-        self._witness: socket.socket | None = None
-        self._retry_s = FIRST_RETRY_S
+        self._first = first
+        self._lock = threading.RLock()
+        self._heard: list[ToEngine | ReadsOver | Over] = []  # for the next turn
+        self._is_closed = self._is_watched = False
+        self._is_refused = False  # in a way that will not pass by itself
+        self._was_here = False  # on this connection
+        self._has_let_go = True  # the agent, by its own word; or it has been asked for nothing
         self._at = 0.0  # when to try again (AWAY) or to stop waiting for Attached (ASKING)
+        self._unread_at: float | None = None  # when reads are over (ENDING)
+        self._gone_at: float | None = None  # when a process is gone that we cannot look at (ENDING)
         self._told = ""
         self._arm()
-        _drop_in_children(self)
+        _hold_over_forks(self)
 
     def __repr__(self) -> str:
         return f"<AgentLink {self._client.path} {self.state.name.lower()} {self.address or self.why}>"
@@ -87,149 +112,222 @@ class AgentLink:
 
     @property
     def is_attached(self) -> bool:
-        return self.state is Link.HERE
+        """Whether what is said now is heard. Not before `turn` has told of the end of what was said before."""
+        return self.state is Link.HERE and not any(isinstance(each, ReadsOver | Over) for each in self._heard)
 
     def start(self, wait_s: float) -> bool:
-        """For start-up only: wait until attached or refused, at most `wait_s`. False leaves it to later turns."""
+        """For start-up only: wait until attached or refused for good, at most `wait_s`. False leaves it to later.
+
+        From here on the link looks after itself between the engine's turns.
+        """
         end = time.monotonic() + wait_s
-        while time.monotonic() < end:
-            self.turn()
-            if self.is_attached:
-                return True
-            time.sleep(0.02)
-        self._complain(f"no agent at {self._client.path} within {wait_s} s: {self.why}")
-        return False
+        while not self.is_attached and not self._is_refused and time.monotonic() < end:
+            with self._lock:
+                self._drive()
+            if not self.is_attached:
+                time.sleep(0.02)
+        if not self.is_attached and not self._is_refused:
+            self._complain(f"no agent at {self._client.path} within {wait_s} s: {self.why}")
+        self._is_watched = True
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="kvbridge-link", daemon=True).start()
+        return self.is_attached
 
     def send(self, message: ToAgent) -> bool:
         """Queue a message. False if it will never arrive."""
-        if not self.is_attached:
-            return False
-        is_sent = self._client.send(message)
-        if not is_sent and self._client.is_connected:
-            self._log.error("not sent: %s", self._client.why)
-        return is_sent
+        with self._lock:
+            if not self.is_attached:
+                return False
+            is_sent = self._client.send(message)
+            if not is_sent and self._client.is_connected:
+                self._log.error("not sent: %s", self._client.why)
+            return is_sent
 
-    def turn(self) -> list[ToEngine | Over]:
+    def turn(self) -> list[ToEngine | ReadsOver | Over]:
         """Move what waits, both ways; return what concerns the engine. Never blocks."""
-        if self.state is Link.AWAY and self._clock() >= self._at:
-            self._try()
-        if self.state in (Link.ASKING, Link.HERE):
-            return self._listen()
-        if self.state is Link.ENDING and self._is_over():
-            return [self._end()]
-        return []
+        with self._lock:
+            self._drive()
+            heard, self._heard = self._heard, []
+            return heard
+
+    @property
+    def is_all_sent(self) -> bool:
+        """Whether the agent can hear all that was said."""
+        return self._client.is_all_sent
 
     def rest(self, seconds: float) -> None:
-        """Wait until the agent says something, at most so long."""
-        readable = self._client.fileno()
-        if readable < 0:
-            time.sleep(seconds)
-        else:
-            select.select([readable], [], [], seconds)
+        """Wait until the agent says something or reads what waits for it, at most so long."""
+        until, poll = self._next_at(), select.poll()
+        if until is not None:
+            seconds = min(seconds, max(until - self._clock(), 0.001))
+        if (readable := self._client.fileno()) >= 0:
+            poll.register(readable, select.POLLIN if self.is_all_sent else select.POLLIN | select.POLLOUT)
+        if (pidfd := self._client.pidfd) >= 0:
+            poll.register(pidfd, select.POLLIN)
+        poll.poll(max(seconds, 0.0) * 1e3)
 
     def give_up(self, why: str) -> None:
-        """Stop using this connection; `Over` follows when the agent has let go as well."""
-        if self.state in (Link.ASKING, Link.HERE):
-            self._client.close(why)
-            self._lost(why)
+        """Stop using this connection; `ReadsOver` and `Over` follow in `turn`."""
+        with self._lock:
+            self._lose(why)
 
     def close(self) -> None:
         """The engine is leaving."""
-        self._client.close("engine shut down")
-        self._drop_witness()
-        self.state, self.address, self._at = Link.AWAY, "", float("inf")
+        with self._lock:
+            self._client.close("engine shut down")
+            self.state, self.address, self._is_closed = Link.AWAY, "", True
 
     def drop_copy(self) -> None:
         """In a forked child: let go of what it inherited, or the agent could not see the engine die. Says nothing."""
         self._client.drop_copy()
-        self._drop_witness()
-        self.state, self.address, self._at = Link.AWAY, "", float("inf")
+        self._lock = threading.RLock()
+        self.state, self.address, self._is_closed = Link.AWAY, "", True
         self.why = "forked: the connection is the parent's"
+
+    # Under the lock:
+
+    def _drive(self) -> None:
+        if self._is_closed:
+            return
+        if self.state is Link.AWAY and self._clock() >= self._at:
+            self._try()
+        if self.state is not Link.AWAY:
+            self._listen()
+        if self.state is Link.ENDING:
+            self._look_for_the_end()
 
     def _try(self) -> None:
         if not self._client.reconnect():
             if self._client.is_foreign:
                 self._complain(self._client.why)
-            self._later(self._client.why)
-            return
-        fds = self._fds()
+            return self._later(self._client.why)
+        self.state, self._at = Link.ASKING, self._clock() + ATTACH_S
+        self._was_here, self._has_let_go, self._is_refused = False, True, False
         try:
-            self._witness = socket.socket(fileno=os.dup(self._client.fileno()))
-            self._client.send(self._attach, fds)
+            fds = self._fds()
+        except (OSError, RuntimeError, KVBridgeError) as error:
+            return self._refused(f"attach cannot be sent: {error}")
+        try:
+            is_sent = self._client.send(self._attach, fds)
         finally:
             for fd in fds:
                 os.close(fd)
-        self.state, self._at = Link.ASKING, self._clock() + ATTACH_S
+        if not is_sent:
+            self._refused(f"attach cannot be sent: {self._client.why}")
 
-    def _listen(self) -> list[ToEngine | Over]:
-        messages: list[ToEngine | Over] = []
+    def _listen(self) -> None:
         for message in self._client.poll():
             match message:
-                case Attached(agent=agent):
-                    self.state, self.address = Link.HERE, agent.address
-                    self._retry_s, self._told = FIRST_RETRY_S, ""
-                    self._log.info("attached to %s at %s", agent.name, agent.address)
+                case Attached(agent=agent) if self.state is Link.ASKING:
+                    self._here(agent.name, agent.address)
+                case Detached():
+                    self._has_let_go = True
+                    self._lose("it has let go of our memory")
                 case Refused(about="", code=code, reasons=reasons):
-                    self.give_up(f"refused by the agent: {code}: {'; '.join(reasons)}")
+                    text = f"refused by the agent: {code}: {'; '.join(reasons)}"
+                    self._lose(text) if code in PASSING else self._refused(text)
                 case _:
-                    messages.append(message)
+                    self._heard.append(message)
         if self.state is Link.ASKING and self._clock() > self._at:
-            self.give_up(f"the agent did not answer within {ATTACH_S} s")
-        if self.state in (Link.ASKING, Link.HERE) and not self._client.is_connected:
-            self._lost(self._client.why)
-        if self.state is Link.ENDING and self._is_over():
-            messages.append(self._end())
-        return messages
+            self._lose(f"the agent did not answer within {ATTACH_S} s")
+        elif not self._client.is_connected:
+            self._lose(self._client.why)
+        elif self._client.is_agent_gone:
+            self._lose("the agent is gone")
 
-    def _lost(self, why: str) -> None:
+    def _here(self, name: str, address: str) -> None:
+        self.state, self.address, self._told = Link.HERE, address, ""
+        self._was_here, self._has_let_go = True, False
+        self._log.info("kvbridge: attached to %s at %s", name, address)
+        for message in self._first():
+            self._client.send(message)
+
+    def _refused(self, why: str) -> None:
+        """What will not pass by itself is said once, and tried rarely."""
+        self._is_refused = True
+        self._lose(why)
+
+    def _lose(self, why: str) -> None:
+        if self.state not in (Link.ASKING, Link.HERE):
+            return
+        what = "lost" if self.state is Link.HERE else "not attached to"
+        self._client.hang_up(why)
         self.state, self.address, self.why = Link.ENDING, "", why
-        self._complain(f"lost the agent at {self._client.path}: {why}")
-        if self._witness is not None:
-            self._witness.setblocking(False)
-            with contextlib.suppress(OSError):  # its end may be closed already; the next read says so
-                self._witness.shutdown(socket.SHUT_WR)
+        self._unread_at, self._gone_at = self._clock() + READERS_S, None
+        self._complain(f"{what} the agent at {self._client.path}: {why}")
 
-    def _is_over(self) -> bool:
-        """Whether the agent's end is closed."""
-        if self._witness is None:
-            return True
-        try:
-            while self._witness.recv(1 << 16):
-                pass  # what it still says answers nothing any more
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
-
-    def _end(self) -> Over:
-        self._drop_witness()
-        self._later(self.why)
-        return Over(self.why)
+    def _look_for_the_end(self) -> None:
+        now, has_ended = self._clock(), self._client.has_ended
+        if has_ended and self._client.pidfd < 0 and self._gone_at is None:
+            self._gone_at = now + GONE_S
+        if self._has_let_go or self._client.is_agent_gone or (self._gone_at is not None and now >= self._gone_at):
+            self._client.close()
+            if self._was_here:
+                self._heard.append(Over(self.why))
+            self._later(self.why)
+        elif self._unread_at is not None and (has_ended or now >= self._unread_at):
+            self._unread_at = None
+            self._heard.append(ReadsOver(self.why))
 
     def _later(self, why: str) -> None:
         self.state, self.why = Link.AWAY, why
-        self._at = self._clock() + self._retry_s
-        self._retry_s = min(self._retry_s * 2, LAST_RETRY_S)
+        self._at = self._clock() + (REFUSED_RETRY_S if self._is_refused else RETRY_S)
 
-    def _drop_witness(self) -> None:
-        if self._witness is not None:
-            self._witness.close()
-            self._witness = None
+    def _next_at(self) -> float | None:
+        """When something has to be done that no descriptor tells."""
+        if self.state is Link.ENDING:
+            return min((at for at in (self._unread_at, self._gone_at) if at is not None), default=None)
+        return None if self.state is Link.HERE else self._at
 
     def _complain(self, text: str) -> None:
         """The same once per absence: an engine steps a thousand times a second."""
         if text != self._told:
             self._told = text
-            self._log.error("%s; requests are computed here until it is back", text)
+            self._log.error("kvbridge: %s; requests are computed here until it is back", text)
+
+    # On the link's own thread:
+
+    def _sleep(self) -> select.poll:
+        """What to sleep on: while attached only the agent's end, for what it says is heard in the engine's turns."""
+        poll = select.poll()
+        with self._lock:
+            if (readable := self._client.fileno()) >= 0:
+                poll.register(readable, select.POLLRDHUP if self.state is Link.HERE else select.POLLIN)
+            if self._client.pidfd >= 0:
+                poll.register(self._client.pidfd, select.POLLIN)
+        return poll
 
 
-def _drop_in_children(link: AgentLink) -> None:
-    """For the link's life: what is registered at a fork stays registered, so it must not keep the link."""
+def _watch(known: weakref.ref[AgentLink]) -> None:
+    """Drive the link between the engine's turns, for as long as there is one."""
+    while (link := known()) is not None and not link._is_closed:
+        poll, until = link._sleep(), link._next_at()
+        sleep_s = WATCH_S if until is None else min(WATCH_S, max(until - link._clock(), 0.001))
+        del link
+        poll.poll(sleep_s * 1e3)
+        if (link := known()) is not None:
+            with link._lock:
+                link._drive()
+
+
+def _hold_over_forks(link: AgentLink) -> None:
+    """A child gets no half of what the thread is at, and drops what it inherits.
+
+    For the link's life: what is registered at a fork stays registered, so it must not keep the link.
+    """
     known = weakref.ref(link)
+    held: list[AgentLink] = []
+
+    def hold() -> None:
+        if (left := known()) is not None:
+            left._lock.acquire()
+            held.append(left)
+
+    def go_on() -> None:
+        while held:
+            held.pop()._lock.release()
 
     def drop() -> None:
-        if (left := known()) is not None:
-            left.drop_copy()
+        while held:
+            held.pop().drop_copy()
 
-    os.register_at_fork(after_in_child=drop)
+    os.register_at_fork(before=hold, after_in_parent=go_on, after_in_child=drop)

@@ -112,6 +112,10 @@ class Ledger:
         """The agent is gone and touches nothing any more: receives have failed, sends are done."""
         for name in list(self.receives):
             self.failed(name)
+        self.unread()
+
+    def unread(self) -> None:
+        """What the agent reads from here on counts no more: sends are done."""
         for name in list(self.sends):
             self.released(name)
         # What is not held yet is unknown from here on, and `held` reports it at once.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -60,6 +61,9 @@ REST_S = 0.004
 LONG_REST_S = 0.010
 LONG_AFTER_STEPS = 250  # a second or so: nobody is in a hurry any more
 
+# Workers are heard in steps only, and an idle engine makes none: after so long what they said of their agents is old.
+KNOWN_S = 1.0
+ROLL_CALL_S = 1.0  # how long a request waits for them to say it again
 WARN_S = 10.0
 # Rooms of which vLLM may yet say that their call was refused: it does so when a call ends, for admitted ones too.
 ROOMS_KNOWN = 4096
@@ -102,7 +106,13 @@ class Receiving:
 class SchedulerSide:
     """Called by vLLM's scheduler, on its thread."""
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig, options: Options) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        cache: KVCacheConfig,
+        options: Options,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         assert transfer is not None
         self._options = options
@@ -128,6 +138,9 @@ class SchedulerSide:
         self._warned_at = float("-inf")
         self._rooms: deque[str] = deque(maxlen=ROOMS_KNOWN)
         self._step = Step()
+        self._clock = clock
+        self._known_at = clock()  # what the workers last said of their agents was so then
+        self._asked_at: float | None = None  # when they were asked to say it again
         self._empty_steps = 0
         self._is_used = False
         # Batches in flight (pipeline, async scheduling) leave steps empty in between; replicas wait for each other.
@@ -140,8 +153,8 @@ class SchedulerSide:
         self._agents_are({rank: said.address for rank, said in addresses.items()})
 
     def _agents_are(self, changed: dict[RankKey, str]) -> None:
-        self._agents |= changed
-        if not self._has_agents:
+        before, self._agents = self._agents, self._agents | changed
+        if self._agents == before or not self._has_agents:
             return
         ranks = (
             Rank(tp_rank=tp_rank, pp_rank=pp_rank, address=address)
@@ -266,13 +279,24 @@ class SchedulerSide:
         reason = request.status.name.lower()
         self._step.before += [self._nothing(sending.room, name), Withdraw(request=name, reason=reason)]
 
-    def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
-        """How much of the prompt to fetch beyond `computed`: all but its last token.
+    def _is_asking(self) -> bool:
+        """Whether the workers are to say first whether their agents are here: the next step asks them."""
+        now = self._clock()
+        if self._asked_at is None and now - self._known_at > KNOWN_S:
+            self._asked_at, self._step.is_roll_call = now, True
+        if self._asked_at is not None and now - self._asked_at >= ROLL_CALL_S:
+            self._asked_at, self._known_at = None, now
+        return self._asked_at is not None
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """How much of the prompt to fetch beyond `computed`: all but its last token. None: ask again next step.
 
         vLLM computes the last token itself in any case, to have something to sample from (0.32 takes one token off
         a hit of the whole prompt). Fetching it would rewrite a block that the prefix cache already shares.
         """
         receiving = self._receiving.get(request.request_id)
+        if (receiving is not None or request.request_id in self._sending) and self._is_asking():
+            return None, False
         if receiving is None or not self._has_agents:
             return 0, False
         receiving.first_token = computed
@@ -362,6 +386,8 @@ class SchedulerSide:
                 if sending is not None and not sending.is_whole:
                     self._offer(sending, sending.request.num_computed_tokens + count)
         step, self._step = self._step, Step()
+        if self._asked_at is None:
+            self._known_at = self._clock()
         step.is_used = self._is_used = self._is_used or output.total_num_scheduled_tokens > 0
         self._empty_steps = 0 if output.total_num_scheduled_tokens else self._empty_steps + 1
         if self._may_rest and self._empty_steps > self._busy_steps:
@@ -444,3 +470,5 @@ class SchedulerSide:
         said = output.kv_connector_worker_meta
         if isinstance(said, AgentAddresses):
             self._agents_are(said.addresses)
+            if len(said.addresses) == self._tp_size * self._pp_size:
+                self._asked_at, self._known_at = None, self._clock()

@@ -23,6 +23,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when
     the names of wants to requests whose receive must be reported, `held` those of offers to requests whose blocks
     are kept until reported as sent. `rest_s` is how long a worker may wait for its agent in this step, because the
     engine has had nothing to compute for some steps. `is_used` once anything was computed, in this step or before.
+    In a roll call every worker says where its agent is, changed or not.
     """
 
     before: list[ToAgent] = field(default_factory=list)
@@ -31,6 +32,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when
     held: dict[str, str] = field(default_factory=dict)
     rest_s: float = 0.0
     is_used: bool = False
+    is_roll_call: bool = False
 
 
 @dataclass

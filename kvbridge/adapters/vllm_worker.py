@@ -1,13 +1,15 @@
 """The worker's half of the vLLM connector: hands the step's messages to the agent and reports what the agent answered.
 
-No thread: everything happens in the hooks of the engine's own steps, and none that computes is held up, but for
-`_wait_for_readers`. Block ids are the engine's; the agent alone touches memory. On a GPU a step is over here before
-it is computed there, so what we say carries a count of the stream's fence, and the agent waits, not we.
+Everything happens in the hooks of the engine's own steps, and none that computes is held up, but for
+`_wait_for_readers`; the link alone has a thread, which attaches again while there are no steps. Block ids are the
+engine's; the agent alone touches memory. On a GPU a step is over here before it is computed there, so what we say
+carries a count of the stream's fence, and the agent waits, not we.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,8 +40,8 @@ from vllm.logger import init_logger
 
 from ..device.fence import EngineFence
 from ..device.handles import export_all
-from .client import EngineClient
-from .link import AgentLink, Over
+from .client import EngineClient, pidfd_of
+from .link import AgentLink, Over, ReadsOver
 from .vllm_eras import shard_of
 from .vllm_ledger import Ledger, Receive, Reports
 from .vllm_options import Options
@@ -68,12 +70,14 @@ class WorkerSide:
         options: Options,
         clock: Callable[[], float] = time.monotonic,
         fence_of: Callable[[torch.device], EngineFence | None] | None = None,
+        pidfd_of: Callable[[socket.socket], int] = pidfd_of,
     ) -> None:
         self._config = config
         self._cache = cache
         self._options = options
         self._clock = clock
         self._fence_of = fence_of or _fence_of
+        self._pidfd_of = pidfd_of
         self._ledger = Ledger()
         self._link: AgentLink | None = None
         self._directory: Directory | None = None
@@ -81,6 +85,7 @@ class WorkerSide:
         self._fence: EngineFence | None = None
         self._step = Step()  # of which the part after the forward is still to be done
         self._told = ""  # the agent address that the scheduler knows
+        self._is_asked = False  # where our agent is
         self._look_at = 0.0
         self._rest_s = 0.0
         self._key: RankKey = (0, 0)
@@ -118,12 +123,17 @@ class WorkerSide:
         fence_fd = None if self._fence is None else len(fds) - 1
         policy = self._options.scales
         attach = Attach(versions=OURS, pool=memory.pool, handles=handles, fence_fd=fence_fd, policy=policy)
-        client = EngineClient(path, agent_uids=self._options.agent_uids)
-        self._link = AgentLink(client, attach, lambda: self._export(memory)[1], log, self._clock)
+        client = EngineClient(path, agent_uids=self._options.agent_uids, pidfd_of=self._pidfd_of)
+        self._link = AgentLink(client, attach, lambda: self._export(memory)[1], log, self._clock, self._first)
         self._link.start(self._options.connect_s)
         # vLLM asks one rank of those that differ in prefill context parallelism only; they all tell in the first step.
         is_asked = getattr(self._config.parallel_config, "prefill_context_parallel_size", 1) == 1
         self._told = self._link.address if is_asked else ""
+
+    def _first(self) -> list[ToAgent]:
+        """What every agent is told before anything else; called on the link's thread as well."""
+        again = (self._scales.told, self._directory, *list(self._expected.values()))
+        return [first for first in again if first is not None]
 
     def _export(self, memory: Memory) -> tuple[tuple[Handle, ...], list[int]]:
         """Handles and their descriptors, the fence's last; the caller closes them."""
@@ -136,10 +146,11 @@ class WorkerSide:
         return AgentAddress(self._told)
 
     def changed_address(self) -> AgentAddresses | None:
-        """For the scheduler, when our agent came or went."""
+        """For the scheduler, when our agent came or went, or it asks."""
         address = self._link.address if self._link is not None else ""
-        if address == self._told:
+        if address == self._told and not self._is_asked:
             return None
+        self._is_asked = False
         self._told = address
         return AgentAddresses({self._key: address})
 
@@ -156,7 +167,7 @@ class WorkerSide:
 
         Wanted blocks may still be written by an earlier forward, for a request that is gone: hence their fence.
         """
-        self._step, self._rest_s = step, step.rest_s
+        self._step, self._rest_s, self._is_asked = step, step.rest_s, step.is_roll_call
         self._scales.is_used |= step.is_used
         self._turn()
         fence = self._mark(any(isinstance(message, Want) and message.blocks for message in step.before))
@@ -184,18 +195,20 @@ class WorkerSide:
         """The one wait in a step that computes: its forward overwrites blocks that the agent may be gathering from.
 
         A chunk gathered now would hold another request's KV and nothing would tell. The agent answers when its reads
-        have ended: a chunk's time. One that stays silent is given up; what it reads from then on it does not ship
-        (agent/jobs.py: UNHEARD_S).
+        have ended: a chunk's time. One that stays silent for READERS_S after it could hear us is given up, and what it
+        reads from then on does not count (agent/jobs.py: UNHEARD_S). One that is lost, for whatever reason, is waited
+        for as long from the loss (link.py: ReadsOver).
         """
-        end = time.monotonic() + READERS_S
-        while any(self._ledger.is_read(name) for name in preempted):
-            left = end - time.monotonic()
-            if self._link is None or not self._link.is_attached:
-                break  # it was told, or cannot hear us; nothing more can be done in this step
-            if left <= 0:
-                self._link.give_up(f"no answer within {READERS_S} s to a withdrawal for preemption")
-                break
-            self._link.rest(left)
+        link, ends, asked_at = self._link, None, self._clock()
+        while link is not None and any(self._ledger.is_read(name) for name in preempted):
+            now = self._clock()
+            if ends is None and link.is_all_sent:
+                ends = now + READERS_S
+            if link.is_attached and now >= (asked_at + READERS_S if ends is None else ends):
+                link.give_up(f"no answer within {READERS_S} s to a withdrawal for preemption")
+                if ends is not None:
+                    break
+            link.rest(READERS_S if not link.is_attached else max((ends or asked_at + READERS_S) - now, 0.0))
             self._turn()
         for name in preempted:
             self._ledger.forgotten(name)
@@ -241,7 +254,6 @@ class WorkerSide:
     def _turn(self) -> None:
         if self._link is None:
             return
-        was_attached = self._link.is_attached
         for message in self._link.turn():
             match message:
                 case Done(request=name):
@@ -273,13 +285,11 @@ class WorkerSide:
                     log.warning("%s: refused by the agent: %s: %s", name, code, "; ".join(reasons))
                     self._ledger.failed(name)
                     self._ledger.released(name)
+                case ReadsOver():
+                    self._ledger.unread()
                 case Over():
                     self._scales.is_taking = False
                     self._ledger.over()
-        if self._link.is_attached and not was_attached:
-            for first in (self._scales.told, self._directory, *self._expected.values()):
-                if first is not None:
-                    self._say(first)
 
     def _received(self, name: str) -> None:
         if self._scales.is_taking and name in self._ledger.receives:
@@ -290,7 +300,10 @@ class WorkerSide:
         self._ledger.received(name)
 
     def _look_for_late(self) -> None:
-        """An agent that is alive but silent is asked to stop, then given up. Blocks stay ours until it has let go."""
+        """An agent that is alive but silent is asked to stop, then given up.
+
+        Blocks that it may write stay wanted until it has let go.
+        """
         now = self._clock()
         for name, late in self._ledger.next_late(now):
             if late.is_nudged:

@@ -19,15 +19,23 @@ class Word:
     """
 
     heard_at: float = float("inf")  # all that it had said by then
-    withdrawals: tuple[tuple[float, float], ...] = ()  # the last: when each was heard, and after when it was said
+    withdrawals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By request: when the last was heard, and after when the first was said."""
+    forgotten_at: float = float("-inf")  # when the last of those was heard that are not kept any more
     has_left: bool = False  # its memory is about to be unmapped: nothing is made ready for it, or heard of it, any more
 
-    def withdrew(self, now: float) -> None:
-        self.withdrawals = (*self.withdrawals[1 - KEPT :], (now, self.heard_at))
+    def withdrew(self, request: str, now: float) -> None:
+        _, said_after = self.withdrawals.get(request, (now, self.heard_at))
+        self.withdrawals[request] = now, min(said_after, self.heard_at)
+        if len(self.withdrawals) > KEPT:
+            oldest = next(iter(self.withdrawals))
+            self.forgotten_at = max(self.forgotten_at, self.withdrawals[oldest][0])  # first: the mover looks at both
+            del self.withdrawals[oldest]
 
-    def has_withdrawn(self, since: float, before: float) -> bool:
-        """Whether a withdrawal was heard after `since` that may have been said by `before`."""
-        return any(at >= since and said_after <= before for at, said_after in self.withdrawals)
+    def has_withdrawn(self, request: str, since: float, before: float) -> bool:
+        """Whether it may have been heard after `since` that this one was withdrawn, said by `before`."""
+        at, said_after = self.withdrawals.get(request, (float("-inf"), 0.0))
+        return since <= self.forgotten_at or (at >= since and said_after <= before)
 
 
 @dataclass(frozen=True, slots=True)

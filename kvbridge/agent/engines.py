@@ -122,7 +122,7 @@ class Engines:
             self._attached.word.heard_at = now
 
     async def leave(self, reason: str) -> None:
-        """The engine is gone: forget its requests, end its sessions, unmap its memory.
+        """The engine is gone, or we are going: forget its requests, end its sessions, unmap its memory, say so.
 
         Returns when nothing touches its memory any more, whoever called first and even if a caller is cancelled.
         """
@@ -139,9 +139,7 @@ class Engines:
     async def _leave(self, reason: str) -> None:
         if self._home is None:
             return
-        epoch, self._connection = self._home.epoch, None
-        if self._attached is not None and reason != DETACHED:  # nobody waits for us: what is read now may be anything
-            self._attached.word.heard_at = float("-inf")
+        epoch, connection, self._connection = self._home.epoch, self._connection, None
         self.source.engine_left()
         self.sink.engine_left()
         self.peers.end_all(reason)
@@ -149,9 +147,12 @@ class Engines:
         attached, self._attached = self._attached, None
         self.sink.attached = self.source.attached = None
         failpoint("agent.leaving")
+        is_let_go = True
         if attached is not None:
-            await self._mover.let_go(attached)  # what was begun is finished; nothing new can begin
+            is_let_go = await self._mover.let_go(attached)  # what was begun is finished; nothing new can begin
             attached.close()
+        if connection is not None and is_let_go:
+            connection.send(Detached(epoch=epoch))  # without it the engine waits for the end of our process
         log.info("engine left: epoch=%d %s", epoch, reason)
 
     # What clients say:
@@ -181,7 +182,7 @@ class Engines:
                 self.source.offer(message, home)
             case Withdraw(request=request, reason=reason, comes_again=comes_again):
                 if self._attached is not None:
-                    self._attached.word.withdrew(self._clock())
+                    self._attached.word.withdrew(request, self._clock())
                 self.source.withdraw(request, reason, comes_again)
             case Reclaim(blocks=blocks):
                 self.source.reclaim(blocks)
@@ -201,7 +202,6 @@ class Engines:
                 self.sink.declined(revision, reason)
             case Detach():
                 await self.leave(DETACHED)
-                connection.send(Detached(epoch=home.epoch))
 
     def _attach(self, connection: LocalConnection, attach: Attach, fds: list[int]) -> None:
         try:

@@ -152,24 +152,24 @@ class Jobs:
             assert isinstance(ended, Moved)
             moved, failure = ended, ended.failure
             failpoint("source.gathered")
-            failure = failure or (yield from self._taken_back(attachment, asked_at))
+            failure = failure or (yield from self._taken_back(attachment, ship.request, asked_at))
         except Exception as error:  # it costs this transfer, nobody else
             failure = _failure("gather_failed", error, ship)
         self._tell(self._told.on_gathered, ship, size, self._clock() - began)
         return moved.digest, failure
 
-    def _taken_back(self, attachment: Attachment, asked_at: float) -> Generator[Wait, Event, Failure]:
+    def _taken_back(self, attachment: Attachment, request: str, asked_at: float) -> Generator[Wait, Event, Failure]:
         """Whether the blocks may have been another request's while they were read: only if some of us stood still.
 
-        An engine uses them again READERS_S after it withdrew them. When it did that we know only to lie between the
-        last moment at which there was nothing to hear of it and the one at which it was heard.
+        An engine uses them again READERS_S after it withdrew them or gave us up. It was sent after we last found the
+        socket empty and before we read it; once the engine is gone it is not found empty again.
         """
         word, now = attachment.word, self._clock()
         if word.has_left:  # nobody will hear of it any more
             return "engine_left", "the engine left while its blocks were read"
         if now - word.heard_at >= UNHEARD_S:
             yield WaitWord(attachment, now, now + self._write_timeout_s)
-        if not word.has_withdrawn(asked_at, now - UNHEARD_S):
+        if not word.has_withdrawn(request, asked_at, now - UNHEARD_S):
             return None
         reason = "blocks were withdrawn while this agent stood still over a gather"
         return "blocks_taken_back", reason

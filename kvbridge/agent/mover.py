@@ -168,14 +168,16 @@ class Mover:
         """Close docks that were prepared and are not switched to."""
         self._put(docks.closing.close)
 
-    async def let_go(self, attachment: Attachment) -> None:
+    async def let_go(self, attachment: Attachment) -> bool:
         """Return when no job given before touches this memory or will (writes out of slots may be under way).
 
+        False if that is not known: the thread has died, and what it left to a GPU may still run.
         What `warm` had yet to do for it is dropped: each part may take a second, and nobody could unmap meanwhile.
         Ends the process when that does not come about: to unmap under a running kernel would be worse.
         """
         attachment.word.has_left = True
         await self._watch.until(self._unused(attachment))
+        return self._thread.is_alive()
 
     async def _unused(self, attachment: Attachment) -> None:
         ends = self._loop.time() + self._watch.stuck_s
@@ -195,7 +197,7 @@ class Mover:
     async def _may_use(self, attachment: Attachment) -> bool:
         try:
             return bool(await self._call(lambda: self._is_using(attachment)))
-        except FabricError:  # a mover that has died does nothing more either
+        except FabricError:  # a mover that has died begins nothing more either
             return False
 
     def _put(self, task: Callable[[], None]) -> None:

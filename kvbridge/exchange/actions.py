@@ -62,9 +62,11 @@ class Ship:
     """Gather a chunk into our slot `local`, then write it into the peer's leased slot, notice with it.
 
     On the direct route the gather is the write. Nothing is read before the engine's fence has reached `fence`.
+    `request` is our engine's name for what it has offered.
     """
 
     transfer: str
+    request: str
     boot: str
     plan: Plan
     tables: Mapping[int, BlockTable]

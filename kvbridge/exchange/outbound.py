@@ -446,6 +446,7 @@ class Outbound:
         claim = out.claim
         return Ship(
             out.transfer,
+            offered.request,
             out.boot,
             out.plan,
             offered.tables,

@@ -137,6 +137,9 @@ class Engine:
     def answered(self, rank: Rank, message: ToEngine) -> None:
         raise NotImplementedError
 
+    def unread(self, rank: Rank) -> None:
+        """What is read from here on of what was offered over this connection counts no more."""
+
     def gone(self, rank: Rank) -> None:
         """Nothing that was asked over this connection will be answered, nothing touches memory any more."""
         raise NotImplementedError
@@ -252,10 +255,12 @@ class Prefill(Engine):
                     held.open.discard(rank.number)
                     self.release_if_over(held, f"released {code}".strip())
 
-    def gone(self, rank: Rank) -> None:
+    def unread(self, rank: Rank) -> None:
         for held in list(self.held.values()):
             held.open.discard(rank.number)
             self.release_if_over(held, "its agent was lost")
+
+    gone = unread
 
 
 class Decode(Engine):

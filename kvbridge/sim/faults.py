@@ -107,13 +107,28 @@ class Faults:
         self._world.clock.after(fault.seconds, over)
 
     def _preempt(self, fault: Fault, name: str) -> None:
-        """In the middle of its next gather the agent stands still, and its engine takes back all that it offers."""
+        """In the middle of its next gather the agent stands still, and its engine takes back all that it offers.
+
+        One time in five the engine has given its agent up just before, for a reason of its own, and the agent's mover
+        goes on before its loop can hear of that.
+        """
         process = self._world.processes[name]
         engine = next(each for each in self._world.engines.values() if name in each.agents)
+        is_given_up = int(fault.seconds * 1e4) % 5 == 2
+
+        def give_up() -> None:
+            for rank in engine.ranks:
+                rank.give_up()
+            engine.preempt()
 
         def begin() -> None:
-            if self._world.clock.now < FAULTS_END_S and not process.is_dead:
-                self._freeze(fault, process, process.loop, process.thread)
+            if self._world.clock.now >= FAULTS_END_S or process.is_dead:
+                return
+            self._freeze(fault, process, process.loop, process.thread)
+            if is_given_up:
+                engine.later(fault.seconds / 4, give_up)
+                self._world.clock.after(fault.seconds / 2, process.thaw_mover)
+            else:
                 engine.later(self._world.uniform(0.0, 0.3), engine.preempt)
 
         process.on_gather = begin

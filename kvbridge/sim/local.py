@@ -34,6 +34,7 @@ class EngineSocket:
         self._unread = 0  # said, and on its way here
         self._down_at = self._up_at = 0.0
         self.is_closed = False  # the agent's end
+        self.is_crashed = False  # closed by the kernel
         self._is_over = False
 
     # The agent:
@@ -63,7 +64,7 @@ class EngineSocket:
 
     def end(self) -> None:
         """The agent's process is gone: the kernel closes its end."""
-        self.is_closed = True
+        self.is_closed = self.is_crashed = True
         self._end()
 
     def _end(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from kvbridge_proto.pool import Pool
@@ -21,6 +22,7 @@ from ..geometry.plan import Part
 if TYPE_CHECKING:
     from .process import Process
 
+KERNELS_S = 0.01  # so long they outlive their process (H200: 9 to 12 ms, 2026-11)
 CELL_BYTES = 512
 SLOT_CELLS = 8
 SLOT_BYTES = CELL_BYTES * SLOT_CELLS
@@ -117,6 +119,8 @@ def runs(part: Part) -> Iterator[tuple[int, list[Run]]]:
 class _Move:
     attached: Attached
     seconds: float
+    ends_at: float
+    end: Callable[[], int]
 
 
 class SlotPorter:
@@ -193,9 +197,15 @@ class SlotPorter:
             self._process.rouse()
 
         seconds = self._process.world.gather_s()
-        self._moving[ticket] = _Move(pool, seconds)
+        self._moving[ticket] = _Move(pool, seconds, self._process.world.clock.now + seconds, end)
         self._process.thread.post(seconds, over)
         return ticket
+
+    def outlive(self) -> None:
+        """The process was killed: what it has launched goes on for a moment."""
+        clock = self._process.world.clock
+        for move in self._moving.values():
+            clock.at(min(move.ends_at, clock.now + KERNELS_S), partial(_land, move.end))
 
     def warm(self, pool: Attached, part: Part, slot: Span) -> None: ...
 
@@ -218,6 +228,10 @@ class SlotPorter:
     def forget(self, pool: Attached) -> None: ...
 
     def close(self) -> None: ...
+
+
+def _land(end: Callable[[], int]) -> None:
+    end()
 
 
 def digest_of(cells: list[int]) -> int:

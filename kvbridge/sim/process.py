@@ -174,7 +174,8 @@ class Process(Agent):
 
     def _put_together(self, slots: int, local: int, digest: str) -> None:
         world, name = self.world, self.name
-        porter = cast(Porter, SlotPorter(self, digest))
+        self.porter = SlotPorter(self, digest)
+        porter = cast(Porter, self.porter)
 
         def docks(number: int) -> Docks:
             called = f"{self.boot}.{number}" if number else self.boot
@@ -232,6 +233,7 @@ class Process(Agent):
         self.died_at = self.world.clock.now
         self.loop.is_dead = True
         self.thread.kill()
+        self.porter.outlive()
         self.links.die()
         for socket in self._sockets:
             if not socket.is_closed:
@@ -249,6 +251,11 @@ class Process(Agent):
         first, second = self.world.pick(((self.loop, self.thread), (self.thread, self.loop)))
         self._go_on(first)
         self.world.clock.after(self.world.quick(), lambda: self._go_on(second))
+
+    def thaw_mover(self) -> None:
+        """Its loop may stand still for longer."""
+        if not self.is_dead:
+            self._go_on(self.thread)
 
     def _go_on(self, thread: Thread) -> None:
         """The loop's tick is overdue, and comes before what waits to be heard."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvbridge_proto.engine import (
+    READERS_S,
     Attach,
     Attached,
     Detach,
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 RETRY_S = 0.3
+GONE_S = 0.03  # after the end of its sockets a killed process is gone
 
 
 class Rank:
-    """One rank: its memory and its connection to its agent."""
+    """One rank: its memory and its connection to its agent, of which it thinks as adapters/link.py does."""
 
     def __init__(self, engine: Engine, number: int, agent: str) -> None:
         self.engine = engine
@@ -42,6 +44,8 @@ class Rank:
         self.marks = 0
         self.revision = 0
         self._socket: EngineSocket | None = None
+        self._is_ending = False
+        self._has_let_go = True  # the agent, by its own word, of all that it was asked
 
     def begin(self) -> None:
         engine = self.engine
@@ -50,6 +54,7 @@ class Rank:
         self.rows = rows_of(pool)
         self.marks = self.revision = 0
         self.is_here, self._socket = False, None
+        self._is_ending, self._has_let_go = False, True
         self._connect()
 
     def _connect(self) -> None:
@@ -59,7 +64,7 @@ class Rank:
         if process is None or process.is_dead:
             engine.later(RETRY_S, self._connect)
             return
-        self._socket = process.accept(self)
+        self._socket, self._is_ending = process.accept(self), False
         self._attach()
 
     def _attach(self) -> None:
@@ -83,9 +88,13 @@ class Rank:
             self.is_here = False
 
     def give_up(self) -> None:
-        """The agent hears that we go; blocks are ours again when its end is closed too."""
-        self.is_here = False
+        """The agent hears that we go. What it has not read soon does not count; what it writes we wait for."""
+        if self._socket is None or self._is_ending:
+            return
+        socket = self._socket
+        self.is_here, self._is_ending = False, True
         self.hang_up()
+        self.engine.later(READERS_S, lambda: self.engine.unread(self) if self._socket is socket else None)
 
     def rescale(self) -> None:
         self.revision += 1
@@ -99,11 +108,13 @@ class Rank:
             return
         match message:
             case Attached():
-                self.is_here = True
+                self.is_here, self._has_let_go = not self._is_ending, False
                 self.engine.here()
             case Detached():
+                self.is_here, self._has_let_go = False, True
                 self.engine.gone(self)
-                self._attach()
+                if not self._is_ending:
+                    self._attach()
             case Refused(about="", code=code) if not self.is_here:
                 self.engine.world.say(self.blocks.name, f"refused: {code}")
                 self.engine.later(RETRY_S, self._again)
@@ -120,9 +131,21 @@ class Rank:
             self._attach()
 
     def over(self, socket: EngineSocket) -> None:
+        """The agent's end is closed. If it never said that it has let go it was killed, and its kernels live longer."""
         if socket is not self._socket:
             return
         socket.hang_up()
-        self._socket, self.is_here = None, False
+        self.is_here, self._is_ending = False, True
+        self.engine.unread(self)
+        if self._has_let_go:
+            self._end()
+        elif not socket.is_crashed:
+            self.engine.world.foul(f"{self.blocks.name}: its agent lives and has closed its end without a word")
+        else:
+            self.engine.later(GONE_S, self._end)
+
+    def _end(self) -> None:
+        self._socket = None
+        self._has_let_go = True
         self.engine.gone(self)
         self.engine.later(RETRY_S, self._connect)

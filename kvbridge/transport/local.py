@@ -2,7 +2,8 @@
 
 Whose descriptors are whose: a frame that carries descriptors is sent by a `sendmsg` of its own, and they ride with its
 first byte. The kernel never joins the bytes behind a descriptor-carrying send to it, so on the receiving side the
-descriptors belong to the last frame that begins in the bytes they came with.
+descriptors belong to the last frame that begins in the bytes they came with. Those of `Descriptors` frames go to the
+message behind them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import socket
 import stat
 import struct
@@ -20,15 +22,14 @@ from collections import deque
 from collections.abc import Iterable
 
 from kvbridge_proto.codec import LIMITS, BadFrame, Limits
-from kvbridge_proto.engine import Refused, ToAgent, ToEngine
-from kvbridge_proto.stream import StreamReader, pack
+from kvbridge_proto.engine import Descriptors, Refused, ToAgent, ToEngine
+from kvbridge_proto.stream import FRAME_FDS, MESSAGE_FDS, StreamReader, pack
 
 from ..errors import OperatorError
 from .lock import Lock
 
 log = logging.getLogger("kvbridge.local")
 
-MAX_FDS = 64
 MAX_CONNECTIONS = 64
 RECEIVE_BYTES = 1 << 18
 UNSENT_BYTES = 32 << 20
@@ -80,6 +81,7 @@ class LocalServer:
     async def __aexit__(self, *_: object) -> None:
         for connection in list(self._open):
             connection.close("the agent stops")
+            connection.shut()
         with contextlib.suppress(OSError):
             if self.path.lstat().st_ino == self._inode:
                 self.path.unlink()
@@ -150,8 +152,8 @@ class LocalServer:
 class LocalConnection:
     """One engine (or command) on the socket. One task receives; anyone on the loop may send.
 
-    Only `close` closes our end, whatever the other does: an engine takes our EOF for the proof that nobody touches its
-    memory any more.
+    Only `close` closes our end, whatever the other does: an engine waits for what we say last (`Detached`), and if it
+    does not come for the end of our process.
     """
 
     def __init__(self, accepted: socket.socket, limits: Limits, owner: set[LocalConnection]) -> None:
@@ -166,6 +168,7 @@ class LocalConnection:
         self._unsent = bytearray()
         self._is_over = False  # nothing more is received
         self._is_deaf = False  # nothing more is sent
+        self._is_closing = False
         self._wake: asyncio.Future[None] | None = None
         self._owner = owner
         owner.add(self)
@@ -215,7 +218,7 @@ class LocalConnection:
 
     def send(self, message: ToEngine) -> None:
         """Queue a message. Never blocks or raises; for an end that does not read, `receive` says that it is over."""
-        if self.is_closed or self._is_deaf:
+        if self._is_closing or self._is_deaf:
             return
         was_empty = not self._unsent
         self._unsent += pack(message)
@@ -229,14 +232,21 @@ class LocalConnection:
             self._unsent.clear()
 
     def close(self, why: str = "closed here") -> None:
-        """End the connection; a `receive` under way returns None. Idempotent."""
-        if self.is_closed:
+        """End the connection, once all that was said has left; a `receive` under way returns None. Idempotent."""
+        if self._is_closing:
             return
         self._end(why)
         self._loop.remove_reader(self._fd)
-        self._loop.remove_writer(self._fd)
-        self._socket.close()
-        self._owner.discard(self)
+        self._is_closing = True
+        if not self._unsent:
+            self.shut()
+
+    def shut(self) -> None:
+        """Close our end at once, whatever has not left yet. Idempotent."""
+        if not self.is_closed:
+            self._loop.remove_writer(self._fd)
+            self._socket.close()
+            self._owner.discard(self)
 
     def _end(self, why: str) -> None:
         self.why = self.why or why
@@ -255,6 +265,8 @@ class LocalConnection:
             del self._unsent[:sent]
         if not self._unsent:
             self._loop.remove_writer(self._fd)
+            if self._is_closing:
+                self.shut()
 
     async def _readable(self) -> None:
         assert self._wake is None, "one task receives"
@@ -279,12 +291,22 @@ class _FrameReader(StreamReader[ToAgent]):
         super().__init__(ToAgent, limits)
         self._ready: deque[tuple[ToAgent, list[int]]] = deque()
         self._waiting: list[int] = []  # descriptors of the frame that is not complete yet
+        self._ahead: list[int] = []  # those of the next message that came before it
+        self._most_fds = min(MESSAGE_FDS, _open_limit() // 2)
         self._error: BadFrame | None = None
 
     def next(self) -> tuple[ToAgent, list[int]] | None:
         """The next complete message. Raises BadFrame once those before it are taken."""
-        if self._ready:
-            return self._ready.popleft()
+        while self._ready:
+            message, fds = self._ready.popleft()
+            self._ahead += fds
+            if len(self._ahead) > self._most_fds:
+                reason = f"fds: more than {self._most_fds} with one message, of {_open_limit()} this process may open"
+                self.close()
+                self._error = BadFrame("too_many_fds", reason)
+            elif not isinstance(message, Descriptors):
+                ahead, self._ahead = self._ahead, []
+                return message, ahead
         if self._error is not None:
             raise self._error
         return None
@@ -293,7 +315,8 @@ class _FrameReader(StreamReader[ToAgent]):
         known = len(self._ready)
         try:
             if is_cut:
-                raise BadFrame("too_many_fds", f"fds: more than {MAX_FDS} with one message")
+                reason = f"fds: more than {FRAME_FDS} with one frame, or than the {_open_limit()} this process may open"
+                raise BadFrame("too_many_fds", reason)
             for message in super().feed(received):
                 self._ready.append((message, self._waiting))
                 self._waiting = []
@@ -319,6 +342,8 @@ class _FrameReader(StreamReader[ToAgent]):
             close_fds(fds)
         self._ready.clear()
         self._error = None
+        close_fds(self._ahead)
+        self._ahead = []
         self.close_waiting()
 
     def close_waiting(self) -> None:
@@ -326,10 +351,15 @@ class _FrameReader(StreamReader[ToAgent]):
         self._waiting = []
 
 
+def _open_limit() -> int:
+    """How many descriptors this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def _receive(source: socket.socket) -> tuple[bytes, list[int], int]:
-    """Bytes, descriptors and flags of one recvmsg. The kernel drops descriptors beyond MAX_FDS and says so."""
+    """Bytes, descriptors and flags of one recvmsg. The kernel drops descriptors beyond FRAME_FDS and says so."""
     fds = array.array("i")
-    space = socket.CMSG_SPACE(MAX_FDS * fds.itemsize)
+    space = socket.CMSG_SPACE(FRAME_FDS * fds.itemsize)
     received, ancillary, flags, _ = source.recvmsg(RECEIVE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -32,6 +32,10 @@ class Scales(Struct, frozen=True, array_like=True):
 NewScales = Annotated[tuple[Scales, ...], Meta(max_length=65536)]
 
 
+class Descriptors(Struct, frozen=True, kw_only=True, tag="descriptors"):
+    """What rides with this frame belongs to the next message of another kind, before what rides with that itself."""
+
+
 class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     """Here is my memory. Answered by Attached or Refused.
 
@@ -45,7 +49,7 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     versions: VersionRange
     pool: Pool
     handles: Annotated[tuple[Handle, ...], Meta(max_length=4096)]
-    fence_fd: Annotated[int, Meta(ge=0, lt=64)] | None = None
+    fence_fd: Annotated[int, Meta(ge=0, lt=1024)] | None = None
     policy: Literal["requantize", "adopt"] = "requantize"
 
 
@@ -159,6 +163,12 @@ class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
 
 
 class Detached(Struct, frozen=True, kw_only=True, tag="detached"):
+    """I have let go of your memory: nothing touches it any more, and nothing that you asked for will be answered.
+
+    The answer to Detach, and the last word of every agent that ends the attachment while it lives. A connection that
+    ends without it has ended with its agent's process, whose kernels may outlive its sockets.
+    """
+
     epoch: Count
 
 
@@ -219,7 +229,8 @@ class Adopt(Struct, frozen=True, kw_only=True, tag="adopt"):
 
 
 ToAgent = (
-    Attach
+    Descriptors
+    | Attach
     | Directory
     | Offer
     | Withdraw

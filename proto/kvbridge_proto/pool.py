@@ -177,4 +177,4 @@ class Handle(Struct, frozen=True, kw_only=True):
     device: Name = "cpu"
     payload: Annotated[bytes, Meta(max_length=4096)] = b""
     offset: Bytes = 0
-    fd: Annotated[int, Meta(ge=0, lt=64)] | None = None
+    fd: Annotated[int, Meta(ge=0, lt=1024)] | None = None

@@ -13,6 +13,8 @@ from .codec import LIMITS, BadFrame, Limits, decode, encode
 
 T = TypeVar("T")
 HEADER = struct.Struct(">I")
+FRAME_FDS = 64  # descriptors that ride with one frame at most; Linux takes 253
+MESSAGE_FDS = 1024  # and that belong to one message, with the `Descriptors` before it
 
 
 def pack(message: Any) -> bytes:

@@ -11,17 +11,20 @@ import os
 import socket
 import subprocess
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvbridge_proto.engine import Attach, Attached, Released, ToAgent, ToEngine, Withdraw
+from kvbridge_proto.engine import Attach, Attached, Detached, Refused, Released, ToAgent, ToEngine, Withdraw
 from kvbridge_proto.stream import StreamReader, pack
 from kvbridge_proto.words import Agent
 
+from kvbridge.adapters.client import pidfd_of
 from kvbridge.device.fence import FencePage
 
 T = TypeVar("T")
+FAKES: weakref.WeakValueDictionary[str, FakeAgent] = weakref.WeakValueDictionary()
 SQUATTER = """
 import socket, sys
 listener = socket.socket(socket.AF_UNIX)
@@ -48,12 +51,15 @@ class FakeAgent:
         self.heard: list[Any] = []
         self.fence: FencePage | None = None
         self.is_answering_attach = True
+        self.refusal: Refused | None = None  # what it says to Attach instead
         self.is_answering_withdrawals = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen()
         self._listener.setblocking(False)
         self._engine: socket.socket | None = None
+        self._pidfd, self._life = os.pipe()
+        FAKES[str(path)] = self
         self._reader: StreamReader[Any] = StreamReader(ToAgent)
 
     def pump(self) -> None:
@@ -75,7 +81,7 @@ class FakeAgent:
                 for fd in fds:
                     os.close(fd)
             if not received:
-                self.hang_up()
+                self.let_go()
                 return
 
     def _hear(self, message: Any, fds: list[int]) -> None:
@@ -87,7 +93,9 @@ class FakeAgent:
         self.attaches.append(message)
         if message.fence_fd is not None:
             self.fence = FencePage(fds[message.fence_fd])
-        if self.is_answering_attach:
+        if self.refusal is not None:
+            self.say(self.refusal)
+        elif self.is_answering_attach:
             agent = Agent(name="fake", boot=self.boot, address=self.address, version="1")
             self.say(Attached(version=1, epoch=len(self.attaches), agent=agent))
 
@@ -123,16 +131,41 @@ class FakeAgent:
             stop.set()
             thread.join()
 
+    def let_go(self) -> None:
+        """As an agent that lives: the word, then the end."""
+        if self._engine is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.say(Detached(epoch=len(self.attaches)))
+            self.hang_up()
+
     def hang_up(self) -> None:
+        """As a process that is being killed: its sockets are closed, and it is not gone yet."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
 
+    def vanish(self) -> None:
+        """Its process is gone."""
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
+
     def die(self) -> None:
-        """As a killed process: the connection and the listening socket are gone."""
+        """As a killed process: the connection and the listening socket are gone, and so is the process."""
         self.hang_up()
         self._listener.close()
         self.path.unlink(missing_ok=True)
+        self.vanish()
+
+    def __del__(self) -> None:
+        self.vanish()
+        os.close(self._pidfd)
+
+
+def fake_pidfd(end: socket.socket) -> int:
+    """What `pidfd_of` is to a real agent, for those of this process."""
+    fake = FAKES.get(end.getpeername())
+    return pidfd_of(end) if fake is None else os.dup(fake._pidfd)
 
 
 @contextlib.contextmanager

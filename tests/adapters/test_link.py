@@ -6,17 +6,21 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvbridge_proto.engine import Attach, Done, Refused, Want
+from kvbridge_proto.engine import READERS_S, Attach, Detached, Directory, Done, Refused, Want
 from kvbridge_proto.pool import (
     Codec,
     Engine,
@@ -30,14 +34,14 @@ from kvbridge_proto.pool import (
     Shard,
     Step,
 )
-from kvbridge_proto.words import OURS
+from kvbridge_proto.words import OURS, Rank
 from msgspec.structs import replace
 
 from kvbridge.adapters.client import EngineClient
-from kvbridge.adapters.link import AgentLink, Link, Over
+from kvbridge.adapters.link import RETRY_S, AgentLink, Link, Over, ReadsOver
 from kvbridge.failpoints import VARIABLE, arm, armed
 
-from .fake_agent import FakeAgent, squatter
+from .fake_agent import FakeAgent, fake_pidfd, squatter
 
 POOL = Pool(
     engine=Engine(kind="test", version="1", id="e"),
@@ -88,7 +92,9 @@ def link(tmp_path: Path, clock: Clock) -> AgentLink:
     def fds() -> list[int]:
         return [os.open("/dev/null", os.O_RDONLY)]
 
-    return AgentLink(EngineClient(tmp_path / "agent.sock"), ATTACH, fds, logging.getLogger("test"), clock)
+    return AgentLink(
+        EngineClient(tmp_path / "agent.sock", pidfd_of=fake_pidfd), ATTACH, fds, logging.getLogger("test"), clock
+    )
 
 
 def attach(link: AgentLink, agent: FakeAgent) -> None:
@@ -136,7 +142,7 @@ def test_somebody_elses_socket_in_the_agents_place_is_no_agent_and_is_told_of(
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o1777)
         path = Path(folder) / "agent.sock"
-        link = AgentLink(EngineClient(path), ATTACH, lambda: [], logging.getLogger("test"), clock)
+        link = AgentLink(EngineClient(path, pidfd_of=fake_pidfd), ATTACH, lambda: [], logging.getLogger("test"), clock)
         agent = FakeAgent(path)
         attach(link, agent)
         agent.die()
@@ -185,45 +191,256 @@ def test_what_came_before_the_end_is_heard_before_it(link: AgentLink, agent: Fak
     assert link.state is Link.AWAY and link.address == ""
 
 
-def test_tries_again_after_longer_and_longer_pauses(link: AgentLink, agent: FakeAgent, clock: Clock) -> None:
+def test_tries_again_every_second(link: AgentLink, agent: FakeAgent, clock: Clock) -> None:
     attach(link, agent)
-    agent.hang_up()
     agent.is_answering_attach = False
+    agent.let_go()
     link.turn()
     tries = []
-    for _ in range(60):
-        clock.now += 1
+    for _ in range(200):
+        clock.now += 0.25
         link.turn()
         agent.pump()
         if len(agent.attaches) > 1 + len(tries):
             tries.append(clock.now)
-            agent.hang_up()
+            agent.let_go()
     pauses = [later - earlier for earlier, later in pairwise(tries)]
-    assert pauses == sorted(pauses) and pauses[-1] > 8
+    assert len(pauses) > 20 and all(RETRY_S <= pause <= 2 for pause in pauses)
 
 
-def test_is_over_only_when_the_agent_has_closed_its_end(link: AgentLink, agent: FakeAgent, clock: Clock) -> None:
+# When it is over:
+
+
+def test_reads_are_over_soon_after_a_loss_and_writes_when_the_agent_has_let_go(
+    link: AgentLink, agent: FakeAgent, clock: Clock
+) -> None:
+    """It is stopped: what it reads counts no more, and what it writes may come at any time."""
     attach(link, agent)
     link.give_up("no answer")
     assert not link.send(WANT)
+    clock.now += READERS_S - 0.001
+    assert link.turn() == []
+    clock.now += 0.001
+    assert link.turn() == [ReadsOver("no answer")]
     for _ in range(5):
         clock.now += 100
         assert link.turn() == [] and link.state is Link.ENDING
     agent.pump()  # goes on, reads our end, lets go
-    (over,) = link.turn()
-    assert over == Over("no answer")
-    clock.now += 1
+    assert link.turn() == [Over("no answer")]
+    clock.now += RETRY_S
     attach(link, agent)
     assert len(agent.attaches) == 2
 
 
-def test_a_bad_frame_from_the_agent_ends_the_connection_but_not_the_wait(link: AgentLink, agent: FakeAgent) -> None:
+def test_a_killed_agents_socket_ends_the_reads_and_its_process_the_writes(
+    link: AgentLink, agent: FakeAgent, clock: Clock
+) -> None:
+    attach(link, agent)
+    agent.hang_up()
+    assert link.turn() == [ReadsOver("the agent is gone")]
+    clock.now += 100
+    assert link.turn() == [] and link.state is Link.ENDING and not link.send(WANT)
+    agent.vanish()
+    assert link.turn() == [Over("the agent is gone")]
+
+
+def test_an_agent_that_has_let_go_may_live_on(link: AgentLink, agent: FakeAgent) -> None:
+    attach(link, agent)
+    agent.say(DONE)
+    agent.say(Detached(epoch=1))
+    assert link.turn() == [DONE, Over("it has let go of our memory")]
+
+
+def test_where_a_process_cannot_be_watched_its_end_is_waited_for_by_time(agent: FakeAgent, clock: Clock) -> None:
+    """As in another PID namespace on an older kernel."""
+    client = EngineClient(agent.path, pidfd_of=lambda _: -1)
+    link = AgentLink(client, ATTACH, list, logging.getLogger("test"), clock)
+    attach(link, agent)
+    clock.now += 100
+    agent.hang_up()
+    assert link.turn() == [ReadsOver("the agent is gone")]
+    clock.now += 0.99
+    assert link.turn() == []
+    clock.now += 0.01
+    assert link.turn() == [Over("the agent is gone")]
+
+
+@pytest.mark.parametrize("by", ["socket", "pid", "nothing"])
+def test_knows_the_end_of_a_real_process(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper of ours keeps the listening socket, and nobody the connection."""
+    if by != "socket":
+        monkeypatch.setattr("kvbridge.adapters.client.SO_PEERPIDFD", 9999)  # no kernel knows it
+    if by == "nothing":
+        monkeypatch.setattr("kvbridge.adapters.client._CREDENTIALS", NoPid())
+    with tempfile.TemporaryDirectory() as folder, slow_to_die(Path(folder) / "agent.sock") as process:
+        client = EngineClient(Path(folder) / "agent.sock")
+        assert client.connect(5)
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"close\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"closed\n"
+        assert client.poll() == [] and client.has_ended and not client.is_agent_gone
+        if by == "nothing":
+            assert client.pidfd == -1
+            return
+        readable = select.poll()
+        readable.register(client.pidfd, select.POLLIN)
+        assert not readable.poll(200)
+        process.stdin.close()
+        assert readable.poll(5000) and client.is_agent_gone
+        client.close()
+
+
+class NoPid:
+    """Credentials of a process in a PID namespace that we do not see."""
+
+    size = 12
+
+    def unpack(self, _: bytes) -> tuple[int, int, int]:
+        return 0, os.getuid(), os.getgid()
+
+
+@contextlib.contextmanager
+def slow_to_die(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """An agent that closes the connection when it is told to, without a word, and lives on until stdin ends."""
+    program = (
+        "import socket, sys\n"
+        "listener = socket.socket(socket.AF_UNIX); listener.bind(sys.argv[1]); listener.listen()\n"
+        "engine, _ = listener.accept(); sys.stdin.readline(); engine.close()\n"
+        "print('closed', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_after_a_bad_frame_only_the_end_of_its_process_is_believed(link: AgentLink, agent: FakeAgent) -> None:
+    """What it says behind that cannot be read."""
     attach(link, agent)
     assert agent._engine is not None
     agent._engine.sendall(b"\xff\xff\xff\xff")
     assert link.turn() == [] and link.state is Link.ENDING
     agent.pump()
+    assert isinstance(link.turn()[0], ReadsOver) and link.state is Link.ENDING
+    agent.vanish()
     assert isinstance(link.turn()[0], Over)
+
+
+def test_nothing_is_said_to_the_next_agent_before_the_end_of_the_last_was_told(
+    link: AgentLink, agent: FakeAgent, clock: Clock
+) -> None:
+    """The link's own thread may have attached again meanwhile; the end that is told is of what was said before."""
+    attach(link, agent)
+    agent.let_go()
+    for _ in range(3):
+        clock.now += RETRY_S
+        link._drive()
+        agent.pump()
+    assert link.state is Link.HERE and len(agent.attaches) == 2
+    assert not link.is_attached and not link.send(WANT)
+    assert [type(each) for each in link.turn()] == [Over]
+    assert link.is_attached and link.send(WANT)
+
+
+# Refusals:
+
+
+@pytest.mark.parametrize("code", ["bad_pool", "wrong_device", "version_mismatch", "uid_not_allowed"])
+def test_a_refusal_that_will_not_pass_ends_the_start_and_is_tried_rarely(
+    link: AgentLink, agent: FakeAgent, clock: Clock, caplog: pytest.LogCaptureFixture, code: str
+) -> None:
+    agent.refusal = Refused(code=code, reasons=("because",))
+    begun = time.monotonic()
+    with agent.alive():
+        assert not link.start(20.0) and time.monotonic() - begun < 5
+    for _ in range(300):
+        clock.now += 1
+        link.turn()
+        agent.pump()
+    link.close()
+    assert 3 <= len(agent.attaches) <= 8
+    (record,) = caplog.records
+    assert f"{code}: because" in record.getMessage() and "within" not in record.getMessage()
+
+
+def test_a_start_waits_for_a_refusal_to_pass(agent: FakeAgent) -> None:
+    agent.refusal = Refused(code="engine_present", reasons=("the one before is still being detached",))
+    link = AgentLink(EngineClient(agent.path, pidfd_of=fake_pidfd), ATTACH, list, logging.getLogger("test"))
+
+    def pass_by() -> None:
+        within(5.0, lambda: bool(agent.attaches))
+        agent.refusal = None
+
+    thread = threading.Thread(target=pass_by)
+    with agent.alive():
+        thread.start()
+        assert link.start(20.0) and len(agent.attaches) > 1
+    thread.join()
+    link.close()
+
+
+@pytest.mark.parametrize("problem", ["too many", "none to be had"])
+def test_what_keeps_attach_from_being_sent_is_said_at_once(
+    agent: FakeAgent, clock: Clock, caplog: pytest.LogCaptureFixture, problem: str
+) -> None:
+    def fds() -> list[int]:
+        if problem == "none to be had":
+            raise OSError(24, "Too many open files")
+        return [os.open("/dev/null", os.O_RDONLY) for _ in range(1025)]
+
+    client = EngineClient(agent.path, pidfd_of=fake_pidfd)
+    link = AgentLink(client, ATTACH, fds, logging.getLogger("test"), clock)
+    begun = time.monotonic()
+    assert not link.start(20.0) and time.monotonic() - begun < 5
+    link.close()
+    (record,) = caplog.records
+    reason = "fds: got 1025, limit 1024" if problem == "too many" else "Too many open files"
+    assert "attach cannot be sent" in record.getMessage() and reason in record.getMessage()
+
+
+# While the engine makes no step:
+
+
+def test_an_idle_engines_link_notices_the_end_at_once_and_attaches_again(
+    agent: FakeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody calls `turn`. What every agent is to hear first is said again."""
+    directory = Directory(ranks=(Rank(tp_rank=0, pp_rank=0, address="tcp://x:1"),))
+    client = EngineClient(agent.path, pidfd_of=fake_pidfd)
+    link = AgentLink(client, ATTACH, list, logging.getLogger("test"), first=lambda: [directory])
+    caplog.set_level(logging.INFO)
+    with agent.alive():
+        assert link.start(10.0)
+    agent.die()
+    within(1.0, lambda: "lost the agent" in caplog.text)
+    time.sleep(2.5)
+    successor = FakeAgent(agent.path)
+    with successor.alive():
+        within(3.0, lambda: successor.heard == [directory])
+    assert caplog.text.count("kvbridge: attached to") == 2
+    assert isinstance(link.turn()[-1], Over) and link.is_attached
+    link.close()
+
+
+def within(seconds: float, is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, f"not so within {seconds} s"
+        time.sleep(0.01)
+
+
+def test_an_idle_link_costs_next_to_nothing(link: AgentLink, agent: FakeAgent) -> None:
+    with agent.alive():
+        assert link.start(10.0)
+    begun = time.process_time()
+    time.sleep(2.0)
+    attached_s, begun = time.process_time() - begun, time.process_time()
+    agent.die()
+    time.sleep(2.0)
+    away_s = time.process_time() - begun
+    link.close()
+    assert attached_s < 0.02 and away_s < 0.04
 
 
 def test_a_refusal_is_told_with_its_reasons(
@@ -245,7 +462,7 @@ def test_leaves_no_descriptor_behind(link: AgentLink, agent: FakeAgent, clock: C
     for _ in range(5):
         clock.now += 60
         attach(link, agent)
-        agent.hang_up()
+        agent.let_go()
         assert isinstance(link.turn()[0], Over)
     assert count() == before
     clock.now += 60
@@ -286,9 +503,8 @@ def test_a_forked_child_does_not_hide_the_engines_end(link: AgentLink, agent: Fa
         if how == "closed":
             link.close()
         else:
-            assert link._client._socket is not None and link._witness is not None
+            assert link._client._socket is not None
             link._client._socket.close()  # as a killed process: no word, no shutdown
-            link._witness.close()
         agent.pump()
         assert agent._engine is None, "the agent hears the end while the child lives"
 
@@ -299,7 +515,9 @@ def test_the_links_of_a_killed_engine_end_while_its_child_lives(tmp_path: Path, 
     engine = os.fork()
     if engine == 0:
         try:
-            link = AgentLink(EngineClient(agent.path), ATTACH, lambda: [], logging.getLogger("test"))
+            link = AgentLink(
+                EngineClient(agent.path, pidfd_of=fake_pidfd), ATTACH, lambda: [], logging.getLogger("test")
+            )
             link.start(10)
             with forked() as child:
                 os.write(told, child.to_bytes(4, "little"))
@@ -324,7 +542,9 @@ def test_the_links_of_a_killed_engine_end_while_its_child_lives(tmp_path: Path, 
 
 
 def test_a_link_that_is_gone_is_not_kept_for_forks(tmp_path: Path) -> None:
-    link = AgentLink(EngineClient(tmp_path / "agent.sock"), ATTACH, lambda: [], logging.getLogger("test"))
+    link = AgentLink(
+        EngineClient(tmp_path / "agent.sock", pidfd_of=fake_pidfd), ATTACH, lambda: [], logging.getLogger("test")
+    )
     gone = weakref.ref(link)
     del link
     gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,37 @@ def test_an_agent_that_dies_fails_what_it_was_receiving(world: World) -> None:
     assert len(finish(world)) == 8
     world.decode(40)
     assert len(finish(world)) == 4, "and without it everything is computed here"
+    world.assert_empty()
+
+
+def test_wanted_blocks_are_given_back_when_a_killed_agents_process_is_gone(world: World) -> None:
+    """Its kernels may outlive its socket."""
+    (agent,) = world.agents
+    request = world.decode(40)
+    world.step()
+    agent.hang_up()
+    world.agents = []
+    for _ in range(5):
+        world.clock.now += 10
+        world.steps(2)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and world.free_blocks == 99 - 3
+    agent.vanish()
+    assert len(finish(world)) == 4
+    world.assert_empty()
+
+
+def test_the_first_want_after_a_rest_asks_whether_the_agent_is_there(world: World) -> None:
+    (agent,) = world.agents
+    agent.die()
+    world.agents = []
+    link = world.workers[0].worker._link
+    assert link is not None
+    while link.state.name == "HERE":
+        time.sleep(0.01)
+    world.clock.now += 60
+    request = world.decode(40)
+    assert len(finish(world)) == 4
+    assert not request.num_preemptions and not world.workers[0].worker._ledger.receives
     world.assert_empty()
 
 

@@ -98,7 +98,7 @@ def test_an_agent_that_comes_back_gets_the_same_page_and_later_counts(world: Wor
     world.prefill(20)
     world.step()
     assert agent.one(Offer).fence == 1
-    agent.hang_up()
+    agent.let_go()
     world.steps(2)
     world.clock.now += 60
     world.steps(3)

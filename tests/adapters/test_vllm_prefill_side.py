@@ -13,6 +13,7 @@ from kvbridge_proto.engine import Directory, Offer, Released, Withdraw
 from kvbridge_proto.words import Rank
 
 from kvbridge.adapters.vllm_rooms import prompt_digest
+from kvbridge.adapters.vllm_worker import GRACE_S
 
 from .world import HOOKS, World
 
@@ -215,6 +216,86 @@ def test_a_preempting_step_does_not_wait_long_for_a_stopped_agent(tmp_path: Path
     agent.die()
     world.run()
     world.assert_empty()
+
+
+@pytest.mark.parametrize("loss", ["given up", "given up long ago", "killed", "let go"])
+def test_a_preempting_step_waits_for_readers_whatever_became_of_the_link(tmp_path: Path, loss: str) -> None:
+    """An agent that is given up may still read; what it reads later than a second after that does not count."""
+    world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
+    (agent,) = world.agents
+    world.prefill(128)
+    second = world.prefill(128)
+    world.steps(3)
+    world.agents = []
+    link = world.workers[0].worker._link
+    assert link is not None
+    if loss == "killed":
+        agent.hang_up()
+    elif loss == "let go":
+        agent.let_go()
+    else:
+        link.give_up("for a reason of its own")
+    if loss == "given up long ago":
+        time.sleep(0.7)
+    begun = time.monotonic()
+    world.step()
+    waited_s = time.monotonic() - begun
+    assert second.num_preemptions == 1
+    least, most = {"given up": (0.95, 1.6), "given up long ago": (0.2, 0.9)}.get(loss, (0.0, 0.5))
+    assert least < waited_s < most
+    agent.die()
+    world.run()
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_stopped_agent_keeps_no_offered_blocks_once_it_is_given_up(tmp_path: Path, is_whole: bool) -> None:
+    world = World(tmp_path, extra={"kvbridge_hold_s": 1.0}).ready()
+    request = world.prefill(40 if is_whole else 150)
+    world.step()
+    if not is_whole:
+        world.abort(request)
+    world.agents = []  # it stands still
+    for _ in range(6):
+        world.clock.now += 1 + GRACE_S / 2
+        world.steps(2)
+    world.run()
+    world.assert_empty()
+
+
+def test_the_first_request_after_a_rest_asks_whether_the_agent_has_come_back(tmp_path: Path) -> None:
+    """What the workers said last was that it is gone."""
+    world = World(tmp_path).ready()
+    (agent,) = world.agents
+    agent.die()
+    world.prefill(40)
+    world.run()
+    world.start_agents()
+    (agent,) = world.agents
+    with agent.alive():
+        link = world.workers[0].worker._link
+        assert link is not None
+        while link.state.name != "HERE":
+            time.sleep(0.01)
+    world.clock.now += 60
+    world.prefill(40)
+    world.steps(2)
+    assert agent.one(Offer).is_last
+    agent.say(Released(request="whatever"))
+
+
+def test_workers_that_do_not_say_it_in_time_are_not_waited_for(tmp_path: Path) -> None:
+    world = World(tmp_path).ready()
+    (agent,) = world.agents
+    world.clock.now += 60
+    for worker in world.workers:
+        worker.worker.changed_address = lambda: None
+    request = world.prefill(40)
+    world.steps(3)
+    assert not agent.take(Offer)
+    world.clock.now += 1
+    world.step()
+    assert agent.one(Offer).is_last and request.is_finished()
 
 
 def test_a_dead_agent_releases_everything(world: World) -> None:

@@ -75,7 +75,7 @@ def test_an_agent_that_comes_back_hears_of_them_first(tmp_path: Path) -> None:
     world.prefill(40)
     world.steps(2)
     agent.heard.clear()
-    agent.hang_up()
+    agent.let_go()
     for _ in range(6):
         world.clock.now += 10
         world.step()
@@ -215,7 +215,7 @@ def test_an_agent_that_comes_back_hears_what_was_taken(tmp_path: Path) -> None:
     engine = Adopting(tmp_path)
     engine.ask(0.375)
     engine.agent.heard.clear()
-    engine.agent.hang_up()
+    engine.agent.let_go()
     for _ in range(6):
         engine.world.clock.now += 10
         engine.world.step()

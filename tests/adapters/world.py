@@ -6,6 +6,7 @@ After vLLM 0.32.0's tests/v1/kv_connector/unit/utils.py (Apache-2.0), which driv
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -38,10 +39,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvbridge.adapters.vllm import KVBridgeConnector
 from kvbridge.adapters.vllm_options import Options
 from kvbridge.adapters.vllm_pool import Memory
+from kvbridge.adapters.vllm_scheduler import SchedulerSide
 from kvbridge.adapters.vllm_worker import WorkerSide
 from tests.engines.model import write_config
 
-from .fake_agent import FakeAgent
+from .fake_agent import FakeAgent, fake_pidfd
 
 BLOCK = 16
 # Whose hooks can be called: the installed vLLM's, and the older ones, which it still knows.
@@ -49,13 +51,14 @@ HOOKS = ("0.32", "0.26") if hasattr(base, "KVConnectorTransferResults") else ("0
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """Time that passes by itself, and more when a test says so."""
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self._began = time.monotonic()
 
     def __call__(self) -> float:
-        return self.now
+        return self.now + time.monotonic() - self._began
 
 
 class World:
@@ -106,6 +109,8 @@ class World:
             block_size=BLOCK,
         )
         self.connector = self.scheduler.connector
+        options = Options.read(self.config.kv_transfer_config.kv_connector_extra_config)
+        self.connector.scheduler = SchedulerSide(self.config, self.cache, options, self.clock)
         self.aggregator = KVOutputAggregator(tp)
         self.workers = [self._worker(rank, tp) for rank in range(tp)]
         self.agents: list[FakeAgent] = []
@@ -116,7 +121,7 @@ class World:
     def _worker(self, rank: int, tp: int) -> KVBridgeConnector:
         worker = KVBridgeConnector(self.config, KVConnectorRole.WORKER, self.cache)
         options = Options.read(self.config.kv_transfer_config.kv_connector_extra_config)
-        worker.worker = WorkerSide(self.config, self.cache, options, self.clock, self.fence_of)
+        worker.worker = WorkerSide(self.config, self.cache, options, self.clock, self.fence_of, fake_pidfd)
         return worker
 
     def path(self, rank: int) -> Path:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 from kvbridge_proto.peer import DeviceCard, Probe
 
-from kvbridge.agent.attachment import Attachment, Word
+from kvbridge.agent.attachment import KEPT, Attachment, Word
 from kvbridge.agent.equipment import Dock, Docks, Equipment
 from kvbridge.agent.jobs import Jobs
 from kvbridge.agent.mover import Mover
@@ -351,13 +351,13 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
     def withdraw() -> None:
         if withdrawn_at:
             heard, attachment.word.heard_at = attachment.word.heard_at, said_after
-            attachment.word.withdrew(withdrawn_at)
+            attachment.word.withdrew("r", withdrawn_at)
             attachment.word.heard_at = heard
 
     jobs = Jobs(Agents(stack).source, "a", Ears(), lambda *_: None, 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
     attachment = Attachment(1, pool, None, Word(heard_at))
-    story = jobs._taken_back(attachment, asked_at=99.0)
+    story = jobs._taken_back(attachment, "r", asked_at=99.0)
     if withdrawn_at < 100:
         withdraw()
     try:
@@ -375,12 +375,39 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
     assert found == expected or found[0] == expected
 
 
+def test_a_withdrawal_of_another_request_changes_nothing() -> None:
+    word = Word(99.1)
+    word.withdrew("other", 99.2)
+    assert not word.has_withdrawn("r", since=99.0, before=99.5)
+    word.withdrew("r", 99.3)
+    assert word.has_withdrawn("r", since=99.0, before=99.5)
+    assert not word.has_withdrawn("r", since=99.31, before=99.5), "what was asked for since then is offered anew"
+
+
+def test_withdrawals_that_are_not_kept_may_have_been_any() -> None:
+    word = Word(99.1)
+    word.withdrew("r", 99.2)
+    for i in range(KEPT):
+        word.withdrew(f"other{i}", 99.3)
+    assert len(word.withdrawals) == KEPT and "r" not in word.withdrawals
+    assert word.has_withdrawn("r", since=99.0, before=99.5) and word.has_withdrawn("s", since=99.2, before=99.5)
+    assert not word.has_withdrawn("s", since=99.25, before=99.5)
+
+
+def test_the_same_request_withdrawn_twice_may_have_been_taken_back_by_the_first() -> None:
+    word = Word(99.1)
+    word.withdrew("r", 99.2)
+    word.heard_at = 99.8
+    word.withdrew("r", 99.9)
+    assert word.has_withdrawn("r", since=99.0, before=99.5)
+
+
 def test_who_has_left_is_not_waited_for(stack: ExitStack) -> None:
     """What was being read when it died may end after everybody has let go of it: its sink waits for that end."""
     jobs = Jobs(Agents(stack).source, "a", Ears(), lambda *_: None, 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
     with pytest.raises(StopIteration) as ended:
-        next(jobs._taken_back(Attachment(1, pool, None, Word(float("-inf"), has_left=True)), asked_at=99.0))
+        next(jobs._taken_back(Attachment(1, pool, None, Word(99.9, has_left=True)), "r", asked_at=99.0))
     assert ended.value.value[0] == "engine_left"
 
 

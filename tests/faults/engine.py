@@ -26,7 +26,6 @@ from kvbridge_proto.engine import (
     Abandon,
     Attach,
     Detach,
-    Detached,
     Done,
     Failed,
     Offer,
@@ -39,7 +38,7 @@ from kvbridge_proto.pool import Handle
 from kvbridge_proto.words import OURS, Blocks
 
 from kvbridge.adapters.client import EngineClient
-from kvbridge.adapters.link import AgentLink, Over
+from kvbridge.adapters.link import AgentLink, Over, ReadsOver
 
 from .content import Content, Size
 
@@ -239,15 +238,16 @@ class Engine:
                     self._end(name, code, reason)
                 case Refused(about=name, code=code, reasons=reasons):
                     self._end(name, f"refused {code}", "; ".join(reasons))
-                case Detached():
-                    self.link.give_up("detached")
+                case ReadsOver(why=why) if self.job.role == "source":
+                    for name in list(self.open):
+                        self._end(name, "agent_gone", why)
                 case Over(why=why):
                     for name in list(self.open):
                         self._end(name, "agent_gone", why)
                     self._is_detaching = False
                     say("over", why=why)
-        if self.link.state.name == "AWAY":  # an engine waits longer and longer; a test does not
-            self.link._retry_s = RETRY_S
+        if self.link.state.name == "AWAY":  # an engine waits longer; a test does not
+            self.link._at = min(self.link._at, time.monotonic() + RETRY_S)
         if self.link.is_attached and not self.was_attached:
             say("attached", address=self.link.address)
         self.was_attached = self.link.is_attached

@@ -12,10 +12,10 @@ from typing import Any
 
 from kvbridge_proto import codec, engine, peer
 from kvbridge_proto.codec import BadFrame, decode, encode
-from kvbridge_proto.stream import HEADER, StreamReader
+from kvbridge_proto.stream import FRAME_FDS, HEADER, StreamReader
 
 from kvbridge.adapters.client import EngineClient
-from kvbridge.transport.local import MAX_FDS, _FrameReader
+from kvbridge.transport.local import _FrameReader
 
 from ..proto.samples import BODIES, NOTICE, TO_AGENT, TO_ENGINE, enveloped
 from .mutate import Mutator
@@ -110,7 +110,7 @@ class Descriptors:
         try:
             while at < len(stream):
                 size = random.choice((1, 3, 4, 5, 16, 100, 1000, 1 << 18))
-                fds = [os.dup(self._null) for _ in range(random.choice((0, 0, 1, 2, MAX_FDS)))]
+                fds = [os.dup(self._null) for _ in range(random.choice((0, 0, 1, 2, FRAME_FDS)))]
                 given += fds
                 reader.feed(stream[at : at + size], fds, is_cut=random.random() < 0.01)
                 at += size

@@ -61,6 +61,7 @@ TOKEN = bytes(range(16))
 SLOTS = status.SlotCounts(free=29, lent=1, landed=1, quarantined=1)
 
 TO_AGENT: tuple[Any, ...] = (
+    engine.Descriptors(),
     engine.Attach(
         versions=OURS,
         pool=POOL,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+from kvbridge_proto.engine import Detached
 from kvbridge_proto.peer import Drained
 
 from kvbridge.agent.accepting import Accepting
@@ -29,7 +30,8 @@ from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.outlet import OutState
 from kvbridge.exchange.rooms import Rooms
 from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
-from kvbridge.sim import matter
+from kvbridge.sim import matter, rank
+from kvbridge.sim.local import EngineSocket
 from kvbridge.sim.matter import SlotPorter
 from kvbridge.sim.process import Process
 from kvbridge.transport.fabric import Wrote
@@ -131,7 +133,7 @@ def _fence(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _nobody_listens(put: Callable[[Any, str, Any], None]) -> None:
-    def taken_back(self: Jobs, attachment: Attachment, asked_at: float) -> Generator[Any, Any, Failure]:
+    def taken_back(self: Jobs, attachment: Attachment, request: str, asked_at: float) -> Generator[Any, Any, Failure]:
         yield from ()
         return None
 
@@ -146,8 +148,8 @@ def _asked_when_it_began(put: Callable[[Any, str, Any], None]) -> None:
         began[pool] = self._process.world.clock.now
         return right_gather(self, pool, *args)
 
-    def taken_back(self: Jobs, attachment: Attachment, asked_at: float) -> Any:
-        return right(self, attachment, began[attachment.memory])
+    def taken_back(self: Jobs, attachment: Attachment, request: str, asked_at: float) -> Any:
+        return right(self, attachment, request, began[attachment.memory])
 
     put(SlotPorter, "gather", gather)
     put(Jobs, "_taken_back", taken_back)
@@ -195,9 +197,20 @@ def _failed_while_scattering(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _leave_at_once(put: Callable[[Any, str, Any], None]) -> None:
-    async def let_go(self: Mover, attachment: Attachment) -> None: ...
+    async def let_go(self: Mover, attachment: Attachment) -> bool:
+        return True
 
     put(Mover, "let_go", let_go)
+
+
+def _leaves_without_a_word(put: Callable[[Any, str, Any], None]) -> None:
+    right = EngineSocket.send
+
+    def send(self: EngineSocket, message: Any) -> None:
+        if not isinstance(message, Detached):
+            right(self, message)
+
+    put(EngineSocket, "send", send)
 
 
 def _done_too_soon(put: Callable[[Any, str, Any], None]) -> None:
@@ -346,6 +359,9 @@ MUTATIONS: dict[str, Mutate] = {
     "a lost link counts as a dead source": _lost_is_gone,
     "failed is said while rows are scattered": _failed_while_scattering,
     "an engine is let go while its memory is used": _leave_at_once,
+    "an engine that has given its agent up waits for no reader": lambda put: put(rank, "READERS_S", 0.0),
+    "a killed agent's socket and its kernels end together": lambda put: put(rank, "GONE_S", 0.0),
+    "an agent lets go without a word": _leaves_without_a_word,
     "done is said one chunk too soon": _done_too_soon,
     "a lost transfer's slots are forgotten": _lost_leaves_no_doubt,
     "a source that refuses is not asked": _refusal_is_the_end,

@@ -49,8 +49,9 @@ def test_an_agent_that_lets_go_refuses_only_when_it_touches_nothing_more() -> No
         rank.engine.answered = lambda rank, message: heard.append(message)  # type: ignore[method-assign]
         done = process.loop.create_future()
 
-        async def let_go(attachment: Attachment) -> None:
+        async def let_go(attachment: Attachment) -> bool:
             await done  # a gather is under way
+            return True
 
         process.mover.let_go = let_go  # type: ignore[method-assign]
         process.loop.call_soon(lambda: process.loop.create_task(process.engines.leave("stopping")))

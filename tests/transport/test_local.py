@@ -152,8 +152,8 @@ def test_refuses_more_descriptors_than_the_limit_and_leaks_none(path: Path) -> N
             await connection.receive()
         assert raised.value.code == "too_many_fds" and open_fds() == before
         client = EngineClient(path)
-        assert client.connect(1) and not client.send(StatusQuery(), mine)
-        assert client.is_connected and "limit 64" in client.why
+        assert client.connect(1) and not client.send(StatusQuery(), mine * 16)
+        assert client.is_connected and "limit 1024" in client.why
         close_fds(mine)
 
     run(path, story)
