@@ -115,7 +115,7 @@ def load(
             said[name] = (environment[variable], variable)
         flag = (flags or {}).get(name)
         if flag is not None:
-            said[name] = (os.path.abspath(flag) if name == "socket" and flag else flag, flag_of(name))
+            said[name] = (str(Path.cwd() / flag) if name == "socket" and flag else flag, flag_of(name))
     config = AgentConfig(**{name: _typed(name, value, origin) for name, (value, origin) in said.items()})
     _check(config)
     return config

@@ -144,7 +144,7 @@ def test_a_relative_socket_is_relative_to_where_the_command_runs(
 ) -> None:
     """As to every command. In a file or a variable it would be relative to wherever a daemon happens to run."""
     monkeypatch.chdir(tmp_path)
-    assert load(None, {"socket": "run/../a.sock"}, {}).socket == str(tmp_path / "a.sock")
+    assert load(None, {"socket": "run/a.sock"}, {}).socket == str(tmp_path / "run/a.sock")
     for file, said in ((None, {"KVBRIDGE_SOCKET": "a.sock"}), (write(tmp_path, 'socket = "a.sock"\n'), {})):
         with pytest.raises(OperatorError, match=r"socket: got 'a\.sock', must be an absolute path"):
             load(file, None, said)

@@ -142,7 +142,7 @@ class PoolFile:
             path.write_bytes(text)
         for as_json, tokens in ((True, 1 << 40), (False, 33)):
             with contextlib.suppress(OperatorError), contextlib.redirect_stdout(io.StringIO()):
-                plan.show(*self._paths, tokens, 4 << 20, 0, as_json)
+                plan.show(*map(str, self._paths), tokens, 4 << 20, 0, as_json)
         return 1
 
     def close(self) -> None:
