@@ -224,6 +224,7 @@ def test_a_preempting_step_waits_for_readers_whatever_became_of_the_link(tmp_pat
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_a_stopped_agent_keeps_no_offered_blocks_once_it_is_given_up(tmp_path: Path, is_whole: bool) -> None:
     world = World(tmp_path, extra={"kvbridge_hold_s": 1.0}).ready()
+    (agent,) = world.agents
     request = world.prefill(40 if is_whole else 150)
     world.step()
     if not is_whole:
@@ -232,6 +233,7 @@ def test_a_stopped_agent_keeps_no_offered_blocks_once_it_is_given_up(tmp_path: P
     for _ in range(6):
         world.clock.now += 1 + GRACE_S / 2
         world.steps(2)
+    assert not agent.attaches[1:] and agent._engine is not None
     world.run()
     world.assert_empty()
 
