@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -216,6 +217,36 @@ def test_a_preempting_step_waits_for_readers_whatever_became_of_the_link(tmp_pat
     assert second.num_preemptions == 1
     least, most = {"given up": (0.95, 1.6), "given up long ago": (0.2, 0.9)}.get(loss, (0.0, 0.5))
     assert least < waited_s < most
+    agent.die()
+    world.run()
+    world.assert_empty()
+
+
+def test_a_preempting_step_waits_from_when_its_withdrawal_has_left(tmp_path: Path) -> None:
+    """What waits in our own queue the agent cannot hear: it may find its socket empty meanwhile, and go on reading."""
+    world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
+    (agent,) = world.agents
+    world.prefill(128)
+    second = world.prefill(128)
+    world.steps(3)
+    world.agents = []
+    link = world.workers[0].worker._link
+    assert link is not None
+    while link.is_all_sent:
+        link.send(Withdraw(request="another", reason="x" * 1000))
+
+    def hear_late() -> None:
+        time.sleep(0.5)
+        with agent.alive():
+            time.sleep(1.2)
+
+    hearing = threading.Thread(target=hear_late)
+    hearing.start()
+    begun = time.monotonic()
+    world.step()
+    waited_s = time.monotonic() - begun
+    hearing.join()
+    assert second.num_preemptions == 1 and 1.45 < waited_s < 2.2
     agent.die()
     world.run()
     world.assert_empty()
