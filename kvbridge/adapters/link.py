@@ -87,7 +87,7 @@ class AgentLink:
         self._first = first
         self._lock = threading.RLock()
         self._heard: list[ToEngine | ReadsOver | Over] = []  # for the next turn
-        self._is_closed = self._is_watched = False
+        self._is_closed = False
         self._is_refused = False  # in a way that will not pass by itself
         self._was_here = False  # on this connection
         self._has_let_go = True  # the agent, by its own word; or it has been asked for nothing
@@ -128,7 +128,6 @@ class AgentLink:
                 time.sleep(0.02)
         if not self.is_attached and not self._is_refused:
             self._complain(f"no agent at {self._client.path} within {wait_s} s: {self.why}")
-        self._is_watched = True
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="kvbridge-link", daemon=True).start()
         return self.is_attached
 

@@ -179,7 +179,7 @@ class SchedulerSide:
 
     def may_free_blocks(self) -> bool:
         """Whether a running request that gets no block had better wait a moment than be preempted."""
-        return self._pressure.may_ease(time.monotonic())
+        return self._pressure.may_ease(self._clock())
 
     # A request's life:
 
@@ -379,7 +379,7 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             self._withdraw(request_id)
         self._follow(output)
-        self._reclaim(time.monotonic())
+        self._reclaim(self._clock())
         if self._has_agents:
             for request_id, count in output.num_scheduled_tokens.items():
                 sending = self._sending.get(request_id)

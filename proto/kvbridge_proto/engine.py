@@ -18,7 +18,8 @@ Request = Annotated[str, Meta(min_length=1, max_length=256)]
 Requests = Annotated[tuple[Request, ...], Meta(min_length=1, max_length=1024)]
 Tables = Annotated[tuple[Blocks, ...], Meta(max_length=256)]
 
-READERS_S = 1.0  # an engine that must compute on waits so long for the Released that answers its Withdraw
+# So long an engine that must compute on waits for the Released that answers its Withdraw, or once it gave its agent up.
+READERS_S = 1.0
 
 
 class Scales(Struct, frozen=True, array_like=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -248,9 +249,40 @@ def test_a_preempting_step_waits_for_readers_whatever_became_of_the_link(tmp_pat
     world.assert_empty()
 
 
+def test_a_preempting_step_waits_from_when_its_withdrawal_has_left(tmp_path: Path) -> None:
+    """What waits in our own queue the agent cannot hear: it may find its socket empty meanwhile, and go on reading."""
+    world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
+    (agent,) = world.agents
+    world.prefill(128)
+    second = world.prefill(128)
+    world.steps(3)
+    world.agents = []
+    link = world.workers[0].worker._link
+    assert link is not None
+    while link.is_all_sent:
+        link.send(Withdraw(request="another", reason="x" * 1000))
+
+    def hear_late() -> None:
+        time.sleep(0.5)
+        with agent.alive():
+            time.sleep(1.2)
+
+    hearing = threading.Thread(target=hear_late)
+    hearing.start()
+    begun = time.monotonic()
+    world.step()
+    waited_s = time.monotonic() - begun
+    hearing.join()
+    assert second.num_preemptions == 1 and 1.45 < waited_s < 2.2
+    agent.die()
+    world.run()
+    world.assert_empty()
+
+
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_a_stopped_agent_keeps_no_offered_blocks_once_it_is_given_up(tmp_path: Path, is_whole: bool) -> None:
     world = World(tmp_path, extra={"kvbridge_hold_s": 1.0}).ready()
+    (agent,) = world.agents
     request = world.prefill(40 if is_whole else 150)
     world.step()
     if not is_whole:
@@ -259,6 +291,7 @@ def test_a_stopped_agent_keeps_no_offered_blocks_once_it_is_given_up(tmp_path: P
     for _ in range(6):
         world.clock.now += 1 + GRACE_S / 2
         world.steps(2)
+    assert not agent.attaches[1:] and agent._engine is not None
     world.run()
     world.assert_empty()
 

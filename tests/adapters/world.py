@@ -111,6 +111,7 @@ class World:
         self.connector = self.scheduler.connector
         options = Options.read(self.config.kv_transfer_config.kv_connector_extra_config)
         self.connector.scheduler = SchedulerSide(self.config, self.cache, options, self.clock)
+        self.connector.bind_gpu_block_pool(self.scheduler.kv_cache_manager.block_pool)
         self.aggregator = KVOutputAggregator(tp)
         self.workers = [self._worker(rank, tp) for rank in range(tp)]
         self.agents: list[FakeAgent] = []

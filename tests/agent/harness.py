@@ -20,6 +20,7 @@ import numpy as np
 from kvbridge_proto.engine import (
     Attach,
     Attached,
+    Descriptors,
     Directory,
     Done,
     Failed,
@@ -31,7 +32,7 @@ from kvbridge_proto.engine import (
 )
 from kvbridge_proto.pool import Handle
 from kvbridge_proto.status import Status, StatusQuery
-from kvbridge_proto.stream import StreamReader, pack
+from kvbridge_proto.stream import FRAME_FDS, StreamReader, pack
 from kvbridge_proto.words import OURS, Blocks, Rank
 
 from ..oracle import Held
@@ -53,7 +54,10 @@ class Client:
         self.is_closed = False
 
     def send(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        frame = pack(message)
+        frame, fds = pack(message), tuple(fds)
+        while len(fds) > FRAME_FDS:
+            socket.send_fds(self.socket, [pack(Descriptors())], list(fds[:FRAME_FDS]))
+            fds = fds[FRAME_FDS:]
         sent = socket.send_fds(self.socket, [frame], list(fds)) if fds else 0
         self.socket.sendall(frame[sent:])
 

@@ -212,3 +212,16 @@ def test_one_agent_can_be_source_and_sink(tmp_path: Path) -> None:
         bench.sources[0].want("back", bench.sinks[0].agent.address, [9], range(16))
         assert isinstance(bench.sources[0].answer("back"), Done)
         assert not mismatch(bench.sources[0].held, before, [9], range(16))
+
+
+def test_two_hundred_regions_are_mapped_each_in_its_place(tmp_path: Path) -> None:
+    """A hundred layers with K and V apart; more descriptors than ride with one frame."""
+    with ExitStack() as stack:
+        bench = Bench(tmp_path, stack, Shape(layers=100, blocks=4), Shape(layers=100, layout="hnd", blocks=4))
+        assert len(bench.sources[0].pool.regions) == len(bench.sinks[0].pool.regions) == 200
+        table, tokens = [2, 0], range(0, 24)
+        bench.fill(table, tokens)
+        bench.offer("r", table, 24)
+        bench.want("r", [3, 1], tokens)
+        bench.done("r")
+        bench.check([3, 1], tokens)

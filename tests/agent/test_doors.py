@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from kvbridge_proto.engine import Decline, Done, Failed, Refused, Rescale, Rescaled, Scales
+from kvbridge_proto.engine import Attached, Decline, Detached, Done, Failed, Refused, Rescale, Rescaled, Scales
 from kvbridge_proto.words import VersionRange
 from msgspec.structs import replace
 
@@ -299,3 +299,27 @@ def test_an_idle_agent_sleeps(pair: Pair) -> None:
 def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("how", ["the agent stops", "the engine hangs up", "the engine talks nonsense"])
+def test_an_agent_that_ends_in_order_says_that_it_has_let_go(tmp_path: Path, how: str) -> None:
+    """It is the last that it says. Without that word its engine waits for the end of its process."""
+    with agent(tmp_path, "a") as running, closing(SyntheticEngine(running, build(Shape()))) as engine:
+        attached = engine.attach()
+        assert isinstance(attached, Attached)
+        if how == "the agent stops":
+            running.process.terminate()
+        elif how == "the engine hangs up":
+            engine.client.socket.shutdown(socket.SHUT_WR)
+        else:
+            engine.client.socket.send(b"\xff" * 4)
+        engine.client.wait_closed()
+        assert engine.client.heard[-1] == Detached(epoch=attached.epoch)
+
+
+def test_a_killed_agent_says_nothing(tmp_path: Path) -> None:
+    with agent(tmp_path, "a") as running, closing(SyntheticEngine(running, build(Shape()))) as engine:
+        engine.attach()
+        running.kill()
+        engine.client.wait_closed()
+        assert not engine.client.heard

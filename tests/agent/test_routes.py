@@ -222,6 +222,31 @@ def test_memory_is_not_let_go_of_while_a_kernel_may_run(stack: ExitStack) -> Non
     asyncio.run(story())
 
 
+def test_a_mover_that_has_died_proves_nothing(stack: ExitStack) -> None:
+    """What it has left to a GPU may still run: the engine waits for the end of our process."""
+    agents, died = Agents(stack), threading.Event()
+
+    class Broken(Ears):
+        def on_mover_died(self, error: BaseException) -> None:
+            died.set()
+
+    def fail() -> None:
+        raise RuntimeError("broken on purpose")
+
+    async def story() -> None:
+        mover = Mover(lambda: agents.source, "a", Broken(), 1.0)
+        await mover.start()
+        with attached(build(Shape())) as (_, pool):
+            assert await mover.let_go(Attachment(1, pool, None))
+            mover._put(fail)
+            await asyncio.to_thread(mover._thread.join)
+            assert not await mover.let_go(Attachment(2, pool, None))
+        await mover.stop()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+    assert died.is_set()
+
+
 class Slow(CpuPorter):
     """Getting ready takes as long as a test likes."""
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from ..agent.harness import wait_for
 from .fleet import (
     PREFILL,
     Fleet,
@@ -125,13 +126,27 @@ def test_an_agent_killed_in_mid_transfer_costs_a_recomputation_and_nothing_else(
     answer = fleet["large"].result(request)
     assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
     fleet.start_agents("large")
-    deadline = time.monotonic() + 30
-    while fleet.agents["large"][0].status.engine is None:
-        fleet["large"].run(fleet.name("step"), prompt(5, seed=61), 1)
-        assert time.monotonic() < deadline, "the engine did not attach to the agent that came back"
-        time.sleep(0.2)
-    fleet["large"].run(fleet.name("step"), prompt(5, seed=61), 1)  # its scheduler hears of it with a step
+    wait_for(lambda: fleet.agents["large"][0].status.engine is not None, 3.0)
     answer, ours, theirs = fleet.crossed("small", "large", prompt(200, seed=62))
+    assert answer.cached == 199
+    assert_equal_rows(ours, theirs)
+
+
+@pytest.mark.parametrize("side", ["small", "large"])
+def test_an_idle_engine_attaches_again_before_the_next_request(fleet: Fleet, side: str) -> None:
+    """It makes no step meanwhile; the request that wakes it is carried."""
+    fleet.crossed("small", "large", prompt(60, seed=63))
+    fleet[side].wait_empty()
+    log = fleet.folder / f"{side}.log"
+    before = log.read_text().count("lost the agent"), log.read_text().count("kvbridge: attached to")
+    time.sleep(1.5)
+    fleet.agents[side][0].kill()
+    wait_for(lambda: log.read_text().count("lost the agent") > before[0], 1.0)
+    time.sleep(1.0)
+    fleet.start_agents(side)
+    wait_for(lambda: fleet.agents[side][0].status.engine is not None, 3.0)
+    assert log.read_text().count("kvbridge: attached to") > before[1]
+    answer, ours, theirs = fleet.crossed("small", "large", prompt(200, seed=64 + (side == "small")))
     assert answer.cached == 199
     assert_equal_rows(ours, theirs)
 

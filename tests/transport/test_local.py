@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
 import socket
 import struct
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from kvbridge_proto.codec import BadFrame
-from kvbridge_proto.engine import Detach, Detached, Failed, Refused, Withdraw
+from kvbridge_proto.engine import Descriptors, Detach, Detached, Failed, Refused, Withdraw
 from kvbridge_proto.status import StatusQuery
 from kvbridge_proto.stream import pack
 
@@ -155,6 +157,65 @@ def test_refuses_more_descriptors_than_the_limit_and_leaks_none(path: Path) -> N
         assert client.connect(1) and not client.send(StatusQuery(), mine * 16)
         assert client.is_connected and "limit 1024" in client.why
         close_fds(mine)
+
+    run(path, story)
+
+
+def test_hundreds_of_descriptors_go_to_the_one_message_they_were_sent_with(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        client, mine = EngineClient(path), pipes(201)
+        assert client.connect(1)
+        connection = await server.accept()
+        before = open_fds()
+        assert client.send(Withdraw(request="before"), mine[:1]) and client.send(Withdraw(request="all"), mine[1:])
+        assert client.send(Withdraw(request="after"))
+        heard = await take(connection, 3)
+        assert [(message.request, len(fds)) for message, fds in heard] == [("before", 1), ("all", 200), ("after", 0)]
+        assert [inode(fd) for fd in heard[1][1]] == [inode(fd) for fd in mine[1:]]
+        close_fds([*heard[0][1], *heard[1][1]])
+        assert open_fds() == before
+        close_fds(mine)
+
+    run(path, story)
+
+
+def test_descriptors_without_a_message_are_bounded_and_closed(path: Path) -> None:
+    async def story(server: LocalServer) -> None:
+        engine, connection = await meet(server)
+        (mine,) = pipes(1)
+        before, most = open_fds(), 0
+        hearing = asyncio.create_task(connection.receive())
+        with contextlib.suppress(BrokenPipeError):
+            while not hearing.done():
+                socket.send_fds(engine, [pack(Descriptors())], [mine] * 64)
+                await asyncio.sleep(0.001)
+                most = max(most, open_fds() - before)
+        with pytest.raises(BadFrame) as raised:
+            await hearing
+        limit = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        assert raised.value.code == "too_many_fds" and str(limit) in str(raised.value)
+        assert most <= limit and open_fds() == before
+        os.close(mine)
+
+    run(path, story)
+
+
+def test_what_was_said_last_is_sent_before_the_end_though_the_engine_is_slow_to_read(path: Path) -> None:
+    """It waits for that word, and without it for the end of our process."""
+
+    async def story(server: LocalServer) -> None:
+        client = EngineClient(path)
+        assert client.connect(1)
+        connection = await server.accept()
+        for number in range(20_000):
+            connection.send(Detached(epoch=number))
+        connection.close()
+        connection.send(Detached(epoch=0))
+        assert (await polled(client, 20_000))[-1] == Detached(epoch=19_999)
+        while not client.has_ended:
+            assert client.poll() == []
+            await asyncio.sleep(0.001)
+        assert connection.is_closed
 
     run(path, story)
 
