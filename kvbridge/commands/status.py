@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import OperatorError
+from ..oneline import plain
 
 ANSWER_S = 5.0
 RECEIVE_BYTES = 1 << 16
@@ -24,7 +26,7 @@ def show(path: str, as_json: bool) -> None:
     """Print one agent's status. Raises OperatorError when no agent answers there."""
     status = ask(path)
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(status)).decode() + "\n")
+        sys.stdout.write(json.dumps(msgspec.json.decode(msgspec.json.encode(status)), indent=2) + "\n")  # in ASCII
         return
     Console(markup=False, emoji=False).print(rendered(status))  # a key may look like markup
 
@@ -73,7 +75,7 @@ def _failpoints(status: Status) -> list[RenderableType]:
     """An agent that was started to fail must not be taken for one that serves."""
     prefix = "kvbridge_failpoints_total{armed="
     said = [name.removeprefix(prefix)[:-1] for name in status.counters if name.startswith(prefix)]
-    return [f"FAILPOINTS ARE ON, this agent fails on purpose: {', '.join(said)}"] if said else []
+    return [plain(f"FAILPOINTS ARE ON, this agent fails on purpose: {', '.join(said)}")] if said else []
 
 
 def _agent(status: Status) -> Table:
@@ -96,17 +98,13 @@ def _agent(status: Status) -> Table:
 
 def _add(table: Table, *cells: str) -> None:
     """A row of plain text: peers choose their names, which may be rich's markup or a terminal's commands."""
-    table.add_row(*(_plain(cell) for cell in cells))
-
-
-def _plain(text: str) -> Text:
-    return Text("".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text))
+    table.add_row(*(Text(plain(cell)) for cell in cells))
 
 
 def _slots(status: Status) -> Table:
     table = Table(title=f"slots of {status.slot_bytes / 2**20:g} MiB", title_justify="left")
     if status.rebuild_refused:
-        table.caption = _plain(f"cannot be made anew: {status.rebuild_refused}; its log has the reason")
+        table.caption = Text(plain(f"cannot be made anew: {status.rebuild_refused}; its log has the reason"))
     columns = SlotCounts.__struct_fields__
     for name in ("staging", *columns):
         table.add_column(name, justify="left" if name == "staging" else "right")
