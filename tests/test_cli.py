@@ -161,6 +161,28 @@ def test_status_shows_names_that_are_markup_or_commands_as_they_are(tmp_path: Pa
     assert "[/x]" in told.stdout and "\x1b" not in told.stdout
 
 
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_status_shows_no_terminal_what_others_would_command_it(flags: tuple[str, ...], tmp_path: Path) -> None:
+    forged = "x\x1b[2J\x9b2J\nkvbridge: all is well\u202e"
+    odd = msgspec.structs.replace(STATUS.peers[0], name=forged)
+    said = msgspec.structs.replace(STATUS, peers=(odd,), counters={f"kvbridge_failpoints_total{{armed={forged}}}": 1.0})
+    with Scripted(tmp_path / "a.sock", pack(said)) as agent:
+        told = kvbridge("status", "--socket", agent.path, *flags)
+    assert told.returncode == 0, told.stderr
+    assert all(line.isprintable() for line in told.stdout.split("\n"))
+    assert not any(line.startswith("kvbridge: all is well") for line in told.stdout.split("\n"))
+    if flags:
+        assert msgspec.json.decode(told.stdout, type=type(STATUS)) == said
+
+
+def test_an_error_that_quotes_others_is_plain(tmp_path: Path) -> None:
+    refused = msgspec.structs.replace(TO_ENGINE[2], reasons=("x\x1b[2J\nkvbridge: all is well",))
+    with Scripted(tmp_path / "a.sock", pack(refused)) as agent:
+        told = kvbridge("status", "--socket", agent.path)
+    assert told.returncode == 1
+    assert told.stderr.split("\n")[1] == "  kvbridge: all is well" and "\x1b" not in told.stderr
+
+
 def test_plan_of_a_file_nested_too_deep_says_so(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text('{"x":' * 100_000)
     told = kvbridge("plan", tmp_path / "deep.json", tmp_path / "deep.json")

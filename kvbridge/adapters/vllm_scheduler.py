@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from ..errors import EngineError
+from ..oneline import OneLine
 from .vllm_eras import transfer_tables
 from .vllm_options import Options
 from .vllm_params import read_remote
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 # Not under `kvbridge`: only vLLM's own loggers are shown by default. Requests are called as the agents' logs call them:
 # an id that a client chose may be of any length, and of text that no log can take.
 log = init_logger("vllm.kvbridge.scheduler")
+log.addFilter(OneLine())
 
 # vLLM steps on, about a thousand times a second, while a request waits for its KV or its blocks are held. With tensor
 # parallelism its processes spin in and between those steps: with two ranks they kept both cores of a machine busy

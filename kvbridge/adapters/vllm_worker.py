@@ -40,6 +40,7 @@ from vllm.logger import init_logger
 
 from ..device.fence import EngineFence
 from ..device.handles import export_all
+from ..oneline import OneLine
 from .client import EngineClient, pidfd_of
 from .link import AgentLink, Over, ReadsOver
 from .vllm_eras import shard_of
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = init_logger("vllm.kvbridge.worker")
+log.addFilter(OneLine())
 
 GRACE_S = 10.0  # what an agent gets beyond its own deadline, and again after being asked to stop
 ONE_TENSOR = "needs VLLM_USE_V2_MODEL_RUNNER=0 up to vLLM 0.28, VLLM_KV_CACHE_LAYOUT=BLHNC from 0.29"

@@ -33,6 +33,7 @@ from ..exchange.outbound import Outbound
 from ..exchange.slots import LocalSlots, SlotPool
 from ..failpoints import VARIABLE, arm_from_environment
 from ..transport.control import Control
+from ..transport.descriptors import links, raised
 from ..transport.endpoint import check_metrics, with_key
 from ..transport.events import Settings
 from ..transport.keys import load_keys
@@ -147,6 +148,7 @@ class Agent:
     async def _start(self, stack: AsyncExitStack) -> None:
         config, loop = self.config, asyncio.get_running_loop()
         self._arm()
+        descriptors = raised()
         self.trust = trust_of(config)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -162,7 +164,7 @@ class Agent:
         stack.push_async_callback(self.mover.stop)
         await self.mover.start()
         self.slots, self.local_slots = SlotPool(self.mover.site.fabric.slots), LocalSlots(self.mover.outbound_slots)
-        self.control = await stack.enter_async_context(self._control())
+        self.control = await stack.enter_async_context(self._control(descriptors))
         self.local = await stack.enter_async_context(LocalServer(self.lock, allowed_uids=config.allowed_uids or None))
         self.card = AgentCard(
             name=config.name,
@@ -186,9 +188,11 @@ class Agent:
             log.warning("FAILPOINTS ARE ON, this agent will fail on purpose: %s=%s", VARIABLE, ",".join(said))
             self.metrics.warn_of_failpoints(said)
 
-    def _control(self) -> Control:
-        config = self.config
-        settings = Settings(connect_s=config.connect_s, silence_s=config.silence_s)
+    def _control(self, descriptors: int) -> Control:
+        config, most = self.config, links(descriptors, Settings().max_links)
+        settings = Settings(
+            connect_s=config.connect_s, silence_s=config.silence_s, max_links=most, max_unreached=max(1, most // 4)
+        )
         wildcard = config.allow_wildcard
         return Control(self.boot, config.listen, settings=settings, allow_wildcard=wildcard, trust=self.trust)
 

@@ -72,9 +72,9 @@ class Dialling:
                 self.sink.unreachable(address, error.code, str(error))
 
     def ask(self, address: str) -> None:
-        """Say Hello, the first time or again."""
+        """Say Hello, the first time or again. A lane is lent only to who can be spoken to."""
         home, dialled = self._home(), self._at(address)
-        if home is None or dialled is None or dialled.state is SessionState.GREETING:
+        if home is None or dialled is None or not dialled.link.is_up or dialled.state is SessionState.GREETING:
             return
         self._deadlines.set(dialled.address, self._clock() + self._connect_s)
         if dialled.session is None and not self._lanes.lend(dialled):
@@ -86,6 +86,11 @@ class Dialling:
     def _greet(self, home: Home, dialled: Dialled, oldest: int) -> None:
         """What we have dialled before `oldest` we have given up, but for this one."""
         dialled.link.send(hello(home, dialled.lane, dialled.address, dialled.serial, oldest))
+
+    def reached(self, link: Link) -> None:
+        """Somebody is there."""
+        if (dialled := self._of(link)) is not None and dialled.state is SessionState.NEW:
+            self.ask(link.address)
 
     def send(self, address: str, body: Body) -> None:
         if (dialled := self._at(address)) is not None:
@@ -223,6 +228,7 @@ class Dialling:
         link = self._control.dial(address)
         self._serial += 1
         self.sessions[address] = Dialled(address, link, self._serial)
+        self._deadlines.set(address, self._clock() + self._connect_s)
         self.ask(address)
 
     def _merge(self, dialled: Dialled, own: Dialled) -> None:

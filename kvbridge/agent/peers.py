@@ -26,7 +26,7 @@ from kvbridge_proto.status import PeerStatus
 
 from ..exchange.session import Home, SessionState
 from ..transport.control import Control
-from ..transport.events import Arrived, Lost, Rejected
+from ..transport.events import Arrived, Lost, Reached, Rejected
 from ..transport.link import Link
 from .accepting import Accepting
 from .dialling import Dialling
@@ -63,6 +63,8 @@ class Peers:
         async with asyncio.TaskGroup() as tasks:
             async for event in self._control.events():
                 match event:
+                    case Reached(link=link):
+                        self.dialling.reached(link)
                     case Arrived(link=link, envelope=envelope):
                         self._take(tasks, link, envelope.sender, envelope.body)
                     case Lost(link=link, code=code, reason=reason):

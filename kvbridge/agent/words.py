@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from ..exchange.session import Session
 from ..geometry.compat import Convertible
+from ..oneline import plain, plain_lines
 from .routes import is_slow
 
 log = logging.getLogger("kvbridge.peers")
@@ -34,11 +36,11 @@ def verdict_of(session: Session) -> str:
 
 
 class OneLine(logging.Formatter):
-    """Escapes what is no text in a message: names and reasons come from peers, and must not forge lines of ours."""
+    """What is said is one line, whoever chose its words; of an exception every line is indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        said = record.message
-        record.message = (
-            said if said.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in said)
-        )
+        record.message = plain(record.message)
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return "  " + plain_lines(super().formatException(ei))

@@ -14,6 +14,7 @@ import typer
 from ..cli import missing
 from ..config import AgentConfig, defaults, flag_of, load, options
 from ..errors import KVBridgeError
+from ..oneline import plain_lines
 
 USAGE = ("bad_option", "bad_address", "bad_config_file")  # what only a change of the command line or the settings mends
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -50,7 +51,7 @@ def _told(command: str) -> Iterator[None]:
     try:
         yield
     except KVBridgeError as error:
-        typer.echo(f"kvbridge {command}: {error.code}: {error}", err=True)
+        typer.echo(plain_lines(f"kvbridge {command}: {error.code}: {error}"), err=True)
         raise typer.Exit(2 if error.code in USAGE else 1) from None
     except ModuleNotFoundError as error:
         typer.echo(missing(error), err=True)

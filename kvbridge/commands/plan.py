@@ -23,6 +23,7 @@ from ..geometry.overlap import overlaps
 from ..geometry.plan import Chunk, Plan, plan
 from ..geometry.shard import assign
 from ..geometry.words import sentence
+from ..oneline import plain
 from .status import ask_pool
 
 SHOWN_CHUNKS = 8
@@ -201,8 +202,8 @@ def _print(found: Verdict, said: Sequence[Change], sink: Pool, parts: Sequence[P
     console.print(f"[bold]{type(found).__name__}[/bold]")
     if not isinstance(found, Incompatible):  # its reasons are the error's text
         for each in said:
-            console.print(f"  {each.text}", markup=False, highlight=False)
-            console.print(f"    {each.words}", markup=False, highlight=False, style="dim")
+            console.print(f"  {plain(each.text)}", markup=False, highlight=False)
+            console.print(f"    {plain(each.words)}", markup=False, highlight=False, style="dim")
     if parts:
         console.print(f"\nto {_rank(sink)}", markup=False, highlight=False)
     for part in parts:
@@ -241,4 +242,4 @@ def _row(chunk: Chunk) -> tuple[str, str, str, str]:
 def _rank(pool: Pool) -> str:
     shard = pool.shard
     share = f" cp {shard.cp_rank}/{shard.cp_size}" if shard.cp_size > 1 else ""
-    return f"{pool.engine.id} tp {shard.tp_rank}/{shard.tp_size} pp {shard.pp_rank}/{shard.pp_size}{share}"
+    return f"{plain(pool.engine.id)} tp {shard.tp_rank}/{shard.tp_size} pp {shard.pp_rank}/{shard.pp_size}{share}"

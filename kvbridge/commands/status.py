@@ -21,6 +21,7 @@ from rich.text import Text
 
 from ..config import socket_folders
 from ..errors import OperatorError
+from ..oneline import plain
 
 ANSWER_S = 5.0
 RECEIVE_BYTES = 1 << 16
@@ -125,7 +126,7 @@ def _tried(path: str) -> Status | OperatorError:
 
 
 def _write(encoded: bytes) -> None:
-    sys.stdout.write(msgspec.json.format(encoded).decode() + "\n")
+    sys.stdout.write(json.dumps(json.loads(encoded), indent=2) + "\n")  # in ASCII
 
 
 def _plain_answer(path: str, answer: Status | OperatorError) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def _failpoints(status: Status) -> list[RenderableType]:
     """An agent that was started to fail must not be taken for one that serves."""
     prefix = "kvbridge_failpoints_total{armed="
     said = [name.removeprefix(prefix)[:-1] for name in status.counters if name.startswith(prefix)]
-    return [f"FAILPOINTS ARE ON, this agent fails on purpose: {', '.join(said)}"] if said else []
+    return [plain(f"FAILPOINTS ARE ON, this agent fails on purpose: {', '.join(said)}")] if said else []
 
 
 def _agent(status: Status) -> list[RenderableType]:
@@ -253,4 +254,4 @@ def _add(table: Table, *cells: str) -> None:
 
 
 def _plain(text: str) -> Text:
-    return Text("".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text))
+    return Text(plain(text))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbridge_proto.peer import Body, Envelope, Ping, Pong
 
-from ..transport.events import Arrived, Event, Lost, Rejected
+from ..transport.events import Arrived, Event, Lost, Reached, Rejected
 from ..transport.link import Numbered
 from ..transport.trust import Trust
 
@@ -67,6 +67,7 @@ class SimLink(Numbered):
 
     def up(self, peer: SimLink) -> None:
         self.is_up, self.peer = True, peer
+        self.links.tell(Reached(self))  # type: ignore[arg-type]
         while self._outbox and not self.is_lost:
             self._pass_on(self._outbox.popleft())
 

@@ -20,10 +20,11 @@ from kvbridge_proto.peer import Body, Envelope, Goodbye, Ping, Pong
 from kvbridge_proto.words import OURS
 
 from ..errors import OperatorError, PeerError
+from .descriptors import are_short
 from .endpoint import is_ipv6
-from .events import Arrived, Event, Lost, Rejected, Settings
+from .events import Arrived, Event, Lost, Reached, Rejected, Settings
 from .link import Link
-from .sockets import GONE, REFUSED, UP, Port
+from .sockets import AGAIN, GONE, REFUSED, UP, Port
 from .trust import Trust
 from .zap import Buckets, Door, guard, introduce
 
@@ -32,6 +33,7 @@ AWAY_S = 5 * TICK_S
 PROBE_S = 0.5
 BACKLOG = 4096  # events nobody has taken; beyond, the sockets' own queues fill and push back
 LINGER_MS = 100  # what a Goodbye gets when we close a link ourselves
+TRIED_AT_ONCE, RETRY_S = 8, 0.005  # to set a socket up takes some 0.3 ms
 
 
 class Control:
@@ -59,6 +61,9 @@ class Control:
         self._limits = Limits(frame_bytes=self.settings.frame_bytes)
         self._events: deque[Event] = deque()
         self._dialled: dict[str, Link] = {}
+        self._waiting: dict[Link, str] = {}  # of them, those that are not tried yet, and their endpoints
+        self._unreached: dict[Link, None] = {}  # of them, those that are tried; the oldest first
+        self._retrying: asyncio.TimerHandle | None = None
         self._accepted: dict[bytes, Link] = {}
         self._ports: dict[Link, Port] = {}
         self._router: Port | None = None
@@ -83,29 +88,75 @@ class Control:
 
     async def __aexit__(self, *_: object) -> None:
         self._ticking.cancel()
+        if self._retrying is not None:
+            self._retrying.cancel()
         self._close()
         self._woken.set()
 
     def dial(self, address: str) -> Link:
-        """The link to this address; a new one if there is none or it was lost. Raises PeerError."""
+        """The link to this address; a new one if there is none or it was lost. Raises PeerError.
+
+        It may have to wait for its turn to be tried.
+        """
         if link := self._dialled.get(address):
             return link
         endpoint, key = self.trust.check_dialled(address)
-        if len(self._dialled) >= self.settings.max_links:
-            raise PeerError("too_many_links", f"links: {len(self._dialled)} dialled, limit {self.settings.max_links}")
-        link = Link(self, address, None, self._loop.time(), key)
-        port = self._port(
-            zmq.DEALER, is_ipv6(endpoint), lambda: self._serve(link), lambda event: self._watched(link, event)
-        )
+        if (reached := len(self._dialled) - len(self._unreached) - len(self._waiting)) >= self.settings.max_links:
+            raise PeerError("too_many_links", f"links: {reached} dialled, limit {self.settings.max_links}")
+        if (count := len(self._waiting)) >= self.settings.max_waiting:
+            raise PeerError("too_many_links", f"links: {count} wait to be tried, limit {self.settings.max_waiting}")
+        link = self._dialled[address] = Link(self, address, None, self._loop.time(), key)
+        self._waiting[link] = endpoint
+        if self._retrying is None:
+            self._try_waiting()
+        return link
+
+    def _try_waiting(self) -> None:
+        """Try those that wait, in order, as far as there is room; a few at a time, for it takes a while."""
+        self._retrying = None
+        for _ in range(TRIED_AT_ONCE):
+            if not self._waiting or not self._has_room():
+                break
+            link = next(iter(self._waiting))
+            self._try(link, self._waiting.pop(link))
+        if self._waiting:
+            self._retrying = self._loop.call_later(RETRY_S, self._try_waiting)
+
+    def _has_room(self) -> bool:
+        """Whether one more may be tried. For that, another may have to give way: who was refused, or had its time.
+
+        Requests make addresses up, by the thousand; who answers at a real one does so within `grace_s`.
+        """
+        if are_short():
+            return False
+        while (count := len(self._unreached)) >= self.settings.max_unreached:
+            oldest = next(iter(self._unreached))
+            last = next((link for link in self._unreached if link.is_refused), oldest)
+            self._ports[last].watch()
+            if last not in self._unreached:  # it has answered just now
+                continue
+            if not last.is_refused and self._loop.time() - last.made_at < self.settings.grace_s:
+                return False
+            reason = f"links: {count} are tried, and {len(self._waiting)} more wait: {last.address} gave way"
+            self._lose(last, "too_many_links", reason)
+        return True
+
+    def _try(self, link: Link, endpoint: str) -> None:
+        link.is_tried, link.made_at = True, self._loop.time()
         try:
-            introduce(port.socket, self.trust.keys, key)
+            port = self._port(
+                zmq.DEALER, is_ipv6(endpoint), lambda: self._serve(link), lambda event: self._watched(link, event)
+            )
+        except zmq.ZMQError as error:  # no descriptors, or no sockets, are left
+            self._lose(link, "too_many_links", f"links: {len(self.links)}, no socket for {link.address}: {error}")
+            return
+        self._ports[link] = port
+        self._unreached[link] = None
+        try:
+            introduce(port.socket, self.trust.keys, link.key)
             port.socket.connect(endpoint)
         except zmq.ZMQError as error:
-            port.close()
-            raise PeerError("bad_address", f"{address}: {error}") from None
-        self._dialled[address] = link
-        self._ports[link] = port
-        return link
+            self._lose(link, "bad_address", f"{link.address}: {error}")
 
     async def events(self) -> AsyncIterator[Event]:
         """What happens, in order, to one reader at a time; ends when the control closes."""
@@ -142,9 +193,8 @@ class Control:
             return False
         link.outbox.append(frame)
         link.waiting_bytes += len(frame)
-        port = self._ports[link]
         self._flush(link)
-        if not self._is_full:
+        if (port := self._ports.get(link)) is not None and not self._is_full:
             port.rouse()
         return not link.is_lost
 
@@ -154,9 +204,9 @@ class Control:
             self._end(link, LINGER_MS)
 
     def _flush(self, link: Link) -> None:
-        port = self._ports[link]
+        port = self._ports.get(link)
         prefix = [] if link.identity is None else [link.identity]
-        while link.outbox:
+        while link.outbox and port is not None:
             try:
                 port.send([*prefix, link.outbox[0]])
             except zmq.Again:
@@ -176,7 +226,7 @@ class Control:
         if link.is_lost:
             return
         self._flush(link)
-        if link.is_lost or self._is_full:
+        if link.is_lost or self._is_full or not link.is_tried:
             return
         for frames in self._ports[link].messages(1):
             if frames is None:
@@ -255,6 +305,8 @@ class Control:
             return
         if event == UP and not link.is_up:
             link.is_up = True
+            del self._unreached[link]
+            self._tell(Reached(link))
             link.heard_at = link.pinged_at = self._loop.time()
             self._serve(link)
         elif event == GONE and link.is_up:
@@ -265,6 +317,8 @@ class Control:
             self._lose(link, "key_refused", f"{link.address} does not let our key in; is it in its peers?")
         elif event == GONE:
             link.failures += 1
+        elif event == AGAIN:
+            link.is_refused = True
 
     def _watched_router(self, event: int) -> None:
         # ZeroMQ does not say whose connection ended. Ask all, but not as often as strangers come and go.
@@ -295,7 +349,11 @@ class Control:
 
     def _judge(self, link: Link, now: float) -> None:
         settings = self.settings
-        if not link.is_up:
+        if not link.is_tried:
+            if now - link.made_at > settings.connect_s:
+                reason = f"links: {len(self._waiting)} wait to be tried, {link.address} for {settings.connect_s} s"
+                self._lose(link, "too_many_links", reason)
+        elif not link.is_up:
             if now - link.made_at > settings.connect_s:
                 reason = f"nobody answers at {link.address} in {settings.connect_s} s"
                 if link.failures:
@@ -318,10 +376,13 @@ class Control:
     def _end(self, link: Link, linger_ms: int) -> None:
         link.is_lost = True
         link.outbox.clear()
-        port = self._ports.pop(link)
+        port = self._ports.pop(link, None)
         if link.identity is None:
             del self._dialled[link.address]
-            port.close(linger_ms)
+            self._waiting.pop(link, None)
+            self._unreached.pop(link, None)
+            if port is not None:
+                port.close(linger_ms)
         else:
             del self._accepted[link.identity]
 
@@ -349,9 +410,9 @@ class Control:
             return
         self.trust.check_listened(self._listen, allow_wildcard=self._allow_wildcard)
         buckets = Buckets(self.settings.handshakes_per_s, self.settings.handshakes_at_once)
-        self._door = Door(self._context, lambda: self.trust.keys, buckets, self._refused)
-        self._router = self._port(zmq.ROUTER, is_ipv6(self._listen), self._serve_router, self._watched_router)
         try:
+            self._door = Door(self._context, lambda: self.trust.keys, buckets, self._refused)
+            self._router = self._port(zmq.ROUTER, is_ipv6(self._listen), self._serve_router, self._watched_router)
             guard(self._router.socket, self.trust.keys)
             self._router.socket.bind(self._listen)
         except zmq.ZMQError as error:

@@ -23,7 +23,10 @@ class Settings:
     silence_s: float = 15.0
     frame_bytes: int = 4 << 20
     queue_bytes: int = 64 << 20
-    max_links: int = 1024
+    max_links: int = 1024  # dialled and answered, and as many accepted
+    max_unreached: int = 256  # dialled and tried, and nobody has answered yet
+    max_waiting: int = 4096  # dialled, and not tried yet
+    grace_s: float = 0.1  # to answer in, where others wait for their turn
     max_links_of_one: int = 256  # key at one IP address
     handshakes_per_s: float = 20.0  # of one caller
     handshakes_at_once: int = 100
@@ -32,6 +35,13 @@ class Settings:
     def ping_s(self) -> float:
         """Three pings may be late or lost before a link is."""
         return min(PING_S, self.silence_s / 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A link that we dialled is up: what is sent leaves at once."""
+
+    link: Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +56,8 @@ class Arrived:
 class Lost:
     """The link's end, said once: nothing more comes from it, what is sent on it is dropped.
 
-    `code` is one of peer_unreachable, peer_disconnected, peer_silent, peer_restarted, peer_not_reading,
-    messages_lost, frame_too_large, key_refused, key_revoked.
+    `code` is one of peer_unreachable, too_many_links, peer_disconnected, peer_silent, peer_restarted,
+    peer_not_reading, messages_lost, frame_too_large, key_refused, key_revoked.
     """
 
     link: Link
@@ -64,4 +74,4 @@ class Rejected:
     text: str
 
 
-Event = Arrived | Lost | Rejected
+Event = Reached | Arrived | Lost | Rejected

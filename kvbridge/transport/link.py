@@ -53,6 +53,8 @@ class Link(Numbered):
         self.is_up = identity is not None
         self.is_lost = False
         self.failures = 0  # handshakes that failed before it was up
+        self.is_refused = False  # a try to connect found nobody; others follow
+        self.is_tried = identity is not None
         self.identity = identity
         self.outbox: deque[bytes] = deque()
         self.waiting_bytes = 0

@@ -15,13 +15,17 @@ DRAIN_MESSAGES = 256  # in one go, so that one loud peer does not hold the loop
 GONE = zmq.EVENT_DISCONNECTED
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
+AGAIN = zmq.EVENT_CONNECT_RETRIED
 # Nobody may ask for HANDSHAKE_FAILED_PROTOCOL: under CURVE libzmq 4.3.5 tells it of any spoilt message, and in telling
 # forgets the error; then it neither reads that connection any more nor closes it, ever.
-WATCHED = UP | GONE | REFUSED
+WATCHED = UP | GONE | REFUSED | AGAIN
 
 
 class Port:
-    """One socket and its monitor. `on_ready` is called when there may be something to do, `on_watch` with an event."""
+    """One socket and its monitor. `on_ready` is called when there may be something to do, `on_watch` with an event.
+
+    Takes three descriptors, and one more for its connection. Raises zmq.ZMQError where it cannot be had.
+    """
 
     def __init__(
         self,
@@ -40,12 +44,16 @@ class Port:
         self._on_watch = on_watch
         self._is_closed = False
         self._is_roused = False
-        _set_up(self.socket, frame_bytes, ipv6, silence_ms)
-        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(WATCHED)
+        try:
+            _set_up(self.socket, frame_bytes, ipv6, silence_ms)
+            self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(WATCHED)
+        except BaseException:
+            self.socket.close(0)
+            raise
         self._fds = (int(self.socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
         self._loop.add_reader(self._fds[0], self._on_ready)
-        self._loop.add_reader(self._fds[1], self._watch)
-        self._watch()  # ZeroMQ signals a descriptor only after a read found nothing
+        self._loop.add_reader(self._fds[1], self.watch)
+        self.watch()  # ZeroMQ signals a descriptor only after a read found nothing
 
     def send(self, frames: list[bytes]) -> None:
         """Raises zmq.Again if it cannot be queued now, EHOSTUNREACH if a ROUTER's peer is gone."""
@@ -95,7 +103,8 @@ class Port:
         if not self._is_closed:
             self._on_ready()
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
+        """Tell what has happened, now."""
         while not self._is_closed:
             try:
                 parts = self._monitor.recv_multipart(zmq.NOBLOCK)

@@ -48,6 +48,20 @@ def finish(world: World) -> list[Any]:
     return outputs
 
 
+def test_a_reason_that_is_a_line_of_its_own_forges_no_line_in_the_engines_log(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    forged = "it left\nINFO 11-21 00:00:00 [core.py:1] all is well\x1b[2J" + "x" * 900
+    world.decode(40)
+    world.steps(3)
+    (agent,) = world.agents
+    agent.say(Failed(request=agent.one(Want).request, code="peer_lost\n", reason=forged))
+    finish(world)
+    told = [record.getMessage() for record in caplog.records if "KV not received" in record.getMessage()]
+    assert told and all(text.isprintable() and "peer_lost\\x0a: it left\\x0aINFO" in text for text in told)
+
+
 def test_asks_for_the_agent_that_has_the_key_that_was_told(world: World) -> None:
     world.decode(40, remote_key="rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7")
     world.steps(3)

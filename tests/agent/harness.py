@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import select
 import signal
 import socket
@@ -136,9 +137,17 @@ class AgentProcess:
 
 @contextlib.contextmanager
 def agent(
-    folder: Path, name: str, start_s: float = START_S, module: str = "kvbridge.cli", **options: Any
+    folder: Path,
+    name: str,
+    start_s: float = START_S,
+    module: str = "kvbridge.cli",
+    nofile: tuple[int, int] | None = None,
+    **options: Any,
 ) -> Iterator[AgentProcess]:
-    """Start an agent, yield it when it serves, end it. An option that is None is left to the agent's own default."""
+    """Start an agent, yield it when it serves, end it. An option that is None is left to the agent's own default.
+
+    `nofile` are the soft and the hard limit of its descriptors.
+    """
     path, log = folder / f"{name}.sock", folder / f"{name}.log"
     chosen = {"socket": path, "listen": "tcp://127.0.0.1:0", "name": name, "metrics": "", "inbound_slots": 8}
     chosen |= {"outbound_slots": 4, "slot_bytes": 65536} | options
@@ -149,7 +158,10 @@ def agent(
         for part in ([f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)]))
     ]
     with log.open("ab") as out:
-        process = subprocess.Popen([PYTHON, "-m", module, "agent", *flags], stdout=out, stderr=subprocess.STDOUT)
+        command = [PYTHON, "-m", module, "agent", *flags]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        if nofile is not None:
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, nofile)  # long before it looks
     running = AgentProcess(process, path, log)
     try:
         _wait_serving(running, start_s)

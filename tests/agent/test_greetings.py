@@ -59,6 +59,25 @@ def test_two_proofs_never_share_a_lane_and_the_others_wait_their_turn() -> None:
     run(story)
 
 
+def test_who_is_not_reached_takes_no_lane_from_others() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        made_up = [player.dial(f"M{number}") for number in range(PROBE_LANES + 1)]
+        for wire in made_up:
+            wire.is_up = False
+            player.peers.dialling.reach(wire.address)
+        player.peers.dialling.reach("P0")
+        assert player.wires["P0"].said(Hello) and not any(wire.sent for wire in made_up)
+        made_up[0].is_up = True
+        player.peers.dialling.reached(made_up[0])
+        assert made_up[0].said(Hello)
+        await asyncio.sleep(0.3)
+        player.peers.dialling.tick(time.monotonic())
+        assert len(player.over) == PROBE_LANES + 2, "nobody is waited for without end"
+
+    run(story)
+
+
 def test_who_waits_for_a_lane_is_told_in_time() -> None:
     async def story(world: World) -> None:
         player = Player(world.sinks[0].home)

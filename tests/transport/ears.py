@@ -15,7 +15,7 @@ import zmq
 from kvbridge_proto.codec import encode
 from kvbridge_proto.peer import Body, Cancel, Envelope
 
-from kvbridge.transport.control import Control, Event, Settings
+from kvbridge.transport.control import Control, Event, Reached, Settings
 
 ROOT = Path(__file__).parents[2]
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -33,7 +33,8 @@ class Ear:
     async def next(self, within_s: float = 10.0) -> Event:
         async with asyncio.timeout(within_s):
             async for event in self._control.events():
-                return event
+                if not isinstance(event, Reached):
+                    return event
         raise AssertionError("the control closed")
 
     async def hear(self, kind: type[E], within_s: float = 10.0) -> E:

@@ -1,0 +1,41 @@
+"""Names and reasons that others chose, wherever they are shown."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvbridge.agent import words
+from kvbridge.oneline import MOST, OneLine, plain, plain_lines
+
+FORGED = "left\nINFO 11-21 kvbridge: all is well\r\x1b[2J\x9b1m\u2028\u202e"
+
+
+def test_is_one_line_without_commands_and_not_longer_than_it_may_be() -> None:
+    shown = plain(FORGED)
+    assert shown.isprintable() and shown.startswith("left\\x0aINFO") and "\\x1b[2J\\x9b1m\\x2028\\x202e" in shown
+    assert plain("größer 块") == "größer 块"
+    assert plain("x" * MOST) == "x" * MOST
+    assert len(plain("x" * (1 << 20))) < MOST + 100 and "(1048576 characters)" in plain("x" * (1 << 20))
+
+
+def test_what_a_logger_of_another_program_is_told_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("test_oneline")
+    log.addFilter(OneLine())
+    log.warning("%s: KV not received: %s: %s", "request 100%s", "peer_lost", FORGED)
+    log.warning("without arguments, 100 %")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"request 100%s: KV not received: peer_lost: {plain(FORGED)}",
+        "without arguments, 100 %",
+    ]
+
+
+def test_an_exception_that_quotes_others_forges_no_line_of_ours() -> None:
+    try:
+        raise ValueError(FORGED)
+    except ValueError as error:
+        record = logging.LogRecord("kvbridge", logging.ERROR, "", 0, "failed", (), (type(error), error, None))
+    first, *more = words.OneLine("%(levelname)s %(message)s").format(record).split("\n")
+    assert first == "ERROR failed" and all(line.startswith("  ") and line.isprintable() for line in more)
+    assert plain_lines("one\ntwo\x1b[2J") == "one\n  two\\x1b[2J"
