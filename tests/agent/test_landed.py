@@ -53,11 +53,13 @@ def test_what_lands_waits_for_the_loop_to_decide_and_then_counts_no_more() -> No
 
 def test_a_want_given_up_while_a_chunk_is_scattered_fails_afterwards() -> None:
     told: list[Any] = []
-    world, sink, notice = landing(told)
-    landed = sink.landed(notice)
-    assert landed is not None
+    world, sink, _ = landing(told)
+    *two, late = world.notices[:3]
+    landed = [sink.landed(notice) for notice in two]
     sink.abandon("r")
-    assert told == [], "the engine may use its blocks, and a scatter runs"
-    sink.on_scattered(landed[0], notice.chunk_bytes, None)
+    for notice, scatter in zip(two, landed, strict=True):
+        assert told == [], "the engine may use its blocks, and a scatter runs"
+        assert scatter is not None
+        sink.on_scattered(scatter[0], notice.chunk_bytes, None)
     assert [(type(message), message.code) for message in told] == [(Failed, "aborted")]
-    assert sink.landed(world.notices[1]) is None
+    assert sink.landed(late) is None
