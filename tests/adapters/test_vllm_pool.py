@@ -28,6 +28,7 @@ from kvbridge.adapters.vllm_members import Heads
 from kvbridge.adapters.vllm_pool import Memory, describe
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
+from kvbridge.geometry.overlap import overlaps
 
 from .world import World, memory_of
 
@@ -100,7 +101,7 @@ def build(
     if older:
         found = SimpleNamespace(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     pool = describe(caches, config, found, shard or Shard(), model_name="m", engine_id="e").pool
-    assert check_pool(pool) == ()
+    assert check_pool(pool) == () == overlaps(pool)
     return pool
 
 

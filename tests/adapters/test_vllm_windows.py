@@ -19,6 +19,7 @@ from kvbridge.adapters.vllm_members import kind_of, window_of
 from kvbridge.adapters.vllm_pieces import Kept
 from kvbridge.adapters.vllm_short import can_be_short
 from kvbridge.geometry.check import check_pool
+from kvbridge.geometry.overlap import overlaps
 from kvbridge.geometry.plan import Planner
 from kvbridge.geometry.shard import assign
 
@@ -76,7 +77,7 @@ def pool_of(window: Any, blocks: int) -> Pool:
         regions=(Region(2 * blocks * BLOCK * 4),),
         planes=planes,
     )
-    assert check_pool(pool) == ()
+    assert check_pool(pool) == () == overlaps(pool)
     return pool
 
 
