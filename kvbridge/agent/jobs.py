@@ -145,7 +145,7 @@ class Jobs:
                 slot = target.slot(ship.lease.slot, size)
             elif target.dock is not self._equipment.dock:
                 host = target.dock.outbound.span(ship.local.index, size)
-            yield self._fence(attachment, ship.fence)
+            yield self._fence(attachment, ship)
             failpoint("source.gather_begun")
             part, porter = Part(ship.plan, chunk, ship.tables, True), self._equipment.porter
             ended = yield WaitMove(porter.gather(attachment.memory, part, slot, ship.digest_kind, host))
@@ -211,8 +211,8 @@ class Jobs:
             digest=digest,
         )
 
-    def _fence(self, attachment: Attachment, count: int) -> WaitFence:
-        return WaitFence(attachment, count, self._clock() + self._write_timeout_s)
+    def _fence(self, attachment: Attachment, chunk: Ship | Scatter) -> WaitFence:
+        return WaitFence(attachment, chunk.fence, self._clock() + self._write_timeout_s, chunk)
 
     def warm(self, attachment: Attachment, part: Part) -> None:
         """Get ready for parts like this one, if the engine stays. What goes wrong now will be said when it matters."""
@@ -236,7 +236,7 @@ class Jobs:
             host = dock.inbound.span(scatter.slot, chunk.size_bytes)
         failure: Failure
         try:
-            yield self._fence(attachment, scatter.fence)
+            yield self._fence(attachment, scatter)
             failpoint("sink.scatter_begun")
             part = Part(scatter.plan, chunk, scatter.tables, False)
             ticket = porter.scatter(attachment.memory, part, slot, scatter.digest_kind, scatter.digest, host)

@@ -26,7 +26,7 @@ from kvbridge_proto.peer import Notice, Probe, Route
 
 from ..device.porter import DeviceLost
 from ..errors import EngineError, FabricError
-from ..exchange.actions import Scatter, Ship
+from ..exchange.actions import Recall, Scatter, Ship
 from ..exchange.route import Site
 from ..geometry.plan import Part
 from ..transport.fabric import Noticed
@@ -140,6 +140,10 @@ class Mover:
         """Gather and write; heard of by on_gathered and, later, on_shipped."""
         asked_at = self._clock()
         self._put(lambda: self._resume(self._jobs.ship(ship, attachment, asked_at), None))
+
+    def recall(self, kind: type[Ship] | type[Scatter], recall: Recall) -> None:
+        """End what we were to ship, or scatter, of a transfer and have not begun; heard of like any other end."""
+        self._put(lambda: self._recall(kind, recall))
 
     def warm(self, attachment: Attachment, parts: Sequence[Part]) -> None:
         """Get ready for parts like these."""
@@ -345,15 +349,27 @@ class Mover:
     def _is_using(self, attachment: Attachment) -> bool:
         """Also ends the jobs that wait for this engine's fence: it may never come."""
         memory = attachment.memory  # of all its epochs: scales may have changed since a job began
-        left = [job for wait, job in self._fenced if wait.attachment.memory is memory]
-        self._fenced = [(wait, job) for wait, job in self._fenced if wait.attachment.memory is not memory]
-        for job in left:
-            self._fail(job, EngineError("engine_left", "the engine left before its forward had finished"))
+        error = EngineError("engine_left", "the engine left before its forward had finished")
+        self._end_waits(lambda wait: wait.attachment.memory is memory, error)
         porter = self._at_work.porter
         if porter.is_using(memory):
             return True
         porter.forget(memory)
         return False
+
+    def _recall(self, kind: type[Ship] | type[Scatter], recall: Recall) -> None:
+        def is_of_it(wait: WaitFence | WaitWord) -> bool:
+            if not isinstance(wait, WaitFence) or not isinstance(wait.chunk, kind):
+                return False
+            return wait.chunk.transfer == recall.transfer
+
+        self._end_waits(is_of_it, EngineError(recall.code, recall.reason))
+
+    def _end_waits(self, is_over: Callable[[WaitFence | WaitWord], bool], error: EngineError) -> None:
+        left = [job for wait, job in self._fenced if is_over(wait)]
+        self._fenced = [(wait, job) for wait, job in self._fenced if not is_over(wait)]
+        for job in left:
+            self._fail(job, error)
 
     def _tell(self, hear: Callable[..., None], *args: object) -> None:
         self._telling.append((hear, args))

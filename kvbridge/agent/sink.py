@@ -15,7 +15,7 @@ from kvbridge_proto.engine import Done, Failed, ToEngine, Want
 from kvbridge_proto.peer import Body, Cancel, Claim, Drained, Failing, Grant, Notice, Ready, Refuse, Settled
 from msgspec import structs
 
-from ..exchange.actions import Action, Ask, Reach, Scatter, Send, Tell
+from ..exchange.actions import Action, Ask, Reach, Recall, Scatter, Send, Tell
 from ..exchange.inbound import Inbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
@@ -176,6 +176,8 @@ class Sink:
                 case Tell(message=message):
                     self._tell(message)
                     self._told(message)
+                case Recall():
+                    self._mover.recall(Scatter, action)
         self._mover.expect(self._inbound.slots.lent)
 
     def _told(self, message: ToEngine) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from kvbridge_proto.engine import Offer, Released, ToEngine
 from kvbridge_proto.peer import Cancel, Claim, Drained, Grant, Refuse, Settled
 
-from ..exchange.actions import Action, Send, Ship, Tell
+from ..exchange.actions import Action, Recall, Send, Ship, Tell
 from ..exchange.outbound import Outbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
@@ -158,3 +158,5 @@ class Source:
                 case Ship():
                     assert self.attached is not None
                     self._mover.ship(action, self.attached)
+                case Recall():
+                    self._mover.recall(Ship, action)

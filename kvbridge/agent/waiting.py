@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..device.porter import Moved
 from ..errors import EngineError
+from ..exchange.actions import Scatter, Ship
 from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
 from .attachment import Attachment
 
@@ -15,12 +16,14 @@ from .attachment import Attachment
 class WaitFence:
     """Until the engine's stream has finished what it counted as `count`; resumed with None.
 
-    EngineError is thrown instead when the engine leaves (`engine_left`) or the deadline passes (`fence_late`).
+    EngineError is thrown instead when the engine leaves (`engine_left`), the deadline passes (`fence_late`), or the
+    transfer has ended (Recall).
     """
 
     attachment: Attachment
     count: int
     deadline: float
+    chunk: Ship | Scatter  # that it holds up
 
     @property
     def is_over(self) -> bool:

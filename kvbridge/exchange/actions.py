@@ -77,4 +77,14 @@ class Ship:
     fence: int
 
 
-Action = Reach | Ask | Send | Tell | Ship
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """End chunks of this transfer that still wait for the engine's fence: they have touched nothing, and are reported
+    as ended with this code and reason. Chunks that are being moved go on."""
+
+    transfer: str
+    code: str
+    reason: str
+
+
+Action = Reach | Ask | Send | Tell | Ship | Recall

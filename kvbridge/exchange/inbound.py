@@ -14,7 +14,7 @@ from kvbridge_proto.peer import Cancel, Lease, Notice, Settled, Take
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
-from .actions import Action, Ask, Reach, Scatter, Send, Tell
+from .actions import Action, Ask, Reach, Recall, Scatter, Send, Tell
 from .adoption import Adoption
 from .doubts import Doubts
 from .givers import Givers
@@ -344,8 +344,13 @@ class Inbound:
                 actions.append(Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024])))
         if wanted.scattering:
             wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
-            return actions
+            return actions + self._recall(wanted)
         return actions + self._end_failed(wanted, WantEvent.FAIL)
+
+    def _recall(self, wanted: Wanted) -> list[Action]:
+        """Chunks that wait for our engine's own stream must not hold up what it hears."""
+        scattering = [intake for intake in wanted.intakes.values() if len(intake.landed) > intake.scattered]
+        return [Recall(intake.transfer, *wanted.failure) for intake in scattering]
 
     def _waive(self, wanted: Wanted) -> list[Action]:
         """Tell the ranks we did reach that nothing will be taken, or they keep their blocks until the hold ends."""

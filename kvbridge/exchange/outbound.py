@@ -15,7 +15,7 @@ from kvbridge_proto.engine import Offer, Released
 from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Ready
 
 from ..errors import EngineError, KVBridgeError
-from .actions import Action, Send, Ship, Tell
+from .actions import Action, Recall, Send, Ship, Tell
 from .claims import planned, refused, surplus
 from .lease import Deadlines
 from .outlet import OUT_TABLE, Offered, OutEvent, Outlet, OutState
@@ -297,9 +297,16 @@ class Outbound:
             return []
         offered.over = (code, reason)
         actions: list[Action] = []
-        for out in self._readers(offered):
-            actions += self._stop(out, code, reason)
+        for out in [out for out in self.outlets.values() if out.offered is offered]:
+            if out.is_reading:
+                actions += self._stop(out, code, reason)
+            elif out.state is OutState.FLOWING:  # all was asked for: what is read already may arrive
+                actions += self._recall(out, code, reason)
         return actions + self._release_if_over(offered)
+
+    def _recall(self, out: Outlet, code: str, reason: str) -> list[Action]:
+        """Nothing new is read for this transfer: the engine's blocks must not wait for its own stream."""
+        return [Recall(out.transfer, code, reason)] if out.gathering else []
 
     def _readers(self, offered: Offered) -> list[Outlet]:
         """Who has not read all of it that it claimed. A sink that claims again what it gave up is one of them."""
@@ -382,7 +389,8 @@ class Outbound:
             offered.short = offered.short or out.says
         if out.writing:
             out.state = OUT_TABLE.after(out.state, OutEvent.STOP_BUSY)
-            said = self._send(out, Failing(transfer=out.transfer, code=out.says[0], reason=out.says[1]))
+            said = self._recall(out, *out.says)
+            said += self._send(out, Failing(transfer=out.transfer, code=out.says[0], reason=out.says[1]))
         else:
             said = self._end(out, OutEvent.STOP)
         return said + (self._release_if_over(offered) if offered is not None else [])

@@ -18,13 +18,15 @@ from ..agent.engines import Engines
 from ..agent.equipment import Dock, Docks, Equipment
 from ..agent.metrics import Gauges, Metrics
 from ..agent.mover import IDLE_S, Mover
-from ..agent.waiting import WaitWord
+from ..agent.waiting import WaitFence, WaitWord
 from ..config import AgentConfig
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..device.porter import Porter
 from ..device.staging import Staging
-from ..exchange.actions import Scatter
+from ..exchange.actions import Scatter, Ship
+from ..exchange.intake import WantState
+from ..exchange.outlet import OutState
 from ..exchange.route import Site
 from ..exchange.slots import LocalSlots, SlotPool
 from ..transport.control import Control
@@ -87,6 +89,7 @@ class SteppedMover(Mover):
     def turn(self) -> None:
         """What the thread does between two naps."""
         self._do_tasks()
+        self._process.look_at_waits()
         assert self._equipment is not None
         self._poll(self._equipment)
         self._say()
@@ -300,6 +303,22 @@ class Process(Agent):
         if not self._is_looking and (quarantined or self.rebuilder.is_pausing):
             self._is_looking = True
             self.loop.post(self.rebuilder.look_in_s, self._look)
+
+    def look_at_waits(self) -> None:
+        """No chunk of what is over waits for a fence, for its engine waits for the end of it."""
+        for wait, _ in self.mover._fenced:
+            if not isinstance(wait, WaitFence):
+                continue
+            transfer = wait.chunk.transfer
+            if isinstance(wait.chunk, Ship):
+                out = self.outbound.outlets.get(transfer)
+                offered = out and out.offered
+                is_over = out is None or out.state is OutState.STOPPING or (offered and offered.over is not None)
+            else:
+                wanted = self.inbound._wanted_by.get(transfer)
+                is_over = wanted is None or wanted.state is not WantState.FLOWING
+            if is_over:
+                self.world.foul(f"{self.name}: a chunk of {transfer}, which is over, waits for a fence")
 
     def _look(self) -> None:
         self._is_looking = False

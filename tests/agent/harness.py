@@ -185,13 +185,13 @@ class SyntheticEngine:
             memory[:] = region
             self.fds.append(fd)
             maps.append(memory)
+        self.handles = tuple(Handle(region=i, kind="shm_fd", fd=i) for i in range(len(self.fds)))
         self.held = Held(held.pool, tuple(maps))
         self.client = Client(agent.socket)
         self.seen: list[ToEngine] = []
 
     def attach(self, **changes: Any) -> Attached | Refused:
-        handles = tuple(Handle(region=i, kind="shm_fd", fd=i) for i in range(len(self.fds)))
-        message = {"versions": OURS, "pool": self.pool, "handles": handles} | changes
+        message = {"versions": OURS, "pool": self.pool, "handles": self.handles} | changes
         self.client.send(Attach(**message), tuple(self.fds))
         return self.client.wait(Attached, Refused)
 

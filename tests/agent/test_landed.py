@@ -23,7 +23,7 @@ def landing(told: list[Any]) -> tuple[World, Sink, Notice]:
     world.want("r", 64)
     world.hold = {"notice"}
     world.run()
-    shell: Any = SimpleNamespace(send=lambda *_: None, expect=lambda _: None)
+    shell: Any = SimpleNamespace(send=lambda *_: None, expect=lambda _: None, recall=lambda *_: None)
     sink = Sink(world.sinks[0].inbound, shell, shell, Metrics(), told.append, lambda: world.now)
     sink.attached = SimpleNamespace()  # type: ignore[assignment]
     return world, sink, world.notices[0]

@@ -273,10 +273,11 @@ def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
         def close(self) -> None: ...
 
     ended: list[str] = []
+    chunk: Any = None
 
     def job(attachment: Attachment, deadline: float) -> Job:
         try:
-            yield WaitFence(attachment, 7, deadline)
+            yield WaitFence(attachment, 7, deadline, chunk)
         except Exception as error:
             ended.append(error.code)
 

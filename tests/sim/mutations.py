@@ -351,6 +351,7 @@ MUTATIONS: dict[str, Mutate] = {
     "an agent without an engine dials": _half_a_session,
     "slots in doubt are freed where they are": _freed_in_place,
     "whoever says Hello last has the session": lambda put: put(Accepting, "_may_replace", lambda *_: True),
+    "what has ended waits for a fence": _nothing(Mover, "recall"),
     "a route outlives its session": _nothing(Mover, "disconnect"),
     "a probe's lane is kept": _nothing(Lanes, "take_back"),
     "memory of an engine that left stays mapped": _nothing(Attachment, "close"),
