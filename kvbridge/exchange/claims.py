@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvbridge_proto.peer import Claim, Lease, Refuse
 from kvbridge_proto.words import MAX_RANKS
@@ -30,13 +30,13 @@ def planned(claim: Claim, session: Session, home: Home) -> Plan:
     return plan
 
 
-def surplus(out: Outlet, leases: Sequence[Lease], outlets: Iterable[Outlet]) -> str:
-    """Why these are more slots than a sink can have, or has a use for; we keep them all."""
+def surplus(out: Outlet, leases: Sequence[Lease], unused: int) -> str:
+    """Why these are more slots than a sink can have or has a use for; we keep them. It has lent `unused` already."""
     if not leases:
         return ""
     if (lent := out.lent + len(leases)) > out.plan.chunks:
         return f"leases: {lent} for {out.plan.chunks} chunks"
-    unused = len(leases) + sum(len(each.leases) for each in outlets if each.boot == out.boot)
+    unused += len(leases)
     return f"leases: {unused} unused, at most {MOST_LEASES}" if unused > MOST_LEASES else ""
 
 

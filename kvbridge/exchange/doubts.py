@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 
 class Doubts:
     """By transfer: the address it was claimed at, which start of the agent there has not drained it, its key.
@@ -12,23 +14,31 @@ class Doubts:
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[str, str, str]] = {}
+        self._at: Counter[str] = Counter()  # how many, by address
         self._met: dict[str, tuple[str, str]] = {}  # an address of those -> the start that was met there last, its key
 
     def add(self, transfer: str, address: str, boot: str, key: str) -> None:
+        self.settle(transfer)
         self._of[transfer] = address, boot, key
+        self._at[address] += 1
 
     def settle(self, transfer: str) -> None:
-        at, _, _ = self._of.pop(transfer, ("", "", ""))
-        if not self.is_any(at):
+        if transfer not in self._of:
+            return
+        at, _, _ = self._of.pop(transfer)
+        self._at[at] -= 1
+        if not self._at[at]:
+            del self._at[at]
             self._met.pop(at, None)
 
     def clear(self) -> None:
         """What they could have written is nothing any more."""
         self._of.clear()
+        self._at.clear()
         self._met.clear()
 
     def is_any(self, address: str) -> bool:
-        return any(at == address for at, _, _ in self._of.values())
+        return address in self._at
 
     def meet(self, address: str, boot: str, key: str) -> list[tuple[str, str]]:
         """This start answers at the address. The transfers that it could settle: its own, and those of another start

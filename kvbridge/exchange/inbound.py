@@ -35,11 +35,12 @@ from .intake import (
     why_late,
 )
 from .lease import Deadlines
-from .lending import grants, lend_early
+from .lending import grants, lend_early, queue
 from .session import Home, Session
 from .slots import SlotPool
 from .sources import Sources
 from .tables import tables_of
+from .turns import Turns
 
 ASK_AGAIN_S = 0.1  # for ranks that the source's engine has not named yet
 MOST_WANTS = 16384
@@ -60,6 +61,7 @@ class Inbound:
         self._sources = Sources()
         self._adoption = Adoption()
         self._wanted_by: dict[str, Wanted] = {}  # transfer -> its want
+        self._hungry: Turns[Intake] = Turns()  # of which chunks are ready that have no slot
         self._doubts = Doubts()
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
 
@@ -173,7 +175,8 @@ class Inbound:
             if (over := begin_again(wanted, code)) is None:
                 actions += self._fail(wanted, code, reason, now)
                 continue
-            self._wanted_by = {transfer: want for transfer, want in self._wanted_by.items() if transfer not in over}
+            for transfer in over:
+                self._wanted_by.pop(transfer, None)
             actions += self._advance(wanted, now)
         return actions
 
@@ -199,6 +202,7 @@ class Inbound:
         if intake is None or intake.state is not IntakeState.CLAIMED:
             return []
         intake.ready = max(intake.ready, min(chunks, intake.plan.chunks))
+        queue(self.slots, self._hungry, intake)
         return self._pump()
 
     def landed(self, notice: Notice) -> Scatter | None:
@@ -369,6 +373,7 @@ class Inbound:
     def _end_intake(self, intake: Intake, event: IntakeEvent, now: float) -> None:
         """Move an intake on; leases that are still out when it stops or is lost become doubtful."""
         intake.state = INTAKE_TABLE.after(intake.state, event)
+        self._hungry.discard(intake.transfer)
         if event in (IntakeEvent.STOP, IntakeEvent.LOSE):
             doubted = self.slots.doubt(intake.transfer)
             if doubted:
@@ -398,8 +403,7 @@ class Inbound:
 
     def _pump(self) -> list[Action]:
         """Lend what is free to whom it serves."""
-        intakes = [intake for wanted in self._in(WantState.FLOWING) for intake in wanted.intakes.values()]
-        return grants(self.slots, [intake for intake in intakes if intake.state is IntakeState.CLAIMED])
+        return grants(self.slots, self._hungry)
 
     def _in(self, state: WantState) -> list[Wanted]:
         return [wanted for wanted in self.wants.values() if wanted.state is state]

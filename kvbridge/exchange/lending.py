@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvbridge_proto.peer import Grant, Lease
 
 from .actions import Action, Send
-from .intake import Intake
+from .intake import Intake, IntakeState
 from .slots import SlotPool
+from .turns import Turns
 
 
 def lend_early(slots: SlotPool, intake: Intake) -> tuple[Lease, ...]:
@@ -17,18 +16,20 @@ def lend_early(slots: SlotPool, intake: Intake) -> tuple[Lease, ...]:
     return _lend(slots, min(max(plenty, 0), intake.plan.chunks), intake)
 
 
-def grants(slots: SlotPool, flowing: Sequence[Intake]) -> list[Action]:
+def queue(slots: SlotPool, hungry: Turns[Intake], intake: Intake) -> None:
+    """It waits for a slot if it can use one."""
+    if intake.state is IntakeState.CLAIMED and _hunger(slots, intake) > 0:
+        hungry.add(intake.transfer, intake.turn, intake)
+
+
+def grants(slots: SlotPool, hungry: Turns[Intake]) -> list[Action]:
     """Lend free slots to transfers whose chunks are ready, one each in turn from call to call; what to tell whom."""
-    lent: dict[str, tuple[Lease, ...]] = {}
-    while slots.free:
-        hungry = sorted((each for each in flowing if _hunger(slots, each) > 0), key=lambda intake: intake.turn)
-        if not hungry:
-            break
-        for intake in hungry:
-            if leases := _lend(slots, 1, intake):
-                lent[intake.transfer] = lent.get(intake.transfer, ()) + leases
-    addresses = {intake.transfer: intake.address for intake in flowing}
-    return [Send(addresses[transfer], Grant(transfer=transfer, leases=leases)) for transfer, leases in lent.items()]
+    lent: dict[tuple[str, str], tuple[Lease, ...]] = {}
+    while slots.free and (intake := hungry.take()) is not None:
+        whom = intake.address, intake.transfer
+        lent[whom] = lent.get(whom, ()) + _lend(slots, 1, intake)
+        queue(slots, hungry, intake)
+    return [Send(address, Grant(transfer=transfer, leases=leases)) for (address, transfer), leases in lent.items()]
 
 
 def _lend(slots: SlotPool, count: int, intake: Intake) -> tuple[Lease, ...]:

@@ -9,24 +9,26 @@ gather of them is or will be under way; that does not wait for the network.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from kvbridge_proto.engine import Offer, Released
-from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Ready
+from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Lease, Ready
 
 from ..errors import EngineError, KVBridgeError
 from .actions import Action, Recall, Send, Ship, Tell
 from .claims import planned, refused, surplus
 from .lease import Deadlines
-from .outlet import OUT_TABLE, Offered, OutEvent, Outlet, OutState
+from .outlet import OUT_TABLE, Offered, OfSink, OutEvent, Outlet, OutState
 from .recent import Recent
 from .rooms import Rooms
 from .session import Home, Session
 from .slots import LocalSlot, LocalSlots
 from .tables import check_late, extended, ready_chunks
+from .turns import Turns
 
 MOST_OFFERS = 16384
-MOST_CLAIMS = 2048  # open at once, of one sink: each is looked at whenever one comes
+MOST_CLAIMS = 2048  # open at once, of one sink
+MOST_CLAIMS_OF_ALL = 32768  # of all sinks together: 16 that claim all they may
 MOST_RENOUNCED = 16384  # of all sinks together; the link that brings such a claim is lost within silence_s
 
 
@@ -43,6 +45,9 @@ class Outbound:
         self._most_claims = most_claims
         self.offers: dict[str, Offered] = {}
         self.outlets: dict[str, Outlet] = {}
+        self._of_sink: dict[str, OfSink] = {}  # by boot
+        self._waiting: dict[str, dict[str, Outlet]] = {}  # by room
+        self._hungry: Turns[Outlet] = Turns()  # that wait for a slot to gather into, or have ended since
         self._rooms = Rooms()
         self._is_paused = False
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
@@ -75,6 +80,8 @@ class Outbound:
             return self._end_offer(offered, error.code, str(error))
         self._deadlines.set(("offer", offer.request), now + offer.hold_s)
         actions = self._bind_waiting(offer.room)
+        for out in offered.outlets.values():
+            self._queue(out)
         return actions + self._short_of(offered) + self._ready_all(offered) + self._pump()
 
     def withdraw(self, request: str, reason: str) -> list[Action]:
@@ -100,8 +107,7 @@ class Outbound:
     def resume(self) -> list[Action]:
         """There will be no rebuild."""
         self._is_paused = False
-        rooms = dict.fromkeys(out.claim.room for out in self.outlets.values())
-        return [action for room in rooms for action in self._bind_waiting(room)] + self._pump()
+        return [action for room in list(self._waiting) for action in self._bind_waiting(room)] + self._pump()
 
     def rebuilt(self, reason: str) -> list[Action]:
         """Our agent makes its slots anew, and so ends all sessions: sinks need not wait for what they have claimed.
@@ -138,17 +144,23 @@ class Outbound:
             return [refused(boot, claim, "cancelled", f"transfer: {claim.transfer} was cancelled before it came")]
         if claim.transfer in self.outlets:
             return [refused(boot, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
-        if sum(out.boot == boot for out in self.outlets.values()) >= self._most_claims:
+        its = self._of_sink.get(boot) or OfSink()
+        if len(its.outlets) >= self._most_claims:
             return [refused(boot, claim, "too_many_claims", f"claims: {self._most_claims} of yours are open")]
+        if len(self.outlets) >= MOST_CLAIMS_OF_ALL:
+            reason = f"claims: {MOST_CLAIMS_OF_ALL} of all sinks are open"
+            return [refused(boot, claim, "too_many_transfers", reason)]
         try:
             plan = planned(claim, session, home)
         except KVBridgeError as error:
             return [refused(boot, claim, error.code, str(error))]
         out = Outlet(claim, boot, plan, session.digest, deque(), now, turn=self.local.turn)
-        if too_many := surplus(out, claim.leases, self.outlets.values()):
+        if too_many := surplus(out, claim.leases, its.unused):
             return [refused(boot, claim, "bad_lease", too_many)]
-        out.lend(claim.leases)
-        self.outlets[claim.transfer] = out
+        self._of_sink[boot] = its
+        self.outlets[claim.transfer] = its.outlets[claim.transfer] = out
+        self._waiting.setdefault(claim.room, {})[claim.transfer] = out
+        self._lend(out, claim.leases)
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
         return self._bind_waiting(claim.room) + self._pump()
 
@@ -157,10 +169,15 @@ class Outbound:
         out = self.outlets.get(grant.transfer)
         if out is None or out.boot != boot or out.state not in (OutState.WAITING, OutState.FLOWING):
             return []
-        if too_many := surplus(out, grant.leases, self.outlets.values()):
+        if too_many := surplus(out, grant.leases, self._of_sink[boot].unused):
             return self._stop(out, "bad_lease", too_many) + self._pump()
-        out.lend(grant.leases)
+        self._lend(out, grant.leases)
         return self._pump()
+
+    def _lend(self, out: Outlet, leases: Sequence[Lease]) -> None:
+        out.lend(leases)
+        self._of_sink[out.boot].unused += len(leases)
+        self._queue(out)
 
     def cancel(self, boot: str, cancel: Cancel) -> list[Action]:
         """The sink gives up. Drained follows when nothing is being written; at once for what we do not know."""
@@ -187,10 +204,10 @@ class Outbound:
     def lost(self, boot: str) -> list[Action]:
         """The session with this sink is over."""
         actions: list[Action] = []
-        for out in list(self.outlets.values()):
-            if out.boot == boot:
-                out.is_lost = True
-                actions += self._stop(out, "peer_lost", "the sink's agent is gone")
+        its = self._of_sink.get(boot)
+        for out in list(its.outlets.values()) if its is not None else []:
+            out.is_lost = True
+            actions += self._stop(out, "peer_lost", "the sink's agent is gone")
         return actions + self._pump()
 
     # From the mover:
@@ -256,7 +273,7 @@ class Outbound:
     def _bind_waiting(self, room: str) -> list[Action]:
         """Let claims and offers of a room find each other, oldest first; one want's claims all get one offer."""
         actions: list[Action] = []
-        for out in [o for o in self.outlets.values() if o.state is OutState.WAITING and o.claim.room == room]:
+        for out in list(self._waiting.get(room, {}).values()):
             offered = self._rooms.offer_for(out.claim)
             if offered is None or (self._is_paused and out.plan.chunks):
                 continue
@@ -266,6 +283,8 @@ class Outbound:
                 actions += self._stop(out, "bad_sink", f"sinks: first {offered.sinks}, now {out.claim.sinks}")
                 continue
             out.offered = offered
+            offered.outlets[out.transfer] = out
+            self._waits_no_more(out)
             out.state = OUT_TABLE.after(out.state, OutEvent.BIND)
             if out.plan.chunks == 0:
                 offered.served.add(out.claim.sink)
@@ -273,15 +292,22 @@ class Outbound:
                 self._forget(out)
                 actions += self._release_if_over(offered)
             else:
+                self._queue(out)
                 actions += self._short_of(offered) + self._ready(out)
         return actions
+
+    def _waits_no_more(self, out: Outlet) -> None:
+        room = self._waiting[out.claim.room]
+        del room[out.transfer]
+        if not room:
+            del self._waiting[out.claim.room]
 
     def _short_of(self, offered: Offered) -> list[Action]:
         """Fail what an offer that has said its last word can never satisfy."""
         actions: list[Action] = []
         if not offered.is_last:
             return actions
-        for out in [out for out in self.outlets.values() if out.offered is offered]:
+        for out in list(offered.outlets.values()):
             if out.claim.end_token > offered.tokens:
                 reason = f"end_token: wanted {out.claim.end_token}, offered {offered.tokens}"
                 actions += self._stop(out, "tokens_missing", reason)
@@ -297,7 +323,7 @@ class Outbound:
             return []
         offered.over = (code, reason)
         actions: list[Action] = []
-        for out in [out for out in self.outlets.values() if out.offered is offered]:
+        for out in list(offered.outlets.values()):
             if out.is_reading:
                 actions += self._stop(out, code, reason)
             elif out.state is OutState.FLOWING:  # all was asked for: what is read already may arrive
@@ -310,7 +336,7 @@ class Outbound:
 
     def _readers(self, offered: Offered) -> list[Outlet]:
         """Who has not read all of it that it claimed. A sink that claims again what it gave up is one of them."""
-        return [out for out in self.outlets.values() if out.offered is offered and out.is_reading]
+        return [out for out in offered.outlets.values() if out.is_reading]
 
     def _release_if_over(self, offered: Offered) -> list[Action]:
         """Give the blocks back once nobody reads or will read them."""
@@ -328,7 +354,7 @@ class Outbound:
     # How a transfer goes on:
 
     def _ready_all(self, offered: Offered) -> list[Action]:
-        return [a for out in self.outlets.values() if out.offered is offered for a in self._ready(out)]
+        return [action for out in offered.outlets.values() for action in self._ready(out)]
 
     def _ready(self, out: Outlet) -> list[Action]:
         """Tell the sink how many chunks wait, if it has not lent slots for all of them."""
@@ -340,25 +366,28 @@ class Outbound:
         out.told_ready = ready
         return [Send(out.boot, Ready(transfer=out.transfer, chunks=ready))]
 
+    def _queue(self, out: Outlet) -> None:
+        """More is computed, or lent: it waits for a slot to gather into if it can use one."""
+        if out.can_ship:
+            self._hungry.add(out.transfer, out.turn, out)
+
     def _pump(self) -> list[Action]:
         """Ship what can be shipped while we have slots to gather into: who has waited longest for one goes first."""
         actions: list[Action] = []
-        while self.local.free:
-            able = sorted((out for out in self.outlets.values() if out.can_ship), key=lambda out: out.turn)
-            if not able:
-                break
-            for out in able:
+        while self.local.free and (out := self._hungry.take()) is not None:
+            if out.can_ship:  # its offer may have ended since
                 local = self.local.take()
-                if local is None:
-                    break
+                assert local is not None
                 out.turn = self.local.turn
                 actions.append(self._ship(out, local))
+                self._queue(out)
         return actions
 
     def _ship(self, out: Outlet, local: LocalSlot) -> Ship:
         offered = out.offered
         assert offered is not None
         chunk, lease = out.next_chunk, out.leases.popleft()
+        self._of_sink[out.boot].unused -= 1
         out.next_chunk += 1
         out.gathering += 1
         out.writing += 1
@@ -406,3 +435,13 @@ class Outbound:
     def _forget(self, out: Outlet) -> None:
         del self.outlets[out.transfer]
         self._deadlines.clear(("claim", out.transfer))
+        self._hungry.discard(out.transfer)
+        if out.offered is None:
+            self._waits_no_more(out)
+        else:
+            del out.offered.outlets[out.transfer]
+        its = self._of_sink[out.boot]
+        del its.outlets[out.transfer]
+        its.unused -= len(out.leases)
+        if not its.outlets:
+            del self._of_sink[out.boot]

@@ -56,6 +56,7 @@ class Offered:
     sinks: int = 0
     served: set[int] = field(default_factory=set)
     gathering: int = 0
+    outlets: dict[str, Outlet] = field(default_factory=dict, repr=False, compare=False)  # that read it, until they end
     over: tuple[str, str] | None = None  # (code, reason): no new gathers
     is_told_out: bool = False  # its engine says no more of it
     short: tuple[str, str] | None = None  # (code, reason): of the first transfer that ended without all its chunks
@@ -106,3 +107,11 @@ class Outlet:
     def lend(self, leases: Sequence[Lease]) -> None:
         self.leases.extend(leases)
         self.lent += len(leases)
+
+
+@dataclass(slots=True)
+class OfSink:
+    """What one sink has claimed and is not over. `unused` counts the leases that it lent for it, ended ones too."""
+
+    outlets: dict[str, Outlet] = field(default_factory=dict)
+    unused: int = 0

@@ -61,6 +61,7 @@ class SlotPool:
         self._free = deque(range(count))
         self._of_transfer: dict[str, set[int]] = {}
         self.turn = 0  # how many leases there have been
+        self.lent = 0
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -68,10 +69,6 @@ class SlotPool:
     @property
     def free(self) -> int:
         return len(self._free)
-
-    @property
-    def lent(self) -> int:
-        return sum(slot.state is _L for slot in self._slots)
 
     def counts(self) -> SlotCounts:
         states = [slot.state for slot in self._slots]
@@ -92,6 +89,7 @@ class SlotPool:
             slot.generation += 1
             slot.transfer = transfer
             self.turn += 1
+            self.lent += 1
             self._of_transfer.setdefault(transfer, set()).add(index)
             leases.append(Lease(index, slot.generation))
         return tuple(leases)
@@ -104,6 +102,7 @@ class SlotPool:
         if slot.state is not _L or slot.generation != generation or slot.transfer != transfer:
             return False
         slot.state = SLOT_TABLE.after(slot.state, SlotEvent.LAND)
+        self.lent -= 1
         return True
 
     def settle(self, index: int) -> None:
@@ -135,7 +134,9 @@ class SlotPool:
 
     def _step(self, index: int, event: SlotEvent) -> None:
         slot = self._slots[index]
+        was_lent = slot.state is _L
         slot.state = SLOT_TABLE.after(slot.state, event)
+        self.lent -= was_lent
         if slot.state is _F:
             self._free.append(index)
             held = self._of_transfer[slot.transfer]

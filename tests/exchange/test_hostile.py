@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import pytest
 from kvbridge_proto.engine import Done
 from kvbridge_proto.peer import Cancel, Drained, Grant, Lease, Refuse
 
@@ -121,6 +122,17 @@ def test_open_claims_of_one_sink_are_bounded() -> None:
     assert refusal(peer.claim(transfer="more", plan=plan.digest, **nothing)) == "too_many_claims"
     peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, boot="another"))
     assert peer.claim(transfer="theirs", plan=plan.digest, **nothing) == []
+
+
+def test_open_claims_of_all_sinks_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbridge.exchange.outbound.MOST_CLAIMS_OF_ALL", 4)
+    peer = Claimant()
+    for number in range(3):
+        peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, boot=f"sink {number}"))
+        assert peer.claim(transfer=f"claim {number}", leases=(), room="nobody's") == []
+    assert refusal(peer.claim(transfer="more", leases=(), room="nobody's")) == "too_many_transfers"
+    assert peer.machine.lost("sink 1") == []
+    assert peer.claim(transfer="theirs", leases=(), room="nobody's") == []
 
 
 def test_what_was_called_drained_cannot_be_claimed_any_more() -> None:

@@ -416,6 +416,7 @@ class World:
                 continue
             inbound, outbound = node.inbound, node.outbound
             assert not inbound.wants and not outbound.offers and not outbound.outlets
+            assert not outbound._waiting and not outbound._of_sink and not outbound._hungry and not inbound._hungry
             counts = inbound.slots.counts()
             assert counts.free == len(inbound.slots), counts
             assert outbound.local.free == len(outbound.local)

@@ -105,6 +105,7 @@ class Slots(RuleBasedStateMachine):
         counts = self.pool.counts()
         found = counts.lent, counts.landed, counts.quarantined, counts.free
         assert found == (ways.count("lent"), ways.count("landed"), ways.count("quarantined"), self.COUNT - len(ways))
+        assert self.pool.lent == counts.lent
 
 
 TestTransfers = Transfers.TestCase
