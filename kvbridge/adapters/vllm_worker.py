@@ -253,6 +253,8 @@ class WorkerSide:
                 case Refused(about=about, code=code, reasons=reasons) if about.startswith("rescale"):
                     # Nothing may be planned under the scales that the agent still believes in.
                     self._link.give_up(f"{about} refused: {code}: {'; '.join(reasons)}")
+                case Refused(about=about, code="duplicate_request", reasons=reasons):
+                    log.warning("%s: refused by the agent: %s", about, "; ".join(reasons))  # the first want goes on
                 case Refused(about=name, code=code, reasons=reasons):
                     log.warning("%s: refused by the agent: %s: %s", name, code, "; ".join(reasons))
                     self._ledger.failed(name)

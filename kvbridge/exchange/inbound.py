@@ -29,6 +29,7 @@ from .intake import (
     WantState,
     begin_again,
     claim_of,
+    duplicate,
     failed,
     matches,
     scatter_of,
@@ -69,8 +70,8 @@ class Inbound:
 
     def want(self, want: Want, home: Home, now: float) -> list[Action]:
         """Our engine wants these tokens."""
-        if (twin := self.wants.get(want.request)) is not None:  # one name, one answer: it ends both
-            return self._fail(twin, "duplicate_request", f"request: {want.request} was wanted twice", now)
+        if (twin := self.wants.get(want.request)) is not None:
+            return [] if twin.want == want else [duplicate(want)]
         if len(self.wants) >= MOST_WANTS:
             return [failed(want.request, "too_many_wants", f"wants: {MOST_WANTS} are open")]
         try:

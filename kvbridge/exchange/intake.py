@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvbridge_proto.engine import Failed, Want
+from kvbridge_proto.engine import Failed, Refused, Want
 from kvbridge_proto.peer import Claim, Lease, Notice, Take
 
 from ..geometry.plan import Plan
@@ -182,6 +182,12 @@ def why_late(wanted: Wanted, missing: Sequence[str]) -> str:
     done = sum(intake.scattered for intake in wanted.intakes.values())
     total = sum(intake.plan.chunks for intake in wanted.intakes.values())
     return f"{passed} with {done} of {total} chunks"
+
+
+def duplicate(want: Want) -> Tell:
+    """Another want under a name that is open: the first goes on, so this must not read like the answer to it."""
+    reasons = (f"request: {want.request} is wanted already, with other words",)
+    return Tell(Refused(code="duplicate_request", reasons=reasons, about=f"want {want.request}"[:256]))
 
 
 def failed(request: str, code: str, reason: str) -> Tell:

@@ -81,6 +81,7 @@ class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
 class Want(Struct, frozen=True, kw_only=True, tag="want"):
     """Put tokens [first_token, end_token) of the room into these blocks. Answered once, by Done or Failed.
 
+    The same want again changes nothing; another one under the name of an open one is refused, and the open one goes on.
     `source` is the agent of any rank of the prefilling engine; the others are found through it. An empty range
     tells the source that nothing is needed. The blocks may be written once the fence has reached `fence`.
     """
@@ -137,7 +138,8 @@ class Detached(Struct, frozen=True, kw_only=True, tag="detached"):
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
     """Your last message was not accepted.
 
-    `about` names the request, or the revision (`rescale 3`), or is empty for the connection.
+    `about` names the request, which is over by that; or the revision (`rescale 3`), or a second want of a request that
+    goes on (`want NAME`); or is empty for the connection.
     """
 
     code: Code

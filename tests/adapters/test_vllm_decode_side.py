@@ -195,6 +195,20 @@ def test_a_refused_want_is_a_failed_receive(world: World) -> None:
     world.assert_empty()
 
 
+@pytest.mark.parametrize("about", ["want {}", "{}"])
+def test_a_second_want_that_is_refused_does_not_end_the_first(world: World, about: str) -> None:
+    (agent,) = world.agents
+    world.decode(40)
+    world.step()
+    want = agent.one(Want)
+    agent.say(Refused(code="duplicate_request", reasons=("wanted already",), about=about.format(want.request)))
+    world.steps(3)
+    assert world.free_blocks == 99 - 3
+    agent.say(done(want))
+    assert len(finish(world)) == 4
+    world.assert_empty()
+
+
 @pytest.mark.parametrize("answer", [done, failed])
 def test_an_abort_while_receiving_keeps_the_blocks_until_the_answer(world: World, answer: Any) -> None:
     (agent,) = world.agents

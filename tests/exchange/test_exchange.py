@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbridge_proto.engine import Done, Failed, Offer, Released
+from kvbridge_proto.engine import Done, Failed, Offer, Refused, Released
 from kvbridge_proto.peer import Cancel
 from kvbridge_proto.words import Blocks
 from msgspec.structs import replace
@@ -286,19 +286,22 @@ def test_a_landed_chunk_counts_only_if_every_field_matches(field: str) -> None:
     assert inbound.late_writes == 2
 
 
-def test_a_request_wanted_twice_ends_once_and_only_after_its_scatters() -> None:
+@pytest.mark.parametrize("hold", ["hello", "gather", "scatter"])
+def test_a_request_wanted_twice_goes_on_and_another_under_its_name_is_refused(hold: str) -> None:
     world = World()
     world.offer("r", 64, 16)
     world.want("r", 64)
-    world.hold = {"scatter"}
+    world.hold = {hold}
     world.run()
+    (sink,) = world.sinks
     world.want("r", 64)
-    world.run()
-    assert "r" not in world.answers()
+    assert not sink.told
+    world.want("r", 48)
+    (refused,) = sink.told
+    assert isinstance(refused, Refused) and (refused.code, refused.about) == ("duplicate_request", "want r")
     world.hold = set()
     world.run()
-    answer = world.answers()["r"]
-    assert isinstance(answer, Failed) and answer.code == "duplicate_request"
+    assert isinstance(world.answers()["r"], Done)
     world.check_rest()
 
 
