@@ -193,6 +193,12 @@ class SchedulerSide:
         """The other side waits in this room whatever we do: now it knows, and computes itself. Holds no block."""
         return Offer(room=room, request=name, tokens=0, blocks=(), is_last=True, hold_s=self._options.hold_s)
 
+    def _stay_away(self, request: Request, sending: Sending) -> None:
+        """Preempted, and not computed again: whoever waits for it, or comes yet, hears of that."""
+        name = message_name(request.request_id, sending.attempt)
+        reason = request.status.name.lower()
+        self._step.before += [self._nothing(sending.room, name), Withdraw(request=name, reason=reason)]
+
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """How much of the prompt to fetch beyond `computed`: all but its last token.
 
@@ -247,6 +253,8 @@ class SchedulerSide:
         if request_id in self._awaited:
             self._step.before.append(Abandon(request=message_name(request_id), reason=request.status.name.lower()))
         sending = self._sending.pop(request_id, None)
+        if sending is not None and sending.attempt and not sending.name:
+            self._stay_away(request, sending)
         if sending is None or not sending.name:
             return False, None
         self._step.held[sending.name] = request_id
@@ -310,7 +318,7 @@ class SchedulerSide:
         sending = self._sending.get(request_id)
         if sending is None or not sending.name:
             return
-        self._step.before.append(Withdraw(request=sending.name, reason="preempted"))
+        self._step.before.append(Withdraw(request=sending.name, reason="preempted", comes_again=True))
         sending.name, sending.tokens, sending.blocks = "", 0, []
         sending.attempt += 1
 

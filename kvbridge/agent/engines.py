@@ -175,11 +175,11 @@ class Engines:
                 connection.send(Refused(code="no_fence", reasons=(reason,), about=message.request))
             case Offer():
                 self.source.offer(message, home)
-            case Withdraw(request=request, reason=reason):
+            case Withdraw(request=request, reason=reason, comes_again=comes_again):
                 if self._attached is not None:
                     self._attached.word.withdrew(self._clock())
-                self.source.withdraw(request, reason)
-            case Want() if self.is_closing:
+                self.source.withdraw(request, reason, comes_again)
+            case Want() if self.is_closing and not self.sink.knows(message.request):
                 reason = "this agent is stopping"
                 connection.send(WantFailed(request=message.request, code="draining", reason=reason))
             case Want():

@@ -69,6 +69,10 @@ class Sink:
         failpoint("sink.want_heard")
         self._do(self._inbound.want, want, home, self._clock())
 
+    def knows(self, request: str) -> bool:
+        """Whether this want is open."""
+        return request in self._inbound.wants
+
     def abandon(self, request: str) -> None:
         self._do(self._inbound.abandon, request, self._clock())
 

@@ -64,11 +64,11 @@ class Source:
         """Whether this offer is open."""
         return request in self._outbound.offers
 
-    def withdraw(self, request: str, reason: str) -> None:
-        self._do(self._outbound.withdraw(request, reason))
+    def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
+        self._do(self._outbound.withdraw(request, reason, self._clock(), comes_again))
 
     def rescaled(self, reason: str) -> None:
-        self._do(self._outbound.rescaled(reason))
+        self._do(self._outbound.rescaled(reason, self._clock()))
 
     def pause(self, is_alone: bool) -> bool:
         """Begin nothing until `rebuilt` or `resume`, if we serve all of our engine. Whether nothing is under way."""
@@ -81,7 +81,7 @@ class Source:
         self._do(self._outbound.rebuilt(reason))
 
     def engine_left(self) -> None:
-        self._do(self._outbound.engine_left())
+        self._do(self._outbound.engine_left(self._clock()))
 
     # Other agents:
 

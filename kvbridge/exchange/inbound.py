@@ -267,7 +267,7 @@ class Inbound:
         for kind, key in self._deadlines.due(now):
             if kind == "want" and key in self.wants:
                 wanted = self.wants[key]
-                reason = why_late(wanted, self._sources.missing(wanted.want.source))
+                reason = why_late(wanted, self._sources.lacks(wanted.want.source))
                 actions += self._fail(wanted, "deadline", reason, now)
             elif kind == "ask" and key in self._sources.open:
                 actions.append(Ask(key))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -87,6 +87,11 @@ class Intake:
     turn: int = 0  # when it came, or was lent a slot last
     landed: set[int] = field(default_factory=set)
     scattered: int = 0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it was claimed, and neither did a chunk come nor was one said to be ready."""
+        return self.state is IntakeState.CLAIMED and not self.ready and not self.landed
 
 
 @dataclass(slots=True)
@@ -174,14 +179,15 @@ def begin_again(wanted: Wanted, code: str) -> list[str] | None:
     return over
 
 
-def why_late(wanted: Wanted, missing: Sequence[str]) -> str:
-    """What a want had come to when its time was over; `missing` are the ranks that were not reached."""
+def why_late(wanted: Wanted, lacks: str) -> str:
+    """What a want had come to when its time was over; `lacks` says which ranks were not reached."""
     passed = f"deadline_s: {wanted.want.deadline_s} passed"
     if wanted.state is WantState.REACHING:
-        return f"{passed} while reaching {', '.join(missing) or 'all ranks, or agreeing'}"
-    done = sum(intake.scattered for intake in wanted.intakes.values())
-    total = sum(intake.plan.chunks for intake in wanted.intakes.values())
-    return f"{passed} with {done} of {total} chunks"
+        return f"{passed} while reaching {lacks}" if lacks else f"{passed} while agreeing with the source"
+    intakes = wanted.intakes.values()
+    done, total = sum(intake.scattered for intake in intakes), sum(intake.plan.chunks for intake in intakes)
+    silent = ", ".join(intake.address for intake in intakes if intake.is_silent)
+    return f"{passed} with {done} of {total} chunks" + (f"; nothing came from {silent}" if silent else "")
 
 
 def duplicate(want: Want) -> Tell:

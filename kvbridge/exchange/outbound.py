@@ -20,7 +20,7 @@ from .claims import planned, refused, surplus
 from .lease import Deadlines
 from .outlet import OUT_TABLE, Offered, OfSink, OutEvent, Outlet, OutState
 from .recent import Recent
-from .rooms import Rooms
+from .rooms import ENDED_S, Ended, Rooms
 from .session import Home, Session
 from .slots import LocalSlot, LocalSlots
 from .tables import check_late, extended, ready_chunks
@@ -68,8 +68,9 @@ class Outbound:
             if len(self.offers) >= MOST_OFFERS:
                 if not offer.is_last:
                     self._rooms.cut_short.add(offer.request)
-                reason = f"offers: {MOST_OFFERS} are open"
-                return [Tell(Released(request=offer.request, code="too_many_offers", reason=reason))]
+                code, reason = "too_many_offers", f"offers: {MOST_OFFERS} are open"
+                said = self._come_in_vain(Ended(offer.room, (code, reason), now + ENDED_S), now)
+                return [Tell(Released(request=offer.request, code=code, reason=reason)), *said]
             offered = Offered(offer.request, offer.room, {})
             self.offers[offer.request] = offered
             self._rooms.enter(offered)
@@ -77,25 +78,28 @@ class Outbound:
         try:
             self._grow(offered, offer, home)
         except KVBridgeError as error:
-            return self._end_offer(offered, error.code, str(error))
+            return self._end_offer(offered, error.code, str(error), now)
         self._deadlines.set(("offer", offer.request), now + offer.hold_s)
         actions = self._bind_waiting(offer.room)
         for out in offered.outlets.values():
             self._queue(out)
         return actions + self._short_of(offered) + self._ready_all(offered) + self._pump()
 
-    def withdraw(self, request: str, reason: str) -> list[Action]:
-        """Our engine takes an offer back. Released follows when no gather is under way."""
+    def withdraw(self, request: str, reason: str, now: float, comes_again: bool = False) -> list[Action]:
+        """Our engine takes an offer back. Released follows when no gather is under way.
+
+        If it is to be offered again, claims that come wait for that.
+        """
         offered = self.offers.get(request)
         if offered is None:
             self._rooms.cut_short.discard(request)
             return [Tell(Released(request=request, code="unknown_offer"))]
         offered.is_told_out = True
-        return self._end_offer(offered, "withdrawn", reason)
+        return self._end_offer(offered, "withdrawn", reason, now, comes_again)
 
-    def rescaled(self, reason: str) -> list[Action]:
+    def rescaled(self, reason: str, now: float) -> list[Action]:
         """Rows come under other scales from here on: what is planned says the old ones."""
-        return self._end_all("rescaled", reason)
+        return self._end_all("rescaled", reason, now)
 
     def pause(self, is_alone: bool) -> bool:
         """Whether all that flowed has ended, or is known to be late. Begin no transfer until `rebuilt` or `resume`, if
@@ -119,18 +123,19 @@ class Outbound:
         self.local.rebuilt()
         return [action for out in moving for action in self._stop(out, "rebuilt", reason)]
 
-    def engine_left(self) -> list[Action]:
+    def engine_left(self, now: float) -> list[Action]:
         """Our engine is gone: its memory must not be read any more."""
         for offered in self.offers.values():
             offered.is_told_out = True
-        actions = self._end_all("engine_left", "the engine left")
+        actions = self._end_all("engine_left", "the engine left", now)
         self._rooms.cut_short.clear()
+        self._rooms.forget_ended()
         return [action for action in actions if not isinstance(action, Tell)]
 
-    def _end_all(self, code: str, reason: str) -> list[Action]:
+    def _end_all(self, code: str, reason: str, now: float) -> list[Action]:
         actions: list[Action] = []
         for offered in list(self.offers.values()):
-            actions += self._end_offer(offered, code, reason)
+            actions += self._end_offer(offered, code, reason, now)
         for out in list(self.outlets.values()):
             actions += self._stop(out, code, reason)
         return actions
@@ -161,6 +166,7 @@ class Outbound:
         self.outlets[claim.transfer] = its.outlets[claim.transfer] = out
         self._waiting.setdefault(claim.room, {})[claim.transfer] = out
         self._lend(out, claim.leases)
+        self._rooms.forget_old(now)
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
         return self._bind_waiting(claim.room) + self._pump()
 
@@ -252,7 +258,7 @@ class Outbound:
         for kind, key in self._deadlines.due(now):
             if kind == "offer" and key in self.offers:
                 reason = "nobody took the offer in time" if not self.offers[key].want else "not all sinks came in time"
-                actions += self._end_offer(self.offers[key], "offer_expired", reason)
+                actions += self._end_offer(self.offers[key], "offer_expired", reason, now)
             elif kind == "claim" and key in self.outlets:
                 out = self.outlets[key]
                 what = f"nothing was offered in room {out.claim.room}" if out.offered is None else "not all was offered"
@@ -274,7 +280,10 @@ class Outbound:
         """Let claims and offers of a room find each other, oldest first; one want's claims all get one offer."""
         actions: list[Action] = []
         for out in list(self._waiting.get(room, {}).values()):
-            offered = self._rooms.offer_for(out.claim)
+            offered = self._rooms.place_of(out.claim)
+            if isinstance(offered, Ended):
+                actions += self._stop(out, *self._rooms.hear(offered, out.claim))
+                continue
             if offered is None or (self._is_paused and out.plan.chunks):
                 continue
             if offered.want is None:
@@ -318,17 +327,28 @@ class Outbound:
                 actions += self._stop(out, error.code, str(error))
         return actions
 
-    def _end_offer(self, offered: Offered, code: str, reason: str) -> list[Action]:
+    def _end_offer(
+        self, offered: Offered, code: str, reason: str, now: float, comes_again: bool = False
+    ) -> list[Action]:
         if offered.over is not None:
             return []
         offered.over = (code, reason)
         actions: list[Action] = []
+        heard = offered.served | {out.claim.sink for out in offered.outlets.values()}
+        if len(heard) < offered.sinks or (offered.want is None and not comes_again):
+            ended = Ended(offered.room, offered.over, now + ENDED_S, offered.want, offered.sinks, heard)
+            actions += self._come_in_vain(ended, now)
         for out in list(offered.outlets.values()):
             if out.is_reading:
                 actions += self._stop(out, code, reason)
             elif out.state is OutState.FLOWING:  # all was asked for: what is read already may arrive
                 actions += self._recall(out, code, reason)
         return actions + self._release_if_over(offered)
+
+    def _come_in_vain(self, ended: Ended, now: float) -> list[Action]:
+        """Claims on it hear at once; those that wait already, because of a pause, as well."""
+        self._rooms.remember(ended, now)
+        return self._bind_waiting(ended.room)
 
     def _recall(self, out: Outlet, code: str, reason: str) -> list[Action]:
         """Nothing new is read for this transfer: the engine's blocks must not wait for its own stream."""

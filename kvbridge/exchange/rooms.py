@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
 from kvbridge_proto.peer import Claim
 
 from .outlet import Offered
 from .recent import Recent
 
 MOST_CUT_SHORT = 4096  # should an engine never say its last word
+MOST_ENDED = 16384  # as many as may be open
+ENDED_S = 300.0  # a want comes when its engine has blocks for it, and waits for a minute (vLLM's `deadline_s`)
+
+
+@dataclass(slots=True, eq=False)
+class Ended:
+    """An offer that ended before all claims on it came. They come in vain: each hears why, once.
+
+    `want` is None if none had come; then it is the first one's that does. `heard` are the sinks that had an answer.
+    """
+
+    room: str
+    why: tuple[str, str]  # (code, reason)
+    until: float
+    want: str | None = None
+    sinks: int = 0
+    heard: set[int] = field(default_factory=set)
 
 
 class Rooms:
-    """Offers by room, oldest first.
+    """Offers by room, oldest first; those that ended, for as long as a claim on them may yet come.
 
     `cut_short` are the names of those that ended before their engine had said all of them. What it says of such a one
     later, its agent has no part in: the blocks may be anybody's by then.
@@ -19,10 +39,15 @@ class Rooms:
 
     def __init__(self) -> None:
         self._offers: dict[str, list[Offered]] = {}
+        self._ended: dict[str, list[Ended]] = {}
+        self._by_age: OrderedDict[Ended, None] = OrderedDict()
         self.cut_short: Recent[str] = Recent(MOST_CUT_SHORT)
 
     def enter(self, offered: Offered) -> None:
+        """Whoever comes from now on comes for this one, and not for one that ended before."""
         self._offers.setdefault(offered.room, []).append(offered)
+        for ended in [each for each in self._ended.get(offered.room, ()) if each.want is None]:
+            self._forget(ended)
 
     def leave(self, offered: Offered) -> None:
         """It is released."""
@@ -33,8 +58,47 @@ class Rooms:
         if not offered.is_told_out:
             self.cut_short.add(offered.request)
 
-    def offer_for(self, claim: Claim) -> Offered | None:
-        """All claims of one want get one offer."""
-        open_offers = [each for each in self._offers.get(claim.room, ()) if each.over is None]
-        same = [each for each in open_offers if each.want == claim.want]
-        return next(iter(same or [each for each in open_offers if each.want is None]), None)
+    def remember(self, ended: Ended, now: float) -> None:
+        """The newest; what is too old goes, and the oldest when there are too many."""
+        self._ended.setdefault(ended.room, []).append(ended)
+        self._by_age[ended] = None
+        self.forget_old(now)
+
+    def forget_old(self, now: float) -> None:
+        while self._by_age:
+            oldest = next(iter(self._by_age))
+            if oldest.until > now and len(self._by_age) <= MOST_ENDED:
+                return
+            self._forget(oldest)
+
+    def forget_ended(self) -> None:
+        self._ended.clear()
+        self._by_age.clear()
+
+    def _forget(self, ended: Ended) -> None:
+        del self._by_age[ended]
+        room = self._ended[ended.room]
+        room.remove(ended)
+        if not room:
+            del self._ended[ended.room]
+
+    def place_of(self, claim: Claim) -> Offered | Ended | None:
+        """All claims of one want get one offer, also when it has ended meanwhile; what is open goes before what is not.
+
+        So a claim on the next equal prompt hears of one that ended unserved only where no other is open.
+        """
+        offers = [each for each in self._offers.get(claim.room, ()) if each.over is None]
+        ended = [each for each in self._ended.get(claim.room, ()) if claim.sink not in each.heard]
+        found: list[Offered | Ended] = [each for each in offers if each.want == claim.want]
+        found += [each for each in ended if each.want == claim.want]
+        found += [each for each in offers if each.want is None]
+        found += [each for each in ended if each.want is None]
+        return next(iter(found), None)
+
+    def hear(self, ended: Ended, claim: Claim) -> tuple[str, str]:
+        """This claim came in vain: why. Nothing is kept once all of its want have heard."""
+        ended.want, ended.sinks = claim.want, ended.sinks or claim.sinks
+        ended.heard.add(claim.sink)
+        if len(ended.heard) >= ended.sinks:
+            self._forget(ended)
+        return ended.why

@@ -25,6 +25,15 @@ class Sources:
         """Those of them that there is no session with."""
         return [address for address in self.needed(source) if address not in self.open]
 
+    def lacks(self, source: str) -> str:
+        """Who is missing for a claim, in words; nothing if nobody is."""
+        if missing := self.missing(source):
+            return ", ".join(missing)
+        if self.is_whole(source):
+            return ""
+        known, of = len(self.needed(source)), engine_ranks(self.open[source].peer_pool)
+        return f"{of - known} of {of} ranks, for its engine has told {source} of {known} only"
+
     def reached(self, source: str) -> dict[str, Session]:
         """The sessions with those that there is one with."""
         return {address: self.open[address] for address in self.needed(source) if address in self.open}

@@ -306,6 +306,8 @@ class Decode(Engine):
                     rank.rows.check(rank.blocks, held.blocks, name)
                 else:
                     self._failed[name] = message.code
+                    if message.code == "deadline":
+                        self.world.waited(held)
                     if message.code == "digest_mismatch":
                         self.world.on_mismatch(name)
                 self.world.answered(self, rank, held)

@@ -36,6 +36,7 @@ MEANWHILE_S = (
 LAST_S = 18.0  # after the last fault; whoever asks for something then must get it
 REST_S = 24.0  # so much later everybody has come to rest
 SLACK_S = 1.5
+KNOWN_S = 0.5  # a session is made and a claim refused in less
 ENGINE_BLOCKS = 8
 
 
@@ -73,6 +74,7 @@ class World:
         self.held_up: list[SimLink] = []  # which have something under way that cannot go on
         self.faults = Faults(self)
         self._ends: dict[int, dict[bool, str]] = {request.number: {} for request in scenario.requests}
+        self._said_at: dict[tuple[bool, int], float] = {}  # when a request ended on a side
         self._mismatches = 0
         self._bases = 0
         self._wasted = 0
@@ -278,6 +280,7 @@ class World:
     def ended(self, is_prefill: bool, request: Request, how: str) -> None:
         """A request is over on one side: once, and once only."""
         self.say(request.prefill if is_prefill else request.decode, f"{request.name}: {how}")
+        self._said_at[is_prefill, request.number] = self.clock.now
         ends = self._ends[request.number]
         if is_prefill in ends:
             self.foul(f"{request.name} ended twice on one side: {ends[is_prefill]}, then {how}")
@@ -300,6 +303,18 @@ class World:
         troubled = max(self.faults.troubled.get(rank.agent, 0.0), self.faults.troubled.get(engine.name, 0.0))
         if late > SLACK_S and troubled < held.said_at:
             self.foul(f"{held.request.name}: answered {late:.2f} s after its deadline")
+
+    def waited(self, held: Held) -> None:
+        """A want's deadline has passed: nobody knew any better, where nothing was to go wrong."""
+        request = held.request
+        ended_at = self._said_at.get((True, request.number))
+        if ended_at is None or self.scenario.faults or any(each.twin for each in self.scenario.requests):
+            return
+        how = self._ends[request.number][True]
+        if "withdrawn" in how or "expired" in how:
+            known_s = self.clock.now - max(ended_at, held.said_at)
+            if known_s > KNOWN_S:
+                self.foul(f"{request.name}: waited {known_s:.2f} s for an offer that had ended: {how}")
 
 
 def _brief(body: Body) -> str:

@@ -72,10 +72,14 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
 
 
 class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
-    """The offer is over (abort, preemption). Answered by Released once no read is under way."""
+    """The offer is over (abort, preemption). Answered by Released once no read is under way.
+
+    Claims that come later fail at once, unless it `comes_again`: the same prompt will be offered anew in its room.
+    """
 
     request: Request
     reason: Annotated[str, Meta(max_length=1024)] = ""
+    comes_again: bool = False
 
 
 class Want(Struct, frozen=True, kw_only=True, tag="want"):

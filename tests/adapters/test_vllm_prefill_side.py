@@ -165,12 +165,39 @@ def test_a_preempted_prompt_is_withdrawn_before_the_forward_and_offered_anew(tmp
                 agent.say(Released(request=message.request))
     assert second.num_preemptions == 1 and first.num_preemptions == 0
     (withdrawn,) = [message for message in heard if isinstance(message, Withdraw)]
-    assert withdrawn.reason == "preempted"
+    assert withdrawn.reason == "preempted" and withdrawn.comes_again
     after = heard[heard.index(withdrawn) + 1 :]
     anew = [m for m in after if isinstance(m, Offer) and m.room.startswith("name2/")]
     assert anew and all(message.request == f"{withdrawn.request}~1" for message in anew)
     assert anew[0].blocks[0].first == 0 and anew[-1].is_last
     agent.say(Released(request=withdrawn.request))  # the first attempt's; nobody waits for it
+    world.run()
+    world.assert_empty()
+
+
+def test_a_preempted_prompt_that_is_aborted_is_not_waited_for(tmp_path: Path) -> None:
+    world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
+    (agent,) = world.agents
+    agent.is_answering_withdrawals = True
+    world.prefill(128)
+    second = world.prefill(128)
+    world.agents = []
+    while not second.num_preemptions:
+        with agent.alive():
+            world.step()
+    world.abort(second)
+    agent.pump()
+    (preempted,) = agent.take(Withdraw)
+    agent.take(Offer)
+    world.step()
+    agent.pump()
+    said = [message for message in agent.heard if isinstance(message, Offer | Withdraw) and "name2" in message.request]
+    assert [type(message) for message in said] == [Offer, Withdraw]
+    nothing, withdrawn = said
+    assert isinstance(nothing, Offer) and (nothing.tokens, nothing.blocks, nothing.is_last) == (0, (), True)
+    assert nothing.room.startswith("name2/") and nothing.request not in ("", preempted.request)
+    assert isinstance(withdrawn, Withdraw) and withdrawn.request == nothing.request and not withdrawn.comes_again
+    agent.die()
     world.run()
     world.assert_empty()
 

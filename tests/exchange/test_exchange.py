@@ -187,7 +187,7 @@ def test_what_is_said_of_an_offer_that_has_expired_is_no_new_offer(is_last: bool
         (said,) = outbound.offer(more, world.sources[0].home, world.now)
         assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "offer_over"
     assert not outbound.offers
-    (said,) = outbound.withdraw("r", "over")
+    (said,) = outbound.withdraw("r", "over", 0.0)
     assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "unknown_offer"
     outbound.offer(more, world.sources[0].home, world.now)
     assert "r" in outbound.offers, "a new life of that name"

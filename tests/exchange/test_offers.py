@@ -48,7 +48,7 @@ def told_out(world: World) -> None:
 def without_engine(world: World) -> None:
     """It hears nothing any more."""
     expired(world)
-    world.do(world.sources[0], world.sources[0].outbound.engine_left())
+    world.do(world.sources[0], world.sources[0].outbound.engine_left(world.now))
 
 
 def wrong(world: World) -> None:

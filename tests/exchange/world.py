@@ -216,9 +216,9 @@ class World:
         for node in self.sinks:
             self.do(node, node.inbound.abandon(request, self.now))
 
-    def withdraw(self, request: str) -> None:
+    def withdraw(self, request: str, comes_again: bool = False) -> None:
         for node in self.sources:
-            self.do(node, node.outbound.withdraw(request, "test"))
+            self.do(node, node.outbound.withdraw(request, "test", self.now, comes_again))
 
     # The network and the movers:
 
@@ -327,7 +327,7 @@ class World:
         """All planes of an engine rank come under another scale; its agent does what `Engines` does."""
         pool, revision = node.home.pool, revision or node.home.revision + 1
         scales = tuple(Scales(plane.layer, plane.part, (scale,)) for plane in pool.planes)
-        ended = node.outbound.rescaled("test")
+        ended = node.outbound.rescaled("test", self.now)
         node.home = replace(node.home, epoch=node.home.epoch + 1, pool=rescaled(pool, scales), revision=revision)
         self.do(node, ended)
         others = self.sinks if node.name[0] == "P" else self.sources

@@ -152,7 +152,7 @@ class Siege(World):
             case Offer():
                 self.do(self.source, self.source.outbound.offer(_named(step), self.source.home, self.now))
             case Withdraw():
-                self.do(self.source, self.source.outbound.withdraw(_named(step).request, step.reason))
+                self.do(self.source, self.source.outbound.withdraw(_named(step).request, step.reason, self.now))
             case Want():
                 self.do(self.sink, self.sink.inbound.want(_named(step), self.sink.home, self.now))
             case Abandon():

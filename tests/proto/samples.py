@@ -71,7 +71,7 @@ TO_AGENT: tuple[Any, ...] = (
     ),
     engine.Directory(ranks=RANKS),
     engine.Offer(room="cmpl-1", request="cmpl-1-a", tokens=40, blocks=BLOCKS, is_last=True, hold_s=480.0, fence=12),
-    engine.Withdraw(request="cmpl-1-a", reason="preempted"),
+    engine.Withdraw(request="cmpl-1-a", reason="preempted", comes_again=True),
     engine.Want(
         request="cmpl-1-b",
         room="cmpl-1",

@@ -46,6 +46,7 @@ KNOWN = {
     "slots in doubt are freed where they are": (140, LENT_TWICE),
     "whoever says Hello last has the session": (125, LATE),
     "what has ended waits for a fence": (27, "which is over, waits for a fence"),
+    "offers that have ended are forgotten": (18, "waited .* for an offer that had ended"),
     "a route outlives its session": (5, "targets .*, sessions"),
     "a probe's lane is kept": (0, "lanes that are out"),
     "memory of an engine that left stays mapped": (2, "the memory of .* is mapped"),

@@ -114,6 +114,7 @@ class State:
         )
         bound = tuple((tuple(o.leases), o.offered is not None) for o in outbound.outlets.values())
         offers = tuple((o.request, o.want, o.over, o.gathering, len(o.served)) for o in outbound.offers.values())
+        ended = tuple((e.room, e.want, tuple(sorted(e.heard))) for e in outbound._rooms._by_age)
         wants = tuple((name, w.state) for name, w in inbound.wants.items())
         network = tuple(self.to_source), tuple(self.to_sink), tuple(self.notices)
         flights = tuple(flight.key for flight in self.flights)
@@ -129,6 +130,7 @@ class State:
             outlets,
             bound,
             offers,
+            ended,
             wants,
             network,
             flights,
@@ -205,7 +207,7 @@ class State:
 
     def _withdraw(self) -> None:
         for name in list(self.outbound.offers):
-            self.source(self.outbound.withdraw(Withdraw(request=name).request, "test"))
+            self.source(self.outbound.withdraw(Withdraw(request=name).request, "test", 0.0))
 
     # The network:
 

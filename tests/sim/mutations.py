@@ -27,6 +27,7 @@ from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState, failed
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.outlet import OutState
+from kvbridge.exchange.rooms import Rooms
 from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
 from kvbridge.sim import matter
 from kvbridge.sim.matter import SlotPorter
@@ -352,6 +353,7 @@ MUTATIONS: dict[str, Mutate] = {
     "slots in doubt are freed where they are": _freed_in_place,
     "whoever says Hello last has the session": lambda put: put(Accepting, "_may_replace", lambda *_: True),
     "what has ended waits for a fence": _nothing(Mover, "recall"),
+    "offers that have ended are forgotten": _nothing(Rooms, "remember"),
     "a route outlives its session": _nothing(Mover, "disconnect"),
     "a probe's lane is kept": _nothing(Lanes, "take_back"),
     "memory of an engine that left stays mapped": _nothing(Attachment, "close"),
