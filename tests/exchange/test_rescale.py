@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 from kvbridge_proto.engine import Done, Failed
+from msgspec import structs
+
+from kvbridge.exchange.session import Session, answer, hello
 
 from .world import Node, World, make_pool
 
@@ -119,6 +122,42 @@ def test_a_want_of_which_nothing_came_reaches_a_source_of_new_scales_again(has_c
     assert isinstance(answer := world.answers()["after"], Done), answer
     assert answer.moved_bytes == world.answers()["before"].moved_bytes  # type: ignore[attr-defined]
     assert_never_mixed(world)
+    world.check_rest()
+
+
+def test_a_claim_of_the_epoch_before_is_refused_though_its_sink_has_greeted_anew() -> None:
+    """It comes late, by a link that was given up; its plan is the same, for only the revision is new."""
+    world = scaled()
+    world.want("before", 40)
+    world.offer("before", 40, 12)
+    world.run()
+    (source,), (sink,) = world.sources, world.sinks
+    world.hold.add("message")
+    world.want("r", 40)
+    world.rescale(source, 0.5)
+    session = answer(hello(sink.home), source.home)
+    assert isinstance(session, Session)
+    source.accepted[sink.home.agent.boot] = session
+    world.hold.clear()
+    world.offer("r", 40, 12)
+    world.run()
+    assert [refuse.code for refuse in world.refused] == ["stale_epoch"] and sink.inbound.late_writes == 0
+    assert isinstance(world.answers()["r"], Done)
+    world.check_rest()
+
+
+@pytest.mark.parametrize("field", ["source_epoch", "sink_epoch"])
+def test_a_chunk_of_another_epoch_does_not_count(field: str) -> None:
+    world = scaled()
+    world.want("r", 40)
+    world.offer("r", 40, 12)
+    world.hold.add("notice")
+    world.run()
+    inbound, true = world.sinks[0].inbound, world.notices[0]
+    assert inbound.landed(structs.replace(true, **{field: 2})) is None and inbound.late_writes == 1
+    world.hold.clear()
+    world.run()
+    assert isinstance(world.answers()["r"], Done)
     world.check_rest()
 
 
