@@ -254,12 +254,12 @@ def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
 def _silent(put: Callable[[Any, str, Any], None]) -> None:
     right = Dialling._end
 
-    def end(self: Dialling, address: str, *args: Any) -> None:
+    def end(self: Dialling, address: str, *args: Any, **more: Any) -> None:
         link: Any = dialled.link if (dialled := self.sessions.get(address)) else None
         if link is not None:
             send, link.send = link.send, lambda body: None
             try:
-                right(self, address, *args)
+                right(self, address, *args, **more)
             finally:
                 link.send = send
 
