@@ -25,7 +25,10 @@ from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
 from .vllm_worker import WorkerSide
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -81,6 +84,11 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler.heard(connector_output)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """The last that vLLM asks for in each step."""
+        self.scheduler.step_over()
+        return ()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
         return self.scheduler.finished(request)

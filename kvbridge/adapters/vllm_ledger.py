@@ -81,7 +81,7 @@ class Ledger:
         if (send := self.sends.get(name)) is not None and not send.is_nudged:
             send.late_at = max(send.late_at, late_at)
 
-    def held(self, name: str, request_id: str) -> None:
+    def held(self, name: str, request_id: str, late_at: float) -> None:
         """The scheduler waits for this one. One we do not know was never offered here, or is over already."""
         send = self.sends.get(name)
         if send is None or send.is_released:
@@ -89,6 +89,7 @@ class Ledger:
             self._reports.sent.add(request_id)
         else:
             send.request_id = request_id
+            send.late_at = min(send.late_at, late_at)
 
     def released(self, name: str) -> None:
         send = self.sends.get(name)

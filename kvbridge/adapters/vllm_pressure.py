@@ -7,6 +7,8 @@ release the oldest of those that nobody has asked for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
+from typing import Any
 
 from .vllm_pieces import Tables
 
@@ -18,13 +20,13 @@ REST_S = 1.0
 class Pressure:
     """Requests that have no blocks yet, and requests that are over but hold theirs.
 
-    `free_blocks` asks vLLM's pool; `step_tokens` is what one step may compute.
+    `free_blocks` asks vLLM's pool; `limits` are its scheduler's: `max_num_batched_tokens` and `max_num_seqs`.
     """
 
-    def __init__(self, tables: Tables, step_tokens: int) -> None:
+    def __init__(self, tables: Tables, limits: Any) -> None:
         self.free_blocks: Callable[[], int] | None = None
         self._tables = tables
-        self._step_tokens = step_tokens
+        self._limits = limits
         self._tokens: dict[str, int] = {}  # of all requests that are not over
         self._queue: dict[str, int] = {}  # of those without blocks
         self._held: dict[str, int] = {}  # request -> blocks
@@ -76,9 +78,10 @@ class Pressure:
         return short
 
     def _needed(self) -> int:
-        """For what the next step could compute; at least the first request whole."""
-        needed, left = 0, self._step_tokens
-        for tokens in self._queue.values():
+        """For what the next step could compute; at least the first request whole, if it may have one more."""
+        needed, left = 0, self._limits.max_num_batched_tokens
+        may_run = max(0, self._limits.max_num_seqs - (len(self._tokens) - len(self._queue)))
+        for tokens in islice(self._queue.values(), may_run):
             needed += self._tables.count(tokens)
             left -= tokens
             if left <= 0:

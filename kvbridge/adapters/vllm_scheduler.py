@@ -67,6 +67,7 @@ LONG_AFTER_STEPS = 250  # a second or so: nobody is in a hurry any more
 KNOWN_S = 1.0
 ROLL_CALL_S = 1.0  # how long a request waits for them to say it again
 WARN_S = 10.0
+COMPUTING_S = 600.0  # an offer is held while the rest of its prompt is computed, however long a step takes
 # Rooms of which vLLM may yet say that their call was refused: it does so when a call ends, for admitted ones too.
 ROOMS_KNOWN = 4096
 
@@ -136,7 +137,7 @@ class SchedulerSide:
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
         self._awaited: set[str] = set()
-        self._pressure = Pressure(self._tables, config.scheduler_config.max_num_batched_tokens)
+        self._pressure = Pressure(self._tables, config.scheduler_config)
         self._warned_at = float("-inf")
         self._rooms: deque[str] = deque(maxlen=ROOMS_KNOWN)
         self._step = Step()
@@ -189,7 +190,7 @@ class SchedulerSide:
         self._pressure.came(request.request_id, request.num_prompt_tokens)
         self._learn(request)
         receiving = self._receiving.get(request.request_id)
-        if receiving is not None and self._has_agents:
+        if receiving is not None:  # whether there are agents or not: who comes while it queues is told
             name = message_name(request.request_id)
             self._step.before.append(Expect(request=name, room=receiving.room, source=receiving.source))
 
@@ -388,8 +389,6 @@ class SchedulerSide:
                 if sending is not None and not sending.is_whole:
                     self._offer(sending, sending.request.num_computed_tokens + count)
         step, self._step = self._step, Step()
-        if self._asked_at is None:
-            self._known_at = self._clock()
         step.is_used = self._is_used = self._is_used or output.total_num_scheduled_tokens > 0
         self._empty_steps = 0 if output.total_num_scheduled_tokens else self._empty_steps + 1
         if self._may_rest and self._empty_steps > self._busy_steps:
@@ -460,9 +459,14 @@ class SchedulerSide:
                 tokens=tokens,
                 blocks=pieces,
                 is_last=sending.is_whole,
-                hold_s=self._options.hold_s,
+                hold_s=self._options.hold_s if sending.is_whole else COMPUTING_S,
             )
         )
+
+    def step_over(self) -> None:
+        """The workers have said what they had to in this step; no word of an agent means that nothing has changed."""
+        if self._asked_at is None:
+            self._known_at = self._clock()
 
     def heard(self, output: KVConnectorOutput) -> None:
         """What the workers report, before the scheduler acts on it."""

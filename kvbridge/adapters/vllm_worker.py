@@ -225,7 +225,7 @@ class WorkerSide:
             if isinstance(message, Offer) and self._say(replace(message, fence=fence)):
                 self._ledger.offered(message.request, self._clock() + message.hold_s + GRACE_S)
         for name, request_id in step.held.items():
-            self._ledger.held(name, request_id)
+            self._ledger.held(name, request_id, self._clock() + self._options.hold_s + GRACE_S)
 
     def _mark(self, is_needed: bool) -> int:
         """A count that the fence reaches when the GPU has done all that is enqueued now; 0: it has, on a CPU."""
@@ -246,9 +246,14 @@ class WorkerSide:
         self._ledger.wanted(want.request, Receive(request_id, self._clock() + want.deadline_s + GRACE_S, blocks))
         if self._scales.is_pending:
             log.warning("%s: not fetched: what scales its rows would have is not known yet", want.request)
-            self._ledger.failed(want.request)
-        elif not self._say(want):
-            self._ledger.failed(want.request)  # nobody was told of its blocks
+            self._give_away(want)
+        elif not self._say(want):  # nobody was told of its blocks
+            self._give_away(want)
+
+    def _give_away(self, want: Want) -> None:
+        """It is computed here: its agent expects it no more, and the other side need not hold it."""
+        self._ledger.failed(want.request)
+        self._say(replace(want, first_token=0, end_token=0, blocks=(), fence=0))
 
     def _say(self, message: ToAgent) -> bool:
         return self._link is not None and self._link.send(message)

@@ -60,7 +60,7 @@ def offers(outbound: Outbound, name_of: Callable[[str], str], now: float) -> tup
             request=offered.request,
             room=offered.room,
             state=_state(offered, outbound.is_unclaimed(offered, now)),
-            peer=name_of(claimed_by.get(offered.request, offered.awaited_by))[:256],
+            peer=name_of(claimed_by.get(offered.request, outbound.awaited_by(offered)))[:256],
             tokens=offered.tokens,
             blocks=offered.blocks,
             age_s=min(DAY_S, max(0.0, now - offered.began)),

@@ -6,7 +6,9 @@ seconds: all rooms of a source at once, however many requests there are.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import takewhile
+from typing import Any
 
 from kvbridge_proto.engine import Expect
 from kvbridge_proto.peer import MAX_HOLD_ROOMS, Hold
@@ -20,56 +22,69 @@ class Awaited:
 
     def __init__(self) -> None:
         self._expected: dict[str, Expect] = {}
-        self._untold: dict[str, tuple[float, Expect]] = {}  # since when
+        self._of: dict[str, dict[str, Expect]] = {}  # by source
+        self._untold: dict[str, dict[str, float]] = {}  # by source: the requests that it has not heard of, since when
         self._again_at = 0.0
 
     def __len__(self) -> int:
         return len(self._expected)
 
     @property
-    def sources(self) -> set[str]:
-        return {each.source for each in self._expected.values()}
+    def sources(self) -> Collection[str]:
+        return self._of.keys()
 
     def add(self, expect: Expect, now: float) -> None:
+        self.end(expect.request)
         self._expected[expect.request] = expect
-        self._untold[expect.request] = now, expect
+        self._of.setdefault(expect.source, {})[expect.request] = expect
+        self._untold.setdefault(expect.source, {})[expect.request] = now
 
     def end(self, request: str) -> None:
         """It has blocks, or is over."""
-        self._expected.pop(request, None)
-        self._untold.pop(request, None)
+        expect = self._expected.pop(request, None)
+        if expect is None:
+            return
+        for by_source in (self._of, self._untold):
+            its: dict[str, Any] = by_source.get(expect.source, {})
+            its.pop(request, None)
+            if not its:
+                by_source.pop(expect.source, None)
 
     def clear(self) -> None:
         self._expected.clear()
+        self._of.clear()
         self._untold.clear()
 
-    def due(self, now: float, wanted: Iterable[tuple[str, str]], can_hear: Container[str]) -> dict[str, list[str]]:
-        """Rooms to name now, by source. `wanted` are (source, room) of the wants, `can_hear` sources with a session.
+    def due(
+        self, now: float, wanted: Iterable[tuple[str, str]], can_hear: Callable[[str], bool]
+    ) -> dict[str, list[str]]:
+        """Rooms to name now, by source. `wanted` are (source, room) of the wants; `can_hear` says whether there is a
+        session with every rank of a source.
 
         Everything, every few seconds; between, what has begun to wait and whose source can hear it.
         """
-        named: list[tuple[str, str]] = []
+        rooms: dict[str, list[str]] = {}
         if now >= self._again_at:
             self._again_at = now + HOLD_EVERY_S
-            named = [*wanted, *((each.source, each.room) for each in self._expected.values())]
-            self._tell(float("inf"), can_hear)
-        elif self._untold:
-            named = [(each.source, each.room) for each in self._tell(now - SOON_S, can_hear)]
-        rooms: dict[str, list[str]] = {}
-        for source, room in named:
-            rooms.setdefault(source, []).append(room)
+            for source, room in [*wanted, *((each.source, each.room) for each in self._expected.values())]:
+                rooms.setdefault(source, []).append(room)
+            self._told(float("inf"), can_hear)
+        else:
+            for source, requests in self._told(now - SOON_S, can_hear).items():
+                rooms[source] = [self._expected[request].room for request in requests]
         return rooms
 
-    def _tell(self, until: float, can_hear: Container[str]) -> list[Expect]:
+    def _told(self, until: float, can_hear: Callable[[str], bool]) -> dict[str, list[str]]:
         """Those that have waited since `until`, of which nobody was told, and whose source can hear of them now."""
-        told = []
-        for since, expect in list(self._untold.values()):
-            if since > until:
-                break  # the others came later
-            if expect.source in can_hear:
-                del self._untold[expect.request]
-                told.append(expect)
-        return told
+        told: dict[str, list[str]] = {}
+        for source in [each for each in self._untold if can_hear(each)]:
+            its = self._untold[source]
+            told[source] = list(takewhile(lambda request, its=its: its[request] <= until, its))  # type: ignore[misc]
+            for request in told[source]:
+                del its[request]
+            if not its:
+                del self._untold[source]
+        return {source: requests for source, requests in told.items() if requests}
 
 
 def holds(rooms: list[str]) -> list[Hold]:

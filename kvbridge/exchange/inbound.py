@@ -294,7 +294,8 @@ class Inbound:
         """Tell sources what is waited for here; reach those that requests in the queue will need."""
         wanted = ((each.want.source, each.want.room) for each in self.wants.values() if each.is_open)
         actions: list[Action] = []
-        for source, rooms in self.awaited.due(now, wanted, self._sources.open).items():
+        can_hear = lambda source: not self._sources.missing(source)  # noqa: E731
+        for source, rooms in self.awaited.due(now, wanted, can_hear).items():
             for address in self._sources.needed(source):
                 if address in self._sources.open:
                     actions += [Send(address, hold) for hold in holds(rooms)]

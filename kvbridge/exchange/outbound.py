@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
-from kvbridge_proto.engine import Held, Offer, Released
+from kvbridge_proto.engine import MAX_HELD, Held, Offer, Released
 from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Lease, Ready
 
 from ..errors import EngineError, KVBridgeError
@@ -31,7 +31,6 @@ MOST_CLAIMS = 2048  # open at once, of one sink
 MOST_CLAIMS_OF_ALL = 32768  # of all sinks together: 16 that claim all they may
 # An offer that is so young may be wanted in a moment: who asked for the prefill has only just heard that it is done.
 FRESH_S = 0.5
-AWAITED_S = 15.0  # who waits says so three times meanwhile
 MOST_RENOUNCED = 16384  # of all sinks together; the link that brings such a claim is lost within silence_s
 
 
@@ -117,7 +116,11 @@ class Outbound:
     def is_unclaimed(self, offered: Offered, now: float) -> bool:
         """Whether nobody has claimed a whole offer, or has said lately that a request waits for it."""
         is_open = offered.is_last and offered.over is None and offered.want is None
-        return is_open and now - offered.awaited_at > AWAITED_S
+        return is_open and not any(each is offered for each in self._rooms.awaited_in(offered.room, now))
+
+    def awaited_by(self, offered: Offered) -> str:
+        """The boot of who said last that a request waits in this room."""
+        return self._rooms.awaiting(offered.room)
 
     def rescaled(self, reason: str, now: float) -> list[Action]:
         """Rows come under other scales from here on: what is planned says the old ones."""
@@ -193,14 +196,14 @@ class Outbound:
         return self._bind_waiting(claim.room) + self._pump()
 
     def hold(self, boot: str, rooms: Sequence[str], now: float) -> list[Action]:
-        """Requests of a sink wait for what is offered in these rooms: for the oldest, as often as a room is named."""
+        """Requests of a sink wait for what is or will be offered in these rooms, one for each time a room is named."""
         held: list[str] = []
         for room, count in Counter(rooms).items():
-            for offered in self._rooms.open_in(room)[:count]:
-                offered.awaited_at, offered.awaited_by = now, boot
+            for offered in self._rooms.await_in(room, boot, count, now):
                 self._deadlines.set(("offer", offered.request), now + offered.hold_s)
                 held.append(offered.request)
-        return [Tell(Held(requests=tuple(held)))] if held else []
+        pieces = [held[at : at + MAX_HELD] for at in range(0, len(held), MAX_HELD)]
+        return [Tell(Held(requests=tuple(piece))) for piece in pieces]
 
     def grant(self, boot: str, grant: Grant) -> list[Action]:
         """The sink lends more slots."""

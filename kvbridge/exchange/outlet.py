@@ -63,8 +63,6 @@ class Offered:
     began: float = 0.0
     told_at: float = 0.0  # when its engine said something of it last
     hold_s: float = 0.0
-    awaited_at: float = float("-inf")  # when a sink said last that it waits for it
-    awaited_by: str = ""  # its boot
 
     @property
     def blocks(self) -> int:

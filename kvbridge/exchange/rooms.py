@@ -10,6 +10,8 @@ from kvbridge_proto.peer import Claim
 from .outlet import Offered
 from .recent import Recent
 
+AWAITED_S = 15.0  # who waits says so three times meanwhile
+MOST_AWAITED = 16384
 MOST_CUT_SHORT = 4096  # should an engine never say its last word
 MOST_ENDED = 16384  # as many as may be open
 ENDED_S = 300.0  # a want comes when its engine has blocks for it, and waits for a minute (vLLM's `deadline_s`)
@@ -33,12 +35,14 @@ class Ended:
 class Rooms:
     """Offers by room, oldest first; those that ended, for as long as a claim on them may yet come.
 
-    `cut_short` are the names of those that ended before their engine had said all of them. What it says of such a one
-    later, its agent has no part in: the blocks may be anybody's by then.
+    What is awaited in a room may have been said before anything was offered there. `cut_short` are the names of those
+    that ended before their engine had said all of them. What it says of such a one later, its agent has no part in: the
+    blocks may be anybody's by then.
     """
 
     def __init__(self) -> None:
         self._offers: dict[str, list[Offered]] = {}
+        self._awaited: dict[str, dict[str, tuple[int, float]]] = {}  # by room, boot of a sink: how many wait, said when
         self._ended: dict[str, list[Ended]] = {}
         self._by_age: OrderedDict[Ended, None] = OrderedDict()
         self.cut_short: Recent[str] = Recent(MOST_CUT_SHORT)
@@ -61,6 +65,26 @@ class Rooms:
     def open_in(self, room: str) -> list[Offered]:
         """Those that may be read, oldest first."""
         return [each for each in self._offers.get(room, ()) if each.over is None]
+
+    def await_in(self, room: str, boot: str, count: int, now: float) -> list[Offered]:
+        """So many requests of a sink wait for offers of this room. Which offers are awaited, by whomever."""
+        sinks = self._awaited.pop(room, {})
+        recent = {sink: said for sink, said in sinks.items() if now - said[1] <= AWAITED_S}
+        before, _ = recent.pop(boot, (0, now))
+        self._awaited[room] = recent | {boot: (max(before, count), now)}
+        if len(self._awaited) > MOST_AWAITED:
+            del self._awaited[next(iter(self._awaited))]
+        return self.awaited_in(room, now)
+
+    def awaited_in(self, room: str, now: float) -> list[Offered]:
+        """The oldest, as many as requests wait for one."""
+        sinks = self._awaited.get(room, {})
+        count = sum(count for count, at in sinks.values() if now - at <= AWAITED_S)
+        return self.open_in(room)[:count] if count else []
+
+    def awaiting(self, room: str) -> str:
+        """The boot of the sink that said last that it waits there."""
+        return next(reversed(self._awaited.get(room, {})), "")
 
     def remember(self, ended: Ended, now: float) -> None:
         """The newest; what is too old goes, and the oldest when there are too many."""

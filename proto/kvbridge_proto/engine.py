@@ -15,7 +15,8 @@ from .status import PoolQuery, PoolStatus, Status, StatusQuery
 from .words import Address, Agent, Blocks, Code, Ranks, Reasons, Room, Seconds, VersionRange
 
 Request = Annotated[str, Meta(min_length=1, max_length=256)]
-Requests = Annotated[tuple[Request, ...], Meta(min_length=1, max_length=1024)]
+MAX_HELD = 1024  # in one message
+Requests = Annotated[tuple[Request, ...], Meta(min_length=1, max_length=MAX_HELD)]
 Tables = Annotated[tuple[Blocks, ...], Meta(max_length=256)]
 
 # So long an engine that must compute on waits for the Released that answers its Withdraw, or once it gave its agent up.

@@ -123,6 +123,38 @@ def test_an_agent_that_comes_back_is_told_what_still_queues(world: World) -> Non
     assert agent.one(Expect) == expected
 
 
+def test_an_agent_that_comes_while_a_request_queues_is_told(tmp_path: Path) -> None:
+    world = World(tmp_path, blocks=BLOCKS)
+    world.attach()
+    for _ in range(2):
+        world.request(60, max_tokens=30)
+        world.step()
+    world.decode(60)
+    world.step()
+    world.start_agents()
+    (agent,) = world.agents
+    world.clock.now += 2
+    world.steps(3)
+    assert agent.one(Expect).room.startswith("theirs/")
+
+
+def test_an_engine_that_takes_long_steps_is_not_idle(world: World) -> None:
+    (agent,) = world.agents
+    world.request(20, max_tokens=30)
+    world.steps(3)
+
+    def compute() -> None:
+        world.clock.now += 5
+
+    world.on_forward = compute
+    for _ in range(3):
+        world.step()
+        request = world.decode(20)
+        world.step()
+        assert agent.take(Want), "the workers were asked once more whether they have agents"
+        world.abort(request)
+
+
 def test_what_is_awaited_is_not_taken_back_though_its_hold_is_over(world: World) -> None:
     (agent,) = world.agents
     agent.is_answering_withdrawals = True

@@ -14,6 +14,7 @@ from kvbridge_proto.engine import Directory, Offer, Released, Withdraw
 from kvbridge_proto.words import Rank
 
 from kvbridge.adapters.vllm_rooms import prompt_digest
+from kvbridge.adapters.vllm_scheduler import COMPUTING_S
 from kvbridge.adapters.vllm_worker import GRACE_S
 
 from .world import HOOKS, World
@@ -42,7 +43,7 @@ def test_offers_the_prompt_as_it_is_computed(world: World) -> None:
     world.step()
     first = agent.one(Offer)
     ids = world.block_ids(request)
-    assert (first.tokens, first.is_last, first.hold_s) == (64, False, 30.0)
+    assert (first.tokens, first.is_last, first.hold_s) == (64, False, COMPUTING_S)
     assert [(piece.group, piece.first, list(piece.ids)) for piece in first.blocks] == [(0, 0, ids[:4])]
 
     world.step()
@@ -52,7 +53,7 @@ def test_offers_the_prompt_as_it_is_computed(world: World) -> None:
 
     world.step()
     last = agent.one(Offer)
-    assert (last.tokens, last.is_last) == (150, True)
+    assert (last.tokens, last.is_last, last.hold_s) == (150, True, 30.0)
     assert [piece.first for piece in last.blocks] == [8]
     assert last.room == f"name1/0/{prompt_digest(request)}"
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from kvbridge.adapters.vllm_pieces import Kept, Tables
 from kvbridge.adapters.vllm_pressure import AGAIN_S, EASE_S, REST_S, Pressure
 
 TABLES = Tables((Kept(16, "full", 0), Kept(32, "full", 0)))  # 3 blocks for 32 tokens
 
 
-def pressure(free: int, step_tokens: int = 64) -> Pressure:
-    made = Pressure(TABLES, step_tokens)
+def limits(at_once: int = 16) -> SimpleNamespace:
+    return SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=at_once)
+
+
+def pressure(free: int, at_once: int = 16) -> Pressure:
+    made = Pressure(TABLES, limits(at_once))
     made.free_blocks = lambda: free
     return made
 
@@ -50,6 +56,17 @@ def test_who_has_blocks_or_is_over_lacks_none() -> None:
     assert short.short_of(2.0) == 1
 
 
+def test_who_could_not_run_anyway_lacks_no_blocks() -> None:
+    short = pressure(free=1, at_once=2)
+    short.held("done", 10)
+    for name in ("running", "next", "later"):
+        short.came(name, 16)
+    short.has_blocks("running")
+    assert short.short_of(1.0) == 2 - 1
+    short.has_blocks("next")
+    assert short.short_of(2.0) == 0
+
+
 def test_asks_again_only_after_an_answer_could_have_come() -> None:
     short = pressure(free=0)
     short.held("done", 10)
@@ -78,7 +95,7 @@ def test_a_running_request_waits_a_moment_and_is_preempted_then() -> None:
 
 
 def test_without_a_pool_to_ask_nothing_is_said() -> None:
-    short = Pressure(TABLES, 64)
+    short = Pressure(TABLES, limits())
     short.held("done", 10)
     short.came("a", 16)
     assert short.short_of(1.0) == 0

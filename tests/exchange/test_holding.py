@@ -7,7 +7,8 @@ from kvbridge_proto.engine import Done, Held
 from kvbridge_proto.peer import Hold
 
 from kvbridge.exchange.awaited import HOLD_EVERY_S
-from kvbridge.exchange.outbound import AWAITED_S, FRESH_S
+from kvbridge.exchange.outbound import FRESH_S
+from kvbridge.exchange.rooms import AWAITED_S
 
 from .world import World
 
@@ -180,6 +181,47 @@ def test_an_offer_that_is_awaited_is_left_for_as_long_as_that_is_said() -> None:
     world.abandon("r")
     wait(world, AWAITED_S + 1)
     assert reclaim(world, 100) == {"r"}
+
+
+def test_an_offer_is_left_that_was_awaited_before_it_was_made() -> None:
+    world = World()
+    world.expect("r")
+    wait(world, 2.0)
+    world.offer("r", 64, 16)
+    world.now += FRESH_S
+    assert reclaim(world, 100) == set()
+    assert world.sources[0].outbound.is_unclaimed(world.sources[0].outbound.offers["r"], world.now + AWAITED_S + 1)
+
+
+def test_two_sinks_that_wait_for_equal_prompts_hold_one_each() -> None:
+    world = World()
+    for number in range(3):
+        world.offer(f"r{number}", 64, 16, room="same")
+    source = world.sources[0]
+    world.now += 50
+    for boot in ("one", "two"):
+        world.do(source, source.outbound.hold(boot, ("same",), world.now))
+    world.now += FRESH_S
+    assert reclaim(world, 100) == {"r2"}
+    wait(world, 51)
+    assert set(world.released()) == {"r2"}
+
+
+def test_nobody_is_told_before_all_ranks_of_a_source_can_hear_it() -> None:
+    world = World(sources=2)
+    for number in range(2):
+        world.offer(f"r{number}", 64, 16)
+    world.hold.add("hello")
+    world.expect("r0")
+    world.pass_time(0.0)
+    world.pass_time(0.1)
+    world.hold.clear()
+    world.step()  # a session with the first rank
+    world.pass_time(0.1)
+    assert not world.holds
+    world.run()
+    wait(world, 0.2)
+    assert len(world.holds) >= 2, "both ranks hear of it, without waiting for the next round"
 
 
 def test_what_is_said_of_unknown_rooms_and_requests_is_nothing() -> None:
