@@ -34,8 +34,8 @@ TILINGS = {
 }
 
 # A chunk is moved in launches of about so long at most. Under MPS an agent that is killed in a kernel of 2 ms takes the
-# engine with it now and then, in one of 1 ms or less it did not (18 kills each, NVIDIA H200, 2026-11); beside a busy
-# engine a kernel takes up to three times as long.
+# engine with it now and then (1 of 6), in one of 0.5 or 1 ms it did not (0 of 12); NVIDIA H200, 2026-11. The longest
+# launch took 171 us alone and 195 us beside a decode-like engine (bench/results/gpu_launches.json).
 LAUNCH_US = 250.0
 # GB/s of the wider end that are expected at least, by kind: NVLink's where both ends are dense, for a slot may be a
 # peer's (346 at 128 MiB; 680 and more in one GPU), and 260 where rows get scales of their own. Aligned to less than
