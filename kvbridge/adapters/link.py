@@ -34,6 +34,7 @@ REFUSED_RETRY_S = 60.0  # after a refusal that can only change with the agent or
 ATTACH_S = 30.0  # an agent that answers an Attach later than this is not well
 GONE_S = 1.0  # after its socket's end a killed agent's process is gone, where nothing else says so (H200: 85 ms)
 WATCH_S = 1.0  # how long the thread sleeps at most
+LEFT_S = 0.01  # how long it leaves the link to an engine that rests
 PASSING = frozenset({"draining", "engine_present", "not_attached", "too_many_connections"})  # refusals that pass
 
 
@@ -95,6 +96,8 @@ class AgentLink:
         self._unread_at: float | None = None  # when reads are over (ENDING)
         self._gone_at: float | None = None  # when a process is gone that we cannot look at (ENDING)
         self._told = ""
+        self._failure = ""  # what last went wrong on the link's thread
+        self._is_resting = False  # the engine waits for what the agent says
         self._arm()
         _hold_over_forks(self)
 
@@ -154,15 +157,25 @@ class AgentLink:
         return self._client.is_all_sent
 
     def rest(self, seconds: float) -> None:
-        """Wait until the agent says something or reads what waits for it, at most so long."""
-        until, poll = self._next_at(), select.poll()
-        if until is not None:
-            seconds = min(seconds, max(until - self._clock(), 0.001))
-        if (readable := self._client.fileno()) >= 0:
-            poll.register(readable, select.POLLIN if self.is_all_sent else select.POLLIN | select.POLLOUT)
-        if (pidfd := self._client.pidfd) >= 0:
-            poll.register(pidfd, select.POLLIN)
-        poll.poll(max(seconds, 0.0) * 1e3)
+        """Wait until the agent says something or reads what waits for it, at most so long; not if `turn` has news.
+
+        The link's thread reads nothing meanwhile: what it took would not wake us.
+        """
+        with self._lock:
+            if self._heard:
+                return
+            until, poll = self._next_at(), select.poll()
+            if until is not None:
+                seconds = min(seconds, max(until - self._clock(), 0.001))
+            if (readable := self._client.fileno()) >= 0:
+                poll.register(readable, select.POLLIN if self.is_all_sent else select.POLLIN | select.POLLOUT)
+            if (pidfd := self._client.pidfd) >= 0:
+                poll.register(pidfd, select.POLLIN)
+            self._is_resting = True
+        try:
+            poll.poll(max(seconds, 0.0) * 1e3)
+        finally:
+            self._is_resting = False
 
     def give_up(self, why: str) -> None:
         """Stop using this connection; `ReadsOver` and `Over` follow in `turn`."""
@@ -295,6 +308,29 @@ class AgentLink:
                 poll.register(self._client.pidfd, select.POLLIN)
         return poll
 
+    def _look(self) -> float:
+        """Do what is due. For how many seconds to leave it be then.
+
+        No error ends the thread, or an idle engine would never attach again.
+        """
+        with self._lock:
+            if self._is_resting:
+                return LEFT_S
+            try:
+                self._drive()
+            except Exception as error:
+                self._fail(error)
+                return RETRY_S
+        return 0.0
+
+    def _fail(self, error: Exception) -> None:
+        """Said once, with where it came from. What is connected cannot be relied on any more."""
+        text = f"{type(error).__name__}: {error}"
+        if text != self._failure:
+            self._failure = text
+            self._log.error("kvbridge: the link failed and goes on: %s", text, exc_info=error)
+        self._lose(text)
+
 
 def _watch(known: weakref.ref[AgentLink]) -> None:
     """Drive the link between the engine's turns, for as long as there is one."""
@@ -303,9 +339,9 @@ def _watch(known: weakref.ref[AgentLink]) -> None:
         sleep_s = WATCH_S if until is None else min(WATCH_S, max(until - link._clock(), 0.001))
         del link
         poll.poll(sleep_s * 1e3)
-        if (link := known()) is not None:
-            with link._lock:
-                link._drive()
+        if (link := known()) is not None and (left_s := link._look()):
+            del link
+            time.sleep(left_s)
 
 
 def _hold_over_forks(link: AgentLink) -> None:
@@ -314,19 +350,24 @@ def _hold_over_forks(link: AgentLink) -> None:
     For the link's life: what is registered at a fork stays registered, so it must not keep the link.
     """
     known = weakref.ref(link)
-    held: list[AgentLink] = []
+    mine = threading.local()  # threads may fork at once: each gives back what it took itself
 
     def hold() -> None:
-        if (left := known()) is not None:
+        left = known()
+        if left is not None:
             left._lock.acquire()
-            held.append(left)
+        mine.__dict__.setdefault("held", []).append(left)
+
+    def taken() -> AgentLink | None:
+        held: list[AgentLink | None] = mine.__dict__.get("held", [])
+        return held.pop() if held else None  # none if the link came while this thread was forking
 
     def go_on() -> None:
-        while held:
-            held.pop()._lock.release()
+        if (left := taken()) is not None:
+            left._lock.release()
 
     def drop() -> None:
-        while held:
-            held.pop().drop_copy()
+        if (left := taken()) is not None:
+            left.drop_copy()
 
     os.register_at_fork(before=hold, after_in_parent=go_on, after_in_child=drop)

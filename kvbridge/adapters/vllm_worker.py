@@ -1,7 +1,7 @@
 """The worker's half of the vLLM connector: hands the step's messages to the agent and reports what the agent answered.
 
-Everything happens in the hooks of the engine's own steps, and none that computes is held up, but for
-`_wait_for_readers`; the link alone has a thread, which attaches again while there are no steps. Block ids are the
+Everything happens in the hooks of the engine's own steps, but for one thing: the link has a thread, which attaches
+again while there are no steps. A step that computes waits for the agent in `_wait_for_readers` only. Block ids are the
 engine's; the agent alone touches memory. On a GPU a step is over here before it is computed there, so what we say
 carries a count of the stream's fence, and the agent waits, not we.
 """
@@ -133,7 +133,11 @@ class WorkerSide:
         self._told = self._link.address if is_asked else ""
 
     def _first(self) -> list[ToAgent]:
-        """What every agent is told before anything else; called on the link's thread as well."""
+        """What every agent is told before anything else.
+
+        Called on the link's thread as well: it reads `_scales.told`, `_directory` and `_expected`, which steps change
+        meanwhile without a lock. Each read is one operation of the interpreter, so it sees what was or what is.
+        """
         again = (self._scales.told, self._directory, *list(self._expected.values()))
         return [first for first in again if first is not None]
 

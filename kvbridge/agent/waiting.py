@@ -23,7 +23,7 @@ class WaitFence:
     attachment: Attachment
     count: int
     deadline: float
-    chunk: Ship | Scatter  # that it holds up
+    chunk: Ship | Scatter  # what waits for it
 
     @property
     def is_over(self) -> bool:

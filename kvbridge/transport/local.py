@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from kvbridge_proto.codec import LIMITS, BadFrame, Limits
-from kvbridge_proto.engine import Descriptors, Refused, ToAgent, ToEngine
+from kvbridge_proto.engine import Descriptors, Detached, Refused, ToAgent, ToEngine
 from kvbridge_proto.stream import FRAME_FDS, MESSAGE_FDS, StreamReader, pack
 
 from ..errors import OperatorError
@@ -167,7 +167,7 @@ class LocalConnection:
         self._reader = _FrameReader(limits)
         self._unsent = bytearray()
         self._is_over = False  # nothing more is received
-        self._is_deaf = False  # nothing more is sent
+        self._is_deaf = False  # nothing more is sent but Detached
         self._is_closing = False
         self._wake: asyncio.Future[None] | None = None
         self._owner = owner
@@ -217,8 +217,11 @@ class LocalConnection:
         return None
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message. Never blocks or raises; for an end that does not read, `receive` says that it is over."""
-        if self._is_closing or self._is_deaf:
+        """Queue a message. Never blocks or raises; for an end that does not read, `receive` says that it is over.
+
+        It may read again, and then waits for our last word: what it was told before leaves whole, and `Detached`.
+        """
+        if self._is_closing or (self._is_deaf and not isinstance(message, Detached)):
             return
         was_empty = not self._unsent
         self._unsent += pack(message)
@@ -229,7 +232,6 @@ class LocalConnection:
         if len(self._unsent) > UNSENT_BYTES:
             self._is_deaf = True
             self._end(f"unsent_bytes: {len(self._unsent)}, limit {UNSENT_BYTES}: the other end does not read")
-            self._unsent.clear()
 
     def close(self, why: str = "closed here") -> None:
         """End the connection, once all that was said has left; a `receive` under way returns None. Idempotent."""

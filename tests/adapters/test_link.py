@@ -443,6 +443,76 @@ def test_an_idle_link_costs_next_to_nothing(link: AgentLink, agent: FakeAgent) -
     assert attached_s < 0.02 and away_s < 0.04
 
 
+def test_an_error_that_nobody_expects_does_not_end_the_links_thread(
+    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told once, with its cause, and tried again a second later, not at once."""
+    client = EngineClient(agent.path, pidfd_of=fake_pidfd)
+    link = AgentLink(client, ATTACH, list, logging.getLogger("test"))
+    with agent.alive():
+        assert link.start(10.0)
+    tries, reconnect = [0.0], client.reconnect
+
+    def fail() -> bool:
+        tries.append(time.monotonic())
+        if len(tries) <= 3:
+            raise ZeroDivisionError("nobody expects this")
+        return reconnect()
+
+    monkeypatch.setattr(client, "reconnect", fail)
+    agent.die()
+    successor = FakeAgent(agent.path)
+    with successor.alive():
+        within(6.0, lambda: link.is_attached or link.state is Link.HERE)
+    link.close()
+    assert all(later - earlier > 0.9 for earlier, later in pairwise(tries))
+    (record,) = [record for record in caplog.records if "nobody expects" in record.getMessage()]
+    assert record.exc_info is not None
+
+
+def test_an_error_while_attached_loses_the_agent_and_says_why(
+    link: AgentLink, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach(link, agent)
+
+    def fail() -> None:
+        raise ZeroDivisionError("nobody expects this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link._client, "poll", fail)
+        assert link._look() > 0.5
+    assert link.state is Link.ENDING and "nobody expects this" in link.why
+    agent.pump()
+    assert isinstance(link.turn()[-1], Over)
+
+
+def test_what_the_links_thread_has_heard_keeps_no_step_waiting(link: AgentLink, agent: FakeAgent) -> None:
+    attach(link, agent)
+    agent.say(DONE)
+    link._look()  # as the thread, between an engine's `turn` and its `rest`
+    begun = time.monotonic()
+    link.rest(READERS_S)
+    assert time.monotonic() - begun < READERS_S / 2 and link.turn() == [DONE]
+
+
+def test_the_links_thread_takes_nothing_that_an_engine_rests_for(
+    link: AgentLink, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach(link, agent)
+    driven: list[None] = []
+    engine = threading.Thread(target=link.rest, args=(10.0,))
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "_drive", lambda: driven.append(None))
+        engine.start()
+        time.sleep(0.1)
+        assert 0 < link._look() < 0.1
+        agent.say(DONE)
+        engine.join(5.0)
+        assert not engine.is_alive() and not driven
+        assert not link._look() and driven, "and looks again once the engine goes on"
+    assert link.turn() == [DONE]
+
+
 def test_a_refusal_is_told_with_its_reasons(
     link: AgentLink, agent: FakeAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -539,6 +609,44 @@ def test_the_links_of_a_killed_engine_end_while_its_child_lives(tmp_path: Path, 
             os.kill(child, signal.SIGKILL)
         os.close(ready)
         os.close(told)
+
+
+def test_threads_that_fork_at_once_give_back_what_each_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second takes the lock in the very moment in which the first has given it back."""
+    hooks: dict[str, Callable[[], None]] = {}
+    monkeypatch.setattr(os, "register_at_fork", lambda **said: hooks.update(said))
+    link = AgentLink(EngineClient(tmp_path / "agent.sock"), ATTACH, list, logging.getLogger("test"))
+    is_held, may_go_on, failed = threading.Event(), threading.Event(), list[BaseException]()
+
+    class Lock:
+        """Whose first release lets the other thread fork before it returns."""
+
+        def __init__(self) -> None:
+            self.lock = threading.RLock()
+            self.acquire = self.lock.acquire
+
+        def release(self) -> None:
+            self.lock.release()
+            if not second.is_alive() and not is_held.is_set():
+                second.start()
+                assert is_held.wait(5.0)
+
+    def fork() -> None:
+        try:
+            hooks["before"]()
+            is_held.set()
+            assert may_go_on.wait(5.0)
+            hooks["after_in_parent"]()
+        except BaseException as error:
+            failed.append(error)
+
+    second = threading.Thread(target=fork)
+    link._lock = Lock()  # type: ignore[assignment]
+    hooks["before"]()
+    hooks["after_in_parent"]()
+    may_go_on.set()
+    second.join(5.0)
+    assert not failed and link._lock.acquire(timeout=1.0), "nobody holds it any more"
 
 
 def test_a_link_that_is_gone_is_not_kept_for_forks(tmp_path: Path) -> None:

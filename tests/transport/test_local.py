@@ -263,8 +263,30 @@ def test_an_engine_that_does_not_read_loses_its_connection_and_holds_up_nobody(p
         assert "does not read" in connection.why and time.monotonic() - begin < 10
         assert await connection.receive() is None and not connection.is_closed
         connection.close()
-        while engine.recv(1 << 20):
+        while await asyncio.to_thread(engine.recv, 1 << 20):
             pass
+
+    run(path, story)
+
+
+def test_an_engine_that_reads_again_hears_that_we_have_let_go(path: Path) -> None:
+    """It would wait for that word as long as our process lives; frames before it must not be cut in the middle."""
+
+    async def story(server: LocalServer) -> None:
+        client = EngineClient(path)
+        assert client.connect(1)
+        connection = await server.accept()
+        message, count = Failed(request="r", code="c", reason="x" * 1000), 0
+        while not connection.why:
+            connection.send(message)
+            count += 1
+        connection.send(message)  # too late, and not heard
+        connection.send(Detached(epoch=7))
+        connection.close()
+        assert await polled(client, count + 1) == [message] * count + [Detached(epoch=7)]
+        while not client.has_ended:
+            assert client.poll() == []
+            await asyncio.sleep(0.001)
 
     run(path, story)
 
