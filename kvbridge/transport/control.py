@@ -62,6 +62,7 @@ class Control:
         self._events: deque[Event] = deque()
         self._dialled: dict[str, Link] = {}
         self._waiting: dict[Link, str] = {}  # of them, those that are not tried yet, and their endpoints
+        self._is_newest_next = True  # of those that wait
         self._unreached: dict[Link, None] = {}  # of them, those that are tried; the oldest first
         self._retrying: asyncio.TimerHandle | None = None
         self._accepted: dict[bytes, Link] = {}
@@ -96,7 +97,7 @@ class Control:
     def dial(self, address: str) -> Link:
         """The link to this address; a new one if there is none or it was lost. Raises PeerError.
 
-        It may have to wait for its turn to be tried.
+        It may have to wait for its turn to be tried; where too many do, the one that has waited longest is lost.
         """
         if link := self._dialled.get(address):
             return link
@@ -104,7 +105,9 @@ class Control:
         if (reached := len(self._dialled) - len(self._unreached) - len(self._waiting)) >= self.settings.max_links:
             raise PeerError("too_many_links", f"links: {reached} dialled, limit {self.settings.max_links}")
         if (count := len(self._waiting)) >= self.settings.max_waiting:
-            raise PeerError("too_many_links", f"links: {count} wait to be tried, limit {self.settings.max_waiting}")
+            oldest = next(iter(self._waiting))
+            reason = f"links: {count} wait to be tried, limit {self.settings.max_waiting}: {oldest.address} gave way"
+            self._lose(oldest, "too_many_links", reason)
         link = self._dialled[address] = Link(self, address, None, self._loop.time(), key)
         self._waiting[link] = endpoint
         if self._retrying is None:
@@ -112,12 +115,16 @@ class Control:
         return link
 
     def _try_waiting(self) -> None:
-        """Try those that wait, in order, as far as there is room; a few at a time, for it takes a while."""
+        """Try those that wait, as far as there is room; a few at a time, for it takes a while.
+
+        The newest and the oldest take turns, so who comes now has a place soon, however many wait before it.
+        """
         self._retrying = None
         for _ in range(TRIED_AT_ONCE):
             if not self._waiting or not self._has_room():
                 break
-            link = next(iter(self._waiting))
+            link = next(reversed(self._waiting) if self._is_newest_next else iter(self._waiting))
+            self._is_newest_next = not self._is_newest_next
             self._try(link, self._waiting.pop(link))
         if self._waiting:
             self._retrying = self._loop.call_later(RETRY_S, self._try_waiting)
