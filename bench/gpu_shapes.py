@@ -181,10 +181,12 @@ def _values(layer: int, part: int, heads: torch.Tensor, tokens: torch.Tensor, wi
 
 
 def _quantized(values: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """The reference conversion: fp32, saturating, round to nearest even."""
-    dtype = DTYPES[shape.codec]
+    """The reference conversion: fp32, round to nearest even; 8 bits saturate."""
+    numbers, dtype = values.float() / (shape.scale or 1.0), DTYPES[shape.codec]
+    if dtype.itemsize > 1:
+        return numbers.to(dtype)
     largest = torch.finfo(dtype).max
-    return (values.float() / (shape.scale or 1.0)).clamp(-largest, largest).to(dtype)
+    return numbers.clamp(-largest, largest).to(dtype)
 
 
 def windows(count: int, tokens: int, capacity: int, first: int) -> Iterator[tuple[int, int]]:

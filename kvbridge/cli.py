@@ -11,7 +11,8 @@ EXTRA = "this needs the packages of the agent: pip install 'kvbridge[agent]' (mi
 def main() -> None:
     """Run what the command line says.
 
-    Exit codes: 0 done, 1 it failed and said why, 2 the command line is wrong, 3 the agent's mover was stuck.
+    Exit codes: 0 done, 1 it failed and said why, 2 only another command line or setting helps, 3 the agent's mover was
+    stuck.
     """
     if sys.argv[1:2] == ["agent"]:  # before the slow imports: a reload while it starts must not end it
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import logging
 
-MOST = 4096  # characters of a message
+MOST = 4096  # characters of a line, as they are shown
+MOST_LINES = 256  # of a message that has several
 
 
 def plain(text: str, most: int = MOST) -> str:
-    """On one line, without a terminal's commands, and not longer than this."""
-    if len(text) > most:
-        text = f"{text[:most]}... ({len(text)} characters)"
-    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    """On one line, without a terminal's commands, and not longer than this, but for the word that says so."""
+    kept = text[:most]  # what is shown is no shorter than it
+    shown = kept if kept.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in kept)
+    return shown if max(len(text), len(shown)) <= most else f"{shown[:most]}... ({len(text)} characters)"
 
 
 def plain_lines(text: str) -> str:
-    """Several lines may be meant: all but the first are indented, so that none looks like one of ours."""
-    return "\n  ".join(map(plain, text.splitlines()))
+    """Several lines may be meant: all but the first are indented, so that none looks like one of ours.
+
+    Of too many the first and the last are kept: an exception's last line says what it is.
+    """
+    lines = list(map(plain, text.splitlines()))
+    if (left_out := len(lines) - MOST_LINES) > 0:
+        half = MOST_LINES // 2
+        lines[half:-half] = [f"... ({left_out} lines)"]
+    return "\n  ".join(lines)
 
 
 class OneLine(logging.Filter):

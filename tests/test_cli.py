@@ -21,6 +21,7 @@ from kvbridge_proto.engine import ToAgent
 from kvbridge_proto.status import PeerStatus, PoolQuery, StatusQuery, TransferStatus
 from kvbridge_proto.stream import HEADER, StreamReader, pack
 
+from kvbridge.commands.keygen import run as keygen
 from kvbridge.transport.keys import load_keys
 
 from .oracle import Shape, build_all, describe
@@ -87,6 +88,27 @@ def test_an_agent_that_is_to_dial_other_hosts_without_a_key_does_not_start(patte
     told = kvbridge("agent", *places, "--dial", f"127.0.0.1:7700,{pattern}")
     assert told.returncode == 2 and not (tmp_path / "a.sock").exists()
     assert f"bad_option: dial: {pattern} reaches beyond loopback, and no key is set" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "flags"),
+    [
+        ("wildcard_listen", 2, ("--listen", "tcp://0.0.0.0:0")),
+        ("no_net_devices", 2, ("--listen", "tcp://192.0.2.1:0", "--key", "a.key")),
+        ("bad_key", 1, ("--key", "none.key")),
+        ("socket_unavailable", 1, ("--socket", "none/a.sock")),
+    ],
+)
+def test_an_agent_that_cannot_start_says_by_its_exit_code_whether_trying_again_helps(
+    code: str, exit_code: int, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    if "a.key" in flags:
+        keygen(tmp_path / "a.key", "ours")
+    places = {"--socket": tmp_path / "a.sock", "--metrics": "", "--listen": "tcp://127.0.0.1:0"}
+    said = dict(zip(flags[::2], flags[1::2], strict=True))
+    said |= {flag: tmp_path / value for flag, value in said.items() if flag in ("--key", "--socket")}
+    told = kvbridge("agent", *(part for pair in {**places, **said}.items() for part in pair))
+    assert (told.returncode, f"kvbridge agent: {code}: " in told.stderr) == (exit_code, True), told.stderr
 
 
 def test_status_without_an_agent_says_so(tmp_path: Path) -> None:
@@ -222,16 +244,13 @@ def test_a_key_set_in_the_place_of_its_files_name_is_not_printed(option: str, tm
     config = tmp_path / "kvbridge.toml"
     config.write_text(f"{option} = '{secret}'\n")
     places = ("--socket", tmp_path / "a.sock", "--metrics", "", "--listen", "tcp://127.0.0.1:0")
-    for said in (secret, f'"{secret}"', content.strip(), " ".join(content.split())):
-        for told in (
-            kvbridge("agent", *places, **{**key, f"KVBRIDGE_{option.upper()}": said}),
-            kvbridge("agent", *places, f"--{option}={said}", **key),
-        ):
-            assert told.returncode in (1, 2) and f"{option}: " in told.stderr
-            assert not any(secret[at : at + 8] in told.stdout + told.stderr for at in range(33))
-    told = kvbridge("agent", *places, "--config", config, **key)
-    assert told.returncode == 1 and f"bad_{option}: {option}: names a file" in told.stderr
-    assert not any(secret[at : at + 8] in told.stdout + told.stderr for at in range(33))
+    for told, said in (
+        (kvbridge("agent", *places, **{**key, f"KVBRIDGE_{option.upper()}": content.strip()}), "got what is not shown"),
+        (kvbridge("agent", *places, f'--{option}="{secret}"', **key), "names a file"),
+        (kvbridge("agent", *places, "--config", config, **key), "names a file"),
+    ):
+        assert told.returncode == 2 and f"bad_option: {option}: {said}" in told.stderr
+        assert not any(secret[at : at + 8] in told.stdout + told.stderr for at in range(33))
 
 
 def test_keygen_refuses_to_write_over_a_key_and_a_name_that_no_list_can_have(tmp_path: Path) -> None:
@@ -281,15 +300,21 @@ def test_status_of_several_named_agents_ends_with_1_if_one_is_gone(tmp_path: Pat
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody who may not look")
 def test_status_says_that_it_may_not_look_for_agents() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # 0700
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:  # 0700
+        os.chmod(other, 0o755)
+        Path(other, "b.sock").touch()
         program = (
-            "import os, sys\nfrom kvbridge.commands.status import found\nfrom kvbridge.errors import OperatorError\n"
+            "import os, sys\nfrom pathlib import Path\nfrom kvbridge.commands import status\n"
+            "os.setgid(65534), os.setuid(65534)\n"
+            "for folders in (sys.argv[1:2], sys.argv[1:]):\n"
+            "    status.socket_folders = lambda: map(Path, folders)\n"
+            "    try: print(status.found())\n"
+            "    except status.OperatorError as error: print(error)"
         )
-        program += "os.setgid(65534), os.setuid(65534)\n"
-        program += "try: found()\nexcept OperatorError as error: print(error)"
-        beside = {**os.environ, "KVBRIDGE_SOCKET": f"{folder}/a.sock"}
-        told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=beside)
-    assert told.stdout == f"may not look for agents in {folder}: Permission denied; be of the agent's group, or root\n"
+        told = subprocess.run([sys.executable, "-c", program, folder, other], capture_output=True, text=True)
+    first, second = told.stdout.splitlines()
+    assert first == f"may not look for agents in {folder}: Permission denied; be of the agent's group, or root"
+    assert second == str([f"{other}/b.sock"]), "one that may not be read hides the other"
 
 
 KEY = "tcp://10.113.205.117:17700#" + "k" * 40

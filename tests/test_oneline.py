@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvbridge.agent import words
-from kvbridge.oneline import MOST, OneLine, plain, plain_lines
+from kvbridge.oneline import MOST, MOST_LINES, OneLine, plain, plain_lines
 
 FORGED = "left\nINFO 11-21 kvbridge: all is well\r\x1b[2J\x9b1m\u2028\u202e"
 
@@ -18,6 +18,8 @@ def test_is_one_line_without_commands_and_not_longer_than_it_may_be() -> None:
     assert plain("größer 块") == "größer 块"
     assert plain("x" * MOST) == "x" * MOST
     assert len(plain("x" * (1 << 20))) < MOST + 100 and "(1048576 characters)" in plain("x" * (1 << 20))
+    assert len(plain("\x1b" * MOST)) < MOST + 100 and plain("\x1b" * MOST).endswith("... (4096 characters)")
+    assert len(plain("\U000e0001" * (1 << 20), 80)) < 80 + 100
 
 
 def test_what_a_logger_of_another_program_is_told_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -36,6 +38,13 @@ def test_an_exception_that_quotes_others_forges_no_line_of_ours() -> None:
         raise ValueError(FORGED)
     except ValueError as error:
         record = logging.LogRecord("kvbridge", logging.ERROR, "", 0, "failed", (), (type(error), error, None))
-    first, *more = words.OneLine("%(levelname)s %(message)s").format(record).split("\n")
+    first, *more = words.PlainFormatter("%(levelname)s %(message)s").format(record).split("\n")
     assert first == "ERROR failed" and all(line.startswith("  ") and line.isprintable() for line in more)
     assert plain_lines("one\ntwo\x1b[2J") == "one\n  two\\x1b[2J"
+
+
+def test_what_has_too_many_lines_loses_those_in_the_middle() -> None:
+    lines = plain_lines("\n".join(map(str, range(10_000)))).split("\n  ")
+    assert len(lines) == MOST_LINES + 1 and lines[MOST_LINES // 2] == f"... ({10_000 - MOST_LINES} lines)"
+    assert (lines[0], lines[-1]) == ("0", "9999")
+    assert len(plain_lines("x\n" * MOST_LINES).split("\n")) == MOST_LINES

@@ -34,9 +34,10 @@ def sandbox() -> Sandbox:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="compiles C: needs a compiler, as an agent beside a GPU does")
 def test_a_kernel_and_its_launcher_are_compiled_in_the_units_sandbox(sandbox: Sandbox) -> None:
     with sandbox.start(
-        [sys.executable, str(ROOT / "tests/sandboxed.py"), str(ROOT)], stdout=subprocess.PIPE
+        [sys.executable, str(ROOT / "tests/sandboxed.py"), str(ROOT)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        told, _ = process.communicate(timeout=START_S)
+        told, complaints = process.communicate(timeout=START_S)
+    assert process.returncode == 0, complaints.decode(errors="replace")
     found = json.loads(told)
     assert found.pop("compiled").endswith(" bytes"), found
     assert found == {

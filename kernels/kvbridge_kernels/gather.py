@@ -1,4 +1,4 @@
-"""Blocks -> slot on a GPU: one launch per chunk over all planes alike in form, converting and summing as it goes."""
+"""Blocks -> slot on a GPU: planes alike in form at once, in short launches, converting and summing as it goes."""
 
 from __future__ import annotations
 

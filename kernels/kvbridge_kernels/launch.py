@@ -149,7 +149,7 @@ def _launch(
     places, heads, width = kernel.tile
     tiles = group.planes * -(-group.places // places) * (form.heads // heads) * -(-kernel.row // width)
     if tiles > MOST_TILES:
-        raise ValueError(f"chunk: {tiles} tiles, one launch takes {MOST_TILES}")
+        raise ValueError(f"chunk: {tiles} tiles in planes of one form, limit {MOST_TILES}")
     return Launch(kernel, tiles, address, columns, table, (group.planes, group.places, form.heads, kernel.row))
 
 

@@ -51,7 +51,7 @@ from .sink import Sink
 from .source import Source
 from .status import offers, transfers
 from .stuck import STUCK_S
-from .words import OneLine
+from .words import PlainFormatter
 
 log = logging.getLogger("kvbridge.agent")
 
@@ -68,7 +68,7 @@ def run(config: AgentConfig, stuck_s: float = STUCK_S) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     line = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
-    handler.setFormatter(OneLine(line, datefmt="%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(PlainFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)

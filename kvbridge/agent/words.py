@@ -35,7 +35,7 @@ def verdict_of(session: Session) -> str:
     return "converting " + "; ".join(found.changes) if isinstance(found, Convertible) else "same on both sides"
 
 
-class OneLine(logging.Formatter):
+class PlainFormatter(logging.Formatter):
     """What is said is one line, whoever chose its words; of an exception every line is indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:

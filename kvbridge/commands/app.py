@@ -16,7 +16,16 @@ from ..config import AgentConfig, defaults, flag_of, load, options
 from ..errors import KVBridgeError
 from ..oneline import plain_lines
 
-USAGE = ("bad_option", "bad_address", "bad_config_file")  # what only a change of the command line or the settings mends
+USAGE = (  # what only a change of the command line or the settings mends, however often it is tried again
+    "bad_option",
+    "bad_address",
+    "bad_config_file",
+    "no_net_devices",
+    "socket_path_too_long",
+    "unauthenticated_listen",
+    "wildcard_listen",
+    "wildcard_metrics",
+)
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 

@@ -69,15 +69,17 @@ def _rank(pool: Pool) -> tuple[int, int]:
 
 def found() -> list[str]:
     """The sockets of this host's agents, living or not. Raises OperatorError (`no_agent`) when there is none."""
-    folders = socket_folders()
-    try:
-        paths = [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
-    except OSError as error:
-        reason = f"may not look for agents in {error.filename}: {error.strerror}"
-        raise OperatorError("no_agent", f"{reason}; be of the agent's group, or root") from None
-    sockets = [path for path in paths if path.endswith(".sock")]
+    sockets, forbidden = [], []
+    for folder in socket_folders():
+        try:
+            if folder.is_dir():
+                sockets += [str(path) for path in sorted(folder.iterdir()) if path.suffix == ".sock"]
+        except OSError as error:
+            forbidden.append(f"may not look for agents in {error.filename}: {error.strerror}")
+    if not sockets and forbidden:
+        raise OperatorError("no_agent", f"{'; '.join(forbidden)}; be of the agent's group, or root")
     if not sockets:
-        where = " and ".join(map(str, folders))
+        where = " and ".join(map(str, socket_folders()))
         raise OperatorError("no_agent", f"no agent's socket in {where}; name it with --socket")
     return sockets
 

@@ -102,7 +102,7 @@ def _place(said: str, option: str) -> Path:
     """Where the file is said to be. Raises OperatorError, without showing it, for what is a key and no file's name."""
     if any(is_key(word) for word in BETWEEN.split(said)) and not os.path.exists(said):
         reason = "names a file; what it has looks like a key itself and no file is called so, so it is not shown"
-        raise OperatorError(f"bad_{option}", f"{option}: {reason}: put a key into a file of mode 0600, and name that")
+        raise OperatorError("bad_option", f"{option}: {reason}: put a key into a file of mode 0600, and name that")
     return Path(said)
 
 

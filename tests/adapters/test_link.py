@@ -440,7 +440,7 @@ def test_an_idle_link_costs_next_to_nothing(link: AgentLink, agent: FakeAgent) -
     time.sleep(2.0)
     away_s = time.process_time() - begun
     link.close()
-    assert attached_s < 0.02 and away_s < 0.04
+    assert max(attached_s, away_s) < 0.2, "who looks without end takes 2 s"
 
 
 def test_an_error_that_nobody_expects_does_not_end_the_links_thread(

@@ -24,7 +24,7 @@ from .harness import AgentProcess, SyntheticEngine, agent
 
 TOKENS = range(90)
 TABLE, SINK_TABLE = [9, 4, 7, 2, 6, 1], [3, 5]
-WAIT_S = 0.5
+WAIT_S, GONE_S = 0.5, 10.0  # without a close they stay mapped for ever
 
 
 class FencedEngine(SyntheticEngine):
@@ -34,8 +34,12 @@ class FencedEngine(SyntheticEngine):
         self.fence = EngineFence("cpu")
         handles = tuple(Handle(region=i, kind="shm_fd", fd=i) for i in range(len(self.fds)))
         message = Attach(versions=OURS, pool=self.pool, handles=handles, fence_fd=len(self.fds), **changes)
+        self.marked = 0
         self.client.send(message, (*self.fds, self.fence.fd))
         return self.client.wait(Attached)
+
+    def mark(self) -> None:
+        self.marked = self.fence.mark()
 
     def close(self) -> None:
         super().close()
@@ -55,37 +59,54 @@ class Pair:
         for engine in (self.source, self.sink):
             engine.attach()
             engine.directory(engine.agent)
-        self.before = self.sink.held.copy()
+        self.fresh = self.source.held.copy(), self.sink.held.copy()
+        self.renew("r")
+
+    def renew(self, request: str) -> None:
+        """Another request by the same blocks, behind the next count of either engine."""
+        self.request, self.before = request, self.fresh[1]
+        self.counts = self.source.marked + 1, self.sink.marked + 1
+        for engine, fresh in zip((self.source, self.sink), self.fresh, strict=True):
+            for memory, was in zip(engine.held.memory, fresh.memory, strict=True):
+                memory[:] = was
 
     def begin(self) -> None:
-        """Offer and want, both behind the first count."""
-        self.source.offer("r", TABLE, len(TOKENS), fence=1)
-        self.sink.want("r", self.agents[0].address, SINK_TABLE, TOKENS, fence=1)
+        """Offer and want, both behind their count."""
+        source, sink = self.counts
+        self.source.offer(self.request, TABLE, len(TOKENS), fence=source)
+        self.sink.want(self.request, self.agents[0].address, SINK_TABLE, TOKENS, fence=sink)
 
     def is_over(self) -> bool:
         self.sink.client.hear(WAIT_S)
-        return any(isinstance(each, Done | Failed) for each in self.sink.client.heard)
+        heard = self.sink.client.heard
+        return any(isinstance(each, Done | Failed) and each.request == self.request for each in heard)
 
     def ends_right(self) -> None:
-        answer = self.sink.answer("r")
+        answer = self.sink.answer(self.request)
         assert isinstance(answer, Done), answer
         tail = range(TOKENS.stop, 2 * 64)
         assert not (wrong := mismatch(self.sink.held, self.before, SINK_TABLE, TOKENS, tail)), wrong
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with ExitStack() as stack:
-        yield Pair(tmp_path, stack)
+        yield Pair(tmp_path_factory.mktemp("fence"), stack)
+
+
+@pytest.fixture
+def pair(lasting: Pair, request: pytest.FixtureRequest) -> Pair:
+    lasting.renew(request.node.name)
+    return lasting
 
 
 def test_nothing_is_read_before_the_source_engine_has_computed_it(pair: Pair) -> None:
     """Its rows are there only when the count is; before that, its blocks hold what was there last."""
     pair.begin()
-    pair.sink.fence.mark()
+    pair.sink.mark()
     assert not pair.is_over()
     fill(pair.source.held, TABLE, TOKENS)
-    pair.source.fence.mark()
+    pair.source.mark()
     pair.ends_right()
 
 
@@ -93,7 +114,7 @@ def test_nothing_is_written_before_the_sink_engine_is_through_with_its_blocks(pa
     """Until the count is there, a forward before it may still write: what it writes must not stay."""
     fill(pair.source.held, TABLE, TOKENS)
     pair.begin()
-    pair.source.fence.mark()
+    pair.source.mark()
     assert not pair.is_over()
     for ours, before in zip(pair.sink.held.memory, pair.before.memory, strict=True):
         assert np.array_equal(ours, before)
@@ -101,15 +122,15 @@ def test_nothing_is_written_before_the_sink_engine_is_through_with_its_blocks(pa
         for block in SINK_TABLE:
             start = plane.offset + block * plane.block_stride
             pair.sink.held.memory[plane.region][start : start + plane.codec.row_bytes] = 77
-    pair.sink.fence.mark()
+    pair.sink.mark()
     pair.ends_right()
 
 
 def test_a_count_stands_for_those_before_it(pair: Pair) -> None:
     fill(pair.source.held, TABLE, TOKENS)
     for engine in (pair.source, pair.sink):
-        engine.fence.mark()
-        engine.fence.mark()
+        engine.mark()
+        engine.mark()
     pair.begin()
     pair.ends_right()
 
@@ -122,7 +143,7 @@ def test_memory_and_fence_of_an_engine_that_left_are_unmapped_by_a_close(tmp_pat
         names = ("kvbridge-test-pool", "kvbridge-fence")
         assert all(name in maps.read_text() for name in names)
         pair.sink.close()
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + GONE_S
         while found := [name for name in names if name in maps.read_text()]:
-            assert time.monotonic() < deadline, f"{found} still mapped a second after the engine left"
+            assert time.monotonic() < deadline, f"{found} still mapped {GONE_S} s after the engine left"
             time.sleep(0.02)

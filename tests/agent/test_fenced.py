@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 import pytest
-from kvbridge_proto.engine import READERS_S, Abandon, Failed, Withdraw
+from kvbridge_proto.engine import Abandon, Failed, Withdraw
 
 from kvbridge.device.fence import EngineFence
 
@@ -19,7 +18,7 @@ from ..oracle import Shape, build_all, table_of
 from .harness import SyntheticEngine, agent, wait_for
 
 TOKENS = 64
-AT_ONCE_S = READERS_S / 2
+AT_ONCE_S, DEADLINE_S = 5.0, 60.0  # what waits for a stream here waits for the deadline
 
 
 class Pair:
@@ -28,19 +27,27 @@ class Pair:
     def __init__(self, source: SyntheticEngine, sink: SyntheticEngine) -> None:
         self.source, self.sink = source, sink
         self._table = list(table_of(source.pool, TOKENS))
+        self._began = 0
 
     def begin(self, source_fence: int = 0, sink_fence: int = 0) -> None:
         """Both sides of one request, which has come to the fence that it has to wait for when this returns."""
-        self.source.offer("r", self._table, TOKENS, fence=source_fence)
-        self.sink.want("r", self.source.agent.address, self._table, range(TOKENS), fence=sink_fence)
+        wait_for(lambda: not self.source.agent.status.outbound.lent, AT_ONCE_S)
+        wait_for(lambda: not self.sink.agent.status.inbound.landed, AT_ONCE_S)
+        self._began += 1
+        self.request = f"r{self._began}"
+        address, tokens = self.source.agent.address, range(TOKENS)
+        self.source.offer(self.request, self._table, TOKENS, fence=source_fence)
+        self.sink.want(self.request, address, self._table, tokens, fence=sink_fence, deadline_s=DEADLINE_S)
         if sink_fence:
             wait_for(lambda: self.sink.agent.status.inbound.landed)
         else:
             wait_for(lambda: self.source.agent.status.outbound.lent)
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """One for all: what has ended leaves nothing behind, though its streams never move."""
+    tmp_path = tmp_path_factory.mktemp("fenced")
     with ExitStack() as stack:
         engines = []
         for name in ("p", "d"):
@@ -57,21 +64,21 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 def test_a_withdrawn_offer_is_released_though_its_stream_stands_still(pair: Pair) -> None:
     pair.begin(source_fence=1)
-    pair.source.client.send(Withdraw(request="r", reason="preempted"))
-    assert pair.source.released("r", AT_ONCE_S).code == "withdrawn"
-    assert isinstance(answer := pair.sink.answer("r", AT_ONCE_S), Failed) and answer.code == "withdrawn"
+    pair.source.client.send(Withdraw(request=pair.request, reason="preempted"))
+    assert pair.source.released(pair.request, AT_ONCE_S).code == "withdrawn"
+    assert isinstance(answer := pair.sink.answer(pair.request, AT_ONCE_S), Failed) and answer.code == "withdrawn"
     wait_for(lambda: pair.source.agent.status.outbound.lent == 0, AT_ONCE_S)
 
 
 def test_an_offer_of_which_nobody_wants_the_rest_is_released_though_its_stream_stands_still(pair: Pair) -> None:
     pair.begin(source_fence=1)
-    pair.sink.client.send(Abandon(request="r"))
-    assert isinstance(pair.sink.answer("r", AT_ONCE_S), Failed)
-    pair.source.released("r", AT_ONCE_S)
+    pair.sink.client.send(Abandon(request=pair.request))
+    assert isinstance(pair.sink.answer(pair.request, AT_ONCE_S), Failed)
+    pair.source.released(pair.request, AT_ONCE_S)
 
 
 def test_an_abandoned_want_has_failed_though_its_stream_stands_still(pair: Pair) -> None:
     pair.begin(sink_fence=1)
-    pair.sink.client.send(Abandon(request="r"))
-    assert isinstance(answer := pair.sink.answer("r", AT_ONCE_S), Failed) and answer.code == "aborted"
+    pair.sink.client.send(Abandon(request=pair.request))
+    assert isinstance(answer := pair.sink.answer(pair.request, AT_ONCE_S), Failed) and answer.code == "aborted"
     wait_for(lambda: pair.sink.agent.status.inbound.landed == 0, AT_ONCE_S)

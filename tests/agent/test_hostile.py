@@ -19,7 +19,7 @@ from kvbridge.agent.mover import Mover
 from kvbridge.agent.relations import Accepted
 from kvbridge.agent.routes import Connected
 from kvbridge.agent.status import peer_statuses, transfers
-from kvbridge.agent.words import OneLine
+from kvbridge.agent.words import PlainFormatter
 from kvbridge.exchange.session import Session
 from kvbridge.geometry.compat import Convertible
 
@@ -103,13 +103,13 @@ def test_a_claim_of_all_tokens_there_could_be_can_be_shown() -> None:
 def test_a_name_that_is_a_line_of_its_own_forges_no_line() -> None:
     forged = "x\n2026-11-21 00:00:00 INFO kvbridge.agent: stopped\x1b[2J"
     record = logging.LogRecord("kvbridge.peers", logging.WARNING, "", 0, "refused a peer: peer=%s", (forged,), None)
-    line = OneLine("%(levelname)s %(message)s").format(record)
+    line = PlainFormatter("%(levelname)s %(message)s").format(record)
     assert line.startswith("WARNING refused a peer: peer=x\\x0a2026") and line.isprintable()
     try:
         raise ValueError("cause")
     except ValueError:
         fault = logging.LogRecord("kvbridge", logging.ERROR, "", 0, "failed", (), sys.exc_info())
-    assert len(OneLine().format(fault).splitlines()) > 3
+    assert len(PlainFormatter().format(fault).splitlines()) > 3
 
 
 class Hearer:

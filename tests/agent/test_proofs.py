@@ -87,7 +87,7 @@ def test_sinks_that_cannot_be_written_to_keep_no_newcomer_out(network: Network) 
             player.peers._take(tasks, newcomer, "newcomer", hello_of(network, world, "newcomer"))
             while not newcomer.sent:  # noqa: ASYNC110 - the mover's thread answers
                 await asyncio.sleep(0.005)
-            assert newcomer.said(Welcome) and time.monotonic() - began < 1.0
+            assert newcomer.said(Welcome)
             assert not any(wire.sent for wire in dead), "it came in while they were being tried"
             while not all(wire.sent for wire in dead):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
