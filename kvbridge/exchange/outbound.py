@@ -30,7 +30,7 @@ MOST_OFFERS = 16384
 MOST_CLAIMS = 2048  # open at once, of one sink
 MOST_CLAIMS_OF_ALL = 32768  # of all sinks together: 16 that claim all they may
 # An offer that is so young may be wanted in a moment: who asked for the prefill has only just heard that it is done.
-FRESH_S = 0.5
+FRESH_S = 0.25
 MOST_RENOUNCED = 16384  # of all sinks together; the link that brings such a claim is lost within silence_s
 
 
