@@ -18,7 +18,7 @@ from ..oracle import Shape, build_all, table_of
 from .harness import SyntheticEngine, agent, wait_for
 
 TOKENS = 64
-AT_ONCE_S, DEADLINE_S = 5.0, 60.0  # what waits for a stream here waits for the deadline
+AT_ONCE_S, DEADLINE_S = 5.0, 60.0  # who waits for a stream waits 30 s at least, as long as for a write
 
 
 class Pair:

@@ -53,7 +53,7 @@ def test_two_engines_on_one_host_as_in_the_readme(tmp_path: Path) -> None:
     assert (Path(sys.prefix) / "bin/vllm-router").exists(), "this environment is older than constraints-vllm.txt"
     (tmp_path / ".venv").symlink_to(Path(PYTHON).parents[1])
     (tmp_path / ".venv-vllm").symlink_to(sys.prefix)
-    (tmp_path / "run").write_text(block("# CPUs") + block("pair()"))
+    (tmp_path / "run").write_text(block("# CPUs") + block("agent()") + block("kill "))
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     with (tmp_path / "told").open("wb") as out:
         running = subprocess.Popen(
@@ -93,17 +93,17 @@ def is_gone(group: int) -> bool:
 @pytest.mark.parametrize("begins", ["# CPUs", "# GPUs"])
 def test_either_kind_of_machine_sets_what_both_kinds_run(begins: str) -> None:
     """What is common stands there once; only its names are filled in."""
-    told = subprocess.run(["bash", "-nc", block(begins) + block("pair()")], capture_output=True, text=True, timeout=10)
+    told = subprocess.run(["bash", "-nc", block(begins) + block("agent()")], capture_output=True, text=True, timeout=10)
     assert (told.returncode, told.stderr) == (0, "")
     names = set(re.findall(r"^([A-Z]+)=", block(begins), re.MULTILINE))
-    asked = set(re.findall(r"\$\{?([A-Z]+)\b", block("pair()"))) - {"PWD"}
+    asked = set(re.findall(r"\$\{?([A-Z]+)\b", block("agent()"))) - {"PWD"}
     assert names == asked
     said = re.search(r"^DEVICES=\((\S+) (\S+)\)$", block(begins), re.MULTILINE)
     assert said and all(device == "cpu" or device.startswith("cuda:") for device in said.groups())
 
 
 def test_the_engines_are_given_options_that_exist() -> None:
-    (said,) = re.findall(r"--kv-transfer-config '(\{.*?\}\})'", block("pair()"), re.DOTALL)
+    (said,) = re.findall(r"--kv-transfer-config '(\{.*?\}\})'", block("agent()"), re.DOTALL)
     config = json.loads(re.sub(r"'\$PWD/\$1\.sock'", "/run/agent.sock", said))
     assert Options.read(config["kv_connector_extra_config"]).socket == "/run/agent.sock"
 
