@@ -235,17 +235,12 @@ class Agent:
                 outbound=self.local_slots.counts,
                 wants=lambda: len(self.inbound.wants),
                 offers=lambda: len(self.outbound.offers),
-                unclaimed=self._count_unclaimed,
+                unclaimed=lambda: len(self.outbound.unclaimed(self._clock())),
                 peers=self.peers.count_open,
                 is_attached=lambda: self.engines.home is not None,
                 is_rebuild_refused=lambda: bool(self.rebuilder.refused),
             )
         )
-
-    def _count_unclaimed(self) -> int:
-        """Any thread may ask: the list is made without a step of Python in between."""
-        now = self._clock()
-        return sum(self.outbound.is_unclaimed(each, now) for each in list(self.outbound.offers.values()))
 
     def _assemble_engines(self) -> Engines:
         return Engines(lambda: self.card, self.mover, self.metrics, self.status, self._clock)

@@ -54,12 +54,13 @@ def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[Transfe
 
 def offers(outbound: Outbound, name_of: Callable[[str], str], now: float) -> tuple[OfferStatus, ...]:
     """One line per prompt that is held for others, the oldest first; `name_of` tells whose a boot is."""
+    unclaimed = {offered.request for offered in outbound.unclaimed(now)}
     claimed_by = {out.offered.request: out.boot for out in outbound.outlets.values() if out.offered is not None}
     return tuple(
         OfferStatus(
             request=offered.request,
             room=offered.room,
-            state=_state(offered, outbound.is_unclaimed(offered, now)),
+            state=_state(offered, offered.request in unclaimed),
             peer=name_of(claimed_by.get(offered.request, outbound.awaited_by(offered)))[:256],
             tokens=offered.tokens,
             blocks=offered.blocks,

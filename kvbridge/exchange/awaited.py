@@ -7,7 +7,6 @@ seconds: all rooms of a source at once, however many requests there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from itertools import takewhile
 from typing import Any
 
 from kvbridge_proto.engine import Expect
@@ -79,12 +78,13 @@ class Awaited:
         told: dict[str, list[str]] = {}
         for source in [each for each in self._untold if can_hear(each)]:
             its = self._untold[source]
-            told[source] = list(takewhile(lambda request, its=its: its[request] <= until, its))  # type: ignore[misc]
-            for request in told[source]:
+            if requests := [request for request, since in its.items() if since <= until]:
+                told[source] = requests
+            for request in requests:
                 del its[request]
             if not its:
                 del self._untold[source]
-        return {source: requests for source, requests in told.items() if requests}
+        return told
 
 
 def holds(rooms: list[str]) -> list[Hold]:

@@ -103,20 +103,31 @@ class Outbound:
     def reclaim(self, blocks: int, now: float) -> list[Action]:
         """Our engine is short of so many blocks: offers that nobody has asked for end, the oldest first."""
         actions: list[Action] = []
-        for offered in list(self.offers.values()):
+        for offered in self.unclaimed(now):
             if blocks <= 0:
                 break
-            is_old = now - offered.told_at >= FRESH_S
-            if is_old and offered.room not in self._waiting and self.is_unclaimed(offered, now):
+            if now - offered.told_at >= FRESH_S and offered.room not in self._waiting:
                 blocks -= offered.blocks
                 reason = f"its engine needs the blocks, and nobody asked for them in {now - offered.began:.1f} s"
                 actions += self._end_offer(offered, "reclaimed", reason, now)
         return actions
 
-    def is_unclaimed(self, offered: Offered, now: float) -> bool:
-        """Whether nobody has claimed a whole offer, or has said lately that a request waits for it."""
-        is_open = offered.is_last and offered.over is None and offered.want is None
-        return is_open and not any(each is offered for each in self._rooms.awaited_in(offered.room, now))
+    def unclaimed(self, now: float) -> list[Offered]:
+        """Whole offers that nobody has claimed, or has said lately that a request waits for; the oldest first.
+
+        Any thread may ask: the list of all is made without a step of Python in between.
+        """
+        found: list[Offered] = []
+        awaited: dict[str, int] = {}  # by room: of so many of those that follow
+        for offered in list(self.offers.values()):
+            if offered.over is not None:
+                continue
+            if offered.room not in awaited:
+                awaited[offered.room] = self._rooms.awaited_in(offered.room, now)
+            awaited[offered.room] -= 1
+            if awaited[offered.room] < 0 and offered.is_last and offered.want is None:
+                found.append(offered)
+        return found
 
     def awaited_by(self, offered: Offered) -> str:
         """The boot of who said last that a request waits in this room."""

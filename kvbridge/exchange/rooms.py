@@ -74,13 +74,12 @@ class Rooms:
         self._awaited[room] = recent | {boot: (max(before, count), now)}
         if len(self._awaited) > MOST_AWAITED:
             del self._awaited[next(iter(self._awaited))]
-        return self.awaited_in(room, now)
+        return self.open_in(room)[: self.awaited_in(room, now)]
 
-    def awaited_in(self, room: str, now: float) -> list[Offered]:
-        """The oldest, as many as requests wait for one."""
+    def awaited_in(self, room: str, now: float) -> int:
+        """How many requests wait there: for the oldest offers."""
         sinks = self._awaited.get(room, {})
-        count = sum(count for count, at in sinks.values() if now - at <= AWAITED_S)
-        return self.open_in(room)[:count] if count else []
+        return sum(count for count, at in sinks.values() if now - at <= AWAITED_S)
 
     def awaiting(self, room: str) -> str:
         """The boot of the sink that said last that it waits there."""

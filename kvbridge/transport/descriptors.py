@@ -10,9 +10,8 @@ log = logging.getLogger("kvbridge.agent")
 
 ENOUGH = 1 << 16  # more than all links take; a limit of millions makes programs slow that walk through all of them
 RESERVED = 256  # what an agent without peers has, its engine and others at its doors, and some more
-OF_A_LINK = (
-    16  # one that is dialled has 4, one that is accepted 1; a peer of the data side some 3, and both may be full
-)
+# One that is dialled has 4, one that is accepted 1; a peer of the data side some 3, and both may be full.
+OF_A_LINK = 16
 FEW = 64  # links: fewer are said
 SPARE = 64  # that links leave to others
 

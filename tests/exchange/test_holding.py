@@ -190,7 +190,8 @@ def test_an_offer_is_left_that_was_awaited_before_it_was_made() -> None:
     world.offer("r", 64, 16)
     world.now += FRESH_S
     assert reclaim(world, 100) == set()
-    assert world.sources[0].outbound.is_unclaimed(world.sources[0].outbound.offers["r"], world.now + AWAITED_S + 1)
+    outbound = world.sources[0].outbound
+    assert outbound.unclaimed(world.now + AWAITED_S + 1) == [outbound.offers["r"]]
 
 
 def test_two_sinks_that_wait_for_equal_prompts_hold_one_each() -> None:
