@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from kvbridge.adapters.vllm_rooms import prompt_digest
 from kvbridge.adapters.vllm_scheduler import COMPUTING_S
 from kvbridge.adapters.vllm_worker import GRACE_S
 
+from .fake_agent import FakeAgent
 from .world import HOOKS, World
 
 pytestmark = pytest.mark.vllm
@@ -205,13 +207,19 @@ def test_a_preempted_prompt_that_is_aborted_is_not_waited_for(tmp_path: Path) ->
     world.assert_empty()
 
 
-def test_a_preempting_step_does_not_wait_long_for_a_stopped_agent(tmp_path: Path) -> None:
+def about_to_preempt(tmp_path: Path) -> tuple[World, FakeAgent, Any]:
+    """The next step preempts the second of two offered prompts; the agent hears and says nothing from here on."""
     world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
     (agent,) = world.agents
     world.prefill(128)
     second = world.prefill(128)
     world.steps(3)
     world.agents = []
+    return world, agent, second
+
+
+def test_a_preempting_step_does_not_wait_long_for_a_stopped_agent(tmp_path: Path) -> None:
+    world, agent, second = about_to_preempt(tmp_path)
     begun = time.monotonic()
     world.step()
     assert second.num_preemptions == 1 and 0.9 < time.monotonic() - begun < 5
@@ -223,12 +231,7 @@ def test_a_preempting_step_does_not_wait_long_for_a_stopped_agent(tmp_path: Path
 @pytest.mark.parametrize("loss", ["given up", "given up long ago", "killed", "let go"])
 def test_a_preempting_step_waits_for_readers_whatever_became_of_the_link(tmp_path: Path, loss: str) -> None:
     """An agent that is given up may still read; what it reads later than a second after that does not count."""
-    world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
-    (agent,) = world.agents
-    world.prefill(128)
-    second = world.prefill(128)
-    world.steps(3)
-    world.agents = []
+    world, agent, second = about_to_preempt(tmp_path)
     link = world.workers[0].worker._link
     assert link is not None
     if loss == "killed":
@@ -252,12 +255,7 @@ def test_a_preempting_step_waits_for_readers_whatever_became_of_the_link(tmp_pat
 
 def test_a_preempting_step_waits_from_when_its_withdrawal_has_left(tmp_path: Path) -> None:
     """What waits in our own queue the agent cannot hear: it may find its socket empty meanwhile, and go on reading."""
-    world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
-    (agent,) = world.agents
-    world.prefill(128)
-    second = world.prefill(128)
-    world.steps(3)
-    world.agents = []
+    world, agent, second = about_to_preempt(tmp_path)
     link = world.workers[0].worker._link
     assert link is not None
     while link.is_all_sent:
