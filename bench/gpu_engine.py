@@ -1,7 +1,7 @@
 """One rank of a bench engine: a process that lives through the whole bench, told and answering in lines of JSON.
 
-It stands where vLLM's worker stands: its memory is shared by handle, it speaks through adapters/client.py, and what it
-times is what an engine would wait for: from before `Want` is sent until `Done` is read.
+It stands where vLLM's worker stands: its memory is shared by handle, it speaks through adapters/engine/client.py, and
+what it times is what an engine would wait for: from before `Want` is sent until `Done` is read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvbridge_proto.pool import CodecName
 from kvbridge_proto.status import Status, StatusQuery
 from kvbridge_proto.words import OURS, Blocks, Rank
 
-from kvbridge.adapters.client import EngineClient
+from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.device.fence import EngineFence
 from kvbridge.device.handles import export_all
 

@@ -34,7 +34,7 @@ class Place:
 
 
 PLACES: dict[str, Place] = {
-    # The engine, in adapters/client.py:
+    # The engine, in adapters/engine/client.py:
     "engine.attach_sent": Place("either engine", "Attach is queued with its descriptors; no answer yet"),
     "engine.offer_sent": Place("source engine", "an Offer is queued; the agent may gather from now on"),
     "engine.withdraw_sent": Place("source engine", "an offer is taken back; its blocks may be read until Released"),

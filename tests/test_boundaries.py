@@ -82,7 +82,7 @@ LIGHT = (
     "kvbridge.errors",
     "kvbridge.failpoints",
     "kvbridge.device.handles",
-    "kvbridge.adapters.client",
+    "kvbridge.adapters.engine.client",
 )
 FORBIDDEN_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj", "deserialize_descs", "get_serialized_descs"}
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

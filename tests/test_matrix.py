@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from kvbridge_proto.pool import CodecName
 
-from kvbridge.adapters import vllm_codecs
+from kvbridge.adapters.vllm import dtypes
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.compat import Incompatible, verdict
 
@@ -68,7 +68,7 @@ def test_tokens_and_heads_that_are_split_are_carried_to_every_rank() -> None:
 
 def test_the_page_and_the_readme_say_what_the_adapter_refuses() -> None:
     ours = set(get_args(CodecName)) - {"opaque"}
-    described = {*vllm_codecs.PLAIN.values(), *vllm_codecs.ROW_SCALED.values(), *vllm_codecs.LATENT.values()}
+    described = {*dtypes.PLAIN.values(), *dtypes.ROW_SCALED.values(), *dtypes.LATENT.values()}
     assert ours - described == {"int8", "mxfp8_e4m3", "nvfp4"}
     limits = Path(PAGE).with_name("README.md").read_text().split("## Limits")[1]
     head = page().split("|")[0]

@@ -1,8 +1,8 @@
 """One rank of a synthetic engine, as a process: `python -m kvbridge.demo.engine '<Job as JSON>'`.
 
-It attaches memory as a real engine would, through adapters/client.py, offers or wants its requests when a line comes
-on stdin, and reports in lines of JSON on stdout. On a GPU every layer has memory of its own where the layout allows,
-and offers and wants are sent while the stream is still at work, with its fence.
+It attaches memory as a real engine would, through adapters/engine/client.py, offers or wants its requests when a line
+comes on stdin, and reports in lines of JSON on stdout. On a GPU every layer has memory of its own where the layout
+allows, and offers and wants are sent while the stream is still at work, with its fence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvbridge_proto.engine import Want as WantMessage
 from kvbridge_proto.pool import CodecName
 from kvbridge_proto.words import OURS, Blocks, Rank
 
-from ..adapters.client import EngineClient
+from ..adapters.engine.client import EngineClient
 from ..device.fence import EngineFence
 from ..device.handles import export_all
 from .pools import POISON, Request, Rows, Shape, describe, first_difference, prepare, tables

@@ -32,7 +32,7 @@ GONE_S = 0.03  # after the end of its sockets a killed process is gone
 
 
 class Rank:
-    """One rank: its memory and its connection to its agent, of which it thinks as adapters/link.py does."""
+    """One rank: its memory and its connection to its agent, of which it thinks as adapters/engine/link.py does."""
 
     def __init__(self, engine: Engine, number: int, agent: str) -> None:
         self.engine = engine

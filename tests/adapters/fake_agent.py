@@ -20,7 +20,7 @@ from kvbridge_proto.engine import Attach, Attached, Detached, Refused, Released,
 from kvbridge_proto.stream import StreamReader, pack
 from kvbridge_proto.words import Agent
 
-from kvbridge.adapters.client import pidfd_of
+from kvbridge.adapters.engine.client import pidfd_of
 from kvbridge.device.fence import FencePage
 
 T = TypeVar("T")

@@ -37,8 +37,8 @@ from kvbridge_proto.pool import (
 from kvbridge_proto.words import OURS, Rank
 from msgspec.structs import replace
 
-from kvbridge.adapters.client import EngineClient
-from kvbridge.adapters.link import RETRY_S, AgentLink, Link, Over, ReadsOver
+from kvbridge.adapters.engine.client import EngineClient
+from kvbridge.adapters.engine.link import RETRY_S, AgentLink, Link, Over, ReadsOver
 from kvbridge.failpoints import VARIABLE, arm, armed
 
 from .fake_agent import FakeAgent, fake_pidfd, squatter
@@ -269,9 +269,9 @@ def test_where_a_process_cannot_be_watched_its_end_is_waited_for_by_time(agent: 
 def test_knows_the_end_of_a_real_process(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper of ours keeps the listening socket, and nobody the connection."""
     if by != "socket":
-        monkeypatch.setattr("kvbridge.adapters.client.SO_PEERPIDFD", 9999)  # no kernel knows it
+        monkeypatch.setattr("kvbridge.adapters.engine.client.SO_PEERPIDFD", 9999)  # no kernel knows it
     if by == "nothing":
-        monkeypatch.setattr("kvbridge.adapters.client._CREDENTIALS", NoPid())
+        monkeypatch.setattr("kvbridge.adapters.engine.client._CREDENTIALS", NoPid())
     with tempfile.TemporaryDirectory() as folder, slow_to_die(Path(folder) / "agent.sock") as process:
         client = EngineClient(Path(folder) / "agent.sock")
         assert client.connect(5)

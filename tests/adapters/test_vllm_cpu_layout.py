@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm import _custom_ops as ops
 
-from kvbridge.adapters.vllm_cpu import Axis, halves
+from kvbridge.adapters.vllm.cpu import Axis, halves
 from kvbridge.errors import OperatorError
 
 pytestmark = pytest.mark.vllm

@@ -17,7 +17,7 @@ from kvbridge_proto.engine import Abandon, Directory, Done, Failed, Offer, Refus
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from kvbridge.adapters.vllm_rooms import offered_room, prompt_digest
+from kvbridge.adapters.vllm.rooms import offered_room, prompt_digest
 
 from .fake_agent import squatter
 from .world import BLOCK, HOOKS, World

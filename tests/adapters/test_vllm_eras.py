@@ -10,8 +10,8 @@ import pytest
 import torch
 from kvbridge_proto.words import Blocks
 
-from kvbridge.adapters.vllm_eras import block_tokens, interleave_of, layers_of, shard_of, transfer_ids
-from kvbridge.adapters.vllm_pieces import Kept, Tables
+from kvbridge.adapters.vllm.block_tables import Kept, Tables
+from kvbridge.adapters.vllm.versions import block_tokens, interleave_of, layers_of, shard_of, transfer_ids
 from kvbridge.errors import OperatorError
 
 

@@ -10,8 +10,8 @@ pytest.importorskip("vllm")
 
 from kvbridge_proto.engine import Abandon, Expect, Held, Offer, Reclaim, Released, Want, Withdraw
 
-from kvbridge.adapters import vllm_pressure
-from kvbridge.adapters.vllm_worker import GRACE_S
+from kvbridge.adapters.vllm import pressure
+from kvbridge.adapters.vllm.worker import GRACE_S
 
 from .world import HOOKS, World
 
@@ -26,7 +26,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
 
 @pytest.fixture(autouse=True)
 def ask_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_pressure, "AGAIN_S", 0.0)
+    monkeypatch.setattr(pressure, "AGAIN_S", 0.0)
 
 
 def filled(world: World) -> list[Offer]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.adapters.vllm_options import Options
+from kvbridge.adapters.vllm.options import Options
 from kvbridge.errors import OperatorError
 
 

@@ -23,9 +23,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvbridge.adapters import vllm_worker
-from kvbridge.adapters.vllm_members import Heads
-from kvbridge.adapters.vllm_pool import Memory, describe
+from kvbridge.adapters.vllm import worker
+from kvbridge.adapters.vllm.layers import Heads
+from kvbridge.adapters.vllm.pool import Memory, describe
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps
@@ -375,7 +375,7 @@ def test_says_so_where_vllm_has_not_made_the_one_tensor_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: int
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(vllm_worker.log, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(worker.log, "warning", lambda text, *values: said.append(text % values))
     world = World(tmp_path, extra={"kvbridge_cross_layer": True})
     memory = memory_of(0, 1)
     pool = msgspec.structs.replace(memory.pool, regions=memory.pool.regions * tensors)

@@ -14,9 +14,9 @@ pytest.importorskip("vllm")
 from kvbridge_proto.engine import Directory, Offer, Released, Withdraw
 from kvbridge_proto.words import Rank
 
-from kvbridge.adapters.vllm_rooms import prompt_digest
-from kvbridge.adapters.vllm_scheduler import COMPUTING_S
-from kvbridge.adapters.vllm_worker import GRACE_S
+from kvbridge.adapters.vllm.rooms import prompt_digest
+from kvbridge.adapters.vllm.scheduler import COMPUTING_S
+from kvbridge.adapters.vllm.worker import GRACE_S
 
 from .fake_agent import FakeAgent
 from .world import HOOKS, World

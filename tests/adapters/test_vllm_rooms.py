@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbridge.adapters.vllm_rooms import (
+from kvbridge.adapters.vllm.rooms import (
     DIGEST_BYTES,
     Named,
     has_media_hashes,

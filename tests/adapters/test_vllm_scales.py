@@ -13,7 +13,7 @@ import torch
 from kvbridge_proto.engine import Adopt, Decline, Done, Offer, Refused, Rescale, Rescaled, Scales, Want
 from msgspec.structs import replace
 
-from kvbridge.adapters.vllm_pool import Memory
+from kvbridge.adapters.vllm.pool import Memory
 
 from .world import World, memory_of
 

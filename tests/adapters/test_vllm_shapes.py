@@ -14,7 +14,7 @@ import pytest
 import torch
 from kvbridge_proto.pool import Step
 
-from kvbridge.adapters.vllm_shapes import Cell, Spot, halves_of
+from kvbridge.adapters.vllm.shapes import Cell, Spot, halves_of
 from kvbridge.errors import OperatorError
 
 BLOCKS, HEADS, TOKENS, WIDTH = 6, 3, 16, 32

@@ -15,9 +15,9 @@ from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool,
 from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager, SlidingWindowManager
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
-from kvbridge.adapters.vllm_members import kind_of, window_of
-from kvbridge.adapters.vllm_pieces import Kept
-from kvbridge.adapters.vllm_short import can_be_short
+from kvbridge.adapters.vllm.block_tables import Kept
+from kvbridge.adapters.vllm.layers import kind_of, window_of
+from kvbridge.adapters.vllm.prompt_trim import can_be_short
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps
 from kvbridge.geometry.plan import Planner

@@ -36,11 +36,11 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvbridge.adapters.vllm import KVBridgeConnector
-from kvbridge.adapters.vllm_options import Options
-from kvbridge.adapters.vllm_pool import Memory
-from kvbridge.adapters.vllm_scheduler import SchedulerSide
-from kvbridge.adapters.vllm_worker import WorkerSide
+from kvbridge.adapters.vllm.connector import KVBridgeConnector
+from kvbridge.adapters.vllm.options import Options
+from kvbridge.adapters.vllm.pool import Memory
+from kvbridge.adapters.vllm.scheduler import SchedulerSide
+from kvbridge.adapters.vllm.worker import WorkerSide
 from tests.engines.model import write_config
 
 from .fake_agent import FakeAgent, fake_pidfd
@@ -288,7 +288,7 @@ def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmCon
     cache.kv_cache_layout = "LBNHC"
     transfer = KVTransferConfig(
         kv_connector="KVBridgeConnector",
-        kv_connector_module_path="kvbridge.adapters.vllm",
+        kv_connector_module_path="kvbridge.adapters.vllm.connector",
         kv_role=more.pop("role", "kv_both"),
         kv_load_failure_policy=more.pop("on_failure", "recompute"),
         kv_connector_extra_config={"kvbridge_connect_s": 0.001, **more.pop("extra", {})},

@@ -30,9 +30,9 @@ def read_rows(worker: Any, ids: list[list[int]], first: int, end: int) -> dict[s
     """
     import torch
 
-    from kvbridge.adapters.vllm_eras import shard_of
-    from kvbridge.adapters.vllm_pieces import Kept
-    from kvbridge.adapters.vllm_pool import describe
+    from kvbridge.adapters.vllm.block_tables import Kept
+    from kvbridge.adapters.vllm.pool import describe
+    from kvbridge.adapters.vllm.versions import shard_of
 
     config, runner = worker.vllm_config, worker.model_runner
     layers = config.compilation_config.static_forward_context

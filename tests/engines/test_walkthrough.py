@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.adapters.vllm_options import Options
+from kvbridge.adapters.vllm.options import Options
 
 from ..agent.harness import PYTHON
 from .model import HEAD_WIDTH, KV_HEADS, LAYERS

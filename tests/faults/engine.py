@@ -37,8 +37,8 @@ from kvbridge_proto.engine import (
 from kvbridge_proto.pool import Handle
 from kvbridge_proto.words import OURS, Blocks
 
-from kvbridge.adapters.client import EngineClient
-from kvbridge.adapters.link import AgentLink, Over, ReadsOver
+from kvbridge.adapters.engine.client import EngineClient
+from kvbridge.adapters.engine.link import AgentLink, Over, ReadsOver
 
 from .content import Content, Size
 

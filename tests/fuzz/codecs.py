@@ -14,7 +14,7 @@ from kvbridge_proto import codec, engine, peer
 from kvbridge_proto.codec import BadFrame, decode, encode
 from kvbridge_proto.stream import FRAME_FDS, HEADER, StreamReader
 
-from kvbridge.adapters.client import EngineClient
+from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.transport.local import _FrameReader
 
 from ..proto.samples import BODIES, NOTICE, TO_AGENT, TO_ENGINE, enveloped

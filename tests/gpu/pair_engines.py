@@ -231,7 +231,10 @@ class Engines:
             device = "cpu" if self.is_cpu else "cuda"
             connector: dict[str, Any] = {"kv_connector": side.connector, "kv_buffer_device": device}
         else:
-            connector = {"kv_connector": "KVBridgeConnector", "kv_connector_module_path": "kvbridge.adapters.vllm"}
+            connector = {
+                "kv_connector": "KVBridgeConnector",
+                "kv_connector_module_path": "kvbridge.adapters.vllm.connector",
+            }
             extra = {
                 "kvbridge_socket": str(self.folder / f"{name}-{{rank}}.sock"),
                 "kvbridge_connect_s": 60,

@@ -10,7 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from kvbridge.adapters.client import EngineClient
+from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.transport.local import LocalConnection, LocalServer
 from kvbridge.transport.lock import Lock
 

@@ -19,7 +19,7 @@ from kvbridge_proto.engine import Descriptors, Detach, Detached, Failed, Refused
 from kvbridge_proto.status import StatusQuery
 from kvbridge_proto.stream import pack
 
-from kvbridge.adapters.client import EngineClient
+from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.transport.local import LocalConnection, LocalServer, close_fds
 
 from .ends import inode, meet, open_fds, pipes, polled, run, served

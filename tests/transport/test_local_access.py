@@ -18,7 +18,7 @@ from kvbridge_proto.engine import Refused
 from kvbridge_proto.status import StatusQuery
 from kvbridge_proto.stream import pack
 
-from kvbridge.adapters.client import EngineClient
+from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.errors import OperatorError
 from kvbridge.transport.local import MAX_CONNECTIONS, LocalServer, is_allowed
 from tests.adapters.fake_agent import squatter

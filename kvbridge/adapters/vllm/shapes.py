@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvbridge_proto.pool import Step
 
-from ..errors import OperatorError
+from ...errors import OperatorError
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,17 +38,17 @@ from kvbridge_proto.words import OURS
 from msgspec.structs import replace
 from vllm.logger import init_logger
 
-from ..device.fence import EngineFence
-from ..device.handles import export_all
-from ..oneline import OneLine
-from .client import EngineClient, pidfd_of
-from .link import AgentLink, Over, ReadsOver
-from .vllm_eras import shard_of
-from .vllm_ledger import Ledger, Receive, Reports
-from .vllm_options import Options
-from .vllm_pool import Memory, describe
-from .vllm_scales import LayerScales
-from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
+from ...device.fence import EngineFence
+from ...device.handles import export_all
+from ...oneline import OneLine
+from ..engine.client import EngineClient, pidfd_of
+from ..engine.link import AgentLink, Over, ReadsOver
+from ..engine.pending import Ledger, Receive, Reports
+from .options import Options
+from .pool import Memory, describe
+from .scales import LayerScales
+from .step import AgentAddress, AgentAddresses, RankKey, Step
+from .versions import shard_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

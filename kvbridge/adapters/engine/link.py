@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 from kvbridge_proto.engine import READERS_S, Attach, Attached, Detached, Refused, ToAgent, ToEngine
 
-from ..errors import KVBridgeError, OperatorError
-from ..failpoints import VARIABLE, arm_from_environment
+from ...errors import KVBridgeError, OperatorError
+from ...failpoints import VARIABLE, arm_from_environment
 from .client import EngineClient
 
 RETRY_S = 1.0

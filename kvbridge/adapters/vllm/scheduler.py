@@ -20,14 +20,14 @@ from kvbridge_proto.words import Blocks, Rank
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from ..errors import EngineError
-from ..oneline import OneLine
-from .vllm_eras import transfer_tables
-from .vllm_options import Options
-from .vllm_params import read_remote
-from .vllm_pieces import NULL_BLOCK, Tables
-from .vllm_pressure import Pressure
-from .vllm_rooms import (
+from ...errors import EngineError
+from ...oneline import OneLine
+from .block_tables import NULL_BLOCK, Tables
+from .options import Options
+from .params import read_remote
+from .pressure import Pressure
+from .prompt_trim import can_be_short, shorten
+from .rooms import (
     has_media_hashes,
     is_for,
     is_room,
@@ -38,8 +38,8 @@ from .vllm_rooms import (
     stays_here,
     wanted_room,
 )
-from .vllm_short import can_be_short, shorten
-from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
+from .step import AgentAddress, AgentAddresses, RankKey, Step
+from .versions import transfer_tables
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvbridge_proto.pool import Step
 
-from ..errors import OperatorError
+from ...errors import OperatorError
 
 Axis = tuple[Step, ...]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from .vllm_pieces import Tables
+from .block_tables import Tables
 
 AGAIN_S = 0.05  # an answer takes a step or two
 EASE_S = 0.2  # how long a running request may wait for blocks before it is preempted all the same

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from kvbridge_proto.pool import GroupKind
 from kvbridge_proto.words import Blocks
 
-from .vllm_eras import block_tokens, transfer_groups
-from .vllm_members import kind_of, window_of
+from .layers import kind_of, window_of
+from .versions import block_tokens, transfer_groups
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

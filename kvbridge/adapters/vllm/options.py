@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ..errors import OperatorError
+from ...errors import OperatorError
 
 PREFIX = "kvbridge_"
 Policy = Literal["requantize", "adopt"]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Shard
 
-from ..errors import OperatorError
-from .vllm_eras import transfer_groups
+from ...errors import OperatorError
+from .versions import transfer_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -33,8 +33,8 @@ from kvbridge_proto.engine import (
 )
 from kvbridge_proto.stream import FRAME_FDS, HEADER, MESSAGE_FDS, StreamReader, pack
 
-from ..errors import OperatorError
-from ..failpoints import failpoint
+from ...errors import OperatorError
+from ...failpoints import failpoint
 
 RETRY_S = 0.05
 SO_PEERPIDFD = 77  # since Linux 6.5; Python does not name it

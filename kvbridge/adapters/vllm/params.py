@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import EngineError
+from ...errors import EngineError
 
 WIRE_TEXT = 256  # what `Room` and `Address` may hold
 SHOWN = 40  # characters of a value in a reason

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvbridge_proto.pool import Shard
 
-from ..errors import OperatorError
+from ...errors import OperatorError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

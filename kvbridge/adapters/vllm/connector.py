@@ -1,8 +1,8 @@
 """KVBridgeConnector: what vLLM loads. Hands each hook to the scheduler's or the worker's half; holds no logic.
 
-Load it by its short name (the `vllm.general_plugins` entry point registers it) or by module path:
-`{"kv_connector": "KVBridgeConnector", "kv_connector_module_path": "kvbridge.adapters.vllm", "kv_role": "kv_producer"}`.
-Written against vLLM 0.32.0 and 0.26.0; options are in `vllm_options.Options`.
+Load it by its short name (the `vllm.general_plugins` entry point registers it) or by module path: `"kv_connector":
+"KVBridgeConnector", "kv_connector_module_path": "kvbridge.adapters.vllm.connector", "kv_role": "kv_producer"`.
+Written against vLLM 0.32.0 and 0.26.0; options are in `options.Options`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from .vllm_eras import layers_of, transfer_ids
-from .vllm_options import Options
-from .vllm_scheduler import SchedulerSide
-from .vllm_step import AgentAddress, AgentAddresses, RankKey, Step
-from .vllm_worker import WorkerSide
+from .options import Options
+from .scheduler import SchedulerSide
+from .step import AgentAddress, AgentAddresses, RankKey, Step
+from .versions import layers_of, transfer_ids
+from .worker import WorkerSide
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from kvbridge_proto.pool import Codec, CodecName
 
-from ..errors import OperatorError
-from .vllm_shapes import Cell, Spot
+from ...errors import OperatorError
+from .shapes import Cell, Spot
 
 if TYPE_CHECKING:
-    from .vllm_members import Member
+    from .layers import Member
 
 PLAIN: dict[torch.dtype, CodecName] = {
     torch.bfloat16: "bf16",

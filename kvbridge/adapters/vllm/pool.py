@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from kvbridge_proto.pool import Engine, Group, Model, Plane, Pool, Region, Shard, Step
 
-from ..errors import OperatorError
-from .vllm_codecs import codec_of, form_of
-from .vllm_cpu import halves
-from .vllm_eras import check_groups, transfer_groups
-from .vllm_members import Heads, Member, kind_of, members_of, model_layers, window_of
-from .vllm_shapes import Spot, halves_of
+from ...errors import OperatorError
+from .cpu import halves
+from .dtypes import codec_of, form_of
+from .layers import Heads, Member, kind_of, members_of, model_layers, window_of
+from .shapes import Spot, halves_of
+from .versions import check_groups, transfer_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 NAME = "KVBridgeConnector"
-MODULE = "kvbridge.adapters.vllm"
+MODULE = "kvbridge.adapters.vllm.connector"
 
 
 def register() -> None:
