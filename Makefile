@@ -1,6 +1,7 @@
 # make demo    two synthetic engines that disagree, two agents, real ZeroMQ and NIXL, checked bit for bit
 # make test    lint, types and every test that needs no engine
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
+# make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time)
 # make test-faults    agents and engines killed and stopped at every failpoint, three times (50 minutes on two cores)
 # make test-gpu    the tests that need a GPU, or two
 # make fuzz    every decoder and what is behind it, for twelve minutes (FUZZ="--frames 1000000 --target pools" for more)
@@ -8,16 +9,17 @@
 #     the first call puts atheris, which nothing else needs, into .venv (wheels for CPython 3.11 to 3.13 on x86-64 Linux)
 # make bench   what is measured, written to bench/results
 # make bench-gpu   the tests on GPUs, then all that is measured there (tests/gpu/run says more)
-# Each makes the environment it needs (.venv, .venv-vllm) from the constraints files; a second call finds it ready.
+# Each makes the environment it needs (.venv, .venv-vllm, .venv-sglang) from the constraints files; a second call finds it ready.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PIP = python -m pip --disable-pip-version-check --quiet
 AGENT = .venv/.ready
 ENGINE = .venv-vllm/.ready
+SGLANG = .venv-sglang/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 
-.PHONY: demo demo-vllm test lint unit fuzz fuzz-guided test-vllm test-faults test-gpu bench bench-gpu golden clean
+.PHONY: demo demo-vllm test lint unit fuzz fuzz-guided test-vllm test-sglang test-faults test-gpu bench bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -44,6 +46,9 @@ fuzz-guided: $(AGENT)
 
 test-vllm: $(AGENT) $(ENGINE)
 	.venv-vllm/bin/python -m pytest -m vllm tests/adapters tests/engines
+
+test-sglang: $(AGENT) $(SGLANG)
+	.venv-sglang/bin/python -m pytest -m sglang tests/adapters tests/sglang
 
 test-faults: $(AGENT)
 	.venv/bin/python -m tests.faults --all --times 3 --workers 2
@@ -77,6 +82,12 @@ $(ENGINE): constraints-vllm.txt pyproject.toml
 	.venv-vllm/bin/$(PIP) install --no-deps -r constraints-vllm.txt -e .
 	touch $@
 
+$(SGLANG): constraints-sglang.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "kvbridge needs Python 3.11 or newer; none found (set PYTHON=...)"; exit 1; }
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/$(PIP) install --no-deps -r constraints-sglang.txt -e .
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-vllm .venv-sglang .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

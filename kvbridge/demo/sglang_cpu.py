@@ -1,0 +1,57 @@
+"""Starts SGLang 0.5.23 on a CPU: `python -m kvbridge.demo.sglang_cpu ...` stands for `python -m sglang.launch_server ...`.
+
+The registry has its packages built for CUDA only. Two imports fail beside a CPU build of torch, of things that are
+never called there: torchvision's own operators, and a rotary embedding of vLLM's. Stand-ins take their places, in the
+processes that SGLang spawns too.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import runpy
+import sys
+import types
+
+MAINS = ("__main__", "__mp_main__")  # a process that SGLang spawns runs its parent's main module under the second name
+# sgl-kernel, which the engine for CPUs needs, is not to be had; the plain one runs on torch alone.
+ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "0"}
+FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-overlap-schedule", "--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
+)
+
+
+def stand_in() -> None:
+    """Before SGLang is imported. Does nothing the second time."""
+    _module("torchvision._meta_registrations")
+    _module("vllm", is_package=True)
+    _module("vllm._custom_ops").rotary_embedding = _rotary_embedding  # type: ignore[attr-defined]
+
+
+def _module(name: str, is_package: bool = False) -> types.ModuleType:
+    if name not in sys.modules:
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)
+        if is_package:
+            module.__path__ = []
+        sys.modules[name] = module
+    return sys.modules[name]
+
+
+def _rotary_embedding(*args: object, **kwargs: object) -> None:
+    raise NotImplementedError("vLLM's rotary embedding, which the torch_native backend never calls")
+
+
+def main() -> None:
+    """SGLang's own command, with this command line after the flags that a CPU needs."""
+    os.environ.update(ENVIRONMENT)
+    sys.argv[1:1] = FLAGS
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)
+
+
+if __name__ in MAINS:
+    stand_in()
+
+if __name__ == "__main__":
+    main()
