@@ -88,13 +88,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def link(tmp_path: Path, clock: Clock) -> AgentLink:
-    def fds() -> list[int]:
-        return [os.open("/dev/null", os.O_RDONLY)]
-
-    return AgentLink(
-        EngineClient(tmp_path / "agent.sock", pidfd_of=fake_pidfd), ATTACH, fds, logging.getLogger("test"), clock
-    )
+def link(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> AgentLink:
+    fd = os.open("/dev/null", os.O_RDONLY)
+    request.addfinalizer(lambda: os.close(fd))
+    client = EngineClient(tmp_path / "agent.sock", pidfd_of=fake_pidfd)
+    return AgentLink(client, ATTACH, [fd], logging.getLogger("test"), clock)
 
 
 def attach(link: AgentLink, agent: FakeAgent) -> None:
@@ -142,7 +140,7 @@ def test_somebody_elses_socket_in_the_agents_place_is_no_agent_and_is_told_of(
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o1777)
         path = Path(folder) / "agent.sock"
-        link = AgentLink(EngineClient(path, pidfd_of=fake_pidfd), ATTACH, lambda: [], logging.getLogger("test"), clock)
+        link = AgentLink(EngineClient(path, pidfd_of=fake_pidfd), ATTACH, (), logging.getLogger("test"), clock)
         agent = FakeAgent(path)
         attach(link, agent)
         agent.die()
@@ -254,7 +252,7 @@ def test_an_agent_that_has_let_go_may_live_on(link: AgentLink, agent: FakeAgent)
 def test_where_a_process_cannot_be_watched_its_end_is_waited_for_by_time(agent: FakeAgent, clock: Clock) -> None:
     """As in another PID namespace on an older kernel."""
     client = EngineClient(agent.path, pidfd_of=lambda _: -1)
-    link = AgentLink(client, ATTACH, list, logging.getLogger("test"), clock)
+    link = AgentLink(client, ATTACH, (), logging.getLogger("test"), clock)
     attach(link, agent)
     clock.now += 100
     agent.hang_up()
@@ -366,7 +364,7 @@ def test_a_refusal_that_will_not_pass_ends_the_start_and_is_tried_rarely(
 
 def test_a_start_waits_for_a_refusal_to_pass(agent: FakeAgent) -> None:
     agent.refusal = Refused(code="engine_present", reasons=("the one before is still being detached",))
-    link = AgentLink(EngineClient(agent.path, pidfd_of=fake_pidfd), ATTACH, list, logging.getLogger("test"))
+    link = AgentLink(EngineClient(agent.path, pidfd_of=fake_pidfd), ATTACH, (), logging.getLogger("test"))
 
     def pass_by() -> None:
         within(5.0, lambda: bool(agent.attaches))
@@ -380,22 +378,20 @@ def test_a_start_waits_for_a_refusal_to_pass(agent: FakeAgent) -> None:
     link.close()
 
 
-@pytest.mark.parametrize("problem", ["too many", "none to be had"])
+@pytest.mark.parametrize(
+    ("fds", "reason"),
+    [([0] * 1025, "fds: got 1025, limit 1024"), ([1 << 20], "Bad file descriptor")],
+    ids=["too many", "not open"],
+)
 def test_what_keeps_attach_from_being_sent_is_said_at_once(
-    agent: FakeAgent, clock: Clock, caplog: pytest.LogCaptureFixture, problem: str
+    agent: FakeAgent, clock: Clock, caplog: pytest.LogCaptureFixture, fds: list[int], reason: str
 ) -> None:
-    def fds() -> list[int]:
-        if problem == "none to be had":
-            raise OSError(24, "Too many open files")
-        return [os.open("/dev/null", os.O_RDONLY) for _ in range(1025)]
-
     client = EngineClient(agent.path, pidfd_of=fake_pidfd)
     link = AgentLink(client, ATTACH, fds, logging.getLogger("test"), clock)
     begun = time.monotonic()
     assert not link.start(20.0) and time.monotonic() - begun < 5
     link.close()
     (record,) = caplog.records
-    reason = "fds: got 1025, limit 1024" if problem == "too many" else "Too many open files"
     assert "attach cannot be sent" in record.getMessage() and reason in record.getMessage()
 
 
@@ -408,7 +404,7 @@ def test_an_idle_engines_link_notices_the_end_at_once_and_attaches_again(
     """Nobody calls `turn`. What every agent is to hear first is said again."""
     directory = Directory(ranks=(Rank(tp_rank=0, pp_rank=0, address="tcp://x:1"),))
     client = EngineClient(agent.path, pidfd_of=fake_pidfd)
-    link = AgentLink(client, ATTACH, list, logging.getLogger("test"), first=lambda: [directory])
+    link = AgentLink(client, ATTACH, (), logging.getLogger("test"), first=lambda: [directory])
     caplog.set_level(logging.INFO)
     with agent.alive():
         assert link.start(10.0)
@@ -448,7 +444,7 @@ def test_an_error_that_nobody_expects_does_not_end_the_links_thread(
 ) -> None:
     """It is told once, with its cause, and tried again a second later, not at once."""
     client = EngineClient(agent.path, pidfd_of=fake_pidfd)
-    link = AgentLink(client, ATTACH, list, logging.getLogger("test"))
+    link = AgentLink(client, ATTACH, (), logging.getLogger("test"))
     with agent.alive():
         assert link.start(10.0)
     tries, reconnect = [0.0], client.reconnect
@@ -585,9 +581,7 @@ def test_the_links_of_a_killed_engine_end_while_its_child_lives(tmp_path: Path, 
     engine = os.fork()
     if engine == 0:
         try:
-            link = AgentLink(
-                EngineClient(agent.path, pidfd_of=fake_pidfd), ATTACH, lambda: [], logging.getLogger("test")
-            )
+            link = AgentLink(EngineClient(agent.path, pidfd_of=fake_pidfd), ATTACH, (), logging.getLogger("test"))
             link.start(10)
             with forked() as child:
                 os.write(told, child.to_bytes(4, "little"))
@@ -615,7 +609,7 @@ def test_threads_that_fork_at_once_give_back_what_each_took(tmp_path: Path, monk
     """The second takes the lock in the very moment in which the first has given it back."""
     hooks: dict[str, Callable[[], None]] = {}
     monkeypatch.setattr(os, "register_at_fork", lambda **said: hooks.update(said))
-    link = AgentLink(EngineClient(tmp_path / "agent.sock"), ATTACH, list, logging.getLogger("test"))
+    link = AgentLink(EngineClient(tmp_path / "agent.sock"), ATTACH, (), logging.getLogger("test"))
     is_held, may_go_on, failed = threading.Event(), threading.Event(), list[BaseException]()
 
     class Lock:
@@ -650,9 +644,7 @@ def test_threads_that_fork_at_once_give_back_what_each_took(tmp_path: Path, monk
 
 
 def test_a_link_that_is_gone_is_not_kept_for_forks(tmp_path: Path) -> None:
-    link = AgentLink(
-        EngineClient(tmp_path / "agent.sock", pidfd_of=fake_pidfd), ATTACH, lambda: [], logging.getLogger("test")
-    )
+    link = AgentLink(EngineClient(tmp_path / "agent.sock", pidfd_of=fake_pidfd), ATTACH, (), logging.getLogger("test"))
     gone = weakref.ref(link)
     del link
     gc.collect()

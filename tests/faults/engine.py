@@ -109,7 +109,7 @@ class Engine:
             self._stamp([block])
         handles = (Handle(region=0, kind="shm_fd", fd=0),)
         attach = Attach(versions=OURS, pool=self.content.pool, handles=handles)
-        self.link = AgentLink(EngineClient(job.socket), attach, lambda: [os.dup(self.fd)], logging.getLogger("engine"))
+        self.link = AgentLink(EngineClient(job.socket), attach, [self.fd], logging.getLogger("engine"))
         self.was_attached = False
 
     def serve(self) -> None:

@@ -16,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 from kvbridge_proto.codec import LIMITS, BadFrame, Limits
 from kvbridge_proto.engine import (
@@ -100,6 +102,14 @@ class EngineClient:
         self._unsent: deque[_Frame] = deque()
         self._unsent_bytes = 0
         self._moved_at = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         return f"<EngineClient {self.path} {'connected' if self.is_connected else f'lost: {self.why}'}>"

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from kvbridge_proto.engine import READERS_S, Attach, Attached, Detached, Refused, ToAgent, ToEngine
 
-from ...errors import KVBridgeError, OperatorError
+from ...errors import OperatorError
 from ...failpoints import VARIABLE, arm_from_environment
 from .client import EngineClient
 
@@ -62,23 +62,23 @@ class Over:
 
 
 class AgentLink:
-    """`attach` is what we say first, `fds` opens the descriptors that go with it (sent, then closed here).
+    """`attach` is what we say first, `fds` the descriptors that go with it: the caller's, open for as long as the link.
 
     `first` is what is said whenever the agent has answered, before anything else. All methods belong to one thread of
-    the engine's; `first` and `fds` are called on the link's own, too.
+    the engine's; `first` is called on the link's own, too.
     """
 
     def __init__(
         self,
         client: EngineClient,
         attach: Attach,
-        fds: Callable[[], Sequence[int]],
+        fds: Sequence[int],
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
         first: Callable[[], Sequence[ToAgent]] = tuple,
     ) -> None:
         self.state = Link.AWAY
-        self.address = ""
+        self.attached: Attached | None = None  # what the agent answered, while we are attached
         self.why = "not connected yet"
         self._client = client
         self._attach = attach
@@ -112,6 +112,17 @@ class AgentLink:
             return self._log.error("ignored: %s: %s", error.code, error)
         if said:
             self._log.warning("FAILPOINTS ARE ON, this engine will fail on purpose: %s=%s", VARIABLE, ",".join(said))
+
+    @property
+    def address(self) -> str:
+        """Of the agent that has our memory; "" without one."""
+        attached = self.attached
+        return "" if attached is None else attached.agent.address
+
+    @property
+    def why_not(self) -> str:
+        """Why the last message was not sent."""
+        return self._client.why if self.state is Link.HERE else self.why
 
     @property
     def is_attached(self) -> bool:
@@ -186,13 +197,13 @@ class AgentLink:
         """The engine is leaving."""
         with self._lock:
             self._client.close("engine shut down")
-            self.state, self.address, self._is_closed = Link.AWAY, "", True
+            self.state, self.attached, self._is_closed = Link.AWAY, None, True
 
     def drop_copy(self) -> None:
         """In a forked child: let go of what it inherited, or the agent could not see the engine die. Says nothing."""
         self._client.drop_copy()
         self._lock = threading.RLock()
-        self.state, self.address, self._is_closed = Link.AWAY, "", True
+        self.state, self.attached, self._is_closed = Link.AWAY, None, True
         self.why = "forked: the connection is the parent's"
 
     # Under the lock:
@@ -214,23 +225,14 @@ class AgentLink:
             return self._later(self._client.why)
         self.state, self._at = Link.ASKING, self._clock() + ATTACH_S
         self._was_here, self._has_let_go, self._is_refused = False, True, False
-        try:
-            fds = self._fds()
-        except (OSError, RuntimeError, KVBridgeError) as error:
-            return self._refused(f"attach cannot be sent: {error}")
-        try:
-            is_sent = self._client.send(self._attach, fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
-        if not is_sent:
+        if not self._client.send(self._attach, self._fds):
             self._refused(f"attach cannot be sent: {self._client.why}")
 
     def _listen(self) -> None:
         for message in self._client.poll():
             match message:
-                case Attached(agent=agent) if self.state is Link.ASKING:
-                    self._here(agent.name, agent.address)
+                case Attached() if self.state is Link.ASKING:
+                    self._here(message)
                 case Detached():
                     self._has_let_go = True
                     self._lose("it has let go of our memory")
@@ -246,10 +248,10 @@ class AgentLink:
         elif self._client.is_agent_gone:
             self._lose("the agent is gone")
 
-    def _here(self, name: str, address: str) -> None:
-        self.state, self.address, self._told = Link.HERE, address, ""
+    def _here(self, attached: Attached) -> None:
+        self.state, self.attached, self._told = Link.HERE, attached, ""
         self._was_here, self._has_let_go = True, False
-        self._log.info("kvbridge: attached to %s at %s", name, address)
+        self._log.info("kvbridge: attached to %s at %s", attached.agent.name, self.address)
         for message in self._first():
             self._client.send(message)
 
@@ -263,7 +265,7 @@ class AgentLink:
             return
         what = "lost" if self.state is Link.HERE else "not attached to"
         self._client.hang_up(why)
-        self.state, self.address, self.why = Link.ENDING, "", why
+        self.state, self.attached, self.why = Link.ENDING, None, why
         self._unread_at, self._gone_at = self._clock() + READERS_S, None
         self._complain(f"{what} the agent at {self._client.path}: {why}")
 

@@ -86,6 +86,7 @@ class WorkerSide:
         self._expected: dict[str, Expect] = {}  # an agent that comes later is to know, too
         self._fence: EngineFence | None = None
         self._step = Step()  # of which the part after the forward is still to be done
+        self._fds: list[int] = []
         self._told = ""  # the agent address that the scheduler knows
         self._is_asked = False  # where our agent is
         self._look_at = 0.0
@@ -120,13 +121,13 @@ class WorkerSide:
         self._scales = LayerScales(memory.pool, layers or {})
         self._fence = self._fence_of(memory.device)
         handles, fds = self._export(memory)  # moves memory that is no GPU's; now, not in the middle of serving
-        _close(fds)
+        self._fds = fds
         self._key = (memory.pool.shard.pp_rank, memory.pool.shard.tp_rank)
         fence_fd = None if self._fence is None else len(fds) - 1
         policy = self._options.scales
         attach = Attach(versions=OURS, pool=memory.pool, handles=handles, fence_fd=fence_fd, policy=policy)
         client = EngineClient(path, agent_uids=self._options.agent_uids, pidfd_of=self._pidfd_of)
-        self._link = AgentLink(client, attach, lambda: self._export(memory)[1], log, self._clock, self._first)
+        self._link = AgentLink(client, attach, fds, log, self._clock, self._first)
         self._link.start(self._options.connect_s)
         # vLLM asks one rank of those that differ in prefill context parallelism only; they all tell in the first step.
         is_asked = getattr(self._config.parallel_config, "prefill_context_parallel_size", 1) == 1
@@ -165,6 +166,8 @@ class WorkerSide:
             self._link.close()
         if self._fence is not None:
             self._fence.close()
+        _close(self._fds)
+        self._fds = []
 
     # A step:
 

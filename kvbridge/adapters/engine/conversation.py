@@ -1,0 +1,377 @@
+"""What one engine rank and its agent say to each other: offers, wants, and how each of them ends.
+
+An adapter attaches its memory once, says what it offers and wants, and asks in `turn` what has ended. Losing the agent,
+finding it again, and saying again what a new agent must know are done here. An offer or a want ends once, with one
+`Ended` under its request's name, whatever happened: then its blocks are the engine's again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from kvbridge_proto.engine import (
+    READERS_S,
+    Abandon,
+    Adopt,
+    Attach,
+    Decline,
+    Directory,
+    Done,
+    Expect,
+    Failed,
+    Held,
+    Offer,
+    Reclaim,
+    Refused,
+    Released,
+    Rescale,
+    Rescaled,
+    ToAgent,
+    ToEngine,
+    Want,
+    Withdraw,
+)
+from kvbridge_proto.words import OURS, Agent, Rank
+from msgspec.structs import replace
+
+from ...device.fence import EngineFence
+from ...device.handles import export_all
+from .client import EngineClient
+from .link import AgentLink, Over, ReadsOver
+from .memory import Memory
+
+GRACE_S = 10.0  # what an agent gets beyond its own deadline, and again after being asked to stop
+LOOK_S = 0.5  # how often deadlines are looked at
+Kind = Literal["offer", "want"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An offer or a want is over, and its blocks are the engine's again.
+
+    `code` is empty where all was carried: an offer was read by everyone, a want's rows are in its blocks. Else nothing
+    may be relied on, and `reason` says why.
+    """
+
+    request: str
+    kind: Kind
+    code: str = ""
+    reason: str = ""
+    moved_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        return not self.code
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What an agent answered to our memory: who it is, and the number of this attachment among all it has had."""
+
+    agent: Agent
+    epoch: int
+
+
+@dataclass(slots=True)
+class _Open:
+    """`late_at` is when the agent's silence becomes suspicious; `is_nudged` once it was asked to stop."""
+
+    kind: Kind
+    late_at: float
+    hold_s: float = 0.0
+    is_told_out: bool = True  # the engine says no more of it
+    is_nudged: bool = False
+
+
+Heard = Ended | Adopt | Rescaled
+
+
+class Conversation:
+    """For one thread of the engine's; nothing but `start`, `rest` and `wait_for_readers` blocks.
+
+    `fence_of` makes the fence of a device whose work goes on after the call that asked for it; None: there is none.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        memory: Memory,
+        log: logging.Logger,
+        *,
+        policy: Literal["requantize", "adopt"] = "requantize",
+        fence_of: Callable[[torch.device], EngineFence | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises OperatorError for memory that no other process can map. Memory of a CPU moves into shared memory."""
+        self.memory = memory
+        self._log = log
+        self._clock = clock
+        self._open: dict[str, _Open] = {}
+        self._cut_short: set[str] = set()  # offers that ended before their last word was said
+        self._ended: list[Heard] = []  # for the next turn
+        self._directory: Directory | None = None
+        self._rescale: Rescale | None = None
+        self._expected: dict[str, Expect] = {}
+        self._look_at = 0.0
+        self._fence = (fence_of or fence_of_device)(memory.device)
+        handles, self._fds = export_all(memory.storages)
+        fds = [*self._fds] if self._fence is None else [*self._fds, self._fence.fd]
+        fence_fd = None if self._fence is None else len(fds) - 1
+        attach = Attach(versions=OURS, pool=memory.pool, handles=handles, fence_fd=fence_fd, policy=policy)
+        self._link = AgentLink(client, attach, fds, log, clock, self._first)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Conversation {len(self._open)} open, {self._link!r}>"
+
+    def start(self, wait_s: float) -> bool:
+        """Wait until attached, or refused for good, at most `wait_s`. False leaves it to later: the engine may run."""
+        return self._link.start(wait_s)
+
+    def close(self) -> None:
+        """The engine is leaving."""
+        self._link.close()
+        if self._fence is not None:
+            self._fence.close()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    @property
+    def attached(self) -> Attachment | None:
+        """Who has our memory now, or None."""
+        said = self._link.attached
+        return None if said is None else Attachment(said.agent, said.epoch)
+
+    @property
+    def address(self) -> str:
+        """Of the agent that has our memory; "" without one."""
+        return self._link.address
+
+    # What is said:
+
+    def share(self, ranks: Iterable[Rank]) -> None:
+        """Where all ranks of our engine have their agents. Every agent that comes is told again."""
+        self._directory = Directory(ranks=tuple(ranks))
+        self._link.send(self._directory)
+
+    def rescale(self, message: Rescale) -> bool:
+        """Rows come under other scales from here on. Every agent that comes is told again."""
+        self._rescale = message
+        return self._link.send(message)
+
+    def decline(self, message: Decline) -> None:
+        self._link.send(message)
+
+    def expect(self, message: Expect) -> None:
+        """A queued request will want this. Ends with its want, or `abandon`. Every agent that comes is told again."""
+        self._expected[message.request] = message
+        self._link.send(message)
+
+    def offer(self, offer: Offer) -> None:
+        """Tokens may be read. More of one that has ended are let go of: its `Ended` was the last word."""
+        name = offer.request
+        if name in self._cut_short:
+            if offer.is_last:
+                self._cut_short.discard(name)
+            return
+        is_new = name not in self._open
+        opened = self._open.setdefault(name, _Open("offer", 0.0))
+        opened.is_told_out = offer.is_last
+        opened.hold_s, opened.late_at = offer.hold_s, self._clock() + offer.hold_s + GRACE_S
+        if self._link.send(offer):
+            return
+        if is_new:
+            self._end(name, "offer", "not_sent", self._link.why_not)
+        elif self._link.is_attached:  # what was said before may be read; otherwise its end follows from the link's
+            self.withdraw(name, f"not sent: {self._link.why_not}"[:1024])
+            opened.is_told_out = offer.is_last
+
+    def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
+        """Nobody is to read this offer any more. Its `Ended` follows, or has come already."""
+        self._cut_short.discard(request)
+        if (opened := self._open.get(request)) is not None:
+            opened.is_told_out = True
+            self._link.send(Withdraw(request=request, reason=reason, comes_again=comes_again))
+            opened.late_at = min(opened.late_at, self._clock() + GRACE_S)
+
+    def want(self, want: Want) -> None:
+        """Fetch these tokens; its `Ended` follows. An empty range says that nothing is needed: that has no end.
+
+        A want that cannot be said ends at once, and the other side need not keep its offer.
+        """
+        self._expected.pop(want.request, None)
+        if want.first_token == want.end_token:
+            self._link.send(want)
+            return
+        assert want.request not in self._open, f"{want.request}: is open already"
+        self._open[want.request] = _Open("want", self._clock() + want.deadline_s + GRACE_S)
+        if not self._link.send(want):
+            self._end(want.request, "want", "not_sent", self._link.why_not)
+            self._link.send(replace(want, first_token=0, end_token=0, blocks=(), fence=0))
+
+    def abandon(self, request: str, reason: str) -> None:
+        """This want is not needed any more, or will not come. The `Ended` of an open one follows."""
+        self._expected.pop(request, None)
+        self._link.send(Abandon(request=request, reason=reason))
+        if (opened := self._open.get(request)) is not None:
+            opened.late_at = min(opened.late_at, self._clock() + GRACE_S)
+
+    def reclaim(self, blocks: int) -> None:
+        """So many blocks are short: offers that nobody asked for may end, the oldest first."""
+        self._link.send(Reclaim(blocks=blocks))
+
+    def mark(self) -> int:
+        """For `fence` of an offer or a want: reached when the device has done all that is enqueued now.
+
+        0 where a call returns when its work is done.
+        """
+        return 0 if self._fence is None else self._fence.mark()
+
+    # What is heard:
+
+    def turn(self) -> list[Heard]:
+        """What has ended since the last time, and what the agent asks. Never blocks."""
+        self._listen()
+        if self._clock() >= self._look_at:
+            self._look_at = self._clock() + LOOK_S
+            self._look_for_late()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def is_open(self, request: str) -> bool:
+        """Whether the agent may still touch this request's blocks."""
+        return request in self._open
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether anything is open, and no news of it is there yet."""
+        return bool(self._open) and not self._ended
+
+    def rest(self, seconds: float) -> None:
+        """Wait until the agent says something, at most so long."""
+        self._link.rest(seconds)
+
+    def give_up(self, why: str) -> None:
+        """Stop relying on this agent: all that is open ends as soon as it can hurt nobody."""
+        self._link.give_up(why)
+
+    def wait_for_readers(self, requests: Iterable[str]) -> None:
+        """Return when nothing reads these offers' blocks any more in a way that counts; they have been withdrawn.
+
+        For an engine that must compute on: a chunk gathered while its forward overwrites the blocks would hold another
+        request's KV and nothing would tell. The agent answers when its reads have ended: a chunk's time. One that stays
+        silent for READERS_S after it could hear us is given up, and what it reads from then on does not count
+        (agent/jobs.py: UNHEARD_S). One that is lost, for whatever reason, is waited for as long from the loss
+        (link.py: ReadsOver).
+        """
+        requests, ends, asked_at = list(requests), None, self._clock()
+        link = self._link
+        while any(self.is_open(name) for name in requests):
+            now = self._clock()
+            if ends is None and link.is_all_sent:
+                ends = now + READERS_S
+            if link.is_attached and now >= (asked_at + READERS_S if ends is None else ends):
+                link.give_up(f"no answer within {READERS_S} s to a withdrawal")
+                if ends is not None:
+                    break
+            link.rest(READERS_S if not link.is_attached else max((ends or asked_at + READERS_S) - now, 0.0))
+            self._listen()
+        for name in requests:
+            if self.is_open(name):
+                self._end(name, "offer", "given_up", f"no answer within {READERS_S} s")
+
+    # How:
+
+    def _first(self) -> list[ToAgent]:
+        """What every agent is told before anything else.
+
+        Called on the link's thread as well, while the engine's changes these without a lock. Each read is one operation
+        of the interpreter, so it sees what was or what is.
+        """
+        again = (self._rescale, self._directory, *list(self._expected.values()))
+        return [first for first in again if first is not None]
+
+    def _listen(self) -> None:
+        for message in self._link.turn():
+            self._hear(message)
+
+    def _hear(self, message: ToEngine | ReadsOver | Over) -> None:
+        match message:
+            case Done(request=name, moved_bytes=moved, seconds=seconds):
+                self._end(name, "want", moved_bytes=moved, seconds=seconds)
+            case Failed(request=name, code=code, reason=reason):
+                self._end(name, "want", code, reason)
+            case Released(request=name, code=code, reason=reason):
+                self._end(name, "offer", code, reason)
+            case Held(requests=names):
+                for name in names:
+                    self._hold(name)
+            case Adopt() | Rescaled():
+                self._ended.append(message)
+            case Refused(about=about, code=code, reasons=reasons) if about.startswith("rescale"):
+                # Nothing may be planned under the scales that the agent still believes in.
+                self.give_up(f"{about} refused: {code}: {'; '.join(reasons)}")
+            case Refused(code="duplicate_request", about=about, reasons=reasons):
+                self._log.warning("%s: refused by the agent: %s", about, "; ".join(reasons))  # the first goes on
+            case Refused(about=name, code=code, reasons=reasons):
+                if (opened := self._open.get(name)) is not None:
+                    self._end(name, opened.kind, code, "; ".join(reasons))
+            case ReadsOver(why=why):
+                self._end_all("offer", why)
+            case Over(why=why):
+                self._end_all("offer", why)
+                self._end_all("want", why)
+
+    def _hold(self, name: str) -> None:
+        """Somebody waits for this offer: its agent may keep it for longer."""
+        if (opened := self._open.get(name)) is not None and not opened.is_nudged:
+            opened.late_at = max(opened.late_at, self._clock() + opened.hold_s + GRACE_S)
+
+    def _end(
+        self, name: str, kind: Kind, code: str = "", reason: str = "", moved_bytes: int = 0, seconds: float = 0.0
+    ) -> None:
+        """Only what is open can end: what the agent says twice, or of another kind, is nobody's."""
+        opened = self._open.get(name)
+        if opened is not None and opened.kind == kind:
+            del self._open[name]
+            if not opened.is_told_out:
+                self._cut_short.add(name)
+            self._ended.append(Ended(name, kind, code, reason, moved_bytes, seconds))
+
+    def _end_all(self, kind: Kind, why: str) -> None:
+        for name in [name for name, opened in self._open.items() if opened.kind == kind]:
+            self._end(name, kind, "agent_lost", why)
+
+    def _look_for_late(self) -> None:
+        """An agent that is alive but silent is asked to stop, then given up.
+
+        Blocks that it may write stay wanted until it has let go.
+        """
+        now = self._clock()
+        for name, opened in [(name, each) for name, each in self._open.items() if now > each.late_at]:
+            if opened.is_nudged:
+                return self.give_up(f"{name}: no answer within {GRACE_S} s of asking it to stop")
+            reason = "no answer in time"
+            is_want = opened.kind == "want"
+            self._link.send(Abandon(request=name, reason=reason) if is_want else Withdraw(request=name, reason=reason))
+            opened.is_nudged, opened.late_at = True, now + GRACE_S
+
+
+def fence_of_device(device: torch.device) -> EngineFence | None:
+    """A CPU's work is finished when its call returns."""
+    return EngineFence(device) if device.type == "cuda" else None
