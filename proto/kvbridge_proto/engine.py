@@ -64,9 +64,11 @@ class Directory(Struct, frozen=True, kw_only=True, tag="directory"):
 class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     """These tokens are computed and may be read. Repeated as the prompt grows.
 
-    `tokens` counts from the request's start. `blocks` appends to the tables offered before. `is_last` says that no
-    more will come. The agent answers Released once nobody will read the blocks again: `hold_s` after the last Offer at
-    the latest, or after the last Held that names it. The blocks may be read once the fence has reached `fence`.
+    Tokens [first_token, tokens) of the request may be read. `first_token` is the same in every offer of it; the tables
+    begin with the block that it lies in, and who takes tokens before it fails with `tokens_missing`. `blocks` appends
+    to the tables offered before. `is_last` says that no more will come. An offer of no tokens needs no blocks. The
+    agent answers Released once nobody will read the blocks again: `hold_s` after the last Offer at the latest, or after
+    the last Held that names it. The blocks may be read once the fence has reached `fence`.
     """
 
     room: Room
@@ -76,6 +78,7 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     is_last: bool
     hold_s: Seconds
     fence: Count = 0
+    first_token: Count = 0
 
 
 class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
@@ -113,8 +116,9 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
     """Put tokens [first_token, end_token) of the room into these blocks. Answered once, by Done or Failed.
 
     The same want again changes nothing; another one under the name of an open one is refused, and the open one goes on.
-    `source` is the agent of any rank of the prefilling engine; the others are found through it. An empty range
-    tells the source that nothing is needed. The blocks may be written once the fence has reached `fence`.
+    `source` is the agent of any rank of the prefilling engine; the others are found through it. An empty range, at any
+    token, needs no blocks and tells the source that nothing is needed: Done follows once all its ranks were told,
+    whether anything is offered there yet or not. The blocks may be written once the fence has reached `fence`.
     """
 
     request: Request
