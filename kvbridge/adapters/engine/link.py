@@ -122,7 +122,7 @@ class AgentLink:
     @property
     def why_not(self) -> str:
         """Why the last message was not sent."""
-        return self._client.why if self.state is Link.HERE else self.why
+        return self._client.why if self.is_attached else self.why
 
     @property
     def is_attached(self) -> bool:
@@ -150,10 +150,17 @@ class AgentLink:
         with self._lock:
             if not self.is_attached:
                 return False
-            is_sent = self._client.send(message)
-            if not is_sent and self._client.is_connected:
-                self._log.error("not sent: %s", self._client.why)
-            return is_sent
+            return self._send(message)
+
+    @property
+    def standing(self) -> threading.RLock:
+        """Held while what `first` says is changed: no agent comes meanwhile."""
+        return self._lock
+
+    def tell(self, message: ToAgent) -> bool:
+        """As `send`, of what `first` says or said: an agent that has come since the last `turn` is told, too."""
+        with self._lock:
+            return self.state is Link.HERE and self._send(message)
 
     def turn(self) -> list[ToEngine | ReadsOver | Over]:
         """Move what waits, both ways; return what concerns the engine. Never blocks."""
@@ -207,6 +214,12 @@ class AgentLink:
         self.why = "forked: the connection is the parent's"
 
     # Under the lock:
+
+    def _send(self, message: ToAgent) -> bool:
+        is_sent = self._client.send(message)
+        if not is_sent and self._client.is_connected:
+            self._log.error("not sent: %s", self._client.why)
+        return is_sent
 
     def _drive(self) -> None:
         if self._is_closed:
