@@ -74,7 +74,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """What an agent answered to our memory: who it is, and the number of this attachment among all it has had."""
+    """Who has our memory: one start of one agent (`agent.boot`). `epoch` counts its attachments and rescales."""
 
     agent: Agent
     epoch: int

@@ -23,7 +23,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvbridge_proto.engine import READERS_S, Attach, Attached, Detached, Refused, ToAgent, ToEngine
+from kvbridge_proto.engine import READERS_S, Attach, Attached, Detached, Refused, Rescaled, ToAgent, ToEngine
+from msgspec.structs import replace
 
 from ...errors import OperatorError
 from ...failpoints import VARIABLE, arm_from_environment
@@ -78,7 +79,7 @@ class AgentLink:
         first: Callable[[], Sequence[ToAgent]] = tuple,
     ) -> None:
         self.state = Link.AWAY
-        self.attached: Attached | None = None  # what the agent answered, while we are attached
+        self.attached: Attached | None = None  # what the agent answered, while we are attached; the epoch of today
         self.why = "not connected yet"
         self._client = client
         self._attach = attach
@@ -252,6 +253,9 @@ class AgentLink:
                 case Refused(about="", code=code, reasons=reasons):
                     text = f"refused by the agent: {code}: {'; '.join(reasons)}"
                     self._lose(text) if code in PASSING else self._refused(text)
+                case Rescaled(epoch=epoch):
+                    self.attached = None if self.attached is None else replace(self.attached, epoch=epoch)
+                    self._heard.append(message)
                 case _:
                     self._heard.append(message)
         if self.state is Link.ASKING and self._clock() > self._at:
