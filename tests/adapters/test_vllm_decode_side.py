@@ -346,7 +346,7 @@ def test_the_first_want_after_a_rest_asks_whether_the_agent_is_there(world: Worl
     (agent,) = world.agents
     agent.die()
     world.agents = []
-    link = world.workers[0].worker._link
+    link = world.workers[0].worker._conversation._link
     assert link is not None
     while link.state.name == "HERE":
         time.sleep(0.01)

@@ -10,8 +10,8 @@ pytest.importorskip("vllm")
 
 from kvbridge_proto.engine import Abandon, Expect, Held, Offer, Reclaim, Released, Want, Withdraw
 
+from kvbridge.adapters.engine.conversation import GRACE_S
 from kvbridge.adapters.vllm import pressure
-from kvbridge.adapters.vllm.worker import GRACE_S
 
 from .world import HOOKS, World
 

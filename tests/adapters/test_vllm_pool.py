@@ -23,9 +23,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.vllm import worker
 from kvbridge.adapters.vllm.layers import Heads
-from kvbridge.adapters.vllm.pool import Memory, describe
+from kvbridge.adapters.vllm.pool import describe
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps

@@ -14,9 +14,9 @@ pytest.importorskip("vllm")
 from kvbridge_proto.engine import Directory, Offer, Released, Withdraw
 from kvbridge_proto.words import Rank
 
+from kvbridge.adapters.engine.conversation import GRACE_S
 from kvbridge.adapters.vllm.rooms import prompt_digest
 from kvbridge.adapters.vllm.scheduler import COMPUTING_S
-from kvbridge.adapters.vllm.worker import GRACE_S
 
 from .fake_agent import FakeAgent
 from .world import HOOKS, World
@@ -232,7 +232,7 @@ def test_a_preempting_step_does_not_wait_long_for_a_stopped_agent(tmp_path: Path
 def test_a_preempting_step_waits_for_readers_whatever_became_of_the_link(tmp_path: Path, loss: str) -> None:
     """An agent that is given up may still read; what it reads later than a second after that does not count."""
     world, agent, second = about_to_preempt(tmp_path)
-    link = world.workers[0].worker._link
+    link = world.workers[0].worker._conversation._link
     assert link is not None
     if loss == "killed":
         agent.hang_up()
@@ -256,7 +256,7 @@ def test_a_preempting_step_waits_for_readers_whatever_became_of_the_link(tmp_pat
 def test_a_preempting_step_waits_from_when_its_withdrawal_has_left(tmp_path: Path) -> None:
     """What waits in our own queue the agent cannot hear: it may find its socket empty meanwhile, and go on reading."""
     world, agent, second = about_to_preempt(tmp_path)
-    link = world.workers[0].worker._link
+    link = world.workers[0].worker._conversation._link
     assert link is not None
     while link.is_all_sent:
         link.send(Withdraw(request="another", reason="x" * 1000))
@@ -305,7 +305,7 @@ def test_the_first_request_after_a_rest_asks_whether_the_agent_has_come_back(tmp
     world.start_agents()
     (agent,) = world.agents
     with agent.alive():
-        link = world.workers[0].worker._link
+        link = world.workers[0].worker._conversation._link
         assert link is not None
         while link.state.name != "HERE":
             time.sleep(0.01)

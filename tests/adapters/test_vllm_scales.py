@@ -13,7 +13,7 @@ import torch
 from kvbridge_proto.engine import Adopt, Decline, Done, Offer, Refused, Rescale, Rescaled, Scales, Want
 from msgspec.structs import replace
 
-from kvbridge.adapters.vllm.pool import Memory
+from kvbridge.adapters.engine.memory import Memory
 
 from .world import World, memory_of
 
@@ -93,7 +93,7 @@ def test_an_agent_that_refuses_them_gets_no_more_offers(tmp_path: Path) -> None:
     agent.take(Offer)
     world.prefill(40)
     world.steps(3)
-    assert agent.take(Offer) == [] and not world.workers[0].worker._link.is_attached
+    assert agent.take(Offer) == [] and not world.workers[0].worker._conversation._link.is_attached
 
 
 class Adopting:

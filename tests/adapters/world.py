@@ -36,9 +36,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.vllm.connector import KVBridgeConnector
 from kvbridge.adapters.vllm.options import Options
-from kvbridge.adapters.vllm.pool import Memory
 from kvbridge.adapters.vllm.scheduler import SchedulerSide
 from kvbridge.adapters.vllm.worker import WorkerSide
 from tests.engines.model import write_config
@@ -279,7 +279,8 @@ class World:
         assert not ours._pressure._tokens and not ours._pressure._queue and not ours._pressure._held
         for worker in self.workers:
             assert not worker.worker._ledger.receives and not worker.worker._ledger.sends
-            assert not worker.worker._expected
+            conversation = worker.worker._conversation
+            assert not conversation._open and not conversation._expected and not conversation._cut_short
 
 
 def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmConfig:

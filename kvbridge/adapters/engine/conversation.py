@@ -74,7 +74,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """What an agent answered to our memory: who it is, and the number of this attachment among all it has had."""
+    """Who has our memory: one start of one agent (`agent.boot`). `epoch` counts its attachments and rescales."""
 
     agent: Agent
     epoch: int
@@ -177,21 +177,24 @@ class Conversation:
 
     def share(self, ranks: Iterable[Rank]) -> None:
         """Where all ranks of our engine have their agents. Every agent that comes is told again."""
-        self._directory = Directory(ranks=tuple(ranks))
-        self._link.send(self._directory)
+        with self._link.standing:
+            self._directory = Directory(ranks=tuple(ranks))
+            self._link.tell(self._directory)
 
     def rescale(self, message: Rescale) -> bool:
         """Rows come under other scales from here on. Every agent that comes is told again."""
-        self._rescale = message
-        return self._link.send(message)
+        with self._link.standing:
+            self._rescale = message
+            return self._link.tell(message)
 
     def decline(self, message: Decline) -> None:
         self._link.send(message)
 
     def expect(self, message: Expect) -> None:
         """A queued request will want this. Ends with its want, or `abandon`. Every agent that comes is told again."""
-        self._expected[message.request] = message
-        self._link.send(message)
+        with self._link.standing:
+            self._expected[message.request] = message
+            self._link.tell(message)
 
     def offer(self, offer: Offer) -> None:
         """Tokens may be read. More of one that has ended are let go of: its `Ended` was the last word."""
@@ -227,18 +230,18 @@ class Conversation:
         """
         self._expected.pop(want.request, None)
         if want.first_token == want.end_token:
-            self._link.send(want)
+            self._link.tell(want)
             return
         assert want.request not in self._open, f"{want.request}: is open already"
         self._open[want.request] = _Open("want", self._clock() + want.deadline_s + GRACE_S)
         if not self._link.send(want):
             self._end(want.request, "want", "not_sent", self._link.why_not)
-            self._link.send(replace(want, first_token=0, end_token=0, blocks=(), fence=0))
+            self._link.tell(replace(want, first_token=0, end_token=0, blocks=(), fence=0))
 
     def abandon(self, request: str, reason: str) -> None:
         """This want is not needed any more, or will not come. The `Ended` of an open one follows."""
         self._expected.pop(request, None)
-        self._link.send(Abandon(request=request, reason=reason))
+        self._link.tell(Abandon(request=request, reason=reason))
         if (opened := self._open.get(request)) is not None:
             opened.late_at = min(opened.late_at, self._clock() + GRACE_S)
 
@@ -311,8 +314,8 @@ class Conversation:
     def _first(self) -> list[ToAgent]:
         """What every agent is told before anything else.
 
-        Called on the link's thread as well, while the engine's changes these without a lock. Each read is one operation
-        of the interpreter, so it sees what was or what is.
+        Called on the link's thread as well, under its lock. What ends, the engine's thread takes out without it: each
+        read is one operation of the interpreter, so it sees what was or what is.
         """
         again = (self._rescale, self._directory, *list(self._expected.values()))
         return [first for first in again if first is not None]

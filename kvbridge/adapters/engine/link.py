@@ -23,7 +23,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvbridge_proto.engine import READERS_S, Attach, Attached, Detached, Refused, ToAgent, ToEngine
+from kvbridge_proto.engine import READERS_S, Attach, Attached, Detached, Refused, Rescaled, ToAgent, ToEngine
+from msgspec.structs import replace
 
 from ...errors import OperatorError
 from ...failpoints import VARIABLE, arm_from_environment
@@ -78,7 +79,7 @@ class AgentLink:
         first: Callable[[], Sequence[ToAgent]] = tuple,
     ) -> None:
         self.state = Link.AWAY
-        self.attached: Attached | None = None  # what the agent answered, while we are attached
+        self.attached: Attached | None = None  # what the agent answered, while we are attached; the epoch of today
         self.why = "not connected yet"
         self._client = client
         self._attach = attach
@@ -127,7 +128,7 @@ class AgentLink:
     @property
     def why_not(self) -> str:
         """Why the last message was not sent."""
-        return self._client.why if self.state is Link.HERE else self.why
+        return self._client.why if self.is_attached else self.why
 
     @property
     def is_attached(self) -> bool:
@@ -155,10 +156,17 @@ class AgentLink:
         with self._lock:
             if not self.is_attached:
                 return False
-            is_sent = self._client.send(message)
-            if not is_sent and self._client.is_connected:
-                self._log.error("not sent: %s", self._client.why)
-            return is_sent
+            return self._send(message)
+
+    @property
+    def standing(self) -> threading.RLock:
+        """Held while what `first` says is changed: no agent comes meanwhile."""
+        return self._lock
+
+    def tell(self, message: ToAgent) -> bool:
+        """As `send`, of what `first` says or said: an agent that has come since the last `turn` is told, too."""
+        with self._lock:
+            return self.state is Link.HERE and self._send(message)
 
     def turn(self) -> list[ToEngine | ReadsOver | Over]:
         """Move what waits, both ways; return what concerns the engine. Never blocks."""
@@ -213,6 +221,12 @@ class AgentLink:
 
     # Under the lock:
 
+    def _send(self, message: ToAgent) -> bool:
+        is_sent = self._client.send(message)
+        if not is_sent and self._client.is_connected:
+            self._log.error("not sent: %s", self._client.why)
+        return is_sent
+
     def _drive(self) -> None:
         if self._is_closed:
             return
@@ -244,6 +258,9 @@ class AgentLink:
                 case Refused(about="", code=code, reasons=reasons):
                     text = f"refused by the agent: {code}: {'; '.join(reasons)}"
                     self._lose(text) if code in PASSING else self._refused(text)
+                case Rescaled(epoch=epoch):
+                    self.attached = None if self.attached is None else replace(self.attached, epoch=epoch)
+                    self._heard.append(message)
                 case _:
                     self._heard.append(message)
         if self.state is Link.ASKING and self._clock() > self._at:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from kvbridge_proto.pool import Engine, Group, Model, Plane, Pool, Region, Shard, Step
 
 from ...errors import OperatorError
+from ..engine.memory import Memory
 from .cpu import halves
 from .dtypes import codec_of, form_of
-from .layers import Heads, Member, kind_of, members_of, model_layers, window_of
+from .layers import Member, kind_of, members_of, model_layers, window_of
 from .shapes import Spot, halves_of
 from .versions import check_groups, transfer_groups
 
@@ -20,27 +21,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ("Heads", "Memory", "describe")
-
 PLAIN_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
 # All of these write a latent row as one run of bytes, token after token; what is in it is a matter of the codec.
 LATENT_BACKENDS = (
     *("TRITON_MLA", "FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE"),
     *("CUTLASS_MLA", "CPU_MLA", "AMX_MLA", "DEEPSEEK_SPARSE_SWA"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """A pool and the storages behind its regions, in the regions' order."""
-
-    pool: Pool
-    storages: tuple[torch.UntypedStorage, ...]
-
-    @property
-    def device(self) -> torch.device:
-        """One for all."""
-        return self.storages[0].device
 
 
 def describe(
