@@ -1,4 +1,4 @@
-"""Real SGLang servers, each rank beside a real agent, kept for a whole test module; and one server alone as reference."""
+"""Real SGLang servers, each rank beside a real agent, kept for a module of tests; and one server alone as reference."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..agent.harness import AgentProcess, agent
+from kvbridge_proto.status import Status
+
+from ..agent.harness import AgentProcess, agent, wait_for
 from ..engines.fleet import prompt
 from ..engines.model import write_model
 from . import rows
 from .server import Server, ServerConfig
 
-__all__ = ["Answer", "Fleet", "prompt"]
+__all__ = ["Answer", "Fleet", "assert_idle", "prompt"]
 
 TOKENS = 12  # decoded of each prompt
 MOST = 7  # servers at a time: half a GiB each
@@ -117,7 +119,9 @@ class Fleet:
             given, taken = (pool.submit(self[name].generate, body) for name in (source, sink))
             return given.result(), taken.result()
 
-    def ask(self, source: str, sink: str, prompts: Sequence[list[int]], count: int = TOKENS) -> list[tuple[int, Answer]]:
+    def ask(
+        self, source: str, sink: str, prompts: Sequence[list[int]], count: int = TOKENS
+    ) -> list[tuple[int, Answer]]:
         """Each prompt's room and the decoding server's answer; several go as arrays of one request."""
         rooms = [self.room() for _ in prompts]
         self.start(source, sink)
@@ -137,8 +141,12 @@ class Fleet:
         answers = self.ask(source, sink, prompts, count)
         for room, answer in answers:
             assert len(answer.tokens) == count, answer
-            rows.assert_carried(*self.rows(source, sink, room))
+            self.assert_carried(*self.rows(source, sink, room))
         return [answer for _, answer in answers]
+
+    @staticmethod
+    def assert_carried(given: rows.Rows, taken: rows.Rows) -> None:
+        rows.assert_carried(given, taken)
 
     def alone(self, tokens: list[int], count: int = TOKENS) -> Answer:
         """What one server says by itself."""
@@ -180,6 +188,19 @@ class Fleet:
                 self.start_agents(name)
         config = replace(config, environment=told | config.environment)
         return self._stack.enter_context(Server(config, self._model, self.folder, name))
+
+
+def assert_idle(fleet: Fleet, *names: str, timeout_s: float = 20.0) -> None:
+    """Nothing is held for any request: not by the servers, not by their agents."""
+    for name in names:
+        fleet[name].wait_empty(timeout_s)
+    for running in (each for name in names for each in fleet.agents.get(name, ())):
+        wait_for(lambda running=running: _is_idle(running.status), timeout_s)
+
+
+def _is_idle(status: Status) -> bool:
+    slots = (status.inbound, status.outbound)
+    return not (status.offers or status.transfers or any(each.lent or each.quarantined for each in slots))
 
 
 def answer_of(said: dict[str, Any]) -> Answer:

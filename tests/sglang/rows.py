@@ -1,4 +1,4 @@
-"""KV rows that the servers left in a folder (see plugin.py): joined over the ranks, and converted as the other side would."""
+"""KV rows that the servers left in a folder (see plugin.py): joined over the ranks, and converted as on the way."""
 
 from __future__ import annotations
 
