@@ -64,7 +64,9 @@ class Directory(Struct, frozen=True, kw_only=True, tag="directory"):
 class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     """These tokens are computed and may be read. Repeated as the prompt grows.
 
-    `tokens` counts from the request's start. `blocks` appends to the tables offered before. `is_last` says that no
+    `tokens` counts from the request's start, those of all context parallel ranks together. `blocks` appends to the
+    tables offered before, and names blocks of this rank (see Blocks): all that hold its own of these tokens. A group in
+    which it has none of them needs no entry. `is_last` says that no
     more will come. The agent answers Released once nobody will read the blocks again: `hold_s` after the last Offer at
     the latest, or after the last Held that names it. The blocks may be read once the fence has reached `fence`.
     """
@@ -115,6 +117,11 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
     The same want again changes nothing; another one under the name of an open one is refused, and the open one goes on.
     `source` is the agent of any rank of the prefilling engine; the others are found through it. An empty range
     tells the source that nothing is needed. The blocks may be written once the fence has reached `fence`.
+
+    `first_token` and `end_token` count tokens of the request, the same on all ranks of an engine. `blocks` are this
+    rank's (see Blocks): those that hold its own of these tokens, and none for a group in which it has none of them. So
+    rank 1 of 2, with an interleave of 1 and blocks of 16, wants [10, 39) with entries 0 and 1 (its own are tokens
+    11 to 37), [32, 39) with entry 1 alone, and [32, 33) without any.
     """
 
     request: Request
