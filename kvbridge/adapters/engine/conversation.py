@@ -335,10 +335,10 @@ class Conversation:
                 if (opened := self._open.get(name)) is not None:
                     self._end(name, code, "; ".join(reasons), kind=opened.kind)
             case ReadsOver(why=why):
-                self._end_all("offer", why)
+                self._all_lost("offer", why)
             case Over(why=why):
-                self._end_all("offer", why)
-                self._end_all("want", why)
+                self._all_lost("offer", why)
+                self._all_lost("want", why)
 
     def _hold(self, name: str) -> None:
         """Somebody waits for this offer: its agent may keep it for longer."""
@@ -356,7 +356,7 @@ class Conversation:
                 self._cut_short.add(name)
             self._ended.append(Ended(name, kind, code, reason, moved_bytes, seconds))
 
-    def _end_all(self, kind: Kind, why: str) -> None:
+    def _all_lost(self, kind: Kind, why: str) -> None:
         for name in [name for name, opened in self._open.items() if opened.kind == kind]:
             self._end(name, "agent_lost", why, kind=kind)
 
