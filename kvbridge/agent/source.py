@@ -56,9 +56,10 @@ class Source:
 
     def offer(self, offer: Offer, home: Home) -> None:
         log.debug(
-            "offer: request=%s room=%s tokens=%d%s",
+            "offer: request=%s room=%s tokens=[%d, %d)%s",
             offer.request,
             offer.room,
+            offer.first_token,
             offer.tokens,
             " (last)" if offer.is_last else "",
         )

@@ -62,7 +62,7 @@ def offers(outbound: Outbound, name_of: Callable[[str], str], now: float) -> tup
             room=offered.room,
             state=_state(offered, offered.request in unclaimed),
             peer=name_of(claimed_by.get(offered.request, outbound.awaited_by(offered)))[:256],
-            tokens=offered.tokens,
+            tokens=offered.tokens - offered.first_token,
             blocks=offered.blocks,
             age_s=min(DAY_S, max(0.0, now - offered.began)),
         )

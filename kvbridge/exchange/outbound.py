@@ -23,7 +23,7 @@ from .recent import Recent
 from .rooms import ENDED_S, Ended, Rooms
 from .session import Home, Session
 from .slots import LocalSlot, LocalSlots
-from .tables import check_late, extended, ready_chunks
+from .tables import check_begin, check_late, extended, ready_chunks
 from .turns import Turns
 
 MOST_OFFERS = 16384
@@ -73,7 +73,7 @@ class Outbound:
                 code, reason = "too_many_offers", f"offers: {MOST_OFFERS} are open"
                 said = self._come_in_vain(Ended(offer.room, (code, reason), now + ENDED_S), now)
                 return [Tell(Released(request=offer.request, code=code, reason=reason)), *said]
-            offered = Offered(offer.request, offer.room, {}, began=now)
+            offered = Offered(offer.request, offer.room, {}, offer.first_token, began=now)
             self.offers[offer.request] = offered
             self._rooms.enter(offered)
         offered.is_told_out |= offer.is_last
@@ -315,9 +315,15 @@ class Outbound:
     def _grow(self, offered: Offered, offer: Offer, home: Home) -> None:
         if offer.room != offered.room:
             raise EngineError("room_changed", f"room: first {offered.room}, now {offer.room}")
+        if offer.first_token != offered.first_token:
+            raise EngineError(
+                "first_token_changed", f"first_token: first {offered.first_token}, now {offer.first_token}"
+            )
+        if offer.tokens < offer.first_token:
+            raise EngineError("bad_range", f"tokens: got {offer.tokens}, first_token {offer.first_token}")
         if offer.tokens < offered.tokens:
             raise EngineError("tokens_shrank", f"tokens: first {offered.tokens}, now {offer.tokens}")
-        offered.tables = extended(offered.tables, home, offer.blocks, offer.tokens, offer.is_last)
+        offered.tables = extended(offered.tables, home, offer.blocks, offer.first_token, offer.tokens, offer.is_last)
         offered.tokens, offered.is_last = offer.tokens, offer.is_last
         offered.fence = max(offered.fence, offer.fence)
 
@@ -357,17 +363,16 @@ class Outbound:
             del self._waiting[out.claim.room]
 
     def _short_of(self, offered: Offered) -> list[Action]:
-        """Fail what an offer that has said its last word can never satisfy."""
+        """Fail what an offer can never satisfy: what it lacks at its begin at once, all else with its last word."""
         actions: list[Action] = []
-        if not offered.is_last:
-            return actions
         for out in list(offered.outlets.values()):
-            if out.claim.end_token > offered.tokens:
-                reason = f"end_token: wanted {out.claim.end_token}, offered {offered.tokens}"
-                actions += self._stop(out, "tokens_missing", reason)
-                continue
             try:
-                check_late(out.plan, offered.tables, offered.tokens)
+                check_begin(out.plan, offered.first_token)
+                if offered.is_last:
+                    if out.claim.end_token > offered.tokens:
+                        reason = f"end_token: wanted {out.claim.end_token}, offered {offered.tokens}"
+                        raise EngineError("tokens_missing", reason)
+                    check_late(out.plan, offered.tables, offered.tokens)
             except KVBridgeError as error:
                 actions += self._stop(out, error.code, str(error))
         return actions
@@ -516,5 +521,5 @@ class Outbound:
 def _why_expired(offered: Offered, now: float) -> str:
     if offered.want:
         return f"hold_s: {offered.hold_s:g} passed; not all ranks of {offered.want} came"
-    age_s = now - offered.began
-    return f"hold_s: {offered.hold_s:g} passed; nobody asked for its {offered.tokens} tokens in {age_s:.1f} s"
+    tokens, age_s = offered.tokens - offered.first_token, now - offered.began
+    return f"hold_s: {offered.hold_s:g} passed; nobody asked for its {tokens} tokens in {age_s:.1f} s"

@@ -49,6 +49,7 @@ class Offered:
     request: str
     room: str
     tables: Mapping[int, BlockTable]
+    first_token: int = 0
     tokens: int = 0
     is_last: bool = False
     fence: int = 0  # what the engine's fence must have reached before `tokens` may be read

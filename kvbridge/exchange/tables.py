@@ -15,14 +15,19 @@ from .session import Home
 
 
 def extended(
-    tables: Mapping[int, BlockTable], home: Home, pieces: Sequence[Blocks], end_token: int, is_last: bool
+    tables: Mapping[int, BlockTable],
+    home: Home,
+    pieces: Sequence[Blocks],
+    first_token: int,
+    end_token: int,
+    is_last: bool,
 ) -> dict[int, BlockTable]:
-    """`tables` with `pieces` appended. Raises EngineError if they are not whole up to `end_token` in every group.
+    """`tables` with `pieces` appended. Raises EngineError if they lack some of [first_token, end_token) in any group.
 
     A group that keeps a window is looked at when `is_last`: its blocks change until then, and need not be said before.
     """
     grown = _appended(tables, home, pieces)
-    _check(grown, home, 0, end_token, is_last)
+    _check(grown, home, first_token, end_token, is_last)
     return grown
 
 
@@ -61,6 +66,17 @@ def _check(tables: Mapping[int, BlockTable], home: Home, first_token: int, end_t
             first, end = home.share.count(first), home.share.count(end)
         if first < end:
             _table(tables, index).check(first, end)
+
+
+def check_begin(plan: Plan, first_token: int) -> None:
+    """Raises EngineError if a plan takes tokens before `first_token`, where its offer begins.
+
+    They may lie in the first block of the offer, and yet be anything. A state is of all tokens, wherever it begins.
+    """
+    for leg in plan.legs:
+        if leg.kind != "state" and leg.first < leg.comb.count(first_token):
+            reason = f"first_token: wanted {plan.first_token}, offered from {first_token}"
+            raise EngineError("tokens_missing", reason)
 
 
 def check_late(plan: Plan, tables: Mapping[int, BlockTable], tokens: int) -> None:

@@ -64,11 +64,14 @@ class Directory(Struct, frozen=True, kw_only=True, tag="directory"):
 class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     """These tokens are computed and may be read. Repeated as the prompt grows.
 
-    `tokens` counts from the request's start, those of all context parallel ranks together. `blocks` appends to the
-    tables offered before, and names blocks of this rank (see Blocks): all that hold its own of these tokens. A group in
-    which it has none of them needs no entry. `is_last` says that no
-    more will come. The agent answers Released once nobody will read the blocks again: `hold_s` after the last Offer at
-    the latest, or after the last Held that names it. The blocks may be read once the fence has reached `fence`.
+    Tokens [first_token, tokens) of the request may be read. `first_token` is the same in every offer of it; the tables
+    begin with the block that it lies in, and who takes tokens before it fails with `tokens_missing`. `blocks` appends
+    to the tables offered before. `is_last` says that no more will come. An offer of no tokens needs no blocks. The
+    agent answers Released once nobody will read the blocks again: `hold_s` after the last Offer at the latest, or after
+    the last Held that names it. The blocks may be read once the fence has reached `fence`.
+
+    `first_token` and `tokens` count tokens of the request, the same on all ranks of an engine. `blocks` are this rank's
+    (see Blocks): those that hold its own of these tokens, and none for a group in which it has none of them.
     """
 
     room: Room
@@ -78,6 +81,7 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     is_last: bool
     hold_s: Seconds
     fence: Count = 0
+    first_token: Count = 0
 
 
 class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
@@ -115,8 +119,9 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
     """Put tokens [first_token, end_token) of the room into these blocks. Answered once, by Done or Failed.
 
     The same want again changes nothing; another one under the name of an open one is refused, and the open one goes on.
-    `source` is the agent of any rank of the prefilling engine; the others are found through it. An empty range
-    tells the source that nothing is needed. The blocks may be written once the fence has reached `fence`.
+    `source` is the agent of any rank of the prefilling engine; the others are found through it. An empty range, at any
+    token, needs no blocks and tells the source that nothing is needed: Done follows once all its ranks were told,
+    whether anything is offered there yet or not. The blocks may be written once the fence has reached `fence`.
 
     `first_token` and `end_token` count tokens of the request, the same on all ranks of an engine. `blocks` are this
     rank's (see Blocks): those that hold its own of these tokens, and none for a group in which it has none of them. So

@@ -35,7 +35,7 @@ def write_scaled(folder: Path) -> Path:
     return folder
 
 
-def write_latent(folder: Path) -> Path:
+def write_latent(folder: Path, **changes: object) -> Path:
     """DeepSeek-V2 without experts."""
     import torch
     from safetensors.torch import save_file
@@ -60,6 +60,7 @@ def write_latent(folder: Path) -> Path:
         topk_method="greedy",
         n_group=1,
         topk_group=1,
+        **changes,
     )
     generator = torch.Generator().manual_seed(0)
     weights = {}

@@ -44,10 +44,12 @@ LAYERS, HEADS, WIDTH, BLOCKS = 2, 4, 8, 64
 SLOT_BYTES = 1024
 
 
-def make_pool(engine: str, rank: int, ranks: int, block_tokens: int, scale: float = 0.0) -> Pool:
+def make_pool(
+    engine: str, rank: int, ranks: int, block_tokens: int, scale: float = 0.0, all_heads: int = HEADS
+) -> Pool:
     """One rank of a small bf16 engine, or an fp8 one under this scale; heads are split evenly."""
     size = 1 if scale else 2
-    heads, row = HEADS // ranks, WIDTH * size
+    heads, row = all_heads // ranks, WIDTH * size
     block = block_tokens * heads * row
     codec = Codec(
         name="fp8_e4m3" if scale else "bf16",
@@ -67,13 +69,13 @@ def make_pool(engine: str, rank: int, ranks: int, block_tokens: int, scale: floa
             element_axis=(Step(WIDTH, size),),
             first_head=rank * heads,
             heads=heads,
-            total_heads=HEADS,
+            total_heads=all_heads,
             codec=codec,
         )
         for layer in range(LAYERS)
         for i, part in enumerate(("k", "v"))
     )
-    layer = Layer(kind="full", kv_heads=HEADS, key_width=WIDTH, value_width=WIDTH)
+    layer = Layer(kind="full", kv_heads=all_heads, key_width=WIDTH, value_width=WIDTH)
     return Pool(
         engine=Engine(kind="test", version="1", id=engine),
         model=Model(name="tiny", layers=(layer,) * LAYERS),
@@ -168,14 +170,37 @@ class World:
 
     # What engines say:
 
-    def offer(self, request: str, tokens: int, blocks: int, first: int = 0, last: bool = True, room: str = "") -> None:
+    def offer(
+        self,
+        request: str,
+        tokens: int,
+        blocks: int,
+        first: int = 0,
+        last: bool = True,
+        room: str = "",
+        first_token: int = 0,
+    ) -> None:
         pieces = (Blocks(0, first, tuple(range(first, first + blocks))),) if blocks else ()
-        self.offer_pieces(request, tokens, pieces, last, room)
+        self.offer_pieces(request, tokens, pieces, last, room, first_token)
 
     def offer_pieces(
-        self, request: str, tokens: int, pieces: tuple[Blocks, ...], last: bool = True, room: str = ""
+        self,
+        request: str,
+        tokens: int,
+        pieces: tuple[Blocks, ...],
+        last: bool = True,
+        room: str = "",
+        first_token: int = 0,
     ) -> None:
-        message = Offer(room=room or request, request=request, tokens=tokens, blocks=pieces, is_last=last, hold_s=100.0)
+        message = Offer(
+            room=room or request,
+            request=request,
+            tokens=tokens,
+            blocks=pieces,
+            is_last=last,
+            hold_s=100.0,
+            first_token=first_token,
+        )
         for node in self.sources:
             self.do(node, node.outbound.offer(message, node.home, self.now))
 

@@ -151,6 +151,17 @@ class Conversation:
         while self._fds:
             os.close(self._fds.pop())
 
+    def detach(self) -> None:
+        """The memory is about to go away: return when nothing touches it any more. What was open has ended then.
+
+        An agent that lives lets go within a chunk's time; of one that does not, the end of its process is waited for.
+        """
+        self._link.give_up("our memory is about to go away")
+        while not self._link.is_over:
+            self._link.rest(READERS_S)
+            self._listen()
+        self.close()
+
     @property
     def attached(self) -> Attachment | None:
         """Who has our memory now, or None."""

@@ -121,6 +121,11 @@ class AgentLink:
         return "" if attached is None else attached.agent.address
 
     @property
+    def is_over(self) -> bool:
+        """Whether no agent can touch our memory: none was attached, or the last one has let go or is gone."""
+        return self.state is Link.AWAY
+
+    @property
     def why_not(self) -> str:
         """Why the last message was not sent."""
         return self._client.why if self.is_attached else self.why

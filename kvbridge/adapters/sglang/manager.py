@@ -1,0 +1,440 @@
+"""One SGLang rank's manager: holds the conversation with its agent, and the control socket to the other server.
+
+The schedulers poll senders and receivers in each of their turns; whatever we say to the agent, and hear of it, happens
+there, on the scheduler's thread. Two threads of ours sleep beside it: one reads SGLang's control socket, one keeps the
+bootstrap server told of where the agents are. Both only leave notes for the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+import torch
+from kvbridge_proto.pool import Shard
+from kvbridge_proto.words import Rank
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    AbortNotification,
+    CommonKVManager,
+    PrefillServerInfo,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_device, get_parallel
+from sglang.srt.utils.network import NetworkAddress
+
+from ...errors import OperatorError
+from ...oneline import OneLine
+from ..engine.client import EngineClient
+from ..engine.conversation import Conversation, Ended
+from .bootstrap import AGENT, RANKS
+from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unpack
+from .options import Options
+from .plugin import TESTED, building
+from .pool import describe, moved
+from .prompts import prompt_digest
+
+log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
+log.addFilter(OneLine())
+
+TURN_S = 0.0002  # a scheduler's turn polls every request it has: the agent is listened to once
+REGISTER_S = 1.0  # how soon the bootstrap server hears of an agent that came or moved
+RANKS_S = 5.0  # how often the agents of the other ranks are asked for, once all are known
+EARLY_S = 0.1  # and until they are
+FORGET_S = 900.0  # a question whose request never came
+FAILED_S = 300.0  # a question that comes so long after its request has failed is told so
+
+
+@dataclass(slots=True)
+class Room:
+    """What is known of a bootstrap room before and beside its request. `prompt` is our own request's digest."""
+
+    prompt: str = ""
+    asked: dict[tuple[str, int], Asked] = field(default_factory=dict)
+    row: Row | None = None
+    since: float = field(default_factory=time.monotonic)
+
+
+class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not there for the checker
+    """Made by the scheduler's thread of each rank."""
+
+    supports_deferred_decode_kv_release = True
+    kv_status_msg_tag = STATUS_TAG
+    kv_status_msg_carries_reason = True
+    reports_transfer_latency = True
+
+    def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
+        queue = building.get()
+        if queue is None:
+            reason = "_init_kv_manager of its queue is not hooked: this SGLang is not the one that this adapter knows"
+            raise OperatorError("hook_missing", f"{reason} ({TESTED})")
+        _check_version()
+        _check_parallel(disaggregation_mode)
+        self.options = Options.read(os.environ)
+        self.rooms: dict[int, Room] = {}
+        self._owners: dict[int, Any] = {}  # whose request a room is
+        self._failed: dict[int, tuple[str, float]] = {}  # of requests that are over: why, and when that was
+        self._rooms_lock = threading.Lock()
+        self._queue = queue
+        self._watched: dict[str, Ended | None] = {}
+        self._look_at = 0.0
+        self._replica = _replica()
+        self._shard = _shard()
+        self._engine_id = _common_id()
+        self._bootstrap_url = ""
+        self._registered = ""
+        self._ranks: tuple[Rank, ...] = ()
+        self._told_ranks: tuple[Rank, ...] = ()
+        self._fence_stream: Any = None
+        self.talk: Conversation | None = None
+        self._attach()
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.enable_deferred_decode_kv_release = True
+        is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
+        _thread("kvbridge-control", self._serve_prefill if is_prefill else self._serve_decode)
+        if is_prefill:
+            _thread("kvbridge-registry", self._keep_registered)
+        else:
+            # A block that our agent may still write is not given back because a timer ran out.
+            queue.transfer_queue.enable_deferred_kv_release = True
+            queue.transfer_queue.deferred_kv_release_timeout = float("inf")
+            self._start_heartbeat_checker_thread()
+
+    # Our agent:
+
+    def _attach(self) -> None:
+        """Share the memory. Without an agent the engine starts all the same; its requests fail until there is one."""
+        if self.is_silent:
+            return
+        name = self.options.model_name or self._queue.scheduler.server_args.model_path.rstrip("/").rpartition("/")[2]
+        memory = describe(self._queue, self._shard, model_name=name, engine_id=self._engine_id)
+        path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
+        client = EngineClient(path, agent_uids=self.options.agent_uids)
+        self.talk = Conversation(client, memory, log)
+        if memory.device.type == "cpu":
+            moved(self._queue.token_to_kv_pool)
+        self.talk.start(self.options.connect_s)
+        self._told_ranks = ()
+
+    @property
+    def is_silent(self) -> bool:
+        """A prefill rank whose rows another rank of its context parallel group sends."""
+        return bool(get_parallel().attn_cp_rank)
+
+    @property
+    def agent_address(self) -> str:
+        return "" if self.talk is None else self.talk.address
+
+    def deregister_buffer_to_engine(self) -> None:
+        """SGLang gives its memory back: returns when our agent has let go of it."""
+        if self.talk is not None:
+            self.talk.detach()
+            self.talk = None
+
+    def register_buffer_to_engine(self) -> None:
+        """SGLang has memory again."""
+        if self.talk is None:
+            self._attach()
+
+    def look(self) -> None:
+        """Listen to the agent, once in a scheduler's turn."""
+        now = time.monotonic()
+        if self.talk is None or now < self._look_at:
+            return
+        self._look_at = now + TURN_S
+        for heard in self.talk.turn():
+            if isinstance(heard, Ended) and heard.request in self._watched:
+                self._watched[heard.request] = heard
+        if self._ranks != self._told_ranks:
+            self._told_ranks = self._ranks
+            self.talk.share(self._told_ranks)
+
+    def watch(self, name: str) -> None:
+        """Keep how this offer or want ends, for `ended`."""
+        self._watched[name] = None
+
+    def unwatch(self, name: str) -> None:
+        self._watched.pop(name, None)
+
+    def ended(self, name: str) -> Ended | None:
+        return self._watched.get(name)
+
+    def mark(self, event: Any = None) -> int:
+        """For the fence: behind all that is enqueued on the scheduler's and the forwards' streams, and `event`."""
+        if self.talk is None or self.talk.memory.device.type != "cuda":
+            return 0
+        if self._fence_stream is None:
+            self._fence_stream = torch.cuda.Stream(self.talk.memory.device)  # type: ignore[no-untyped-call]
+        stream = self._fence_stream
+        stream.wait_stream(torch.cuda.current_stream())
+        if (forwards := getattr(self._queue.scheduler, "forward_stream", None)) is not None:
+            stream.wait_stream(forwards)
+        if event is not None:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            return self.talk.mark()
+
+    def digest(self, req: Any) -> str:
+        """Of the request's prompt, with the adapter that its number means here."""
+        lora = getattr(self._queue.scheduler.tp_worker.model_runner, "lora_manager", None)
+        ref = getattr(lora, "lora_refs", {}).get(req.lora_id)
+        said = (req.lora_id or "",) if ref is None else (ref.lora_name, ref.lora_path.rstrip("/").rpartition("/")[2])
+        return prompt_digest(req, said)
+
+    # Rooms. Both threads look at them:
+
+    def room(self, number: int) -> Room:
+        with self._rooms_lock:
+            return self.rooms.setdefault(number, Room())
+
+    def enter(self, number: int, owner: Any) -> str:
+        """One request has a room at a time. Why this one has not, or "": a client may choose any number."""
+        if self._owners.setdefault(number, owner) is not owner:
+            return f"bootstrap_room {number}: in use by another request"
+        self._failed.pop(number, None)
+        return ""
+
+    def leave(self, number: int, owner: Any, failure: str = "") -> None:
+        """The request is over. Questions that come for it yet hear of its failure."""
+        if self._owners.get(number) is not owner:
+            return
+        del self._owners[number]
+        if failure:
+            self._failed[number] = (failure, time.monotonic())
+        self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        with self._rooms_lock:
+            self.rooms.pop(number, None)
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.transfer_infos.pop(number, None)
+
+    def _forget_old(self) -> None:
+        """Questions for requests that never came, failures that nobody asked for."""
+        now = time.monotonic()
+        rooms, failed = list(self.rooms.items()), list(self._failed.items())
+        for number in [number for number, room in rooms if not room.prompt and now - room.since > FORGET_S]:
+            self._drop(number)
+            self.request_status.pop(number, None)
+        for number in [number for number, (_, at) in failed if now - at > FAILED_S]:
+            self._failed.pop(number, None)
+
+    # Prefill's side of the control socket:
+
+    def meet(self, number: int) -> None:
+        """A request and all questions for it are there: its prefill may begin. Or their prompts differ: it fails."""
+        room = self.room(number)
+        asked = list(room.asked.values())
+        if room.prompt and any(each.prompt != room.prompt for each in asked):
+            reason = f"bootstrap_room {number}: the decoding request has another prompt, adapter, media or salt"
+            self.conclude_failure(bootstrap_room=number, failure_reason=reason)
+        elif asked and len(asked) >= asked[0].ranks:
+            self.req_to_decode_prefix_len[number] = max(each.first_token for each in asked)
+            self.update_status(number, KVPoll.WaitingForInput)
+
+    def _serve_prefill(self) -> None:
+        while True:
+            frames = self.server_socket.recv_multipart()
+            try:
+                if frames[0] == TAG:
+                    self._hear_asked(unpack(frames))
+                elif frames[0] == b"ABORT" and (said := AbortNotification.from_zmq(frames)) is not None:
+                    self._hear_abort(said.room)
+                else:
+                    raise BadMessage(f"{len(frames)} frames beginning with {frames[0][:32]!r}")
+            except BadMessage as error:
+                log.warning("dropped what came on the control socket: %s", error)
+            except Exception:
+                log.exception("the control socket's thread goes on")
+
+    def _hear_asked(self, asked: Asked | Row) -> None:
+        if not isinstance(asked, Asked):
+            raise BadMessage("a row, on the prefill side")
+        if (failed := self._failed.get(asked.room)) is not None:
+            target = [(asked.endpoint, asked.dst_port)]
+            self.send_kv_status_message(
+                targets=target, bootstrap_room=asked.room, status=KVPoll.Failed, failure_reason=failed[0]
+            )
+            return
+        room = self.room(asked.room)
+        room.asked[asked.endpoint, asked.dst_port] = asked
+        self.transfer_infos[asked.room] = dict(room.asked)
+        self.meet(asked.room)
+
+    def _hear_abort(self, number: int) -> None:
+        """The scheduler sees the status, and its sender takes the offer back."""
+        if number in self.request_status and self.request_status[number] != KVPoll.Success:
+            self.record_failure(number, "Aborted by the decode side.")
+            self.update_status(number, KVPoll.Failed)
+
+    # Decode's:
+
+    def _serve_decode(self) -> None:
+        while True:
+            frames = self.server_socket.recv_multipart()
+            try:
+                if frames[0] == TAG:
+                    self._hear_row(unpack(frames))
+                elif (status := self.parse_kv_status_message(frames)) is not None:
+                    number, said, rank, reason = status
+                    if said == KVPoll.Failed:
+                        self.apply_prefill_status(
+                            bootstrap_room=number, status=said, prefill_rank=rank, failure_reason=reason
+                        )
+                else:
+                    raise BadMessage(f"{len(frames)} frames beginning with {frames[0][:32]!r}")
+            except BadMessage as error:
+                log.warning("dropped what came on the control socket: %s", error)
+            except Exception:
+                log.exception("the control socket's thread goes on")
+
+    def _hear_row(self, row: Asked | Row) -> None:
+        if not isinstance(row, Row):
+            raise BadMessage("a question, on the decode side")
+        with self._rooms_lock:
+            if (room := self.rooms.get(row.room)) is not None and room.prompt == row.prompt:
+                room.row = row
+
+    def send_to(self, endpoint: str, port: int, message: Asked | Row) -> None:
+        """Raises zmq.ZMQError."""
+        address = NetworkAddress(endpoint, port)
+        self._send_multipart_locked(address.to_tcp(), pack(message), is_ipv6=address.is_ipv6)
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Only our own agent writes our blocks: they are free once it has said that this want is over.
+
+        Nobody remote has to be heard for that.
+        """
+        self.look()
+        return self.talk is None or not self.talk.is_open(str(bootstrap_room))
+
+    # Who is where:
+
+    def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
+        """A prefill rank's line in the bootstrap server, with its agent's address."""
+        self._bootstrap_url = url.removesuffix("/route")
+        self._registered = self.agent_address
+        super()._register_topology_row(url, payload | {AGENT: self._registered})
+
+    def _keep_registered(self) -> None:
+        """An agent that comes late, or moves, is registered anew; all ranks' addresses are told to ours."""
+        asked_at, is_known = 0.0, False
+        while True:
+            time.sleep(REGISTER_S if is_known else EARLY_S)
+            try:
+                if self.agent_address != self._registered:
+                    self.register_to_bootstrap()
+                is_known = len(self._ranks) == self._shard.tp_size * self._shard.pp_size
+                if not is_known or time.monotonic() - asked_at > RANKS_S:
+                    asked_at = time.monotonic()
+                    self._ranks = self._ask_ranks()
+                self._forget_old()
+            except requests.RequestException as error:
+                log.debug("the bootstrap server does not answer: %s", error)
+            except Exception:
+                log.exception("the registry's thread goes on")
+
+    def _ask_ranks(self) -> tuple[Rank, ...]:
+        answer = requests.get(f"{self._bootstrap_url}{RANKS}?replica={self._replica}", timeout=5)
+        answer.raise_for_status()
+        return tuple(Rank(tp_rank=tp, pp_rank=pp, address=address) for pp, tp, address in answer.json() if address)
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """What the prefill server is, once. Page size, dtype, layout and sizes may be others than ours.
+
+        Whether their rows can become ours is for the agents to say, for one request.
+        """
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        everything = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+        try:
+            answer = requests.get(f"http://{bootstrap_addr}/route?{everything}", timeout=5)
+            answer.raise_for_status()
+            info = PrefillServerInfo(**answer.json())
+        except (requests.RequestException, TypeError, ValueError) as error:
+            log.error("no word of the prefill server at %s: %s", bootstrap_addr, error)
+            return False
+        self._resolve_rank_mapping(info)
+        self.prefill_info_table[bootstrap_addr] = info
+        return True
+
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        """Whom this decode rank asks. The KV takes its own ways: an agent asks all agents of the other engine."""
+        info.target_tp_ranks = list(shares(self.attn_tp_rank, self.attn_tp_size, info.attn_tp_size))
+        info.target_tp_rank = info.target_tp_ranks[0]
+        info.target_cp_ranks = [0]
+        info.target_pp_ranks = list(range(info.pp_size))
+        info.required_dst_info_num = 1
+        info.required_prefill_response_num = 1
+
+    def askers(self, prefill_tp_rank: int, prefill_tp_size: int) -> int:
+        """How many of our engine's ranks ask that prefill rank."""
+        mine = range(self.attn_tp_size)
+        asking = sum(prefill_tp_rank in shares(rank, self.attn_tp_size, prefill_tp_size) for rank in mine)
+        return asking * int(self.pp_size)
+
+
+def _thread(name: str, run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
+def _check_version() -> None:
+    from sglang.version import __version__
+
+    if __version__.split("+")[0] != TESTED:
+        log.warning("SGLang %s: this adapter was tested with %s", __version__, TESTED)
+
+
+def _check_parallel(mode: Any) -> None:
+    """Raises OperatorError for what rows cannot be described under yet."""
+    parallel = get_parallel()
+    for name in ("attn_dcp_size", *(("attn_cp_size",) if mode == DisaggregationMode.DECODE else ())):
+        if getattr(parallel, name) != 1:
+            raise OperatorError("context_parallel_unsupported", f"{name}: {getattr(parallel, name)}, must be 1")
+    for name in ("enable_kv_cache_sharding", "enable_dsa_cache_layer_split", "enable_cp_tp_group_sharing"):
+        if getattr(parallel, name):
+            raise OperatorError("context_parallel_unsupported", f"{name}: on, must be off")
+
+
+def _shard() -> Shard:
+    parallel = get_parallel()
+    return Shard(
+        tp_rank=parallel.attn_tp_rank,
+        tp_size=parallel.attn_tp_size,
+        pp_rank=parallel.pp_rank,
+        pp_size=parallel.pp_size,
+    )
+
+
+def _replica() -> int:
+    """Which copy of the model, as the bootstrap server counts them."""
+    parallel = get_parallel()
+    return int(
+        parallel.attn_dp_rank if parallel.dp_size == 1 or parallel.enable_dp_attention else parallel.dp_rank or 0
+    )
+
+
+def _common_id() -> str:
+    """One for all ranks of a replica, and no other engine's."""
+    common = get_parallel().world_group.broadcast_object(uuid.uuid4().hex, src=0)
+    return f"{common}-{_replica()}"
+
+
+def _local_rank() -> int:
+    """Its number among this engine's ranks on this host: what `{rank}` in the socket's path means."""
+    parallel = get_parallel()
+    here = max(1, parallel.tp_size * parallel.pp_size // parallel.nnodes)
+    rank = (parallel.pp_rank * parallel.tp_size + parallel.tp_rank) % here
+    is_copied = parallel.dp_size > 1 and not parallel.enable_dp_attention
+    return int(rank) + (int(parallel.dp_rank or 0) * int(here) if is_copied else 0)
+
+
+def endpoints(asked: Iterable[Asked]) -> list[tuple[str, int]]:
+    return sorted({(each.endpoint, each.dst_port) for each in asked})

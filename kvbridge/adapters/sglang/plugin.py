@@ -1,0 +1,92 @@
+"""Makes `--disaggregation-transfer-backend kvbridge` known to SGLang (entry point `sglang.srt.plugins`).
+
+SGLang has no registry for backends yet: the name joins its list of choices and its enum, and a few of its functions are
+hooked. SGLang only logs what goes wrong in a plugin, so whoever asks for this backend finds out in another way: without
+the name its command line refuses it, and without a hook our manager does (`manager.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+NAME = "kvbridge"
+TESTED = "0.5.23"
+UTILS = "sglang.srt.disaggregation.utils"
+PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
+DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+
+# The scheduler's queue whose manager is being made: managers are told addresses, and we describe tensors.
+building: ContextVar[Any] = ContextVar("building", default=None)
+
+
+def register() -> None:
+    """SGLang calls this in every process, and may call it twice."""
+    from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if NAME in DISAGG_TRANSFER_BACKEND_CHOICES:
+        return
+    DISAGG_TRANSFER_BACKEND_CHOICES.append(NAME)
+    _add_member(TransferBackend)
+    hooks: dict[str, Callable[..., Any]] = {
+        f"{UTILS}.get_kv_class": _get_kv_class,
+        f"{PREFILL_QUEUE}._init_kv_manager": _init_kv_manager,
+        f"{PREFILL_QUEUE}.create_sender": _create_sender,
+        f"{DECODE_QUEUE}._init_kv_manager": _init_kv_manager,
+        f"{DECODE_QUEUE}._send_kv_metadata": _send_kv_metadata,
+    }
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def _add_member(backends: Any) -> None:
+    """As the enum's own members are: found by name, by value, and in its list."""
+    member = object.__new__(backends)
+    member._name_, member._value_ = NAME.upper(), NAME
+    backends._member_map_[NAME.upper()] = member
+    backends._value2member_map_[NAME] = member
+    backends._member_names_.append(NAME.upper())
+    type.__setattr__(backends, NAME.upper(), member)
+
+
+def _get_kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    if transfer_backend.value != NAME or class_type.value == "kvargs":
+        return original(transfer_backend, class_type)
+    from .bootstrap import KVBridgeBootstrapServer
+    from .manager import KVBridgeManager
+    from .receiver import KVBridgeReceiver
+    from .sender import KVBridgeSender
+
+    classes = {
+        "manager": KVBridgeManager,
+        "sender": KVBridgeSender,
+        "receiver": KVBridgeReceiver,
+        "bootstrap_server": KVBridgeBootstrapServer,
+    }
+    return classes.get(class_type.value)
+
+
+def _init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
+    token = building.set(queue)
+    try:
+        return original(queue)
+    finally:
+        building.reset(token)
+
+
+def _create_sender(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    created = original(queue, req, *args, **kwargs)
+    if created and hasattr(sender := req.disagg_kv_sender, "bind"):
+        sender.bind(req)
+    return created
+
+
+def _send_kv_metadata(
+    original: Callable[..., Any], queue: Any, decode_req: Any, kv_indices: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if hasattr(receiver := decode_req.kv_receiver, "bind"):
+        receiver.bind(decode_req.req, len(kv_indices))
+    return original(queue, decode_req, kv_indices, *args, **kwargs)

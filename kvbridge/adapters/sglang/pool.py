@@ -1,0 +1,185 @@
+"""SGLang's KV pools as a Pool: which planes they hold, and which allocations those lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kvbridge_proto.pool import Codec, CodecName, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+
+from ...errors import OperatorError
+from ..engine.memory import Memory
+
+CODECS: dict[torch.dtype, CodecName] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+}
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")  # these and no subclass: each of those keeps its rows in its own way
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The KV heads this rank holds; with fewer heads than ranks, neighbouring ranks hold the same one."""
+
+    first: int
+    count: int
+    total: int
+
+    @classmethod
+    def of(cls, total: int, tp_rank: int, tp_size: int) -> Heads:
+        """SGLang's rule (QKVParallelLinear)."""
+        if total >= tp_size:
+            return cls(tp_rank * (total // tp_size), total // tp_size, total)
+        return cls(tp_rank // (tp_size // total), 1, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a layer: [slots, heads, width]."""
+
+    layer: int
+    name: str
+    tensor: torch.Tensor
+    scale: float
+
+
+def describe(queue: Any, shard: Shard, *, model_name: str, engine_id: str) -> Memory:
+    """The memory of one rank, from the scheduler's queue that owns it. Raises OperatorError naming what we cannot."""
+    from sglang.version import __version__
+
+    pool, config = queue.token_to_kv_pool, queue.scheduler.model_config
+    check(queue)
+    attentions = _attentions(queue.scheduler.tp_worker.model_runner.model)
+    parts = list(_parts(pool, attentions))
+    storages = {storage.data_ptr(): storage for part in parts for storage in [part.tensor.untyped_storage()]}
+    regions = {address: index for index, address in enumerate(storages)}
+    is_latent = _is_latent(pool)
+    heads = (
+        Heads(0, 1, 1) if is_latent else Heads.of(int(config.get_total_num_kv_heads()), shard.tp_rank, shard.tp_size)
+    )
+    if not is_latent and int(pool.head_num) != heads.count:
+        reason = f"KV pool: {pool.head_num} heads on rank {shard.tp_rank} of {shard.tp_size}, expected {heads.count}"
+        raise OperatorError("heads_unknown", reason)
+    blocks = min(part.tensor.shape[0] for part in parts) // int(pool.page_size)
+    described = Pool(
+        engine=Engine(kind="sglang", version=__version__[:256], id=engine_id[:256]),
+        model=Model(name=model_name[:256], layers=_layers(parts, pool, heads, attentions, config, shard)),
+        shard=shard,
+        groups=(Group(kind="full", block_tokens=int(pool.page_size), blocks=blocks),),
+        regions=tuple(Region(storage.nbytes()) for storage in storages.values()),
+        planes=tuple(_plane(part, regions[part.tensor.untyped_storage().data_ptr()], pool, heads) for part in parts),
+    )
+    return Memory(described, tuple(storages.values()))
+
+
+def check(queue: Any) -> None:
+    """Raises OperatorError for a cache that is not described yet, by the name that SGLang gives it."""
+    pool = queue.token_to_kv_pool
+    kind = type(pool).__name__
+    if kind not in POOLS:
+        raise OperatorError("cache_unsupported", f"KV pool: {kind}, supported are {', '.join(POOLS)}")
+    if (layout := getattr(pool, "kv_cache_layout", "nhd")) != "nhd":
+        raise OperatorError("cache_unsupported", f"KV pool: layout {layout}, must be nhd")
+    if queue.draft_token_to_kv_pool is not None:
+        raise OperatorError("cache_unsupported", "speculative decoding: its draft model's KV is not carried yet")
+    if getattr(queue.scheduler, "enable_hisparse", False):
+        raise OperatorError("cache_unsupported", "hisparse: rows in host memory are not carried yet")
+    if pool.dtype not in CODECS:
+        raise OperatorError("codec_unknown", f"KV pool: {pool.dtype}, supported are {', '.join(map(str, CODECS))}")
+    method = getattr(pool, "quant_method", None)
+    if (name := getattr(method, "name", "unquantized")) != "unquantized":
+        raise OperatorError("codec_unknown", f"KV pool: quantized by {name}, must hold plain numbers")
+    if (device := queue.metadata_buffers.output_ids.device.type) != "cpu":
+        raise OperatorError("cache_unsupported", f"metadata buffers: on {device}, must be on the CPU")
+
+
+def moved(pool: Any) -> None:
+    """The tensors of a CPU's pool have moved into shared memory: renew what SGLang remembers of their addresses."""
+    if hasattr(pool, "_init_data_ptrs_and_strides"):
+        pool._init_data_ptrs_and_strides()
+    elif getattr(pool, "data_ptrs", None) is not None:
+        addresses = [tensor.data_ptr() for tensor in pool.kv_buffer]
+        pool.data_ptrs = torch.tensor(addresses, dtype=torch.uint64, device=pool.device)
+
+
+def _is_latent(pool: Any) -> bool:
+    return hasattr(pool, "kv_lora_rank")
+
+
+def _attentions(model: Any) -> dict[int, Any]:
+    """The model's attention layers on this rank, by number; they know scales and windows."""
+    return {module.layer_id: module for module in model.modules() if type(module).__name__ == "RadixAttention"}
+
+
+def _parts(pool: Any, attentions: dict[int, Any]) -> Iterator[Part]:
+    for index in range(pool.layer_num):
+        layer = pool.start_layer + index
+        k_scale, v_scale = (_scale(attentions.get(layer), part) for part in "kv")
+        if _is_latent(pool):
+            yield Part(layer, "latent", pool.kv_buffer[index], k_scale)
+        else:
+            yield Part(layer, "k", pool.k_buffer[index], k_scale)
+            yield Part(layer, "v", pool.v_buffer[index], v_scale)
+
+
+def _scale(attention: Any, part: str) -> float:
+    """A stored number times this is the value; 1 where the checkpoint has none."""
+    said = getattr(attention, f"{part}_scale_float", None)
+    if said is None and (tensor := getattr(attention, f"{part}_scale", None)) is not None:
+        said = float(tensor)
+    return 1.0 if said is None else float(said)
+
+
+def _plane(part: Part, region: int, pool: Any, heads: Heads) -> Plane:
+    tensor, size = part.tensor, part.tensor.element_size()
+    slot, head, element = (stride * size for stride in tensor.stride())
+    page, width = int(pool.page_size), tensor.shape[2]
+    scales = (part.scale,) if pool.dtype in FP8 else ()
+    return Plane(
+        layer=part.layer,
+        part=part.name,
+        region=region,
+        offset=int(tensor.storage_offset()) * size,
+        block_stride=page * slot,
+        token_axis=(Step(page, slot),),
+        head_stride=head,
+        element_axis=(Step(width, element),),
+        first_head=heads.first,
+        heads=heads.count,
+        total_heads=heads.total,
+        codec=Codec(name=CODECS[pool.dtype], width=width, element_bytes=size, row_bytes=width * size, scales=scales),
+        name=f"layer {part.layer} {part.name}",
+    )
+
+
+def _layers(
+    parts: list[Part], pool: Any, heads: Heads, attentions: dict[int, Any], config: Any, shard: Shard
+) -> tuple[Layer | None, ...]:
+    """One record for each layer this rank has; None for those of other pipeline ranks."""
+    mine: dict[int, Layer] = {}
+    for part in parts:
+        widths = {other.name: other.tensor.shape[2] for other in parts if other.layer == part.layer}
+        if _is_latent(pool):
+            rope = int(pool.qk_rope_head_dim)
+            mine[part.layer] = Layer(kind="mla", kv_heads=1, key_width=widths["latent"], value_width=0, rope_width=rope)
+            continue
+        # SGLang counts the tokens before the current one, models count it too.
+        before = getattr(attentions.get(part.layer), "sliding_window_size", -1)
+        window = before + 1 if before > 0 else 0
+        mine[part.layer] = Layer(
+            kind="sliding" if window else "full",
+            kv_heads=heads.total,
+            key_width=widths["k"],
+            value_width=widths["v"],
+            window=window,
+        )
+    count = max(mine) + 1
+    if shard.pp_size > 1:
+        count = max(count, int(config.hf_text_config.num_hidden_layers))
+    return tuple(mine.get(index) for index in range(count))

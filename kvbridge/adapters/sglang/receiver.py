@@ -1,0 +1,180 @@
+"""A request prefilled elsewhere, as SGLang's decode scheduler sees it: one want, and the auxiliary row behind it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from typing import Any
+
+from kvbridge_proto.engine import Want
+from kvbridge_proto.words import Blocks
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
+
+from .bootstrap import AGENT
+from .manager import KVBridgeManager
+from .messages import Asked, Row
+from .prompts import rendezvous
+
+log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
+
+
+class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not there for the checker
+    """Called on the scheduler's thread: what goes wrong here is the request's failure, or it would end the server."""
+
+    kv_mgr: KVBridgeManager
+
+    def __init__(self, mgr: KVBridgeManager, bootstrap_addr: str, bootstrap_room: int) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        if obstacle := mgr.enter(bootstrap_room, self):
+            self.conclude_state = KVPoll.Failed
+        self._obstacle = obstacle  # to its having a room at all
+        self._name = ""  # of the want, once it is said
+        self._prompt = ""
+        self._tokens = 0  # that it is given pages for
+        self._aux_index = -1
+        self._is_wanted = False  # whether the row may be taken once nothing is outstanding
+
+    def bind(self, req: Any, tokens: int) -> None:
+        """Whose request this is, and for how many tokens of its prompt it is given pages."""
+        self._prompt, self._tokens = self.kv_mgr.digest(req), tokens
+
+    def init(self, prefill_dp_rank: int) -> None:
+        try:
+            super().init(prefill_dp_rank)
+        except Exception as error:  # the scheduler's thread: an exception would end the server
+            log.exception("bootstrap_room %s: no way to the prefill server", self.bootstrap_room)
+            self._fail(f"no way to the prefill server: {error}")
+
+    def _get_bootstrap_info_from_server(
+        self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
+    ) -> dict[str, Any] | None:
+        info = super()._get_bootstrap_info_from_server(prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank)
+        return None if info is None else info | {"tp_rank": target_tp_rank}
+
+    def _register_kv_args(self) -> bool:
+        """Nothing is registered: the agents know each other."""
+        return True
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: Any = KVTransferDestination.DEVICE,
+        device_kv_indices: Any = None,
+    ) -> None:
+        """Pages are there: ask the prefill server to begin, and our agent to fetch."""
+        if self.conclude_state is not None:
+            return
+        try:
+            if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+                return self._fail("only pages on the device can be written")
+            self._aux_index = -1 if aux_index is None else aux_index
+            self._ask(kv_indices.tolist(), decode_prefix_len or 0)
+        except Exception as error:  # as above
+            log.exception("bootstrap_room %s: not asked for", self.bootstrap_room)
+            self._fail(f"not asked for: {type(error).__name__}: {error}")
+
+    def _ask(self, pages: list[int], first: int) -> None:
+        manager, talk, number = self.kv_mgr, self.kv_mgr.talk, self.bootstrap_room
+        agents = [info[AGENT] for info in self.bootstrap_infos or () if info.get(AGENT)]
+        if talk is None or talk.attached is None:
+            return self._fail("no agent of ours has our memory")
+        if not agents:
+            return self._fail(f"the prefill server at {self.bootstrap_addr} has no agent")
+        if talk.is_open(str(number)):  # an aborted one, that the agent has not answered yet
+            return self._fail(f"bootstrap_room {number}: in use by another request")
+        manager.room(number).prompt = self._prompt
+        for info in self.bootstrap_infos:
+            asked = Asked(
+                room=number,
+                prompt=self._prompt,
+                first_token=first,
+                endpoint=manager.local_ip,
+                dst_port=manager.rank_port,
+                rank=manager.attn_tp_rank,
+                ranks=manager.askers(info["tp_rank"], self.prefill_info.attn_tp_size),
+            )
+            manager.send_to(info["rank_ip"], int(info["rank_port"]), asked)
+        self.init_time = time.time()
+        self._is_wanted = True
+        page = manager.kv_args.page_size
+        want = Want(
+            request=str(number),
+            room=rendezvous(number, self._prompt),
+            source=agents[0],
+            first_token=first,
+            end_token=first + self._tokens,
+            blocks=(Blocks(0, first // page, tuple(pages)),) if pages else (),
+            deadline_s=min(float(manager.waiting_timeout), 86400.0),
+            fence=manager.mark(),
+        )
+        if self._tokens:
+            self._name = want.request
+            manager.watch(self._name)
+        talk.want(want)
+
+    def _poll(self) -> int:
+        manager = self.kv_mgr
+        manager.look()
+        if self.conclude_state is None and self._is_wanted:
+            self._advance()
+        status = super()._poll()
+        if status == KVPoll.Failed:
+            self._abandon("the request has failed")
+        return int(status)
+
+    def _advance(self) -> None:
+        """Success when the KV is in our pages and the row behind it."""
+        ended = self.kv_mgr.ended(self._name) if self._name else None
+        if ended is not None and not ended.is_good:
+            self.invalidate_cached_bootstrap_infos()  # it may have been started anew, somewhere else
+            self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
+            return self._fail(f"{ended.code}: {ended.reason}")
+        row = self.kv_mgr.room(self.bootstrap_room).row
+        if row is not None and (ended is not None or not self._name):
+            self._take(row)
+
+    def _take(self, row: Row) -> None:
+        args = self.kv_mgr.kv_args
+        theirs, ours = [len(field) for field in row.fields], list(args.aux_item_lens)
+        if theirs != ours:
+            return self._fail(f"auxiliary row: bytes of its fields: ours {ours}, theirs {theirs}")
+        for start, size, field in zip(args.aux_data_ptrs, ours, row.fields, strict=True):
+            ctypes.memmove(start + self._aux_index * size, field, size)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+
+    def _fail(self, reason: str) -> None:
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+
+    def abort(self) -> None:
+        if not self._obstacle:
+            super().abort()
+            self._abandon("aborted")
+
+    def failure_exception(self) -> None:
+        if self._obstacle:
+            raise KVTransferError(self.bootstrap_room, self._obstacle)
+        self._abandon("the request has failed")
+        super().failure_exception()
+
+    def clear(self) -> None:
+        """The last of this request. Its pages are free by now, or were never asked for."""
+        if self._obstacle:
+            return
+        self._abandon("the request is over")
+        super().clear()
+        if self._name:
+            self.kv_mgr.unwatch(self._name)
+        self.kv_mgr.leave(self.bootstrap_room, self)
+
+    def _abandon(self, reason: str) -> None:
+        """Idempotent. Its pages stay ours until the agent has answered: `is_abort_release_safe`."""
+        talk = self.kv_mgr.talk
+        if self._is_wanted and self._name and talk is not None and talk.is_open(self._name):
+            talk.abandon(self._name, reason)
+        self._is_wanted = False

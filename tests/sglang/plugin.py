@@ -1,0 +1,90 @@
+"""What the tests put into SGLang's processes, by its own plugins: it keeps the KV rows of prompts, and transfer times.
+
+Nothing of it ships: `server.py` makes the entry point, in a folder of its own on PYTHONPATH. `KVBRIDGE_TEST_ROWS` names
+a folder: there the prefilling side writes a prompt's rows when it sends its last chunk, the decoding side when it has
+taken the transfer for good. `KVBRIDGE_TEST_TIMES` names a file that gets a line of JSON a transfer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DTYPES = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.float8_e4m3fn": "fp8_e4m3",
+}
+
+
+def register() -> None:
+    """SGLang calls it in each of its processes, before it makes an engine."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as latents
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # On a CPU its own NIXL backend registers memory as a GPU's, and a latent's prefill reads keys that are not there.
+    HookRegistry.register("sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds", _dram, HookType.AROUND)
+    latents.AttentionBackendRegistry.register("torch_native", latents._dispatch_mla_subtype)
+    if "KVBRIDGE_TEST_ROWS" in os.environ:
+        prefill = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
+        HookRegistry.register(prefill, _sends, HookType.BEFORE)
+        decode = "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req"
+        HookRegistry.register(decode, _takes, HookType.BEFORE)
+    if "KVBRIDGE_TEST_TIMES" in os.environ:
+        stats = "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.compute_and_observe_kv_transfer_metrics"
+        HookRegistry.register(stats, _timed, HookType.AFTER)
+
+
+def _dram(original: Any, kinds: Any, expected_len: int) -> list[str]:
+    return ["DRAM"] * expected_len
+
+
+def _sends(scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
+    if last_chunk:
+        _keep("prefill", scheduler, req)
+
+
+def _takes(queue: Any, decode_req: Any) -> None:
+    _keep("decode", queue.scheduler, decode_req.req)
+
+
+def _keep(side: str, scheduler: Any, req: Any) -> None:
+    if not req.bootstrap_room:
+        return  # the server asks itself whether it is well
+    from sglang.srt.runtime_context import get_parallel
+
+    tokens = len(req.origin_input_ids)
+    slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if hasattr(pool, "kv_buffer"):
+        parts = {"latent": pool.kv_buffer}
+    else:
+        parts = {"k": pool.k_buffer, "v": pool.v_buffer}
+    rows = {
+        f"{layer}.{part}": _bytes(buffer[slots])
+        for part, buffers in parts.items()
+        for layer, buffer in enumerate(buffers, start=pool.start_layer)
+    }
+    path = Path(os.environ["KVBRIDGE_TEST_ROWS"]) / f"{side}-{req.bootstrap_room}-{get_parallel().tp_rank}.npz"
+    part_written = path.with_suffix(".part")
+    with part_written.open("wb") as file:
+        np.savez(file, codec=np.array(DTYPES[str(pool.dtype)]), slots=slots.numpy(), **rows)
+    part_written.rename(path)
+
+
+def _bytes(rows: Any) -> np.ndarray:
+    """[tokens, heads, row bytes]"""
+    import torch
+
+    return rows.contiguous().view(torch.uint8).numpy()
+
+
+def _timed(result: Any, stats: Any, metric: Any) -> None:
+    if result:
+        with Path(os.environ["KVBRIDGE_TEST_TIMES"]).open("a") as file:
+            file.write(json.dumps(result) + "\n")

@@ -1,0 +1,197 @@
+"""A real SGLang server on the CPU, in processes of its own, asked over HTTP.
+
+The test's side needs nothing of SGLang. `python` must have it; what the server says goes to `log`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..engines.engine_process import EngineDied
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = "kvbridge_test"
+# A prompt whose other half never comes is given up after so long.
+PATIENCE_S = 20
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How the server is started. `role` is "alone", "prefill" or "decode"; `backend` SGLang's name of what carries."""
+
+    role: str = "alone"
+    page_size: int = 16
+    tensor_parallel_size: int = 1
+    dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
+    chunked_prefill_size: int = 256
+    max_total_tokens: int = 16384
+    backend: str = "kvbridge"
+    keeps_prefixes: bool = True  # a radix cache, on the decoding side too
+    cores: str = ""  # pinned, one a rank ("0" or "0|1")
+    flags: tuple[str, ...] = ()  # any other
+    environment: dict[str, str] = field(default_factory=dict)  # beside this process's
+
+
+class Server:
+    """Start it, `wait_ready`, use it, `close` it (or use `with`). `folder` gets its log and its test plugin."""
+
+    def __init__(self, config: ServerConfig, model: str, folder: Path, name: str, python: str = sys.executable) -> None:
+        self.config = config
+        self.log = folder / f"{name}.log"
+        self.port, self.bootstrap_port = free_port(), free_port()
+        # Ranks that wait for each other spin: on as many cores as there are of them the agents would get none.
+        meekly = ["nice", "-n", "5"] if config.tensor_parallel_size > 1 else []
+        command = [*meekly, python, "-m", "kvbridge.demo.sglang_cpu", *_flags(config, model, self)]
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | _environment(config, folder) | config.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
+        end = time.monotonic() + timeout_s
+        while not self.is_ready():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise EngineDied(f"the server does not serve (exit {self.process.poll()})\n{self.tail()}")
+            time.sleep(0.2)
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self.ask("GET", "/health", timeout_s=5.0)[0] == 200
+        return False
+
+    def generate(self, body: dict[str, Any], timeout_s: float = 90.0) -> tuple[int, Any]:
+        """The HTTP status and what came with it."""
+        return self.ask("POST", "/generate", body, timeout_s)
+
+    def ask(self, verb: str, path: str, body: Any = None, timeout_s: float = 30.0) -> tuple[int, Any]:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
+            sent = None if body is None else json.dumps(body)
+            connection.request(verb, path, sent, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+        try:
+            return answer.status, json.loads(text)
+        except ValueError:
+            return answer.status, text.decode(errors="replace")
+
+    def begin(self, body: dict[str, Any]) -> http.client.HTTPConnection:
+        """Send the request and do not wait; whoever closes the connection has gone away."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90.0)
+        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
+    def abort(self, rid: str) -> None:
+        assert self.ask("POST", "/abort_request", {"rid": rid})[0] == 200
+
+    def held(self) -> dict[str, int]:
+        """What the scheduler still has for requests; all zeros when it has nothing to do."""
+        status, said = self.ask("GET", "/v1/loads")
+        assert status == 200, said
+        (load,) = said["loads"]
+        queues = {key: value for key, value in load["disaggregation"].items() if key.endswith("_reqs")}
+        counts = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
+        return {key: load[key] for key in counts} | queues
+
+    def wait_empty(self, timeout_s: float = 30.0) -> None:
+        end = time.monotonic() + timeout_s
+        while any((held := self.held()).values()):
+            if time.monotonic() > end:
+                raise EngineDied(f"not empty within {timeout_s} s: {held}\n{self.tail()}")
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        self.kill()
+
+    def kill(self) -> None:
+        """The server and its workers, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def tail(self, lines: int = 60) -> str:
+        return "\n".join(self.text().splitlines()[-lines:])
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def _flags(config: ServerConfig, model: str, server: Server) -> list[str]:
+    flags = ["--model-path", model, "--host", "127.0.0.1", "--port", str(server.port), "--skip-tokenizer-init"]
+    flags += ["--skip-server-warmup", "--sleep-on-idle", "--mem-fraction-static", "0.1", "--dtype", config.dtype]
+    flags += ["--page-size", str(config.page_size), "--tp-size", str(config.tensor_parallel_size)]
+    flags += ["--kv-cache-dtype", config.kv_cache_dtype, "--max-total-tokens", str(config.max_total_tokens)]
+    flags += ["--chunked-prefill-size", str(config.chunked_prefill_size), "--max-running-requests", "32"]
+    if config.role != "alone":
+        flags += ["--disaggregation-mode", config.role, "--disaggregation-transfer-backend", config.backend]
+        flags += ["--disaggregation-bootstrap-port", str(server.bootstrap_port)]
+    if config.role == "decode":
+        flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+        flags += ["--disaggregation-decode-enable-radix-cache"] * config.keeps_prefixes
+    elif not config.keeps_prefixes:
+        flags += ["--disable-radix-cache"]
+    return [*flags, *config.flags]
+
+
+def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
+    """Without these a two-core machine stalls at random, or start-up looks for a network."""
+    paths = [str(_plugin(folder)), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    said = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "PYTHONUNBUFFERED": "1",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(PATIENCE_S),
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(PATIENCE_S),
+    }
+    cores = config.cores or "|".join(str(rank % 2) for rank in range(config.tensor_parallel_size))
+    if config.cores or config.tensor_parallel_size > 1:
+        said["SGLANG_CPU_OMP_THREADS_BIND"] = cores
+    return said
+
+
+def _plugin(folder: Path) -> Path:
+    """A folder for PYTHONPATH that says that tests.sglang.plugin is a plugin of SGLang's."""
+    path = folder / "plugins"
+    told = path / f"{PLUGIN}-0.dist-info"
+    told.mkdir(parents=True, exist_ok=True)
+    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
+    (told / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{PLUGIN} = tests.sglang.plugin:register\n")
+    return path
