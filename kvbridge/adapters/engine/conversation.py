@@ -95,7 +95,7 @@ Heard = Ended | Adopt | Rescaled
 
 
 class Conversation:
-    """For one thread of the engine's; nothing but `start`, `rest` and `wait_for_readers` blocks.
+    """For one thread of the engine's; nothing but `start`, `rest`, `wait_for_readers` and `detach` blocks.
 
     `fence_of` makes the fence of a device whose work goes on after the call that asked for it; None: there is none.
     """
@@ -156,11 +156,13 @@ class Conversation:
 
         An agent that lives lets go within a chunk's time; of one that does not, the end of its process is waited for.
         """
-        self._link.give_up("our memory is about to go away")
-        while not self._link.is_over:
+        while True:
+            with self._link.standing:  # or the link's thread could attach another agent in between
+                self._link.give_up("our memory is about to go away")
+                if self._link.is_over:
+                    return self.close()
             self._link.rest(READERS_S)
             self._listen()
-        self.close()
 
     @property
     def attached(self) -> Attachment | None:
