@@ -241,6 +241,20 @@ def test_one_agent_can_be_source_and_sink(tmp_path: Path) -> None:
         assert not mismatch(bench.sources[0].held, before, [9], range(16))
 
 
+def test_a_rank_without_a_token_of_the_prompt_names_no_block(tmp_path: Path) -> None:
+    """Neither side: under context parallelism the tokens may all lie on the first ranks."""
+    with ExitStack() as stack:
+        source, sink = Shape("nhd", cp_size=2, cp_interleave=4), Shape("hnd", cp_size=2, cp_interleave=8)
+        bench = Bench(tmp_path, stack, source, sink)
+        bench.fill([2], range(4))
+        for rank, engine in enumerate(bench.sources):
+            engine.offer("r", [] if rank else [2], 4)
+        for rank, engine in enumerate(bench.sinks):
+            engine.want("r", bench.address, [3], range(4), **({"blocks": ()} if rank else {}))
+        bench.done("r")
+        bench.check([3], range(4))
+
+
 def test_two_hundred_regions_are_mapped_each_in_its_place(tmp_path: Path) -> None:
     """A hundred layers with K and V apart; more descriptors than ride with one frame."""
     with ExitStack() as stack:
