@@ -94,6 +94,33 @@ def test_carries_every_row_and_writes_nothing_else(name: str, tmp_path: Path) ->
         bench.check(sink_table, range(90))
 
 
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)])
+def test_carries_what_lies_behind_a_prefix_that_the_sink_has(ranks: tuple[int, int], tmp_path: Path) -> None:
+    """48 tokens, three blocks of 16: the sink's second block of 32 has some of them, and keeps them."""
+    shapes = (Shape("nhd", tp_size=ranks[0]), Shape("hnd", block_tokens=32, blocks=16, tp_size=ranks[1]))
+    with ExitStack() as stack:
+        bench = Bench(tmp_path, stack, *shapes)
+        source_table, sink_table = _tables(bench, 90)
+        bench.fill(source_table, range(48, 90))
+        behind = {"first": 3, "first_token": 48}
+        bench.offer("r", source_table[3:], 90, **behind)
+        bench.want("r", sink_table, range(48, 90))
+        bench.done("r")
+        bench.check(sink_table, range(48, 90))
+        bench.offer("before", source_table[3:], 90, **behind)
+        bench.want("before", sink_table, range(47, 90))
+        for engine in bench.sinks:
+            answer = engine.answer("before")
+            assert isinstance(answer, Failed) and answer.code == "tokens_missing", answer
+            assert answer.reason == "first_token: wanted 47, offered from 48"
+        for engine in bench.sources:
+            assert engine.released("before").code == "tokens_missing"
+        bench.offer("all of it", [], 90, first_token=90)
+        bench.want("all of it", sink_table, range(90, 90), blocks=())
+        bench.done("all of it")
+        bench.check(sink_table, range(48, 90))
+
+
 def _tables(bench: Bench, tokens: int) -> tuple[list[int], list[int]]:
     """Block tables in no order, of which no block is the first of its pool."""
     tables = []
