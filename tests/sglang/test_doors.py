@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,10 +20,14 @@ from .fleet import CONFIGS, Fleet, assert_idle, prompt
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
-# Another model, another set of auxiliary fields, and room for so few tokens that running requests are retracted.
+# Another model, another set of auxiliary fields, a server that would give pages away half a second after an abort, and
+# one with room for so few tokens that running requests are retracted.
 OTHERS = {
     "d16-latent": CONFIGS["d16"],
     "d16-masks": replace(CONFIGS["d16"], environment={"SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1"}),
+    "d16-hasty": replace(
+        CONFIGS["d16"], environment={"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "0.5"}
+    ),
     "d16-small": replace(
         CONFIGS["d16"], max_total_tokens=1024, keeps_prefixes=False, flags=("--schedule-conservativeness", "0.0")
     ),
@@ -86,6 +93,30 @@ def test_an_auxiliary_row_of_another_size_is_named(fleet: Fleet) -> None:
     _, taken = fleet.both("p16", "d16-masks", fleet.body("p16", prompt(90, seed=31), fleet.room()))
     assert "auxiliary row" in reason(taken)
     works(fleet, "p16", "d16", seed=32)
+
+
+def test_pages_that_an_agent_may_write_are_not_given_back_because_time_has_passed(fleet: Fleet) -> None:
+    """The agent is stopped in the middle of a transfer, and cannot say that it is over."""
+    fleet.start("p16", "d16-hasty", "alone")
+    works(fleet, "p16", "d16-hasty", seed=61)
+    (agent,) = fleet.agents["d16-hasty"]
+    body = fleet.body("p16", prompt(6000, seed=62), fleet.room(), rid="stopped")
+    with ThreadPoolExecutor(2) as pool:
+        taken = pool.submit(fleet["d16-hasty"].generate, body)
+        wait_for(lambda: fleet["d16-hasty"].held()["decode_transfer_queue_reqs"], 10)
+        os.kill(agent.process.pid, signal.SIGSTOP)
+        try:
+            given = pool.submit(fleet["p16"].generate, body)
+            time.sleep(0.5)
+            fleet["d16-hasty"].abort("stopped")
+            assert taken.result()[0] != 200
+            time.sleep(3.0)
+            assert fleet["d16-hasty"].held()["num_used_tokens"] >= 6000
+        finally:
+            os.kill(agent.process.pid, signal.SIGCONT)
+        assert given.result()[0] != 200
+    assert_idle(fleet, "p16", "d16-hasty")
+    works(fleet, "p16", "d16-hasty", seed=63)
 
 
 def test_requests_that_are_retracted_go_on_where_they_were(fleet: Fleet) -> None:
