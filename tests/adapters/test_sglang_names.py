@@ -42,6 +42,7 @@ CALLED = {
     f"{CONN}.CommonKVManager._resolve_rank_mapping": ["self", "info"],
     f"{CONN}.CommonKVManager._register_topology_row": ["self", "url", "payload"],
     f"{CONN}.CommonKVManager.register_to_bootstrap": ["self"],
+    f"{CONN}.CommonKVManager._connect": ["self", "endpoint", "is_ipv6"],
     f"{CONN}.CommonKVManager._send_multipart_locked": ["self", "endpoint", "parts", "is_ipv6"],
     f"{CONN}.CommonKVManager._start_heartbeat_checker_thread": ["self"],
     f"{CONN}.CommonKVSender.__init__": [
@@ -65,6 +66,8 @@ CALLED = {
         *("self", "prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"),
     ],
     f"{CONN}.CommonKVReceiver._register_kv_args": ["self"],
+    f"{CONN}.CommonKVReceiver._setup_bootstrap_infos": ["self"],
+    f"{CONN}.CommonKVReceiver._send_bootstrap_message": ["self", "bootstrap_info", "message", "operation"],
     f"{CONN}.CommonKVReceiver._poll": ["self"],
     f"{CONN}.CommonKVReceiver.invalidate_cached_bootstrap_infos": ["self"],
     f"{CONN}.CommonKVReceiver.abort": ["self"],
@@ -85,6 +88,8 @@ HELD = {
         *("request_status", "transfer_infos", "req_to_decode_prefix_len", "failure_records", "prefill_info_table"),
         *("server_socket", "local_ip", "rank_port", "kv_args", "pp_group", "pp_size", "disaggregation_mode"),
         *("attn_tp_rank", "attn_tp_size", "waiting_timeout", "enable_deferred_decode_kv_release"),
+        *("_socket_lock", "_socket_cache", "_socket_send_locks", "_zmq_ctx", "failure_lock", "_kv_replica_factor"),
+        *("attn_cp_size", "enable_all_cp_ranks_for_transfer"),
     ),
     f"{CONN}.CommonKVSender": (
         *("kv_mgr", "bootstrap_room", "aux_index", "conclude_state"),
@@ -125,6 +130,7 @@ HELD = {
     "sglang.srt.disaggregation.utils.MetadataBuffers": ("output_ids",),
     "sglang.srt.managers.schedule_batch.Req": (
         *("origin_input_ids", "output_ids", "lora_id", "extra_key", "cache_salt", "input_embeds"),
+        *("positional_embed_overrides", "token_type_ids"),
         *("multimodal_inputs", "disagg_kv_sender"),
     ),
 }
@@ -134,7 +140,7 @@ FIELDS = {
         *("attn_tp_size", "pp_size", "target_tp_rank", "target_tp_ranks", "target_cp_ranks", "target_pp_ranks"),
         *("required_dst_info_num", "required_prefill_response_num"),
     ),
-    f"{CONN}.AbortNotification": ("room",),
+    f"{CONN}.AbortNotification": ("room", "decode_ip", "decode_port"),
     "sglang.srt.disaggregation.base.conn.KVArgs": ("aux_data_ptrs", "aux_item_lens", "page_size"),
     "sglang.srt.arg_groups.fields.parallel.Parallel": (
         *("tp_rank", "pp_rank", "attn_tp_rank", "attn_tp_size", "attn_dp_rank", "attn_cp_rank", "attn_cp_size"),

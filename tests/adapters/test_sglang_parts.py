@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvbridge.adapters.sglang.messages import MOST_BYTES, TAG, Asked, BadMessage, Row, pack, shares, unpack
 from kvbridge.adapters.sglang.options import Options
-from kvbridge.adapters.sglang.prompts import prompt_digest, prompt_tokens, rendezvous
+from kvbridge.adapters.sglang.prompts import prompt_digest, prompt_tokens, rendezvous, stays_here
 from kvbridge.errors import OperatorError
 
 ASKED = Asked(room=7, prompt="ab", first_token=16, endpoint="127.0.0.1", dst_port=4000, rank=1, ranks=2)
@@ -123,6 +123,7 @@ class Req:
     extra_key: str | None = None
     cache_salt: str | None = None
     input_embeds: Any = None
+    token_type_ids: Any = None
     multimodal_inputs: Media | None = None
     pd_rebootstrap_in_progress: bool = False
 
@@ -140,8 +141,8 @@ UNLIKE = {
     "an image": (Req([1, 2, 3], multimodal_inputs=Media([Item(5)])), ()),
     "another image": (Req([1, 2, 3], multimodal_inputs=Media([Item(6)])), ()),
     "two images": (Req([1, 2, 3], multimodal_inputs=Media([Item(5), Item(6)])), ()),
-    "embeddings": (Req([1, 2, 3], input_embeds=[[0.5], [0.25], [1.0]]), ()),
-    "other embeddings": (Req([1, 2, 3], input_embeds=[[0.5], [0.25], [1.5]]), ()),
+    "types of tokens": (Req([1, 2, 3], token_type_ids=[0, 0, 1]), ()),
+    "other types of tokens": (Req([1, 2, 3], token_type_ids=[0, 1, 1]), ()),
 }
 
 
@@ -156,6 +157,11 @@ def test_what_is_of_no_account_for_the_kv_does_not_change_the_name() -> None:
     here = prompt_digest(Req([1, 2, 3], lora_id="u1", extra_key="tenantu1"), ("poet", "v1"))
     there = prompt_digest(Req([1, 2, 3], [9, 9], lora_id="u7", extra_key="tenantu7"), ("poet", "v1"))
     assert here == there
+
+
+def test_what_nothing_tells_apart_stays_where_it_is() -> None:
+    assert stays_here(Req([1, 2, 3])) == ""
+    assert "embeddings" in stays_here(Req([1, 1, 1], input_embeds=[[0.5], [0.25], [1.0]]))
 
 
 def test_a_prompt_that_is_prefilled_again_has_grown() -> None:

@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 
 from ..agent.harness import wait_for
-from ..engines.kinds import write_latent
 from .fleet import CONFIGS, Fleet, assert_idle, prompt
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
-# Another model, another set of auxiliary fields, a server that would give pages away half a second after an abort, and
+# Another set of auxiliary fields, a server that would give pages away half a second after an abort, and
 # one with room for so few tokens that running requests are retracted.
 OTHERS = {
-    "d16-latent": CONFIGS["d16"],
     "d16-masks": replace(CONFIGS["d16"], environment={"SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1"}),
     "d16-hasty": replace(
         CONFIGS["d16"], environment={"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "0.5"}
@@ -40,8 +38,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         for name, config in OTHERS.items():
             patch.setitem(CONFIGS, name, config)
-        other = write_latent(folder / "latent")
-        patch.setitem(CONFIGS, "d16-latent", replace(CONFIGS["d16"], flags=("--model-path", str(other))))
         yield Fleet(folder, stack)
 
 
@@ -81,12 +77,6 @@ def test_requests_of_one_room_and_other_prompts_do_not_meet(fleet: Fleet) -> Non
         given, taken = (pool.submit(fleet[name].generate, body) for name, body in bodies.items())
         assert "another prompt" in reason(taken.result()) and given.result()[0] != 200
     works(fleet, "p16", "d16", seed=13)
-
-
-def test_another_model_is_another_model(fleet: Fleet) -> None:
-    _, taken = fleet.both("p16", "d16-latent", fleet.body("p16", prompt(90, seed=21), fleet.room()))
-    assert "incompatible" in reason(taken)
-    works(fleet, "p16", "d16", seed=22)
 
 
 def test_an_auxiliary_row_of_another_size_is_named(fleet: Fleet) -> None:
@@ -149,4 +139,4 @@ def test_a_name_that_nobody_knows_in_the_environment_stops_the_server(fleet: Fle
     config = replace(CONFIGS["p16"], environment={"KVBRIDGE_ENGINE_SOKET": "/x"})
     with Server(config, fleet._model, tmp_path, "misspelt") as server, pytest.raises(EngineDied) as died:
         server.wait_ready()
-    assert "KVBRIDGE_ENGINE_SOKET" in str(died.value) and "option_unknown" not in str(died.value)
+    assert "KVBRIDGE_ENGINE_SOKET: not an option" in str(died.value)

@@ -297,7 +297,7 @@ class Conversation:
         """
         requests, ends, asked_at = list(requests), None, self._clock()
         link = self._link
-        while any(self.is_open(name) for name in requests):
+        while any(self.is_open(name) for name in requests) and not link.is_closed:
             now = self._clock()
             if ends is None and link.is_all_sent:
                 ends = now + READERS_S

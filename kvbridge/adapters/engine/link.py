@@ -121,6 +121,11 @@ class AgentLink:
         return "" if attached is None else attached.agent.address
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the engine has left: nothing will be heard any more."""
+        return self._is_closed
+
+    @property
     def is_over(self) -> bool:
         """Whether no agent can touch our memory: none was attached, or the last one has let go or is gone."""
         return self.state is Link.AWAY

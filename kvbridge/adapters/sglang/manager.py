@@ -1,8 +1,9 @@
 """One SGLang rank's manager: holds the conversation with its agent, and the control socket to the other server.
 
-The schedulers poll senders and receivers in each of their turns; whatever we say to the agent, and hear of it, happens
-there, on the scheduler's thread. Two threads of ours sleep beside it: one reads SGLang's control socket, one keeps the
-bootstrap server told of where the agents are. Both only leave notes for the scheduler's thread.
+The schedulers poll senders and receivers in each of their turns; whatever we say to the agent about a request, and hear
+of it, happens there, on the scheduler's thread. Two threads of ours sleep beside it: one reads SGLang's control socket,
+one keeps the bootstrap server and our agent told of where the agents are. What they learn of a request is its status,
+which the scheduler's thread acts on.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import requests
 import torch
+import zmq
 from kvbridge_proto.pool import Shard
 from kvbridge_proto.words import Rank
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -40,6 +41,7 @@ from .options import Options
 from .plugin import TESTED, building
 from .pool import describe, moved
 from .prompts import prompt_digest
+from .rooms import OTHER_PROMPT, Rooms, endpoints
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 log.addFilter(OneLine())
@@ -48,18 +50,8 @@ TURN_S = 0.0002  # a scheduler's turn polls every request it has: the agent is l
 REGISTER_S = 1.0  # how soon the bootstrap server hears of an agent that came or moved
 RANKS_S = 5.0  # how often the agents of the other ranks are asked for, once all are known
 EARLY_S = 0.1  # and until they are
-FORGET_S = 900.0  # a question whose request never came
-FAILED_S = 300.0  # a question that comes so long after its request has failed is told so
-
-
-@dataclass(slots=True)
-class Room:
-    """What is known of a bootstrap room before and beside its request. `prompt` is our own request's digest."""
-
-    prompt: str = ""
-    asked: dict[tuple[str, int], Asked] = field(default_factory=dict)
-    row: Row | None = None
-    since: float = field(default_factory=time.monotonic)
+SEND_S = 1.0  # a server that does not read what we send may hold a scheduler up for so long
+AGAIN_S, AGAIN_MOST_S = 0.1, 10.0  # between tries to reach one that is away
 
 
 class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not there for the checker
@@ -78,10 +70,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         _check_version()
         _check_parallel(disaggregation_mode)
         self.options = Options.read(os.environ)
-        self.rooms: dict[int, Room] = {}
-        self._owners: dict[int, Any] = {}  # whose request a room is
-        self._failed: dict[int, tuple[str, float]] = {}  # of requests that are over: why, and when that was
-        self._rooms_lock = threading.Lock()
+        self.rooms = Rooms()
         self._queue = queue
         self._watched: dict[str, Ended | None] = {}
         self._look_at = 0.0
@@ -90,13 +79,15 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._engine_id = _common_id()
         self._bootstrap_url = ""
         self._registered = ""
-        self._ranks: tuple[Rank, ...] = ()
-        self._told_ranks: tuple[Rank, ...] = ()
         self._fence_stream: Any = None
         self.talk: Conversation | None = None
         self._attach()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self._kv_replica_factor = 1  # what the agents move is counted by them
         self.enable_deferred_decode_kv_release = True
+        if self.attn_cp_size > 1 and self.enable_all_cp_ranks_for_transfer:
+            reason = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER: on, must be off"
+            raise OperatorError("context_parallel_unsupported", reason)
         is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         _thread("kvbridge-control", self._serve_prefill if is_prefill else self._serve_decode)
         if is_prefill:
@@ -121,7 +112,6 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         if memory.device.type == "cpu":
             moved(self._queue.token_to_kv_pool)
         self.talk.start(self.options.connect_s)
-        self._told_ranks = ()
 
     @property
     def is_silent(self) -> bool:
@@ -157,9 +147,6 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         for heard in self.talk.turn():
             if isinstance(heard, Ended) and heard.request in self._watched:
                 self._watched[heard.request] = heard
-        if self._ranks != self._told_ranks:
-            self._told_ranks = self._ranks
-            self.talk.share(self._told_ranks)
 
     def watch(self, name: str) -> None:
         """Keep how this offer or want ends, for `ended`."""
@@ -171,19 +158,32 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     def ended(self, name: str) -> Ended | None:
         return self._watched.get(name)
 
-    def mark(self, event: Any = None) -> int:
-        """For the fence: behind all that is enqueued on the scheduler's and the forwards' streams, and `event`."""
+    def mark_free(self) -> int:
+        """For a want's fence: a step that is under way may still write the pages of a request that is over."""
+        return self._mark(is_behind_steps=True)
+
+    def mark_computed(self, event: Any) -> int:
+        """For an offer's fence: the rows are there. `event` is what a cached prefix, sent early, is behind.
+
+        Without stages SGLang sends no other rows than those of a result that it has waited for. The next prompt's
+        forward runs by then, and is nothing to wait for.
+        """
+        if self.pp_size == 1 and event is None:
+            return 0
+        return self._mark(is_behind_steps=self.pp_size > 1, event=event)
+
+    def _mark(self, is_behind_steps: bool, event: Any = None) -> int:
+        """On a stream that has nothing else: behind all the scheduler has enqueued, behind `event`."""
         if self.talk is None or self.talk.memory.device.type != "cuda":
             return 0
         if self._fence_stream is None:
             self._fence_stream = torch.cuda.Stream(self.talk.memory.device)  # type: ignore[no-untyped-call]
-        stream = self._fence_stream
-        stream.wait_stream(torch.cuda.current_stream())
-        if (forwards := getattr(self._queue.scheduler, "forward_stream", None)) is not None:
-            stream.wait_stream(forwards)
+        if is_behind_steps:
+            self._fence_stream.wait_stream(torch.cuda.current_stream())
+            self._fence_stream.wait_stream(self._queue.scheduler.forward_stream)
         if event is not None:
-            stream.wait_event(event)
-        with torch.cuda.stream(stream):
+            self._fence_stream.wait_event(event)
+        with torch.cuda.stream(self._fence_stream):
             return self.talk.mark()
 
     def digest(self, req: Any) -> str:
@@ -193,55 +193,41 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         said = (req.lora_id or "",) if ref is None else (ref.lora_name, ref.lora_path.rstrip("/").rpartition("/")[2])
         return prompt_digest(req, said)
 
-    # Rooms. Both threads look at them:
+    # A request's room:
 
-    def room(self, number: int) -> Room:
-        with self._rooms_lock:
-            return self.rooms.setdefault(number, Room())
+    def enter(self, number: int, owner: object) -> str:
+        """Why this request has no room, or ""."""
+        return self.rooms.enter(number, owner, time.monotonic())
 
-    def enter(self, number: int, owner: Any) -> str:
-        """One request has a room at a time. Why this one has not, or "": a client may choose any number."""
-        if self._owners.setdefault(number, owner) is not owner:
-            return f"bootstrap_room {number}: in use by another request"
-        self._failed.pop(number, None)
-        return ""
-
-    def leave(self, number: int, owner: Any, failure: str = "") -> None:
-        """The request is over. Questions that come for it yet hear of its failure."""
-        if self._owners.get(number) is not owner:
+    def leave(self, number: int, owner: object, failure: str = "") -> None:
+        """The request is over. Whoever asked for it hears of its failure."""
+        if not self.rooms.is_of(number, owner):
             return
-        del self._owners[number]
-        if failure:
-            self._failed[number] = (failure, time.monotonic())
-        self._drop(number)
-
-    def _drop(self, number: int) -> None:
-        with self._rooms_lock:
-            self.rooms.pop(number, None)
+        self._tell_failed(number, self.rooms.leave(number, owner, failure, time.monotonic()), failure)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.transfer_infos.pop(number, None)
 
-    def _forget_old(self) -> None:
-        """Questions for requests that never came, failures that nobody asked for."""
-        now = time.monotonic()
-        rooms, failed = list(self.rooms.items()), list(self._failed.items())
-        for number in [number for number, room in rooms if not room.prompt and now - room.since > FORGET_S]:
-            self._drop(number)
-            self.request_status.pop(number, None)
-        for number in [number for number, (_, at) in failed if now - at > FAILED_S]:
-            self._failed.pop(number, None)
+    def _tell_failed(self, number: int, asked: Iterable[Asked], reason: str) -> None:
+        self.send_kv_status_message(
+            targets=endpoints(asked), bootstrap_room=number, status=KVPoll.Failed, failure_reason=reason
+        )
 
     # Prefill's side of the control socket:
 
+    def bind(self, number: int, owner: object, prompt: str) -> None:
+        """What a request is about. The decode side may have asked for it already."""
+        strangers = self.rooms.bind(number, owner, prompt)
+        self._tell_failed(number, strangers, f"bootstrap_room {number}: {OTHER_PROMPT}")
+        self.meet(number)
+
     def meet(self, number: int) -> None:
-        """A request, all questions for it, an agent: the prefill may begin. If their prompts differ, it fails."""
-        room = self.room(number)
-        asked = list(room.asked.values())
-        if room.prompt and any(each.prompt != room.prompt for each in asked):
-            reason = f"bootstrap_room {number}: the decoding request has another prompt, adapter, media or salt"
-            self.conclude_failure(bootstrap_room=number, failure_reason=reason)
-        elif asked and len(asked) >= asked[0].ranks and (self.is_attached or self.is_silent):
-            self.req_to_decode_prefix_len[number] = max(each.first_token for each in asked)
+        """A request, all questions for it, an agent: when they are there its prefill may begin."""
+        asked = self.rooms.whole(number)
+        if not asked or not (self.is_attached or self.is_silent):
+            return
+        if self.request_status.get(number) == KVPoll.Bootstrapping:
+            self.transfer_infos[number] = {(each.endpoint, each.dst_port): each for each in asked}
+            self.req_to_decode_prefix_len[number] = min(each.first_token for each in asked)
             self.update_status(number, KVPoll.WaitingForInput)
 
     def _serve_prefill(self) -> None:
@@ -251,7 +237,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
                 if frames[0] == TAG:
                     self._hear_asked(unpack(frames))
                 elif frames[0] == b"ABORT" and (said := AbortNotification.from_zmq(frames)) is not None:
-                    self._hear_abort(said.room)
+                    self._hear_abort(said)
                 else:
                     raise BadMessage(f"{len(frames)} frames beginning with {frames[0][:32]!r}")
             except BadMessage as error:
@@ -262,19 +248,16 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     def _hear_asked(self, asked: Asked | Row) -> None:
         if not isinstance(asked, Asked):
             raise BadMessage("a row, on the prefill side")
-        if (failed := self._failed.get(asked.room)) is not None:
-            target = [(asked.endpoint, asked.dst_port)]
-            self.send_kv_status_message(
-                targets=target, bootstrap_room=asked.room, status=KVPoll.Failed, failure_reason=failed[0]
-            )
-            return
-        room = self.room(asked.room)
-        room.asked[asked.endpoint, asked.dst_port] = asked
-        self.transfer_infos[asked.room] = dict(room.asked)
-        self.meet(asked.room)
+        if reason := self.rooms.ask(asked, time.monotonic()):
+            self._tell_failed(asked.room, [asked], reason)
+        else:
+            self.meet(asked.room)
 
-    def _hear_abort(self, number: int) -> None:
-        """The scheduler sees the status, and its sender takes the offer back."""
+    def _hear_abort(self, said: Any) -> None:
+        """The scheduler sees the status, and its sender takes the offer back. A stranger's word is nobody's."""
+        number = said.room
+        if not self.rooms.has_asked(number, (said.decode_ip, said.decode_port)):
+            return
         if number in self.request_status and self.request_status[number] != KVPoll.Success:
             self.record_failure(number, "Aborted by the decode side.")
             self.update_status(number, KVPoll.Failed)
@@ -303,14 +286,35 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     def _hear_row(self, row: Asked | Row) -> None:
         if not isinstance(row, Row):
             raise BadMessage("a question, on the decode side")
-        with self._rooms_lock:
-            if (room := self.rooms.get(row.room)) is not None and room.prompt == row.prompt:
-                room.row = row
+        self.rooms.put(row)
 
-    def send_to(self, endpoint: str, port: int, message: Asked | Row) -> None:
+    def send_row(self, row: Row, asked: Iterable[Asked]) -> None:
         """Raises zmq.ZMQError."""
-        address = NetworkAddress(endpoint, port)
-        self._send_multipart_locked(address.to_tcp(), pack(message), is_ipv6=address.is_ipv6)
+        for endpoint, port in endpoints(asked):
+            address = NetworkAddress(endpoint, port)
+            self._send_multipart_locked(address.to_tcp(), pack(row), is_ipv6=address.is_ipv6)
+
+    def _connect(self, endpoint: str, is_ipv6: bool = False) -> Any:
+        """To a decode rank. SGLang's own socket gives up for good when it was refused once, and says nothing of it."""
+        with self._socket_lock:
+            if endpoint not in self._socket_cache:
+                made = self._zmq_ctx.socket(zmq.PUSH)
+                for option, value in (
+                    (zmq.IPV6, int(is_ipv6)),
+                    (zmq.LINGER, 0),
+                    (zmq.SNDTIMEO, int(SEND_S * 1e3)),
+                    (zmq.RECONNECT_IVL, int(AGAIN_S * 1e3)),
+                    (zmq.RECONNECT_IVL_MAX, int(AGAIN_MOST_S * 1e3)),
+                    (zmq.TCP_KEEPALIVE, 1),
+                    (zmq.TCP_KEEPALIVE_IDLE, 30),
+                    (zmq.TCP_KEEPALIVE_INTVL, 5),
+                    (zmq.TCP_KEEPALIVE_CNT, 3),
+                ):
+                    made.setsockopt(option, value)
+                made.connect(endpoint)
+                self._socket_send_locks.setdefault(endpoint, threading.Lock())
+                self._socket_cache[endpoint] = made
+            return self._socket_cache[endpoint]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Only our own agent writes our blocks: they are free once it has said that this want is over.
@@ -330,17 +334,21 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def _keep_registered(self) -> None:
         """An agent that comes late, or moves, is registered anew; all ranks' addresses are told to ours."""
-        asked_at, is_known = 0.0, False
+        asked_at, ranks = 0.0, tuple[Rank, ...]()
         while True:
+            is_known = len(ranks) == self._shard.tp_size * self._shard.pp_size
             time.sleep(REGISTER_S if is_known else EARLY_S)
             try:
                 if self.agent_address != self._registered:
                     self.register_to_bootstrap()
-                is_known = len(self._ranks) == self._shard.tp_size * self._shard.pp_size
                 if not is_known or time.monotonic() - asked_at > RANKS_S:
-                    asked_at = time.monotonic()
-                    self._ranks = self._ask_ranks()
-                self._forget_old()
+                    asked_at, before, ranks = time.monotonic(), ranks, self._ask_ranks()
+                    if ranks and ranks != before and self.talk is not None:
+                        self.talk.share(ranks)
+                for number in self.rooms.owned():
+                    self.meet(number)  # a later pipeline stage polls no sender until its prefill has begun
+                for number in self.rooms.forget_old(time.monotonic()):
+                    self.request_status.pop(number, None)
             except requests.RequestException as error:
                 log.debug("the bootstrap server does not answer: %s", error)
             except Exception:
@@ -437,7 +445,3 @@ def _local_rank() -> int:
     rank = (parallel.pp_rank * parallel.tp_size + parallel.tp_rank) % here
     is_copied = parallel.dp_size > 1 and not parallel.enable_dp_attention
     return int(rank) + (int(parallel.dp_rank or 0) * int(here) if is_copied else 0)
-
-
-def endpoints(asked: Iterable[Asked]) -> list[tuple[str, int]]:
-    return sorted({(each.endpoint, each.dst_port) for each in asked})

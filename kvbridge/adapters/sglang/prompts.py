@@ -19,6 +19,14 @@ def rendezvous(room: int, digest: str) -> str:
     return f"sglang/{room}/{digest}"
 
 
+def stays_here(req: Any) -> str:
+    """Why this prompt does not travel: nothing tells its KV from another's. "" if something does."""
+    for name in ("input_embeds", "positional_embed_overrides"):
+        if getattr(req, name, None) is not None:
+            return f"{name}: prompt embeddings do not travel"
+    return ""
+
+
 def prompt_digest(req: Any, lora: Iterable[str]) -> str:
     """Of all that decides the KV of a request's prompt: what SGLang's prefix cache goes by, and a little more.
 
@@ -43,9 +51,8 @@ def prompt_digest(req: Any, lora: Iterable[str]) -> str:
         add("extra", extra)
     if req.cache_salt:
         add("salt", req.cache_salt)
-    for name in ("input_embeds", "positional_embed_overrides", "token_type_ids"):
-        if (value := getattr(req, name, None)) is not None:
-            add(name, repr(value))
+    if (types := getattr(req, "token_type_ids", None)) is not None:
+        add("types", array("q", map(int, types)).tobytes())
     return hasher.hexdigest()
 
 

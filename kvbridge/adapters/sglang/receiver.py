@@ -14,12 +14,13 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 
 from .bootstrap import AGENT
 from .manager import KVBridgeManager
-from .messages import Asked, Row
-from .prompts import rendezvous
+from .messages import Asked, Row, pack
+from .prompts import rendezvous, stays_here
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
 AGENT_S = 10.0  # an agent that is started anew is waited for
+AGAIN_S = 0.5
 
 
 class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not there for the checker
@@ -29,20 +30,31 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
 
     def __init__(self, mgr: KVBridgeManager, bootstrap_addr: str, bootstrap_room: int) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        if obstacle := mgr.enter(bootstrap_room, self):
-            self.conclude_state = KVPoll.Failed
-        self._obstacle = obstacle  # to its having a room at all
         self._name = ""  # of the want, once it is said
         self._prompt = ""
         self._tokens = 0  # that it is given pages for
         self._aux_index = -1
         self._pages: list[int] | None = None  # given to us, and not asked for yet
         self._first_token = 0
+        self._looked_at = 0.0  # when the prefill server was last asked for its agents
         self._is_wanted = False  # whether the row may be taken once nothing is outstanding
+        self._obstacle = mgr.enter(bootstrap_room, self)  # to its having a room at all
+        if self._obstacle:
+            self.conclude_state = KVPoll.Failed
+
+    @property
+    def _has_room(self) -> bool:
+        """Another request may have it as soon as this one's failure is told."""
+        return self.kv_mgr.rooms.is_of(self.bootstrap_room, self)
 
     def bind(self, req: Any, tokens: int) -> None:
         """Whose request this is, and for how many tokens of its prompt it is given pages."""
+        if not self._has_room:
+            return
+        if reason := stays_here(req):
+            return self._fail(reason)
         self._prompt, self._tokens = self.kv_mgr.digest(req), tokens
+        self.kv_mgr.rooms.bind(self.bootstrap_room, self, self._prompt)
 
     def init(self, prefill_dp_rank: int) -> None:
         try:
@@ -85,25 +97,36 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             self._fail(f"not asked for: {type(error).__name__}: {error}")
 
     def _ask_soon(self) -> None:
-        """Now, or when our agent is there."""
+        """Now, or when the agents of both sides are there."""
         assert self._pages is not None and self.init_time is not None
-        if self.kv_mgr.is_attached:
+        lacks = "no agent has our memory" if not self.kv_mgr.is_attached else self._lacks_theirs()
+        if self.conclude_state is not None:
+            return
+        if not lacks:
             pages, self._pages = self._pages, None
             self._ask(pages, self._first_token)
         elif time.time() - self.init_time > AGENT_S:
             self._pages = None
-            self._fail(f"no agent has had our memory for {AGENT_S} s")
+            self._fail(f"{lacks}, since {AGENT_S:g} s")
+
+    def _lacks_theirs(self) -> str:
+        """Why the prefill server's agents are not known, or "". Its registry is asked again now and then."""
+        if self._agents():
+            return ""
+        if time.monotonic() - self._looked_at > AGAIN_S:
+            self._looked_at = time.monotonic()
+            self.invalidate_cached_bootstrap_infos()
+            self._setup_bootstrap_infos()
+        return "" if self._agents() else f"the prefill server at {self.bootstrap_addr} has no agent"
+
+    def _agents(self) -> list[str]:
+        return [info[AGENT] for info in self.bootstrap_infos or () if info.get(AGENT)]
 
     def _ask(self, pages: list[int], first: int) -> None:
         manager, talk, number = self.kv_mgr, self.kv_mgr.talk, self.bootstrap_room
         assert talk is not None
-        agents = [info[AGENT] for info in self.bootstrap_infos or () if info.get(AGENT)]
-        if not agents:
-            self.invalidate_cached_bootstrap_infos()
-            return self._fail(f"the prefill server at {self.bootstrap_addr} has no agent")
         if talk.is_open(str(number)):  # an aborted one, that the agent has not answered yet
             return self._fail(f"bootstrap_room {number}: in use by another request")
-        manager.room(number).prompt = self._prompt
         for info in self.bootstrap_infos:
             asked = Asked(
                 room=number,
@@ -114,18 +137,20 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
                 rank=manager.attn_tp_rank,
                 ranks=manager.askers(info["tp_rank"], self.prefill_info.attn_tp_size),
             )
-            manager.send_to(info["rank_ip"], int(info["rank_port"]), asked)
+            if not self._send_bootstrap_message(bootstrap_info=info, message=pack(asked), operation="send_metadata"):
+                self.invalidate_cached_bootstrap_infos()
+                return
         self._is_wanted = True
         page = manager.kv_args.page_size
         want = Want(
             request=str(number),
             room=rendezvous(number, self._prompt),
-            source=agents[0],
+            source=self._agents()[0],
             first_token=first,
             end_token=first + self._tokens,
             blocks=(Blocks(0, first // page, tuple(pages)),) if pages else (),
             deadline_s=min(float(manager.waiting_timeout), 86400.0),
-            fence=manager.mark(),
+            fence=manager.mark_free(),
         )
         if self._tokens:
             self._name = want.request
@@ -136,7 +161,11 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         manager = self.kv_mgr
         manager.look()
         if self.conclude_state is None and (self._is_wanted or self._pages is not None):
-            self._advance()
+            try:
+                self._advance()
+            except Exception as error:  # as above
+                log.exception("bootstrap_room %s", self.bootstrap_room)
+                self._fail(f"{type(error).__name__}: {error}")
         status = super()._poll()
         if status == KVPoll.Failed:
             self._abandon("the request has failed")
@@ -149,9 +178,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         ended = self.kv_mgr.ended(self._name) if self._name else None
         if ended is not None and not ended.is_good:
             self.invalidate_cached_bootstrap_infos()  # it may have been started anew, somewhere else
-            self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
             return self._fail(f"{ended.code}: {ended.reason}")
-        row = self.kv_mgr.room(self.bootstrap_room).row
+        row = self.kv_mgr.rooms.row(self.bootstrap_room)
         if row is not None and (ended is not None or not self._name):
             self._take(row)
 
@@ -169,9 +197,9 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
 
     def abort(self) -> None:
-        if not self._obstacle:
+        """Perhaps on another thread: `_poll` tells our agent."""
+        if self._has_room:
             super().abort()
-            self._abandon("aborted")
 
     def failure_exception(self) -> None:
         if self._obstacle:
@@ -180,17 +208,15 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         super().failure_exception()
 
     def clear(self) -> None:
-        """The last of this request. Its pages are free by now, or were never asked for."""
-        if self._obstacle:
-            return
+        """SGLang says so twice of a request that has failed: when that is told, and when its pages are given back."""
         self._abandon("the request is over")
-        super().clear()
-        if self._name:
+        if self._has_room:
+            super().clear()
             self.kv_mgr.unwatch(self._name)
-        self.kv_mgr.leave(self.bootstrap_room, self)
+            self.kv_mgr.leave(self.bootstrap_room, self)
 
     def _abandon(self, reason: str) -> None:
-        """Idempotent. Its pages stay ours until the agent has answered: `is_abort_release_safe`."""
+        """Once. Its pages stay ours until the agent has answered: `is_abort_release_safe`."""
         talk = self.kv_mgr.talk
         if self._is_wanted and self._name and talk is not None and talk.is_open(self._name):
             talk.abandon(self._name, reason)

@@ -13,9 +13,9 @@ from kvbridge_proto.words import Blocks
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
-from .manager import KVBridgeManager, endpoints
+from .manager import KVBridgeManager
 from .messages import Row
-from .prompts import rendezvous
+from .prompts import rendezvous, stays_here
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -35,21 +35,25 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
-        if obstacle := mgr.enter(bootstrap_room, self):
-            self.conclude_state = KVPoll.Failed
-        self._obstacle = obstacle  # to its having a room at all
         self._early_send_wait_event: Any
         self._transfer_start_time: float | None
         self._name = ""  # of the offer
+        self._prompt = ""
         self._first_token = self._tokens = 0
         self._is_row_sent = False
+        self._why = mgr.enter(bootstrap_room, self)  # it has failed
+        self._is_over = bool(self._why)  # the room is not ours, or no longer
+        if self._is_over:
+            self.conclude_state = KVPoll.Failed
 
     def bind(self, req: Any) -> None:
-        """Whose request this is. What the decode side asked may be there already."""
-        if self._obstacle:
+        """Whose request this is."""
+        if self._is_over:
             return
-        self.kv_mgr.room(self.bootstrap_room).prompt = self.kv_mgr.digest(req)
-        self.kv_mgr.meet(self.bootstrap_room)
+        if reason := stays_here(req):
+            return self._fail(reason)
+        self._prompt = self.kv_mgr.digest(req)
+        self.kv_mgr.bind(self.bootstrap_room, self, self._prompt)
 
     def pop_decode_prefix_len(self) -> int:
         """From where on we are given pages: the decode side's prefix, in whole pages of ours."""
@@ -70,16 +74,13 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if is_skipped:
             return
         assert num_kv_tokens is not None
-        self._begin_clock()
-        event, self._early_send_wait_event = self._early_send_wait_event, None
-        if is_last:
-            self._send_row()
-        self._offer(pages.tolist(), self._tokens + num_kv_tokens, is_last, event)
-        self._record_transfer_indices(pages, None)
-
-    def _begin_clock(self) -> None:
         if self._transfer_start_time is None:
             self._transfer_start_time = time.perf_counter()
+        event, self._early_send_wait_event = self._early_send_wait_event, None
+        if is_last and not self._send_row():
+            return
+        self._offer(pages.tolist(), self._tokens + num_kv_tokens, is_last, event)
+        self._record_transfer_indices(pages, None)
 
     def _offer(self, pages: list[int], tokens: int, is_last: bool, event: Any) -> None:
         manager, talk = self.kv_mgr, self.kv_mgr.talk
@@ -92,34 +93,34 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         blocks = (Blocks(0, self._tokens // page, tuple(pages)),) if pages else ()
         talk.offer(
             Offer(
-                room=rendezvous(self.bootstrap_room, manager.room(self.bootstrap_room).prompt),
+                room=rendezvous(self.bootstrap_room, self._prompt),
                 request=self._name,
                 first_token=self._first_token,
                 tokens=tokens,
                 blocks=blocks,
                 is_last=is_last,
                 hold_s=manager.options.hold_s if is_last else COMPUTING_S,
-                fence=manager.mark(event),
+                fence=manager.mark_computed(event),
             )
         )
         self._tokens = tokens
 
-    def _send_row(self) -> None:
-        """The auxiliary row goes to whoever asked; they use it when the KV is there. Every stage has one, the last's
-        counts."""
+    def _send_row(self) -> bool:
+        """The auxiliary row goes to whoever asked; they use it when the KV is there. The last stage's is the one."""
         manager = self.kv_mgr
         self._is_row_sent = True
         if not manager.pp_group.is_last_rank:
-            return
-        args, room = manager.kv_args, manager.room(self.bootstrap_room)
+            return True
+        args = manager.kv_args
         places = zip(args.aux_data_ptrs, args.aux_item_lens, strict=True)
         fields = tuple(ctypes.string_at(start + self.aux_index * size, size) for start, size in places)
-        row = Row(room=self.bootstrap_room, prompt=room.prompt, fields=fields)
+        row = Row(room=self.bootstrap_room, prompt=self._prompt, fields=fields)
         try:
-            for endpoint, port in endpoints(room.asked.values()):
-                manager.send_to(endpoint, port, row)
+            manager.send_row(row, manager.rooms.whole(self.bootstrap_room))
         except zmq.ZMQError as error:
             self._fail(f"the auxiliary row could not be sent: {error}")
+            return False
+        return True
 
     def poll(self) -> int:
         self._advance()
@@ -136,8 +137,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if self.conclude_state is not None:
             return
         if not self._name:
-            if manager.request_status.get(self.bootstrap_room) == KVPoll.Bootstrapping:
-                manager.meet(self.bootstrap_room)  # our agent may be here by now
+            manager.meet(self.bootstrap_room)  # our agent may be here by now
             return
         if (ended := manager.ended(self._name)) is None:
             return
@@ -150,32 +150,46 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
 
     def abort(self) -> None:
-        """The pages are given to others as soon as this returns."""
-        if self._obstacle:
-            return
-        super().abort()
-        self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason="Aborted by AbortReq.")
-        self._take_back("aborted")
+        """The pages are given to others as soon as this returns. SGLang may never speak of this request again."""
+        if not self._is_over:
+            super().abort()
+            self._end("Aborted by AbortReq.")
 
     def clear(self) -> None:
-        if self._obstacle:
-            return
-        self._take_back("the request is over")
-        failure = self.kv_mgr.failure_records.get(self.bootstrap_room, "")
-        super().clear()
-        self.kv_mgr.leave(self.bootstrap_room, self, failure)
+        if not self._is_over:
+            has_failed = KVPoll.Failed in (self.conclude_state, self.kv_mgr.request_status.get(self.bootstrap_room))
+            self._end("the prefill has failed" if has_failed else "")
 
     def failure_exception(self) -> None:
-        if self._obstacle:
-            raise KVTransferError(self.bootstrap_room, self._obstacle)
-        super().failure_exception()
+        self.conclude_state = KVPoll.Failed
+        self._end("")
+        raise KVTransferError(
+            self.bootstrap_room,
+            self._why or "Failed due to an unknown reason from another rank",
+            is_from_another_rank=not self._why,
+        )
+
+    def _end(self, failure: str) -> None:
+        """Once: take the offer back, and leave the room. What was recorded as the cause goes before `failure`."""
+        if self._is_over:
+            return
+        self._is_over = True
+        manager, number = self.kv_mgr, self.bootstrap_room
+        self._take_back(failure or "the request is over")
+        super().clear()
+        with manager.failure_lock:
+            self._why = manager.failure_records.pop(number, "") or failure
+        has_failed = bool(self._why) or self.conclude_state == KVPoll.Failed
+        manager.leave(number, self, self._why or ("another prefill rank has failed" if has_failed else ""))
 
     def _take_back(self, reason: str) -> None:
         """Return when nothing reads the pages any more."""
+        name, self._name = self._name, ""
         talk = self.kv_mgr.talk
-        if self._name and talk is not None and talk.is_open(self._name):
-            talk.withdraw(self._name, reason)
-            talk.wait_for_readers([self._name])
-        if self._name:
-            self.kv_mgr.unwatch(self._name)
-            self._name = ""
+        if not name or talk is None:
+            return
+        is_open = talk.is_open(name)
+        talk.withdraw(name, reason)  # the last word, also of an offer that has ended before it was whole
+        if is_open:
+            talk.wait_for_readers([name])
+        self.kv_mgr.unwatch(name)

@@ -48,6 +48,12 @@ class Ledger:
     def awaited(self, name: str, receive: Receive) -> None:
         self.receives[name] = receive
 
+    def refused(self, receive: Receive) -> None:
+        """Not asked for at all: reported as failed, whatever else is under way."""
+        self._reports.received.add(receive.request_id)
+        self._reports.failed.add(receive.request_id)
+        self._reports.failed_blocks.update(receive.blocks)
+
     def received(self, name: str) -> None:
         receive = self.receives.pop(name, None)
         if receive is not None:
@@ -56,9 +62,7 @@ class Ledger:
     def failed(self, name: str) -> None:
         receive = self.receives.pop(name, None)
         if receive is not None:
-            self._reports.received.add(receive.request_id)
-            self._reports.failed.add(receive.request_id)
-            self._reports.failed_blocks.update(receive.blocks)
+            self.refused(receive)
 
     def held(self, name: str, request_id: str, is_open: bool) -> None:
         """The scheduler keeps this offer's blocks until it is over. One that is not open is over already."""

@@ -156,6 +156,8 @@ class WorkerSide:
         """Offer what the forward writes; then what the scheduler keeps can be settled. Once a step, however called."""
         step, self._step = self._step, Step()
         if (conversation := self._conversation) is None:
+            for name, request_id in step.held.items():
+                self._ledger.held(name, request_id, False)
             return
         if (changed := self._scales.look()) is not None:
             conversation.rescale(changed)
@@ -176,6 +178,9 @@ class WorkerSide:
 
     def _want(self, conversation: Conversation, want: Want, request_id: str) -> None:
         blocks = tuple(block for piece in want.blocks for block in piece.ids)
+        if conversation.is_open(want.request):  # of a request that is gone, which the agent has not answered yet
+            log.warning("%s: not fetched: the last fetch of this name is not over yet", want.request)
+            return self._ledger.refused(Receive(request_id, blocks))
         self._ledger.awaited(want.request, Receive(request_id, blocks))
         if self._scales.is_pending:
             log.warning("%s: not fetched: what scales its rows would have is not known yet", want.request)

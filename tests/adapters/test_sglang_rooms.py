@@ -1,0 +1,111 @@
+"""Bootstrap rooms: a number that a client may choose is one request's at a time."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from kvbridge.adapters.sglang.messages import Asked, Row
+from kvbridge.adapters.sglang.rooms import FAILED_S, FORGET_S, MOST_ASKING, MOST_ROOMS, OTHER_PROMPT, Rooms, endpoints
+
+ASKED = Asked(room=7, prompt="ab", first_token=16, endpoint="10.0.0.1", dst_port=4000, rank=0, ranks=2)
+OTHER = replace(ASKED, dst_port=4001, rank=1)
+ROW = Row(room=7, prompt="ab", fields=(b"1",))
+
+
+@pytest.fixture
+def rooms() -> Rooms:
+    return Rooms()
+
+
+def test_a_room_is_one_requests_at_a_time(rooms: Rooms) -> None:
+    assert rooms.enter(7, "first", 0) == ""
+    assert "in use" in rooms.enter(7, "second", 0)
+    assert rooms.is_of(7, "first") and not rooms.is_of(7, "second")
+    assert rooms.leave(7, "second", "failed", 0) == [] and rooms.is_of(7, "first")
+    rooms.leave(7, "first", "", 0)
+    assert rooms.enter(7, "second", 0) == "" and rooms.is_of(7, "second")
+
+
+@pytest.mark.parametrize("number", [0, -1, 1 << 63, None, "7", True])
+def test_what_is_no_room_is_refused(rooms: Rooms, number: int) -> None:
+    """SGLang takes 0 for a row that has not come yet."""
+    assert "bootstrap_room" in rooms.enter(number, "first", 0)
+
+
+@pytest.mark.parametrize("is_asked_first", [True, False])
+def test_it_is_whole_when_its_request_and_all_that_ask_are_there(rooms: Rooms, is_asked_first: bool) -> None:
+    steps = [lambda: rooms.ask(ASKED, 0), lambda: rooms.ask(OTHER, 0), lambda: _begin(rooms)]
+    for step in steps if is_asked_first else reversed(steps):
+        assert not rooms.whole(7)
+        assert not step()
+    assert sorted(each.rank for each in rooms.whole(7)) == [0, 1]
+    assert endpoints(rooms.whole(7)) == [("10.0.0.1", 4000), ("10.0.0.1", 4001)]
+
+
+def _begin(rooms: Rooms) -> str:
+    rooms.enter(7, "first", 0)
+    assert rooms.bind(7, "first", "ab") == []
+    return ""
+
+
+def test_who_asks_twice_is_one(rooms: Rooms) -> None:
+    _begin(rooms)
+    rooms.ask(ASKED, 0)
+    rooms.ask(ASKED, 0)
+    assert not rooms.whole(7)
+
+
+def test_whoever_asks_for_another_prompt_is_told_so_and_nobody_else(rooms: Rooms) -> None:
+    stranger = replace(OTHER, prompt="cd")
+    assert not rooms.ask(ASKED, 0) and not rooms.ask(stranger, 0)
+    rooms.enter(7, "first", 0)
+    assert rooms.bind(7, "first", "ab") == [stranger], "who came before the request"
+    assert OTHER_PROMPT in rooms.ask(stranger, 0), "and after it"
+    assert not rooms.ask(OTHER, 0) and len(rooms.whole(7)) == 2
+    assert rooms.has_asked(7, ("10.0.0.1", 4001)) and not rooms.has_asked(7, ("10.0.0.9", 4001))
+
+
+def test_a_request_that_has_failed_is_told_to_all_that_asked_or_ask_yet(rooms: Rooms) -> None:
+    _begin(rooms)
+    rooms.ask(ASKED, 0)
+    assert rooms.leave(7, "first", "aborted", 1) == [ASKED]
+    assert rooms.ask(OTHER, 2) == "aborted"
+    assert rooms.enter(7, "next", 3) == "" and not rooms.ask(OTHER, 3), "the next one is another"
+
+
+def test_a_request_that_succeeded_leaves_nothing(rooms: Rooms) -> None:
+    _begin(rooms)
+    rooms.ask(ASKED, 0)
+    assert rooms.leave(7, "first", "", 1) == [] and not rooms.owned() and rooms.prompt(7) == ""
+
+
+def test_a_row_is_taken_for_its_own_request_only(rooms: Rooms) -> None:
+    assert not rooms.put(ROW), "nobody waits"
+    rooms.enter(7, "first", 0)
+    assert not rooms.put(ROW), "it is not known for what"
+    rooms.bind(7, "first", "ab")
+    assert not rooms.put(replace(ROW, prompt="cd")) and rooms.row(7) is None
+    assert rooms.put(ROW) and rooms.row(7) == ROW
+    rooms.leave(7, "first", "", 1)
+    rooms.enter(7, "next", 2)
+    assert rooms.row(7) is None
+
+
+def test_nothing_is_kept_for_ever(rooms: Rooms) -> None:
+    rooms.ask(ASKED, 0)
+    rooms.enter(8, "one", 0)
+    rooms.enter(9, "other", 0)
+    rooms.leave(9, "other", "failed", 0)
+    assert rooms.forget_old(FAILED_S + 1) == [] and not rooms.ask(replace(ASKED, room=9), FAILED_S + 1)
+    assert rooms.forget_old(FORGET_S + 1) == [7] and rooms.owned() == [8]
+
+
+def test_strangers_cannot_fill_it(rooms: Rooms) -> None:
+    for number in range(MOST_ROOMS):
+        assert not rooms.ask(replace(ASKED, room=number + 1), 0)
+    assert "are asked for" in rooms.ask(replace(ASKED, room=MOST_ROOMS + 1), 0)
+    assert rooms.enter(MOST_ROOMS + 1, "ours", 0) == "", "our own request has room all the same"
+    for port in range(MOST_ASKING):
+        rooms.ask(replace(ASKED, dst_port=port + 1), 0)
+    assert "have asked" in rooms.ask(replace(ASKED, dst_port=60000), 0)
