@@ -2,13 +2,17 @@
 
 Nothing of it ships: `server.py` makes the entry point, in a folder of its own on PYTHONPATH. `KVBRIDGE_TEST_ROWS` names
 a folder: there the prefilling side writes a prompt's rows when it sends its last chunk, the decoding side when it has
-taken the transfer for good. `KVBRIDGE_TEST_TIMES` names a file that gets a line of JSON a transfer.
+taken the transfer for good; none while the folder has a file `pause`. `KVBRIDGE_TEST_TIMES` names a file that gets a
+line of JSON a transfer. `KVBRIDGE_TEST_SEED` makes the weights of a model that is only a config.json.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +24,25 @@ DTYPES = {
     "torch.float16": "fp16",
     "torch.float8_e4m3fn": "fp8_e4m3",
 }
+PAUSE = "pause"
+SEEDED = "kvbridge_test: seeded"  # what a rank says whose weights were made
+# In a net of 32 layers, more than that for what is added to its stream lets bf16 in another order end in other tokens.
+ADDED = {"o_proj": 0.35, "down_proj": 0.35}
 
 
 def register() -> None:
     """SGLang calls it in each of its processes, before it makes an engine."""
-    from sglang.srt.models.deepseek_common import attention_backend_handler as latents
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # On a CPU its own NIXL backend registers memory as a GPU's, and a latent's prefill reads keys that are not there.
-    HookRegistry.register("sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds", _dram, HookType.AROUND)
-    latents.AttentionBackendRegistry.register("torch_native", latents._dispatch_mla_subtype)
+    if os.environ.get("KVBRIDGE_TEST_DEVICE", "cpu") == "cpu":
+        from sglang.srt.models.deepseek_common import attention_backend_handler as latents
+
+        # On a CPU its own NIXL backend registers memory as a GPU's, and a latent's prefill reads keys that are not
+        # there.
+        HookRegistry.register("sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds", _dram, HookType.AROUND)
+        latents.AttentionBackendRegistry.register("torch_native", latents._dispatch_mla_subtype)
+    if "KVBRIDGE_TEST_SEED" in os.environ:
+        HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _seeded, HookType.AROUND)
     if "KVBRIDGE_TEST_ROWS" in os.environ:
         prefill = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
         HookRegistry.register(prefill, _sends, HookType.BEFORE)
@@ -44,6 +57,38 @@ def _dram(original: Any, kinds: Any, expected_len: int) -> list[str]:
     return ["DRAM"] * expected_len
 
 
+def _seeded(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Weights that any sharding of the model shares, through its own loader; SGLang's dummy ones if that fails."""
+    import torch
+
+    original(model, *args, **kwargs)
+    try:
+        with torch.no_grad():
+            model.load_weights(_weights(model, int(os.environ["KVBRIDGE_TEST_SEED"])))
+    except Exception:
+        logging.getLogger(__name__).exception("dummy weights stay")
+        return
+    print(SEEDED, flush=True)
+
+
+def _weights(model: Any, seed: int) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    from kvbridge.demo.model import GAINS, _shapes
+
+    first = next(model.parameters())
+    for number, (name, shape) in enumerate(_shapes(model.config.to_dict()).items()):
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(shape, dtype=first.dtype, device=first.device)
+            continue
+        generator = torch.Generator(first.device).manual_seed(seed + number)
+        values = torch.randn(shape, dtype=first.dtype, device=first.device, generator=generator)
+        if "embed_tokens" not in name:
+            gain = next((gain for part, gain in (GAINS | ADDED).items() if part in name), 1.0)
+            values *= gain / math.sqrt(shape[1])
+        yield name, values
+
+
 def _sends(scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
     if last_chunk:
         _keep("prefill", scheduler, req)
@@ -54,8 +99,9 @@ def _takes(queue: Any, decode_req: Any) -> None:
 
 
 def _keep(side: str, scheduler: Any, req: Any) -> None:
-    if not req.bootstrap_room:
-        return  # the server asks itself whether it is well
+    folder = Path(os.environ["KVBRIDGE_TEST_ROWS"])
+    if not req.bootstrap_room or (folder / PAUSE).exists():
+        return  # without a room the server asks itself whether it is well
     from sglang.srt.runtime_context import get_parallel
 
     tokens = len(req.origin_input_ids)
@@ -70,10 +116,10 @@ def _keep(side: str, scheduler: Any, req: Any) -> None:
         for part, buffers in parts.items()
         for layer, buffer in enumerate(buffers, start=pool.start_layer)
     }
-    path = Path(os.environ["KVBRIDGE_TEST_ROWS"]) / f"{side}-{req.bootstrap_room}-{get_parallel().tp_rank}.npz"
+    path = folder / f"{side}-{req.bootstrap_room}-{get_parallel().tp_rank}.npz"
     part_written = path.with_suffix(".part")
     with part_written.open("wb") as file:
-        np.savez(file, codec=np.array(DTYPES[str(pool.dtype)]), slots=slots.numpy(), **rows)
+        np.savez(file, codec=np.array(DTYPES[str(pool.dtype)]), slots=slots.cpu().numpy(), **rows)
     part_written.rename(path)
 
 
@@ -81,7 +127,7 @@ def _bytes(rows: Any) -> np.ndarray:
     """[tokens, heads, row bytes]"""
     import torch
 
-    return rows.contiguous().view(torch.uint8).numpy()
+    return rows.contiguous().view(torch.uint8).cpu().numpy()
 
 
 def _timed(result: Any, stats: Any, metric: Any) -> None:
