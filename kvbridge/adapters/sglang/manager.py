@@ -47,6 +47,7 @@ log.addFilter(OneLine())
 TURN_S = 0.0002  # a scheduler's turn polls every request it has: the agent is listened to once
 REGISTER_S = 1.0  # how soon the bootstrap server hears of an agent that came or moved
 RANKS_S = 5.0  # how often the agents of the other ranks are asked for, once all are known
+EARLY_S = 0.1  # and until they are
 FORGET_S = 900.0  # a question whose request never came
 FAILED_S = 300.0  # a question that comes so long after its request has failed is told so
 
@@ -324,9 +325,9 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def _keep_registered(self) -> None:
         """An agent that comes late, or moves, is registered anew; all ranks' addresses are told to ours."""
-        asked_at = 0.0
+        asked_at, is_known = 0.0, False
         while True:
-            time.sleep(REGISTER_S)
+            time.sleep(REGISTER_S if is_known else EARLY_S)
             try:
                 if self.agent_address != self._registered:
                     self.register_to_bootstrap()
@@ -377,7 +378,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """How many of our engine's ranks ask that prefill rank."""
         mine = range(self.attn_tp_size)
         asking = sum(prefill_tp_rank in shares(rank, self.attn_tp_size, prefill_tp_size) for rank in mine)
-        return asking * self.pp_size
+        return asking * int(self.pp_size)
 
 
 def _thread(name: str, run: Callable[[], None]) -> None:
