@@ -66,9 +66,7 @@ class Server:
         self.config = config
         self.log = folder / f"{name}.log"
         self.port, self.bootstrap_port = free_port(), free_port()
-        # Ranks that wait for each other spin: on as many cores as there are of them the agents would get none.
-        meekly = ["nice", "-n", "5"] if config.tensor_parallel_size > 1 and not config.gpus else []
-        command = [*meekly, python, "-m", LAUNCHERS[_device(config)], *_flags(config, model, self)]
+        command = [python, "-m", LAUNCHERS[_device(config)], *_flags(config, model, self)]
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 command,
@@ -139,10 +137,7 @@ class Server:
             time.sleep(0.1)
 
     def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
+        """As `kill`: asked nicely it takes five seconds, and has nothing to put away."""
         self.kill()
 
     def kill(self) -> None:
