@@ -1,6 +1,6 @@
 """Real SGLang servers on GPUs: prefill in one, decode in the other, by kvbridge and by SGLang's own NIXL, in one run.
 
-    python -m tests.gpu.sglang_pairs --out FOLDER [--only equal,16to64] [--repeats 7] [--limit-s 300]
+    python -m tests.gpu.sglang_pairs --out FOLDER [--only equal,16to64] [--repeats 7] [--limit-s 270]
     python -m tests.gpu.sglang_pairs --cpu --out FOLDER        the same, small, on a CPU: to try the script
 
 Needs two GPUs, SGLang, and no network. A Llama-8B shape with weights made on the GPUs, the same however they are
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -377,7 +378,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=2, help="prompts whose tokens are compared")
     parser.add_argument("--lengths", default="1024,8192", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--limit-s", type=float, default=300.0, help="no pair begins after so long")
+    parser.add_argument("--limit-s", type=float, default=270.0, help="no pair begins after so long")
     parser.add_argument("--agent", action="append", default=[], help="an agent's option: slot_bytes=8388608")
     chosen = parser.parse_args()
     assert chosen.repeats > 1, "one repeat is the first and leaves none for later"
@@ -386,6 +387,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     chosen = options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are sessions of their own: end them
     chosen.out.mkdir(parents=True, exist_ok=True)
     agent_options = dict(part.split("=", 1) for part in chosen.agent)
     with tempfile.TemporaryDirectory(prefix="pairs-") as name, ExitStack() as stack:

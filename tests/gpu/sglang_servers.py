@@ -25,7 +25,7 @@ from ..sglang.server import Server, ServerConfig
 from .pair_engines import LLAMA_8B
 
 DONE = re.compile(r"done: request=(\S+) bytes=(\d+) ms=([\d.]+)")
-START_S = 150.0
+START_S = 120.0
 AGENT_START_S = 90.0  # while as many servers import
 TIMES_S = 5.0  # until a prefill server has written how long a transfer took
 SEED = 7
