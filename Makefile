@@ -57,9 +57,10 @@ test-faults: $(AGENT)
 test-gpu: $(AGENT)
 	PYTHON=.venv/bin/python tests/gpu/run tests
 
-bench: $(AGENT) $(ENGINE)
+bench: $(AGENT) $(ENGINE) $(SGLANG)
 	for name in codec plan mover convert; do .venv/bin/python bench/$$name.py || exit 1; done
 	.venv-vllm/bin/python bench/vllm_pair.py
+	.venv-sglang/bin/python bench/sglang_pair.py
 
 bench-gpu: $(AGENT)
 	PYTHON=.venv/bin/python tests/gpu/run full

@@ -10,6 +10,7 @@ of the same seconds. Of each pair and prompt length:
 
   transfer   SGLang's own metric, of the prefill server: from the first send to the poll that finds it finished (the
              slowest rank's). "first" is the first request of this length
+  carried    from the prefill server's last send to the decode server's taking the request into its batch
   agents     from the decode server's want to its done, as its agent's log says (the slowest rank's)
   ttft       decode server, from both servers being asked to its first token: the prompt's prefill is in it
   tokens     against a server alone of TP 1. "tie": they part where that server itself finds the two tokens' chances no
@@ -119,22 +120,28 @@ class Drive:
 
     def timed(self, tokens: list[int]) -> dict[str, float]:
         """How one prompt came, in milliseconds and bytes."""
-        before, ranks = len(self.source.heard_times()), len(self.source.side.gpus)
+        known = len(self.source.noted("reported"))
         answer, room = self.decode(tokens, 2)
         end = time.monotonic() + TIMES_S
-        while len(heard := self.source.heard_times()[before:]) < ranks:
-            assert time.monotonic() < end, "the prefill server reports no transfer"
+        while True:
+            reported = self.source.noted("reported")[known:]
+            sent, taken = self.source.noted("prefill", room), self.sink.noted("decode", room)
+            counts = [len(each) for each in (reported, sent, taken)]
+            if counts == [len(each.side.gpus) for each in (self.source, self.source, self.sink)]:
+                break
+            assert time.monotonic() < end, f"of {room}: {counts} reports, sendings, takings"
             time.sleep(0.02)
-        taken = {
-            "transfer_ms": max(each["latency_ms"] for each in heard),
-            "bytes": sum(each["total_mb"] for each in heard) * 2**20,
+        found = {
+            "transfer_ms": max(each["latency_ms"] for each in reported),
+            "carried_ms": (max(each["at_s"] for each in taken) - max(each["at_s"] for each in sent)) * 1e3,
+            "bytes": sum(each["total_mb"] for each in reported) * 2**20,
             "ttft_ms": answer.first_s * 1e3,
         }
         if self.sink.agents:
             done = self.sink.done(room)
             assert done, "no agent of the decode side has fetched it"
-            taken |= {"agents_ms": done["ms"], "bytes": done["bytes"]}
-        return taken
+            found |= {"agents_ms": done["ms"], "bytes": done["bytes"]}
+        return found
 
     def compare(self, alone: Running, length: int, prompts: int) -> str:
         """Whether decoding goes on as in one server alone: "yes", a tie, "NO", or how often (other codec)."""
@@ -202,7 +209,7 @@ def side_by_side(drives: Sequence[Drive], length: int, repeats: int) -> list[dic
 
 def _row(length: int, taken: list[dict[str, float]]) -> dict[str, Any]:
     row: dict[str, Any] = {"tokens": length, "megabytes": round(taken[0]["bytes"] / 1e6, 1)}
-    for key in ("transfer_ms", "agents_ms", "ttft_ms"):
+    for key in ("transfer_ms", "carried_ms", "agents_ms", "ttft_ms"):
         if key in taken[0]:
             values = [each[key] for each in taken]
             name = key.removesuffix("_ms")
@@ -219,7 +226,8 @@ def ratios(upper: list[dict[str, Any]], lower: list[dict[str, Any]], of: str) ->
     """By prompt length, of medians and of minima."""
     found = []
     for above, below in zip(upper, lower, strict=False):
-        each = {key: round(above[key] / below[key], 3) for key in ("transfer_ms", "transfer_min_ms", "ttft_ms")}
+        keys = ("transfer_ms", "transfer_min_ms", "carried_ms", "carried_min_ms", "ttft_ms")
+        each = {key: round(above[key] / below[key], 3) for key in keys}
         found.append({"of": of, "tokens": above["tokens"], **each})
     return found
 
@@ -334,6 +342,7 @@ COLUMNS = (
     ("later ms", 9, lambda found, row: row["transfer_ms"]),
     ("least", 7, lambda found, row: row["transfer_min_ms"]),
     ("GB/s", 6, lambda found, row: row["gb_per_s"]),
+    ("carried", 8, lambda found, row: row["carried_ms"]),
     ("agents", 8, lambda found, row: row.get("agents_ms", "-")),
     ("ttft", 8, lambda found, row: row["ttft_ms"]),
     ("rows", 13, lambda found, row: found.kv_rows),
@@ -351,7 +360,7 @@ def report(results: list[Found]) -> None:
     for found in results:
         for ratio in found.ratios:
             print(f"{found.name:>12s} {ratio['of']} at {ratio['tokens']}: {ratio['transfer_ms']} of medians,", end=" ")
-            print(f"{ratio['transfer_min_ms']} of minima, ttft {ratio['ttft_ms']}")
+            print(f"{ratio['transfer_min_ms']} of minima; carried {ratio['carried_ms']}, ttft {ratio['ttft_ms']}")
 
 
 def machine() -> dict[str, Any]:

@@ -63,10 +63,11 @@ class Running:
     agents: list[AgentProcess] = field(default_factory=list)
     is_seeded: bool = True
 
-    def heard_times(self) -> list[dict[str, float]]:
-        """Every transfer this prefill server has reported, one a rank."""
+    def noted(self, side: str, room: int | None = None) -> list[dict[str, float]]:
+        """What its ranks have noted of this kind, one a rank (tests.sglang.plugin)."""
         lines = self.times.read_text().splitlines() if self.times.exists() else []
-        return [json.loads(line) for line in lines]
+        notes = [note for note in map(json.loads, lines) if note["side"] == side]
+        return [note for note in notes if room is None or note["room"] == room]
 
     def done(self, room: int) -> dict[str, float]:
         """How the KV of this room came, as the decode side's agents say: ms of the slowest, bytes of all."""

@@ -3,7 +3,8 @@
 Nothing of it ships: `server.py` makes the entry point, in a folder of its own on PYTHONPATH. `KVBRIDGE_TEST_ROWS` names
 a folder: there the prefilling side writes a prompt's rows when it sends its last chunk, the decoding side when it has
 taken the transfer for good; none while the folder has a file `pause`. `KVBRIDGE_TEST_TIMES` names a file that gets a
-line of JSON a transfer. `KVBRIDGE_TEST_SEED` makes the weights of a model that is only a config.json.
+line of JSON when either happens, and what SGLang itself reports of the transfer. `KVBRIDGE_TEST_SEED` makes the weights
+of a model that is only a config.json.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,13 +39,14 @@ def register() -> None:
     if os.environ.get("KVBRIDGE_TEST_DEVICE", "cpu") == "cpu":
         from sglang.srt.models.deepseek_common import attention_backend_handler as latents
 
-        # On a CPU its own NIXL backend registers memory as a GPU's, and a latent's prefill reads keys that are not
-        # there.
-        HookRegistry.register("sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds", _dram, HookType.AROUND)
+        # There its own NIXL backend registers memory as a GPU's, and a latent's prefill reads keys that are not there.
+        nixl = "sglang.srt.disaggregation.nixl.conn"
+        HookRegistry.register(f"{nixl}._normalize_kv_mem_kinds", _dram, HookType.AROUND)
+        HookRegistry.register(f"{nixl}._homogeneous_kv_mem_kind", _any_ranks, HookType.AFTER)
         latents.AttentionBackendRegistry.register("torch_native", latents._dispatch_mla_subtype)
     if "KVBRIDGE_TEST_SEED" in os.environ:
         HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _seeded, HookType.AROUND)
-    if "KVBRIDGE_TEST_ROWS" in os.environ:
+    if "KVBRIDGE_TEST_ROWS" in os.environ or "KVBRIDGE_TEST_TIMES" in os.environ:
         prefill = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
         HookRegistry.register(prefill, _sends, HookType.BEFORE)
         decode = "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req"
@@ -55,6 +58,17 @@ def register() -> None:
 
 def _dram(original: Any, kinds: Any, expected_len: int) -> list[str]:
     return ["DRAM"] * expected_len
+
+
+class _Dram(str):
+    """Its way for unequal numbers of ranks refuses whatever is not a GPU's, and works with this."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def _any_ranks(kind: str, kinds: list[str], context: str) -> str:
+    return _Dram(kind) if context == "destination" else kind
 
 
 def _seeded(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,17 +105,23 @@ def _weights(model: Any, seed: int) -> Iterator[tuple[str, Any]]:
 
 def _sends(scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
     if last_chunk:
-        _keep("prefill", scheduler, req)
+        _seen("prefill", scheduler, req)
 
 
 def _takes(queue: Any, decode_req: Any) -> None:
-    _keep("decode", queue.scheduler, decode_req.req)
+    _seen("decode", queue.scheduler, decode_req.req)
 
 
-def _keep(side: str, scheduler: Any, req: Any) -> None:
-    folder = Path(os.environ["KVBRIDGE_TEST_ROWS"])
-    if not req.bootstrap_room or (folder / PAUSE).exists():
-        return  # without a room the server asks itself whether it is well
+def _seen(side: str, scheduler: Any, req: Any) -> None:
+    if not req.bootstrap_room:
+        return  # the server asks itself whether it is well
+    if "KVBRIDGE_TEST_TIMES" in os.environ:
+        _note(side=side, room=req.bootstrap_room, at_s=time.monotonic())
+    if (folder := os.environ.get("KVBRIDGE_TEST_ROWS")) and not Path(folder, PAUSE).exists():
+        _keep(Path(folder), side, scheduler, req)
+
+
+def _keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
     tokens = len(req.origin_input_ids)
@@ -132,5 +152,9 @@ def _bytes(rows: Any) -> np.ndarray:
 
 def _timed(result: Any, stats: Any, metric: Any) -> None:
     if result:
-        with Path(os.environ["KVBRIDGE_TEST_TIMES"]).open("a") as file:
-            file.write(json.dumps(result) + "\n")
+        _note(side="reported", **result)
+
+
+def _note(**line: Any) -> None:
+    with Path(os.environ["KVBRIDGE_TEST_TIMES"]).open("a") as file:
+        file.write(json.dumps(line) + "\n")
