@@ -166,19 +166,32 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     def ended(self, name: str) -> Ended | None:
         return self._watched.get(name)
 
-    def mark(self, event: Any = None) -> int:
-        """For the fence: behind all that is enqueued on the scheduler's and the forwards' streams, and `event`."""
+    def mark_free(self) -> int:
+        """For a want's fence: a step that is under way may still write the pages of a request that is over."""
+        return self._mark(is_behind_steps=True)
+
+    def mark_computed(self, event: Any) -> int:
+        """For an offer's fence: the rows are there. `event` is what a cached prefix, sent early, is behind.
+
+        Without stages SGLang sends no other rows than those of a result that it has waited for. The next prompt's
+        forward runs by then, and is nothing to wait for.
+        """
+        if self.pp_size == 1 and event is None:
+            return 0
+        return self._mark(is_behind_steps=self.pp_size > 1, event=event)
+
+    def _mark(self, is_behind_steps: bool, event: Any = None) -> int:
+        """On a stream that has nothing else: behind all the scheduler has enqueued, behind `event`."""
         if self.talk is None or self.talk.memory.device.type != "cuda":
             return 0
         if self._fence_stream is None:
             self._fence_stream = torch.cuda.Stream(self.talk.memory.device)  # type: ignore[no-untyped-call]
-        stream = self._fence_stream
-        stream.wait_stream(torch.cuda.current_stream())
-        if (forwards := getattr(self._queue.scheduler, "forward_stream", None)) is not None:
-            stream.wait_stream(forwards)
+        if is_behind_steps:
+            self._fence_stream.wait_stream(torch.cuda.current_stream())
+            self._fence_stream.wait_stream(self._queue.scheduler.forward_stream)
         if event is not None:
-            stream.wait_event(event)
-        with torch.cuda.stream(stream):
+            self._fence_stream.wait_event(event)
+        with torch.cuda.stream(self._fence_stream):
             return self.talk.mark()
 
     def digest(self, req: Any) -> str:

@@ -110,7 +110,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             end_token=first + self._tokens,
             blocks=(Blocks(0, first // page, tuple(pages)),) if pages else (),
             deadline_s=min(float(manager.waiting_timeout), 86400.0),
-            fence=manager.mark(),
+            fence=manager.mark_free(),
         )
         if self._tokens:
             self._name = want.request

@@ -102,7 +102,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
                 blocks=blocks,
                 is_last=is_last,
                 hold_s=manager.options.hold_s if is_last else COMPUTING_S,
-                fence=manager.mark(event),
+                fence=manager.mark_computed(event),
             )
         )
         self._tokens = tokens
