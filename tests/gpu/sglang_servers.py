@@ -187,6 +187,7 @@ class Servers:
 
     def _agent(self, name: str, gpu: int) -> AgentProcess:
         options: dict[str, Any] = dict.fromkeys(("slot_bytes", "inbound_slots", "outbound_slots"))  # as operators have
+        options["log_level"] = "debug"  # says how long each transfer took
         options["device"] = "cpu" if self.is_cpu else f"cuda:{gpu}"
         if self.is_cpu:
             options["slot_bytes"] = 1 << 20
