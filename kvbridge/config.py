@@ -19,7 +19,8 @@ from msgspec import Meta, inspect
 from .errors import OperatorError
 
 ENVIRONMENT_PREFIX = "KVBRIDGE_"
-NO_OPTIONS = ("KVBRIDGE_FAILPOINTS", "KVBRIDGE_TEST_", "KVBRIDGE_SITE", "KVBRIDGE_COMMIT")  # of failpoints.py, of tests
+# Of failpoints.py, of adapters, of tests.
+NO_OPTIONS = ("KVBRIDGE_FAILPOINTS", "KVBRIDGE_ENGINE_", "KVBRIDGE_TEST_", "KVBRIDGE_SITE", "KVBRIDGE_COMMIT")
 # What Kubernetes tells every pod of a service whose name begins with kvbridge.
 SERVICE = re.compile(
     r"KVBRIDGE_([A-Z0-9_]+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"

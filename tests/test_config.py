@@ -136,7 +136,14 @@ def test_variables_of_tests_and_of_kubernetes_are_nobodys_options() -> None:
     kubernetes = {"KVBRIDGE_PORT": "tcp://10.0.0.1:7700", "KVBRIDGE_AGENT_PORT": "tcp://10.0.0.1:7700"}
     names = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_METRICS", "PORT_7700_TCP", "PORT_7700_TCP_ADDR")
     kubernetes |= {f"KVBRIDGE_{service}{name}": "x" for name in names for service in ("", "AGENT_", "A_B_")}
-    assert load(None, None, {VARIABLE: "", "KVBRIDGE_TEST_AGENT_PYTHON": "python3", **kubernetes}) == AgentConfig()
+    assert (
+        load(
+            None,
+            None,
+            {VARIABLE: "", "KVBRIDGE_TEST_AGENT_PYTHON": "python3", "KVBRIDGE_ENGINE_SOCKET": "/x", **kubernetes},
+        )
+        == AgentConfig()
+    )
 
 
 def test_a_relative_socket_is_relative_to_where_the_command_runs(

@@ -186,10 +186,10 @@ class Prefill(Engine):
             return
         if not held.tokens and request.withdraw_s is not None:
             self.later(request.withdraw_s, lambda: self._withdraw(held))
-        before = held.tokens
+        before = held.tokens or request.offered_from
+        first = -(-before // self.block_tokens) if held.tokens else before // self.block_tokens
         held.tokens = min(request.tokens, before + request.piece_tokens)
         is_last = held.tokens == request.tokens
-        first = -(-before // self.block_tokens)
         ids = tuple(held.blocks[first : -(-held.tokens // self.block_tokens)])
         for rank in self.ranks:
             fence = self._compute(rank, held, before)
@@ -201,6 +201,7 @@ class Prefill(Engine):
                 is_last=is_last,
                 hold_s=request.hold_s,
                 fence=fence,
+                first_token=request.offered_from,
             )
             if rank.say(offer):
                 held.open.add(rank.number)

@@ -88,6 +88,7 @@ class Request:
     abandon_s: float | None
     twin: int = 0  # the request whose prompt and room this one has, too
     queued_s: float = 0.0  # how long it waits in the decoding engine before it may have blocks
+    offered_from: int = 0  # the first token that is offered; the decoding engine has what lies before
 
     @property
     def prompt(self) -> int:
@@ -215,6 +216,8 @@ def make(seed: int) -> Scenario:
     requests = tuple(
         replace(each, queued_s=queue.choice((0.02, 0.3, 2.0))) if queue.random() < 0.2 else each for each in requests
     )
+    if seed % 16 == 7:
+        requests = tuple(_behind_a_prefix(random.Random(f"prefix {seed} {each.number}"), each) for each in requests)
     scenario = replace(scenario, requests=requests)
     faults = [_fault(rng, scenario) for _ in range(rng.randint(0, 5))]
     if scenario.is_impatient:
@@ -253,6 +256,15 @@ def _request(rng: random.Random, scenario: Scenario, number: int) -> Request:
         abandon_s=round(rng.expovariate(20.0), 5) if rng.random() < 0.2 else None,
         twin=1 if number > 1 and rng.random() < 0.1 else 0,
     )
+
+
+def _behind_a_prefix(rng: random.Random, request: Request) -> Request:
+    """What is wanted begins where the offer does, or later; now and then before, and comes to nothing."""
+    offered = rng.choice((0, rng.randint(1, request.tokens), rng.randint(1, request.tokens)))
+    first = rng.choice((offered, offered, rng.randint(offered, request.tokens)))
+    if offered and rng.random() < 0.1:
+        first = rng.randrange(offered)
+    return replace(request, offered_from=offered, first_token=first)
 
 
 def _fault(rng: random.Random, scenario: Scenario) -> Fault:

@@ -69,6 +69,9 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     to the tables offered before. `is_last` says that no more will come. An offer of no tokens needs no blocks. The
     agent answers Released once nobody will read the blocks again: `hold_s` after the last Offer at the latest, or after
     the last Held that names it. The blocks may be read once the fence has reached `fence`.
+
+    `first_token` and `tokens` count tokens of the request, the same on all ranks of an engine. `blocks` are this rank's
+    (see Blocks): those that hold its own of these tokens, and none for a group in which it has none of them.
     """
 
     room: Room
@@ -119,6 +122,11 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
     `source` is the agent of any rank of the prefilling engine; the others are found through it. An empty range, at any
     token, needs no blocks and tells the source that nothing is needed: Done follows once all its ranks were told,
     whether anything is offered there yet or not. The blocks may be written once the fence has reached `fence`.
+
+    `first_token` and `end_token` count tokens of the request, the same on all ranks of an engine. `blocks` are this
+    rank's (see Blocks): those that hold its own of these tokens, and none for a group in which it has none of them. So
+    rank 1 of 2, with an interleave of 1 and blocks of 16, wants [10, 39) with entries 0 and 1 (its own are tokens
+    11 to 37), [32, 39) with entry 1 alone, and [32, 33) without any.
     """
 
     request: Request

@@ -36,7 +36,13 @@ def negotiate(ours: VersionRange, theirs: VersionRange) -> int | None:
 
 
 class Blocks(Struct, frozen=True, array_like=True):
-    """A piece of one group's block table: `ids` are entries `first`, `first`+1, ... of the request."""
+    """A piece of one group's block table: `ids` are entries `first`, `first`+1, ... of the request on this rank.
+
+    Entry i holds tokens i * `block_tokens` to (i + 1) * `block_tokens` of those that this rank keeps, counted without
+    gaps. Without context parallelism these are the request's tokens. With it they are the rank's own: rank 1 of 2 with
+    an interleave of 1 keeps tokens 1, 3, 5, ...; its blocks of 16 hold tokens 1, 3, ..., 31 in entry 0 and
+    33, 35, ..., 63 in entry 1.
+    """
 
     group: Annotated[int, Meta(ge=0, lt=256)]
     first: Count

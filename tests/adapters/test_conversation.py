@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -518,6 +519,64 @@ def test_says_whether_there_is_anything_to_wait_for_and_wakes_when_it_comes(talk
     talk.engine._listen()
     assert not talk.engine.is_waiting, "there is news"
     assert len(talk.engine.turn()) == 1 and talk.engine.is_waiting
+
+
+# Memory that is about to go away:
+
+
+@pytest.mark.parametrize("when", ["at work", "nobody came", "asking", "lost already"])
+def test_what_is_detached_nothing_touches_and_all_of_it_has_ended(talk: Talk, when: str) -> None:
+    agent = None if when == "nobody came" else FakeAgent(talk.path)
+    if agent is None or when == "asking":
+        talk.engine.turn()
+        assert talk.link.state is (Link.AWAY if agent is None else Link.ASKING)
+    else:
+        talk.again(agent)
+        talk.engine.want(WANT)
+        talk.engine.offer(replace(OFFER, request="o"))
+        if when == "lost already":
+            talk.engine.give_up("for a reason of its own")
+    with agent.alive() if agent is not None else contextlib.nullcontext():
+        began = time.monotonic()
+        talk.engine.detach()
+        assert time.monotonic() - began < 1
+    assert agent is None or agent._engine is None
+    asked = [] if agent is None or when == "asking" else ["o", "r"]
+    assert [ended.request for ended in talk.engine.turn() if isinstance(ended, Ended)] == asked
+    talk.clock.ahead += 1000
+    assert talk.engine.turn() == [] and not talk.engine.start(0.1)
+
+
+def test_detaching_waits_for_an_agent_that_stands_still_until_its_process_is_gone(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.want(WANT)
+    timer = threading.Timer(0.5, agent.die)
+    timer.start()
+    began = time.monotonic()
+    talk.engine.detach()
+    assert time.monotonic() - began > 0.4
+    assert [ended.code for ended in talk.engine.turn() if isinstance(ended, Ended)] == ["agent_lost"]
+
+
+def test_no_agent_is_attached_to_while_the_memory_goes_away(
+    talk: Talk, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link's thread tries again in the very moment in which the last agent has let go."""
+    listen = talk.engine._listen
+
+    def listen_long() -> None:
+        listen()
+        monkeypatch.setattr(talk.engine, "_listen", listen)
+        talk.clock.ahead += RETRY_S
+        thread = threading.Thread(target=talk.link._look)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(talk.engine, "_listen", listen_long)
+    detaching = threading.Thread(target=talk.engine.detach, daemon=True)
+    with agent.alive():
+        detaching.start()
+        detaching.join(10)
+    assert not detaching.is_alive() and agent._engine is None and talk.engine.attached is None
 
 
 # Descriptors, and the end:

@@ -94,6 +94,33 @@ def test_carries_every_row_and_writes_nothing_else(name: str, tmp_path: Path) ->
         bench.check(sink_table, range(90))
 
 
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)])
+def test_carries_what_lies_behind_a_prefix_that_the_sink_has(ranks: tuple[int, int], tmp_path: Path) -> None:
+    """48 tokens, three blocks of 16: the sink's second block of 32 has some of them, and keeps them."""
+    shapes = (Shape("nhd", tp_size=ranks[0]), Shape("hnd", block_tokens=32, blocks=16, tp_size=ranks[1]))
+    with ExitStack() as stack:
+        bench = Bench(tmp_path, stack, *shapes)
+        source_table, sink_table = _tables(bench, 90)
+        bench.fill(source_table, range(48, 90))
+        behind = {"first": 3, "first_token": 48}
+        bench.offer("r", source_table[3:], 90, **behind)
+        bench.want("r", sink_table, range(48, 90))
+        bench.done("r")
+        bench.check(sink_table, range(48, 90))
+        bench.offer("before", source_table[3:], 90, **behind)
+        bench.want("before", sink_table, range(47, 90))
+        for engine in bench.sinks:
+            answer = engine.answer("before")
+            assert isinstance(answer, Failed) and answer.code == "tokens_missing", answer
+            assert answer.reason == "first_token: wanted 47, offered from 48"
+        for engine in bench.sources:
+            assert engine.released("before").code == "tokens_missing"
+        bench.offer("all of it", [], 90, first_token=90)
+        bench.want("all of it", sink_table, range(90, 90), blocks=())
+        bench.done("all of it")
+        bench.check(sink_table, range(48, 90))
+
+
 def _tables(bench: Bench, tokens: int) -> tuple[list[int], list[int]]:
     """Block tables in no order, of which no block is the first of its pool."""
     tables = []
@@ -212,6 +239,20 @@ def test_one_agent_can_be_source_and_sink(tmp_path: Path) -> None:
         bench.sources[0].want("back", bench.sinks[0].agent.address, [9], range(16))
         assert isinstance(bench.sources[0].answer("back"), Done)
         assert not mismatch(bench.sources[0].held, before, [9], range(16))
+
+
+def test_a_rank_without_a_token_of_the_prompt_names_no_block(tmp_path: Path) -> None:
+    """Neither side: under context parallelism the tokens may all lie on the first ranks."""
+    with ExitStack() as stack:
+        source, sink = Shape("nhd", cp_size=2, cp_interleave=4), Shape("hnd", cp_size=2, cp_interleave=8)
+        bench = Bench(tmp_path, stack, source, sink)
+        bench.fill([2], range(4))
+        for rank, engine in enumerate(bench.sources):
+            engine.offer("r", [] if rank else [2], 4)
+        for rank, engine in enumerate(bench.sinks):
+            engine.want("r", bench.address, [3], range(4), **({"blocks": ()} if rank else {}))
+        bench.done("r")
+        bench.check([3], range(4))
 
 
 def test_two_hundred_regions_are_mapped_each_in_its_place(tmp_path: Path) -> None:

@@ -114,6 +114,9 @@ class Siege(World):
                     self.heard.append(body)
                 case Ship(boot=boot) if boot.startswith("evil"):
                     assert action.local not in self.shipped, "a local slot is used twice"
+                    offered = self.source.outbound.offers[action.request]
+                    first = action.plan.chunk(action.chunk).first_mark  # every rank has all tokens here
+                    assert first >= offered.first_token, "a token before the offer is read"
                     self.shipped[action.local] = action
                     self.later("gather", lambda s=action: self._read(s))
                 case _:
@@ -368,6 +371,9 @@ def _plain(random: Random, step: Step) -> Step:
     if isinstance(step, Offer | Want) and random.random() < 0.7:
         first = random.choice((0, 16))
         blocks = (Blocks(0, first // 16, tuple(range(5))),)
-        tokens = {"tokens": 16} if isinstance(step, Offer) else {"first_token": first, "end_token": first + 40}
-        return msgspec.structs.replace(step, blocks=blocks, **tokens)
+        if isinstance(step, Offer):
+            return msgspec.structs.replace(
+                step, blocks=blocks, first_token=first // 4 + random.choice((0, 2)), tokens=16
+            )
+        return msgspec.structs.replace(step, blocks=blocks, first_token=first, end_token=first + 40)
     return step

@@ -160,6 +160,8 @@ def test_an_attached_engine_that_says_absurd_things_costs_itself_only(pair: Pair
         Offer(room=text, request=text, tokens=big, blocks=(), is_last=True, hold_s=0.0, fence=0),
         Offer(room="r", request="a", tokens=0, blocks=(Blocks(255, big, ()),), is_last=False, hold_s=86400.0),
         Offer(room="r", request="b", tokens=1, blocks=(Blocks(0, big, (1,)),), is_last=False, hold_s=1.0, fence=big),
+        Offer(room="r", request="n", tokens=big, blocks=(), is_last=True, hold_s=1.0, first_token=big),
+        Offer(room="r", request="t", tokens=1, blocks=(), is_last=True, hold_s=1.0, first_token=big),
         Want(request="c", room=text, source=text, first_token=0, end_token=0, blocks=(), deadline_s=0.0),
         Want(
             request="d", room="r", source="tcp://[::1%lo]:1", first_token=big, end_token=big, blocks=(), deadline_s=1.0

@@ -33,6 +33,7 @@ KNOWN = {
     "a notice's sink epoch is not looked at": (288, FORGED + "sink_epoch=99"),
     "a notice's size is not looked at": (914, FORGED + "chunk_bytes=1,"),
     "blocks are released while they are read": (275, FOREIGN),
+    "tokens before an offer are given": (135, "(waste .*|nothing) where prompt .* belongs"),
     "the fence is not waited for": (18, FOREIGN),
     "what was read while nobody listened counts": (389, FOREIGN),
     "what the engine has said is not waited for": (828, FOREIGN),

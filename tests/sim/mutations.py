@@ -21,7 +21,7 @@ from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.relations import Lanes
 from kvbridge.agent.waiting import WaitWord
 from kvbridge.device.porter import Moved
-from kvbridge.exchange import inbound
+from kvbridge.exchange import inbound, outbound
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.doubts import Doubts
 from kvbridge.exchange.inbound import Inbound
@@ -350,6 +350,7 @@ MUTATIONS: dict[str, Mutate] = {
     "a notice's sink epoch is not looked at": _matches("sink_epoch"),
     "a notice's size is not looked at": _matches("chunk_bytes"),
     "blocks are released while they are read": _released_while_read,
+    "tokens before an offer are given": _nothing(outbound, "check_begin"),
     "the fence is not waited for": _fence,
     "what was read while nobody listened counts": _nobody_listens,
     "what the engine has said is not waited for": lambda put: put(WaitWord, "is_over", property(lambda self: True)),

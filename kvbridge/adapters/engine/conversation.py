@@ -95,7 +95,7 @@ Heard = Ended | Adopt | Rescaled
 
 
 class Conversation:
-    """For one thread of the engine's; nothing but `start`, `rest` and `wait_for_readers` blocks.
+    """For one thread of the engine's; nothing but `start`, `rest`, `wait_for_readers` and `detach` blocks.
 
     `fence_of` makes the fence of a device whose work goes on after the call that asked for it; None: there is none.
     """
@@ -156,11 +156,13 @@ class Conversation:
 
         An agent that lives lets go within a chunk's time; of one that does not, the end of its process is waited for.
         """
-        self._link.give_up("our memory is about to go away")
-        while not self._link.is_over:
+        while True:
+            with self._link.standing:  # or the link's thread could attach another agent in between
+                self._link.give_up("our memory is about to go away")
+                if self._link.is_over:
+                    return self.close()
             self._link.rest(READERS_S)
             self._listen()
-        self.close()
 
     @property
     def attached(self) -> Attachment | None:
@@ -210,7 +212,7 @@ class Conversation:
         if self._link.send(offer):
             return
         if is_new:
-            self._end(name, "offer", "not_sent", self._link.why_not)
+            self._end(name, "not_sent", self._link.why_not, kind="offer")
         elif self._link.is_attached:  # what was said before may be read; otherwise its end follows from the link's
             self.withdraw(name, f"not sent: {self._link.why_not}"[:1024])
             opened.is_told_out = offer.is_last
@@ -235,7 +237,7 @@ class Conversation:
         assert want.request not in self._open, f"{want.request}: is open already"
         self._open[want.request] = _Open("want", self._clock() + want.deadline_s + GRACE_S)
         if not self._link.send(want):
-            self._end(want.request, "want", "not_sent", self._link.why_not)
+            self._end(want.request, "not_sent", self._link.why_not, kind="want")
             self._link.tell(replace(want, first_token=0, end_token=0, blocks=(), fence=0))
 
     def abandon(self, request: str, reason: str) -> None:
@@ -307,7 +309,7 @@ class Conversation:
             self._listen()
         for name in requests:
             if self.is_open(name):
-                self._end(name, "offer", "given_up", f"no answer within {READERS_S} s")
+                self._end(name, "given_up", f"no answer within {READERS_S} s", kind="offer")
 
     # How:
 
@@ -327,11 +329,11 @@ class Conversation:
     def _hear(self, message: ToEngine | ReadsOver | Over) -> None:
         match message:
             case Done(request=name, moved_bytes=moved, seconds=seconds):
-                self._end(name, "want", moved_bytes=moved, seconds=seconds)
+                self._end(name, "", "", kind="want", moved_bytes=moved, seconds=seconds)
             case Failed(request=name, code=code, reason=reason):
-                self._end(name, "want", code, reason)
+                self._end(name, code, reason, kind="want")
             case Released(request=name, code=code, reason=reason):
-                self._end(name, "offer", code, reason)
+                self._end(name, code, reason, kind="offer")
             case Held(requests=names):
                 for name in names:
                     self._hold(name)
@@ -344,12 +346,12 @@ class Conversation:
                 self._log.warning("%s: refused by the agent: %s", about, "; ".join(reasons))  # the first goes on
             case Refused(about=name, code=code, reasons=reasons):
                 if (opened := self._open.get(name)) is not None:
-                    self._end(name, opened.kind, code, "; ".join(reasons))
+                    self._end(name, code, "; ".join(reasons), kind=opened.kind)
             case ReadsOver(why=why):
-                self._end_all("offer", why)
+                self._all_lost("offer", why)
             case Over(why=why):
-                self._end_all("offer", why)
-                self._end_all("want", why)
+                self._all_lost("offer", why)
+                self._all_lost("want", why)
 
     def _hold(self, name: str) -> None:
         """Somebody waits for this offer: its agent may keep it for longer."""
@@ -357,7 +359,7 @@ class Conversation:
             opened.late_at = max(opened.late_at, self._clock() + opened.hold_s + GRACE_S)
 
     def _end(
-        self, name: str, kind: Kind, code: str = "", reason: str = "", moved_bytes: int = 0, seconds: float = 0.0
+        self, name: str, code: str, reason: str, *, kind: Kind, moved_bytes: int = 0, seconds: float = 0.0
     ) -> None:
         """Only what is open can end: what the agent says twice, or of another kind, is nobody's."""
         opened = self._open.get(name)
@@ -367,9 +369,9 @@ class Conversation:
                 self._cut_short.add(name)
             self._ended.append(Ended(name, kind, code, reason, moved_bytes, seconds))
 
-    def _end_all(self, kind: Kind, why: str) -> None:
+    def _all_lost(self, kind: Kind, why: str) -> None:
         for name in [name for name, opened in self._open.items() if opened.kind == kind]:
-            self._end(name, kind, "agent_lost", why)
+            self._end(name, "agent_lost", why, kind=kind)
 
     def _look_for_late(self) -> None:
         """An agent that is alive but silent is asked to stop, then given up.

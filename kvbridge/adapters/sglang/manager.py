@@ -132,6 +132,11 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     def agent_address(self) -> str:
         return "" if self.talk is None else self.talk.address
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether an agent has our memory now."""
+        return self.talk is not None and self.talk.attached is not None
+
     def deregister_buffer_to_engine(self) -> None:
         """SGLang gives its memory back: returns when our agent has let go of it."""
         if self.talk is not None:
@@ -242,13 +247,13 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     # Prefill's side of the control socket:
 
     def meet(self, number: int) -> None:
-        """A request and all questions for it are there: its prefill may begin. Or their prompts differ: it fails."""
+        """A request, all questions for it, an agent: the prefill may begin. If their prompts differ, it fails."""
         room = self.room(number)
         asked = list(room.asked.values())
         if room.prompt and any(each.prompt != room.prompt for each in asked):
             reason = f"bootstrap_room {number}: the decoding request has another prompt, adapter, media or salt"
             self.conclude_failure(bootstrap_room=number, failure_reason=reason)
-        elif asked and len(asked) >= asked[0].ranks:
+        elif asked and len(asked) >= asked[0].ranks and (self.is_attached or self.is_silent):
             self.req_to_decode_prefix_len[number] = max(each.first_token for each in asked)
             self.update_status(number, KVPoll.WaitingForInput)
 
@@ -429,9 +434,7 @@ def _shard() -> Shard:
 def _replica() -> int:
     """Which copy of the model, as the bootstrap server counts them."""
     parallel = get_parallel()
-    return int(
-        parallel.attn_dp_rank if parallel.dp_size == 1 or parallel.enable_dp_attention else parallel.dp_rank or 0
-    )
+    return int(parallel.attn_dp_rank if parallel.dp_size == 1 else parallel.dp_rank or 0)
 
 
 def _common_id() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from ...errors import OperatorError
 
 PREFIX = "KVBRIDGE_ENGINE_"
+# What Kubernetes tells every pod of a service that is called kvbridge-engine.
+SERVICE = re.compile(rf"{PREFIX}(\w+_)?(SERVICE_(HOST|PORT)|PORT)(_\w+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Options:
         known = {PREFIX + field.name.upper(): field for field in fields(cls)}
         given: dict[str, Any] = {}
         for variable, text in environment.items():
-            if not variable.startswith(PREFIX):
+            if not variable.startswith(PREFIX) or SERVICE.fullmatch(variable):
                 continue
             if variable not in known:
                 raise OperatorError("option_unknown", f"{variable}: not an option, known are {', '.join(known)}")

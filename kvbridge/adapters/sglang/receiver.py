@@ -19,6 +19,8 @@ from .prompts import rendezvous
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
+AGENT_S = 10.0  # an agent that is started anew is waited for
+
 
 class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not there for the checker
     """Called on the scheduler's thread: what goes wrong here is the request's failure, or it would end the server."""
@@ -34,6 +36,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self._prompt = ""
         self._tokens = 0  # that it is given pages for
         self._aux_index = -1
+        self._pages: list[int] | None = None  # given to us, and not asked for yet
+        self._first_token = 0
         self._is_wanted = False  # whether the row may be taken once nothing is outstanding
 
     def bind(self, req: Any, tokens: int) -> None:
@@ -73,17 +77,29 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
                 return self._fail("only pages on the device can be written")
             self._aux_index = -1 if aux_index is None else aux_index
-            self._ask(kv_indices.tolist(), decode_prefix_len or 0)
+            self._pages, self._first_token = kv_indices.tolist(), decode_prefix_len or 0
+            self.init_time = time.time()
+            self._ask_soon()
         except Exception as error:  # as above
             log.exception("bootstrap_room %s: not asked for", self.bootstrap_room)
             self._fail(f"not asked for: {type(error).__name__}: {error}")
 
+    def _ask_soon(self) -> None:
+        """Now, or when our agent is there."""
+        assert self._pages is not None and self.init_time is not None
+        if self.kv_mgr.is_attached:
+            pages, self._pages = self._pages, None
+            self._ask(pages, self._first_token)
+        elif time.time() - self.init_time > AGENT_S:
+            self._pages = None
+            self._fail(f"no agent has had our memory for {AGENT_S} s")
+
     def _ask(self, pages: list[int], first: int) -> None:
         manager, talk, number = self.kv_mgr, self.kv_mgr.talk, self.bootstrap_room
+        assert talk is not None
         agents = [info[AGENT] for info in self.bootstrap_infos or () if info.get(AGENT)]
-        if talk is None or talk.attached is None:
-            return self._fail("no agent of ours has our memory")
         if not agents:
+            self.invalidate_cached_bootstrap_infos()
             return self._fail(f"the prefill server at {self.bootstrap_addr} has no agent")
         if talk.is_open(str(number)):  # an aborted one, that the agent has not answered yet
             return self._fail(f"bootstrap_room {number}: in use by another request")
@@ -99,7 +115,6 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
                 ranks=manager.askers(info["tp_rank"], self.prefill_info.attn_tp_size),
             )
             manager.send_to(info["rank_ip"], int(info["rank_port"]), asked)
-        self.init_time = time.time()
         self._is_wanted = True
         page = manager.kv_args.page_size
         want = Want(
@@ -120,7 +135,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     def _poll(self) -> int:
         manager = self.kv_mgr
         manager.look()
-        if self.conclude_state is None and self._is_wanted:
+        if self.conclude_state is None and (self._is_wanted or self._pages is not None):
             self._advance()
         status = super()._poll()
         if status == KVPoll.Failed:
@@ -129,6 +144,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
 
     def _advance(self) -> None:
         """Success when the KV is in our pages and the row behind it."""
+        if self._pages is not None:
+            return self._ask_soon()
         ended = self.kv_mgr.ended(self._name) if self._name else None
         if ended is not None and not ended.is_good:
             self.invalidate_cached_bootstrap_infos()  # it may have been started anew, somewhere else
@@ -177,4 +194,4 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         talk = self.kv_mgr.talk
         if self._is_wanted and self._name and talk is not None and talk.is_open(self._name):
             talk.abandon(self._name, reason)
-        self._is_wanted = False
+        self._is_wanted, self._pages = False, None

@@ -49,10 +49,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if self._obstacle:
             return
         self.kv_mgr.room(self.bootstrap_room).prompt = self.kv_mgr.digest(req)
-        if self.kv_mgr.talk is None and not self.kv_mgr.is_silent:
-            self._fail("no memory is attached to an agent")
-        elif not self.kv_mgr.is_silent:
-            self.kv_mgr.meet(self.bootstrap_room)
+        self.kv_mgr.meet(self.bootstrap_room)
 
     def pop_decode_prefix_len(self) -> int:
         """From where on we are given pages: the decode side's prefix, in whole pages of ours."""
@@ -136,7 +133,11 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         """What the agent said becomes SGLang's status: Success only when nobody reads the pages any more."""
         manager = self.kv_mgr
         manager.look()
-        if self.conclude_state is not None or not self._name:
+        if self.conclude_state is not None:
+            return
+        if not self._name:
+            if manager.request_status.get(self.bootstrap_room) == KVPoll.Bootstrapping:
+                manager.meet(self.bootstrap_room)  # our agent may be here by now
             return
         if (ended := manager.ended(self._name)) is None:
             return

@@ -1,0 +1,218 @@
+"""SGLang's real pools, described: every number lies where its plane says. No server, no model."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvbridge_proto.pool import Plane, Shard
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
+
+from kvbridge.adapters.engine.memory import Memory
+from kvbridge.adapters.sglang.pool import Heads, describe, moved
+from kvbridge.demo.sglang_cpu import ENVIRONMENT, stand_in
+from kvbridge.device.handles import export_all
+from kvbridge.errors import OperatorError
+from kvbridge.geometry.check import check_pool
+
+pytestmark = pytest.mark.sglang
+
+TOKENS, LAYERS, HEADS, WIDTH = 64, 3, 4, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sglang() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        stand_in()
+        from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+        set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", device="cpu"))
+        yield
+
+
+def plain(page: int = 16, dtype: torch.dtype = torch.bfloat16, heads: int = HEADS, **more: Any) -> Any:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    return MHATokenToKVPool(
+        **{
+            "size": TOKENS,
+            "page_size": page,
+            "dtype": dtype,
+            "head_num": heads,
+            "head_dim": WIDTH,
+            "layer_num": LAYERS,
+            "device": "cpu",
+            "enable_memory_saver": False,
+            **more,
+        }
+    )
+
+
+def latent(page: int = 16, **more: Any) -> Any:
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    return MLATokenToKVPool(
+        **{
+            "size": TOKENS,
+            "page_size": page,
+            "dtype": torch.float32,
+            "kv_lora_rank": 12,
+            "qk_rope_head_dim": 4,
+            "layer_num": LAYERS,
+            "device": "cpu",
+            "enable_memory_saver": False,
+            **more,
+        }
+    )
+
+
+class RadixAttention(torch.nn.Module):
+    """By its name: what the description looks for among the model's modules."""
+
+    def __init__(self, layer_id: int, k_scale: float | None = None, window: int = -1) -> None:
+        super().__init__()
+        self.layer_id, self.sliding_window_size = layer_id, window
+        self.k_scale, self.v_scale = k_scale, None if k_scale is None else k_scale * 2
+        self.k_scale_float, self.v_scale_float = self.k_scale, self.v_scale
+
+
+def queue_of(pool: Any, heads: int = HEADS, layers: int = LAYERS, **more: Any) -> Any:
+    """As much of the scheduler's queue as a description takes."""
+    attentions = [RadixAttention(layer, **more) for layer in range(layers)]
+    config = SimpleNamespace(
+        get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(num_hidden_layers=layers)
+    )
+    runner = SimpleNamespace(model=torch.nn.ModuleList(attentions))
+    return SimpleNamespace(
+        token_to_kv_pool=pool,
+        draft_token_to_kv_pool=None,
+        metadata_buffers=SimpleNamespace(output_ids=torch.zeros(1)),
+        scheduler=SimpleNamespace(model_config=config, tp_worker=SimpleNamespace(model_runner=runner)),
+    )
+
+
+def described(pool: Any, shard: Shard | None = None, **more: Any) -> Memory:
+    memory = describe(queue_of(pool, **more), shard or Shard(), model_name="m", engine_id="e")
+    assert not check_pool(memory.pool)
+    return memory
+
+
+def at(plane: Plane, block: int, token: int, head: int, element: int) -> int:
+    (tokens,), (elements,) = plane.token_axis, plane.element_axis
+    places = block * plane.block_stride + token * tokens.stride + head * plane.head_stride
+    return plane.offset + places + element * elements.stride
+
+
+def look(memory: Memory, plane: Plane, place: int) -> bytes:
+    storage = torch.tensor([], dtype=torch.uint8).set_(memory.storages[plane.region])
+    return storage[place : place + plane.codec.element_bytes].numpy().tobytes()
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_every_number_lies_where_its_plane_says(page: int, dtype: torch.dtype) -> None:
+    """Keys and values are halves of one allocation; SGLang writes by slots."""
+    pool = plain(page, dtype)
+    memory = described(pool)
+    assert [group.block_tokens for group in memory.pool.groups] == [page]
+    numbers = np.random.default_rng(0)
+    for layer in range(LAYERS):
+        for buffer in (pool.k_buffer[layer], pool.v_buffer[layer]):
+            buffer.view(torch.uint8).copy_(
+                torch.from_numpy(numbers.integers(0, 256, buffer.view(torch.uint8).shape, np.uint8))
+            )
+    for plane in memory.pool.planes:
+        tensor = (pool.k_buffer if plane.part == "k" else pool.v_buffer)[plane.layer]
+        for slot, head, element in ((0, 0, 0), (page, 1, 3), (TOKENS - 1, HEADS - 1, WIDTH - 1), (TOKENS, 2, 0)):
+            place = at(plane, slot // page, slot % page, head, element)
+            expected = tensor[slot, head, element : element + 1].view(torch.uint8).numpy().tobytes()
+            assert look(memory, plane, place) == expected
+
+
+def test_keys_and_values_of_other_widths_have_allocations_of_their_own() -> None:
+    memory = described(plain(v_head_dim=4))
+    assert len(memory.storages) == 2 * LAYERS
+    assert {plane.part: plane.codec.width for plane in memory.pool.planes} == {"k": WIDTH, "v": 4}
+    assert {(layer.key_width, layer.value_width) for layer in memory.pool.model.layers if layer} == {(WIDTH, 4)}
+
+
+def test_a_latent_is_one_plane_on_every_rank() -> None:
+    memory = described(latent(), Shard(tp_rank=1, tp_size=2))
+    assert {plane.part for plane in memory.pool.planes} == {"latent"}
+    assert {(plane.first_head, plane.heads, plane.total_heads) for plane in memory.pool.planes} == {(0, 1, 1)}
+    assert memory.pool.model.layers[0] is not None
+    assert (memory.pool.model.layers[0].key_width, memory.pool.model.layers[0].rope_width) == (16, 4)
+
+
+@pytest.mark.parametrize(
+    ("total", "size", "held"),
+    [
+        (4, 2, [(0, 2), (2, 2)]),
+        (4, 4, [(0, 1), (1, 1), (2, 1), (3, 1)]),
+        (2, 4, [(0, 1), (0, 1), (1, 1), (1, 1)]),
+    ],
+)
+def test_each_rank_says_which_heads_it_holds(total: int, size: int, held: list[tuple[int, int]]) -> None:
+    assert [(heads.first, heads.count) for rank in range(size) for heads in [Heads.of(total, rank, size)]] == held
+    for rank, (first, count) in enumerate(held):
+        memory = described(plain(heads=count), Shard(tp_rank=rank, tp_size=size), heads=total)
+        assert {(plane.first_head, plane.heads) for plane in memory.pool.planes} == {(first, count)}
+
+
+def test_a_stage_knows_its_own_layers_only() -> None:
+    pool = plain(layer_num=2, start_layer=1, end_layer=3)
+    memory = described(pool, Shard(pp_rank=1, pp_size=2), layers=3)
+    assert [layer is None for layer in memory.pool.model.layers] == [True, False, False]
+    assert {plane.layer for plane in memory.pool.planes} == {1, 2}
+
+
+def test_scales_are_those_of_the_layers() -> None:
+    memory = described(plain(dtype=torch.float8_e4m3fn), k_scale=0.5)
+    assert {plane.part: plane.codec.scales for plane in memory.pool.planes} == {"k": (0.5,), "v": (1.0,)}
+    assert all(plane.codec.scales == () for plane in described(plain()).pool.planes)
+
+
+def test_a_window_is_said_as_models_say_it() -> None:
+    """A window whose memory is not given up: SGLang counts the tokens before the current one."""
+    layer = described(plain(), window=1023).pool.model.layers[0]
+    assert layer is not None and (layer.kind, layer.window) == ("sliding", 1024)
+
+
+def test_what_moved_into_shared_memory_is_found_again() -> None:
+    for pool in (plain(), latent()):
+        memory = described(pool)
+        handles, fds = export_all(memory.storages)
+        assert len(handles) == len(memory.storages) and len(fds) == len(handles)
+        moved(pool)
+        buffers = pool.kv_buffer if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
+        assert pool.data_ptrs.tolist() == [buffer.data_ptr() for buffer in buffers]
+
+
+def test_what_cannot_be_described_is_refused_by_name() -> None:
+    class MHATokenToKVPoolOfItsOwn(type(plain())):  # type: ignore[misc]
+        """Any subclass keeps its rows in its own way."""
+
+    other = plain()
+    other.__class__ = MHATokenToKVPoolOfItsOwn
+    drafts = queue_of(plain())
+    drafts.draft_token_to_kv_pool = plain()
+    hnd = plain()
+    hnd.kv_cache_layout = "hnd"
+    for queue, said in ((queue_of(other), "OfItsOwn"), (drafts, "speculative"), (queue_of(hnd), "hnd")):
+        with pytest.raises(OperatorError) as caught:
+            describe(queue, Shard(), model_name="m", engine_id="e")
+        assert caught.value.code == "cache_unsupported" and said in str(caught.value)
+
+
+def test_heads_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(OperatorError, match="heads"):
+        describe(queue_of(plain(heads=3)), Shard(tp_size=2), model_name="m", engine_id="e")
