@@ -22,7 +22,7 @@ from .server import Server, ServerConfig
 __all__ = ["Answer", "Fleet", "assert_idle", "prompt"]
 
 TOKENS = 12  # decoded of each prompt
-MOST = 7  # servers at a time: half a GiB each
+MOST = 7  # servers at a time: a GiB each
 # fp32 engines that compute in other orders differ by 1e-4 at most; below that greedy tokens may part.
 CLOSE = 0.01
 CONFIGS = {
@@ -36,6 +36,7 @@ CONFIGS = {
     "d64": ServerConfig("decode", page_size=64),
     "d16-two": ServerConfig("decode", tensor_parallel_size=2),
     "d16-bf16": ServerConfig("decode", kv_cache_dtype="bf16"),
+    "d64-bf16": ServerConfig("decode", page_size=64, kv_cache_dtype="bf16"),
     "d16-fp8": ServerConfig("decode", dtype="bfloat16", kv_cache_dtype="fp8_e4m3"),
     "alone": ServerConfig("alone"),
 }

@@ -19,9 +19,10 @@ from .server import PATIENCE_S
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
-LONG = 6000  # tokens, in chunks of 256: the prompt takes a second or more
+LONG = 4000  # tokens, in chunks of 256: the prompt takes a second or more
 SOURCE, SINK = "p16", "d32"
 LATE_S = PATIENCE_S + 25
+OWN = {SOURCE: 0, SINK: 1, "prefill": 0, "decode": 1}  # no prompt is used twice
 
 
 @pytest.fixture(scope="module")
@@ -72,23 +73,23 @@ def failed(answer: tuple[int, Any]) -> bool:
 
 @pytest.mark.parametrize(("name", "queue"), [(SINK, "decode"), (SOURCE, "prefill")])
 def test_a_client_goes_away_while_one_side_waits_for_the_other(fleet: Fleet, name: str, queue: str) -> None:
-    body = fleet.body(SOURCE, prompt(200, seed=1 + len(queue)), fleet.room())
+    body = fleet.body(SOURCE, prompt(200, seed=1 + OWN[queue]), fleet.room())
     connection = fleet[name].begin(body)
     wait_for(lambda: _waits(fleet, name, queue), 10)
     connection.close()
-    works(fleet, seed=2 + len(queue))
+    works(fleet, seed=2 + OWN[queue])
 
 
 @pytest.mark.parametrize(("name", "queue"), [(SINK, "decode"), (SOURCE, "prefill")])
 def test_a_request_is_aborted_while_one_side_waits_for_the_other(fleet: Fleet, name: str, queue: str) -> None:
     rid = f"waits-{queue}"
-    body = fleet.body(SOURCE, prompt(200, seed=11 + len(queue)), fleet.room(), rid=rid)
+    body = fleet.body(SOURCE, prompt(200, seed=11 + OWN[queue]), fleet.room(), rid=rid)
     connection = fleet[name].begin(body)
     wait_for(lambda: _waits(fleet, name, queue), 10)
     fleet[name].abort(rid)
     with contextlib.closing(connection):
         connection.getresponse().read()
-    works(fleet, seed=12 + len(queue))
+    works(fleet, seed=12 + OWN[queue])
 
 
 def _waits(fleet: Fleet, name: str, queue: str) -> int:
@@ -98,20 +99,20 @@ def _waits(fleet: Fleet, name: str, queue: str) -> int:
 @pytest.mark.parametrize("name", [SOURCE, SINK])
 def test_a_request_is_aborted_while_it_travels(fleet: Fleet, name: str) -> None:
     """The side that is told ends at once, the other one when it has heard of it."""
-    asked = Asked(fleet, seed=20 + len(name))
+    asked = Asked(fleet, seed=20 + OWN[name])
     time.sleep(0.3)
     fleet[name].abort(asked.rid)
     began = time.monotonic()
     given, taken = asked.ended()
     assert failed(taken), (given, taken)
     assert time.monotonic() - began < LATE_S
-    works(fleet, seed=30 + len(name))
+    works(fleet, seed=30 + OWN[name])
 
 
 @pytest.mark.parametrize("name", [SOURCE, SINK])
 def test_a_client_goes_away_while_its_request_travels(fleet: Fleet, name: str) -> None:
     other = SINK if name == SOURCE else SOURCE
-    body = fleet.body(SOURCE, prompt(LONG, seed=40 + len(name)), fleet.room())
+    body = fleet.body(SOURCE, prompt(LONG, seed=40 + OWN[name]), fleet.room())
     leaves = fleet[name].begin(body)
     answers: list[Any] = []
     stays = threading.Thread(target=lambda: answers.append(_ask(fleet, other, body)))
@@ -121,13 +122,13 @@ def test_a_client_goes_away_while_its_request_travels(fleet: Fleet, name: str) -
     leaves.close()
     stays.join(LATE_S + 15)
     assert answers
-    works(fleet, seed=50 + len(name))
+    works(fleet, seed=50 + OWN[name])
 
 
 @pytest.mark.parametrize("name", [SOURCE, SINK])
 def test_an_agent_is_killed_while_a_request_travels(fleet: Fleet, name: str) -> None:
     """The request fails, the servers stay; with the next agent the next one is carried."""
-    asked = Asked(fleet, seed=60 + len(name))
+    asked = Asked(fleet, seed=60 + OWN[name])
     time.sleep(0.3)
     fleet.agents[name][0].kill()
     _, taken = asked.ended()
@@ -137,19 +138,19 @@ def test_an_agent_is_killed_while_a_request_travels(fleet: Fleet, name: str) -> 
         fleet[side].wait_empty(LATE_S)
     fleet.start_agents(name)
     wait_for(lambda: fleet.agents[name][0].status.engine is not None, 10)
-    wait_for(lambda: _carries(fleet, seed=70 + len(name)), LATE_S)
-    works(fleet, seed=80 + len(name))
+    wait_for(lambda: _carries(fleet, seed=70 + OWN[name]), LATE_S)
+    works(fleet, seed=80 + OWN[name])
 
 
 @pytest.mark.parametrize("name", [SOURCE, SINK])
 def test_an_idle_server_attaches_again_before_the_next_request(fleet: Fleet, name: str) -> None:
-    works(fleet, seed=90 + len(name))
+    works(fleet, seed=90 + OWN[name])
     fleet.agents[name][0].kill()
     time.sleep(1.0)
     fleet.start_agents(name)
     wait_for(lambda: fleet.agents[name][0].status.engine is not None, 10)
-    wait_for(lambda: _carries(fleet, seed=100 + len(name)), LATE_S)
-    works(fleet, seed=110 + len(name))
+    wait_for(lambda: _carries(fleet, seed=100 + OWN[name]), LATE_S)
+    works(fleet, seed=110 + OWN[name])
 
 
 def _carries(fleet: Fleet, seed: int) -> bool:
@@ -183,7 +184,7 @@ def test_an_array_of_rooms_with_a_hole_costs_that_request_only(fleet: Fleet) -> 
 @pytest.mark.parametrize("name", [SINK, SOURCE])
 def test_a_server_is_killed_while_a_request_travels(fleet: Fleet, name: str) -> None:
     other = SINK if name == SOURCE else SOURCE
-    asked = Asked(fleet, seed=140 + len(name))
+    asked = Asked(fleet, seed=140 + OWN[name])
     time.sleep(0.3)
     fleet.kill(name)
     given, taken = asked.ended()
@@ -191,5 +192,5 @@ def test_a_server_is_killed_while_a_request_travels(fleet: Fleet, name: str) -> 
     fleet[other].wait_empty(LATE_S)
     assert fleet[other].process.poll() is None
     fleet.start(name)
-    wait_for(lambda: _carries(fleet, seed=150 + len(name)), LATE_S)
-    works(fleet, seed=160 + len(name))
+    wait_for(lambda: _carries(fleet, seed=150 + OWN[name]), LATE_S)
+    works(fleet, seed=160 + OWN[name])
