@@ -83,13 +83,15 @@ def pairs_of(gpus: int) -> list[Pair]:
     two = (2, 3) if gpus > 3 else (0, 1)
     prefill, decode = Side("prefill16", "prefill", (0,)), Side("decode16", "decode", (1,))
     nixl = [Side(f"nixl-{role}", role, (gpu,), backend="nixl") for gpu, role in enumerate(("prefill", "decode"))]
+    large = Side("decode64", "decode", (1,), page=64)
     return [
         Pair("equal", prefill, decode),
         Pair("nixl", nixl[0], nixl[1]),
-        Pair("16to64", prefill, Side("decode64", "decode", (1,), page=64)),
+        Pair("16to64", prefill, large),
         Pair("bf16-to-fp8", prefill, Side("decode-fp8", "decode", (1,), kv="fp8_e4m3"), is_same_codec=False),
         Pair("tp2-to-tp1", Side("prefill-two", "prefill", two), decode),
         Pair("tp1-to-tp2", prefill, Side("decode-two", "decode", two)),
+        Pair("1to64", Side("prefill1", "prefill", (0,), page=1), large),  # 1 is SGLang's own choice
     ]
 
 
