@@ -11,7 +11,6 @@ of the same seconds. Of each pair and prompt length:
   transfer   SGLang's own metric, of the prefill server: from the first send to the poll that finds it finished (the
              slowest rank's). "first" is the first request of this length
   carried    from the prefill server's last send to the decode server's taking the request into its batch
-  agents     from the decode server's want to its done, as its agent's log says (the slowest rank's)
   ttft       decode server, from both servers being asked to its first token: the prompt's prefill is in it
   tokens     against a server alone of TP 1. "tie": they part where that server itself finds the two tokens' chances no
              further apart than TIE nats, as bf16 in another order of summation does
@@ -140,9 +139,8 @@ class Drive:
             "ttft_ms": answer.first_s * 1e3,
         }
         if self.sink.agents:
-            done = self.sink.done(room)
-            assert done, "no agent of the decode side has fetched it"
-            found |= {"agents_ms": done["ms"], "bytes": done["bytes"]}
+            found["bytes"] = self.sink.fetched(room)
+            assert found["bytes"], "no agent of the decode side has fetched it"
         return found
 
     def compare(self, alone: Running, length: int, prompts: int) -> str:
@@ -211,16 +209,15 @@ def side_by_side(drives: Sequence[Drive], length: int, repeats: int) -> list[dic
 
 def _row(length: int, taken: list[dict[str, float]]) -> dict[str, Any]:
     row: dict[str, Any] = {"tokens": length, "megabytes": round(taken[0]["bytes"] / 1e6, 1)}
-    for key in ("transfer_ms", "carried_ms", "agents_ms", "ttft_ms"):
-        if key in taken[0]:
-            values = [each[key] for each in taken]
-            name = key.removesuffix("_ms")
-            row |= {
-                f"{name}_first_ms": round(values[0], 2),
-                key: round(statistics.median(values[1:]), 2),
-                f"{name}_min_ms": round(min(values[1:]), 2),
-                f"{name}_all_ms": [round(value, 2) for value in values],
-            }
+    for key in ("transfer_ms", "carried_ms", "ttft_ms"):
+        values = [each[key] for each in taken]
+        name = key.removesuffix("_ms")
+        row |= {
+            f"{name}_first_ms": round(values[0], 2),
+            key: round(statistics.median(values[1:]), 2),
+            f"{name}_min_ms": round(min(values[1:]), 2),
+            f"{name}_all_ms": [round(value, 2) for value in values],
+        }
     return row | {"gb_per_s": round(taken[0]["bytes"] / row["transfer_ms"] / 1e6, 1)}
 
 
@@ -345,7 +342,6 @@ COLUMNS = (
     ("least", 7, lambda found, row: row["transfer_min_ms"]),
     ("GB/s", 6, lambda found, row: row["gb_per_s"]),
     ("carried", 8, lambda found, row: row["carried_ms"]),
-    ("agents", 8, lambda found, row: row.get("agents_ms", "-")),
     ("ttft", 8, lambda found, row: row["ttft_ms"]),
     ("rows", 13, lambda found, row: found.kv_rows),
     ("  tokens as alone", 34, lambda found, row: row.get("decoded", "-")),

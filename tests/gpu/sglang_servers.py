@@ -24,7 +24,7 @@ from ..sglang.plugin import PAUSE, SEEDED
 from ..sglang.server import Server, ServerConfig
 from .pair_engines import LLAMA_8B
 
-DONE = re.compile(r"done: request=(\S+) bytes=(\d+) ms=([\d.]+)")
+DONE = re.compile(r"done: request=(\S+) bytes=(\d+)")
 START_S = 120.0
 AGENT_START_S = 90.0  # while as many servers import
 TIMES_S = 5.0  # until a prefill server has written how long a transfer took
@@ -69,11 +69,10 @@ class Running:
         notes = [note for note in map(json.loads, lines) if note["side"] == side]
         return [note for note in notes if room is None or note["room"] == room]
 
-    def done(self, room: int) -> dict[str, float]:
-        """How the KV of this room came, as the decode side's agents say: ms of the slowest, bytes of all."""
+    def fetched(self, room: int) -> int:
+        """Bytes of this room that the decode side's agents have fetched."""
         lines = [line for each in self.agents for line in DONE.findall(each.text())]
-        mine = [(int(size), float(ms)) for name, size, ms in lines if name == str(room)]
-        return {"ms": max(ms for _, ms in mine), "bytes": sum(size for size, _ in mine)} if mine else {}
+        return sum(int(size) for name, size in lines if name == str(room))
 
     def route(self, source: Running) -> str:
         """How the KV comes from `source`, as its agents found and proved it."""
@@ -187,7 +186,7 @@ class Servers:
 
     def _agent(self, name: str, gpu: int) -> AgentProcess:
         options: dict[str, Any] = dict.fromkeys(("slot_bytes", "inbound_slots", "outbound_slots"))  # as operators have
-        options["log_level"] = "debug"  # says how long each transfer took
+        options["log_level"] = "debug"  # says what each transfer brought
         options["device"] = "cpu" if self.is_cpu else f"cuda:{gpu}"
         if self.is_cpu:
             options["slot_bytes"] = 1 << 20
