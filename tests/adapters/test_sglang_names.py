@@ -25,6 +25,7 @@ CALLED = {
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender": ["self", "req"],
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": ["self"],
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata": ["self", "decode_req", "kv_indices"],
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.get_contiguous_buf_infos": ["self"],
     f"{CONN}.CommonKVManager.__init__": ["self", "args", "disaggregation_mode", "server_args", "is_mla_backend"],
     f"{CONN}.CommonKVManager.update_status": ["self", "bootstrap_room", "status"],
     f"{CONN}.CommonKVManager.record_failure": ["self", "bootstrap_room", "failure_reason"],
@@ -105,7 +106,15 @@ HELD = {
     ),
     "sglang.srt.mem_cache.memory_pool.KVCache": ("page_size", "dtype", "layer_num", "start_layer", "device"),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": (
-        *("k_buffer", "v_buffer", "head_num", "kv_cache_layout", "quant_method", "_init_data_ptrs_and_strides"),
+        *(
+            "k_buffer",
+            "v_buffer",
+            "head_num",
+            "kv_cache_layout",
+            "use_hnd",
+            "quant_method",
+            "_init_data_ptrs_and_strides",
+        ),
     ),
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool": (
         *("kv_buffer", "kv_lora_rank", "qk_rope_head_dim", "data_ptrs"),

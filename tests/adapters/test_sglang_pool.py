@@ -138,6 +138,29 @@ def test_every_number_lies_where_its_plane_says(page: int, dtype: torch.dtype) -
             assert look(memory, plane, place) == expected
 
 
+def test_heads_before_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLANG_USE_HND_KVCACHE; its own backends refuse such a pool, and so its lists of buffers do."""
+    from kvbridge.adapters.sglang.plugin import _get_contiguous_buf_infos, building
+
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    pool = plain()
+    assert pool.k_buffer[0].shape == (TOKENS // 16 + 1, HEADS, 16, WIDTH)
+    memory = described(pool)
+    for plane in memory.pool.planes:
+        tensor = (pool.k_buffer if plane.part == "k" else pool.v_buffer)[plane.layer]
+        tensor.view(torch.int16).copy_(torch.arange(tensor.numel(), dtype=torch.int16).reshape(tensor.shape))
+        expected = tensor[2, 3, 5, 6:7].view(torch.uint8).numpy().tobytes()
+        assert look(memory, plane, at(plane, 2, 5, 3, 6)) == expected
+    listed = type(pool).get_contiguous_buf_infos
+    with pytest.raises(AssertionError, match="HND"):
+        _get_contiguous_buf_infos(listed, pool)
+    token = building.set(object())
+    try:
+        assert len(_get_contiguous_buf_infos(listed, pool)[0]) == 2 * LAYERS and pool.use_hnd
+    finally:
+        building.reset(token)
+
+
 def test_keys_and_values_of_other_widths_have_allocations_of_their_own() -> None:
     memory = described(plain(v_head_dim=4))
     assert len(memory.storages) == 2 * LAYERS
@@ -205,9 +228,9 @@ def test_what_cannot_be_described_is_refused_by_name() -> None:
     other.__class__ = MHATokenToKVPoolOfItsOwn
     drafts = queue_of(plain())
     drafts.draft_token_to_kv_pool = plain()
-    hnd = plain()
-    hnd.kv_cache_layout = "hnd"
-    for queue, said in ((queue_of(other), "OfItsOwn"), (drafts, "speculative"), (queue_of(hnd), "hnd")):
+    tiled = plain()
+    tiled.kv_cache_layout = "vectorized_5d"
+    for queue, said in ((queue_of(other), "OfItsOwn"), (drafts, "speculative"), (queue_of(tiled), "vectorized_5d")):
         with pytest.raises(OperatorError) as caught:
             describe(queue, Shard(), model_name="m", engine_id="e")
         assert caught.value.code == "cache_unsupported" and said in str(caught.value)

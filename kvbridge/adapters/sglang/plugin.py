@@ -16,6 +16,7 @@ TESTED = "0.5.23"
 UTILS = "sglang.srt.disaggregation.utils"
 PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 
 # The scheduler's queue whose manager is being made: managers are told addresses, and we describe tensors.
 building: ContextVar[Any] = ContextVar("building", default=None)
@@ -37,6 +38,7 @@ def register() -> None:
         f"{PREFILL_QUEUE}.create_sender": _create_sender,
         f"{DECODE_QUEUE}._init_kv_manager": _init_kv_manager,
         f"{DECODE_QUEUE}._send_kv_metadata": _send_kv_metadata,
+        f"{POOL}.get_contiguous_buf_infos": _get_contiguous_buf_infos,
     }
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -75,6 +77,17 @@ def _init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
         return original(queue)
     finally:
         building.reset(token)
+
+
+def _get_contiguous_buf_infos(original: Callable[..., Any], pool: Any) -> Any:
+    """SGLang's own backends cannot carry a pool whose pages hold heads before tokens, and so it refuses to list it."""
+    if building.get() is None or not pool.use_hnd:
+        return original(pool)
+    pool.use_hnd = False
+    try:
+        return original(pool)
+    finally:
+        pool.use_hnd = True
 
 
 def _create_sender(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ CODECS: dict[torch.dtype, CodecName] = {
     torch.float8_e5m2: "fp8_e5m2",
 }
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+LAYOUTS = ("nhd", "hnd")
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")  # these and no subclass: each of those keeps its rows in its own way
 
 
@@ -41,7 +42,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a layer: [slots, heads, width]."""
+    """One tensor of a layer: [slots, heads, width], or pages of heads before tokens: [pages, heads, tokens, width]."""
 
     layer: int
     name: str
@@ -66,7 +67,8 @@ def describe(queue: Any, shard: Shard, *, model_name: str, engine_id: str) -> Me
     if not is_latent and int(pool.head_num) != heads.count:
         reason = f"KV pool: {pool.head_num} heads on rank {shard.tp_rank} of {shard.tp_size}, expected {heads.count}"
         raise OperatorError("heads_unknown", reason)
-    blocks = min(part.tensor.shape[0] for part in parts) // int(pool.page_size)
+    slots = [part.tensor.shape[0] for part in parts]
+    blocks = min(slots) if _is_hnd(pool) else min(slots) // int(pool.page_size)
     described = Pool(
         engine=Engine(kind="sglang", version=__version__[:256], id=engine_id[:256]),
         model=Model(name=model_name[:256], layers=_layers(parts, pool, heads, attentions, config, shard)),
@@ -84,8 +86,8 @@ def check(queue: Any) -> None:
     kind = type(pool).__name__
     if kind not in POOLS:
         raise OperatorError("cache_unsupported", f"KV pool: {kind}, supported are {', '.join(POOLS)}")
-    if (layout := getattr(pool, "kv_cache_layout", "nhd")) != "nhd":
-        raise OperatorError("cache_unsupported", f"KV pool: layout {layout}, must be nhd")
+    if (layout := getattr(pool, "kv_cache_layout", "nhd")) not in LAYOUTS:
+        raise OperatorError("cache_unsupported", f"KV pool: layout {layout}, supported are {', '.join(LAYOUTS)}")
     if queue.draft_token_to_kv_pool is not None:
         raise OperatorError("cache_unsupported", "speculative decoding: its draft model's KV is not carried yet")
     if getattr(queue.scheduler, "enable_hisparse", False):
@@ -110,6 +112,10 @@ def moved(pool: Any) -> None:
 
 def _is_latent(pool: Any) -> bool:
     return hasattr(pool, "kv_lora_rank")
+
+
+def _is_hnd(pool: Any) -> bool:
+    return getattr(pool, "kv_cache_layout", "nhd") == "hnd"
 
 
 def _attentions(model: Any) -> dict[int, Any]:
@@ -137,16 +143,21 @@ def _scale(attention: Any, part: str) -> float:
 
 
 def _plane(part: Part, region: int, pool: Any, heads: Heads) -> Plane:
-    tensor, size = part.tensor, part.tensor.element_size()
-    slot, head, element = (stride * size for stride in tensor.stride())
-    page, width = int(pool.page_size), tensor.shape[2]
+    tensor, size, page = part.tensor, part.tensor.element_size(), int(pool.page_size)
+    strides = [stride * size for stride in tensor.stride()]
+    if _is_hnd(pool):
+        block, head, slot, element = strides
+    else:
+        slot, head, element = strides
+        block = page * slot
+    width = tensor.shape[-1]
     scales = (part.scale,) if pool.dtype in FP8 else ()
     return Plane(
         layer=part.layer,
         part=part.name,
         region=region,
         offset=int(tensor.storage_offset()) * size,
-        block_stride=page * slot,
+        block_stride=block,
         token_axis=(Step(page, slot),),
         head_stride=head,
         element_axis=(Step(width, element),),
@@ -164,7 +175,7 @@ def _layers(
     """One record for each layer this rank has; None for those of other pipeline ranks."""
     mine: dict[int, Layer] = {}
     for part in parts:
-        widths = {other.name: other.tensor.shape[2] for other in parts if other.layer == part.layer}
+        widths = {other.name: other.tensor.shape[-1] for other in parts if other.layer == part.layer}
         if _is_latent(pool):
             rope = int(pool.qk_rope_head_dim)
             mine[part.layer] = Layer(kind="mla", kv_heads=1, key_width=widths["latent"], value_width=0, rope_width=rope)
