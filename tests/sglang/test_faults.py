@@ -9,11 +9,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ..agent.harness import wait_for
+from ..engines.model import write_model
 from .fleet import Fleet, assert_idle, prompt
 from .server import PATIENCE_S
 
@@ -178,6 +181,19 @@ def test_an_array_of_rooms_with_a_hole_costs_that_request_only(fleet: Fleet) -> 
     given, taken = fleet.both(SOURCE, SINK, body)
     assert taken[0] != 200, (given, taken)
     works(fleet, seed=132)
+
+
+def test_a_decode_server_of_another_model_is_refused_by_the_request(fleet: Fleet, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        other = Fleet(tmp_path / "other", stack, write=partial(write_model, num_hidden_layers=2))
+        other.start("d16")
+        body = fleet.body(SOURCE, prompt(100, seed=180), fleet.room())
+        with ThreadPoolExecutor(2) as pool:
+            given, taken = pool.submit(_ask, fleet, SOURCE, body), pool.submit(_ask, other, "d16", body)
+        assert failed(taken.result()), (given.result(), taken.result())
+        works(fleet, seed=181)
+        assert_idle(other, "d16", timeout_s=LATE_S)
+        assert other["d16"].process.poll() is None
 
 
 # The last ones: they start servers anew.
