@@ -48,7 +48,7 @@ test-vllm: $(AGENT) $(ENGINE)
 	.venv-vllm/bin/python -m pytest -m vllm tests/adapters tests/engines
 
 test-sglang: $(AGENT) $(SGLANG)
-	.venv-sglang/bin/python -m pytest -m sglang tests/adapters tests/sglang
+	.venv-sglang/bin/python -m pytest -m sglang tests/adapters tests/sglang tests/gpu/test_sglang_pools.py
 
 test-faults: $(AGENT)
 	.venv/bin/python -m tests.faults --all --times 3 --workers 2

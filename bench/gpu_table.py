@@ -168,6 +168,28 @@ def vllm_lines(results: Mapping[str, Any]) -> list[Line]:
     ]
 
 
+def sglang_lines(results: Mapping[str, Any]) -> list[Line]:
+    """From what tests/gpu/sglang_pairs.py found: ratios are of medians taken in the same seconds."""
+    found = []
+    for pair in results["pairs"]:
+        by_length = {row["tokens"]: row for row in pair["rows"]}
+        for ratio in pair["ratios"]:
+            is_peer = pair["name"] == "nixl"
+            most, of = (1.2, "SGLang's NIXL backend") if is_peer else (1.3, "equal pools")
+            row = by_length[ratio["tokens"]]
+            name = "equal pools" if is_peer else pair["name"]
+            figures = f"{ratio['transfer_ms']:.2f} (minima {ratio['transfer_min_ms']:.2f})"
+            if not is_peer:
+                figures += f"; {row['transfer_ms']:.2f} ms, rows {pair['kv_rows']}, tokens {row.get('decoded', '-')}"
+            against = f"{of}" + (f": {row['transfer_ms']:.2f} ms" if is_peer else "")
+            goal = f"SGLang, {ratio['tokens']} tokens, {name}: <= {most}"
+            found.append(Line(goal, figures, against, ratio["transfer_ms"] <= most))
+    failed = [pair for pair in results["pairs"] if pair["failure"]]
+    return found + [
+        Line(f"SGLang, {pair['name']}", "FAILED", " ".join(pair["failure"].split())[:60], False) for pair in failed
+    ]
+
+
 def kernel_lines(results: Mapping[str, Any]) -> list[Line]:
     """Those sizes of bench/kernels.py that have a goal."""
     copies = results["copy_payload_gb_s"]
@@ -215,9 +237,9 @@ def main() -> None:
 
 
 def _lines_of(found: Mapping[str, Any]) -> list[Line]:
-    """Of a GPU bench, of vLLM pairs, of the kernels, or of another bench that lists its goals as such lines."""
+    """Of a GPU bench, of pairs of engines, of the kernels, or of another bench that lists its goals as such lines."""
     if "pairs" in found:
-        return vllm_lines(found)
+        return sglang_lines(found) if "sglang" in found["versions"] else vllm_lines(found)
     if "moves" in found:
         return kernel_lines(found)
     return lines(found) if "source" in found else [Line(**each) for each in found["goals"]]

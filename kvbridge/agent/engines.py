@@ -217,11 +217,12 @@ class Engines:
         site, digests = self._mover.site, self._mover.digests
         self._home = Home(agent, self._epoch, pool, site, digests, (own,), attach.policy)
         log.info(
-            "attached: %s epoch=%d pid=%d planes=%d",
+            "attached: %s epoch=%d pid=%d planes=%d memory=%s",
             _name(attach),
             self._epoch,
             connection.pid,
             len(pool.planes),
+            ",".join(sorted({handle.kind for handle in attach.handles})),
         )
         connection.send(Attached(version=version, epoch=self._epoch, agent=agent))
         failpoint("agent.attached")

@@ -2,15 +2,19 @@
 
 Nothing of it ships: `server.py` makes the entry point, in a folder of its own on PYTHONPATH. `KVBRIDGE_TEST_ROWS` names
 a folder: there the prefilling side writes a prompt's rows when it sends its last chunk, the decoding side when it has
-taken the transfer for good. `KVBRIDGE_TEST_TIMES` names a file that gets a line of JSON when either happens, and what
-SGLang itself reports of the transfer.
+taken the transfer for good; none while the folder has a file `pause`. `KVBRIDGE_TEST_TIMES` names a file that gets a
+line of JSON when either happens, and what SGLang itself reports of the transfer. `KVBRIDGE_TEST_SEED` makes the weights
+of a model that is only a config.json.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +26,26 @@ DTYPES = {
     "torch.float16": "fp16",
     "torch.float8_e4m3fn": "fp8_e4m3",
 }
+PAUSE = "pause"
+SEEDED = "kvbridge_test: seeded"  # what a rank says whose weights were made
+# In a net of 32 layers, more than that for what is added to its stream lets bf16 in another order end in other tokens.
+ADDED = {"o_proj": 0.35, "down_proj": 0.35}
 
 
 def register() -> None:
     """SGLang calls it in each of its processes, before it makes an engine."""
-    from sglang.srt.models.deepseek_common import attention_backend_handler as latents
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # On a CPU its own NIXL backend registers memory as a GPU's, and a latent's prefill reads keys that are not there.
-    nixl = "sglang.srt.disaggregation.nixl.conn"
-    HookRegistry.register(f"{nixl}._normalize_kv_mem_kinds", _dram, HookType.AROUND)
-    HookRegistry.register(f"{nixl}._homogeneous_kv_mem_kind", _any_ranks, HookType.AFTER)
-    latents.AttentionBackendRegistry.register("torch_native", latents._dispatch_mla_subtype)
+    if os.environ.get("KVBRIDGE_TEST_DEVICE", "cpu") == "cpu":
+        from sglang.srt.models.deepseek_common import attention_backend_handler as latents
+
+        # There its own NIXL backend registers memory as a GPU's, and a latent's prefill reads keys that are not there.
+        nixl = "sglang.srt.disaggregation.nixl.conn"
+        HookRegistry.register(f"{nixl}._normalize_kv_mem_kinds", _dram, HookType.AROUND)
+        HookRegistry.register(f"{nixl}._homogeneous_kv_mem_kind", _any_ranks, HookType.AFTER)
+        latents.AttentionBackendRegistry.register("torch_native", latents._dispatch_mla_subtype)
+    if "KVBRIDGE_TEST_SEED" in os.environ:
+        HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _seeded, HookType.AROUND)
     if "KVBRIDGE_TEST_ROWS" in os.environ or "KVBRIDGE_TEST_TIMES" in os.environ:
         prefill = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
         HookRegistry.register(prefill, _sends, HookType.BEFORE)
@@ -59,6 +71,38 @@ def _any_ranks(kind: str, kinds: list[str], context: str) -> str:
     return _Dram(kind) if context == "destination" else kind
 
 
+def _seeded(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Weights that any sharding of the model shares, through its own loader; SGLang's dummy ones if that fails."""
+    import torch
+
+    original(model, *args, **kwargs)
+    try:
+        with torch.no_grad():
+            model.load_weights(_weights(model, int(os.environ["KVBRIDGE_TEST_SEED"])))
+    except Exception:
+        logging.getLogger(__name__).exception("dummy weights stay")
+        return
+    print(SEEDED, flush=True)
+
+
+def _weights(model: Any, seed: int) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    from kvbridge.demo.model import GAINS, _shapes
+
+    first = next(model.parameters())
+    for number, (name, shape) in enumerate(_shapes(model.config.to_dict()).items()):
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(shape, dtype=first.dtype, device=first.device)
+            continue
+        generator = torch.Generator(first.device).manual_seed(seed + number)
+        values = torch.randn(shape, dtype=first.dtype, device=first.device, generator=generator)
+        if "embed_tokens" not in name:
+            gain = next((gain for part, gain in (GAINS | ADDED).items() if part in name), 1.0)
+            values *= gain / math.sqrt(shape[1])
+        yield name, values
+
+
 def _sends(scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
     if last_chunk:
         _seen("prefill", scheduler, req)
@@ -73,11 +117,11 @@ def _seen(side: str, scheduler: Any, req: Any) -> None:
         return  # the server asks itself whether it is well
     if "KVBRIDGE_TEST_TIMES" in os.environ:
         _note(side=side, room=req.bootstrap_room, at_s=time.monotonic())
-    if "KVBRIDGE_TEST_ROWS" in os.environ:
-        _keep(side, scheduler, req)
+    if (folder := os.environ.get("KVBRIDGE_TEST_ROWS")) and not Path(folder, PAUSE).exists():
+        _keep(Path(folder), side, scheduler, req)
 
 
-def _keep(side: str, scheduler: Any, req: Any) -> None:
+def _keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
     tokens = len(req.origin_input_ids)
@@ -92,10 +136,10 @@ def _keep(side: str, scheduler: Any, req: Any) -> None:
         for part, buffers in parts.items()
         for layer, buffer in enumerate(buffers, start=pool.start_layer)
     }
-    path = Path(os.environ["KVBRIDGE_TEST_ROWS"]) / f"{side}-{req.bootstrap_room}-{get_parallel().tp_rank}.npz"
+    path = folder / f"{side}-{req.bootstrap_room}-{get_parallel().tp_rank}.npz"
     part_written = path.with_suffix(".part")
     with part_written.open("wb") as file:
-        np.savez(file, codec=np.array(DTYPES[str(pool.dtype)]), slots=slots.numpy(), **rows)
+        np.savez(file, codec=np.array(DTYPES[str(pool.dtype)]), slots=slots.cpu().numpy(), **rows)
     part_written.rename(path)
 
 
@@ -103,7 +147,7 @@ def _bytes(rows: Any) -> np.ndarray:
     """[tokens, heads, row bytes]"""
     import torch
 
-    return rows.contiguous().view(torch.uint8).numpy()
+    return rows.contiguous().view(torch.uint8).cpu().numpy()
 
 
 def _timed(result: Any, stats: Any, metric: Any) -> None:

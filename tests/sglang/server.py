@@ -1,4 +1,4 @@
-"""A real SGLang server on the CPU, in processes of its own, asked over HTTP.
+"""A real SGLang server, on the CPU or on GPUs, in processes of its own, asked over HTTP.
 
 The test's side needs nothing of SGLang. `python` must have it; what the server says goes to `log`.
 """
@@ -22,6 +22,20 @@ from ..engines.engine_process import EngineDied
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = "kvbridge_test"
+LAUNCHERS = {"cpu": "kvbridge.demo.sglang_cpu", "cuda": "sglang.launch_server"}
+# As tests.gpu.sglang_pairs needs them; the torch backends need no compiler.
+GPU_FLAGS = (
+    *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.85"),
+    *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled", "--disable-custom-all-reduce"),
+)
+# NVLink multicast stays off, and servers may share GPUs.
+GPU_ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+}
 # A prompt whose other half never comes is given up after so long.
 PATIENCE_S = 20
 
@@ -31,6 +45,7 @@ class ServerConfig:
     """How the server is started. `role` is "alone", "prefill" or "decode"; `backend` SGLang's name of what carries."""
 
     role: str = "alone"
+    gpus: tuple[int, ...] = ()  # the machine's numbers of them, one a rank; none: on the CPU
     page_size: int = 16
     tensor_parallel_size: int = 1
     dtype: str = "float32"
@@ -51,7 +66,7 @@ class Server:
         self.config = config
         self.log = folder / f"{name}.log"
         self.port, self.bootstrap_port = free_port(), free_port()
-        command = [python, "-m", "kvbridge.demo.sglang_cpu", *_flags(config, model, self)]
+        command = [python, "-m", LAUNCHERS[_device(config)], *_flags(config, model, self)]
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 command,
@@ -144,9 +159,14 @@ def free_port() -> int:
         return bound.getsockname()[1]
 
 
+def _device(config: ServerConfig) -> str:
+    return "cuda" if config.gpus else "cpu"
+
+
 def _flags(config: ServerConfig, model: str, server: Server) -> list[str]:
     flags = ["--model-path", model, "--host", "127.0.0.1", "--port", str(server.port), "--skip-tokenizer-init"]
-    flags += ["--skip-server-warmup", "--sleep-on-idle", "--mem-fraction-static", "0.1", "--dtype", config.dtype]
+    flags += GPU_FLAGS if config.gpus else ["--sleep-on-idle", "--mem-fraction-static", "0.1"]
+    flags += ["--skip-server-warmup", "--dtype", config.dtype]
     flags += ["--page-size", str(config.page_size), "--tp-size", str(config.tensor_parallel_size)]
     flags += ["--kv-cache-dtype", config.kv_cache_dtype, "--max-total-tokens", str(config.max_total_tokens)]
     flags += ["--chunked-prefill-size", str(config.chunked_prefill_size), "--max-running-requests", "32"]
@@ -154,7 +174,7 @@ def _flags(config: ServerConfig, model: str, server: Server) -> list[str]:
         flags += ["--disaggregation-mode", config.role, "--disaggregation-transfer-backend", config.backend]
         flags += ["--disaggregation-bootstrap-port", str(server.bootstrap_port)]
     if config.role == "decode":
-        flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+        flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"] * (not config.gpus)
         flags += ["--disaggregation-decode-enable-radix-cache"] * config.keeps_prefixes
     elif not config.keeps_prefixes:
         flags += ["--disable-radix-cache"]
@@ -175,7 +195,10 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(PATIENCE_S),
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(PATIENCE_S),
+        "KVBRIDGE_TEST_DEVICE": _device(config),
     }
+    if config.gpus:
+        return said | GPU_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.gpus))}
     cores = config.cores or "|".join(str(rank % 2) for rank in range(config.tensor_parallel_size))
     if config.cores or config.tensor_parallel_size > 1:
         said["SGLANG_CPU_OMP_THREADS_BIND"] = cores
