@@ -94,6 +94,8 @@ def changes(source: Pool, sink: Pool) -> list[Difference]:
 
 def _other_model(source: Pool, aligned: Pool, sink: Pool) -> Iterator[Difference]:
     yield from _if_other("model", source.model.name, sink.model.name, needs=SAME_MODEL)
+    if source.model.depth and sink.model.depth:
+        yield from _if_other("depth", source.model.depth, sink.model.depth, needs=SAME_MODEL)
     held = {plane.layer for plane in aligned.planes}
     known = len(source.model.layers)
     for plane in {plane.layer: plane for plane in sink.planes}.values():

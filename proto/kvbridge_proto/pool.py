@@ -133,11 +133,13 @@ class Layer(Struct, frozen=True, kw_only=True):
 class Model(Struct, frozen=True, kw_only=True):
     """The identity of a cache: two pools are of one model when these are equal.
 
-    A layer is None where this rank does not know it, being on another pipeline rank.
+    A layer is None where this rank does not know it, being on another pipeline rank. `depth` counts the model's own
+    layers, without those of a draft model, which one side may have alone; 0 where that is not known.
     """
 
     name: Name
     layers: Annotated[tuple[Layer | None, ...], Meta(max_length=4096)]
+    depth: Count = 0
 
 
 class Engine(Struct, frozen=True, kw_only=True):

@@ -85,6 +85,18 @@ def test_refuses_another_model(changes: dict[str, Any], expected: str) -> None:
     assert expected in reasons(ours, theirs)
 
 
+def test_refuses_a_model_of_another_depth_though_it_has_all_layers_that_are_asked_for() -> None:
+    """A draft model's layers may be there on one side only; the model's own may not."""
+
+    def deep(layers: int, depth: int) -> Pool:
+        pool = describe(replace(SHAPE, layers=layers))
+        return msgspec.structs.replace(pool, model=msgspec.structs.replace(pool.model, depth=depth))
+
+    assert reasons(deep(4, 4), deep(2, 2)) == (f"depth: source 4, sink 2{SAME_MODEL}",)
+    for source, sink in ((deep(4, 0), deep(2, 2)), (deep(4, 2), deep(2, 0)), (deep(3, 2), deep(2, 2))):
+        assert not isinstance(verdict(source, sink), Incompatible)
+
+
 def test_refuses_layers_of_another_kind() -> None:
     pool = describe(SHAPE)
     assert reasons(pool, with_layers(pool, rope_width=64)) == (

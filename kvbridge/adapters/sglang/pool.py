@@ -71,7 +71,11 @@ def describe(queue: Any, shard: Shard, *, model_name: str, engine_id: str) -> Me
     blocks = min(slots) if _is_hnd(pool) else min(slots) // int(pool.page_size)
     described = Pool(
         engine=Engine(kind="sglang", version=__version__[:256], id=engine_id[:256]),
-        model=Model(name=model_name[:256], layers=_layers(parts, pool, heads, attentions, config, shard)),
+        model=Model(
+            name=model_name[:256],
+            layers=_layers(parts, pool, heads, attentions, config, shard),
+            depth=int(config.hf_text_config.num_hidden_layers),
+        ),
         shard=shard,
         groups=(Group(kind="full", block_tokens=int(pool.page_size), blocks=blocks),),
         regions=tuple(Region(storage.nbytes()) for storage in storages.values()),

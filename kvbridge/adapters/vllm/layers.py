@@ -158,7 +158,7 @@ def model_layers(members: list[Member], config: VllmConfig, shard: Shard) -> tup
     mine = {member.layer: member.record for member in members}
     count = max(mine) + 1
     if shard.pp_size > 1:
-        count = max(count, _depth(config))
+        count = max(count, depth(config))
     return tuple(mine.get(index) for index in range(count))
 
 
@@ -188,7 +188,8 @@ def _rope(attention: Any, config: VllmConfig) -> int:
     return int(width or getattr(config.model_config.hf_text_config, "qk_rope_head_dim", None) or 0)
 
 
-def _depth(config: VllmConfig) -> int:
+def depth(config: VllmConfig) -> int:
+    """How many layers the model itself has, drafts apart."""
     return int(config.model_config.hf_text_config.num_hidden_layers)
 
 
@@ -205,5 +206,5 @@ def _numbered(members: list[Member], config: VllmConfig) -> list[Member]:
         else:
             seen.add(index)
             found.append(replace(member, layer=index))
-    first = max([*seen, _depth(config) - 1]) + 1 if again else 0
+    first = max([*seen, depth(config) - 1]) + 1 if again else 0
     return found + [replace(member, layer=first + place) for place, member in enumerate(again)]

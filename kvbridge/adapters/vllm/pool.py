@@ -13,7 +13,7 @@ from ...errors import OperatorError
 from ..engine.memory import Memory
 from .cpu import halves
 from .dtypes import codec_of, form_of
-from .layers import Member, kind_of, members_of, model_layers, window_of
+from .layers import Member, depth, kind_of, members_of, model_layers, window_of
 from .shapes import Spot, halves_of
 from .versions import check_groups, transfer_groups
 
@@ -62,7 +62,7 @@ def describe(
         planes.extend(_planes(member, region, cache.num_blocks))
     pool = Pool(
         engine=Engine(kind="vllm", version=__version__[:256], id=engine_id[:256]),
-        model=Model(name=model_name[:256], layers=model_layers(members, config, shard)),
+        model=Model(name=model_name[:256], layers=model_layers(members, config, shard), depth=depth(config)),
         shard=shard,
         groups=_groups(cache),
         regions=tuple(Region(storage.nbytes()) for storage in storages.values()),
