@@ -66,7 +66,7 @@ def unpack(frames: Sequence[bytes]) -> Asked | Row:
         raise BadMessage(f"{len(frames)} frames beginning with {bytes(frames[0][:32]) if frames else b''!r}")
     try:
         return _decoder.decode(frames[1])
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:  # text that is no UTF-8 is a ValueError
         raise BadMessage(str(error)) from error
 
 
