@@ -128,6 +128,7 @@ HELD = {
         *("layer_id", "k_scale", "v_scale", "k_scale_float", "v_scale_float", "sliding_window_size"),
     ),
     "sglang.srt.disaggregation.utils.MetadataBuffers": ("output_ids",),
+    "sglang.srt.managers.scheduler.Scheduler": ("_sched_idled", "model_config", "tp_worker", "server_args"),
     "sglang.srt.managers.schedule_batch.Req": (
         *("origin_input_ids", "output_ids", "lora_id", "extra_key", "cache_salt", "input_embeds"),
         *("positional_embed_overrides", "token_type_ids"),

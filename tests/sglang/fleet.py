@@ -30,6 +30,10 @@ CONFIGS = {
     "p32": ServerConfig("prefill", page_size=32),
     "p1": ServerConfig("prefill", page_size=1),
     "p16-two": ServerConfig("prefill", tensor_parallel_size=2),
+    "p16-stages": ServerConfig("prefill", pipeline_parallel_size=2),
+    "d16-stages": ServerConfig("decode", pipeline_parallel_size=2),
+    "p16-groups": ServerConfig("prefill", tensor_parallel_size=2, data_parallel_size=2),
+    "d16-groups": ServerConfig("decode", tensor_parallel_size=2, data_parallel_size=2),
     "p16-bf16": ServerConfig("prefill", dtype="bfloat16"),
     "d16": ServerConfig("decode"),
     "d32": ServerConfig("decode", page_size=32),
@@ -133,7 +137,7 @@ class Fleet:
 
     def rows(self, source: str, sink: str, room: int) -> tuple[rows.Rows, rows.Rows]:
         """What was given and what was taken."""
-        ranks = [CONFIGS[name].tensor_parallel_size for name in (source, sink)]
+        ranks = [CONFIGS[name].ranks_of_one for name in (source, sink)]
         given = rows.load(self.kept, "prefill", room, ranks[0])
         return given, rows.load(self.kept, "decode", room, ranks[1])
 
@@ -162,7 +166,7 @@ class Fleet:
     def start_agents(self, name: str) -> None:
         """One agent for each rank, on the address its predecessor had, if there was one."""
         before = self.agents.get(name, [])
-        size = CONFIGS[name].tensor_parallel_size
+        size = CONFIGS[name].ranks
         addresses = [old.listen for old in before] or ["tcp://127.0.0.1:0"] * size
         self.agents[name] = [
             self._stack.enter_context(

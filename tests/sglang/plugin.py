@@ -44,6 +44,9 @@ def register() -> None:
         HookRegistry.register(f"{nixl}._normalize_kv_mem_kinds", _dram, HookType.AROUND)
         HookRegistry.register(f"{nixl}._homogeneous_kv_mem_kind", _any_ranks, HookType.AFTER)
         latents.AttentionBackendRegistry.register("torch_native", latents._dispatch_mla_subtype)
+        # Groups that share a batch pad it; with what is said by backends that capture graphs only.
+        native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+        HookRegistry.register(f"{native}.get_cuda_graph_seq_len_fill_value", _one, HookType.REPLACE)
     if "KVBRIDGE_TEST_SEED" in os.environ:
         HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _seeded, HookType.AROUND)
     if "KVBRIDGE_TEST_ROWS" in os.environ or "KVBRIDGE_TEST_TIMES" in os.environ:
@@ -58,6 +61,10 @@ def register() -> None:
 
 def _dram(original: Any, kinds: Any, expected_len: int) -> list[str]:
     return ["DRAM"] * expected_len
+
+
+def _one(backend: Any) -> int:
+    return 1
 
 
 class _Dram(str):
@@ -136,7 +143,9 @@ def _keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
         for part, buffers in parts.items()
         for layer, buffer in enumerate(buffers, start=pool.start_layer)
     }
-    path = folder / f"{side}-{req.bootstrap_room}-{get_parallel().tp_rank}.npz"
+    parallel = get_parallel()
+    rank = parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
+    path = folder / f"{side}-{req.bootstrap_room}-{rank}.npz"
     part_written = path.with_suffix(".part")
     with part_written.open("wb") as file:
         np.savez(file, codec=np.array(DTYPES[str(pool.dtype)]), slots=slots.cpu().numpy(), **rows)

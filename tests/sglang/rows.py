@@ -26,13 +26,13 @@ class Rows:
 
 
 def load(folder: Path, side: str, room: int, ranks: int, timeout_s: float = 10.0) -> Rows:
-    """Heads side by side in the order of ranks; a latent, which every rank has whole, must be the same on all."""
+    """Heads side by side in the order of the ranks that have the layer; a latent must be the same on all of them."""
     each = [_load(folder / f"{side}-{room}-{rank}.npz", timeout_s) for rank in range(ranks)]
     codecs = {rows.codec for rows in each}
     assert len(codecs) == 1, codecs
     joined = {}
-    for layer, part in each[0].rows:
-        parts = [rows.rows[layer, part] for rows in each]
+    for layer, part in sorted({key for rows in each for key in rows.rows}):
+        parts = [rows.rows[layer, part] for rows in each if (layer, part) in rows.rows]
         if part == "latent":
             assert all(np.array_equal(parts[0], other) for other in parts), f"{side}: ranks differ in layer {layer}"
             parts = parts[:1]

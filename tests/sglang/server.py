@@ -48,6 +48,8 @@ class ServerConfig:
     gpus: tuple[int, ...] = ()  # the machine's numbers of them, one a rank; none: on the CPU
     page_size: int = 16
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1  # of the attention's: that many groups of the ranks have requests of their own
     dtype: str = "float32"
     kv_cache_dtype: str = "auto"
     chunked_prefill_size: int = 256
@@ -57,6 +59,15 @@ class ServerConfig:
     cores: str = ""  # pinned, one a rank ("0" or "0|1")
     flags: tuple[str, ...] = ()  # any other
     environment: dict[str, str] = field(default_factory=dict)  # beside this process's
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_of_one(self) -> int:
+        """How many have a request's KV."""
+        return self.ranks // self.data_parallel_size
 
 
 class Server:
@@ -168,6 +179,9 @@ def _flags(config: ServerConfig, model: str, server: Server) -> list[str]:
     flags += GPU_FLAGS if config.gpus else ["--sleep-on-idle", "--mem-fraction-static", "0.1"]
     flags += ["--skip-server-warmup", "--dtype", config.dtype]
     flags += ["--page-size", str(config.page_size), "--tp-size", str(config.tensor_parallel_size)]
+    flags += ["--pp-size", str(config.pipeline_parallel_size)]
+    if config.data_parallel_size > 1:
+        flags += ["--dp-size", str(config.data_parallel_size), "--enable-dp-attention"]
     flags += ["--kv-cache-dtype", config.kv_cache_dtype, "--max-total-tokens", str(config.max_total_tokens)]
     flags += ["--chunked-prefill-size", str(config.chunked_prefill_size), "--max-running-requests", "32"]
     if config.role != "alone":
@@ -199,8 +213,8 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
     }
     if config.gpus:
         return said | GPU_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.gpus))}
-    cores = config.cores or "|".join(str(rank % 2) for rank in range(config.tensor_parallel_size))
-    if config.cores or config.tensor_parallel_size > 1:
+    cores = config.cores or "|".join(str(rank % 2) for rank in range(config.ranks))
+    if config.cores or config.ranks > 1:
         said["SGLANG_CPU_OMP_THREADS_BIND"] = cores
     return said
 

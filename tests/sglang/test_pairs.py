@@ -31,6 +31,14 @@ def test_says_what_one_server_alone_says(fleet: Fleet, source: str, sink: str) -
     says_the_same(fleet, source, sink)
 
 
+@pytest.mark.parametrize(
+    ("source", "sink"), [("p16-stages", "d16"), ("p16", "d16-stages"), ("p16-groups", "d16"), ("p16", "d16-groups")]
+)
+def test_stages_and_groups_of_ranks(fleet: Fleet, source: str, sink: str) -> None:
+    """Pipeline stages, and groups that attend to requests of their own: those of one side are nothing to the other."""
+    says_the_same(fleet, source, sink)
+
+
 @pytest.mark.parametrize("length", [257, 512, 513, 1500])
 def test_a_prompt_that_is_computed_in_chunks(fleet: Fleet, length: int) -> None:
     tokens = prompt(length, seed=4000 + length)

@@ -47,6 +47,9 @@ log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 log.addFilter(OneLine())
 
 TURN_S = 0.0002  # a scheduler's turn polls every request it has: the agent is listened to once
+# While it has nothing to compute a scheduler turns as fast as it can. If it waits for its agent then, it may as well
+# leave it the core: it wakes at the agent's first word.
+REST_S = 0.0005
 REGISTER_S = 1.0  # how soon the bootstrap server hears of an agent that came or moved
 RANKS_S = 5.0  # how often the agents of the other ranks are asked for, once all are known
 EARLY_S = 0.1  # and until they are
@@ -143,10 +146,14 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         now = time.monotonic()
         if self.talk is None or now < self._look_at:
             return
-        self._look_at = now + TURN_S
-        for heard in self.talk.turn():
-            if isinstance(heard, Ended) and heard.request in self._watched:
-                self._watched[heard.request] = heard
+        heard = self.talk.turn()
+        if not heard and self._queue.scheduler._sched_idled and self.talk.is_waiting:
+            self.talk.rest(REST_S)
+            heard = self.talk.turn()
+        self._look_at = time.monotonic() + TURN_S
+        for each in heard:
+            if isinstance(each, Ended) and each.request in self._watched:
+                self._watched[each.request] = each
 
     def watch(self, name: str) -> None:
         """Keep how this offer or want ends, for `ended`."""
