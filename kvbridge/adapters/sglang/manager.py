@@ -215,9 +215,10 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             self.transfer_infos.pop(number, None)
 
     def _tell_failed(self, number: int, asked: Iterable[Asked], reason: str) -> None:
-        self.send_kv_status_message(
-            targets=endpoints(asked), bootstrap_room=number, status=KVPoll.Failed, failure_reason=reason
-        )
+        if targets := endpoints(asked):
+            self.send_kv_status_message(
+                targets=targets, bootstrap_room=number, status=KVPoll.Failed, failure_reason=reason
+            )
 
     # Prefill's side of the control socket:
 
