@@ -89,6 +89,7 @@ def manager(role: str, told: list[Any]) -> Any:
     made = object.__new__(KVBridgeManager)
     made.rooms, made.talk = Rooms(), Talk()
     made._watched, made._look_at = {}, 0.0
+    made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}
     made._queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False))
     made.options = SimpleNamespace(hold_s=30.0)
     made.disaggregation_mode = DisaggregationMode(role)
@@ -113,7 +114,7 @@ def manager(role: str, told: list[Any]) -> Any:
 
 
 def req(prompt: str = "ab") -> Any:
-    return SimpleNamespace(prompt=prompt, input_embeds=None)
+    return SimpleNamespace(prompt=prompt, input_embeds=None, origin_input_ids=[0] * 48)
 
 
 def asked(prompt: str = "ab", **more: Any) -> Asked:
@@ -230,6 +231,35 @@ def test_strangers_neither_fail_a_request_nor_abort_it() -> None:
     assert made.poll() == FAILED
 
 
+def test_an_abort_that_comes_before_its_request_takes_the_question_back() -> None:
+    of = manager("prefill", [])
+    of._hear_asked(asked())
+    of._hear_abort(SimpleNamespace(room=ROOM, decode_ip="10.0.0.2", decode_port=4000))
+    assert sender(of).poll() == BOOTSTRAPPING, "nobody asks for it any more"
+
+
+def test_a_prefix_longer_than_the_prompt_is_the_whole_prompt() -> None:
+    of = manager("prefill", [])
+    assert begun(of, first_token=1 << 30)._first_token == 48
+
+
+@pytest.mark.parametrize("number", [0, -1, 1 << 64, ROOM])
+def test_a_refused_room_leaves_nothing_behind(number: int) -> None:
+    from kvbridge.adapters.sglang.receiver import KVBridgeReceiver
+    from kvbridge.adapters.sglang.sender import KVBridgeSender
+
+    for role, kind in (("prefill", KVBridgeSender), ("decode", KVBridgeReceiver)):
+        of = manager(role, [])
+        of.rooms.enter(ROOM, "somebody", 0)
+        made = kind(of, ADDRESS, number)
+        assert made.poll() == FAILED
+        with pytest.raises(Exception, match="bootstrap_room"):
+            made.failure_exception()
+        made.abort()
+        made.clear()
+        assert not of.request_status and not of.addr_to_rooms_tracker[ADDRESS] and of.rooms.owned() == [ROOM]
+
+
 def test_a_prefill_waits_for_its_agent() -> None:
     of = manager("prefill", [])
     of.talk.attached = None
@@ -304,6 +334,48 @@ def test_a_row_of_another_size_fails_that_request() -> None:
     of._hear_row(Row(room=ROOM, prompt="ab", fields=(b"more", b"rows")))
     assert listen(of, made) == FAILED and of.kv_args.row.tolist() == list(range(8))
     assert "ours [4], theirs [4, 4]" in of.failure_records[ROOM]
+
+
+def test_a_row_without_a_prompt_is_nobodys() -> None:
+    of = manager("decode", [])
+    of.rooms.enter(ROOM, "somebody", 0)
+    of._hear_row(Row(room=ROOM, prompt="", fields=(b"fake",)))
+    of.rooms.bind(ROOM, "somebody", "ab")
+    assert of.rooms.row(ROOM) is None
+
+
+def test_what_has_failed_already_asks_for_nothing() -> None:
+    """Embeddings do not travel; a prefill server may be given up before there are pages."""
+    of = manager("decode", [])
+    made = receiver(of)
+    made.bind(SimpleNamespace(prompt="ab", input_embeds=[[0.5]]), 40)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    assert not of.talk.said and listen(of, made) == FAILED
+
+
+def test_the_other_sides_agent_is_looked_for_again() -> None:
+    of = manager("decode", [])
+    made = receiver(of)
+    known, looks = made.bootstrap_infos, []
+    made.bootstrap_infos = [{**known[0], "kvbridge_agent": ""}]
+    made._connection_pool_entries = {}
+    made._setup_bootstrap_infos = lambda: looks.append(1)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    assert listen(of, made) == WAITING and not of.talk.said
+    assert len(looks) == 1, "once for all requests, and not in every turn"
+    made._setup_bootstrap_infos = lambda: setattr(made, "bootstrap_infos", known)
+    of._routes.clear()
+    assert listen(of, made) == WAITING and len(of.talk.said) == 1
+
+
+def test_a_prefill_server_that_is_given_up_holds_up_nobody() -> None:
+    of = manager("decode", [])
+    made = receiver(of)
+    made.bootstrap_infos = []
+    of.prefill_info_table.clear()
+    made._setup_bootstrap_infos = lambda: pytest.fail("it was asked")
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    assert listen(of, made) == WAITING
 
 
 def test_pages_are_ours_until_the_agent_has_answered() -> None:

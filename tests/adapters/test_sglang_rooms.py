@@ -66,6 +66,14 @@ def test_whoever_asks_for_another_prompt_is_told_so_and_nobody_else(rooms: Rooms
     assert rooms.has_asked(7, ("10.0.0.1", 4001)) and not rooms.has_asked(7, ("10.0.0.9", 4001))
 
 
+def test_who_asks_no_more_is_not_counted(rooms: Rooms) -> None:
+    rooms.ask(ASKED, 0)
+    assert rooms.unask(7, ("10.0.0.1", 4000)) and not rooms.unask(7, ("10.0.0.1", 4000))
+    _begin(rooms)
+    rooms.ask(OTHER, 0)
+    assert not rooms.whole(7)
+
+
 def test_a_request_that_has_failed_is_told_to_all_that_asked_or_ask_yet(rooms: Rooms) -> None:
     _begin(rooms)
     rooms.ask(ASKED, 0)
@@ -83,7 +91,7 @@ def test_a_request_that_succeeded_leaves_nothing(rooms: Rooms) -> None:
 def test_a_row_is_taken_for_its_own_request_only(rooms: Rooms) -> None:
     assert not rooms.put(ROW), "nobody waits"
     rooms.enter(7, "first", 0)
-    assert not rooms.put(ROW), "it is not known for what"
+    assert not rooms.put(ROW) and not rooms.put(replace(ROW, prompt="")), "it is not known for what"
     rooms.bind(7, "first", "ab")
     assert not rooms.put(replace(ROW, prompt="cd")) and rooms.row(7) is None
     assert rooms.put(ROW) and rooms.row(7) == ROW

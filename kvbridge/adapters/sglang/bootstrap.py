@@ -28,7 +28,10 @@ class KVBridgeBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]  #
         said = await request.json()
         if answer.status == 200 and said["attn_cp_rank"] == 0:
             replica = said["attn_dp_rank"] if said["system_dp_size"] == 1 else said["system_dp_rank"]
-            self._agents[replica, said["pp_rank"], said["attn_tp_rank"]] = str(said.get(AGENT, ""))
+            rank = (replica, said["pp_rank"], said["attn_tp_rank"])
+            if rank in self._agents:
+                self._registered_count -= 1  # one that has come again is counted already
+            self._agents[rank] = str(said.get(AGENT, ""))
         return answer
 
     async def _handle_route_get(self, request: web.Request) -> web.Response:

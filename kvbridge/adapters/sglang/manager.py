@@ -28,6 +28,7 @@ from sglang.srt.disaggregation.common.conn import (
     PrefillServerInfo,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_parallel
 from sglang.srt.utils.network import NetworkAddress
 
@@ -81,7 +82,11 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._shard = _shard()
         self._engine_id = _common_id()
         self._bootstrap_url = ""
+        self._row: dict[str, Any] = {}  # ours in the bootstrap server
         self._registered = ""
+        self._ranks: tuple[Rank, ...] = ()  # all of this replica's, as far as they are known
+        self._status_lock = threading.Lock()  # what is read of a status and written then
+        self._routes: dict[str, float] = {}  # by prefill server: when it was last asked for its ranks again
         self._fence_stream: Any = None
         self.talk: Conversation | None = None
         self._attach()
@@ -111,7 +116,10 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         memory = describe(self._queue, self._shard, model_name=name, engine_id=self._engine_id)
         path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
         client = EngineClient(path, agent_uids=self.options.agent_uids)
-        self.talk = Conversation(client, memory, log)
+        talk = Conversation(client, memory, log)
+        if self._ranks:
+            talk.share(self._ranks)
+        self.talk = talk
         if memory.device.type == "cpu":
             moved(self._queue.token_to_kv_pool)
         self.talk.start(self.options.connect_s)
@@ -206,13 +214,27 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """Why this request has no room, or ""."""
         return self.rooms.enter(number, owner, time.monotonic())
 
-    def leave(self, number: int, owner: object, failure: str = "") -> None:
-        """The request is over. Whoever asked for it hears of its failure."""
-        if not self.rooms.is_of(number, owner):
-            return
-        self._tell_failed(number, self.rooms.leave(number, owner, failure, time.monotonic()), failure)
-        if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            self.transfer_infos.pop(number, None)
+    def leave(self, number: int, owner: object, failure: str, forget: Callable[[], None]) -> None:
+        """The request is over, and SGLang's own traces of it go by `forget`. Who asked for it hears of its failure."""
+        with self._status_lock:
+            if not self.rooms.is_of(number, owner):
+                return
+            forget()
+            asked = self.rooms.leave(number, owner, failure, time.monotonic())
+            if self.disaggregation_mode == DisaggregationMode.PREFILL:
+                self.transfer_infos.pop(number, None)
+        self._tell_failed(number, asked, failure)
+
+    def may_ask_again(self, bootstrap_addr: str, after_s: float) -> bool:
+        """Whether a prefill server may be asked for its ranks once more: for all requests together now and then.
+
+        Not one that the heartbeat has given up: each question to it would hold up the scheduler.
+        """
+        now = time.monotonic()
+        if bootstrap_addr not in self.prefill_info_table or now - self._routes.get(bootstrap_addr, 0.0) < after_s:
+            return False
+        self._routes[bootstrap_addr] = now
+        return True
 
     def _tell_failed(self, number: int, asked: Iterable[Asked], reason: str) -> None:
         if targets := endpoints(asked):
@@ -230,10 +252,12 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def meet(self, number: int) -> None:
         """A request, all questions for it, an agent: when they are there its prefill may begin."""
-        asked = self.rooms.whole(number)
-        if not asked or not (self.is_attached or self.is_silent):
+        if not (self.is_attached or self.is_silent):
             return
-        if self.request_status.get(number) == KVPoll.Bootstrapping:
+        with self._status_lock:
+            asked = self.rooms.whole(number)
+            if not asked or self.request_status.get(number) != KVPoll.Bootstrapping:
+                return
             self.transfer_infos[number] = {(each.endpoint, each.dst_port): each for each in asked}
             self.req_to_decode_prefix_len[number] = min(each.first_token for each in asked)
             self.update_status(number, KVPoll.WaitingForInput)
@@ -264,11 +288,12 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     def _hear_abort(self, said: Any) -> None:
         """The scheduler sees the status, and its sender takes the offer back. A stranger's word is nobody's."""
         number = said.room
-        if not self.rooms.has_asked(number, (said.decode_ip, said.decode_port)):
-            return
-        if number in self.request_status and self.request_status[number] != KVPoll.Success:
-            self.record_failure(number, "Aborted by the decode side.")
-            self.update_status(number, KVPoll.Failed)
+        with self._status_lock:
+            if not self.rooms.unask(number, (said.decode_ip, said.decode_port)):
+                return
+            if number in self.request_status and self.request_status[number] != KVPoll.Success:
+                self.record_failure(number, "Aborted by the decode side.")
+                self.update_status(number, KVPoll.Failed)
 
     # Decode's:
 
@@ -336,27 +361,32 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
         """A prefill rank's line in the bootstrap server, with its agent's address."""
-        self._bootstrap_url = url.removesuffix("/route")
+        self._bootstrap_url, self._row = url.removesuffix("/route"), payload
         self._registered = self.agent_address
         super()._register_topology_row(url, payload | {AGENT: self._registered})
 
+    def _register_again(self, address: str) -> None:
+        """The same line with another agent. Raises RequestException."""
+        row = self._row | {AGENT: address}
+        requests.put(f"{self._bootstrap_url}/route", json=row, timeout=5).raise_for_status()
+        self._registered = address
+
     def _keep_registered(self) -> None:
         """An agent that comes late, or moves, is registered anew; all ranks' addresses are told to ours."""
-        asked_at, ranks = 0.0, tuple[Rank, ...]()
+        asked_at = 0.0
         while True:
-            is_known = len(ranks) == self._shard.tp_size * self._shard.pp_size
+            is_known = len(self._ranks) == self._shard.tp_size * self._shard.pp_size
             time.sleep(REGISTER_S if is_known else EARLY_S)
             try:
-                if self.agent_address != self._registered:
-                    self.register_to_bootstrap()
+                if (address := self.agent_address) != self._registered:
+                    self._register_again(address)
                 if not is_known or time.monotonic() - asked_at > RANKS_S:
-                    asked_at, before, ranks = time.monotonic(), ranks, self._ask_ranks()
-                    if ranks and ranks != before and self.talk is not None:
-                        self.talk.share(ranks)
+                    asked_at, before, self._ranks = time.monotonic(), self._ranks, self._ask_ranks()
+                    if self._ranks and self._ranks != before and (talk := self.talk) is not None:
+                        talk.share(self._ranks)
                 for number in self.rooms.owned():
                     self.meet(number)  # a later pipeline stage polls no sender until its prefill has begun
-                for number in self.rooms.forget_old(time.monotonic()):
-                    self.request_status.pop(number, None)
+                self.rooms.forget_old(time.monotonic())
             except requests.RequestException as error:
                 log.debug("the bootstrap server does not answer: %s", error)
             except Exception:
@@ -419,6 +449,8 @@ def _check_parallel(mode: Any) -> None:
     for name in ("attn_dcp_size", *(("attn_cp_size",) if mode == DisaggregationMode.DECODE else ())):
         if getattr(parallel, name) != 1:
             raise OperatorError("context_parallel_unsupported", f"{name}: {getattr(parallel, name)}, must be 1")
+    if envs.SGLANG_RUST_SERVER.get():
+        raise OperatorError("server_unsupported", "SGLANG_RUST_SERVER: on, must be off: it knows no agents")
     for name in ("enable_kv_cache_sharding", "enable_dsa_cache_layer_split", "enable_cp_tp_group_sharing"):
         if getattr(parallel, name):
             raise OperatorError("context_parallel_unsupported", f"{name}: on, must be off")

@@ -29,18 +29,21 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     kv_mgr: KVBridgeManager
 
     def __init__(self, mgr: KVBridgeManager, bootstrap_addr: str, bootstrap_room: int) -> None:
+        self._obstacle = mgr.enter(bootstrap_room, self)  # to its having a room at all
+        if self._obstacle:
+            self.kv_mgr, self.bootstrap_room, self.bootstrap_addr = mgr, bootstrap_room, bootstrap_addr
+            self.conclude_state, self.abort_notified, self.require_staging = KVPoll.Failed, False, False
+            self._name, self._is_wanted = "", False
+            self._pages: list[int] | None = None
+            return
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._name = ""  # of the want, once it is said
         self._prompt = ""
         self._tokens = 0  # that it is given pages for
         self._aux_index = -1
-        self._pages: list[int] | None = None  # given to us, and not asked for yet
+        self._pages = None  # given to us, and not asked for yet
         self._first_token = 0
-        self._looked_at = 0.0  # when the prefill server was last asked for its agents
         self._is_wanted = False  # whether the row may be taken once nothing is outstanding
-        self._obstacle = mgr.enter(bootstrap_room, self)  # to its having a room at all
-        if self._obstacle:
-            self.conclude_state = KVPoll.Failed
 
     @property
     def _has_room(self) -> bool:
@@ -53,7 +56,11 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             return
         if reason := stays_here(req):
             return self._fail(reason)
-        self._prompt, self._tokens = self.kv_mgr.digest(req), tokens
+        try:
+            self._prompt, self._tokens = self.kv_mgr.digest(req), tokens
+        except Exception as error:  # the scheduler's thread: an exception would end the server
+            log.exception("bootstrap_room %s: its prompt has no name", self.bootstrap_room)
+            return self._fail(f"its prompt has no name: {type(error).__name__}: {error}")
         self.kv_mgr.rooms.bind(self.bootstrap_room, self, self._prompt)
 
     def init(self, prefill_dp_rank: int) -> None:
@@ -83,7 +90,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         device_kv_indices: Any = None,
     ) -> None:
         """Pages are there: ask the prefill server to begin, and our agent to fetch."""
-        if self.conclude_state is not None:
+        if self.conclude_state is not None or self._has_failed:
             return
         try:
             if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
@@ -99,6 +106,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     def _ask_soon(self) -> None:
         """Now, or when the agents of both sides are there."""
         assert self._pages is not None and self.init_time is not None
+        if self._has_failed:
+            return
         lacks = "no agent has our memory" if not self.kv_mgr.is_attached else self._lacks_theirs()
         if self.conclude_state is not None:
             return
@@ -113,11 +122,15 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         """Why the prefill server's agents are not known, or "". Its registry is asked again now and then."""
         if self._agents():
             return ""
-        if time.monotonic() - self._looked_at > AGAIN_S:
-            self._looked_at = time.monotonic()
+        if self.kv_mgr.may_ask_again(self.bootstrap_addr, AGAIN_S):
             self.invalidate_cached_bootstrap_infos()
             self._setup_bootstrap_infos()
         return "" if self._agents() else f"the prefill server at {self.bootstrap_addr} has no agent"
+
+    @property
+    def _has_failed(self) -> bool:
+        """By what another thread has heard."""
+        return bool(self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Failed)
 
     def _agents(self) -> list[str]:
         return [info[AGENT] for info in self.bootstrap_infos or () if info.get(AGENT)]
@@ -211,9 +224,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         """SGLang says so twice of a request that has failed: when that is told, and when its pages are given back."""
         self._abandon("the request is over")
         if self._has_room:
-            super().clear()
             self.kv_mgr.unwatch(self._name)
-            self.kv_mgr.leave(self.bootstrap_room, self)
+            self.kv_mgr.leave(self.bootstrap_room, self, "", super().clear)
 
     def _abandon(self, reason: str) -> None:
         """Once. Its pages stay ours until the agent has answered: `is_abort_release_safe`."""

@@ -61,7 +61,7 @@ class Rooms:
             room = self._rooms.get(number)
             if room is None or room.owner is not owner:
                 return []
-            room.prompt = prompt
+            room.prompt, room.row = prompt, None
             strangers = [each for each in room.asked.values() if each.prompt != prompt]
             room.asked = {place: each for place, each in room.asked.items() if each.prompt == prompt}
             return strangers
@@ -102,11 +102,21 @@ class Rooms:
             room = self._rooms.get(number)
             return room is not None and place in room.asked
 
+    def unask(self, number: int, place: tuple[str, int]) -> bool:
+        """That rank asks no more. Whether it had."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is None or room.asked.pop(place, None) is None:
+                return False
+            if room.owner is None and not room.asked:
+                del self._rooms[number]
+            return True
+
     def put(self, row: Row) -> bool:
         """The auxiliary row of a prompt. Whether a request of ours waits for it."""
         with self._lock:
             room = self._rooms.get(row.room)
-            if room is None or room.owner is None or room.prompt != row.prompt:
+            if room is None or not room.prompt or room.prompt != row.prompt:
                 return False
             room.row = row
             return True

@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 
 from .manager import KVBridgeManager
 from .messages import Row
-from .prompts import rendezvous, stays_here
+from .prompts import prompt_tokens, rendezvous, stays_here
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -34,6 +34,11 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
+        self._why = mgr.enter(bootstrap_room, self)  # it has failed
+        self._is_over = bool(self._why)  # the room is not ours, or no longer
+        if self._is_over:
+            self.kv_mgr, self.bootstrap_room, self.conclude_state = mgr, bootstrap_room, KVPoll.Failed
+            return
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._early_send_wait_event: Any
         self._transfer_start_time: float | None
@@ -41,10 +46,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._prompt = ""
         self._first_token = self._tokens = 0
         self._is_row_sent = False
-        self._why = mgr.enter(bootstrap_room, self)  # it has failed
-        self._is_over = bool(self._why)  # the room is not ours, or no longer
-        if self._is_over:
-            self.conclude_state = KVPoll.Failed
+        self._length = 0  # of the prompt
 
     def bind(self, req: Any) -> None:
         """Whose request this is."""
@@ -52,12 +54,16 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             return
         if reason := stays_here(req):
             return self._fail(reason)
-        self._prompt = self.kv_mgr.digest(req)
+        try:
+            self._prompt, self._length = self.kv_mgr.digest(req), len(prompt_tokens(req))
+        except Exception as error:  # the scheduler's thread: an exception would end the server
+            log.exception("bootstrap_room %s: its prompt has no name", self.bootstrap_room)
+            return self._fail(f"its prompt has no name: {type(error).__name__}: {error}")
         self.kv_mgr.bind(self.bootstrap_room, self, self._prompt)
 
     def pop_decode_prefix_len(self) -> int:
         """From where on we are given pages: the decode side's prefix, in whole pages of ours."""
-        prefix, page = super().pop_decode_prefix_len(), self.kv_mgr.kv_args.page_size
+        prefix, page = min(super().pop_decode_prefix_len(), self._length), self.kv_mgr.kv_args.page_size
         self._first_token = self._tokens = prefix - prefix % page
         return int(self._tokens)
 
@@ -163,6 +169,8 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
     def failure_exception(self) -> None:
         self.conclude_state = KVPoll.Failed
         self._end("")
+        if hasattr(self, "trace_ctx"):
+            self.trace_ctx.trace_req_finish()
         raise KVTransferError(
             self.bootstrap_room,
             self._why or "Failed due to an unknown reason from another rank",
@@ -176,11 +184,11 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._is_over = True
         manager, number = self.kv_mgr, self.bootstrap_room
         self._take_back(failure or "the request is over")
-        super().clear()
         with manager.failure_lock:
             self._why = manager.failure_records.pop(number, "") or failure
         has_failed = bool(self._why) or self.conclude_state == KVPoll.Failed
-        manager.leave(number, self, self._why or ("another prefill rank has failed" if has_failed else ""))
+        said = self._why or ("another prefill rank has failed" if has_failed else "")
+        manager.leave(number, self, said, super().clear)
 
     def _take_back(self, reason: str) -> None:
         """Return when nothing reads the pages any more."""
