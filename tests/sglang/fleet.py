@@ -32,8 +32,6 @@ CONFIGS = {
     "p16-two": ServerConfig("prefill", tensor_parallel_size=2),
     "p16-stages": ServerConfig("prefill", pipeline_parallel_size=2),
     "d16-stages": ServerConfig("decode", pipeline_parallel_size=2),
-    "p16-groups": ServerConfig("prefill", tensor_parallel_size=2, data_parallel_size=2),
-    "d16-groups": ServerConfig("decode", tensor_parallel_size=2, data_parallel_size=2),
     "p16-bf16": ServerConfig("prefill", dtype="bfloat16"),
     "d16": ServerConfig("decode"),
     "d32": ServerConfig("decode", page_size=32),
@@ -137,7 +135,7 @@ class Fleet:
 
     def rows(self, source: str, sink: str, room: int) -> tuple[rows.Rows, rows.Rows]:
         """What was given and what was taken."""
-        ranks = [CONFIGS[name].ranks_of_one for name in (source, sink)]
+        ranks = [CONFIGS[name].ranks for name in (source, sink)]
         given = rows.load(self.kept, "prefill", room, ranks[0])
         return given, rows.load(self.kept, "decode", room, ranks[1])
 

@@ -44,9 +44,6 @@ def register() -> None:
         HookRegistry.register(f"{nixl}._normalize_kv_mem_kinds", _dram, HookType.AROUND)
         HookRegistry.register(f"{nixl}._homogeneous_kv_mem_kind", _any_ranks, HookType.AFTER)
         latents.AttentionBackendRegistry.register("torch_native", latents._dispatch_mla_subtype)
-        # Groups that share a batch pad it; with what is said by backends that capture graphs only.
-        native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-        HookRegistry.register(f"{native}.get_cuda_graph_seq_len_fill_value", _one, HookType.REPLACE)
     if "KVBRIDGE_TEST_SEED" in os.environ:
         HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _seeded, HookType.AROUND)
     if "KVBRIDGE_TEST_ROWS" in os.environ or "KVBRIDGE_TEST_TIMES" in os.environ:
@@ -61,10 +58,6 @@ def register() -> None:
 
 def _dram(original: Any, kinds: Any, expected_len: int) -> list[str]:
     return ["DRAM"] * expected_len
-
-
-def _one(backend: Any) -> int:
-    return 1
 
 
 class _Dram(str):

@@ -49,7 +49,6 @@ class ServerConfig:
     page_size: int = 16
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1  # of the attention's: that many groups of the ranks have requests of their own
     dtype: str = "float32"
     kv_cache_dtype: str = "auto"
     chunked_prefill_size: int = 256
@@ -63,11 +62,6 @@ class ServerConfig:
     @property
     def ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def ranks_of_one(self) -> int:
-        """How many have a request's KV."""
-        return self.ranks // self.data_parallel_size
 
 
 class Server:
@@ -180,8 +174,6 @@ def _flags(config: ServerConfig, model: str, server: Server) -> list[str]:
     flags += ["--skip-server-warmup", "--dtype", config.dtype]
     flags += ["--page-size", str(config.page_size), "--tp-size", str(config.tensor_parallel_size)]
     flags += ["--pp-size", str(config.pipeline_parallel_size)]
-    if config.data_parallel_size > 1:
-        flags += ["--dp-size", str(config.data_parallel_size), "--enable-dp-attention"]
     flags += ["--kv-cache-dtype", config.kv_cache_dtype, "--max-total-tokens", str(config.max_total_tokens)]
     flags += ["--chunked-prefill-size", str(config.chunked_prefill_size), "--max-running-requests", "32"]
     if config.role != "alone":
