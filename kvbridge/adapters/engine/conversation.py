@@ -97,8 +97,8 @@ Heard = Ended | Adopt | Rescaled
 class Conversation:
     """For one thread of the engine's, but for `share`, `address` and `attached`, which any may use.
 
-    Nothing but `start`, `rest`, `wait_for_readers` and `detach` blocks. `fence_of` makes the fence of a device whose work
-    goes on after the call that asked for it; None: there is none.
+    Nothing but `start`, `rest`, `wait_for_readers` and `detach` blocks. `fence_of` makes the fence of a device whose
+    work goes on after the call that asked for it; None: there is none.
     """
 
     def __init__(
