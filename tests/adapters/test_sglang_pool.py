@@ -140,7 +140,8 @@ def test_every_number_lies_where_its_plane_says(page: int, dtype: torch.dtype) -
 
 def test_heads_before_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLANG_USE_HND_KVCACHE; its own backends refuse such a pool, and so its lists of buffers do."""
-    from kvbridge.adapters.sglang.plugin import _get_contiguous_buf_infos, building
+    from kvbridge.adapters.sglang.building import building
+    from kvbridge.adapters.sglang.plugin import _get_contiguous_buf_infos
 
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     pool = plain()

@@ -37,9 +37,9 @@ from ...oneline import OneLine
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
 from .bootstrap import AGENT, RANKS
+from .building import TESTED, building
 from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unpack
 from .options import Options
-from .plugin import TESTED, building
 from .pool import describe, moved
 from .prompts import prompt_digest
 from .rooms import OTHER_PROMPT, Rooms, endpoints

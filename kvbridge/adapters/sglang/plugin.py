@@ -8,18 +8,15 @@ the name its command line refuses it, and without a hook our manager does (`mana
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
+from .building import building
+
 NAME = "kvbridge"
-TESTED = "0.5.23"
 UTILS = "sglang.srt.disaggregation.utils"
 PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
-
-# The scheduler's queue whose manager is being made: managers are told addresses, and we describe tensors.
-building: ContextVar[Any] = ContextVar("building", default=None)
 
 
 def register() -> None:
