@@ -1,34 +1,36 @@
 """One rank of a synthetic engine, as a process: `python -m kvbridge.demo.engine '<Job as JSON>'`.
 
-It attaches memory as a real engine would, through adapters/engine/conversation.py, offers or wants its requests when a
-line comes on stdin, and reports in lines of JSON on stdout. On a GPU every layer has memory of its own where the layout
+It attaches memory as a real engine would, through adapters/engine/client.py, offers or wants its requests when a line
+comes on stdin, and reports in lines of JSON on stdout. On a GPU every layer has memory of its own where the layout
 allows, and offers and wants are sent while the stream is still at work, with its fence.
 """
 
 from __future__ import annotations
 
 import json
-import logging
+import os
+import select
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
 import xxhash
-from kvbridge_proto.engine import Offer, Want
+from kvbridge_proto.engine import Attach, Attached, Detach, Detached, Directory, Done, Failed, Offer, Refused, Released
+from kvbridge_proto.engine import Want as WantMessage
 from kvbridge_proto.pool import CodecName
-from kvbridge_proto.words import Blocks, Rank
+from kvbridge_proto.words import OURS, Blocks, Rank
 
 from ..adapters.engine.client import EngineClient
-from ..adapters.engine.conversation import Conversation, Ended
-from ..adapters.engine.memory import Memory
 from ..device.fence import EngineFence
+from ..device.handles import export_all
 from .pools import POISON, Request, Rows, Shape, describe, first_difference, prepare, tables
 
 PATIENCE_S = 60.0
 PIECE_TOKENS = 512
+T = TypeVar("T")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +58,7 @@ class Rejected(Exception):
 
 
 class SyntheticEngine:
-    """The rank's memory, and its conversation with the agent."""
+    """The rank's memory and its connection."""
 
     def __init__(self, job: Job) -> None:
         assert job.device != "cpu" or not job.late_cycles, "late_cycles: a CPU has no stream to be late on"
@@ -65,11 +67,9 @@ class SyntheticEngine:
         sizes = [job.shape.rank_bytes // len(self.layers)] * len(self.layers)
         self.regions = [torch.full((size,), POISON, dtype=torch.uint8, device=job.device) for size in sizes]
         self.tables = tables(job.shape, job.requests)
+        self.client = EngineClient(job.socket)
         self.fence = None if job.device == "cpu" else EngineFence(job.device)
-        pool = describe(job.shape, job.rank, self.layers)
-        memory = Memory(pool, tuple(region.untyped_storage() for region in self.regions))
-        log = logging.getLogger("kvbridge.demo")
-        self.talk = Conversation(EngineClient(job.socket), memory, log, fence_of=lambda _: self.fence)
+        self._heard: list[Any] = []
 
     @property
     def memory(self) -> torch.Tensor:
@@ -78,9 +78,21 @@ class SyntheticEngine:
         return memory
 
     def attach(self) -> None:
-        if not self.talk.start(PATIENCE_S):
-            raise Rejected(f"not attached: {self.talk!r}")
-        self.talk.share(Rank(tp_rank=i, pp_rank=0, address=address) for i, address in enumerate(self.job.ranks))
+        job = self.job
+        handles, fds = export_all(region.untyped_storage() for region in self.regions)
+        if not self.client.connect(PATIENCE_S):
+            raise Rejected(self.client.why)
+        pool = describe(job.shape, job.rank, self.layers)
+        fence_fd = len(fds) if self.fence else None
+        attach = Attach(versions=OURS, pool=pool, handles=handles, fence_fd=fence_fd)
+        self.client.send(attach, (*fds, self.fence.fd) if self.fence else fds)
+        for fd in fds:
+            os.close(fd)
+        answer = self.wait(lambda message: isinstance(message, Attached | Refused))
+        if isinstance(answer, Refused):
+            raise Rejected(f"{answer.code}: {'; '.join(answer.reasons)}")
+        ranks = tuple(Rank(tp_rank=i, pp_rank=0, address=address) for i, address in enumerate(job.ranks))
+        self.client.send(Directory(ranks=ranks))
 
     def offer_all(self) -> None:
         """As a prompt is computed: some tokens at a time, every request in turn."""
@@ -92,7 +104,7 @@ class SyntheticEngine:
                 pieces = (Blocks(0, given, tuple(self.tables[request.name][given:end])),) if end > given else ()
                 given = end
                 fence, computed = self._compute(request, computed, tokens), tokens
-                self.talk.offer(
+                self.client.send(
                     Offer(
                         room=request.name,
                         request=request.name,
@@ -103,7 +115,8 @@ class SyntheticEngine:
                         fence=fence,
                     )
                 )
-        self._wait(job.requests)
+        for request in job.requests:
+            self._ended(request.name, Released, Refused)
 
     def want(self, requests: Sequence[Request]) -> tuple[float, int]:
         """Seconds from the first want to the last done, and bytes moved."""
@@ -112,8 +125,8 @@ class SyntheticEngine:
             first = request.first_token // job.shape.block_tokens
             blocks = Blocks(0, first, tuple(self.tables[request.name][first:]))
             fence = self._leave(request)
-            self.talk.want(
-                Want(
+            self.client.send(
+                WantMessage(
                     request=request.name,
                     room=request.name,
                     source=job.source,
@@ -124,8 +137,13 @@ class SyntheticEngine:
                     fence=fence,
                 )
             )
-        ended = self._wait(requests)
-        return time.perf_counter() - began, sum(each.moved_bytes for each in ended)
+        done = [self._ended(request.name, Done, Failed, Refused) for request in requests]
+        return time.perf_counter() - began, sum(message.moved_bytes for message in done)
+
+    def detach(self) -> None:
+        self.client.send(Detach())
+        self.wait(lambda message: isinstance(message, Detached))
+        self.client.close()
 
     def fill_own(self) -> None:
         """Every prompt, all at once; with `late_cycles` each piece is computed when it is offered instead."""
@@ -182,20 +200,32 @@ class SyntheticEngine:
         for layer, region in zip(self.layers, regions, strict=True):
             yield from prepare(region, job.shape, job.rank, table, request, codec, layer)
 
-    def _wait(self, requests: Sequence[Request]) -> list[Ended]:
-        """How they ended, all of them well. Raises Rejected by the deadline."""
+    def wait(self, is_wanted: Callable[[Any], bool]) -> Any:
+        """The first message that is wanted; others stay. Raises Rejected by its deadline."""
         end = time.monotonic() + PATIENCE_S
-        found: list[Ended] = []
-        while len(found) < len(requests):
-            for heard in self.talk.turn():
-                if isinstance(heard, Ended):
-                    if not heard.is_good:
-                        raise Rejected(f"{heard.request}: {heard.code}: {heard.reason}")
-                    found.append(heard)
+        while True:
+            self._heard += self.client.poll()
+            for message in self._heard:
+                if is_wanted(message):
+                    self._heard.remove(message)
+                    return message
+            if not self.client.is_connected:
+                raise Rejected(self.client.why)
             if time.monotonic() > end:
                 raise Rejected(f"no answer in {PATIENCE_S:g} s")
-            self.talk.rest(0.02)
-        return found
+            select.select([self.client], [], [], 0.02)
+
+    def _ended(self, name: str, good: type[T], *bad: type) -> T:
+        def is_its_end(message: Any) -> bool:
+            named: tuple[Any, Any] = (getattr(message, "request", None), getattr(message, "about", None))
+            return isinstance(message, (good, *bad)) and name in named
+
+        message = self.wait(is_its_end)
+        code: str = getattr(message, "code", "")
+        if code or not isinstance(message, good):
+            reason = getattr(message, "reason", "") or "; ".join(getattr(message, "reasons", ()))
+            raise Rejected(f"{name}: {code}: {reason}")
+        return message
 
 
 def main() -> None:
@@ -212,7 +242,7 @@ def main() -> None:
             engine.offer_all()
             _say("released")
             sys.stdin.readline()  # a source that leaves takes what is still on its way with it
-            engine.talk.detach()
+            engine.detach()
             _say("done")
         else:
             first, *rest = engine.job.requests
@@ -220,7 +250,7 @@ def main() -> None:
             seconds, moved_bytes = engine.want(rest)
             _say("moved", first_s=first_s, seconds=seconds, moved_bytes=moved_bytes)
             wrong = engine.verify()
-            engine.talk.detach()
+            engine.detach()
             _say("done", wrong=wrong, digest=engine.digest())
     except Rejected as error:
         _say("failed", reason=str(error))
