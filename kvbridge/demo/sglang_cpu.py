@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
-import runpy
 import sys
 import types
 
@@ -46,8 +45,16 @@ def _rotary_embedding(*args: object, **kwargs: object) -> None:
 def main() -> None:
     """SGLang's own command, with this command line after the flags that a CPU needs."""
     os.environ.update(ENVIRONMENT)
-    sys.argv[1:1] = FLAGS
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(prepare_server_args([*FLAGS, *sys.argv[1:]]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
 
 
 if __name__ in MAINS:
