@@ -38,10 +38,10 @@ from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
 from .bootstrap import AGENT, RANKS
 from .building import TESTED, building
-from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unpack
+from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, foreign, pack, shares, unpack
 from .options import Options
 from .pool import describe, moved
-from .prompts import prompt_digest
+from .prompts import prompt_digest, stays_here
 from .rooms import OTHER_PROMPT, Rooms, endpoints
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
@@ -97,7 +97,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             reason = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER: on, must be off"
             raise OperatorError("context_parallel_unsupported", reason)
         is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
-        _thread("kvbridge-control", self._serve_prefill if is_prefill else self._serve_decode)
+        _thread("kvbridge-control", lambda: self._serve(self._hear_prefill if is_prefill else self._hear_decode))
         if is_prefill:
             _thread("kvbridge-registry", self._keep_registered)
         else:
@@ -201,6 +201,16 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         with torch.cuda.stream(self._fence_stream):
             return self.talk.mark()
 
+    def name(self, req: Any) -> tuple[str, str]:
+        """The digest of the request's prompt; or "", and why it does not travel."""
+        if reason := stays_here(req):
+            return "", reason
+        try:
+            return self.digest(req), ""
+        except Exception as error:  # the scheduler's thread: an exception would end the server
+            log.exception("bootstrap_room %s: its prompt has no name", req.bootstrap_room)
+            return "", f"its prompt has no name: {type(error).__name__}: {error}"
+
     def digest(self, req: Any) -> str:
         """Of the request's prompt, with the adapter that its number means here."""
         lora = getattr(self._queue.scheduler.tp_worker.model_runner, "lora_manager", None)
@@ -242,7 +252,19 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
                 targets=targets, bootstrap_room=number, status=KVPoll.Failed, failure_reason=reason
             )
 
-    # Prefill's side of the control socket:
+    # The control socket:
+
+    def _serve(self, hear: Callable[[list[bytes]], None]) -> None:
+        while True:
+            frames = self.server_socket.recv_multipart()
+            try:
+                hear(frames)
+            except BadMessage as error:
+                log.warning("dropped what came on the control socket: %s", error)
+            except Exception:
+                log.exception("the control socket's thread goes on")
+
+    # Prefill's side of it:
 
     def bind(self, number: int, owner: object, prompt: str) -> None:
         """What a request is about. The decode side may have asked for it already."""
@@ -262,20 +284,13 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             self.req_to_decode_prefix_len[number] = min(each.first_token for each in asked)
             self.update_status(number, KVPoll.WaitingForInput)
 
-    def _serve_prefill(self) -> None:
-        while True:
-            frames = self.server_socket.recv_multipart()
-            try:
-                if frames[0] == TAG:
-                    self._hear_asked(unpack(frames))
-                elif frames[0] == b"ABORT" and (said := AbortNotification.from_zmq(frames)) is not None:
-                    self._hear_abort(said)
-                else:
-                    raise BadMessage(f"{len(frames)} frames beginning with {frames[0][:32]!r}")
-            except BadMessage as error:
-                log.warning("dropped what came on the control socket: %s", error)
-            except Exception:
-                log.exception("the control socket's thread goes on")
+    def _hear_prefill(self, frames: list[bytes]) -> None:
+        if frames[0] == TAG:
+            self._hear_asked(unpack(frames))
+        elif frames[0] == b"ABORT" and (said := AbortNotification.from_zmq(frames)) is not None:
+            self._hear_abort(said)
+        else:
+            raise foreign(frames)
 
     def _hear_asked(self, asked: Asked | Row) -> None:
         if not isinstance(asked, Asked):
@@ -297,24 +312,15 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     # Decode's:
 
-    def _serve_decode(self) -> None:
-        while True:
-            frames = self.server_socket.recv_multipart()
-            try:
-                if frames[0] == TAG:
-                    self._hear_row(unpack(frames))
-                elif (status := self.parse_kv_status_message(frames)) is not None:
-                    number, said, rank, reason = status
-                    if said == KVPoll.Failed:
-                        self.apply_prefill_status(
-                            bootstrap_room=number, status=said, prefill_rank=rank, failure_reason=reason
-                        )
-                else:
-                    raise BadMessage(f"{len(frames)} frames beginning with {frames[0][:32]!r}")
-            except BadMessage as error:
-                log.warning("dropped what came on the control socket: %s", error)
-            except Exception:
-                log.exception("the control socket's thread goes on")
+    def _hear_decode(self, frames: list[bytes]) -> None:
+        if frames[0] == TAG:
+            self._hear_row(unpack(frames))
+        elif (status := self.parse_kv_status_message(frames)) is not None:
+            number, said, rank, reason = status
+            if said == KVPoll.Failed:
+                self.apply_prefill_status(bootstrap_room=number, status=said, prefill_rank=rank, failure_reason=reason)
+        else:
+            raise foreign(frames)
 
     def _hear_row(self, row: Asked | Row) -> None:
         if not isinstance(row, Row):

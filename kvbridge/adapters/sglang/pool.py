@@ -7,37 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvbridge_proto.pool import Codec, CodecName, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
 
 from ...errors import OperatorError
 from ..engine.memory import Memory
+from ..engine.shards import PLAIN, Heads
 
-CODECS: dict[torch.dtype, CodecName] = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8_e4m3",
-    torch.float8_e5m2: "fp8_e5m2",
-}
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("nhd", "hnd")
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")  # these and no subclass: each of those keeps its rows in its own way
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The KV heads this rank holds; with fewer heads than ranks, neighbouring ranks hold the same one."""
-
-    first: int
-    count: int
-    total: int
-
-    @classmethod
-    def of(cls, total: int, tp_rank: int, tp_size: int) -> Heads:
-        """SGLang's rule (QKVParallelLinear)."""
-        if total >= tp_size:
-            return cls(tp_rank * (total // tp_size), total // tp_size, total)
-        return cls(tp_rank // (tp_size // total), 1, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +74,8 @@ def check(queue: Any) -> None:
         raise OperatorError("cache_unsupported", "speculative decoding: its draft model's KV is not carried yet")
     if getattr(queue.scheduler, "enable_hisparse", False):
         raise OperatorError("cache_unsupported", "hisparse: rows in host memory are not carried yet")
-    if pool.dtype not in CODECS:
-        raise OperatorError("codec_unknown", f"KV pool: {pool.dtype}, supported are {', '.join(map(str, CODECS))}")
+    if pool.dtype not in PLAIN:
+        raise OperatorError("codec_unknown", f"KV pool: {pool.dtype}, supported are {', '.join(map(str, PLAIN))}")
     method = getattr(pool, "quant_method", None)
     if (name := getattr(method, "name", "unquantized")) != "unquantized":
         raise OperatorError("codec_unknown", f"KV pool: quantized by {name}, must hold plain numbers")
@@ -168,7 +146,7 @@ def _plane(part: Part, region: int, pool: Any, heads: Heads) -> Plane:
         first_head=heads.first,
         heads=heads.count,
         total_heads=heads.total,
-        codec=Codec(name=CODECS[pool.dtype], width=width, element_bytes=size, row_bytes=width * size, scales=scales),
+        codec=Codec(name=PLAIN[pool.dtype], width=width, element_bytes=size, row_bytes=width * size, scales=scales),
         name=f"layer {part.layer} {part.name}",
     )
 

@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 from .bootstrap import AGENT
 from .manager import KVBridgeManager
 from .messages import Asked, Row, pack
-from .prompts import rendezvous, stays_here
+from .prompts import rendezvous
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -54,13 +54,10 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         """Whose request this is, and for how many tokens of its prompt it is given pages."""
         if not self._has_room:
             return
-        if reason := stays_here(req):
+        self._tokens = tokens
+        self._prompt, reason = self.kv_mgr.name(req)
+        if reason:
             return self._fail(reason)
-        try:
-            self._prompt, self._tokens = self.kv_mgr.digest(req), tokens
-        except Exception as error:  # the scheduler's thread: an exception would end the server
-            log.exception("bootstrap_room %s: its prompt has no name", self.bootstrap_room)
-            return self._fail(f"its prompt has no name: {type(error).__name__}: {error}")
         self.kv_mgr.rooms.bind(self.bootstrap_room, self, self._prompt)
 
     def init(self, prefill_dp_rank: int) -> None:

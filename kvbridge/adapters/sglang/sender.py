@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 
 from .manager import KVBridgeManager
 from .messages import Row
-from .prompts import prompt_tokens, rendezvous, stays_here
+from .prompts import prompt_tokens, rendezvous
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -52,13 +52,10 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         """Whose request this is."""
         if self._is_over:
             return
-        if reason := stays_here(req):
+        self._prompt, reason = self.kv_mgr.name(req)
+        if reason:
             return self._fail(reason)
-        try:
-            self._prompt, self._length = self.kv_mgr.digest(req), len(prompt_tokens(req))
-        except Exception as error:  # the scheduler's thread: an exception would end the server
-            log.exception("bootstrap_room %s: its prompt has no name", self.bootstrap_room)
-            return self._fail(f"its prompt has no name: {type(error).__name__}: {error}")
+        self._length = len(prompt_tokens(req))
         self.kv_mgr.bind(self.bootstrap_room, self, self._prompt)
 
     def pop_decode_prefix_len(self) -> int:

@@ -9,18 +9,12 @@ import torch
 from kvbridge_proto.pool import Codec, CodecName
 
 from ...errors import OperatorError
+from ..engine.shards import PLAIN
 from .shapes import Cell, Spot
 
 if TYPE_CHECKING:
     from .layers import Member
 
-PLAIN: dict[torch.dtype, CodecName] = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8_e4m3",
-    torch.float8_e5m2: "fp8_e5m2",
-}
 FP8: dict[str, CodecName] = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 # Each row of a head and token under a scale of its own, which stands behind it (`_ensure_scale_caches` of Triton's).
 ROW_SCALED: dict[str, CodecName] = {

@@ -10,6 +10,7 @@ import torch
 from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Shard
 
 from ...errors import OperatorError
+from ..engine.shards import Heads
 from .versions import transfer_groups
 
 if TYPE_CHECKING:
@@ -25,22 +26,6 @@ KINDS: dict[str, GroupKind] = {
     "ChunkedLocalAttentionSpec": "chunked",
 }
 LATENTS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The KV heads this rank holds; with fewer heads than ranks, neighbouring ranks hold the same one."""
-
-    first: int
-    count: int
-    total: int
-
-    @classmethod
-    def of(cls, total: int, tp_rank: int, tp_size: int) -> Heads:
-        """vLLM's rule (QKVParallelLinear)."""
-        if total >= tp_size:
-            return cls(tp_rank * (total // tp_size), total // tp_size, total)
-        return cls(tp_rank // (tp_size // total), 1, total)
 
 
 @dataclass(frozen=True, slots=True)

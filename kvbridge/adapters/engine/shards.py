@@ -1,0 +1,33 @@
+"""What engines have in common in how they shard heads and store numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from kvbridge_proto.pool import CodecName
+
+# Numbers that are stored as they are; fp8 under scales that the engine knows.
+PLAIN: dict[torch.dtype, CodecName] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The KV heads this rank holds; with fewer heads than ranks, neighbouring ranks hold the same one."""
+
+    first: int
+    count: int
+    total: int
+
+    @classmethod
+    def of(cls, total: int, tp_rank: int, tp_size: int) -> Heads:
+        """vLLM's rule and SGLang's (QKVParallelLinear)."""
+        if total >= tp_size:
+            return cls(tp_rank * (total // tp_size), total // tp_size, total)
+        return cls(tp_rank // (tp_size // total), 1, total)
