@@ -91,6 +91,7 @@ def write_tokenizer(folder: Path) -> Path:
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    has_norms = config["model_type"] == "qwen3"
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
@@ -106,6 +107,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 "self_attn.k_proj": (kv, hidden),
                 "self_attn.v_proj": (kv, hidden),
                 "self_attn.o_proj": (hidden, q),
+                **({"self_attn.q_norm": (width,), "self_attn.k_norm": (width,)} if has_norms else {}),
                 "mlp.gate_proj": (inner, hidden),
                 "mlp.up_proj": (inner, hidden),
                 "mlp.down_proj": (hidden, inner),

@@ -13,7 +13,8 @@ of the same seconds. Of each pair and prompt length:
   carried    from the prefill server's last send to the decode server's taking the request into its batch
   ttft       decode server, from both servers being asked to its first token: the prompt's prefill is in it
   tokens     against a server alone of TP 1. "tie": they part where that server itself finds the two tokens' chances no
-             further apart than TIE nats, as bf16 in another order of summation does
+             further apart than TIE nats, as bf16 in another order of summation does; with TP 2 on a side than twice
+             what a server alone of TP 2 and it are apart in the same places
   rows       KV bytes on the decode side against the reference conversion of those on the prefill side, all layers
 
 Exit code 1 if tokens or rows differ, 2 if a pair could not be driven to its end.
@@ -143,7 +144,7 @@ class Drive:
             assert found["bytes"], "no agent of the decode side has fetched it"
         return found
 
-    def compare(self, alone: Running, length: int, prompts: int) -> str:
+    def compare(self, alone: Running, length: int, prompts: int, tie: float = TIE) -> str:
         """Whether decoding goes on as in one server alone: "yes", a tie, "NO", or how often (other codec)."""
         verdicts, equal, continuations = [], 0, set()
         for number in range(prompts):
@@ -155,7 +156,7 @@ class Drive:
             continuations.add(tuple(ours))
             if same < DECODED and self.pair.is_same_codec:
                 gap = likely[same][theirs[same]] - likely[same].get(ours[same], -np.inf)
-                verdicts.append(f"{'tie' if gap <= TIE else 'NO'} at {same} ({gap:.2f})")
+                verdicts.append(f"{'tie' if gap <= tie else 'NO'} at {same} ({gap:.2f} of {tie:.2f})")
         if len(continuations) != prompts:
             return "NO: other prompts go on alike"
         if not self.pair.is_same_codec:
@@ -196,6 +197,18 @@ def _alone(alone: Running, tokens: list[int]) -> tuple[list[int], list[dict[int,
     assert status == 200, f"alone: {said}"
     likely = [{token: value for value, token, *_ in place} for place in said["meta_info"]["output_top_logprobs"]]
     return said["output_ids"], likely
+
+
+def apart(one: Running, other: Running, length: int, prompts: int) -> float:
+    """The most by which two servers that are each alone differ in a token's chances, as long as they say the same."""
+    most = 0.0
+    for number in range(prompts):
+        tokens = prompt(length, seed=200 + number)
+        (left, chances), (right, others) = _alone(one, tokens), _alone(other, tokens)
+        same = next((i for i in range(DECODED) if left[i] != right[i]), DECODED - 1)
+        for mine, theirs in zip(chances[: same + 1], others[: same + 1], strict=True):
+            most = max([most, *(abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys())])
+    return most
 
 
 def side_by_side(drives: Sequence[Drive], length: int, repeats: int) -> list[dict[str, Any]]:
@@ -244,6 +257,7 @@ class Run:
         every = pairs_of(self._gpus)
         self._equal = every[0]
         self._alone = Side(ALONE, ALONE, (0,))
+        self._alone_two = Side("alone-two", ALONE, (0, 1))
         self.pairs = [pair for pair in every if not chosen.only or pair.name in chosen.only.split(",")]
         unknown = set(filter(None, chosen.only.split(","))) - {pair.name for pair in every}
         assert not unknown, f"no such pairs: {unknown}; there are {[pair.name for pair in every]}"
@@ -256,6 +270,8 @@ class Run:
         """All at once, and wait: one that starts would disturb what is measured."""
         sides = {side.name: side for pair in self.pairs for side in (pair.source, pair.sink)}
         sides |= {side.name: side for side in (self._equal.source, self._equal.sink, self._alone)}
+        if any(len(side.gpus) > 1 for side in sides.values()):
+            sides[self._alone_two.name] = self._alone_two
         self._servers.start(*sides.values())
         for side in sides.values():
             try:
@@ -303,8 +319,11 @@ class Run:
                 found.handles = handles_of([*drive.source.agents, *drive.sink.agents])
                 found.kv_rows = drive.compare_rows()
             alone = self._servers.get(self._alone)
+            is_split = len(pair.source.gpus) != len(pair.sink.gpus)
             for row in found.rows:
-                row["decoded"] = drive.compare(alone, row["tokens"], self.chosen.prompts)
+                about = (row["tokens"], self.chosen.prompts)
+                tie = 2 * apart(alone, self._servers.get(self._alone_two), *about) if is_split else TIE
+                row["decoded"] = drive.compare(alone, *about, tie)
         except AssertionError as error:
             found.failure = str(error) or traceback.format_exc(limit=-2)
             found.kv_rows = "NO" if "rows differ" in found.failure else found.kv_rows

@@ -52,7 +52,8 @@ def queue_of(kind: str, page: int, dtype: torch.dtype, device: str) -> Any:
         pool = MHATokenToKVPool(SLOTS, head_num=HEADS, head_dim=WIDTH, **common)
     else:
         pool = MLATokenToKVPool(SLOTS, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, **common)
-    config = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS)
+    text = SimpleNamespace(num_hidden_layers=LAYERS)
+    config = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, hf_text_config=text)
     runner = SimpleNamespace(model=torch.nn.Module())
     return SimpleNamespace(
         token_to_kv_pool=pool,

@@ -35,6 +35,9 @@ CONFIGS = {
     "p16-bf16": ServerConfig("prefill", dtype="bfloat16"),
     "d16": ServerConfig("decode"),
     "d32": ServerConfig("decode", page_size=32),
+    "p16-replicas": ServerConfig("prefill", tensor_parallel_size=2, data_parallel_size=2),
+    "d32-replicas": ServerConfig("decode", page_size=32, tensor_parallel_size=2, data_parallel_size=2),
+    "p16-replicas-of-two": ServerConfig("prefill", tensor_parallel_size=4, data_parallel_size=2),
     "d64": ServerConfig("decode", page_size=64),
     "d16-two": ServerConfig("decode", tensor_parallel_size=2),
     "d16-bf16": ServerConfig("decode", kv_cache_dtype="bf16"),
@@ -135,9 +138,9 @@ class Fleet:
 
     def rows(self, source: str, sink: str, room: int) -> tuple[rows.Rows, rows.Rows]:
         """What was given and what was taken."""
-        ranks = [CONFIGS[name].ranks for name in (source, sink)]
-        given = rows.load(self.kept, "prefill", room, ranks[0])
-        return given, rows.load(self.kept, "decode", room, ranks[1])
+        shards = [CONFIGS[name].shards for name in (source, sink)]
+        given = rows.load(self.kept, "prefill", room, shards[0])
+        return given, rows.load(self.kept, "decode", room, shards[1])
 
     def crossed(self, source: str, sink: str, *prompts: list[int], count: int = TOKENS) -> list[Answer]:
         """Prompts go from one server to the other; the rows that arrive are the reference conversion of those sent."""

@@ -44,6 +44,15 @@ def register() -> None:
         HookRegistry.register(f"{nixl}._normalize_kv_mem_kinds", _dram, HookType.AROUND)
         HookRegistry.register(f"{nixl}._homogeneous_kv_mem_kind", _any_ranks, HookType.AFTER)
         latents.AttentionBackendRegistry.register("torch_native", latents._dispatch_mla_subtype)
+        # Attention that is parallel over data: its way for CPUs is there, for SGLang's CPU engine alone.
+        from sglang.srt.distributed import parallel_state
+        from sglang.srt.layers import dp_attention
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+        from sglang.srt.model_executor import forward_batch_info
+
+        parallel_state._is_cpu = forward_batch_info._is_cpu = True
+        dp_attention.memcpy_func = dp_attention.memcpy_cpu
+        TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     if "KVBRIDGE_TEST_SEED" in os.environ:
         HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _seeded, HookType.AROUND)
     if "KVBRIDGE_TEST_ROWS" in os.environ or "KVBRIDGE_TEST_TIMES" in os.environ:

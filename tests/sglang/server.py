@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class ServerConfig:
     page_size: int = 16
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1  # of attention: the tensor parallel ranks are shared out over so many replicas
     dtype: str = "float32"
     kv_cache_dtype: str = "auto"
     chunked_prefill_size: int = 256
@@ -61,7 +63,13 @@ class ServerConfig:
 
     @property
     def ranks(self) -> int:
+        """Processes, each with an agent of its own."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def shards(self) -> int:
+        """Ranks that have a part of one request's rows."""
+        return self.ranks // self.data_parallel_size
 
 
 class Server:
@@ -129,10 +137,12 @@ class Server:
         """What the scheduler still has for requests; all zeros when it has nothing to do."""
         status, said = self.ask("GET", "/v1/loads")
         assert status == 200, said
-        (load,) = said["loads"]
-        queues = {key: value for key, value in load["disaggregation"].items() if key.endswith("_reqs")}
         counts = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
-        return {key: load[key] for key in counts} | queues
+        held: Counter[str] = Counter()
+        for load in said["loads"]:  # one a replica
+            held.update({key: load[key] for key in counts})
+            held.update({key: value for key, value in load["disaggregation"].items() if key.endswith("_reqs")})
+        return held
 
     def wait_empty(self, timeout_s: float = 30.0) -> None:
         end = time.monotonic() + timeout_s
@@ -174,6 +184,8 @@ def _flags(config: ServerConfig, model: str, server: Server) -> list[str]:
     flags += ["--skip-server-warmup", "--dtype", config.dtype]
     flags += ["--page-size", str(config.page_size), "--tp-size", str(config.tensor_parallel_size)]
     flags += ["--pp-size", str(config.pipeline_parallel_size)]
+    if config.data_parallel_size > 1:
+        flags += ["--dp-size", str(config.data_parallel_size), "--enable-dp-attention"]
     flags += ["--kv-cache-dtype", config.kv_cache_dtype, "--max-total-tokens", str(config.max_total_tokens)]
     flags += ["--chunked-prefill-size", str(config.chunked_prefill_size), "--max-running-requests", "32"]
     if config.role != "alone":
