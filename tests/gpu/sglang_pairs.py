@@ -1,6 +1,6 @@
 """Real SGLang servers on GPUs: prefill in one, decode in the other, by kvbridge and by SGLang's own NIXL, in one run.
 
-    python -m tests.gpu.sglang_pairs --out FOLDER [--only equal,16to64] [--repeats 7] [--limit-s 270]
+    python -m tests.gpu.sglang_pairs --out FOLDER [--only equal,16to64] [--repeats 11] [--limit-s 340]
     python -m tests.gpu.sglang_pairs --cpu --out FOLDER        the same, small, on a CPU: to try the script
 
 Needs two GPUs, SGLang, and no network. A Llama-8B shape with weights made on the GPUs, the same however they are
@@ -23,6 +23,7 @@ Exit code 1 if tokens or rows differ, 2 if a pair could not be driven to its end
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import signal
@@ -330,8 +331,18 @@ class Run:
         except Exception as error:  # the other pairs are worth their time
             found.failure = f"{type(error).__name__}: {error}"
         if found.failure:
+            self._say_all(pair)
             self._drop_the_sick(pair)
         return found
+
+    def _say_all(self, pair: Pair) -> None:
+        """What the pair's servers and agents said last, and what those know now: to see why it failed."""
+        for side in (pair.source, pair.sink):
+            with contextlib.suppress(Exception):  # it never started, or is gone
+                running = self._servers.get(side)
+                print(f"--- {side.name}: {running.server.held()}\n{running.server.tail(12)}")
+                for each in running.agents:
+                    print(f"--- its agent: {each.status}\n" + "\n".join(each.text().splitlines()[-12:]), flush=True)
 
     def _beside(self) -> Drive:
         source, sink = (self._servers.get(side) for side in (self._equal.source, self._equal.sink))
@@ -401,10 +412,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="a folder for sglang_pairs.json and the logs")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU: to try the script")
     parser.add_argument("--only", default="", help="pairs, by name, with commas between")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--prompts", type=int, default=2, help="prompts whose tokens are compared")
     parser.add_argument("--lengths", default="1024,8192", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--limit-s", type=float, default=270.0, help="no pair begins after so long")
+    parser.add_argument("--limit-s", type=float, default=340.0, help="no pair begins after so long")
     parser.add_argument("--agent", action="append", default=[], help="an agent's option: slot_bytes=8388608")
     chosen = parser.parse_args()
     assert chosen.repeats > 1, "one repeat is the first and leaves none for later"

@@ -51,6 +51,8 @@ def register() -> None:
         from sglang.srt.model_executor import forward_batch_info
 
         parallel_state._is_cpu = forward_batch_info._is_cpu = True
+        group = parallel_state.GroupCoordinator
+        group.all_to_all_single = group._all_to_all_single
         dp_attention.memcpy_func = dp_attention.memcpy_cpu
         TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     if "KVBRIDGE_TEST_SEED" in os.environ:
