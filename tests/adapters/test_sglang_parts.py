@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvbridge.adapters.engine.prompts import rendezvous
 from kvbridge.adapters.sglang.messages import MOST_BYTES, TAG, Asked, BadMessage, Row, pack, shares, unpack
 from kvbridge.adapters.sglang.options import Options
-from kvbridge.adapters.sglang.prompts import prompt_digest, prompt_tokens, rendezvous, stays_here
+from kvbridge.adapters.sglang.prompts import prompt_digest, prompt_tokens, stays_here
 from kvbridge.errors import OperatorError
 
 ASKED = Asked(room=7, prompt="ab", first_token=16, endpoint="127.0.0.1", dst_port=4000, rank=1, ranks=2)

@@ -17,6 +17,7 @@ from kvbridge_proto.engine import Abandon, Directory, Done, Failed, Offer, Refus
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from kvbridge.adapters.engine.prompts import PromptDigest
 from kvbridge.adapters.vllm.rooms import offered_room, prompt_digest
 
 from .fake_agent import squatter
@@ -457,4 +458,23 @@ def test_a_preempted_request_is_computed_again_and_not_fetched_again(tmp_path: P
     finish(world)
     assert second.num_preemptions + first.num_preemptions >= 1
     assert not agent.take(Want)
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("has_waited", [False, True], ids=["at-once", "sequential"])
+def test_wants_in_the_room_that_a_router_gave_both_sides(world: World, has_waited: bool) -> None:
+    """At once nobody has said what prefill calls it; a proxy that waited hands over what prefill said."""
+    prompt = list(range(5, 45))
+    name = f"room/7/{PromptDigest(prompt).text()}" if has_waited else None
+    request = world.decode(prompt=prompt, remote_request_id=name, bootstrap_room=7)
+    world.steps(3)
+    want = world.agents[0].one(Want)
+    assert (want.room, want.source) == (f"room/7/{prompt_digest(request)}", "tcp://10.0.0.1:7700")
+
+
+def test_a_room_that_was_prefilled_for_another_prompt_is_not_waited_for(world: World) -> None:
+    request = world.decode(40, remote_request_id=f"room/7/{'0' * 40}", bootstrap_room=7)
+    world.steps(3)
+    assert request.num_computed_tokens >= 40 and not world.agents[0].take(Want)
+    finish(world)
     world.assert_empty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from pathlib import Path
@@ -429,4 +430,27 @@ def test_an_engine_that_only_holds_blocks_rests_and_one_that_computes_does_not(w
     assert rests == [0.0] * 5
     agent.say(Released(request=agent.one(Offer).request))
     world.run()
+    world.assert_empty()
+
+
+def test_a_room_that_a_router_gave_both_sides_is_where_they_meet(world: World) -> None:
+    number = 2**63 - 1
+    request = world.prefill(40, bootstrap_room=number)
+    output = [each for _ in range(4) if (step := world.step()) for each in step.outputs][-1]
+    room = f"room/{number}/{prompt_digest(request)}"
+    assert world.agents[0].one(Offer).room == room
+    told = output.kv_transfer_params
+    assert (told["bootstrap_room"], told["remote_request_id"]) == (number, room)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2**63, 10**5000, "7", True, 7.0, [7]], ids=range(8))
+def test_what_is_no_room_is_refused_by_name_and_not_offered(
+    world: World, number: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    world.prefill(40, bootstrap_room=number)
+    world.steps(4)
+    assert not world.agents[0].take(Offer)
+    (told,) = [record.getMessage() for record in caplog.records if "not offered" in record.getMessage()]
+    assert "bootstrap_room: " in told and "must be a number in [1, 2^63)" in told and len(told) < 300
     world.assert_empty()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvbridge.adapters.engine.prompts import DIGEST_BYTES
 from kvbridge.adapters.vllm.rooms import (
-    DIGEST_BYTES,
     Named,
     has_media_hashes,
     is_for,

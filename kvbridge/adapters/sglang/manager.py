@@ -215,8 +215,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """Of the request's prompt, with the adapter that its number means here."""
         lora = getattr(self._queue.scheduler.tp_worker.model_runner, "lora_manager", None)
         ref = getattr(lora, "lora_refs", {}).get(req.lora_id)
-        said = (req.lora_id or "",) if ref is None else (ref.lora_name, ref.lora_path.rstrip("/").rpartition("/")[2])
-        return prompt_digest(req, said)
+        return prompt_digest(req, (req.lora_id or "", "") if ref is None else (ref.lora_name, ref.lora_path))
 
     # A request's room:
 

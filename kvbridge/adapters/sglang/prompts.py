@@ -1,22 +1,11 @@
-"""The name under which both engines' requests for one prompt meet: SGLang's room, and a digest of all that decides KV.
-
-A room alone is a number that a client may choose. The digest is made by each engine of its own request: whatever room
-a client or a router gives, two requests meet only where their KV is the same.
-"""
+"""What of an SGLang request decides the KV of its prompt, and whether that may travel. Pure."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
-from hashlib import blake2b
 from typing import Any
 
-DIGEST_BYTES = 20  # 160 bits: a client can try out prompts for two of one digest, so half of them must be out of reach
-
-
-def rendezvous(room: int, digest: str) -> str:
-    """The rendezvous id of an offer and a want."""
-    return f"sglang/{room}/{digest}"
+from ..engine.prompts import PromptDigest
 
 
 def stays_here(req: Any) -> str:
@@ -27,33 +16,24 @@ def stays_here(req: Any) -> str:
     return ""
 
 
-def prompt_digest(req: Any, lora: Iterable[str]) -> str:
+def prompt_digest(req: Any, lora: tuple[str, str]) -> str:
     """Of all that decides the KV of a request's prompt: what SGLang's prefix cache goes by, and a little more.
 
     Media are in the token ids already (SGLang fills their places with numbers made of their hashes), and here again
-    with their whole hashes. `lora` says which adapter: its numbers differ between engines. Each field says what it is
-    and how long it is: no two requests are written alike.
+    with their whole hashes. `lora` is the adapter's name and path.
     """
-    hasher = blake2b(digest_size=DIGEST_BYTES)
-
-    def add(*words: str | int | bytes) -> None:
-        for word in words:
-            written = word if isinstance(word, bytes) else str(word).encode("utf-8", "surrogatepass")
-            hasher.update(len(written).to_bytes(8, "little"))
-            hasher.update(written)
-
-    add("tokens", array("q", prompt_tokens(req)).tobytes())
+    digest = PromptDigest(prompt_tokens(req))
     for item in getattr(getattr(req, "multimodal_inputs", None), "mm_items", None) or ():
-        add("media", str(item.modality), str(item.hash), str(item.offsets))
+        digest.add("media", str(item.modality), str(item.hash), str(item.offsets))
     if req.lora_id:
-        add("lora", *lora)
+        digest.add_adapter(*lora)
     if extra := (req.extra_key or "").removesuffix(req.lora_id or ""):
-        add("extra", extra)
+        digest.add("extra", extra)
     if req.cache_salt:
-        add("salt", req.cache_salt)
+        digest.add("salt", req.cache_salt)
     if (types := getattr(req, "token_type_ids", None)) is not None:
-        add("types", array("q", map(int, types)).tobytes())
-    return hasher.hexdigest()
+        digest.add("types", array("q", map(int, types)).tobytes())
+    return digest.text()
 
 
 def prompt_tokens(req: Any) -> list[int]:

@@ -12,10 +12,10 @@ from kvbridge_proto.words import Blocks
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
+from ..engine.prompts import rendezvous
 from .bootstrap import AGENT
 from .manager import KVBridgeManager
 from .messages import Asked, Row, pack
-from .prompts import rendezvous
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 

@@ -13,9 +13,10 @@ from kvbridge_proto.words import Blocks
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
+from ..engine.prompts import rendezvous
 from .manager import KVBridgeManager
 from .messages import Row
-from .prompts import prompt_tokens, rendezvous
+from .prompts import prompt_tokens
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 

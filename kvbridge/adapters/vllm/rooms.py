@@ -9,14 +9,13 @@ request: whatever names a client or a proxy gives, two requests meet only where 
 from __future__ import annotations
 
 import re
-from array import array
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from ..engine.prompts import DIGEST_BYTES, PromptDigest
+
 MOST_CHARACTERS = 200
-# 160 bits: a client can try out prompts for two of one digest, so half of them must be out of reach.
-DIGEST_BYTES = 20
 # A client may choose an id of a megabyte of digits: each run of them is looked at once, and only few make a number.
 SAMPLE = re.compile(r"(?<!\d)\d+_(?=[a-z-]*cmpl-|generate-tokens-)")
 RANDOM = re.compile(r"-[0-9a-fA-F]{8}\Z")
@@ -115,27 +114,17 @@ def has_media_hashes(config: Any) -> bool:
 def prompt_digest(request: Any) -> str:
     """Of all that decides the KV of a prompt that may travel: what vLLM's prefix cache goes by, and a little more.
 
-    (`generate_block_hash_extra_keys`.) An adapter is its name and the last part of its path: hosts keep adapters in
-    different places, but a name that was pointed at another adapter has another folder, as a rule. Numbers of adapters
-    differ between engines. Each field says what it is and how long it is: no two requests are written alike.
+    (`generate_block_hash_extra_keys`.)
     """
-    hasher = blake2b(digest_size=DIGEST_BYTES)
-
-    def add(*words: str | int | bytes) -> None:
-        for word in words:
-            written = word if isinstance(word, bytes) else str(word).encode("utf-8", "surrogatepass")
-            hasher.update(len(written).to_bytes(8, "little"))
-            hasher.update(written)
-
-    add("tokens", array("q", request.prompt_token_ids).tobytes())
+    digest = PromptDigest(request.prompt_token_ids)
     for feature in request.mm_features or ():
         where = feature.mm_position
-        add("media", feature.modality, feature.identifier, where.offset, where.length)
+        digest.add("media", feature.modality, feature.identifier, where.offset, where.length)
     if request.lora_request is not None:
-        add("lora", request.lora_request.lora_name, request.lora_request.lora_path.rstrip("/").rpartition("/")[2])
+        digest.add_adapter(request.lora_request.lora_name, request.lora_request.lora_path)
     if request.cache_salt:
-        add("salt", request.cache_salt)
-    return hasher.hexdigest()
+        digest.add("salt", request.cache_salt)
+    return digest.text()
 
 
 def _told(told: str, request_id: str) -> tuple[Named, str]:

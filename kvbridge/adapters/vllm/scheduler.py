@@ -22,9 +22,10 @@ from vllm.v1.request import RequestStatus
 
 from ...errors import EngineError
 from ...oneline import OneLine
+from ..engine.prompts import rendezvous
 from .block_tables import NULL_BLOCK, Tables
 from .options import Options
-from .params import read_remote
+from .params import read_remote, read_room
 from .pressure import Pressure
 from .prompt_trim import can_be_short, shorten
 from .rooms import (
@@ -86,6 +87,7 @@ class Sending:
     room: str
     is_named: bool
     end: int
+    number: int = 0  # `bootstrap_room`, if a router gave one
     name: str = ""
     attempt: int = 0
     tokens: int = 0
@@ -211,13 +213,19 @@ class SchedulerSide:
                 name = message_name(request.request_id)
                 log.warning("%s: max_tokens %d, must be 1: not offered", name, request.max_tokens)
                 return  # the blocks of a window are used again as soon as another token is computed
-            room, end = offered_room(request.request_id, prompt_digest(request)), request.num_prompt_tokens - 1
+            try:
+                number = read_room(params)
+            except EngineError as error:
+                log.warning("%s: %s: not offered", message_name(request.request_id), error)
+                return
+            digest, end = prompt_digest(request), request.num_prompt_tokens - 1
+            room = rendezvous(number, digest) if number else offered_room(request.request_id, digest)
             if self._tables.has_windows and can_be_short(request):
                 shorten(request)
             elif not self._tables.outlives(request.num_prompt_tokens):
                 self._log_given_up(request)
                 return
-            self._sending[request.request_id] = Sending(request, room, True, end)
+            self._sending[request.request_id] = Sending(request, room, True, end, number)
         elif params.get("do_remote_prefill"):
             self._expect(request, params)
         elif is_unnamed:
@@ -230,7 +238,15 @@ class SchedulerSide:
         except EngineError as error:
             log.warning("%s: %s: computed here", name, error)
             return
-        room = wanted_room(remote.request, request.request_id, prompt_digest(request))
+        digest = prompt_digest(request)
+        if remote.room:
+            agreed = rendezvous(remote.room, digest)
+            if remote.request in ("", agreed):
+                self._receiving[request.request_id] = Receiving(agreed, remote.source)
+            else:
+                log.warning("%s: prefilled for another prompt (%a): computed here", name, remote.request)
+            return
+        room = wanted_room(remote.request, request.request_id, digest)
         self._rooms.append(room or remote.request)
         if room is None:
             log.warning(
@@ -374,7 +390,9 @@ class SchedulerSide:
             "remote_num_tokens": sending.tokens,
             "tp_size": self._tp_size,
             "pp_size": self._pp_size,
-        } | ({"remote_key": agent.fragment} if agent.fragment else {})
+        } | {
+            name: value for name, value in (("remote_key", agent.fragment), ("bootstrap_room", sending.number)) if value
+        }
 
     # A step:
 
