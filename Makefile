@@ -2,6 +2,7 @@
 # make test    lint, types and every test that needs no engine
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
+# make test-cross    the tests that drive a vLLM engine and an SGLang server against each other
 # make test-faults    agents and engines killed and stopped at every failpoint, three times (50 minutes on two cores)
 # make test-gpu    the tests that need a GPU, or two
 # make fuzz    every decoder and what is behind it, for twelve minutes (FUZZ="--frames 1000000 --target pools" for more)
@@ -18,8 +19,9 @@ AGENT = .venv/.ready
 ENGINE = .venv-vllm/.ready
 SGLANG = .venv-sglang/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
+export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 
-.PHONY: demo demo-vllm test lint unit fuzz fuzz-guided test-vllm test-sglang test-faults test-gpu bench bench-gpu golden clean
+.PHONY: demo demo-vllm test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-faults test-gpu bench bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -35,7 +37,7 @@ lint: $(AGENT)
 	.venv/bin/mypy
 
 unit: $(AGENT)
-	.venv/bin/python -m pytest -m "not vllm and not sglang and not gpu and not multi_gpu"
+	.venv/bin/python -m pytest -m "not vllm and not sglang and not cross and not gpu and not multi_gpu"
 
 fuzz: $(AGENT)
 	.venv/bin/python -m tests.fuzz $(or $(FUZZ),--each --jobs 2 --deep --frames 1000000000 --seconds 45)
@@ -49,6 +51,9 @@ test-vllm: $(AGENT) $(ENGINE)
 
 test-sglang: $(AGENT) $(SGLANG)
 	.venv-sglang/bin/python -m pytest -m sglang $(or $(SGLANG_TESTS),tests/adapters tests/sglang tests/gpu/test_sglang_pools.py)
+
+test-cross: $(AGENT) $(ENGINE) $(SGLANG)
+	.venv-sglang/bin/python -m pytest -m cross tests/cross
 
 test-faults: $(AGENT)
 	.venv/bin/python -m tests.faults --all --times 3 --workers 2
