@@ -163,7 +163,7 @@ class Carrier:
         opened = await opening  # bounded by its own waits
         if isinstance(opened, Whole | Streamed):
             return opened
-        if isinstance(opened, LegFailed):
+        if isinstance(opened, LegFailed) and opened.code != "unreachable":
             await asyncio.wait((prefilling,), timeout=BLAME_S)
             if prefilling.done() and (failure := prefilling.result()) is not None:
                 raise failure  # the decode engine had nothing to decode

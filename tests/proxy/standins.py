@@ -39,6 +39,7 @@ class StandIn:
     is_well: bool = True
     hangs_until: asyncio.Event | None = None  # at its health check
     left: int = 0  # requests whose client closed the connection
+    stop: Any = None
     busy: asyncio.Event = field(default_factory=asyncio.Event)
     agents: list[Any] = field(default_factory=lambda: [[0, 1, "tcp://10.0.0.9:1"], [0, 0, "tcp://10.0.0.{}:7700#KEY"]])
 
@@ -205,8 +206,8 @@ class World:
 
 
 @asynccontextmanager
-async def world(prefill: str, decode: str, waits: Waits = WAITS, absent: str = "") -> AsyncIterator[World]:
-    """`prefill` and `decode` are kinds with commas between; `absent` a prefill engine's name that nobody serves."""
+async def world(prefill: str, decode: str, waits: Waits = WAITS) -> AsyncIterator[World]:
+    """`prefill` and `decode` are kinds with commas between."""
     found, runners, named = World(), [], []
     try:
         for role, kinds in (("prefill", prefill), ("decode", decode)):
@@ -221,15 +222,13 @@ async def world(prefill: str, decode: str, waits: Waits = WAITS, absent: str = "
                 app.router.add_get("/kvbridge/ranks", engine.ranks)
                 runner, port = await _served(app)
                 runners.append(runner)
-                engine.url = f"http://127.0.0.1:{port}"
+                engine.url, engine.stop = f"http://127.0.0.1:{port}", runner.cleanup
                 found.engines.append(engine)
                 option = f",bootstrap={port}" if (kind, role) == ("sglang", "prefill") else ""
                 named.append(read_engine(Role(role), f"{kind}={engine.url}{option}"))
-        named += [read_engine(Role.PREFILL, absent)] if absent else []
         async with serving(named, "127.0.0.1", 0, waits) as place, aiohttp.ClientSession() as found.http:
             found.url = f"http://{place}"
-            served = [each for each in named if each.name != absent]
-            await found.until(lambda: all(each.is_well for each in served))
+            await found.until(lambda: all(each.is_well for each in named))
             yield found
             await found.until(lambda: not any(each.outstanding for each in named))
     finally:

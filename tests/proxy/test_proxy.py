@@ -520,3 +520,22 @@ async def test_a_bootstrap_server_that_tells_nothing_of_agents_is_named() -> Non
         status, answer = await w.ask("/v1/completions", COMPLETION)
         assert (status, answer["error"]["code"]) == (502, "no_bootstrap") and not w.prefill.got
         assert "kvbridge backend" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=">".join)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@bounded
+async def test_an_engine_that_is_gone_is_left_out_at_once(pair: tuple[str, str], role: str) -> None:
+    prefill, decode = pair
+    kinds = (f"{prefill},{prefill}", decode) if role == "prefill" else (prefill, f"{decode},{decode}")
+    async with world(*kinds, replace(WAITS, health_every_s=30)) as w:
+        gone, there = w.all(role)
+        await gone.stop()
+        if role == "prefill" and prefill == "sglang":
+            w.decode.act = lambda request, body: _slowly(not there.got)
+        for _ in range(3):
+            status, answer = await w.ask("/v1/completions", COMPLETION)
+            assert status == 200, answer
+        assert len(there.got) == 3
+        if (role, *pair) != ("prefill", "sglang", "vllm"):  # there only its bootstrap server was asked for anything
+            assert "kvbridge_proxy_retries_total 1.0" in await w.metrics()
