@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..errors import OperatorError
@@ -26,7 +27,20 @@ from .metrics import Metrics
 log = logging.getLogger("kvbridge.proxy")
 log.addFilter(OneLine())
 
+
+class _NotMalformed(logging.Filter):
+    """What is no HTTP is answered so, and not logged: the library would quote the bytes, which may be a prompt's."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
+library_log = logging.getLogger("kvbridge.proxy.http")
+library_log.addFilter(_NotMalformed())
+
 BODY_BYTES = 64 << 20
+LINGER_S = 1.0  # the rest of a body that was refused is read for so long, that the client reads why
 STOP_S = 10.0  # what is under way when the proxy is told to stop has so long
 PASSED_ON = ("Authorization",)
 
@@ -80,7 +94,15 @@ async def serving(engines: Sequence[Engine], host: str, port: int, waits: Waits)
     ) as http:
         fleet = Fleet(engines, http, waits, metrics)
         proxy = Proxy(fleet, http, waits, metrics)
-        runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=STOP_S)
+        runner = web.AppRunner(
+            proxy.app(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=STOP_S,
+            lingering_time=LINGER_S,
+            auto_decompress=False,
+            logger=library_log,
+        )
         await runner.setup()
         watching = asyncio.create_task(fleet.watch())
         try:
@@ -162,11 +184,15 @@ class Proxy:
             return _error(502, error.code, error.for_client), error.code
 
     async def _body(self, request: web.Request) -> bytes:
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise ClientError("bad_encoding", "a body with Content-Encoding is not taken", status=415)
         try:
             async with asyncio.timeout(self._waits.client_s):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise ClientError("too_large", f"a body of more than {BODY_BYTES} bytes", status=413) from None
+        except web.RequestPayloadError:
+            raise ClientError("bad_body", "the body's chunks cannot be read") from None
         except TimeoutError:
             raise ClientError("too_slow", f"no whole body within {self._waits.client_s:g} s", status=408) from None
 

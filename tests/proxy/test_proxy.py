@@ -539,3 +539,59 @@ async def test_an_engine_that_is_gone_is_left_out_at_once(pair: tuple[str, str],
         assert len(there.got) == 3
         if (role, *pair) != ("prefill", "sglang", "vllm"):  # there only its bootstrap server was asked for anything
             assert "kvbridge_proxy_retries_total 1.0" in await w.metrics()
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@bounded
+async def test_a_decode_that_failed_for_want_of_its_prefill_is_tried_again(is_stream: bool) -> None:
+    """SGLang's decode server hears of a failed prefill before its client does."""
+    async with world("sglang,sglang", "sglang") as w:
+        bad, good = w.all("prefill")
+
+        async def late(request: web.Request, body: Any) -> web.Response:
+            await asyncio.sleep(0.2)
+            return await _status(500)
+
+        async def fails_with_it(request: web.Request, body: Any) -> web.StreamResponse | None:
+            if good.got:
+                return None
+            said = {"error": {"message": "KVTransferError", "code": 500}}
+            return await stream(request, [said]) if is_stream else web.json_response(said, status=500)
+
+        bad.act, w.decode.act = late, fails_with_it
+        status, answer = await w.ask("/v1/completions", COMPLETION | {"stream": is_stream})
+        assert status == 200, answer
+        assert len(bad.got) == len(good.got) == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"Content-Length: 100\r\n\r\n{", 408),
+        (b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd", 415),
+    ],
+)
+@bounded
+async def test_a_body_that_does_not_come_whole_harms_nobody(
+    raw: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world("vllm", "vllm", replace(WAITS, client_s=0.3)) as w:
+        place = w.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(place[0], int(place[1]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + raw)
+        said = await asyncio.wait_for(reader.readline(), 3)
+        assert f" {status} ".encode() in said, said
+        writer.close()
+        assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+        assert not w.prefill.got[1:]
+    assert "Traceback" not in caplog.text
+
+
+@bounded
+async def test_a_client_that_does_not_read_is_cut_off() -> None:
+    async with world("vllm", "vllm", replace(WAITS, client_s=0.3)) as w:
+        large = {"id": "x" * (1 << 20), "choices": [{"index": 0, "text": "", "finish_reason": None}]}
+        w.decode.act = lambda request, body: stream(request, [large] * 64)
+        async with w.http.post(w.url + "/v1/completions", json=COMPLETION | {"stream": True}):
+            await w.until(lambda: w.decode.left == 1, 5.0)
