@@ -53,7 +53,7 @@ test-sglang: $(AGENT) $(SGLANG)
 	.venv-sglang/bin/python -m pytest -m sglang $(or $(SGLANG_TESTS),tests/adapters tests/sglang tests/gpu/test_sglang_pools.py)
 
 test-cross: $(AGENT) $(ENGINE) $(SGLANG)
-	.venv-sglang/bin/python -m pytest -m cross tests/cross
+	.venv-sglang/bin/python -m pytest -m cross $(or $(CROSS_TESTS),tests/cross)
 
 test-faults: $(AGENT)
 	.venv/bin/python -m tests.faults --all --times 3 --workers 2

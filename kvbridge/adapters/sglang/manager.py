@@ -423,8 +423,10 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         if bootstrap_addr in self.prefill_info_table:
             return True
         if is_foreign(bootstrap_addr):
-            self.prefill_info_table.foreign = info = PrefillServerInfo(1, 1, 1, 1, None, None, True)
+            sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
+            info = PrefillServerInfo(page_size=None, kv_cache_dtype=None, follow_bootstrap_room=True, **sizes)
             self._resolve_rank_mapping(info)
+            self.prefill_info_table.foreign = info
             return True
         everything = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
         try:
