@@ -163,6 +163,16 @@ def test_a_prompt_whose_logits_are_asked_for_keeps_its_last_token(tmp_path: Path
         assert [offer.tokens for offer in world.agents[0].take(Offer) if offer.is_last] == [tokens] * is_offered
 
 
+@WINDOWS
+def test_a_prompt_in_a_routers_room_keeps_its_last_token(tmp_path: Path, window: Any) -> None:
+    """Another engine may decode it, and goes on with the token that follows the whole prompt."""
+    world = World(tmp_path, specs=[FULL, window]).ready()
+    request = world.prefill(40, bootstrap_room=7)
+    world.steps(6)
+    assert request.num_prompt_tokens == 40
+    assert [offer.tokens for offer in world.agents[0].take(Offer) if offer.is_last] == [40]
+
+
 def test_a_prompts_own_list_is_left_alone_and_one_with_embeddings_whole(tmp_path: Path) -> None:
     world = World(tmp_path, specs=[FULL, SLIDING]).ready()
     given = list(range(500, 540))

@@ -24,7 +24,7 @@ class KVBridgeBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]  #
         self.app.router.add_get(RANKS, self._tell_ranks)
 
     async def _handle_route_put(self, request: web.Request) -> web.Response:
-        answer = await super()._handle_route_put(request)
+        answer: web.Response = await super()._handle_route_put(request)
         said = await request.json()
         if answer.status == 200 and said["attn_cp_rank"] == 0:
             replica = said["attn_dp_rank"] if said["system_dp_size"] == 1 else said["system_dp_rank"]
@@ -35,7 +35,7 @@ class KVBridgeBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]  #
         return answer
 
     async def _handle_route_get(self, request: web.Request) -> web.Response:
-        answer = await super()._handle_route_get(request)
+        answer: web.Response = await super()._handle_route_get(request)
         asked = [request.query.get(name, "-1") for name in ("prefill_dp_rank", "target_pp_rank", "target_tp_rank")]
         if answer.status != 200 or "-1" in asked:
             return answer

@@ -220,7 +220,8 @@ class SchedulerSide:
                 return
             digest, end = prompt_digest(request), request.num_prompt_tokens - 1
             room = rendezvous(number, digest) if number else offered_room(request.request_id, digest)
-            if self._tables.has_windows and can_be_short(request):
+            # In a router's room another engine may go on with the token that follows the prompt: it must be the whole.
+            if self._tables.has_windows and not number and can_be_short(request):
                 shorten(request)
             elif not self._tables.outlives(request.num_prompt_tokens):
                 self._log_given_up(request)
