@@ -35,7 +35,7 @@ lint: $(AGENT)
 	.venv/bin/mypy
 
 unit: $(AGENT)
-	.venv/bin/python -m pytest -m "not vllm and not sglang and not gpu and not multi_gpu"
+	.venv/bin/python -m pytest -m "not vllm and not sglang and not routers and not gpu and not multi_gpu"
 
 fuzz: $(AGENT)
 	.venv/bin/python -m tests.fuzz $(or $(FUZZ),--each --jobs 2 --deep --frames 1000000000 --seconds 45)
