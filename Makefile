@@ -2,6 +2,7 @@
 # make test    lint, types and every test that needs no engine
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
+# make test-routers    the routers that people run, in front of two real vLLM servers (0.3 GB of packages more)
 # make test-faults    agents and engines killed and stopped at every failpoint, three times (50 minutes on two cores)
 # make test-gpu    the tests that need a GPU, or two
 # make fuzz    every decoder and what is behind it, for twelve minutes (FUZZ="--frames 1000000 --target pools" for more)
@@ -9,7 +10,7 @@
 #     the first call puts atheris, which nothing else needs, into .venv (wheels for CPython 3.11 to 3.13 on x86-64 Linux)
 # make bench   what is measured, written to bench/results
 # make bench-gpu   the tests on GPUs, then all that is measured there (tests/gpu/run says more)
-# Each makes the environment it needs (.venv, .venv-vllm, .venv-sglang) from the constraints files; a second call finds it ready.
+# Each makes the environment it needs (.venv, .venv-vllm, ...) from the constraints files; a second call finds it ready.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -17,9 +18,10 @@ PIP = python -m pip --disable-pip-version-check --quiet
 AGENT = .venv/.ready
 ENGINE = .venv-vllm/.ready
 SGLANG = .venv-sglang/.ready
+ROUTERS = .venv-routers/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 
-.PHONY: demo demo-vllm test lint unit fuzz fuzz-guided test-vllm test-sglang test-faults test-gpu bench bench-gpu golden clean
+.PHONY: demo demo-vllm test lint unit fuzz fuzz-guided test-vllm test-sglang test-routers test-faults test-gpu bench bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -49,6 +51,9 @@ test-vllm: $(AGENT) $(ENGINE)
 
 test-sglang: $(AGENT) $(SGLANG)
 	.venv-sglang/bin/python -m pytest -m sglang $(or $(SGLANG_TESTS),tests/adapters tests/sglang tests/gpu/test_sglang_pools.py)
+
+test-routers: $(AGENT) $(ENGINE) $(ROUTERS)
+	.venv/bin/python -m pytest -m routers tests/routers
 
 test-faults: $(AGENT)
 	.venv/bin/python -m tests.faults --all --times 3 --workers 2
@@ -89,6 +94,12 @@ $(SGLANG): constraints-sglang.txt pyproject.toml
 	.venv-sglang/bin/$(PIP) install --no-deps -r constraints-sglang.txt -e .
 	touch $@
 
+$(ROUTERS): constraints-routers.txt
+	@test -n "$(PYTHON)" || { echo "kvbridge needs Python 3.11 or newer; none found (set PYTHON=...)"; exit 1; }
+	$(PYTHON) -m venv .venv-routers
+	.venv-routers/bin/$(PIP) install --no-deps -r constraints-routers.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-vllm .venv-sglang .venv-routers .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

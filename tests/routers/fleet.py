@@ -27,6 +27,9 @@ ROW_BYTES = LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 4  # of one token, in fp32
 START_S, ANSWER_S, EMPTY_S = 180.0, 60.0, 60.0
 HOLD_S = 10  # of what nobody fetches, as where a client left
 NAME = "demo"
+MODEL = """import pathlib, sys
+from kvbridge.demo.model import write_model, write_tokenizer
+write_tokenizer(write_model(pathlib.Path(sys.argv[1]), eos_token_id=None))"""  # every answer is as long as it may be
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -113,7 +116,7 @@ class Fleet:
         self.folder = folder
         self._stack = stack
         model = folder / "model"
-        subprocess.run([VLLM, "-m", "kvbridge.demo.model", str(model)], check=True, cwd=ROOT, timeout=START_S)
+        subprocess.run([VLLM, "-c", MODEL, str(model)], check=True, cwd=ROOT, timeout=START_S)
         (folder / "chat.jinja").write_text(CHAT)
         self.agents: dict[str, AgentProcess] = {
             name: stack.enter_context(agent(folder, name, slot_bytes=1 << 20)) for name in ("prefill", "decode")
@@ -184,16 +187,28 @@ class Fleet:
 
 
 def router(fleet: Fleet, name: str) -> Server:
-    """A router with its default settings; only its ports are chosen."""
+    """A router with its default settings, ready; only its ports are chosen.
+
+    "smg, as SGLang's" is smg told that the engines are SGLang's, which it can be told only once it runs.
+    """
     prefill, decode = fleet.engines["prefill"].url, fleet.engines["decode"].url
     python, port = str(ROUTERS / "python"), free_port()
+    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
     command = {
         "vllm-router": [str(ROUTERS / "vllm-router"), "--vllm-pd-disaggregation", "--prefill", prefill],
         "smg": [python, "-m", "smg", "launch", "--pd-disaggregation", "--prefill", prefill],
+        "smg, as SGLang's": [python, "-m", "smg", "launch", "--pd-disaggregation"],
         "sglang-router": [
             *(python, "-m", "sglang_router", "launch", "--pd-disaggregation"),
             *("--prefill", prefill, str(fleet.agent_port)),
         ],
-    }[name]
-    command += ["--decode", decode, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    return serve(command, port, fleet.folder / f"{name}.log")
+    }[name] + where
+    is_told = name == "smg, as SGLang's"
+    running = serve(command + ([] if is_told else ["--decode", decode]), port, fleet.folder / f"{name}.log")
+    if is_told:
+        running.wait_up("/liveness")
+        for url, kind in ((prefill, "prefill"), (decode, "decode")):
+            worker = {"url": url, "worker_type": kind, "runtime_type": "sglang", "bootstrap_port": fleet.agent_port}
+            assert running.ask("/workers", worker)[0] == 202
+    running.wait_up("/readiness")
+    return running
