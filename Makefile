@@ -2,7 +2,7 @@
 # make test    lint, types and every test that needs no engine
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
-# make test-routers    the routers that people run, in front of two real vLLM servers (0.3 GB of packages more)
+# make test-routers    the routers that people run, in front of two real vLLM servers, and two of SGLang (0.3 GB of packages more)
 # make test-faults    agents and engines killed and stopped at every failpoint, three times (50 minutes on two cores)
 # make test-gpu    the tests that need a GPU, or two
 # make fuzz    every decoder and what is behind it, for twelve minutes (FUZZ="--frames 1000000 --target pools" for more)
@@ -52,8 +52,9 @@ test-vllm: $(AGENT) $(ENGINE)
 test-sglang: $(AGENT) $(SGLANG)
 	.venv-sglang/bin/python -m pytest -m sglang $(or $(SGLANG_TESTS),tests/adapters tests/sglang tests/gpu/test_sglang_pools.py)
 
-test-routers: $(AGENT) $(ENGINE) $(ROUTERS)
+test-routers: $(AGENT) $(ENGINE) $(SGLANG) $(ROUTERS)
 	.venv/bin/python -m pytest -m routers tests/routers
+	.venv-sglang/bin/python -m pytest -m routers tests/routers/test_sglang.py
 
 test-faults: $(AGENT)
 	.venv/bin/python -m tests.faults --all --times 3 --workers 2
