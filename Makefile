@@ -2,6 +2,7 @@
 # make test    lint, types and every test that needs no engine
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
+# make test-cross    the tests that drive a vLLM engine and an SGLang server against each other
 # make test-routers    the routers that people run, in front of two real vLLM servers, and two of SGLang (0.3 GB of packages more)
 # make test-faults    agents and engines killed and stopped at every failpoint, three times (50 minutes on two cores)
 # make test-gpu    the tests that need a GPU, or two
@@ -20,8 +21,9 @@ ENGINE = .venv-vllm/.ready
 SGLANG = .venv-sglang/.ready
 ROUTERS = .venv-routers/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
+export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 
-.PHONY: demo demo-vllm test lint unit fuzz fuzz-guided test-vllm test-sglang test-routers test-faults test-gpu bench bench-gpu golden clean
+.PHONY: demo demo-vllm test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-faults test-gpu bench bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -37,7 +39,7 @@ lint: $(AGENT)
 	.venv/bin/mypy
 
 unit: $(AGENT)
-	.venv/bin/python -m pytest -m "not vllm and not sglang and not routers and not gpu and not multi_gpu"
+	.venv/bin/python -m pytest -m "not vllm and not sglang and not cross and not routers and not gpu and not multi_gpu"
 
 fuzz: $(AGENT)
 	.venv/bin/python -m tests.fuzz $(or $(FUZZ),--each --jobs 2 --deep --frames 1000000000 --seconds 45)
@@ -51,6 +53,9 @@ test-vllm: $(AGENT) $(ENGINE)
 
 test-sglang: $(AGENT) $(SGLANG)
 	.venv-sglang/bin/python -m pytest -m sglang $(or $(SGLANG_TESTS),tests/adapters tests/sglang tests/gpu/test_sglang_pools.py)
+
+test-cross: $(AGENT) $(ENGINE) $(SGLANG)
+	.venv-sglang/bin/python -m pytest -m cross $(or $(CROSS_TESTS),tests/cross)
 
 test-routers: $(AGENT) $(ENGINE) $(SGLANG) $(ROUTERS)
 	.venv/bin/python -m pytest -m routers tests/routers

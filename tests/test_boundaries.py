@@ -48,6 +48,7 @@ MAY: dict[str, set[str]] = {
         "kvbridge.device",
         "kvbridge.transport",
     },
+    "kvbridge.proxy": {"kvbridge.errors", "kvbridge.oneline"},
     "kvbridge.sim": {
         "kvbridge_proto",
         "kvbridge.config",
@@ -74,13 +75,17 @@ THIRD: dict[str, set[str] | None] = {
     "kvbridge.device": {"torch", "numpy", "cuda"},
     "kvbridge.transport": {"zmq", "nixl", "msgspec", "uvloop", "numpy"},
     "kvbridge.agent": {"torch", "uvloop", "msgspec", "prometheus_client", "numpy"},
+    "kvbridge.proxy": {"aiohttp", "prometheus_client"},
     "kvbridge.sim": {"msgspec"},
     "kvbridge.adapters.engine": {"torch", "msgspec"},
     "kvbridge.adapters.vllm": None,
     "kvbridge.adapters.sglang": None,
     "kvbridge.adapters": set(),
 }
-PURE = ("kvbridge_proto", "kvbridge.geometry", "kvbridge.exchange")
+PURE = (
+    *("kvbridge_proto", "kvbridge.geometry", "kvbridge.exchange"),
+    *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs")),
+)
 IMPURE = {
     *("asyncio", "datetime", "logging", "os", "pathlib", "random", "secrets", "select", "signal", "socket"),
     *("subprocess", "sys", "tempfile", "threading", "time", "uuid"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +27,15 @@ USAGE = (  # what only a change of the command line or the settings mends, howev
     "wildcard_listen",
     "wildcard_metrics",
 )
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -39,6 +49,7 @@ def build() -> typer.Typer:
         "demo": demo,
         "sim": sim,
         "keygen": keygen,
+        "proxy": proxy,
     }
     for name, command in commands.items():
         app.command(name)(command)
@@ -197,6 +208,46 @@ def keygen(
         from .keygen import run
 
         run(path, name)
+
+
+def proxy(
+    prefill: Annotated[
+        list[str],
+        typer.Option(
+            help="An engine that prefills: vllm=http://HOST:PORT, or sglang=http://HOST:PORT[,bootstrap=PORT] with the "
+            "port of its bootstrap server (8998 unless told). May be repeated."
+        ),
+    ],
+    decode: Annotated[
+        list[str],
+        typer.Option(help="An engine that decodes: vllm=http://HOST:PORT or sglang=http://HOST:PORT. May be repeated."),
+    ],
+    listen: Annotated[str, typer.Option(help="Where clients ask, HOST:PORT. It asks nobody who he is.")] = (
+        "127.0.0.1:8080"
+    ),
+    prefill_timeout_s: Annotated[
+        float, typer.Option("--prefill-timeout-s", min=0.1, help="How long a prefill engine may take.")
+    ] = 300,
+    answer_timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--answer-timeout-s",
+            min=0.1,
+            help="How long a decode engine may take for an answer, or be silent in a stream.",
+        ),
+    ] = 600,
+    log_level: Annotated[LogLevel, typer.Option(help="The least that is logged.")] = LogLevel.INFO,
+) -> None:
+    """Route OpenAI completions and chats, and SGLang's /generate, to pairs of engines: any of vLLM and SGLang.
+
+    A prefill and a decode engine each take their part of a request, in their own words; kvbridge's agents beside them
+    carry the KV. An engine that fails its health check gets no requests; a failed prefill is tried on another one.
+    """
+    with _told("proxy"):
+        from ..proxy.fleet import Waits
+        from ..proxy.server import run
+
+        run(prefill, decode, listen, Waits(prefill_s=prefill_timeout_s, answer_s=answer_timeout_s), log_level.value)
 
 
 def sim(

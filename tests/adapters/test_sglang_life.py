@@ -113,8 +113,15 @@ def manager(role: str, told: list[Any]) -> Any:
     return made
 
 
-def req(prompt: str = "ab") -> Any:
-    return SimpleNamespace(prompt=prompt, input_embeds=None, origin_input_ids=[0] * 48)
+def req(prompt: str = "ab", told: dict[str, Any] | None = None) -> Any:
+    """`told`: what a router says of another engine's half."""
+    return SimpleNamespace(
+        prompt=prompt,
+        input_embeds=None,
+        origin_input_ids=[0] * 48,
+        sampling_params=SimpleNamespace(custom_params={"kvbridge": told} if told else None),
+        return_logprob=False,
+    )
 
 
 def asked(prompt: str = "ab", **more: Any) -> Asked:
@@ -125,11 +132,11 @@ def asked(prompt: str = "ab", **more: Any) -> Asked:
 # Prefill:
 
 
-def sender(of: Any, prompt: str = "ab") -> Any:
+def sender(of: Any, prompt: str = "ab", told: dict[str, Any] | None = None) -> Any:
     from kvbridge.adapters.sglang.sender import KVBridgeSender
 
     made = KVBridgeSender(of, ADDRESS, ROOM)
-    made.bind(req(prompt))
+    made.bind(req(prompt, told))
     return made
 
 
@@ -164,6 +171,31 @@ def test_a_prompt_in_chunks_is_one_offer_and_over_when_all_have_read_it() -> Non
     assert made.poll() == SUCCESS
     made.clear()
     assert not of.rooms.owned() and not of.request_status and not of._watched
+
+
+def test_a_prompt_that_another_engine_fetches_is_computed_without_being_asked_for() -> None:
+    of = manager("prefill", told := [])
+    made = sender(of, told={"fetched_by": "vllm"})
+    assert made.poll() == WAITING and made.pop_decode_prefix_len() == 0
+    made.init(3, 1)
+    made.send(pages(3, 4, 5), [], 40)
+    (offer,) = of.talk.said
+    assert (offer.room, offer.tokens, offer.is_last) == (f"room/{ROOM}/ab", 40, True)
+    of.talk.end(str(ROOM), "offer")
+    of._look_at = 0.0
+    assert made.poll() == SUCCESS
+    made.clear()
+    assert not of.rooms.owned() and not of.request_status
+    assert [each.fields for each in told] == [(bytes([4, 5, 6, 7]),)], "its row is for nobody"
+
+
+def test_nonsense_about_another_engine_is_that_requests_failure() -> None:
+    of = manager("prefill", [])
+    made = sender(of, told={"fetched": 1})
+    assert made.poll() == FAILED
+    with pytest.raises(Exception, match="unknown field `fetched`"):
+        made.failure_exception()
+    assert not of.rooms.owned()
 
 
 @pytest.mark.parametrize(("prefix", "begins"), [(0, 0), (15, 0), (16, 16), (33, 32)])
@@ -434,3 +466,66 @@ def test_an_agent_that_does_not_come_back_costs_the_request(monkeypatch: pytest.
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
     monkeypatch.setattr(module, "AGENT_S", -1.0)
     assert listen(of, made) == FAILED and "no agent has our memory" in of.failure_records[ROOM]
+
+
+# Another engine's prompts:
+
+FOREIGN = "kvbridge:8998"
+TOLD = {"source": "tcp://10.0.0.7:7700", "first_token": 5}
+
+
+def foreign_receiver(of: Any, told: dict[str, Any]) -> Any:
+    from kvbridge.adapters.sglang.manager import PrefillServers
+    from kvbridge.adapters.sglang.receiver import KVBridgeReceiver
+
+    of.prefill_info_table, of.addr_to_rooms_tracker = PrefillServers(), {FOREIGN: set()}
+    of._queue.scheduler.model_config = SimpleNamespace(vocab_size=1024)
+    of._queue.metadata_buffers = SimpleNamespace(
+        **{
+            name: np.zeros((2, 16)) for name in ("output_ids", "output_token_logprobs_val", "output_token_logprobs_idx")
+        },
+        cached_tokens=[SimpleNamespace(zero_=lambda: None)] * 2,
+        bootstrap_room=np.zeros((2, 8), np.uint64),
+    )
+    made = KVBridgeReceiver(of, FOREIGN, ROOM)
+    made._setup_bootstrap_infos()
+    made._send_bootstrap_message = lambda **said: pytest.fail("there is nobody to be told")
+    made.bind(req("ab", told), 40)
+    if ROOM not in of.failure_records:
+        of.update_status(ROOM, WAITING)
+    return made
+
+
+def test_another_engines_prompt_is_fetched_where_the_router_says_and_goes_on_with_its_token() -> None:
+    of = manager("decode", [])
+    made = foreign_receiver(of, TOLD | {"rendezvous": f"room/{ROOM}/ab"})
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    (want,) = of.talk.said
+    assert (want.room, want.source, want.end_token) == (f"room/{ROOM}/ab", "tcp://10.0.0.7:7700", 40)
+    assert listen(of, made) == WAITING and not of.buffers.bootstrap_room.any(), "the row comes last"
+    of.talk.end(str(ROOM), "want")
+    assert listen(of, made) == SUCCESS
+    assert of.buffers.bootstrap_room[1][0] == ROOM and of.buffers.output_ids[1][0] == 5
+    made.clear()
+    assert not of.rooms.owned() and not of.request_status and not of._watched
+
+
+@pytest.mark.parametrize("told", [{}, TOLD | {"rendezvous": "room/7/cd"}, TOLD | {"first_token": 4096}])
+def test_what_does_not_fit_another_engines_prompt_fails_that_request(told: dict[str, Any]) -> None:
+    of = manager("decode", [])
+    made = foreign_receiver(of, told)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    assert not of.talk.said and listen(of, made) == FAILED
+
+
+def test_other_engines_are_found_among_the_prefill_servers_and_not_listed() -> None:
+    """SGLang asks all that it lists for their health, and fails their requests if they do not answer."""
+    from kvbridge.adapters.sglang.manager import PrefillServers
+
+    of = manager("decode", [])
+    of.prefill_info_table, of.attn_tp_rank, of.attn_tp_size = PrefillServers(), 0, 1
+    assert FOREIGN not in of.prefill_info_table and of.prefill_info_table.get(FOREIGN) is None
+    assert of.try_ensure_parallel_info(FOREIGN) and FOREIGN in of.prefill_info_table
+    assert of.prefill_info_table[FOREIGN].dp_size == of.prefill_info_table.get("kvbridge:1").dp_size == 1
+    of.prefill_info_table[ADDRESS] = "sglang's"
+    assert list(of.prefill_info_table.keys()) == [ADDRESS] and of.prefill_info_table[ADDRESS] == "sglang's"

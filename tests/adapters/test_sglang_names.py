@@ -127,18 +127,25 @@ HELD = {
     "sglang.srt.layers.radix_attention.RadixAttention": (
         *("layer_id", "k_scale", "v_scale", "k_scale_float", "v_scale_float", "sliding_window_size"),
     ),
-    "sglang.srt.disaggregation.utils.MetadataBuffers": ("output_ids",),
+    "sglang.srt.disaggregation.utils.MetadataBuffers": (
+        *("output_ids", "cached_tokens", "output_token_logprobs_val", "output_token_logprobs_idx"),
+        *("output_top_logprobs_val", "output_top_logprobs_idx", "bootstrap_room"),
+    ),
+    "sglang.srt.sampling.sampling_params.SamplingParams": ("custom_params",),
+    "sglang.srt.configs.model_config.ModelConfig": ("vocab_size",),
     "sglang.srt.managers.scheduler.Scheduler": ("_sched_idled", "model_config", "tp_worker", "server_args"),
     "sglang.srt.managers.schedule_batch.Req": (
         *("origin_input_ids", "output_ids", "lora_id", "extra_key", "cache_salt", "input_embeds"),
         *("positional_embed_overrides", "token_type_ids"),
-        *("multimodal_inputs", "disagg_kv_sender"),
+        *("multimodal_inputs", "disagg_kv_sender", "sampling_params", "return_logprob", "logprob"),
+        *("return_sampling_mask",),
     ),
 }
 # Fields of records and configurations.
 FIELDS = {
     f"{CONN}.PrefillServerInfo": (
-        *("attn_tp_size", "pp_size", "target_tp_rank", "target_tp_ranks", "target_cp_ranks", "target_pp_ranks"),
+        *("attn_tp_size", "attn_cp_size", "dp_size", "pp_size", "page_size", "kv_cache_dtype"),
+        *("follow_bootstrap_room", "target_tp_rank", "target_tp_ranks", "target_cp_ranks", "target_pp_ranks"),
         *("required_dst_info_num", "required_prefill_response_num"),
     ),
     f"{CONN}.AbortNotification": ("room", "decode_ip", "decode_port"),

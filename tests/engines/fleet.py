@@ -53,10 +53,12 @@ class Fleet:
         write: Callable[[Path], Path] = write_model,
         more: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
+        python: str = sys.executable,
     ) -> None:
         self.folder = folder
         self._dtype = dtype
         self._stack = stack
+        self._python = python  # one that has vLLM
         self._model = str(write(folder / "model"))
         self._more = more or {}  # engine arguments for all
         self._options = options or {}  # of the connector, for all
@@ -88,7 +90,7 @@ class Fleet:
             config = replace(config, engine_id=f"engine-{name}", connector=self._connector(name))
             if name not in self.agents:
                 self.start_agents(name)
-        engine = EngineProcess(config, self.folder / f"{name}.log", python=sys.executable)
+        engine = EngineProcess(config, self.folder / f"{name}.log", python=self._python)
         return self._stack.enter_context(engine)
 
     def _connector(self, name: str) -> dict[str, Any]:

@@ -36,9 +36,10 @@ from ...errors import OperatorError
 from ...oneline import OneLine
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
+from . import foreign
 from .bootstrap import AGENT, RANKS
 from .building import TESTED, building
-from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, foreign, pack, shares, unpack
+from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unknown, unpack
 from .options import Options
 from .pool import describe, moved
 from .prompts import prompt_digest, stays_here
@@ -101,6 +102,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         if is_prefill:
             _thread("kvbridge-registry", self._keep_registered)
         else:
+            self.prefill_info_table: Any = PrefillServers()
             # A block that our agent may still write is not given back because a timer ran out.
             queue.transfer_queue.enable_deferred_kv_release = True
             queue.transfer_queue.deferred_kv_release_timeout = float("inf")
@@ -137,6 +139,16 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     def is_attached(self) -> bool:
         """Whether an agent has our memory now."""
         return self.talk is not None and self.talk.attached is not None
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model has."""
+        return int(self._queue.scheduler.model_config.vocab_size)
+
+    @property
+    def buffers(self) -> Any:
+        """The auxiliary rows."""
+        return self._queue.metadata_buffers
 
     def deregister_buffer_to_engine(self) -> None:
         """SGLang gives its memory back: returns when our agent has let go of it."""
@@ -277,10 +289,11 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             return
         with self._status_lock:
             asked = self.rooms.whole(number)
-            if not asked or self.request_status.get(number) != KVPoll.Bootstrapping:
+            may_begin = bool(asked) or self.rooms.is_open(number)
+            if not may_begin or self.request_status.get(number) != KVPoll.Bootstrapping:
                 return
             self.transfer_infos[number] = {(each.endpoint, each.dst_port): each for each in asked}
-            self.req_to_decode_prefix_len[number] = min(each.first_token for each in asked)
+            self.req_to_decode_prefix_len[number] = min((each.first_token for each in asked), default=0)
             self.update_status(number, KVPoll.WaitingForInput)
 
     def _hear_prefill(self, frames: list[bytes]) -> None:
@@ -289,7 +302,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         elif frames[0] == b"ABORT" and (said := AbortNotification.from_zmq(frames)) is not None:
             self._hear_abort(said)
         else:
-            raise foreign(frames)
+            raise unknown(frames)
 
     def _hear_asked(self, asked: Asked | Row) -> None:
         if not isinstance(asked, Asked):
@@ -319,7 +332,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             if said == KVPoll.Failed:
                 self.apply_prefill_status(bootstrap_room=number, status=said, prefill_rank=rank, failure_reason=reason)
         else:
-            raise foreign(frames)
+            raise unknown(frames)
 
     def _hear_row(self, row: Asked | Row) -> None:
         if not isinstance(row, Row):
@@ -409,6 +422,12 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """
         if bootstrap_addr in self.prefill_info_table:
             return True
+        if is_foreign(bootstrap_addr):
+            sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
+            info = PrefillServerInfo(page_size=None, kv_cache_dtype=None, follow_bootstrap_room=True, **sizes)
+            self._resolve_rank_mapping(info)
+            self.prefill_info_table.foreign = info
+            return True
         everything = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
         try:
             answer = requests.get(f"http://{bootstrap_addr}/route?{everything}", timeout=5)
@@ -435,6 +454,26 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         mine = range(self.attn_tp_size)
         asking = sum(prefill_tp_rank in shares(rank, self.attn_tp_size, prefill_tp_size) for rank in mine)
         return asking * int(self.pp_size)
+
+
+def is_foreign(bootstrap_addr: str) -> bool:
+    """Whether its prompt was prefilled by another engine: there is no server of SGLang's to ask."""
+    return bootstrap_addr.rpartition(":")[0] == foreign.HOST
+
+
+class PrefillServers(dict[str, Any]):
+    """By address. Other engines are found here too and not listed: SGLang asks all that are listed for their health."""
+
+    foreign: Any = None
+
+    def __contains__(self, address: object) -> bool:
+        return self.get(str(address)) is not None
+
+    def __getitem__(self, address: str) -> Any:
+        return self.foreign if is_foreign(address) else super().__getitem__(address)
+
+    def get(self, address: str, default: Any = None) -> Any:
+        return self.foreign or default if is_foreign(address) else super().get(address, default)
 
 
 def _thread(name: str, run: Callable[[], None]) -> None:

@@ -60,7 +60,7 @@ def pack(message: Asked | Row) -> list[bytes]:
     return [TAG, msgspec.msgpack.encode(message)]
 
 
-def foreign(frames: Sequence[bytes]) -> BadMessage:
+def unknown(frames: Sequence[bytes]) -> BadMessage:
     """What came is nothing that we know."""
     return BadMessage(f"{len(frames)} frames beginning with {bytes(frames[0][:32]) if frames else b''!r}")
 
@@ -68,7 +68,7 @@ def foreign(frames: Sequence[bytes]) -> BadMessage:
 def unpack(frames: Sequence[bytes]) -> Asked | Row:
     """Raises BadMessage."""
     if len(frames) != 2 or frames[0] != TAG or len(frames[1]) > MOST_BYTES:
-        raise foreign(frames)
+        raise unknown(frames)
     try:
         return _decoder.decode(frames[1])
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:  # text that is no UTF-8 is a ValueError

@@ -12,10 +12,13 @@ from kvbridge_proto.words import Blocks
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
+from ...errors import EngineError
 from ..engine.prompts import rendezvous
+from . import foreign
 from .bootstrap import AGENT
-from .manager import KVBridgeManager
+from .manager import KVBridgeManager, is_foreign
 from .messages import Asked, Row, pack
+from .rooms import OTHER_PROMPT
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -44,6 +47,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self._pages = None  # given to us, and not asked for yet
         self._first_token = 0
         self._is_wanted = False  # whether the row may be taken once nothing is outstanding
+        self._prefilled: tuple[foreign.Prefilled, list[tuple[float, int]]] | None = None  # by another engine
 
     @property
     def _has_room(self) -> bool:
@@ -56,9 +60,20 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             return
         self._tokens = tokens
         self._prompt, reason = self.kv_mgr.name(req)
+        if not reason and is_foreign(self.bootstrap_addr):
+            reason = self._read_foreign(req)
         if reason:
             return self._fail(reason)
         self.kv_mgr.rooms.bind(self.bootstrap_room, self, self._prompt)
+
+    def _read_foreign(self, req: Any) -> str:
+        """What was said of another engine's prefill. Why it does not fit, or ""."""
+        try:
+            self._prefilled = foreign.prefilled(req, self.kv_mgr.vocabulary)
+        except EngineError as error:
+            return str(error)
+        theirs, ours = self._prefilled[0].rendezvous, rendezvous(self.bootstrap_room, self._prompt)
+        return f"{OTHER_PROMPT}: theirs {theirs!a}, ours {ours}" if theirs not in ("", ours) else ""
 
     def init(self, prefill_dp_rank: int) -> None:
         try:
@@ -72,6 +87,12 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     ) -> dict[str, Any] | None:
         info = super()._get_bootstrap_info_from_server(prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank)
         return None if info is None else info | {"tp_rank": target_tp_rank}
+
+    def _setup_bootstrap_infos(self) -> None:
+        if is_foreign(self.bootstrap_addr):
+            self.bootstrap_infos: list[dict[str, Any]] = []  # nobody to be told
+        else:
+            super()._setup_bootstrap_infos()
 
     def _register_kv_args(self) -> bool:
         """Nothing is registered: the agents know each other."""
@@ -130,6 +151,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         return bool(self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Failed)
 
     def _agents(self) -> list[str]:
+        if self._prefilled is not None:
+            return [self._prefilled[0].source]
         return [info[AGENT] for info in self.bootstrap_infos or () if info.get(AGENT)]
 
     def _ask(self, pages: list[int], first: int) -> None:
@@ -189,8 +212,12 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         if ended is not None and not ended.is_good:
             self.invalidate_cached_bootstrap_infos()  # it may have been started anew, somewhere else
             return self._fail(f"{ended.code}: {ended.reason}")
-        row = self.kv_mgr.rooms.row(self.bootstrap_room)
-        if row is not None and (ended is not None or not self._name):
+        if ended is None and self._name:
+            return
+        if self._prefilled is not None:
+            foreign.write(self.kv_mgr.buffers, self._aux_index, self.bootstrap_room, *self._prefilled)
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+        elif (row := self.kv_mgr.rooms.row(self.bootstrap_room)) is not None:
             self._take(row)
 
     def _take(self, row: Row) -> None:

@@ -21,11 +21,15 @@ OTHER_PROMPT = "the request of the other side has another prompt, adapter, media
 
 @dataclass(slots=True)
 class Room:
-    """`owner` is the request of ours that has it, `prompt` its digest; "" until they are known."""
+    """`owner` is the request of ours that has it, `prompt` its digest; "" until they are known.
+
+    `is_open`: nobody asks for it before it is computed (`foreign.py`).
+    """
 
     since: float
     owner: object | None = None
     prompt: str = ""
+    is_open: bool = False
     asked: dict[tuple[str, int], Asked] = field(default_factory=dict)
     row: Row | None = None
 
@@ -65,6 +69,18 @@ class Rooms:
             strangers = [each for each in room.asked.values() if each.prompt != prompt]
             room.asked = {place: each for place, each in room.asked.items() if each.prompt == prompt}
             return strangers
+
+    def open(self, number: int, owner: object) -> None:
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is not None and room.owner is owner:
+                room.is_open = True
+
+    def is_open(self, number: int) -> bool:
+        """Whether its prefill may begin, though nobody has asked."""
+        with self._lock:
+            room = self._rooms.get(number)
+            return room is not None and room.is_open and bool(room.prompt)
 
     def prompt(self, number: int) -> str:
         with self._lock:

@@ -13,7 +13,9 @@ from kvbridge_proto.words import Blocks
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
+from ...errors import EngineError
 from ..engine.prompts import rendezvous
+from . import foreign
 from .manager import KVBridgeManager
 from .messages import Row
 from .prompts import prompt_tokens
@@ -57,6 +59,11 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if reason:
             return self._fail(reason)
         self._length = len(prompt_tokens(req))
+        try:
+            if foreign.is_fetched_elsewhere(req):
+                self.kv_mgr.rooms.open(self.bootstrap_room, self)
+        except EngineError as error:
+            return self._fail(str(error))
         self.kv_mgr.bind(self.bootstrap_room, self, self._prompt)
 
     def pop_decode_prefix_len(self) -> int:

@@ -1,0 +1,104 @@
+"""Requests whose other half runs in another engine: what their router says of it in `custom_params["kvbridge"]`.
+
+Between SGLang's own servers the two halves speak over SGLang's sockets. Another engine has none of those: a router
+that pairs the two knows what its half has said, and writes it here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from kvbridge_proto.words import Address
+
+from ...errors import EngineError
+
+HOST = "kvbridge"  # the `bootstrap_host` of a request whose prompt another engine has prefilled
+KEY = "kvbridge"  # in `custom_params`
+MOST_LOGPROBS = 128  # SGLang has room for so many
+
+
+class Prefilled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """For the decode side: where the prompt's KV is, and the token that follows it.
+
+    `source` is the address of one of the other engine's agents, `rendezvous` the id under which it offers the prompt,
+    if it has said so. `top_logprobs` is JSON, [[log probability, token], ...], best first: SGLang hands on numbers and
+    text only.
+    """
+
+    source: Address
+    first_token: int
+    rendezvous: str = ""
+    logprob: float | None = None
+    top_logprobs: str = ""
+
+
+class Fetched(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """For the prefill side: the prompt is for another engine, whose agent asks ours. No server asks before."""
+
+    fetched_by: str
+
+
+def prefilled(req: Any, vocabulary: int) -> tuple[Prefilled, list[tuple[float, int]]]:
+    """What the decode side's request carries, and its `top_logprobs`. Raises EngineError `bad_params`."""
+    said: Prefilled = _read(req, Prefilled)
+    top: list[tuple[float, int]] = []
+    if said.top_logprobs:
+        top = _convert("top_logprobs", lambda: msgspec.json.decode(said.top_logprobs, type=list[tuple[float, int]]))
+    if len(top) > MOST_LOGPROBS:
+        raise _bad(f"top_logprobs: {len(top)}, limit {MOST_LOGPROBS}")
+    for token in (said.first_token, *(token for _, token in top)):  # the model would look it up where nothing is
+        if not 0 <= token < vocabulary:
+            raise _bad(f"token {token}: must be in [0, {vocabulary})")
+    if not all(map(math.isfinite, [said.logprob or 0.0, *(value for value, _ in top)])):
+        raise _bad("log probabilities must be finite")
+    if req.return_logprob:
+        if said.logprob is None:
+            raise _bad("logprob: log probabilities were asked for, and the first token's is not told")
+        if (asked := req.logprob.top_logprobs_num) > len(top):
+            raise _bad(f"top_logprobs: {len(top)} of the first token are told, {asked} were asked for")
+    if getattr(req, "return_sampling_mask", False):
+        raise _bad("return_sampling_mask: another engine's prefill has none")
+    return said, top
+
+
+def is_fetched_elsewhere(req: Any) -> bool:
+    """Whether another engine fetches what this prefill side computes. Raises EngineError `bad_params`."""
+    if _said(req) is None:
+        return False
+    _read(req, Fetched)
+    return True
+
+
+def write(buffers: Any, index: int, room: int, said: Prefilled, top: list[tuple[float, int]]) -> None:
+    """The auxiliary row that a prefill server of SGLang's would have sent (`MetadataBuffers.set_buf`)."""
+    buffers.output_ids[index][0] = said.first_token
+    buffers.cached_tokens[index].zero_()
+    buffers.output_token_logprobs_val[index][0] = said.logprob or 0.0
+    buffers.output_token_logprobs_idx[index][0] = said.first_token
+    for place, (value, token) in enumerate(top):
+        buffers.output_top_logprobs_val[index][place] = value
+        buffers.output_top_logprobs_idx[index][place] = token
+    buffers.bootstrap_room[index][0] = room  # the scheduler takes the row when it finds its room there
+
+
+def _said(req: Any) -> Any:
+    params = req.sampling_params.custom_params
+    return params.get(KEY) if isinstance(params, dict) else None
+
+
+def _read(req: Any, kind: Any) -> Any:
+    return _convert(f"custom_params[{KEY!r}]", lambda: msgspec.convert(_said(req), kind))
+
+
+def _convert(name: str, convert: Callable[[], Any]) -> Any:
+    try:
+        return convert()
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _bad(f"{name}: {error}") from None
+
+
+def _bad(reason: str) -> EngineError:
+    return EngineError("bad_params", reason)

@@ -1,0 +1,41 @@
+"""Server-sent events of an engine's stream: cut out of the bytes as they come, and what they say. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ..errors import EngineError
+
+EVENT_BYTES = 16 << 20
+DONE = b"[DONE]"
+# In the text of an answer the quotes would have a backslash before them.
+FINISH = re.compile(rb'(?<!\\)"finish_reason"\s*:\s*(?!null)["{]')
+FAILED = re.compile(rb'^\{\s*"(error|object"\s*:\s*"error)"')
+
+
+class Events:
+    """Bytes in, whole events out."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def take(self, chunk: bytes) -> Iterator[bytes]:
+        """What is after `data:` of each event that is complete now. Raises EngineError."""
+        self._rest = (self._rest + chunk).replace(b"\r\n", b"\n")
+        *whole, self._rest = self._rest.split(b"\n\n")
+        for event in whole:
+            if found := data(event):
+                yield found
+        if len(self._rest) > EVENT_BYTES:
+            raise EngineError("bad_answer", f"an event of more than {EVENT_BYTES} bytes")
+
+
+def data(event: bytes) -> bytes:
+    """Empty for a comment."""
+    lines = [line[5:].lstrip() for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines)
+
+
+def framed(said: bytes) -> bytes:
+    return b"data: " + said + b"\n\n"

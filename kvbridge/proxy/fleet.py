@@ -1,0 +1,227 @@
+"""The engines of both sides: how they are named, which are well, and whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from ..errors import KVBridgeError, OperatorError
+from ..oneline import OneLine
+from .bodies import parse
+from .legs import AgentPlace, Kind, read_agent, read_replicas
+from .metrics import Metrics
+
+log = logging.getLogger("kvbridge.proxy")
+log.addFilter(OneLine())
+
+BOOTSTRAP_PORT = 8998  # SGLang's default
+AGENTS_S = 10.0  # for so long is kept where SGLang's agents are
+SMALL_BYTES = 1 << 20
+ALL_RANKS = {f"{name}_rank": "-1" for name in ("prefill_dp", "prefill_cp", "target_tp", "target_pp")}
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long is waited, in seconds."""
+
+    prefill_s: float = 300.0  # for a prefill engine's whole answer
+    answer_s: float = 600.0  # for a decode engine's whole answer, or its next event
+    connect_s: float = 5.0
+    health_every_s: float = 2.0
+    health_s: float = 5.0
+    client_s: float = 60.0  # for a client that sends or reads slowly
+
+
+class LegFailed(KVBridgeError):
+    """An engine did not do its part. `is_retryable` while another may do it instead.
+
+    `said` are the engine's own words: they may quote the prompt, so they are for the client and not for the log.
+    """
+
+    def __init__(self, engine: Engine, code: str, reason: str, is_retryable: bool = True, said: str = "") -> None:
+        super().__init__(code, f"{engine.role} engine {engine.name}: {reason}")
+        self.engine = engine
+        self.is_retryable = is_retryable
+        self.said = said
+
+    @property
+    def for_client(self) -> str:
+        return f"{self}: {self.said}" if self.said else str(self)
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    role: Role
+    kind: Kind
+    url: str
+    bootstrap_port: int = BOOTSTRAP_PORT
+    is_well: bool = False
+    outstanding: int = 0
+    turn: int = 0  # when it was last taken
+    agents: dict[int, tuple[float, AgentPlace]] = field(default_factory=dict)  # by replica, with the time of asking
+    replicas: tuple[float, int] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}={self.url}"
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def bootstrap_url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.bootstrap_port}"
+
+
+def read_engine(role: Role, said: str) -> Engine:
+    """`vllm=URL`, or `sglang=URL[,bootstrap=PORT]` of a prefill server. Raises OperatorError."""
+    kind, _, rest = said.partition("=")
+    url, *options = rest.split(",")
+    place = urlsplit(url)
+    try:
+        is_url = place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
+    except ValueError:
+        is_url = False
+    if kind not in list(Kind) or not is_url or place.path.strip("/") or place.query or place.username:
+        raise OperatorError(
+            "bad_option", f"{role}: got {said!r}, need vllm=http://HOST:PORT or sglang=http://HOST:PORT"
+        )
+    port = BOOTSTRAP_PORT
+    for option in options:
+        name, _, value = option.partition("=")
+        takes_port = kind == Kind.SGLANG and role is Role.PREFILL
+        if not (takes_port and name == "bootstrap" and value.isdecimal() and 0 < int(value) < 1 << 16):
+            raise OperatorError("bad_option", f"{role}: got {option!r} in {said!r}, need bootstrap=PORT of an sglang")
+        port = int(value)
+    return Engine(role, Kind(kind), f"{place.scheme}://{place.netloc}", port)
+
+
+class Fleet:
+    def __init__(self, engines: Sequence[Engine], http: aiohttp.ClientSession, waits: Waits, metrics: Metrics) -> None:
+        self._engines = {role: [each for each in engines if each.role is role] for role in Role}
+        self._http, self._waits, self._metrics = http, waits, metrics
+        self._turns = count(1)
+        for each in engines:
+            metrics.well.labels(each.role, each.name).set(0)
+
+    def well(self, role: Role, without: Collection[Engine] = ()) -> list[Engine]:
+        return [each for each in self._engines[role] if each.is_well and each not in without]
+
+    @contextmanager
+    def lend(self, role: Role, without: Collection[Engine] = ()) -> Iterator[Engine]:
+        """The well one with the fewest legs under way; of several the one that waited longest. Raises NoEngine."""
+        able = self.well(role, without)
+        if not able:
+            raise NoEngine("no_engine", f"no {role} engine is well: {', '.join(e.name for e in self._engines[role])}")
+        engine = min(able, key=lambda each: (each.outstanding, each.turn))
+        engine.turn = next(self._turns)
+        engine.outstanding += 1
+        gauge = self._metrics.outstanding.labels(role, engine.name)
+        gauge.set(engine.outstanding)
+        try:
+            yield engine
+        finally:
+            engine.outstanding -= 1
+            gauge.set(engine.outstanding)
+
+    def failed(self, failure: LegFailed) -> None:
+        """Count it. An engine that cannot be reached gets nothing more until it passes a health check."""
+        engine = failure.engine
+        log.warning("%s: %s", failure.code, failure)
+        self._metrics.failures.labels(engine.role, engine.name, failure.code).inc()
+        engine.agents.clear()
+        engine.replicas = None
+        if failure.code == "unreachable":
+            self._set_well(engine, False, "it cannot be reached")
+
+    async def watch(self) -> None:
+        """Ask every engine how it is, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for engines in self._engines.values():
+                for each in engines:
+                    tasks.create_task(self._watch(each))
+
+    async def _watch(self, engine: Engine) -> None:
+        while True:
+            why = await self._ails(engine)
+            self._set_well(engine, not why, why)
+            await asyncio.sleep(self._waits.health_every_s)
+
+    async def _ails(self, engine: Engine) -> str:
+        """Why an engine gets no requests; empty if it is well."""
+        try:
+            async with asyncio.timeout(self._waits.health_s):
+                async with self._http.get(f"{engine.url}/health", allow_redirects=False) as answer:
+                    return "" if answer.status == 200 else f"/health answered {answer.status}"
+        except TimeoutError:
+            return f"/health did not answer within {self._waits.health_s:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return f"/health: {type(error).__name__}: {error}"
+
+    def _set_well(self, engine: Engine, is_well: bool, why: str) -> None:
+        self._metrics.well.labels(engine.role, engine.name).set(is_well)
+        if is_well != engine.is_well:
+            log.log(
+                logging.INFO if is_well else logging.WARNING,
+                "%s engine %s %s",
+                engine.role,
+                engine.name,
+                "is well" if is_well else f"gets no requests: {why}",
+            )
+        engine.is_well = is_well
+
+    async def agent_of(self, engine: Engine, room: int) -> AgentPlace:
+        """The agent that offers what this prefill server of SGLang's computes under `room`. Raises LegFailed."""
+        now = time.monotonic()
+        try:
+            async with asyncio.timeout(self._waits.connect_s):
+                if engine.replicas is None or now - engine.replicas[0] > AGENTS_S:
+                    engine.replicas = (now, read_replicas(await self._ask(engine, "/route", ALL_RANKS)))
+                replica = room % engine.replicas[1]
+                kept = engine.agents.get(replica)
+                if kept is None or now - kept[0] > AGENTS_S:
+                    place = read_agent(await self._ask(engine, "/kvbridge/ranks", {"replica": str(replica)}))
+                    kept = engine.agents[replica] = (now, place)
+                return kept[1]
+        except TimeoutError:
+            reason = f"its bootstrap server did not answer within {self._waits.connect_s:g} s"
+        except (aiohttp.ClientError, OSError, ValueError, KVBridgeError) as error:
+            reason = f"its bootstrap server at {engine.bootstrap_url}: {error}"
+        raise LegFailed(engine, "no_bootstrap", reason)
+
+    async def _ask(self, engine: Engine, path: str, query: dict[str, str]) -> object:
+        async with self._http.get(f"{engine.bootstrap_url}{path}", params=query, allow_redirects=False) as answer:
+            if answer.status != 200:
+                raise ValueError(f"{path} answered {answer.status}")
+            return parse(await bounded(answer, SMALL_BYTES))
+
+
+class NoEngine(KVBridgeError):
+    """None of a side is well."""
+
+
+async def bounded(answer: aiohttp.ClientResponse, most: int) -> bytes:
+    """The whole of an answer. Raises ValueError if it is longer than `most` bytes."""
+    parts, size = [], 0
+    async for chunk in answer.content.iter_any():
+        parts.append(chunk)
+        size += len(chunk)
+        if size > most:
+            raise ValueError(f"an answer of more than {most} bytes")
+    return b"".join(parts)

@@ -1,0 +1,240 @@
+"""From one ask to the requests that a prefill and a decode engine get, each in its own words. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import EngineError
+from .bodies import CHAT, COMPLETIONS, GENERATE, KEY, OURS, Ask, Body, ClientError
+from .generate import completions
+
+FOREIGN_HOST = "kvbridge"  # the `bootstrap_host` by which SGLang knows that no server of its own has prefilled
+TOKEN = "token_id:"  # how vLLM writes a token that is asked for by its number
+# They decide the first token, which vLLM samples when SGLang decodes, and vLLM does not know them.
+SGLANG_ONLY = ("regex", "ebnf", "json_schema", "stop_regex", "custom_logit_processor")
+
+
+class Kind(StrEnum):
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A request to one engine."""
+
+    path: str
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPlace:
+    """Where a prefill engine's agent is."""
+
+    host: str
+    port: int
+    key: str = ""
+
+    @property
+    def source(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}" + (f"#{self.key}" if self.key else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What vLLM answered to a prefill leg. Without `params` it offered nothing."""
+
+    params: Body | None
+    first_token: int | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[float, int], ...] = ()  # best first
+
+
+def vllm_prefill(ask: Ask, room: int, decode: Kind) -> Leg:
+    """One token, not streamed. Where SGLang decodes, this token is the answer's first. Raises ClientError."""
+    if decode is Kind.SGLANG and ask.path != GENERATE and (odd := [n for n in SGLANG_ONLY if ask.body.get(n)]):
+        raise ClientError("not_supported", f"prefilled by vLLM and decoded by SGLang, not supported: {', '.join(odd)}")
+    if ask.path == GENERATE:
+        body = completions(ask, with_logprobs=decode is Kind.SGLANG)
+    else:
+        body = _plain(ask)
+    asked = body.get("logprobs")  # 0 asks for the token's own
+    wants_logprobs = decode is Kind.SGLANG and asked is not None and asked is not False
+    left_out: tuple[str, ...] = (
+        "stream_options",
+        "echo",
+        "best_of",
+        "prompt_logprobs",
+        "suffix",
+        "user",
+        "stream_interval",
+    )
+    if not wants_logprobs:
+        left_out += ("logprobs", "top_logprobs", "logprob_token_ids")
+    least = body.pop("min_tokens", None)
+    body = {name: value for name, value in body.items() if name not in left_out}
+    body |= {"max_tokens": 1, "stream": False, "n": 1, "return_token_ids": True}
+    if ask.path == CHAT:
+        body["max_completion_tokens"] = 1
+    if type(least) is int and least > 0:
+        body["min_tokens"] = 1  # else the first token might be the end
+    if wants_logprobs:
+        body["return_tokens_as_token_ids"] = True
+    body["kv_transfer_params"] = {"do_remote_decode": True, "bootstrap_room": room}
+    return Leg(_vllm_path(ask), body)
+
+
+def vllm_decode_after(ask: Ask, prefilled: Prefilled) -> Leg:
+    """After vLLM's prefill, whose answer says where the KV is. If it offered nothing, the prompt is computed there."""
+    body = _vllm_decode(ask)
+    if prefilled.params is not None:
+        body["kv_transfer_params"] = prefilled.params
+    return Leg(_vllm_path(ask), body)
+
+
+def vllm_decode_beside(ask: Ask, room: int, agent: AgentPlace) -> Leg:
+    """While SGLang prefills."""
+    params: Body = {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room}
+    params |= {"remote_host": agent.host, "remote_port": agent.port}
+    params |= {"remote_key": agent.key} if agent.key else {}
+    return Leg(_vllm_path(ask), _vllm_decode(ask) | {"kv_transfer_params": params})
+
+
+def sglang_prefill(ask: Ask, room: int, host: str, port: int, decode: Kind) -> Leg:
+    """The whole body: SGLang's prefill server stops after one token by itself. Nothing of its answer is used."""
+    body = {name: value for name, value in _plain(ask).items() if name != "stream_options"}
+    body |= {"stream": False, "bootstrap_host": host, "bootstrap_room": room}
+    if decode is Kind.SGLANG:
+        return Leg(ask.path, body | {"bootstrap_port": port})
+    for name in ("logprobs", "top_logprobs", "return_logprob", "top_logprobs_num", "echo"):
+        body.pop(name, None)
+    return Leg(ask.path, _told(ask.path, body, {"fetched_by": "vllm"}))
+
+
+def sglang_decode_beside(ask: Ask, room: int, host: str, port: int) -> Leg:
+    """While a prefill server of SGLang's works at it: the two know each other."""
+    return Leg(ask.path, _plain(ask) | {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room})
+
+
+def sglang_decode_after(ask: Ask, room: int, prefilled: Prefilled) -> Leg:
+    """After vLLM's prefill. Raises EngineError: SGLang's decode side cannot compute a prompt itself."""
+    if prefilled.params is None:
+        raise EngineError("not_offered", "the prefill engine offered no KV: its answer has no kv_transfer_params")
+    if prefilled.first_token is None:
+        raise EngineError("bad_answer", "the prefill engine told no token_ids")
+    told: Body = {"source": _place(prefilled.params).source, "first_token": prefilled.first_token}
+    if name := prefilled.params.get("remote_request_id"):
+        told["rendezvous"] = name
+    if prefilled.logprob is not None:
+        told["logprob"] = prefilled.logprob
+    if prefilled.top_logprobs:  # as text: SGLang hands on no lists in an object
+        told["top_logprobs"] = json.dumps(prefilled.top_logprobs)
+    body = _plain(ask) | {"bootstrap_host": FOREIGN_HOST, "bootstrap_room": room}
+    return Leg(ask.path, _told(ask.path, body, told))
+
+
+def _vllm_path(ask: Ask) -> str:
+    return COMPLETIONS if ask.path == GENERATE else ask.path
+
+
+def _vllm_decode(ask: Ask) -> Body:
+    return completions(ask) if ask.path == GENERATE else _plain(ask)
+
+
+def _plain(ask: Ask) -> Body:
+    """The client's body. What says null where only the proxy may speak is left out."""
+    return {name: value for name, value in ask.body.items() if name not in OURS}
+
+
+def _told(path: str, body: Body, told: Body) -> Body:
+    """With what SGLang's adapter is to know, where SGLang hands it on."""
+    if path == GENERATE:
+        return body | {"sampling_params": _custom(body["sampling_params"], told)}
+    return _custom(body, told)
+
+
+def _custom(body: Body, told: Body) -> Body:
+    return body | {"custom_params": (body.get("custom_params") or {}) | {KEY: told}}
+
+
+def read_prefilled(ask: Ask, answer: Any, wants_token: bool) -> Prefilled:
+    """What vLLM answered to `vllm_prefill`. Raises EngineError."""
+    try:
+        choice = answer["choices"][0]
+        tokens, said = choice.get("token_ids"), choice.get("logprobs")
+        params = answer.get("kv_transfer_params") or None
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise EngineError("bad_answer", "the prefill engine's answer has no choices") from None
+    if params is not None:
+        if not isinstance(params, dict):
+            raise EngineError("bad_answer", "the prefill engine's kv_transfer_params are no object")
+        _place(params)
+    if not wants_token or params is None:
+        return Prefilled(params)
+    if not (isinstance(tokens, list) and tokens and type(tokens[0]) is int):
+        raise EngineError("bad_answer", "the prefill engine told no token_ids")
+    if not said:
+        return Prefilled(params, tokens[0])
+    try:
+        logprob, top = _chat_logprobs(said) if ask.path == CHAT else _logprobs(said)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        raise EngineError("bad_answer", "the prefill engine's logprobs cannot be read") from None
+    best = sorted(((value, token) for token, value in top), reverse=True)[: _top_asked(ask)]
+    return Prefilled(params, tokens[0], logprob, tuple(best))
+
+
+def _logprobs(said: Body) -> tuple[float, list[tuple[int, float]]]:
+    top = (said.get("top_logprobs") or [None])[0] or {}
+    return float(said["token_logprobs"][0]), [(_token(name), float(value)) for name, value in top.items()]
+
+
+def _chat_logprobs(said: Body) -> tuple[float, list[tuple[int, float]]]:
+    first = said["content"][0]
+    top = first.get("top_logprobs") or []
+    return float(first["logprob"]), [(_token(each["token"]), float(each["logprob"])) for each in top]
+
+
+def _token(text: str) -> int:
+    if not text.startswith(TOKEN):
+        raise ValueError(text)
+    return int(text.removeprefix(TOKEN))
+
+
+def _top_asked(ask: Ask) -> int:
+    name = {COMPLETIONS: "logprobs", CHAT: "top_logprobs", GENERATE: "top_logprobs_num"}[ask.path]
+    asked = ask.body.get(name)
+    return asked if type(asked) is int else 0
+
+
+def _place(params: Body) -> AgentPlace:
+    host, port, key = (params.get(name) for name in ("remote_host", "remote_port", "remote_key"))
+    is_port = type(port) is int or (isinstance(port, str) and port.isdecimal())
+    if not (isinstance(host, str) and host and is_port and isinstance(key, str | None)):
+        raise EngineError("bad_answer", "kv_transfer_params without remote_host and remote_port")
+    return AgentPlace(host, int(port or 0), key or "")
+
+
+def read_replicas(answer: Any) -> int:
+    """How many replicas SGLang's bootstrap server knows. Raises EngineError."""
+    count = answer.get("dp_size") if isinstance(answer, dict) else None
+    if type(count) is not int or count < 1:
+        raise EngineError("bad_answer", "the bootstrap server tells no dp_size")
+    return count
+
+
+def read_agent(answer: Any) -> AgentPlace:
+    """The first agent of a replica, of [[pp_rank, tp_rank, address], ...]. Raises EngineError."""
+    try:
+        _, _, address = min((pp, tp, address) for pp, tp, address in answer)
+        place = urlsplit(address)
+        host, port = place.hostname, place.port
+    except (TypeError, ValueError, AttributeError):
+        host = port = None
+    if not (host and port):
+        raise EngineError("bad_answer", "the bootstrap server tells no agents: is the kvbridge backend on there?")
+    return AgentPlace(host, port, place.fragment)

@@ -1,0 +1,40 @@
+"""What Prometheus sees of the proxy. One registry per proxy; engines are named as the operator wrote them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.requests = Counter("kvbridge_proxy_requests", "Clients' requests", ["path", "outcome"], registry=registry)
+        self.pairs = Counter(
+            "kvbridge_proxy_pairs", "Prompts sent to a pair of engines", ["prefill", "decode"], registry=registry
+        )
+        self.failures = Counter(
+            "kvbridge_proxy_engine_failures", "Legs that failed", ["role", "engine", "code"], registry=registry
+        )
+        self.retries = Counter("kvbridge_proxy_retries", "Prompts sent to another pair", registry=registry)
+        self.without_kv = Counter(
+            "kvbridge_proxy_prefills_without_kv",
+            "Prompts that a prefill engine did not offer: the decode engine computes them",
+            ["engine"],
+            registry=registry,
+        )
+        self.well = Gauge("kvbridge_proxy_engine_well", "Passes health checks", ["role", "engine"], registry=registry)
+        self.outstanding = Gauge(
+            "kvbridge_proxy_engine_outstanding", "Legs under way", ["role", "engine"], registry=registry
+        )
+        self.prefill_s = self._seconds("prefill", "From the request to the prefill engine's answer")
+        self.first_s = self._seconds("first_answer", "From the request to the first of the decode engine's answer")
+        self.request_s = self._seconds("request", "From the request to the end of its answer")
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return Histogram(f"kvbridge_proxy_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,269 @@
+"""The proxy's HTTP: what clients ask comes in, what a pair of engines answers goes out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import aiohttp
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from ..errors import OperatorError
+from ..oneline import OneLine, plain_lines
+from .bodies import PATHS, Ask, Asks, Body, ClientError, encode, merge, read
+from .carry import Carrier, Refusal, Streamed, Whole
+from .events import DONE, framed
+from .fleet import Engine, Fleet, LegFailed, NoEngine, Role, Waits, bounded, read_engine
+from .metrics import Metrics
+
+log = logging.getLogger("kvbridge.proxy")
+log.addFilter(OneLine())
+
+
+class _NotMalformed(logging.Filter):
+    """What is no HTTP is answered so, and not logged: the library would quote the bytes, which may be a prompt's."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
+library_log = logging.getLogger("kvbridge.proxy.http")
+library_log.addFilter(_NotMalformed())
+
+BODY_BYTES = 64 << 20
+LINGER_S = 1.0  # the rest of a body that was refused is read for so long, that the client reads why
+STOP_S = 10.0  # what is under way when the proxy is told to stop has so long
+PASSED_ON = ("Authorization",)
+
+
+def run(prefill: Sequence[str], decode: Sequence[str], listen: str, waits: Waits, log_level: str) -> None:
+    """Serve until SIGTERM or SIGINT. Raises OperatorError."""
+    engines = [read_engine(Role.PREFILL, said) for said in prefill] + [read_engine(Role.DECODE, s) for s in decode]
+    if len({(each.role, each.url) for each in engines}) < len(engines):
+        raise OperatorError("bad_option", "prefill, decode: an engine is named twice")
+    host, port = read_listen(listen)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=log_level.upper(), handlers=[handler])
+    asyncio.run(_run(engines, host, port, waits))
+
+
+class _PlainFormatter(logging.Formatter):
+    """Also of what libraries log, an exception's lines are indented, so that none looks like one of ours."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain_lines(super().format(record))
+
+
+def read_listen(said: str) -> tuple[str, int]:
+    """Raises OperatorError."""
+    host, _, port = said.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 1 << 16):
+        raise OperatorError("bad_option", f"listen: got {said!r}, need HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+async def _run(engines: Sequence[Engine], host: str, port: int, waits: Waits) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with serving(engines, host, port, waits) as place:
+        names = {role: ", ".join(e.name for e in engines if e.role is role) for role in Role}
+        log.info("serving: http://%s prefill: %s decode: %s", place, names[Role.PREFILL], names[Role.DECODE])
+        await stopped.wait()
+
+
+@asynccontextmanager
+async def serving(engines: Sequence[Engine], host: str, port: int, waits: Waits) -> AsyncIterator[str]:
+    """The proxy, from its first look at the engines on; yields its address. Raises OperatorError."""
+    # A connection each: an engine that closes one that was kept open looks like one that failed.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=waits.connect_s)
+    metrics = Metrics()
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers={"Accept-Encoding": "identity"}, trust_env=False
+    ) as http:
+        fleet = Fleet(engines, http, waits, metrics)
+        proxy = Proxy(fleet, http, waits, metrics)
+        runner = web.AppRunner(
+            proxy.app(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=STOP_S,
+            lingering_time=LINGER_S,
+            auto_decompress=False,
+            logger=library_log,
+        )
+        await runner.setup()
+        watching = asyncio.create_task(fleet.watch())
+        try:
+            site = web.TCPSite(runner, host, port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise OperatorError("bad_address", f"listen: cannot serve on {host}:{port}: {error}") from None
+            taken = runner.addresses[0]
+            yield f"[{taken[0]}]:{taken[1]}" if ":" in taken[0] else f"{taken[0]}:{taken[1]}"
+        finally:
+            await runner.cleanup()
+            watching.cancel()
+            await asyncio.wait((watching,))
+
+
+class Proxy:
+    """The pages. A request's outcome is counted once, whatever becomes of it."""
+
+    def __init__(self, fleet: Fleet, http: aiohttp.ClientSession, waits: Waits, metrics: Metrics) -> None:
+        self._fleet, self._http, self._waits, self._metrics = fleet, http, waits, metrics
+        self._carrier = Carrier(fleet, http, waits, metrics)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=BODY_BYTES)
+        for path in PATHS:
+            app.router.add_post(path, self._ask)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._page)
+        return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        well = {role.value: [each.name for each in self._fleet.well(role)] for role in Role}
+        return web.json_response({"well": well}, status=200 if all(well.values()) else 503)
+
+    async def _page(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        """As a decode engine says it."""
+        try:
+            with self._fleet.lend(Role.DECODE) as engine:
+                async with asyncio.timeout(self._waits.connect_s):
+                    url = f"{engine.url}/v1/models"
+                    async with self._http.get(url, headers=_headers(request), allow_redirects=False) as reply:
+                        said = await bounded(reply, BODY_BYTES)
+                        return web.Response(body=said, status=reply.status, content_type=reply.content_type)
+        except NoEngine as error:
+            return _error(503, error.code, str(error))
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            return _error(502, "engine_error", f"decode engine {engine.name}: /v1/models: {type(error).__name__}")
+
+    async def _ask(self, request: web.Request) -> web.StreamResponse:
+        began, outcome = time.monotonic(), "client_left"
+        try:
+            response, outcome = await self._answered(request)
+            return response
+        except OSError:  # it went while it was written to
+            return web.Response()
+        finally:
+            self._metrics.requests.labels(request.path, outcome).inc()
+            self._metrics.request_s.observe(time.monotonic() - began)
+
+    async def _answered(self, request: web.Request) -> tuple[web.StreamResponse, str]:
+        try:
+            asked = read(request.path, await self._body(request))
+            headers = _headers(request)
+            if not asked.asks[0].is_stream:
+                return await self._whole(request, asked, headers)
+            return await self._stream(request, asked.asks[0], headers)
+        except ClientError as error:
+            return _error(error.status, error.code, str(error)), "refused"
+        except Refusal as said:
+            return web.Response(body=said.body, status=said.status, content_type=said.content_type), "refused"
+        except NoEngine as error:
+            return _error(503, error.code, str(error)), error.code
+        except LegFailed as error:
+            return _error(502, error.code, error.for_client), error.code
+
+    async def _body(self, request: web.Request) -> bytes:
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise ClientError("bad_encoding", "a body with Content-Encoding is not taken", status=415)
+        try:
+            async with asyncio.timeout(self._waits.client_s):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise ClientError("too_large", f"a body of more than {BODY_BYTES} bytes", status=413) from None
+        except web.RequestPayloadError:
+            raise ClientError("bad_body", "the body's chunks cannot be read") from None
+        except TimeoutError:
+            raise ClientError("too_slow", f"no whole body within {self._waits.client_s:g} s", status=408) from None
+
+    async def _whole(
+        self, request: web.Request, asked: Asks, headers: Mapping[str, str]
+    ) -> tuple[web.StreamResponse, str]:
+        if len(asked.asks) == 1:  # sent before what is left of the prefill leg is waited for
+            async with self._carrier.carried(asked.asks[0], headers) as opened:
+                assert isinstance(opened, Whole)
+                response = web.Response(body=encode(merge(asked, [opened.answer])), content_type="application/json")
+                await response.prepare(request)
+                await self._sent(response.write_eof())
+                return response, "answered"
+        answers = await self._each(asked.asks, headers)
+        return web.Response(body=encode(merge(asked, answers)), content_type="application/json"), "answered"
+
+    async def _each(self, asks: Sequence[Ask], headers: Mapping[str, str]) -> list[Body]:
+        """All at once. The first that fails ends the others."""
+        tasks = [asyncio.create_task(self._one(ask, headers)) for ask in asks]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _one(self, ask: Ask, headers: Mapping[str, str]) -> Body:
+        async with self._carrier.carried(ask, headers) as opened:
+            assert isinstance(opened, Whole)
+            return opened.answer
+
+    async def _stream(
+        self, request: web.Request, ask: Ask, headers: Mapping[str, str]
+    ) -> tuple[web.StreamResponse, str]:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            async with self._carrier.carried(ask, headers) as opened:
+                assert isinstance(opened, Streamed)
+                await response.prepare(request)
+                await self._sent(response.write(framed(opened.first)))
+                async for event in opened.rest:
+                    await self._sent(response.write(framed(event)))
+                    if event == DONE:
+                        await self._sent(response.write_eof())
+            return response, "answered"
+        except LegFailed as error:
+            if not response.prepared:
+                raise
+            await self._sent(response.write(framed(json.dumps(_said(error.code, error.for_client, 502)).encode())))
+            await self._sent(response.write_eof())  # without [DONE]: this is no whole answer
+            return response, error.code
+
+    async def _sent(self, writing: object) -> None:
+        """Raises ConnectionError for a client that does not read either."""
+        try:
+            async with asyncio.timeout(self._waits.client_s):
+                await writing  # type: ignore[misc]
+        except TimeoutError:
+            raise ConnectionError("the client does not read") from None
+
+
+def _headers(request: web.Request) -> dict[str, str]:
+    passed = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+    return passed | {"Content-Type": "application/json"}
+
+
+def _said(code: str, message: str, status: int) -> Body:
+    """As OpenAI's API says errors."""
+    kind = "invalid_request_error" if status < 500 else "engine_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def _error(status: int, code: str, message: str) -> web.Response:
+    return web.json_response(_said(code, message, status), status=status)

@@ -1,0 +1,88 @@
+"""`kvbridge proxy` as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .standins import world
+
+pytestmark = pytest.mark.timeout(60)
+COMMAND = [sys.executable, "-m", "kvbridge.cli", "proxy"]
+
+
+def test_serves_until_it_is_told_to_stop() -> None:
+    asyncio.run(asyncio.wait_for(_serves(), 40))
+
+
+async def _serves() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    async with world("vllm", "sglang") as w:
+        places = ("--prefill", f"vllm={w.prefill.url}", "--decode", f"sglang={w.decode.url}")
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, *places, "--listen", f"127.0.0.1:{port}", stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            assert process.stderr is not None
+            async with asyncio.timeout(30):
+                while b"is well" not in (await process.stderr.readline()):
+                    pass
+                while b"is well" not in (await process.stderr.readline()):
+                    pass
+            w.url = f"http://127.0.0.1:{port}"
+            status, answer = await w.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})
+            assert status == 200 and answer["choices"][0]["text"] == " 7 8 9"
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 10) == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--prefill", "tgi=http://h:1", "--decode", "vllm=http://h:2"), "prefill: got 'tgi=http://h:1'"),
+        (("--prefill", "vllm=http://h:1", "--decode", "sglang=http://h:2,bootstrap=1"), "decode: got 'bootstrap=1'"),
+        (("--prefill", "vllm=http://h:1", "--decode", "vllm=http://h:2", "--listen", "8080"), "listen: got '8080'"),
+        (
+            ("--prefill", "vllm=http://h:1", "--prefill", "vllm=http://h:1", "--decode", "vllm=http://h:2"),
+            "named twice",
+        ),
+    ],
+)
+def test_a_command_line_that_cannot_be_is_exit_code_2(flags: tuple[str, ...], said: str) -> None:
+    told = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=40)
+    assert told.returncode == 2 and "kvbridge proxy: bad_option: " in told.stderr and said in told.stderr
+
+
+def test_without_aiohttp_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'aiohttp':\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+    )
+    told = subprocess.run(
+        [*COMMAND, "--prefill", "vllm=http://h:1", "--decode", "vllm=http://h:2"],
+        capture_output=True,
+        text=True,
+        timeout=40,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert told.returncode == 1
+    assert told.stderr == (
+        "kvbridge: this needs the packages of the proxy: pip install 'kvbridge[proxy]' (missing: aiohttp)\n"
+    )
