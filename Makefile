@@ -3,6 +3,7 @@
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
 # make test-cross    the tests that drive a vLLM engine and an SGLang server against each other
+# make test-routers    the routers that people run, in front of two real vLLM servers, and two of SGLang (0.3 GB of packages more)
 # make test-faults    agents and engines killed and stopped at every failpoint, three times (50 minutes on two cores)
 # make test-gpu    the tests that need a GPU, or two
 # make fuzz    every decoder and what is behind it, for twelve minutes (FUZZ="--frames 1000000 --target pools" for more)
@@ -10,7 +11,7 @@
 #     the first call puts atheris, which nothing else needs, into .venv (wheels for CPython 3.11 to 3.13 on x86-64 Linux)
 # make bench   what is measured, written to bench/results
 # make bench-gpu   the tests on GPUs, then all that is measured there (tests/gpu/run says more)
-# Each makes the environment it needs (.venv, .venv-vllm, .venv-sglang) from the constraints files; a second call finds it ready.
+# Each makes the environment it needs (.venv, .venv-vllm, ...) from the constraints files; a second call finds it ready.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -18,10 +19,11 @@ PIP = python -m pip --disable-pip-version-check --quiet
 AGENT = .venv/.ready
 ENGINE = .venv-vllm/.ready
 SGLANG = .venv-sglang/.ready
+ROUTERS = .venv-routers/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 
-.PHONY: demo demo-vllm test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-faults test-gpu bench bench-gpu golden clean
+.PHONY: demo demo-vllm test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-faults test-gpu bench bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -37,7 +39,7 @@ lint: $(AGENT)
 	.venv/bin/mypy
 
 unit: $(AGENT)
-	.venv/bin/python -m pytest -m "not vllm and not sglang and not cross and not gpu and not multi_gpu"
+	.venv/bin/python -m pytest -m "not vllm and not sglang and not cross and not routers and not gpu and not multi_gpu"
 
 fuzz: $(AGENT)
 	.venv/bin/python -m tests.fuzz $(or $(FUZZ),--each --jobs 2 --deep --frames 1000000000 --seconds 45)
@@ -54,6 +56,10 @@ test-sglang: $(AGENT) $(SGLANG)
 
 test-cross: $(AGENT) $(ENGINE) $(SGLANG)
 	.venv-sglang/bin/python -m pytest -m cross $(or $(CROSS_TESTS),tests/cross)
+
+test-routers: $(AGENT) $(ENGINE) $(SGLANG) $(ROUTERS)
+	.venv/bin/python -m pytest -m routers tests/routers
+	.venv-sglang/bin/python -m pytest -m routers tests/routers/test_sglang.py
 
 test-faults: $(AGENT)
 	.venv/bin/python -m tests.faults --all --times 3 --workers 2
@@ -94,6 +100,12 @@ $(SGLANG): constraints-sglang.txt pyproject.toml
 	.venv-sglang/bin/$(PIP) install --no-deps -r constraints-sglang.txt -e .
 	touch $@
 
+$(ROUTERS): constraints-routers.txt
+	@test -n "$(PYTHON)" || { echo "kvbridge needs Python 3.11 or newer; none found (set PYTHON=...)"; exit 1; }
+	$(PYTHON) -m venv .venv-routers
+	.venv-routers/bin/$(PIP) install --no-deps -r constraints-routers.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-vllm .venv-sglang .venv-routers .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -446,6 +446,28 @@ def test_a_consumer_wants_unnamed_requests_by_their_prompt(tmp_path: Path) -> No
     consumer.assert_empty()
 
 
+@pytest.mark.parametrize("is_same", [True, False], ids=["its prompt", "another prompt"])
+def test_what_an_untagged_prefill_answered_is_fetched_for_its_prompt_alone(tmp_path: Path, is_same: bool) -> None:
+    """A router sends the prefill side a request as it came, but for one token, and hands on what that returns."""
+    for name in "pd":
+        (tmp_path / name).mkdir()
+    producer = World(tmp_path / "p", role="kv_producer").ready()
+    consumer = World(tmp_path / "d", role="kv_consumer").ready()
+    prompt = list(range(40))
+    producer.request(prompt=prompt, max_tokens=1)
+    params = producer.step().outputs[0].kv_transfer_params
+    offer = producer.agents[0].one(Offer)
+    consumer.request(prompt=prompt if is_same else prompt[::-1], max_tokens=4, **params)
+    consumer.step()
+    if is_same:
+        want = consumer.agents[0].one(Want)
+        assert (want.room, want.source, want.end_token) == (offer.room, "tcp://127.0.0.1:7700", 39)
+        consumer.agents[0].say(done(want))
+    finish(consumer)
+    assert not consumer.agents[0].take(Want)
+    consumer.assert_empty()
+
+
 def test_a_preempted_request_is_computed_again_and_not_fetched_again(tmp_path: Path) -> None:
     world = World(tmp_path, blocks=9, scheduler_reserve_full_isl=False).ready()
     (agent,) = world.agents

@@ -402,6 +402,27 @@ def test_a_producer_offers_unnamed_one_token_requests_under_their_prompt(tmp_pat
     world.assert_empty()
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_untagged_prefill_is_answered_with_what_a_router_may_hand_on(tmp_path: Path, is_told: bool) -> None:
+    extra = {} if is_told else {"kvbridge_untagged_params": False}
+    world = World(tmp_path, role="kv_producer", extra=extra).ready("#KEY")
+    (agent,) = world.agents
+    request = world.request(40, max_tokens=1)
+    params = world.step().outputs[0].kv_transfer_params
+    offer = agent.one(Offer)
+    if is_told:
+        assert params["do_remote_prefill"] and params["remote_request_id"] == offer.room
+        assert offer.room == f"prompt-{prompt_digest(request)}"
+        assert (params["remote_host"], params["remote_port"], params["remote_key"]) == ("127.0.0.1", 7700, "KEY")
+    else:
+        assert params is None
+    agent.say(Released(request=offer.request))
+    world.request(40, max_tokens=2)
+    assert all(output.kv_transfer_params is None for _ in range(2) for output in world.step().outputs)
+    world.run()
+    world.assert_empty()
+
+
 def test_a_request_id_of_any_length_fits_a_message(world: World) -> None:
     (agent,) = world.agents
     world.prefill(40, name="cmpl-" + "x" * 5000 + "-0-0123abcd")

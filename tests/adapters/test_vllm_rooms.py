@@ -141,6 +141,41 @@ def test_what_a_request_wants_and_what_it_may_decline(
     assert is_room(told) is ("/" in told)
 
 
+# What prefill offered under its prompt alone, because nobody had tagged it, and a router hands on.
+@pytest.mark.parametrize(
+    ("told", "request_id", "digest", "wants"),
+    [
+        ("prompt-{A}", "cmpl-D-0-a1b2c3d4", "A", "prompt-{A}"),
+        ("prompt-{A}", "1_chatcmpl-D-a1b2c3d4", "A", "prompt-{A}"),
+        ("prompt-{A}", "17-a1b2c3d4", "A", "prompt-{A}"),
+        ("prompt-{A}", "cmpl-D-0-a1b2c3d4", "B", None),
+        ("prompt-{A}", "chatcmpl-D-a1b2c3d4", "B", None),
+        ("prompt-{A}", "cmpl-D-1-a1b2c3d4", "B", "prompt-{B}"),
+        ("prompt-{A}", "cmpl-D-1-a1b2c3d4", "A", "prompt-{A}"),
+        ("prompt-{A}", "chatcmpl-prompt-{A}-a1b2c3d4", "B", "prompt-{A}/0/{B}"),
+        ("prompt-{A}0", "cmpl-D-0-a1b2c3d4", "A", "prompt-{A}0/0/{A}"),
+    ],
+    ids=[
+        "the prompt",
+        "a sample of it",
+        "an offline engine",
+        "another prompt",
+        "another chat",
+        "a later prompt of the call",
+        "a later prompt that equals the first",
+        "both asked at once, under an id of the caller's own that looks like a prompt's room",
+        "no room",
+    ],
+)
+def test_a_prompt_that_was_offered_untagged_is_met_by_that_prompt_alone(
+    told: str, request_id: str, digest: str, wants: str | None
+) -> None:
+    of = {"A": PROMPT, "B": OTHER}
+    told, request_id = told.format(**of), request_id.format(**of)
+    assert wanted_room(told, request_id, of[digest]) == (wants and wants.format(**of))
+    assert not is_for(told, request_id) and not is_room(told), "nobody declines for others of the same prompt"
+
+
 @pytest.mark.parametrize("ids", [(HEADER, HEADER), ("made-by-prefill", "made-by-decode")], ids=["one id", "two ids"])
 @pytest.mark.parametrize("prompts", [([1, 2], [3, 4], [5, 6]), ([1, 2], [1, 2], [5, 6])], ids=["unlike", "alike"])
 def test_each_prompt_of_a_call_meets_its_own(ids: tuple[str, str], prompts: Any) -> None:
@@ -236,8 +271,8 @@ def test_no_two_requests_of_unlike_kv_meet_in_any_way() -> None:
         names = {name: of(each) for name, each in zip(UNLIKE, digests, strict=True)}
         assert len(set(names.values())) == len(UNLIKE), names
     for mine, theirs in product(digests, repeat=2):
-        told = offered_room("cmpl-one-0-1a2b3c4d", theirs)
-        assert wanted_room(told, "cmpl-two-0-1a2b3c4d", mine) == (told if mine == theirs else None)
+        for told in (offered_room("cmpl-one-0-1a2b3c4d", theirs), prompt_room(theirs)):
+            assert wanted_room(told, "cmpl-two-0-1a2b3c4d", mine) == (told if mine == theirs else None)
 
 
 @pytest.mark.parametrize("name", LIKE)

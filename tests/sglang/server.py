@@ -58,6 +58,7 @@ class ServerConfig:
     backend: str = "kvbridge"
     keeps_prefixes: bool = True  # a radix cache, on the decoding side too
     cores: str = ""  # pinned, one a rank ("0" or "0|1")
+    has_tokenizer: bool = False  # else it is asked in token ids
     flags: tuple[str, ...] = ()  # any other
     environment: dict[str, str] = field(default_factory=dict)  # beside this process's
 
@@ -179,7 +180,8 @@ def _device(config: ServerConfig) -> str:
 
 
 def _flags(config: ServerConfig, model: str, server: Server) -> list[str]:
-    flags = ["--model-path", model, "--host", "127.0.0.1", "--port", str(server.port), "--skip-tokenizer-init"]
+    flags = ["--model-path", model, "--host", "127.0.0.1", "--port", str(server.port)]
+    flags += [] if config.has_tokenizer else ["--skip-tokenizer-init"]
     flags += GPU_FLAGS if config.gpus else ["--sleep-on-idle", "--mem-fraction-static", "0.1"]
     flags += ["--skip-server-warmup", "--dtype", config.dtype]
     flags += ["--page-size", str(config.page_size), "--tp-size", str(config.tensor_parallel_size)]

@@ -26,6 +26,10 @@ class Options:
     model_name   what both engines call the model; the last part of the model's path if not set
     prefill      the prefilling side's agent (tcp://host:port, with #KEY if it has one), for proxies that hand over no
                  kv_transfer_params
+    untagged_params  whether a one-token request without kv_transfer_params, which a kv_producer offers under its
+                 prompt alone, is answered with some: a router that hands on what the prefill side returns then makes
+                 the decode side fetch it
+    bootstrap_port  the port of prefill agents, where a router of the bootstrap style names none
     scales       what becomes of rows under other scales than ours: "requantize" to ours, or "adopt" theirs, while
                  no request was computed or received here; then rows under others are refused
     cross_layer  ask vLLM up to 0.28 for one tensor that holds all layers (its V2 model runner has none);
@@ -39,6 +43,8 @@ class Options:
     connect_s: float = 30.0
     model_name: str = ""
     prefill: str = ""
+    untagged_params: bool = True
+    bootstrap_port: int = 7700
     scales: Policy = "requantize"
     cross_layer: bool = False
 
@@ -62,6 +68,10 @@ class Options:
                     "option_invalid", f"{PREFIX}{name}: {value!r} is {type(value).__name__}, must be {wanted.__name__}"
                 )
         options = cls(**ours)
+        if type(options.bootstrap_port) is not int or not 0 < options.bootstrap_port < 65536:
+            raise OperatorError(
+                "option_invalid", f"{PREFIX}bootstrap_port: {options.bootstrap_port!r}, must be in [1, 65535]"
+            )
         if not options.socket.startswith("/"):
             raise OperatorError("option_invalid", f"{PREFIX}socket: {options.socket!r}, must be an absolute path")
         if options.scales not in (policies := get_args(Policy)):

@@ -22,6 +22,7 @@ RANDOM = re.compile(r"-[0-9a-fA-F]{8}\Z")
 PREFIX = re.compile(r"cmpl-|chatcmpl-|generate-tokens-")
 INDEX = re.compile(r"-(\d{1,9})\Z")
 ROOM = re.compile(rf"(.*)/(\d{{1,9}})/([0-9a-f]{{{2 * DIGEST_BYTES}}})\Z", re.DOTALL)
+PROMPT_ROOM = re.compile(rf"prompt-([0-9a-f]{{{2 * DIGEST_BYTES}}})\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,12 @@ def wanted_room(told: str, request_id: str, digest: str) -> str | None:
 
     `told` is what a proxy hands over (`remote_request_id`): the offered room (it waited for the prefill's answer) or
     the plain external id (it asks both engines at once). vLLM answers a call of several prompts with the room of the
-    first one alone; the others know their own places in it.
+    first one alone; the others know their own places in it. A room of nobody's name (`prompt_room`) has no places.
     """
+    shared = PROMPT_ROOM.match(told)
+    if shared is not None and _short(told) != named(request_id).external:
+        is_first = named(request_id).index == 0
+        return None if is_first and shared.group(1) != digest else prompt_room(digest)
     first, first_digest = _told(told, request_id)
     index = named(request_id).index or first.index
     if first_digest and index == first.index and first_digest != digest:
@@ -75,7 +80,7 @@ def is_for(told: str, request_id: str) -> bool:
 
 
 def is_room(told: str) -> bool:
-    """Whether this names one offer, and not just a call."""
+    """Whether this names one offer: not just a call, nor a prompt, whose other offers are for others."""
     return ROOM.match(told) is not None
 
 

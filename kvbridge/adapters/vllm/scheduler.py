@@ -373,7 +373,7 @@ class SchedulerSide:
         self._step.held[sending.name] = request_id
         self._pressure.held(request_id, sum(block != NULL_BLOCK for table in sending.tables for block in table))
         if request.status in PREFILLED and sending.is_whole:
-            return True, self._params(sending) if sending.is_named else None
+            return True, self._params(sending) if sending.is_named or self._options.untagged_params else None
         # Blocks stay even now: the agent may be reading them until it answers the withdrawal.
         self._step.before.append(Withdraw(request=sending.name, reason=request.status.name.lower()))
         return True, None

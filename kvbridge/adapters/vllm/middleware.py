@@ -1,0 +1,136 @@
+"""Bootstrap style in front of vLLM: `vllm serve --middleware kvbridge.adapters.vllm.middleware.BootstrapRooms ...`.
+
+sglang-router, smg and what else speaks SGLang's own style send one body to both engines at once, with `bootstrap_host`,
+`bootstrap_port` and `bootstrap_room` in it, which vLLM ignores. Here they become an offer of one token on an engine
+whose kv_role is kv_producer, and a want on a kv_consumer. Runs in vLLM's API server, outside of its authentication:
+nothing is kept of a body, and no more of it is read than `MOST_BYTES`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from ...errors import EngineError
+from .options import Options
+from .params import read_remote, read_room
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+MOST_BYTES = 64 << 20  # as much of a body is read before it is known whose it is; longer ones are not ours
+FIELD = b'"bootstrap_room"'
+FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+
+
+class BootstrapRooms:
+    """An ASGI middleware. What it needs to know of the engine it asks vLLM's application, of which it is a part."""
+
+    def __init__(self, app: Callable[[Any, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Any body but ours goes on as it came."""
+        if not _may_be_ours(scope):
+            return await self._app(scope, receive, send)
+        heard = [await receive()]
+        read = len(heard[0].get("body", b""))
+        while heard[-1].get("more_body") and read <= MOST_BYTES:
+            heard.append(await receive())
+            read += len(heard[-1].get("body", b""))
+        text = b"".join(message.get("body", b"") for message in heard)
+        if FIELD in text and heard[-1]["type"] == "http.request":
+            try:
+                if heard[-1].get("more_body"):
+                    raise EngineError("bad_params", f"body: more than {MOST_BYTES} bytes, with a bootstrap_room")
+                text = _turned(text, scope["app"].state.vllm_config.kv_transfer_config)
+            except EngineError as error:
+                return await _refuse(send, str(error))
+            heard = [{"type": "http.request", "body": text, "more_body": False}]
+            length = (b"content-length", str(len(text)).encode())
+            scope = {**scope, "headers": [*(each for each in scope["headers"] if each[0] != length[0]), length]}
+        heard.reverse()
+
+        async def again() -> Message:
+            return heard.pop() if heard else await receive()
+
+        await self._app(scope, again, send)
+
+
+def _may_be_ours(scope: MutableMapping[str, Any]) -> bool:
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return False
+    headers = dict(scope["headers"])
+    return b"json" in headers.get(b"content-type", b"").lower() and b"content-encoding" not in headers
+
+
+def _turned(text: bytes, engine: Any) -> bytes:
+    """The body for this engine; as it came if it has no room, or is for vLLM to refuse. Raises EngineError."""
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(body, dict) or body.get("bootstrap_room") is None:
+        return text
+    if body.get("kv_transfer_params"):
+        raise EngineError("bad_params", "kv_transfer_params and bootstrap_room: must be one of them")
+    role = engine.kv_role if engine is not None else None
+    if role not in ("kv_producer", "kv_consumer"):
+        reason = f"bootstrap_room: this engine's kv_role is {role}, must be kv_producer or kv_consumer"
+        raise EngineError("bad_params", reason)
+    sizes = _sizes(body)
+    host, port, room = (_first(body.pop(name, None), name, sizes) for name in FIELDS)
+    params: dict[str, Any] = {"bootstrap_room": room}
+    if role == "kv_producer":
+        params["do_remote_decode"] = True
+        read_room(params)
+        body |= _one_token(body)
+    else:
+        if port is None:
+            port = Options.read(engine.kv_connector_extra_config).bootstrap_port
+        if type(port) is not int or not 0 < port < 65536:
+            raise EngineError("bad_params", f"bootstrap_port: {port!a:.40}, must be in [1, 65535]")
+        params |= {"do_remote_prefill": True, "remote_host": host, "remote_port": port}
+        read_remote(params)
+    return json.dumps(body | {"kv_transfer_params": params}).encode()
+
+
+def _one_token(body: dict[str, Any]) -> dict[str, Any]:
+    """What a prefill is asked instead. Whether it streams is left: routers only read it to its end."""
+    limits = ["max_tokens"] + ["max_completion_tokens"] * ("messages" in body) + ["min_tokens"] * ("min_tokens" in body)
+    return dict.fromkeys(limits, 1)
+
+
+def _sizes(body: dict[str, Any]) -> set[int]:
+    """How many rooms such a call may have: one for each prompt, or for each answer to it."""
+    prompt, answers = body.get("prompt"), body.get("n")
+    prompts = len(prompt) if isinstance(prompt, list) and any(isinstance(each, str | list) for each in prompt) else 1
+    return {prompts, prompts * answers} if type(answers) is int else {prompts}
+
+
+def _first(value: Any, name: str, sizes: set[int]) -> Any:
+    """Of a value that may be there once for each prompt. vLLM takes one room a call: prompts meet by their digests."""
+    if not isinstance(value, list):
+        return value
+    if len(value) not in sizes:
+        needed = " or ".join(map(str, sorted(sizes)))
+        raise EngineError("bad_params", f"{name}: {len(value)} of them, must be {needed}")
+    if name == "bootstrap_room":
+        for each in value:
+            if each is None:
+                raise EngineError("bad_params", f"{name}: one is missing, must be {len(value)} numbers")
+            read_room({name: each})
+    elif any(each != value[0] for each in value):
+        raise EngineError("bad_params", f"{name}: {value[0]!a:.40} and others, must be one prefill engine's")
+    return value[0]
+
+
+async def _refuse(send: Send, reason: str) -> None:
+    """As vLLM itself answers a request that it cannot mean."""
+    error = {"message": f"kvbridge: {reason}", "type": "BadRequestError", "param": None, "code": 400}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

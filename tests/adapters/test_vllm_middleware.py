@@ -1,0 +1,216 @@
+"""Bodies as routers of the bootstrap style send them, and what vLLM is given instead. Needs no vLLM, as it must not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvbridge.adapters.vllm import middleware
+from kvbridge.adapters.vllm.middleware import BootstrapRooms
+
+ROOM = 4711
+HOST = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 7701, "bootstrap_room": ROOM}
+JSON = [(b"content-type", b"application/json"), (b"x-other", b"1")]
+WANT = {"do_remote_prefill": True, "bootstrap_room": ROOM, "remote_host": "10.0.0.1", "remote_port": 7701}
+OFFER = {"do_remote_decode": True, "bootstrap_room": ROOM}
+
+
+class Application:
+    """vLLM's: keeps the scope and the messages it gets, until the body's end or its client's, and answers 200."""
+
+    def __init__(self) -> None:
+        self.scope: Any = None
+        self.heard: list[Any] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.scope = scope
+        while not self.heard or self.heard[-1].get("more_body"):
+            self.heard.append(await receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.heard)
+
+
+def call(
+    body: Any,
+    role: str = "kv_producer",
+    headers: Any = JSON,
+    method: str = "POST",
+    cuts: int = 1,
+    ends: bool = True,
+    **extra: Any,
+) -> tuple[Application, list[Any]]:
+    """The application that was behind it, and what was sent to the client."""
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    step = -(-len(text) // cuts) or 1
+    parts = [text[at : at + step] for at in range(0, len(text), step)] or [b""]
+    heard = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    if ends:
+        heard[-1]["more_body"] = False
+    heard.append({"type": "http.disconnect"})
+    waiting: Iterator[Any] = iter(heard)
+    told: list[Any] = []
+
+    async def receive() -> Any:
+        return next(waiting)
+
+    async def send(message: Any) -> None:
+        told.append(message)
+
+    transfer = SimpleNamespace(kv_role=role, kv_connector_extra_config=extra) if role else None
+    state = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer))
+    scope = {"type": "http", "method": method, "headers": headers, "app": SimpleNamespace(state=state)}
+    behind = Application()
+    asyncio.run(BootstrapRooms(behind)(scope, receive, send))
+    return behind, told
+
+
+def turned(body: dict[str, Any], role: str = "kv_producer", **extra: Any) -> Any:
+    behind, told = call(body, role, **extra)
+    assert told[0]["status"] == 200, told
+    headers = dict(behind.scope["headers"])
+    assert headers[b"content-length"] == str(len(behind.body)).encode() and headers[b"x-other"] == b"1"
+    return json.loads(behind.body)
+
+
+def refusal(body: dict[str, Any], role: str = "kv_consumer", **more: Any) -> str:
+    behind, told = call(body, role, **more)
+    assert behind.scope is None, "it went on"
+    assert (told[0]["status"], told[1].get("more_body", False)) == (400, False)
+    error = json.loads(told[1]["body"])["error"]
+    assert (error["type"], error["code"]) == ("BadRequestError", 400)
+    return error["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prefill_engine_offers_and_computes_one_token(stream: bool) -> None:
+    body = {"model": "m", "prompt": "1 2 3", "max_tokens": 40, "stream": stream, "n": 2}
+    assert turned(body | HOST) == body | {"max_tokens": 1, "kv_transfer_params": OFFER}
+
+
+def test_a_chat_of_some_tokens_at_least_is_one_token_too() -> None:
+    body = {"messages": [{"role": "user", "content": "é \ud800"}], "max_completion_tokens": 40, "min_tokens": 9}
+    one = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1, "kv_transfer_params": OFFER}
+    assert turned(body | HOST) == body | one
+
+
+def test_a_decode_engine_wants_what_the_named_agent_has_and_keeps_the_rest() -> None:
+    body = {"messages": [], "max_tokens": 40, "stream": True, "stream_options": {"include_usage": True}}
+    assert turned(body | HOST, "kv_consumer") == body | {"kv_transfer_params": WANT}
+
+
+@pytest.mark.parametrize(("extra", "port"), [({}, 7700), ({"kvbridge_bootstrap_port": 7123}, 7123)])
+@pytest.mark.parametrize("told", [{"bootstrap_port": None}, {}], ids=["null", "none"])
+def test_a_port_that_the_router_leaves_out_is_the_option_s(told: Any, extra: Any, port: int) -> None:
+    body = {"prompt": "1", "bootstrap_host": "10.0.0.1", "bootstrap_room": ROOM} | told
+    assert turned(body, "kv_consumer", **extra)["kv_transfer_params"] == WANT | {"remote_port": port}
+
+
+@pytest.mark.parametrize(
+    ("body", "rooms"),
+    [
+        ({"prompt": ["1", "2", "3"]}, 3),
+        ({"prompt": ["1", "2"], "n": 3}, 2),
+        ({"prompt": ["1", "2"], "n": 3}, 6),
+        ({"prompt": [[1, 2], [3]]}, 2),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"messages": [], "n": 4}, 4),
+    ],
+)
+def test_the_first_of_several_rooms_serves_the_whole_call(body: dict[str, Any], rooms: int) -> None:
+    several = {name: [value] * rooms for name, value in HOST.items()}
+    several["bootstrap_room"] = list(range(ROOM, ROOM + rooms))
+    assert turned(body | several, "kv_consumer")["kv_transfer_params"] == WANT
+    assert turned(body | several)["kv_transfer_params"] == OFFER
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "must be one of them"),
+        ({"bootstrap_room": [1]}, "bootstrap_room: 1 of them, must be 2"),
+        ({"bootstrap_room": [1, 2, 3]}, "bootstrap_room: 3 of them, must be 2"),
+        ({"bootstrap_room": []}, "bootstrap_room: 0 of them, must be 2"),
+        ({"bootstrap_room": [1, 2, 3], "n": 2}, "bootstrap_room: 3 of them, must be 2 or 4"),
+        ({"bootstrap_room": [1, None]}, "bootstrap_room: one is missing"),
+        ({"bootstrap_room": [None, 1]}, "bootstrap_room: one is missing"),
+        ({"bootstrap_room": [1, "2"]}, "bootstrap_room: '2'"),
+        ({"bootstrap_room": 0}, "bootstrap_room: 0"),
+        ({"bootstrap_room": 1 << 63}, "bootstrap_room: 9223372036854775808"),
+        ({"bootstrap_room": True}, "bootstrap_room"),
+        ({"bootstrap_room": 1.0}, "bootstrap_room: float"),
+        ({"bootstrap_room": {}}, "bootstrap_room: dict"),
+        ({"bootstrap_host": None}, "without request, host or port"),
+        ({"bootstrap_host": ["a", "b"]}, "bootstrap_host: 'a' and others"),
+        ({"bootstrap_host": 1.5}, "remote_host: float"),
+        ({"bootstrap_host": "h" * 300}, "longer than the wire allows"),
+        ({"bootstrap_port": [7700]}, "bootstrap_port: 1 of them"),
+        ({"bootstrap_port": {}}, "bootstrap_port: {}, must be in [1, 65535]"),
+        ({"bootstrap_port": 0}, "bootstrap_port: 0, must be in [1, 65535]"),
+        ({"bootstrap_port": 70000}, "bootstrap_port: 70000, must be in [1, 65535]"),
+        ({"bootstrap_port": True}, "bootstrap_port: True, must be in [1, 65535]"),
+    ],
+)
+def test_what_it_cannot_mean_is_refused_with_the_reason(more: dict[str, Any], said: str) -> None:
+    assert said in refusal({"prompt": ["1", "2"]} | HOST | more)
+
+
+@pytest.mark.parametrize("role", ["kv_both", ""])
+def test_an_engine_that_is_neither_of_the_two_refuses(role: str) -> None:
+    assert "must be kv_producer or kv_consumer" in refusal({"prompt": "1"} | HOST, role)
+
+
+@pytest.mark.parametrize(
+    ("body", "more"),
+    [
+        ({"prompt": "1"}, {}),
+        ({"prompt": "1", "bootstrap_room": None, "bootstrap_host": None}, {}),
+        ({"prompt": '"bootstrap_room"', "kv_transfer_params": {"do_remote_decode": True}}, {}),
+        ({"messages": [{"content": {"bootstrap_room": 7}}]}, {}),
+        (["bootstrap_room"], {}),
+        (b'{"bootstrap_room": 1', {}),
+        (b'\xff"bootstrap_room"', {}),
+        (b'{"bootstrap_room": ' + b"[" * 100_000, {}),
+        (b'{"bootstrap_room": ' + b"1" * 5000 + b"}", {}),
+        (b"", {}),
+        (HOST, {"method": "GET"}),
+        (HOST, {"headers": [(b"content-type", b"multipart/form-data; boundary=x")]}),
+        (HOST, {"headers": [*JSON, (b"content-encoding", b"gzip")]}),
+        (HOST, {"headers": []}),
+        (HOST, {"ends": False}),
+    ],
+)
+@pytest.mark.parametrize("cuts", [1, 7])
+def test_what_is_not_ours_goes_on_as_it_came(body: Any, more: dict[str, Any], cuts: int) -> None:
+    behind, told = call(body, cuts=cuts, **more)
+    assert behind.body == (body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert "content-length" not in dict(behind.scope["headers"]) and told[0]["status"] == 200
+    assert behind.heard[-1]["type"] == ("http.request" if more.get("ends", True) else "http.disconnect")
+
+
+def test_a_body_in_pieces_is_read_together() -> None:
+    assert turned({"prompt": "1 2 3"} | HOST, cuts=9)["kv_transfer_params"] == OFFER
+
+
+def test_no_more_is_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "MOST_BYTES", 400)
+    long = {"prompt": "1" * 1000}
+    assert call(long, cuts=10)[0].body == json.dumps(long).encode()
+    assert "more than 400 bytes" in refusal(HOST | long, cuts=10)
+
+
+def test_imports_nothing_that_an_api_server_has_not() -> None:
+    asked = "import sys, kvbridge.adapters.vllm.middleware; print(*{m.split('.')[0] for m in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-Sc", f"import sys; sys.path = {sys.path!r}; {asked}"],
+                            capture_output=True, text=True, check=True, timeout=30).stdout.split()  # fmt: skip
+    assert set(loaded) - sys.stdlib_module_names <= {"kvbridge", "kvbridge_proto", "__main__"}
