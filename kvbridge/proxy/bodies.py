@@ -16,6 +16,7 @@ PATHS = (COMPLETIONS, CHAT, GENERATE)
 
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
 OURS = ("kv_transfer_params", *BOOTSTRAP)  # what the proxy says to engines, and a client may not
+REPLICAS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")  # rooms say which of SGLang's
 KEY = "kvbridge"  # in `custom_params`: likewise
 MOST_ASKS = 256  # prompts times samples of one body
 # Of /generate, one for each prompt of a batch or one for all.
@@ -93,13 +94,16 @@ def read(path: str, raw: bytes) -> Asks:
     if unfit := [name for name in NOT_CARRIED[path] if body.get(name)]:
         raise ClientError("not_supported", f"not supported here: {', '.join(unfit)}")
     _check_flag(body, "stream")
+    _check_custom(body)
     if not isinstance(body.get("custom_params"), dict | None):
         raise ClientError("bad_request", "custom_params must be an object")
     return _split_generate(body) if path == GENERATE else _split_openai(path, body)
 
 
 def _refuse_ours(body: Body) -> None:
-    found = [name for name in OURS if body.get(name) is not None]
+    found = [name for name in (*OURS, *REPLICAS) if body.get(name) is not None]
+    if isinstance(extra := body.get("vllm_xargs"), dict) and extra.get("kv_transfer_params") is not None:
+        found.append("vllm_xargs.kv_transfer_params")
     params = body.get("sampling_params")
     every = [body, *(params if isinstance(params, list) else [params])]
     if any(isinstance(each, dict) and KEY in (_object(each.get("custom_params")) or {}) for each in every):
@@ -108,6 +112,17 @@ def _refuse_ours(body: Body) -> None:
         has_both = "kv_transfer_params" in found and len(found) > 1
         which = " (of two styles at once)" if has_both else ""
         raise ClientError("has_transfer_params", f"the proxy sets these itself{which}, leave out: {', '.join(found)}")
+
+
+def _check_custom(body: Body) -> None:
+    """SGLang 0.5.23 takes scalars there, and lists and objects of them; anything deeper ends its scheduler."""
+    params = body.get("sampling_params")
+    every = [body, *(params if isinstance(params, list) else [params])]
+    for custom in (_object(each.get("custom_params")) for each in every if isinstance(each, dict)):
+        for name, value in (custom or {}).items():
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            if any(isinstance(each, dict | list) for each in inner):
+                raise ClientError("bad_request", f"custom_params.{name}: too deep, one level may be there")
 
 
 def _split_openai(path: str, body: Body) -> Asks:

@@ -220,10 +220,13 @@ def _place(params: Body) -> AgentPlace:
 
 
 def read_replicas(answer: Any) -> int:
-    """How many replicas SGLang's bootstrap server knows. Raises EngineError."""
+    """How many replicas SGLang's bootstrap server knows, where a room says which one it goes to. Raises EngineError."""
     count = answer.get("dp_size") if isinstance(answer, dict) else None
     if type(count) is not int or count < 1:
         raise EngineError("bad_answer", "the bootstrap server tells no dp_size")
+    if count > 1 and not answer.get("follow_bootstrap_room"):
+        reason = "its load balance method: must be follow_bootstrap_room where it has replicas and vLLM decodes"
+        raise EngineError("bad_answer", reason)
     return count
 
 

@@ -40,6 +40,7 @@ library_log = logging.getLogger("kvbridge.proxy.http")
 library_log.addFilter(_NotMalformed())
 
 BODY_BYTES = 64 << 20
+AT_ONCE = 16  # of the requests that one body becomes: each holds that body
 LINGER_S = 1.0  # the rest of a body that was refused is read for so long, that the client reads why
 STOP_S = 10.0  # what is under way when the proxy is told to stop has so long
 PASSED_ON = ("Authorization",)
@@ -210,8 +211,9 @@ class Proxy:
         return web.Response(body=encode(merge(asked, answers)), content_type="application/json"), "answered"
 
     async def _each(self, asks: Sequence[Ask], headers: Mapping[str, str]) -> list[Body]:
-        """All at once. The first that fails ends the others."""
-        tasks = [asyncio.create_task(self._one(ask, headers)) for ask in asks]
+        """Side by side, as many as there are places. The first that fails ends the others."""
+        places = asyncio.Semaphore(AT_ONCE)
+        tasks = [asyncio.create_task(self._one(ask, headers, places)) for ask in asks]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -219,8 +221,8 @@ class Proxy:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _one(self, ask: Ask, headers: Mapping[str, str]) -> Body:
-        async with self._carrier.carried(ask, headers) as opened:
+    async def _one(self, ask: Ask, headers: Mapping[str, str], places: asyncio.Semaphore) -> Body:
+        async with places, self._carrier.carried(ask, headers) as opened:
             assert isinstance(opened, Whole)
             return opened.answer
 

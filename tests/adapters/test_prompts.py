@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvbridge.adapters.engine.prompts import rendezvous
+from kvbridge.adapters.engine.prompts import is_in, rendezvous
 from kvbridge.adapters.sglang import prompts as sglang
 from kvbridge.adapters.vllm import rooms as vllm
 
@@ -54,4 +54,6 @@ def test_a_prompt_has_one_name_in_both_engines_if_its_kv_is_the_same(one: str, o
 
 
 def test_a_room_is_part_of_the_name() -> None:
-    assert rendezvous(7, "ab") != rendezvous(8, "ab")
+    name = rendezvous(7, "ab" * 20)
+    assert name != rendezvous(8, "ab" * 20) and is_in(name, 7) and not is_in(name, 8)
+    assert not any(is_in(other, 7) for other in ("", "room/7/", "room/7/ab", name + "a", name.upper(), f"x{name}"))

@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -495,8 +496,41 @@ def test_wants_in_the_room_that_a_router_gave_both_sides(world: World, has_waite
 
 
 def test_a_room_that_was_prefilled_for_another_prompt_is_not_waited_for(world: World) -> None:
+    """And what was offered for that one is let go of."""
     request = world.decode(40, remote_request_id=f"room/7/{'0' * 40}", bootstrap_room=7)
     world.steps(3)
-    assert request.num_computed_tokens >= 40 and not world.agents[0].take(Want)
+    assert request.num_computed_tokens >= 40
+    declined = world.agents[0].one(Want)
+    assert (declined.room, declined.first_token, declined.end_token) == (f"room/7/{'0' * 40}", 0, 0)
     finish(world)
     world.assert_empty()
+
+
+def test_later_prompts_of_a_call_in_a_room_go_by_their_own_digests(world: World) -> None:
+    """A prefill's answer names the first prompt's offer alone."""
+    request = world.decode(40, name="cmpl-call-1-1a2b3c4d", remote_request_id=f"room/7/{'0' * 40}", bootstrap_room=7)
+    world.steps(3)
+    assert world.agents[0].one(Want).room == f"room/7/{prompt_digest(request)}"
+
+
+@pytest.mark.parametrize(
+    ("room", "told", "is_declined"),
+    [
+        (2**62, f"room/{2**62}/{'a' * 40}", True),
+        (7, f"room/7/{'a' * 40}", True),
+        (7, f"room/8/{'a' * 40}", False),
+        (7, "", False),
+        (7, "room/7/", False),
+    ],
+)
+def test_a_call_that_vllm_refuses_lets_go_of_what_was_offered_for_it_in_a_room(
+    world: World, room: int, told: str, is_declined: bool
+) -> None:
+    where = {"remote_host": "h", "remote_port": 7, "remote_request_id": told, "bootstrap_room": room}
+    params = {"do_remote_prefill": True, **where}
+    side = world.scheduler.connector.scheduler
+    for name in ("first", "again"):
+        request = SimpleNamespace(request_id=name, num_prompt_tokens=1, abort_immediately=True)
+        request.kv_transfer_params = params
+        side.new_request(request)
+    assert [each.room for each in side._step.before] == [told] * is_declined

@@ -48,6 +48,7 @@ def call(
     method: str = "POST",
     cuts: int = 1,
     ends: bool = True,
+    path: str = "/v1/completions",
     **extra: Any,
 ) -> tuple[Application, list[Any]]:
     """The application that was behind it, and what was sent to the client."""
@@ -69,7 +70,8 @@ def call(
 
     transfer = SimpleNamespace(kv_role=role, kv_connector_extra_config=extra) if role else None
     state = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer))
-    scope = {"type": "http", "method": method, "headers": headers, "app": SimpleNamespace(state=state)}
+    app = SimpleNamespace(state=state)
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
     behind = Application()
     asyncio.run(BootstrapRooms(behind)(scope, receive, send))
     return behind, told
@@ -214,3 +216,13 @@ def test_imports_nothing_that_an_api_server_has_not() -> None:
     loaded = subprocess.run([sys.executable, "-Sc", f"import sys; sys.path = {sys.path!r}; {asked}"],
                             capture_output=True, text=True, check=True, timeout=30).stdout.split()  # fmt: skip
     assert set(loaded) - sys.stdlib_module_names <= {"kvbridge", "kvbridge_proto", "__main__"}
+
+
+def test_a_path_whose_limits_are_not_known_is_refused_a_room_and_goes_on_without() -> None:
+    assert "/v1/completions and" in refusal({"input": "1"} | HOST, path="/v1/responses")
+    behind, _ = call({"input": {"bootstrap_room": 7}}, path="/v1/responses")
+    assert json.loads(behind.body) == {"input": {"bootstrap_room": 7}}
+
+
+def test_no_rooms_at_all_are_refused() -> None:
+    assert "bootstrap_room: 0 of them" in refusal({"prompt": "1", "n": 0} | HOST | {"bootstrap_room": []})

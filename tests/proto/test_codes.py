@@ -1,4 +1,4 @@
-"""PROTOCOL.md explains every code that the source says, and none that it does not."""
+"""PROTOCOL.md, and docs/proxy.md for the proxy, explain every code that the source says, and none that it does not."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 from .codes import ROOT, used
 
 TEXT = (ROOT / "proto" / "PROTOCOL.md").read_text().partition("## Error codes")[2]
+PROXY = (ROOT / "docs" / "proxy.md").read_text().partition("## Codes")[2].partition("\n## ")[0]
 DOCUMENTED = {
     code
-    for line in TEXT.splitlines()
+    for line in (TEXT + PROXY).splitlines()
     if line.startswith(("| `", "**A bug"))
     for code in re.findall(r"`([a-z_]+)`", line.split("|")[1] if line.startswith("|") else line)
 }

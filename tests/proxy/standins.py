@@ -101,7 +101,7 @@ class StandIn:
 
     async def route(self, request: web.Request) -> web.Response:
         is_all = all(request.query[f"{n}_rank"] == "-1" for n in ("prefill_dp", "prefill_cp", "target_tp", "target_pp"))
-        return web.json_response({"dp_size": 2}, status=200 if is_all else 400)
+        return web.json_response({"dp_size": 2, "follow_bootstrap_room": True}, status=200 if is_all else 400)
 
     async def ranks(self, request: web.Request) -> web.Response:
         return web.json_response([[pp, tp, url.format(request.query["replica"])] for pp, tp, url in self.agents])

@@ -168,7 +168,7 @@ def test_what_names_no_agent_is_an_engines_error(answer: Any) -> None:
         read_agent(answer)
 
 
-@pytest.mark.parametrize("answer", [None, [], {}, {"dp_size": 0}, {"dp_size": "2"}, {"dp_size": True}])
+@pytest.mark.parametrize("answer", [None, [], {}, {"dp_size": 0}, {"dp_size": "2"}, {"dp_size": True}, {"dp_size": 2}])
 def test_what_names_no_replicas_is_an_engines_error(answer: Any) -> None:
     with pytest.raises(EngineError):
         read_replicas(answer)
@@ -304,3 +304,10 @@ def test_what_names_no_engine_is_refused(said: str) -> None:
 def test_only_a_prefill_server_has_a_bootstrap_server() -> None:
     with pytest.raises(OperatorError):
         read_engine(Role.DECODE, "sglang=http://h:1,bootstrap=8998")
+
+
+@pytest.mark.parametrize("deep", [{"a": {"b": [1]}}, {"a": [[1]]}, {"a": [{}]}])
+def test_custom_params_that_would_end_sglangs_scheduler_are_refused(deep: dict[str, Any]) -> None:
+    for body in ({"text": "x", "sampling_params": {"custom_params": deep}}, {"prompt": "x", "custom_params": deep}):
+        with pytest.raises(ClientError, match=r"custom_params\.a: too deep"):
+            read("/generate" if "text" in body else "/v1/completions", json.dumps(body).encode())

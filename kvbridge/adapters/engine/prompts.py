@@ -19,6 +19,13 @@ def rendezvous(room: int, digest: str) -> str:
     return f"room/{room}/{digest}"
 
 
+def is_in(name: str, room: int) -> bool:
+    """Whether this is the rendezvous id of some prompt in that room."""
+    start = rendezvous(room, "")
+    digest = name.removeprefix(start)
+    return digest != name and len(digest) == 2 * DIGEST_BYTES and not set(digest) - set("0123456789abcdef")
+
+
 class PromptDigest:
     """Of all that decides the KV of a prompt. Fields are added in one order; what an engine has not is left out."""
 

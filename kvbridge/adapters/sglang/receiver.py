@@ -72,6 +72,9 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             self._prefilled = foreign.prefilled(req, self.kv_mgr.vocabulary)
         except EngineError as error:
             return str(error)
+        except Exception as error:  # the scheduler's thread: an exception would end the server
+            log.exception("bootstrap_room %s: custom_params", self.bootstrap_room)
+            return f"custom_params: {type(error).__name__}: {error}"
         theirs, ours = self._prefilled[0].rendezvous, rendezvous(self.bootstrap_room, self._prompt)
         return f"{OTHER_PROMPT}: theirs {theirs!a}, ours {ours}" if theirs not in ("", ours) else ""
 

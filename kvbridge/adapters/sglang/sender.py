@@ -64,6 +64,9 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
                 self.kv_mgr.rooms.open(self.bootstrap_room, self)
         except EngineError as error:
             return self._fail(str(error))
+        except Exception as error:  # the scheduler's thread: an exception would end the server
+            log.exception("bootstrap_room %s: custom_params", self.bootstrap_room)
+            return self._fail(f"custom_params: {type(error).__name__}: {error}")
         self.kv_mgr.bind(self.bootstrap_room, self, self._prompt)
 
     def pop_decode_prefix_len(self) -> int:

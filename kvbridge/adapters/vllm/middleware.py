@@ -23,6 +23,7 @@ Send = Callable[[Message], Awaitable[None]]
 MOST_BYTES = 64 << 20  # as much of a body is read before it is known whose it is; longer ones are not ours
 FIELD = b'"bootstrap_room"'
 FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+PATHS = ("/v1/completions", "/v1/chat/completions")  # whose limits of tokens we know
 
 
 class BootstrapRooms:
@@ -45,7 +46,7 @@ class BootstrapRooms:
             try:
                 if heard[-1].get("more_body"):
                     raise EngineError("bad_params", f"body: more than {MOST_BYTES} bytes, with a bootstrap_room")
-                text = _turned(text, scope["app"].state.vllm_config.kv_transfer_config)
+                text = _turned(text, scope["path"], scope["app"].state.vllm_config.kv_transfer_config)
             except EngineError as error:
                 return await _refuse(send, str(error))
             heard = [{"type": "http.request", "body": text, "more_body": False}]
@@ -66,7 +67,7 @@ def _may_be_ours(scope: MutableMapping[str, Any]) -> bool:
     return b"json" in headers.get(b"content-type", b"").lower() and b"content-encoding" not in headers
 
 
-def _turned(text: bytes, engine: Any) -> bytes:
+def _turned(text: bytes, path: str, engine: Any) -> bytes:
     """The body for this engine; as it came if it has no room, or is for vLLM to refuse. Raises EngineError."""
     try:
         body = json.loads(text)
@@ -74,6 +75,8 @@ def _turned(text: bytes, engine: Any) -> bytes:
         return text
     if not isinstance(body, dict) or body.get("bootstrap_room") is None:
         return text
+    if not path.endswith(PATHS):
+        raise EngineError("bad_params", f"bootstrap_room: understood at {' and '.join(PATHS)} only")
     if body.get("kv_transfer_params"):
         raise EngineError("bad_params", "kv_transfer_params and bootstrap_room: must be one of them")
     role = engine.kv_role if engine is not None else None
@@ -114,7 +117,7 @@ def _first(value: Any, name: str, sizes: set[int]) -> Any:
     """Of a value that may be there once for each prompt. vLLM takes one room a call: prompts meet by their digests."""
     if not isinstance(value, list):
         return value
-    if len(value) not in sizes:
+    if not value or len(value) not in sizes:
         needed = " or ".join(map(str, sorted(sizes)))
         raise EngineError("bad_params", f"{name}: {len(value)} of them, must be {needed}")
     if name == "bootstrap_room":

@@ -22,7 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from ...errors import EngineError
 from ...oneline import OneLine
-from ..engine.prompts import rendezvous
+from ..engine.prompts import is_in, rendezvous
 from .block_tables import NULL_BLOCK, Tables
 from .options import Options
 from .params import read_remote, read_room
@@ -33,6 +33,7 @@ from .rooms import (
     is_for,
     is_room,
     message_name,
+    named,
     offered_room,
     prompt_digest,
     prompt_room,
@@ -198,7 +199,8 @@ class SchedulerSide:
 
     def _learn(self, request: Request) -> None:
         """Whether it is to be offered or fetched."""
-        params = request.kv_transfer_params or {}
+        given = request.kv_transfer_params
+        params = given if isinstance(given, dict) else {}  # `vllm_xargs` may bring anything under that name
         if getattr(request, "abort_immediately", False):
             if params.get("do_remote_prefill"):
                 self._refused(request, params)
@@ -225,6 +227,8 @@ class SchedulerSide:
                 shorten(request)
             elif not self._tables.outlives(request.num_prompt_tokens):
                 self._log_given_up(request)
+                if number:  # the other side may wait there already
+                    self._step.before.append(self._nothing(room, message_name(request.request_id)))
                 return
             self._sending[request.request_id] = Sending(request, room, True, end, number)
         elif params.get("do_remote_prefill"):
@@ -242,10 +246,14 @@ class SchedulerSide:
         digest = prompt_digest(request)
         if remote.room:
             agreed = rendezvous(remote.room, digest)
-            if remote.request in ("", agreed):
+            self._rooms += agreed, remote.request
+            # Of a call of several prompts only the first one's name is told.
+            if remote.request in ("", agreed) or named(request.request_id).index:
                 self._receiving[request.request_id] = Receiving(agreed, remote.source)
             else:
                 log.warning("%s: prefilled for another prompt (%a): computed here", name, remote.request)
+                if is_in(remote.request, remote.room):
+                    self._decline(request.request_id, Receiving(remote.request, remote.source))
             return
         room = wanted_room(remote.request, request.request_id, digest)
         self._rooms.append(room or remote.request)
@@ -268,7 +276,8 @@ class SchedulerSide:
             remote = read_remote(params)
         except EngineError:
             return
-        if is_room(remote.request) and remote.request not in self._rooms:
+        is_one = is_in(remote.request, remote.room) if remote.room else is_room(remote.request)
+        if is_one and remote.request not in self._rooms:
             self._rooms.append(remote.request)
             self._decline(request.request_id, Receiving(remote.request, remote.source))
 
