@@ -104,9 +104,7 @@ def _refuse_ours(body: Body) -> None:
     found = [name for name in (*OURS, *REPLICAS) if body.get(name) is not None]
     if isinstance(extra := body.get("vllm_xargs"), dict) and extra.get("kv_transfer_params") is not None:
         found.append("vllm_xargs.kv_transfer_params")
-    params = body.get("sampling_params")
-    every = [body, *(params if isinstance(params, list) else [params])]
-    if any(isinstance(each, dict) and KEY in (_object(each.get("custom_params")) or {}) for each in every):
+    if any(KEY in custom for custom in _customs(body)):
         found.append(f"custom_params.{KEY}")
     if found:
         has_both = "kv_transfer_params" in found and len(found) > 1
@@ -116,13 +114,18 @@ def _refuse_ours(body: Body) -> None:
 
 def _check_custom(body: Body) -> None:
     """SGLang 0.5.23 takes scalars there, and lists and objects of them; anything deeper ends its scheduler."""
-    params = body.get("sampling_params")
-    every = [body, *(params if isinstance(params, list) else [params])]
-    for custom in (_object(each.get("custom_params")) for each in every if isinstance(each, dict)):
-        for name, value in (custom or {}).items():
+    for custom in _customs(body):
+        for name, value in custom.items():
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
             if any(isinstance(each, dict | list) for each in inner):
                 raise ClientError("bad_request", f"custom_params.{name}: too deep, one level may be there")
+
+
+def _customs(body: Body) -> list[Body]:
+    """The `custom_params` of a body: at its top, or of each prompt's sampling_params."""
+    params = body.get("sampling_params")
+    every = [body, *(params if isinstance(params, list) else [params])]
+    return [_object(each.get("custom_params")) or {} for each in every if isinstance(each, dict)]
 
 
 def _split_openai(path: str, body: Body) -> Asks:

@@ -13,8 +13,8 @@ of the same seconds. Of each pair and prompt length:
   carried    from the prefill server's last send to the decode server's taking the request into its batch
   ttft       decode server, from both servers being asked to its first token: the prompt's prefill is in it
   tokens     against a server alone of TP 1. "tie": they part where that server itself finds the two tokens' chances no
-             further apart than TIE nats, as bf16 in another order of summation does; with TP 2 on a side than twice
-             what a server alone of TP 2 and it are apart in the same places
+             further apart than TIE nats, as bf16 in another order of summation does. With TP 2 on one side, how far
+             is measured: twice the most by which servers alone of TP 1 and of TP 2 differ in the same places
   rows       KV bytes on the decode side against the reference conversion of those on the prefill side, all layers
 
 Exit code 1 if tokens or rows differ, 2 if a pair could not be driven to its end.

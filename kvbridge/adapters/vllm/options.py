@@ -26,9 +26,9 @@ class Options:
     model_name   what both engines call the model; the last part of the model's path if not set
     prefill      the prefilling side's agent (tcp://host:port, with #KEY if it has one), for proxies that hand over no
                  kv_transfer_params
-    untagged_params  whether a one-token request without kv_transfer_params, which a kv_producer offers under its
-                 prompt alone, is answered with some: a router that hands on what the prefill side returns then makes
-                 the decode side fetch it
+    untagged_params  whether a kv_producer answers a one-token request that has no kv_transfer_params with some. It
+                 offers such a request under its prompt alone; a router that hands on what the prefill side returns
+                 then makes the decode side fetch it
     bootstrap_port  the port of prefill agents, where a router of the bootstrap style names none
     scales       what becomes of rows under other scales than ours: "requantize" to ours, or "adopt" theirs, while
                  no request was computed or received here; then rows under others are refused
