@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import requests
 import torch
@@ -32,7 +32,7 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_parallel
 from sglang.srt.utils.network import NetworkAddress
 
-from ...errors import OperatorError
+from ...errors import EngineError, OperatorError
 from ...oneline import OneLine
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
@@ -47,6 +47,8 @@ from .rooms import OTHER_PROMPT, Rooms, endpoints
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 log.addFilter(OneLine())
+
+T = TypeVar("T")
 
 TURN_S = 0.0002  # a scheduler's turn polls every request it has: the agent is listened to once
 # While it has nothing to compute a scheduler turns as fast as it can. If it waits for its agent then, it may as well
@@ -217,11 +219,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """The digest of the request's prompt; or "", and why it does not travel."""
         if reason := stays_here(req):
             return "", reason
-        try:
-            return self.digest(req), ""
-        except Exception as error:  # the scheduler's thread: an exception would end the server
-            log.exception("bootstrap_room %s: its prompt has no name", req.bootstrap_room)
-            return "", f"its prompt has no name: {type(error).__name__}: {error}"
+        digest, reason = attempt(req, "its prompt has no name", self.digest)
+        return digest or "", reason
 
     def digest(self, req: Any) -> str:
         """Of the request's prompt, with the adapter that its number means here."""
@@ -454,6 +453,17 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         mine = range(self.attn_tp_size)
         asking = sum(prefill_tp_rank in shares(rank, self.attn_tp_size, prefill_tp_size) for rank in mine)
         return asking * int(self.pp_size)
+
+
+def attempt(req: Any, failure: str, read: Callable[[Any], T]) -> tuple[T | None, str]:
+    """What `read` finds in a request; or None, and why. On the scheduler's thread an exception would end the server."""
+    try:
+        return read(req), ""
+    except EngineError as error:
+        return None, str(error)
+    except Exception as error:
+        log.exception("bootstrap_room %s: %s", req.bootstrap_room, failure)
+        return None, f"{failure}: {type(error).__name__}: {error}"
 
 
 def is_foreign(bootstrap_addr: str) -> bool:

@@ -12,11 +12,10 @@ from kvbridge_proto.words import Blocks
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
-from ...errors import EngineError
 from ..engine.prompts import rendezvous
 from . import foreign
 from .bootstrap import AGENT
-from .manager import KVBridgeManager, is_foreign
+from .manager import KVBridgeManager, attempt, is_foreign
 from .messages import Asked, Row, pack
 from .rooms import OTHER_PROMPT
 
@@ -68,13 +67,10 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
 
     def _read_foreign(self, req: Any) -> str:
         """What was said of another engine's prefill. Why it does not fit, or ""."""
-        try:
-            self._prefilled = foreign.prefilled(req, self.kv_mgr.vocabulary)
-        except EngineError as error:
-            return str(error)
-        except Exception as error:  # the scheduler's thread: an exception would end the server
-            log.exception("bootstrap_room %s: custom_params", self.bootstrap_room)
-            return f"custom_params: {type(error).__name__}: {error}"
+        told, reason = attempt(req, "custom_params", lambda req: foreign.prefilled(req, self.kv_mgr.vocabulary))
+        if told is None:
+            return reason
+        self._prefilled = told
         theirs, ours = self._prefilled[0].rendezvous, rendezvous(self.bootstrap_room, self._prompt)
         return f"{OTHER_PROMPT}: theirs {theirs!a}, ours {ours}" if theirs not in ("", ours) else ""
 

@@ -13,10 +13,9 @@ from kvbridge_proto.words import Blocks
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
-from ...errors import EngineError
 from ..engine.prompts import rendezvous
 from . import foreign
-from .manager import KVBridgeManager
+from .manager import KVBridgeManager, attempt
 from .messages import Row
 from .prompts import prompt_tokens
 
@@ -59,14 +58,11 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if reason:
             return self._fail(reason)
         self._length = len(prompt_tokens(req))
-        try:
-            if foreign.is_fetched_elsewhere(req):
-                self.kv_mgr.rooms.open(self.bootstrap_room, self)
-        except EngineError as error:
-            return self._fail(str(error))
-        except Exception as error:  # the scheduler's thread: an exception would end the server
-            log.exception("bootstrap_room %s: custom_params", self.bootstrap_room)
-            return self._fail(f"custom_params: {type(error).__name__}: {error}")
+        is_fetched_elsewhere, reason = attempt(req, "custom_params", foreign.is_fetched_elsewhere)
+        if reason:
+            return self._fail(reason)
+        if is_fetched_elsewhere:
+            self.kv_mgr.rooms.open(self.bootstrap_room, self)
         self.kv_mgr.bind(self.bootstrap_room, self, self._prompt)
 
     def pop_decode_prefix_len(self) -> int:
