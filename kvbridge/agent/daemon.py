@@ -275,6 +275,7 @@ class Agent:
         self.peers.dialling.tick(self._clock(), late_s)
         self.sink.tick()
         self.source.tick()
+        self.engines.prompts.tick(self._clock())
 
     def on_gathered(self, ship: Ship, size_bytes: int, seconds: float) -> None:
         self.source.on_gathered(ship, size_bytes, seconds)

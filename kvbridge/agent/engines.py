@@ -19,6 +19,7 @@ from kvbridge_proto.engine import (
     Abandon,
     Attach,
     Attached,
+    Computed,
     Decline,
     Detach,
     Detached,
@@ -53,6 +54,7 @@ from .equipment import Docks
 from .metrics import Metrics
 from .mover import Mover
 from .peers import Peers
+from .prompts import Prompts
 from .sink import Sink
 from .source import Source
 
@@ -75,6 +77,7 @@ class Engines:
         self.sink: Sink
         self.source: Source
         self.is_closing = False
+        self.prompts = Prompts(metrics)
         self._agent = agent
         self._mover = mover
         self._metrics = metrics
@@ -95,6 +98,7 @@ class Engines:
         """To the attached engine; nobody else hears of its requests."""
         if self._connection is not None:
             self._connection.send(message)
+            self.prompts.told(message, self._clock())
 
     async def serve_connection(self, connection: LocalConnection) -> None:
         """One client, from its first byte to its end."""
@@ -179,6 +183,7 @@ class Engines:
                 reason = f"fence: {fence}, but none came with attach"
                 connection.send(Refused(code="no_fence", reasons=(reason,), about=message.request))
             case Offer():
+                self.prompts.offered(message)
                 self.source.offer(message, home)
             case Withdraw(request=request, reason=reason, comes_again=comes_again):
                 if self._attached is not None:
@@ -196,6 +201,8 @@ class Engines:
                 self.sink.want(message, home)
             case Abandon(request=request):
                 self.sink.abandon(request)
+            case Computed():
+                self.prompts.computed(message, self._clock())
             case Rescale():
                 self._rescale(connection, message, home)
             case Decline(revision=revision, reason=reason):

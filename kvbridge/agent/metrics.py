@@ -35,6 +35,7 @@ class Metrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         self._codes: set[str] = set()
+        self._here: dict[str, Counter] = {}
         self._chunks = Counter("kvbridge_chunks", "Chunks moved", ["role"], registry=registry)
         self._bytes = Counter("kvbridge_wire_bytes", "Bytes moved, in the wire's codec", ["role"], registry=registry)
         self._wants = Counter("kvbridge_wants", "Wants that ended", ["outcome"], registry=registry)
@@ -42,6 +43,11 @@ class Metrics:
         self._offers = Counter("kvbridge_offers_released", "Offers that ended", ["code"], registry=registry)
         self._settled = Counter("kvbridge_transfers_settled", "Transfers a sink confirmed", registry=registry)
         self._gather_s = Counter("kvbridge_gather_seconds", "Time spent gathering", registry=registry)
+        for what, text in (("prompts", "Prompts"), ("prompt_tokens", "Prompt tokens")):
+            text = f"{text} that could have come by the bridge and that our engine computed"
+            self._here[what] = Counter(f"kvbridge_{what}_computed_here", text, ["reason"], registry=registry)
+        text = "Prompt tokens that came by the bridge"
+        self._fetched = Counter("kvbridge_prompt_tokens_fetched", text, registry=registry)
         self._late = Counter("kvbridge_late_writes", "Landed writes that counted for nothing", registry=registry)
         self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were made anew", registry=registry)
         self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)
@@ -98,6 +104,16 @@ class Metrics:
 
     def want_failed(self, code: str) -> None:
         self._wants.labels(self._known(code)).inc()
+
+    def prompt_fetched(self, tokens: int) -> None:
+        self._fetched.inc(tokens)
+
+    def prompt_computed(self, reason: str, tokens: int) -> str:
+        """The reason as it is shown."""
+        known = self._known(reason)
+        self._here["prompts"].labels(known).inc()
+        self._here["prompt_tokens"].labels(known).inc(tokens)
+        return known
 
     def offer_released(self, code: str) -> None:
         self._offers.labels(self._known(code or "served")).inc()

@@ -24,9 +24,6 @@ from .mover import Mover
 
 log = logging.getLogger("kvbridge.source")
 
-UNFETCHED = ("offer_expired", "reclaimed")
-WARN_S = 10.0
-
 
 class Source:
     """Runs on the loop. `attached` is what the engine attached, or None."""
@@ -49,8 +46,6 @@ class Source:
         self._tell = tell
         self._home = home
         self._clock = clock
-        self._unfetched = 0
-        self._warned = float("-inf")
 
     # The engine:
 
@@ -151,18 +146,6 @@ class Source:
 
     # Doing:
 
-    def _note_unfetched(self, released: Released) -> None:
-        """Say it once in a while when prompts are computed for nothing: something else than us is amiss then."""
-        if released.code not in UNFETCHED:
-            return
-        self._unfetched += 1
-        now = self._clock()
-        if now - self._warned >= WARN_S:
-            log.warning(
-                "prompts that nobody fetched: %d, the last: %s: %s", self._unfetched, released.code, released.reason
-            )
-            self._unfetched, self._warned = 0, now
-
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
@@ -174,7 +157,6 @@ class Source:
                     if isinstance(message, Released):
                         log.debug("released: request=%s %s %s", message.request, message.code, message.reason)
                         self._metrics.offer_released(message.code)
-                        self._note_unfetched(message)
                     self._tell(message)
                     if isinstance(message, Released):
                         failpoint("source.released_told")

@@ -141,14 +141,13 @@ def _plain_answer(path: str, answer: Status | OperatorError) -> dict[str, Any]:
 
 
 def rendered(status: Status) -> RenderableType:
-    sections = (_failpoints, _agent, _slots, _peers, _transfers, _offers, _counters)
+    sections = (_failpoints, _agent, _slots, _peers, _transfers, _offers, _prompts, _counters)
     return Group(*(part for section in sections for part in section(status)))
 
 
 def _failpoints(status: Status) -> list[RenderableType]:
     """An agent that was started to fail must not be taken for one that serves."""
-    prefix = "kvbridge_failpoints_total{armed="
-    said = [name.removeprefix(prefix)[:-1] for name in status.counters if name.startswith(prefix)]
+    said = _labelled(status, "kvbridge_failpoints_total{armed=")
     return [plain(f"FAILPOINTS ARE ON, this agent fails on purpose: {', '.join(said)}")] if said else []
 
 
@@ -222,6 +221,36 @@ def _offers(status: Status) -> list[RenderableType]:
         who = f"{each.request}, {each.peer or 'nobody'}"
         _add(table, each.state, str(each.tokens), str(each.blocks), f"{each.age_s:.1f} s", who)
     return [_title("offers"), _indented(table)] if status.offers else []
+
+
+def _prompts(status: Status) -> list[RenderableType]:
+    """What became of the prompts since the agent started: those of our engine, and those that it offered."""
+    rows = _pairs()
+    fetched = status.counters.get("kvbridge_prompt_tokens_fetched_total", 0.0)
+    here = _labelled(status, "kvbridge_prompts_computed_here_total{reason=")
+    tokens = sum(_labelled(status, "kvbridge_prompt_tokens_computed_here_total{reason=").values())
+    if fetched or tokens:
+        share = f"{fetched:,.0f} of {fetched + tokens:,.0f} prompt tokens ({fetched / (fetched + tokens):.1%})"
+        _add(rows, "came by the bridge", share)
+    if here:
+        _add(rows, "computed here", f"{sum(here.values()):,.0f} prompts: {_each(here)}")
+    if released := _labelled(status, "kvbridge_offers_released_total{code="):
+        taken = released.pop("served", 0.0)
+        others = f"; {_each(released)}" if released else ""
+        _add(rows, "offered", f"{taken + sum(released.values()):,.0f} prompts: {taken:,.0f} fetched{others}")
+    return [_title("prompts"), _indented(rows)] if rows.row_count else []
+
+
+def _labelled(status: Status, prefix: str) -> dict[str, float]:
+    """Counters that differ in one label, by it, the largest first."""
+    found = {
+        name.removeprefix(prefix)[:-1]: value for name, value in status.counters.items() if name.startswith(prefix)
+    }
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+
+def _each(counts: dict[str, float]) -> str:
+    return ", ".join(f"{value:,.0f} {name}" for name, value in counts.items())
 
 
 def _counters(status: Status) -> list[RenderableType]:

@@ -362,7 +362,9 @@ class Inbound:
         wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FINISH)
         moved = sum(intake.plan.total_bytes for intake in wanted.intakes.values())
         self._forget(wanted)
-        return [Tell(Done(request=wanted.want.request, moved_bytes=moved, seconds=max(0.0, now - wanted.started)))]
+        want, seconds = wanted.want, max(0.0, now - wanted.started)
+        tokens = want.end_token - want.first_token
+        return [Tell(Done(request=want.request, moved_bytes=moved, seconds=seconds, tokens=tokens))]
 
     def _fail(self, wanted: Wanted, code: str, reason: str, now: float) -> list[Action]:
         """End the want without its rows: cancel what flows, doubt what is lent."""

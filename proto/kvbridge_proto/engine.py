@@ -148,6 +148,16 @@ class Abandon(Struct, frozen=True, kw_only=True, tag="abandon"):
     reason: Annotated[str, Meta(max_length=1024)] = ""
 
 
+class Computed(Struct, frozen=True, kw_only=True, tag="computed"):
+    """I compute so many tokens of a prompt that another engine could have sent me; `reason` says why. Not answered.
+
+    Its last token does not count, nor do those that I had. Of a want that failed it is the code that it failed with.
+    """
+
+    tokens: Positive
+    reason: Code
+
+
 class Rescale(Struct, frozen=True, kw_only=True, tag="rescale"):
     """From here on rows are written under these scales. Answered by Rescaled or Refused.
 
@@ -213,11 +223,12 @@ class Held(Struct, frozen=True, kw_only=True, tag="held"):
 
 
 class Done(Struct, frozen=True, kw_only=True, tag="done"):
-    """All wanted rows are in your blocks."""
+    """All wanted rows are in your blocks, `tokens` of them."""
 
     request: Request
     moved_bytes: Count
     seconds: Seconds
+    tokens: Count = 0
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
@@ -252,6 +263,7 @@ ToAgent = (
     | Expect
     | Want
     | Abandon
+    | Computed
     | Rescale
     | Decline
     | Detach

@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvbridge_proto.engine import Abandon, Directory, Done, Failed, Offer, Refused, Released, Want
+from kvbridge_proto.engine import Abandon, Computed, Directory, Done, Failed, Offer, Refused, Released, Want
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from kvbridge.adapters.engine.prompts import PromptDigest
+from kvbridge.adapters.engine.prompts import DIGEST_BYTES, PromptDigest, rendezvous
 from kvbridge.adapters.vllm.rooms import offered_room, prompt_digest
 
 from .fake_agent import squatter
@@ -534,3 +534,122 @@ def test_a_call_that_vllm_refuses_lets_go_of_what_was_offered_for_it_in_a_room(
         request.kv_transfer_params = params
         side.new_request(request)
     assert [each.room for each in side._step.before] == [told] * is_declined
+
+
+# What could have come by the bridge and did not:
+
+
+def computed(world: World) -> list[tuple[str, int]]:
+    """As the agent heard it."""
+    world.run()
+    world.step()
+    return [(each.reason, each.tokens) for each in world.agents[0].take(Computed)]
+
+
+def test_a_prompt_that_names_nothing_is_counted_when_it_is_computed(world: World) -> None:
+    world.request(40)
+    assert computed(world) == [("untagged", 39)]
+    world.assert_empty()
+
+
+def test_what_the_prefix_cache_has_is_not_computed(world: World) -> None:
+    prompt = list(range(40))
+    world.request(prompt=prompt)
+    world.request(prompt=prompt[:33])
+    assert computed(world)[0] == ("untagged", 39)
+    world.request(prompt=prompt)
+    world.request(1)
+    assert computed(world) == [("untagged", 39 - 39 // BLOCK * BLOCK)]
+
+
+def test_a_prompt_that_is_fetched_or_offered_is_none_of_them(world: World) -> None:
+    world.decode(40)
+    world.step()
+    (agent,) = world.agents
+    agent.say(done(agent.one(Want)))
+    world.prefill(40)
+    world.steps(3)
+    agent.say(Released(request=agent.one(Offer).request))
+    assert computed(world) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"remote_host": ""}, "bad_params"),
+        ({"remote_request_id": "theirs/0/" + "0" * 2 * DIGEST_BYTES}, "other_prompt"),
+        ({"remote_request_id": rendezvous(5, "0" * 2 * DIGEST_BYTES), "bootstrap_room": 5}, "other_prompt"),
+    ],
+)
+def test_a_prompt_that_names_what_cannot_be_fetched_is_counted(
+    world: World, params: dict[str, Any], reason: str
+) -> None:
+    world.decode(40, **params)
+    assert computed(world) == [(reason, 39)]
+    world.assert_empty()
+
+
+def test_a_prompt_that_does_not_travel_is_counted(world: World) -> None:
+    world.decode(40, kv={"resumable": True})
+    world.step()
+    (said,) = world.agents[0].take(Computed)
+    assert (said.reason, said.tokens) == ("does_not_travel", 39)
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("recompute", [("peer_gone", 39)]), ("fail", [])])
+def test_a_failed_receive_is_counted_where_it_is_computed_then(
+    tmp_path: Path, policy: str, expected: list[tuple[str, int]]
+) -> None:
+    world = World(tmp_path, on_failure=policy).ready()
+    world.decode(40)
+    world.step()
+    world.agents[0].say(failed(world.agents[0].one(Want)))
+    assert computed(world) == expected
+
+
+def test_a_request_that_is_aborted_is_not_computed(world: World) -> None:
+    (agent,) = world.agents
+    waiting, request = world.decode(40), world.request(40)
+    world.step()
+    want = agent.one(Want)
+    world.abort(waiting)
+    world.abort(request)
+    world.step()
+    agent.say(Failed(request=want.request, code="aborted", reason="abandoned by the engine"))
+    world.request(20, name="cmpl-later-0-00000000")
+    assert [tokens for _, tokens in computed(world) if tokens != 39] == [19]
+    assert not world.connector.scheduler._unfetched
+
+
+def test_one_rank_without_its_agent_is_the_reason(tmp_path: Path) -> None:
+    world = World(tmp_path, tp=2).ready()
+    world.agents[1].die()
+    world.clock.now += 2
+    world.steps(3)
+    world.decode(40)
+    assert computed(world) == [("agent_missing", 39)]
+
+
+def test_the_engine_says_once_a_minute_that_it_computes_what_it_could_fetch(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def said() -> list[str]:
+        world.steps(2)
+        found = [each.getMessage() for each in caplog.records if "computed here, not fetched" in each.getMessage()]
+        caplog.clear()
+        return found
+
+    world.request(40)
+    world.run()
+    assert said() == []
+    world.clock.now += 6
+    (first,) = said()
+    assert "1 prompts of 39 tokens, 0% of prompt tokens came by the bridge: 1 untagged" in first
+    world.request(40)
+    world.run()
+    world.clock.now += 50
+    assert said() == []
+    world.clock.now += 10
+    assert len(said()) == 1

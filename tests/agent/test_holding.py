@@ -6,18 +6,27 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvbridge_proto.engine import Expect, Held, Reclaim
+from kvbridge_proto.engine import Computed, Expect, Held, Reclaim
 from kvbridge_proto.status import OfferStatus
 
 from kvbridge.commands.status import rendered
 from kvbridge.exchange.outbound import FRESH_S
 
 from ..oracle import Shape
-from .harness import wait_for
+from .harness import AgentProcess, wait_for
 from .test_carry import Bench
 
 TOKENS = 40
 HOLD_S = 1.5
+
+
+def shown(agent: AgentProcess) -> str:
+    """What `kvbridge status` prints, every blank once."""
+    from rich.console import Console
+
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(rendered(agent.status))
+    return " ".join(console.export_text().split())
 
 
 def offers(bench: Bench) -> dict[str, OfferStatus]:
@@ -49,7 +58,9 @@ def test_an_offer_is_held_for_whom_it_is_awaited_and_let_go_when_nobody_asks(tmp
         assert not offers(bench)
         counters = source.agent.status.counters
         assert counters["kvbridge_offers_released_total{code=offer_expired}"] == 1
-        assert "prompts that nobody fetched: 1, the last: offer_expired" in source.agent.text()
+        assert "offered 2 prompts: 1 fetched; 1 offer_expired" in shown(source.agent)
+        wait_for(lambda: "prompts that nobody fetched: 1, the last: offer_expired" in source.agent.text())
+        assert "others were: decode engines are slow to ask" in source.agent.text()
 
 
 def test_an_engine_that_lacks_blocks_gets_those_that_nobody_asked_for(tmp_path: Path) -> None:
@@ -74,13 +85,27 @@ def test_an_engine_that_lacks_blocks_gets_those_that_nobody_asked_for(tmp_path: 
 
 
 def test_status_tells_people_of_open_offers(tmp_path: Path) -> None:
-    from rich.console import Console
-
     with ExitStack() as stack:
         bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8))
         bench.offer("cmpl-1", [0, 1, 2], TOKENS)
         wait_for(lambda: bool(offers(bench)))
-        console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-        console.print(rendered(bench.sources[0].agent.status))
-        text = console.export_text()
+        text = shown(bench.sources[0].agent)
         assert "offers" in text and "cmpl-1" in text and "unclaimed" in text
+
+
+def test_prompts_that_are_computed_though_they_could_be_fetched_are_counted_and_said(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8))
+        (sink,) = bench.sinks
+        bench.fill([3, 1, 2], range(TOKENS))
+        bench.offer("r", [3, 1, 2], TOKENS)
+        bench.want("r", [5], range(30))
+        bench.done("r")
+        for tokens, reason in ((50, "untagged"), (10, "deadline"), (10, "untagged")):
+            sink.client.send(Computed(tokens=tokens, reason=reason))
+        wait_for(lambda: "computed here 3 prompts: 2 untagged, 1 deadline" in shown(sink.agent))
+        assert "came by the bridge 30 of 100 prompt tokens (30.0%)" in shown(sink.agent)
+        counters = sink.agent.status.counters
+        assert counters["kvbridge_prompt_tokens_computed_here_total{reason=untagged}"] == 60
+        wait_for(lambda: "computed here, not fetched: 3 prompts of 70 tokens, 30% of" in sink.agent.text())
+        assert "2 untagged (they name nothing to fetch" in sink.agent.text()

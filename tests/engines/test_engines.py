@@ -94,6 +94,27 @@ def _wire_bytes(fleet: Fleet, name: str) -> float:
     return sum(a.status.counters.get("kvbridge_wire_bytes_total{role=sink}", 0.0) for a in fleet.agents[name])
 
 
+def test_the_agent_knows_which_share_of_the_prompts_came_and_why_the_rest_did_not(fleet: Fleet) -> None:
+    (agent,) = fleet.agents["large"]
+    before = agent.status.counters
+    fleet.crossed("small", "large", prompt(300, seed=45))
+    untagged = prompt(201, seed=46)
+    fleet["large"].run(fleet.name("untagged"), untagged, 4)
+    dead = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1, "remote_request_id": "dead"}
+    fleet["large"].run(fleet.name("dead"), prompt(101, seed=47), 4, dead)
+
+    def grown(name: str) -> float:
+        return agent.status.counters.get(name, 0.0) - before.get(name, 0.0)
+
+    wait_for(lambda: grown("kvbridge_prompts_computed_here_total{reason=untagged}") == 1)
+    assert grown("kvbridge_prompt_tokens_computed_here_total{reason=untagged}") == 200
+    assert grown("kvbridge_prompts_computed_here_total{reason=peer_unreachable}") == 1
+    assert grown("kvbridge_prompt_tokens_computed_here_total{reason=peer_unreachable}") == 100
+    assert grown("kvbridge_prompt_tokens_fetched_total") == 299
+    wait_for(lambda: "computed here, not fetched: " in agent.text())
+    assert "(they name nothing to fetch" in agent.text()
+
+
 def test_an_aborted_request_leaves_nothing_behind(fleet: Fleet) -> None:
     tokens = prompt(600, seed=50)
     host, port = fleet.agents["small"][0].address.removeprefix("tcp://").split(":")

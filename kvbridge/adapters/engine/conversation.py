@@ -21,6 +21,7 @@ from kvbridge_proto.engine import (
     Abandon,
     Adopt,
     Attach,
+    Computed,
     Decline,
     Directory,
     Done,
@@ -251,6 +252,10 @@ class Conversation:
     def reclaim(self, blocks: int) -> None:
         """So many blocks are short: offers that nobody asked for may end, the oldest first."""
         self._link.send(Reclaim(blocks=blocks))
+
+    def computed(self, message: Computed) -> None:
+        """A prompt of which these tokens could have come by the bridge: the agent counts them."""
+        self._link.send(message)
 
     def mark(self) -> int:
         """For `fence` of an offer or a want: reached when the device has done all that is enqueued now.

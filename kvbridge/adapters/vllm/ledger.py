@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A request that waits for its prompt, and the blocks that it comes into."""
+    """A request that waits for so many tokens of its prompt, and the blocks that they come into."""
 
     request_id: str
     blocks: tuple[int, ...]
+    tokens: int
 
 
 @dataclass(slots=True)

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvbridge_proto.engine import Abandon, Directory, Expect, Offer, Reclaim, Want, Withdraw
+from kvbridge_proto.engine import Abandon, Computed, Directory, Expect, Offer, Reclaim, Want, Withdraw
 from kvbridge_proto.words import Blocks, Rank
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from ...errors import EngineError
 from ...oneline import OneLine
+from ...prompt_share import PromptShare
 from ..engine.prompts import is_in, rendezvous
 from .block_tables import NULL_BLOCK, Tables
 from .options import Options
@@ -109,6 +110,14 @@ class Receiving:
     first_token: int = 0
 
 
+@dataclass(slots=True)
+class Unfetched:
+    """A request whose prompt will be computed here, and why; `first_token` is where the local prefix ends."""
+
+    reason: str
+    first_token: int = 0
+
+
 class SchedulerSide:
     """Called by vLLM's scheduler, on its thread."""
 
@@ -139,6 +148,8 @@ class SchedulerSide:
         self._agents: dict[RankKey, str] = {}
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
+        self._unfetched: dict[str, Unfetched] = {}
+        self._share = PromptShare()
         self._awaited: set[str] = set()
         self._pressure = Pressure(self._tables, config.scheduler_config)
         self._warned_at = float("-inf")
@@ -209,6 +220,8 @@ class SchedulerSide:
         is_named = params.get("do_remote_decode") or params.get("do_remote_prefill")
         if (is_named or is_unnamed) and (reason := stays_here(request, self._has_media_hashes)):
             log.debug("%s: %s: computed here", message_name(request.request_id), reason)
+            if not params.get("do_remote_decode") and not self._offers_all:
+                self._unfetched[request.request_id] = Unfetched("does_not_travel")
             return
         if params.get("do_remote_decode"):
             if self._tables.has_windows and request.max_tokens != 1:
@@ -235,6 +248,8 @@ class SchedulerSide:
             self._expect(request, params)
         elif is_unnamed:
             self._new_unnamed(request)
+        else:
+            self._unfetched[request.request_id] = Unfetched("untagged")
 
     def _expect(self, request: Request, params: dict[str, Any]) -> None:
         name = message_name(request.request_id)
@@ -242,6 +257,7 @@ class SchedulerSide:
             remote = read_remote(params)
         except EngineError as error:
             log.warning("%s: %s: computed here", name, error)
+            self._unfetched[request.request_id] = Unfetched("bad_params")
             return
         digest = prompt_digest(request)
         if remote.room:
@@ -252,6 +268,7 @@ class SchedulerSide:
                 self._receiving[request.request_id] = Receiving(agreed, remote.source)
             else:
                 log.warning("%s: prefilled for another prompt (%a): computed here", name, remote.request)
+                self._unfetched[request.request_id] = Unfetched("other_prompt")
                 if is_in(remote.request, remote.room):
                     self._decline(request.request_id, Receiving(remote.request, remote.source))
             return
@@ -261,6 +278,7 @@ class SchedulerSide:
             log.warning(
                 "%s: prefilled for another prompt, adapter, media or salt (%a): computed here", name, remote.request
             )
+            self._unfetched[request.request_id] = Unfetched("other_prompt")
             if is_for(remote.request, request.request_id):
                 self._decline(request.request_id, Receiving(remote.request, remote.source))
             return
@@ -326,14 +344,20 @@ class SchedulerSide:
         receiving = self._receiving.get(request.request_id)
         if (receiving is not None or request.request_id in self._sending) and self._is_asking():
             return None, False
-        if receiving is None or not self._has_agents:
+        if (unfetched := self._unfetched.get(request.request_id)) is not None:
+            unfetched.first_token = computed
+        if receiving is None:
             return 0, False
         receiving.first_token = computed
+        if not self._has_agents:
+            return 0, False
         count = request.num_prompt_tokens - 1 - computed
         return (count, True) if count > 0 else (0, False)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         self._pressure.has_blocks(request.request_id)
+        if (unfetched := self._unfetched.pop(request.request_id, None)) is not None:
+            self._computes(request, unfetched)
         receiving = self._receiving.pop(request.request_id, None)
         if receiving is None:
             return
@@ -342,13 +366,22 @@ class SchedulerSide:
             request.kv_transfer_params["do_remote_prefill"] = False
         if external_tokens == 0:
             self._decline(request.request_id, receiving)
+            if not self._has_agents:
+                self._computes(request, Unfetched("agent_missing", receiving.first_token))
             return
+        self._share.fetch(external_tokens)
         name = message_name(request.request_id)
         first, end = receiving.first_token, receiving.first_token + external_tokens
         table = transfer_tables(self._cache, blocks.get_block_ids())
         self._step.before.append(self._want(name, receiving, first, end, self._tables.wanted(table, first, end)))
         self._step.awaited[name] = request.request_id
         self._awaited.add(request.request_id)
+
+    def _computes(self, request: Request, what: Unfetched) -> None:
+        """Now that it has blocks: what it computes of all but the last token, which every engine computes."""
+        if (tokens := request.num_prompt_tokens - 1 - what.first_token) > 0:
+            self._step.before.append(Computed(tokens=tokens, reason=what.reason))
+            self._share.compute(what.reason, tokens, self._clock())
 
     def _want(self, name: str, what: Receiving, first: int, end: int, blocks: tuple[Blocks, ...]) -> Want:
         return Want(
@@ -369,6 +402,7 @@ class SchedulerSide:
         """Whether the request's blocks must stay, and what a proxy should hand to the decode side."""
         request_id = request.request_id
         self._pressure.ended(request_id)
+        self._unfetched.pop(request_id, None)
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None:
             self._decline(request_id, receiving)  # it never came to have blocks
@@ -411,6 +445,8 @@ class SchedulerSide:
             self._withdraw(request_id)
         self._follow(output)
         self._reclaim(self._clock())
+        if said := self._share.due(self._clock()):
+            log.warning("%s", said)
         if self._has_agents:
             for request_id, count in output.num_scheduled_tokens.items():
                 sending = self._sending.get(request_id)
@@ -477,6 +513,7 @@ class SchedulerSide:
             sending.name = message_name(request.request_id, sending.attempt)
             sending.blocks = [0] * len(sending.tables)
         sending.tokens = tokens
+        self._share.offer()
         pieces = self._tables.offered(sending.tables, sending.blocks, tokens, sending.end if sending.is_whole else None)
         for piece in pieces:
             sending.blocks[piece.group] = piece.first + len(piece.ids)

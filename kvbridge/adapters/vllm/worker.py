@@ -17,6 +17,7 @@ import torch
 from kvbridge_proto.engine import (
     Abandon,
     Adopt,
+    Computed,
     Directory,
     Expect,
     Offer,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 log = init_logger("vllm.kvbridge.worker")
 log.addFilter(OneLine())
 
+ABORTED = "aborted"  # by our own scheduler: the request is gone
 ONE_TENSOR = "needs VLLM_USE_V2_MODEL_RUNNER=0 up to vLLM 0.28, VLLM_KV_CACHE_LAYOUT=BLHNC from 0.29"
 
 
@@ -178,13 +180,15 @@ class WorkerSide:
 
     def _want(self, conversation: Conversation, want: Want, request_id: str) -> None:
         blocks = tuple(block for piece in want.blocks for block in piece.ids)
+        receive = Receive(request_id, blocks, want.end_token - want.first_token)
         if conversation.is_open(want.request):  # of a request that is gone, which the agent has not answered yet
             log.warning("%s: not fetched: the last fetch of this name is not over yet", want.request)
-            return self._ledger.refused(Receive(request_id, blocks))
-        self._ledger.awaited(want.request, Receive(request_id, blocks))
+            self._computes(receive, "duplicate_request")
+            return self._ledger.refused(receive)
+        self._ledger.awaited(want.request, receive)
         if self._scales.is_pending:
             log.warning("%s: not fetched: what scales its rows would have is not known yet", want.request)
-            self._ledger.failed(want.request)
+            self._failed(want.request, "scales_pending")
             conversation.want(replace(want, first_token=0, end_token=0, blocks=(), fence=0))
         else:
             conversation.want(want)
@@ -209,13 +213,25 @@ class WorkerSide:
         name = ended.request
         if not ended.is_good:
             log.warning("%s: KV not received: %s: %s", name, ended.code, ended.reason)
-            self._ledger.failed(name)
+            self._failed(name, ended.code)
         elif self._scales.is_taking:
             log.warning("%s: KV came under the scales from before", name)
-            self._ledger.failed(name)
+            self._failed(name, "rescaled")
         else:
             self._scales.is_used = True
             self._ledger.received(name)
+
+    def _failed(self, name: str, code: str) -> None:
+        if (receive := self._ledger.receives.get(name)) is not None and code != ABORTED:
+            self._computes(receive, code)
+        self._ledger.failed(name)
+
+    def _computes(self, receive: Receive, code: str) -> None:
+        """vLLM computes now what did not come, if it was told to; else the request fails."""
+        transfer = self._config.kv_transfer_config
+        assert transfer is not None
+        if self._conversation is not None and transfer.kv_load_failure_policy == "recompute":
+            self._conversation.computed(Computed(tokens=receive.tokens, reason=code))
 
 
 def _say(conversation: Conversation, message: ToAgent) -> None:
@@ -229,6 +245,8 @@ def _say(conversation: Conversation, message: ToAgent) -> None:
             conversation.want(message)
         case Abandon(request=name, reason=reason):
             conversation.abandon(name, reason)
+        case Computed():
+            conversation.computed(message)
         case Offer():
             conversation.offer(message)
         case Withdraw(request=name, reason=reason, comes_again=comes_again):

@@ -1,0 +1,65 @@
+"""What becomes of our engine's prompts: those it is to decode, and those it offers. Counted, and said once a minute.
+
+On each rank's agent for itself: an engine of two ranks counts every prompt twice.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvbridge_proto.engine import Computed, Done, Offer, Released, ToEngine
+
+from ..prompt_share import EVERY_S, SOON_S, PromptShare
+from .metrics import Metrics
+
+log = logging.getLogger("kvbridge.prompts")
+
+UNFETCHED = ("offer_expired", "reclaimed")
+SOME_FETCHED = "others were: decode engines are slow to ask, or their clients left"
+NONE_FETCHED = "none was: does the router hand on what this engine answers, does the decode engine run with kvbridge?"
+
+
+class Prompts:
+    """Runs on the loop."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._share = PromptShare()
+        self._unfetched = 0
+        self._fetched = 0
+        self._last = ""
+        self._due_at = 0.0
+        self._said_at = float("-inf")
+
+    def offered(self, offer: Offer) -> None:
+        if offer.is_last and offer.tokens:
+            self._share.offer()
+
+    def computed(self, message: Computed, now: float) -> None:
+        reason = self._metrics.prompt_computed(message.reason, message.tokens)
+        self._share.compute(reason, message.tokens, now)
+
+    def told(self, message: ToEngine, now: float) -> None:
+        match message:
+            case Done(tokens=tokens):
+                self._metrics.prompt_fetched(tokens)
+                self._share.fetch(tokens)
+            case Released(code=""):
+                self._fetched += 1
+            case Released(code=code, reason=reason) if code in UNFETCHED:
+                if not self._unfetched:
+                    self._due_at = max(now + SOON_S, self._said_at + EVERY_S)
+                self._unfetched += 1
+                self._last = f"{code}: {reason}"
+
+    def tick(self, now: float) -> None:
+        if said := self._share.due(now):
+            log.warning("%s", said)
+        if self._unfetched and now >= self._due_at:
+            self._say_unfetched(now)
+
+    def _say_unfetched(self, now: float) -> None:
+        """Prompts are computed for nothing: something else than us is amiss."""
+        cause = SOME_FETCHED if self._fetched else NONE_FETCHED
+        log.warning("prompts that nobody fetched: %d, the last: %s; %s", self._unfetched, self._last, cause)
+        self._unfetched, self._fetched, self._said_at = 0, 0, now

@@ -1,0 +1,90 @@
+"""Which part of an engine's prompt tokens came by the bridge, and why the rest did not. Pure.
+
+Nothing fails when a router names nothing to fetch: the engine computes every prompt itself, and only time is lost. So
+it is said, once a minute, with the likely cause.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SOON_S = 5.0  # between the first such prompt and the first word of it
+EVERY_S = 60.0
+
+UNTAGGED = "untagged"
+
+# By reason: the first are known before anything is asked for, all others are codes of wants that failed (PROTOCOL.md).
+CAUSES = {
+    UNTAGGED: "they name nothing to fetch: does the router tag what it sends to this engine (docs/routers.md)?",
+    "bad_params": "their kv_transfer_params cannot be read: the engine's log has each",
+    "other_prompt": "what they name was prefilled for other tokens, another adapter, other media or another salt",
+    "does_not_travel": "embeddings, prompts that go on to grow, and media without hashes do not travel",
+    "agent_missing": "not every rank of this engine has its agent",
+    "deadline": "nobody offered what they name in time: does prefill run with kvbridge, and for the same prompts?",
+    "peer_unreachable": "the agent that they name does not answer: its address, the network between",
+    "offer_expired": "they came when what they name was held no longer: kvbridge_hold_s on prefill",
+    "reclaimed": "they came when the prefill engine had needed its blocks: its pool is small for its load",
+    "incompatible": "the two engines' KV cannot be converted: `kvbridge plan` says why",
+    "not_sent": "this engine's agent was not there",
+    "agent_lost": "this engine's agent ended meanwhile",
+}
+
+
+@dataclass(slots=True)
+class Computed:
+    prompts: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class PromptShare:
+    """Of one engine, since it was last said."""
+
+    fetched_tokens: int = 0
+    computed: dict[str, Computed] = field(default_factory=dict)
+    is_offering: bool = False
+    _due_at: float = 0.0
+    _said_at: float = float("-inf")
+
+    def fetch(self, tokens: int) -> None:
+        """They came, or are on their way."""
+        self.fetched_tokens += tokens
+
+    def compute(self, reason: str, tokens: int, now: float) -> None:
+        """One prompt of which so many tokens are computed here that another engine could have sent."""
+        if not self.computed:
+            self._due_at = max(now + SOON_S, self._said_at + EVERY_S)
+        found = self.computed.setdefault(reason, Computed())
+        found.prompts += 1
+        found.tokens += tokens
+
+    def offer(self) -> None:
+        """A prompt is offered to others."""
+        self.is_offering = True
+
+    def due(self, now: float) -> str:
+        """What is to be said now; "" mostly. Counts anew from then on.
+
+        Nothing of untagged prompts of an engine that fetches none and offers others: it is there to prefill.
+        """
+        if not self.computed or now < self._due_at:
+            return ""
+        said = "" if self._is_prefill else self._sentence()
+        self.fetched_tokens, self.computed, self.is_offering = 0, {}, False
+        self._said_at = now
+        return said
+
+    @property
+    def _is_prefill(self) -> bool:
+        return self.is_offering and not self.fetched_tokens and set(self.computed) == {UNTAGGED}
+
+    def _sentence(self) -> str:
+        prompts = sum(each.prompts for each in self.computed.values())
+        tokens = sum(each.tokens for each in self.computed.values())
+        most_first = sorted(self.computed.items(), key=lambda each: -each[1].tokens)
+        causes = "; ".join(
+            f"{each.prompts} {reason}" + (f" ({cause})" if (cause := CAUSES.get(reason)) else "")
+            for reason, each in most_first
+        )
+        share = f"{self.fetched_tokens / (self.fetched_tokens + tokens):.0%} of prompt tokens came by the bridge"
+        return f"computed here, not fetched: {prompts} prompts of {tokens} tokens, {share}: {causes}"
