@@ -14,7 +14,7 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
-from kvbridge_proto.engine import Offer, Want
+from kvbridge_proto.engine import Expect, Offer, Want
 
 from kvbridge.adapters.engine.conversation import Ended
 from kvbridge.adapters.sglang.messages import Asked, Row
@@ -47,6 +47,9 @@ class Talk:
         if want.end_token > want.first_token:
             self.open.add(want.request)
         self.said.append(want)
+
+    def expect(self, expect: Expect) -> None:
+        self.said.append(expect)
 
     def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
         self.said.append(("withdraw", request))
@@ -516,6 +519,47 @@ def test_what_does_not_fit_another_engines_prompt_fails_that_request(told: dict[
     made = foreign_receiver(of, told)
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
     assert not of.talk.said and listen(of, made) == FAILED
+
+
+def test_another_engines_prompt_is_held_while_the_request_queues() -> None:
+    of = manager("decode", [])
+    made = foreign_receiver(of, TOLD)
+    made.queued(req("ab", TOLD))
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    expect, want = of.talk.said
+    assert isinstance(expect, Expect) and expect.source == TOLD["source"]
+    assert (expect.request, expect.room) == (want.request, want.room), "the want ends it"
+    of.talk.end(str(ROOM), "want")
+    assert listen(of, made) == SUCCESS
+    made.clear()
+    assert of.talk.said == [expect, want]
+
+
+@pytest.mark.parametrize("end", ["clear", "abort", "fail"])
+def test_a_request_that_ends_while_it_queues_lets_go_of_another_engines_prompt_once(end: str) -> None:
+    of = manager("decode", [])
+    made = foreign_receiver(of, TOLD)
+    made.queued(req("ab", TOLD))
+    if end == "abort":
+        made.abort()
+    elif end == "fail":
+        made._fail("whatever")
+    if end != "clear":
+        assert listen(of, made) == FAILED
+    made.clear()
+    made.clear()
+    expect, want = of.talk.said
+    assert (want.request, want.room, want.source) == (expect.request, expect.room, expect.source)
+    assert (want.first_token, want.end_token, want.blocks) == (0, 0, ())
+
+
+@pytest.mark.parametrize("told", [{}, TOLD | {"first_token": 4096}])
+def test_nothing_is_held_for_a_request_that_names_it_wrongly(told: dict[str, Any]) -> None:
+    of = manager("decode", [])
+    made = foreign_receiver(of, told)
+    made.queued(req("ab", told))
+    made.clear()
+    assert not of.talk.said
 
 
 def test_other_engines_are_found_among_the_prefill_servers_and_not_listed() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
 
+from ..agent.harness import wait_for
 from ..engines.fleet import PREFILL
 from ..sglang import rows
-from ..sglang.fleet import assert_idle, prompt
-from .fleet import Cross
+from ..sglang.fleet import answer_of, assert_idle, assert_same_tokens, prompt
+from .fleet import TOKENS, Cross
 
 pytestmark = [pytest.mark.cross, pytest.mark.timeout(400)]
 
@@ -88,3 +91,30 @@ def test_a_client_that_leaves_while_sglang_waits_for_vllms_rows(cross: Cross) ->
     connection = cross.sglang["d16"].begin(cross.decode_body("d16", tokens, room, prefilled, **other))
     time.sleep(1)
     connection.close()
+
+
+def test_what_vllm_has_prefilled_is_held_while_sglang_lets_requests_queue(cross: Cross) -> None:
+    first, second = prompt(400, seed=next(SEEDS)), prompt(500, seed=next(SEEDS))
+    long = {"sampling_params": {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}}
+
+    def begin(tokens: list[int], more: dict[str, Any]) -> HTTPConnection:
+        room = cross.room()
+        prefilled = cross.vllm["small"].run(cross.vllm.name("p"), tokens, 1, PREFILL | {"bootstrap_room": room})
+        body = cross.decode_body("d16-small", tokens, room, prefilled)
+        body["sampling_params"] |= more.get("sampling_params", {})
+        return cross.sglang["d16-small"].begin(body)
+
+    running = begin(first, long)
+    wait_for(lambda: not cross.vllm.agents["small"][0].status.offers)  # it has been fetched
+    queued = begin(second, {})
+    wait_for(lambda: cross.vllm.agents["small"][0].status.offers[0].state == "awaited", 3)
+    answers = [answer_of(json.loads(each.getresponse().read())) for each in (queued, running)]
+    assert_same_tokens(cross.sglang.alone(second, TOKENS), answers[0])
+    assert len(answers[1].tokens) == 600
+    # And one that leaves while it queues: vLLM has its blocks back at once.
+    running, queued = begin(prompt(400, seed=next(SEEDS)), long), begin(prompt(500, seed=next(SEEDS)), {})
+    wait_for(lambda: any(each.state == "awaited" for each in cross.vllm.agents["small"][0].status.offers), 3)
+    queued.close()
+    wait_for(lambda: not cross.vllm.agents["small"][0].status.offers, 5)
+    running.close()
+    assert_idle(cross.sglang, "d16-small")

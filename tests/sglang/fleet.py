@@ -34,6 +34,7 @@ CONFIGS = {
     "d16-stages": ServerConfig("decode", pipeline_parallel_size=2),
     "p16-bf16": ServerConfig("prefill", dtype="bfloat16"),
     "d16": ServerConfig("decode"),
+    "d16-small": ServerConfig("decode", max_total_tokens=1280),
     "d32": ServerConfig("decode", page_size=32),
     "p16-replicas": ServerConfig("prefill", tensor_parallel_size=2, data_parallel_size=2),
     "d32-replicas": ServerConfig("decode", page_size=32, tensor_parallel_size=2, data_parallel_size=2),

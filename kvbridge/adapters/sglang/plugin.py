@@ -34,6 +34,7 @@ def register() -> None:
         f"{PREFILL_QUEUE}._init_kv_manager": _init_kv_manager,
         f"{PREFILL_QUEUE}.create_sender": _create_sender,
         f"{DECODE_QUEUE}._init_kv_manager": _init_kv_manager,
+        f"{DECODE_QUEUE}._create_receiver_and_enqueue": _create_receiver_and_enqueue,
         f"{DECODE_QUEUE}._send_kv_metadata": _send_kv_metadata,
         f"{POOL}.get_contiguous_buf_infos": _get_contiguous_buf_infos,
     }
@@ -92,6 +93,13 @@ def _create_sender(original: Callable[..., Any], queue: Any, req: Any, *args: An
     if created and hasattr(sender := req.disagg_kv_sender, "bind"):
         sender.bind(req)
     return created
+
+
+def _create_receiver_and_enqueue(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    decode_req = original(queue, req, *args, **kwargs)
+    if hasattr(receiver := decode_req.kv_receiver, "queued"):
+        receiver.queued(req)
+    return decode_req
 
 
 def _send_kv_metadata(

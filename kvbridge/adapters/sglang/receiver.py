@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Any
 
-from kvbridge_proto.engine import Want
+from kvbridge_proto.engine import Expect, Want
 from kvbridge_proto.words import Blocks
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
@@ -23,6 +23,7 @@ log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
 AGENT_S = 10.0  # an agent that is started anew is waited for
 AGAIN_S = 0.5
+ANSWER_S = 30.0  # how long the other engine's agents may take to hear that nothing is needed
 
 
 class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not there for the checker
@@ -37,6 +38,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             self.conclude_state, self.abort_notified, self.require_staging = KVPoll.Failed, False, False
             self._name, self._is_wanted = "", False
             self._pages: list[int] | None = None
+            self._expected: Expect | None = None
             return
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._name = ""  # of the want, once it is said
@@ -46,12 +48,24 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self._pages = None  # given to us, and not asked for yet
         self._first_token = 0
         self._is_wanted = False  # whether the row may be taken once nothing is outstanding
+        self._expected = None  # what another engine holds for us while the request queues
         self._prefilled: tuple[foreign.Prefilled, list[tuple[float, int]]] | None = None  # by another engine
 
     @property
     def _has_room(self) -> bool:
         """Another request may have it as soon as this one's failure is told."""
         return self.kv_mgr.rooms.is_of(self.bootstrap_room, self)
+
+    def queued(self, req: Any) -> None:
+        """It has no pages yet. What another engine has prefilled is held for it; what does not fit fails in `bind`."""
+        talk, number = self.kv_mgr.talk, self.bootstrap_room
+        if talk is None or not self._has_room or not is_foreign(self.bootstrap_addr) or talk.is_open(str(number)):
+            return
+        prompt, _ = self.kv_mgr.name(req)
+        told, _ = attempt(req, "custom_params", lambda req: foreign.prefilled(req, self.kv_mgr.vocabulary))
+        if prompt and told is not None:
+            self._expected = Expect(request=str(number), room=rendezvous(number, prompt), source=told[0].source)
+            talk.expect(self._expected)
 
     def bind(self, req: Any, tokens: int) -> None:
         """Whose request this is, and for how many tokens of its prompt it is given pages."""
@@ -187,6 +201,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         if self._tokens:
             self._name = want.request
             manager.watch(self._name)
+        self._expected = None
         talk.want(want)
 
     def _poll(self) -> int:
@@ -255,4 +270,10 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         talk = self.kv_mgr.talk
         if self._is_wanted and self._name and talk is not None and talk.is_open(self._name):
             talk.abandon(self._name, reason)
-        self._is_wanted, self._pages = False, None
+        if (expected := self._expected) is not None and talk is not None:  # nobody comes for it: it need not be held
+            request, room, source = expected.request, expected.room, expected.source
+            empty = Want(
+                request=request, room=room, source=source, first_token=0, end_token=0, blocks=(), deadline_s=ANSWER_S
+            )
+            talk.want(empty)
+        self._is_wanted, self._pages, self._expected = False, None, None
