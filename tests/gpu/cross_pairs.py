@@ -26,8 +26,9 @@ prompt length, medians without the first:
              the two engines alone differ in the same places, whose kernels differ
   rows       KV bytes on the decode side against the reference conversion of those on the prefill side, all layers
 
-A pair across engines has the prefill of one and the decoding of the other, so it is held against both equal pairs, and
-its ratio is the worse one of the two: that to the faster engine's.
+A pair across engines is held against both equal pairs, by the worse of the two ratios. The prefill engine's equal pair
+is asked in the same way and computes the same prefill; the decode engine's takes the prompt over in the same way. Where
+one engine prefills faster, the ratio of ttft to its equal pair says so whatever the bridge does: hence handover.
 
 Exit code 1 if weights, tokens or rows differ, 2 if a pair could not be driven to its end.
 """
@@ -117,6 +118,7 @@ def equal_pairs(is_cpu: bool) -> dict[str, Pair]:
 
 
 def pairs_of(is_cpu: bool) -> list[Pair]:
+    """In the order of their worth. vLLM on a CPU has fp8 only with AVX-512 or AMX."""
     equal = equal_pairs(is_cpu)
     of_vllm, of_sglang = equal["vllm"], equal["sglang"]
     page, block = 64, of_vllm.sink.block
