@@ -190,6 +190,27 @@ def sglang_lines(results: Mapping[str, Any]) -> list[Line]:
     ]
 
 
+def cross_lines(results: Mapping[str, Any]) -> list[Line]:
+    """From what tests/gpu/cross_pairs.py found: of the ratios to either engine's equal pair the worse one is held."""
+    same = results["weights"]["same"]
+    found = [Line("weights of all engines: the same", same, "", same.startswith("yes"))]
+    for pair in results["pairs"]:
+        for place, ratio in enumerate(pair["ratios"]):
+            row = pair["rows"][place]
+            for what, key in (("transfer", "transfer_ms"), ("TTFT", "ttft_ms"), ("TTFT - prefill", "handover_ms")):
+                is_goal = key != "handover_ms"
+                name = f"{pair['name']}, {row['tokens']} tokens, {what}" + ": <= 1.3" * is_goal
+                equal = ", ".join(f"{kind} {rows[place][key]:.2f}" for kind, rows in pair["against"].items())
+                of = ", ".join(f"{kind} {ratio[key][kind]:.2f}" for kind in pair["against"])
+                met = ratio[key]["worse"] <= 1.3 if is_goal else None
+                found.append(Line(name, f"{of}; {row[key]:.2f} ms", f"equal: {equal} ms", met))
+        for tokens, verdict in pair["tokens"].items():
+            figures = f"rows {pair['kv_rows']}; tokens {verdict}"
+            found.append(Line(f"{pair['name']}, {tokens} tokens", figures, "", "NO" not in figures))
+    failed = [pair for pair in results["pairs"] if pair["failure"]]
+    return found + [Line(pair["name"], "FAILED", " ".join(pair["failure"].split())[:60], False) for pair in failed]
+
+
 def kernel_lines(results: Mapping[str, Any]) -> list[Line]:
     """Those sizes of bench/kernels.py that have a goal."""
     copies = results["copy_payload_gb_s"]
@@ -238,6 +259,8 @@ def main() -> None:
 
 def _lines_of(found: Mapping[str, Any]) -> list[Line]:
     """Of a GPU bench, of pairs of engines, of the kernels, or of another bench that lists its goals as such lines."""
+    if "pairs" in found and "weights" in found:
+        return cross_lines(found)
     if "pairs" in found:
         return sglang_lines(found) if "sglang" in found["versions"] else vllm_lines(found)
     if "moves" in found:

@@ -36,7 +36,7 @@ class Cross:
         """vLLM prefills, SGLang decodes: the answer, the rows that were given and those that were taken."""
         room, request = self.room(), self.vllm.name(f"p-{source}")
         prefilled = self.vllm[source].run(request, tokens, 1, vllm.PREFILL | {"bootstrap_room": room})
-        given = _joined(self.vllm.rows(source, request, 0, len(tokens)))
+        given = joined(self.vllm.rows(source, request, 0, len(tokens)))
         status, said = self.sglang[sink].generate(self.decode_body(sink, tokens, room, prefilled, **more))
         assert status == 200, said
         return answer_of(said), given, self._kept("decode", sink, room)
@@ -65,7 +65,7 @@ class Cross:
         fetched = {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room, **where}
         begun = self.sglang[source].begin(self.prefill_body(tokens, room))
         answer = self.vllm[sink].run(request, tokens, TOKENS, fetched)
-        taken = _joined(self.vllm.rows(sink, request, 0, len(tokens) - 1))
+        taken = joined(self.vllm.rows(sink, request, 0, len(tokens) - 1))
         assert begun.getresponse().status == 200
         begun.close()
         given = self._kept("prefill", source, room)
@@ -87,7 +87,7 @@ class Cross:
         return rows.load(self.sglang.kept, side, room, sglang.CONFIGS[name].shards)
 
 
-def _joined(found: Rows) -> rows.Rows:
+def joined(found: Rows) -> rows.Rows:
     """vLLM's as SGLang's are: [tokens, heads, bytes]."""
     (codec,) = {each["name"] for each in found.codecs.values()}
     return rows.Rows({key: np.swapaxes(each, 0, 1) for key, each in found.rows.items()}, codec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,16 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbridge.demo.model import write_model
-
 from ..agent.harness import AgentProcess, agent
+from ..engines import marks, weights
 from ..engines.engine_process import EngineConfig, EngineProcess
 
 DONE = re.compile(r"done: request=(\S+) bytes=(\d+) ms=([\d.]+)")
 CROSSED = "Allocating a cross layer KV cache"  # vLLM's own words
 START_S = 150.0
 AGENT_START_S = 90.0  # while as many engines import
-SEED = 7
+MODEL_NAME = "pairs"  # what both engines call the model
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -78,6 +78,7 @@ class Running:
 
     side: Side
     engine: EngineProcess
+    times: Path
     agents: list[AgentProcess] = field(default_factory=list)
     weights_failure: str = ""
 
@@ -93,6 +94,10 @@ class Running:
         # Ranks receive side by side.
         return {"ms": max(ms for _, ms in mine), "bytes": sum(size for size, _ in mine)} if mine else {}
 
+    def noted(self, side: str, room: int | str | None = None) -> list[dict[str, Any]]:
+        """What the engine has noted of this kind (tests.engines.marks), but for ranks in processes of their own."""
+        return marks.noted(self.times, side, room)
+
     def route(self, source: Running) -> str:
         """How the KV comes from `source`, as its agent found and proved it."""
         to = {each.address for each in self.agents}
@@ -102,12 +107,19 @@ class Running:
 
     def weights(self) -> None:
         """Make weights in it; what went wrong is kept and said, the engine is of use all the same."""
-        self.engine._say(op="weights", seed=SEED)
+        self.engine._say(op="weights", seed=weights.SEED)
         self.weights_failure = self.engine._answer("weights", START_S)["failure"]
 
-    def likely(self, request: str, tokens: list[int]) -> dict[int, float]:
-        self.engine._say(op="likely", request=request, tokens=tokens)
-        return {int(token): value for token, value in self.engine._answer("likely", 60)["logprobs"].items()}
+    def digests(self) -> dict[str, int]:
+        """Of the weights that it holds (tests.engines.weights)."""
+        self.engine._say(op="digests")
+        return self.engine._answer("digests", START_S)["digests"]
+
+    def likely(self, request: str, tokens: list[int], amount: int = 1) -> tuple[list[int], list[dict[int, float]]]:
+        """How it goes on by itself, and the chances of the likeliest tokens at each place."""
+        self.engine._say(op="likely", request=request, tokens=tokens, amount=amount)
+        answer = self.engine._answer("likely", 60)
+        return answer["tokens"], [{int(token): chance for token, chance in each.items()} for each in answer["places"]]
 
     def kill(self) -> None:
         self.engine.kill()
@@ -127,18 +139,26 @@ class Running:
 class Engines:
     """All that are up, by name; `start` begins in the background and may be called again after a loss."""
 
-    def __init__(self, folder: Path, stack: ExitStack, is_cpu: bool, agent_options: dict[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stack: ExitStack,
+        is_cpu: bool,
+        agent_options: dict[str, str],
+        python: str = sys.executable,  # one that has vLLM
+    ) -> None:
         self.folder = folder
         self.is_cpu = is_cpu
         self._stack = stack
         self._agent_options = agent_options
+        self._python = python
         self._model = folder / "model"
         self._up: dict[str, Future[Running]] = {}
         self._pool = stack.enter_context(ThreadPoolExecutor(1 if is_cpu else 12))
         self._lock = threading.Lock()
         self._attempts = 0
         if is_cpu:
-            write_model(self._model)
+            weights.write(self._model)
         else:
             self._model.mkdir(parents=True, exist_ok=True)
             (self._model / "config.json").write_text(json.dumps(LLAMA_8B, indent=1))
@@ -163,8 +183,9 @@ class Engines:
     def _start(self, side: Side, attempt: int) -> Running:
         name = f"{side.name}-{attempt}"
         config = self._config(side, name, attempt)
-        engine = self._enter(EngineProcess(config, self.folder / f"{name}.log", module="tests.gpu.pair_loop"))
-        running = Running(side, engine)
+        log = self.folder / f"{name}.log"
+        engine = self._enter(EngineProcess(config, log, self._python, module="tests.gpu.pair_loop"))
+        running = Running(side, engine, log.with_suffix(".times"))
         try:
             if side.connector == "kvbridge":  # while the engine imports
                 for rank, gpu in enumerate(side.gpus):
@@ -194,6 +215,7 @@ class Engines:
     def _config(self, side: Side, name: str, attempt: int) -> EngineConfig:
         more: dict[str, Any] = {"kv_transfer_config": self._transfer(side, name)}
         environment = {
+            marks.VARIABLE: str(self.folder / f"{name}.times"),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + 20 * attempt),
         }
@@ -240,7 +262,7 @@ class Engines:
                 "kvbridge_socket": str(self.folder / f"{name}-{{rank}}.sock"),
                 "kvbridge_connect_s": 60,
                 "kvbridge_deadline_s": 20,
-                "kvbridge_model_name": "pairs",
+                "kvbridge_model_name": MODEL_NAME,
                 "kvbridge_cross_layer": side.is_crossed,
             }
             connector |= {"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from typing import Any
 
+from tests.engines import marks, weights
 from tests.engines.engine_loop import Loop
 
 LIKELY = 20  # vLLM's own limit for the tokens whose probabilities it tells
 
 
-def load_seeded(worker: Any, seed: int) -> int:
-    """On a worker: weights that any sharding of this model shares, through vLLM's own loader. Returns how many."""
+def load_seeded(worker: Any, seed: int) -> None:
+    """On a worker: weights that any sharding of this model shares, through vLLM's own loader."""
     import torch
 
-    from kvbridge.demo.model import GAINS, _shapes
-
-    device = worker.device
-    shapes = _shapes(worker.vllm_config.model_config.hf_config.to_dict())
-
-    def weights() -> Iterator[tuple[str, Any]]:
-        for number, (name, shape) in enumerate(shapes.items()):
-            if name.endswith("norm.weight"):
-                yield name, torch.ones(shape, dtype=torch.bfloat16, device=device)
-                continue
-            generator = torch.Generator(device).manual_seed(seed + number)
-            values = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
-            if "embed_tokens" not in name:
-                gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
-                values *= gain / math.sqrt(shape[1])
-            yield name, values
-
+    model = worker.get_model()
+    like = torch.empty(0, dtype=torch.bfloat16, device=worker.device)
     with torch.no_grad():
-        worker.get_model().load_weights(weights())
+        model.load_weights(weights.seeded(worker.vllm_config.model_config.hf_config.to_dict(), like, seed))
     torch.cuda.empty_cache()
-    return len(shapes)
+
+
+def digests_of(worker: Any) -> dict[str, int]:
+    """On a worker."""
+    return weights.digests(worker.get_model())
 
 
 def watch_nixl(found: list[dict[str, float]]) -> None:
@@ -63,12 +51,14 @@ def watch_nixl(found: list[dict[str, float]]) -> None:
 
 
 class PairLoop(Loop):
-    """Ops beside the loop's own: `weights`, `transfers`, `likely`."""
+    """Ops beside the loop's own: `weights`, `digests`, `transfers`, `likely`."""
 
     def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
         self.nixl: list[dict[str, float]] = []
         if (config["more"].get("kv_transfer_config") or {}).get("kv_connector", "").startswith("Nixl"):
             watch_nixl(self.nixl)
+        if marks.VARIABLE in os.environ:
+            marks.watch()
         super().__init__(control, config)
 
     def weights(self, seed: int) -> None:
@@ -80,23 +70,28 @@ class PairLoop(Loop):
             return
         self.say(kind="weights", failure="")
 
+    def digests(self) -> None:
+        """Of the first rank's weights."""
+        self.say(kind="digests", digests=self.engine.collective_rpc(digests_of)[0])
+
     def transfers(self) -> None:
         """What came in since the last time."""
         found, self.nixl[:] = list(self.nixl), []
         self.say(kind="transfers", transfers=found)
 
-    def likely(self, request: str, tokens: list[int]) -> None:
-        """The log probabilities of the tokens that may come next; the engine has nothing else to do."""
+    def likely(self, request: str, tokens: list[int], amount: int) -> None:
+        """What it says, and the log probabilities of the likeliest tokens at each place; it has nothing else to do."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=LIKELY)
+        sampling = SamplingParams(temperature=0, max_tokens=amount, ignore_eos=True, detokenize=False, logprobs=LIKELY)
         self.engine.add_request(request, {"prompt_token_ids": tokens}, sampling)
-        found: dict[str, float] = {}
+        last = None
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
-                if output.outputs[0].logprobs:
-                    found = {str(token): each.logprob for token, each in output.outputs[0].logprobs[0].items()}
-        self.say(kind="likely", logprobs=found)
+                last = output.outputs[0]  # all so far
+        assert last is not None
+        places = [{str(token): each.logprob for token, each in place.items()} for place in last.logprobs]
+        self.say(kind="likely", tokens=list(last.token_ids), places=places)
 
 
 def main() -> None:

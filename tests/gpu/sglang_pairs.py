@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -96,6 +96,21 @@ def pairs_of(gpus: int) -> list[Pair]:
     ]
 
 
+class Timed(Protocol):
+    """A pair that can be measured beside others."""
+
+    def timed(self, tokens: list[int]) -> dict[str, float]:
+        """How one prompt came: `bytes`, and times in milliseconds, `transfer_ms` among them."""
+
+
+@dataclass(frozen=True)
+class Voice:
+    """What an engine alone says to one prompt, and the chances of the likeliest tokens at each place."""
+
+    tokens: list[int]
+    likely: list[dict[int, float]]
+
+
 class Drive:
     """One pair, request by request."""
 
@@ -108,7 +123,7 @@ class Drive:
     def decode(self, tokens: list[int], amount: int) -> tuple[Answer, int]:
         """Prefilled there, decoded here: the decode server's answer, and its room."""
         room = next(self._servers.rooms)
-        body = _body(tokens, amount) | {
+        body = greedy(tokens, amount) | {
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.source.server.bootstrap_port,
             "bootstrap_room": room,
@@ -151,13 +166,12 @@ class Drive:
         for number in range(prompts):
             tokens = prompt(length, seed=200 + number)
             ours = self.decode(tokens, DECODED)[0].tokens
-            theirs, likely = _alone(alone, tokens)
-            same = next((i for i in range(DECODED) if ours[i] != theirs[i]), DECODED)
+            theirs = voice(alone, tokens)
+            same = alike(ours, theirs.tokens)
             equal += same
             continuations.add(tuple(ours))
             if same < DECODED and self.pair.is_same_codec:
-                gap = likely[same][theirs[same]] - likely[same].get(ours[same], -np.inf)
-                verdicts.append(f"{'tie' if gap <= tie else 'NO'} at {same} ({gap:.2f} of {tie:.2f})")
+                verdicts.append(parting(ours, theirs, same, tie))
         if len(continuations) != prompts:
             return "NO: other prompts go on alike"
         if not self.pair.is_same_codec:
@@ -184,35 +198,43 @@ class Drive:
         return "yes" if self.pair.is_same_codec else "as converted"
 
 
-def _body(tokens: list[int], amount: int) -> dict[str, Any]:
+def greedy(tokens: list[int], amount: int) -> dict[str, Any]:
     return {
         "input_ids": tokens,
         "sampling_params": {"temperature": 0, "max_new_tokens": amount, "ignore_eos": True},
     }
 
 
-def _alone(alone: Running, tokens: list[int]) -> tuple[list[int], list[dict[int, float]]]:
-    """What it says by itself, and the chances of the likeliest at each place."""
+def voice(alone: Running, tokens: list[int]) -> Voice:
     more = {"return_logprob": True, "top_logprobs_num": LIKELY}
-    status, said = alone.server.generate(_body(tokens, DECODED) | more, ANSWER_S)
+    status, said = alone.server.generate(greedy(tokens, DECODED) | more, ANSWER_S)
     assert status == 200, f"alone: {said}"
     likely = [{token: value for value, token, *_ in place} for place in said["meta_info"]["output_top_logprobs"]]
-    return said["output_ids"], likely
+    return Voice(said["output_ids"], likely)
 
 
-def apart(one: Running, other: Running, length: int, prompts: int) -> float:
-    """The most by which two servers that are each alone differ in a token's chances, as long as they say the same."""
+def alike(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many tokens, from the first on."""
+    return next((i for i in range(DECODED) if ours[i] != theirs[i]), DECODED)
+
+
+def parting(ours: Sequence[int], theirs: Voice, place: int, tie: float) -> str:
+    """Whether they say other tokens there because both are as likely."""
+    gap = theirs.likely[place][theirs.tokens[place]] - theirs.likely[place].get(ours[place], -np.inf)
+    return f"{'tie' if gap <= tie else 'NO'} at {place} ({gap:.2f} of {tie:.2f})"
+
+
+def apart(ones: Sequence[Voice], others: Sequence[Voice]) -> float:
+    """The most by which engines that are each alone differ in a token's chances, as long as they say the same."""
     most = 0.0
-    for number in range(prompts):
-        tokens = prompt(length, seed=200 + number)
-        (left, chances), (right, others) = _alone(one, tokens), _alone(other, tokens)
-        same = next((i for i in range(DECODED) if left[i] != right[i]), DECODED - 1)
-        for mine, theirs in zip(chances[: same + 1], others[: same + 1], strict=True):
+    for one, other in zip(ones, others, strict=True):
+        until = alike(one.tokens, other.tokens) + 1
+        for mine, theirs in zip(one.likely[:until], other.likely[:until], strict=True):
             most = max([most, *(abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys())])
     return most
 
 
-def side_by_side(drives: Sequence[Drive], length: int, repeats: int) -> list[dict[str, Any]]:
+def side_by_side(drives: Sequence[Timed], length: int, repeats: int) -> list[dict[str, Any]]:
     """One prompt length, a row for each pair: they take turns, every prompt is used once."""
     taken: list[list[dict[str, float]]] = [[] for _ in drives]
     for repeat in range(repeats):
@@ -223,7 +245,7 @@ def side_by_side(drives: Sequence[Drive], length: int, repeats: int) -> list[dic
 
 def _row(length: int, taken: list[dict[str, float]]) -> dict[str, Any]:
     row: dict[str, Any] = {"tokens": length, "megabytes": round(taken[0]["bytes"] / 1e6, 1)}
-    for key in ("transfer_ms", "carried_ms", "ttft_ms"):
+    for key in (key for key in taken[0] if key.endswith("_ms")):
         values = [each[key] for each in taken]
         name = key.removesuffix("_ms")
         row |= {
@@ -322,9 +344,8 @@ class Run:
             alone = self._servers.get(self._alone)
             is_split = len(pair.source.gpus) != len(pair.sink.gpus)
             for row in found.rows:
-                about = (row["tokens"], self.chosen.prompts)
-                tie = 2 * apart(alone, self._servers.get(self._alone_two), *about) if is_split else TIE
-                row["decoded"] = drive.compare(alone, *about, tie)
+                tie = 2 * self._apart(row["tokens"]) if is_split else TIE
+                row["decoded"] = drive.compare(alone, row["tokens"], self.chosen.prompts, tie)
         except AssertionError as error:
             found.failure = str(error) or traceback.format_exc(limit=-2)
             found.kv_rows = "NO" if "rows differ" in found.failure else found.kv_rows
@@ -334,6 +355,12 @@ class Run:
             self._say_all(pair)
             self._drop_the_sick(pair)
         return found
+
+    def _apart(self, length: int) -> float:
+        prompts = [prompt(length, seed=200 + number) for number in range(self.chosen.prompts)]
+        sides = (self._alone, self._alone_two)
+        ones, others = ([voice(self._servers.get(side), tokens) for tokens in prompts] for side in sides)
+        return apart(ones, others)
 
     def _say_all(self, pair: Pair) -> None:
         """What the pair's servers and agents said last, and what those know now: to see why it failed."""
@@ -391,7 +418,8 @@ def report(results: list[Found]) -> None:
             print(f"{ratio['transfer_min_ms']} of minima; carried {ratio['carried_ms']}, ttft {ratio['ttft_ms']}")
 
 
-def machine() -> dict[str, Any]:
+def machine(*names: str) -> dict[str, Any]:
+    """With the versions of these packages beside those that all pairs need."""
     from importlib import metadata
 
     def version(name: str) -> str:
@@ -403,8 +431,8 @@ def machine() -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    names = ("sglang", "torch", "triton", "nixl", "nixl-cu13")
-    return {**record.machine(), "gpus": gpus, "versions": {name: version(name) for name in names}}
+    every = (*names, "torch", "triton", "nixl", "nixl-cu13")
+    return {**record.machine(), "gpus": gpus, "versions": {name: version(name) for name in every}}
 
 
 def options() -> argparse.Namespace:
@@ -430,7 +458,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pairs-") as name, ExitStack() as stack:
         servers = Servers(Path(name), stack, chosen.cpu, agent_options)
         stack.callback(_keep_logs, Path(name), chosen.out)
-        run = Run(chosen, servers, machine())
+        run = Run(chosen, servers, machine("sglang"))
         if not chosen.cpu:
             run.start_all()
         run.all()

@@ -20,15 +20,16 @@ from typing import Any
 from kvbridge.demo.model import write_config
 
 from ..agent.harness import AgentProcess, agent
+from ..engines import marks
+from ..engines.weights import SEED
 from ..sglang.plugin import PAUSE, SEEDED
 from ..sglang.server import Server, ServerConfig
-from .pair_engines import LLAMA_8B
+from .pair_engines import LLAMA_8B, MODEL_NAME
 
 DONE = re.compile(r"done: request=(\S+) bytes=(\d+)")
 START_S = 120.0
 AGENT_START_S = 90.0  # while as many servers import
 TIMES_S = 5.0  # until a prefill server has written how long a transfer took
-SEED = 7
 POOL_TOKENS = 24576
 ALONE = "alone"
 
@@ -63,11 +64,9 @@ class Running:
     agents: list[AgentProcess] = field(default_factory=list)
     is_seeded: bool = True
 
-    def noted(self, side: str, room: int | None = None) -> list[dict[str, float]]:
+    def noted(self, side: str, room: int | str | None = None) -> list[dict[str, Any]]:
         """What its ranks have noted of this kind, one a rank (tests.sglang.plugin)."""
-        lines = self.times.read_text().splitlines() if self.times.exists() else []
-        notes = [note for note in map(json.loads, lines) if note["side"] == side]
-        return [note for note in notes if room is None or note["room"] == room]
+        return marks.noted(self.times, side, room)
 
     def fetched(self, room: int) -> int:
         """Bytes of this room that the decode side's agents have fetched."""
@@ -174,10 +173,11 @@ class Servers:
             flags=("--load-format", "dummy"),
             environment={
                 "KVBRIDGE_TEST_ROWS": str(self.kept),
-                "KVBRIDGE_TEST_TIMES": str(self.folder / f"{name}.times"),
+                marks.VARIABLE: str(self.folder / f"{name}.times"),
                 "KVBRIDGE_TEST_SEED": str(SEED),
                 "KVBRIDGE_ENGINE_SOCKET": str(self.folder / f"{name}-{{rank}}.sock"),
                 "KVBRIDGE_ENGINE_CONNECT_S": str(AGENT_START_S),
+                "KVBRIDGE_ENGINE_MODEL_NAME": MODEL_NAME,
                 "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
                 "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
             },

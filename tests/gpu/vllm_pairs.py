@@ -195,7 +195,7 @@ class Drive:
 
     def _gap(self, tokens: list[int], expected: int, ours: int) -> float:
         """How much likelier the decode engine alone finds its own token than the one that came."""
-        likely = self.sink.likely(f"{self.pair.name}-{next(self._numbers)}", tokens)
+        _, (likely,) = self.sink.likely(f"{self.pair.name}-{next(self._numbers)}", tokens)
         return abs(likely.get(expected, np.inf) - likely.get(ours, -np.inf))
 
     def compare_rows(self) -> str:

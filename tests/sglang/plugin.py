@@ -3,22 +3,21 @@
 Nothing of it ships: `server.py` makes the entry point, in a folder of its own on PYTHONPATH. `KVBRIDGE_TEST_ROWS` names
 a folder: there the prefilling side writes a prompt's rows when it sends its last chunk, the decoding side when it has
 taken the transfer for good; none while the folder has a file `pause`. `KVBRIDGE_TEST_TIMES` names a file that gets a
-line of JSON when either happens, and what SGLang itself reports of the transfer. `KVBRIDGE_TEST_SEED` makes the weights
-of a model that is only a config.json.
+line of JSON when either happens, what SGLang itself reports of the transfer, and what `tests.engines.marks` notes.
+`KVBRIDGE_TEST_SEED` makes the weights of a model that is only a config.json.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from ..engines import marks, weights
 
 DTYPES = {
     "torch.float32": "fp32",
@@ -28,8 +27,6 @@ DTYPES = {
 }
 PAUSE = "pause"
 SEEDED = "kvbridge_test: seeded"  # what a rank says whose weights were made
-# In a net of 32 layers, more than that for what is added to its stream lets bf16 in another order end in other tokens.
-ADDED = {"o_proj": 0.35, "down_proj": 0.35}
 
 
 def register() -> None:
@@ -57,12 +54,13 @@ def register() -> None:
         TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     if "KVBRIDGE_TEST_SEED" in os.environ:
         HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _seeded, HookType.AROUND)
-    if "KVBRIDGE_TEST_ROWS" in os.environ or "KVBRIDGE_TEST_TIMES" in os.environ:
+    if "KVBRIDGE_TEST_ROWS" in os.environ or marks.VARIABLE in os.environ:
         prefill = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
         HookRegistry.register(prefill, _sends, HookType.BEFORE)
         decode = "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req"
         HookRegistry.register(decode, _takes, HookType.BEFORE)
-    if "KVBRIDGE_TEST_TIMES" in os.environ:
+    if marks.VARIABLE in os.environ:
+        marks.watch()
         stats = "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.compute_and_observe_kv_transfer_metrics"
         HookRegistry.register(stats, _timed, HookType.AFTER)
 
@@ -89,29 +87,14 @@ def _seeded(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     original(model, *args, **kwargs)
     try:
         with torch.no_grad():
-            model.load_weights(_weights(model, int(os.environ["KVBRIDGE_TEST_SEED"])))
+            like, seed = next(model.parameters()), int(os.environ["KVBRIDGE_TEST_SEED"])
+            model.load_weights(weights.seeded(model.config.to_dict(), like, seed))
     except Exception:
         logging.getLogger(__name__).exception("dummy weights stay")
         return
     print(SEEDED, flush=True)
-
-
-def _weights(model: Any, seed: int) -> Iterator[tuple[str, Any]]:
-    import torch
-
-    from kvbridge.demo.model import GAINS, _shapes
-
-    first = next(model.parameters())
-    for number, (name, shape) in enumerate(_shapes(model.config.to_dict()).items()):
-        if name.endswith("norm.weight"):
-            yield name, torch.ones(shape, dtype=first.dtype, device=first.device)
-            continue
-        generator = torch.Generator(first.device).manual_seed(seed + number)
-        values = torch.randn(shape, dtype=first.dtype, device=first.device, generator=generator)
-        if "embed_tokens" not in name:
-            gain = next((gain for part, gain in (GAINS | ADDED).items() if part in name), 1.0)
-            values *= gain / math.sqrt(shape[1])
-        yield name, values
+    if marks.VARIABLE in os.environ:
+        marks.note(side="weights", digests=weights.digests(model))
 
 
 def _sends(scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
@@ -126,8 +109,8 @@ def _takes(queue: Any, decode_req: Any) -> None:
 def _seen(side: str, scheduler: Any, req: Any) -> None:
     if not req.bootstrap_room:
         return  # the server asks itself whether it is well
-    if "KVBRIDGE_TEST_TIMES" in os.environ:
-        _note(side=side, room=req.bootstrap_room, at_s=time.monotonic())
+    if marks.VARIABLE in os.environ:
+        marks.note(side=side, room=req.bootstrap_room, at_s=time.monotonic())
     if (folder := os.environ.get("KVBRIDGE_TEST_ROWS")) and not Path(folder, PAUSE).exists():
         _keep(Path(folder), side, scheduler, req)
 
@@ -165,9 +148,4 @@ def _bytes(rows: Any) -> np.ndarray:
 
 def _timed(result: Any, stats: Any, metric: Any) -> None:
     if result:
-        _note(side="reported", **result)
-
-
-def _note(**line: Any) -> None:
-    with Path(os.environ["KVBRIDGE_TEST_TIMES"]).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+        marks.note(side="reported", **result)
