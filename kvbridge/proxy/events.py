@@ -9,6 +9,8 @@ from ..errors import EngineError
 
 EVENT_BYTES = 16 << 20
 DONE = b"[DONE]"
+GAP = re.compile(rb"\r?\n\r?\n")  # between two events
+LONGEST_GAP = 4
 # In the text of an answer the quotes would have a backslash before them.
 FINISH = re.compile(rb'(?<!\\)"finish_reason"\s*:\s*(?!null)["{]')
 FAILED = re.compile(rb'^\{\s*"(error|object"\s*:\s*"error)"')
@@ -18,12 +20,17 @@ class Events:
     """Bytes in, whole events out."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
 
     def take(self, chunk: bytes) -> Iterator[bytes]:
         """What is after `data:` of each event that is complete now. Raises EngineError."""
-        self._rest = (self._rest + chunk).replace(b"\r\n", b"\n")
-        *whole, self._rest = self._rest.split(b"\n\n")
+        looked = max(0, len(self._rest) - LONGEST_GAP + 1)
+        self._rest += chunk
+        whole, begin = [], 0
+        for gap in GAP.finditer(self._rest, looked):
+            whole.append(bytes(self._rest[begin : gap.start()]))
+            begin = gap.end()
+        del self._rest[:begin]
         for event in whole:
             if found := data(event):
                 yield found
@@ -33,7 +40,7 @@ class Events:
 
 def data(event: bytes) -> bytes:
     """Empty for a comment."""
-    lines = [line[5:].lstrip() for line in event.split(b"\n") if line.startswith(b"data:")]
+    lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -267,6 +268,17 @@ def test_events_are_the_same_wherever_the_bytes_are_cut() -> None:
         assert [*events.take(raw[:at]), *events.take(raw[at:])] == expected, at
     events = Events()
     assert [found for byte in raw for found in events.take(bytes([byte]))] == expected
+
+
+def test_a_long_event_takes_no_longer_than_its_length() -> None:
+    """16 MiB in pieces of 1 KiB: looked through once. Again for each piece it would take 128 GiB of copying."""
+    events, piece = Events(), b"x" * 1024
+    began = time.process_time()
+    assert list(events.take(b"data: ")) == []
+    for _ in range(EVENT_BYTES // 1024 - 1):
+        assert list(events.take(piece)) == []
+    assert [len(found) for found in events.take(b"\n\n")] == [EVENT_BYTES - 1024]
+    assert time.process_time() - began < 2.0
 
 
 def test_an_event_without_end_is_refused() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from kvbridge.proxy.server import AT_ONCE
+
 from .standins import AGENT, PROMPT, TOKENS, WAITS, World, named, stream, world
 
 pytestmark = pytest.mark.timeout(30)
@@ -155,6 +157,25 @@ async def test_batches_and_samples_have_a_room_each(pair: tuple[str, str]) -> No
             (p, s, 1) for p in (1, 3, 5) for s in (10, 11)
         ]
         assert len({b.get("bootstrap_room") or b["kv_transfer_params"]["bootstrap_room"] for b in bodies}) == 6
+
+
+@bounded
+async def test_no_more_of_a_batch_is_asked_at_once_than_there_are_places() -> None:
+    async with world("vllm", "vllm") as w:
+        at_once = most = 0
+
+        async def slow(request: web.Request, body: dict[str, Any]) -> None:
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            await asyncio.sleep(0.05)
+            at_once -= 1
+
+        w.decode.act = slow
+        body = COMPLETION | {"prompt": [PROMPT] * (2 * AT_ONCE + 1)}
+        status, answer = await w.ask("/v1/completions", body)
+        assert status == 200 and [each["index"] for each in answer["choices"]] == list(range(2 * AT_ONCE + 1))
+        assert most == AT_ONCE
 
 
 @bounded
