@@ -104,17 +104,20 @@ def test_what_vllm_has_prefilled_is_held_while_sglang_lets_requests_queue(cross:
         body["sampling_params"] |= more.get("sampling_params", {})
         return cross.sglang["d16-small"].begin(body)
 
+    def states() -> list[str]:
+        return [each.state for each in cross.vllm.agents["small"][0].status.offers]
+
     running = begin(first, long)
-    wait_for(lambda: not cross.vllm.agents["small"][0].status.offers)  # it has been fetched
+    wait_for(lambda: not states())  # it has been fetched
     queued = begin(second, {})
-    wait_for(lambda: cross.vllm.agents["small"][0].status.offers[0].state == "awaited", 3)
+    wait_for(lambda: states() == ["awaited"], 3)
     answers = [answer_of(json.loads(each.getresponse().read())) for each in (queued, running)]
     assert_same_tokens(cross.sglang.alone(second, TOKENS), answers[0])
     assert len(answers[1].tokens) == 600
     # And one that leaves while it queues: vLLM has its blocks back at once.
     running, queued = begin(prompt(400, seed=next(SEEDS)), long), begin(prompt(500, seed=next(SEEDS)), {})
-    wait_for(lambda: any(each.state == "awaited" for each in cross.vllm.agents["small"][0].status.offers), 3)
+    wait_for(lambda: states() == ["awaited"], 3)
     queued.close()
-    wait_for(lambda: not cross.vllm.agents["small"][0].status.offers, 5)
+    wait_for(lambda: not states(), 5)
     running.close()
     assert_idle(cross.sglang, "d16-small")
