@@ -1,4 +1,6 @@
 # make demo    two synthetic engines that disagree, two agents, real ZeroMQ and NIXL, checked bit for bit
+# make demo-vllm    two real vLLM engines of other block sizes (2.4 GB of packages the first time)
+# make demo-cross    vLLM prefills and SGLang decodes, and the reverse (6 GB of packages the first time)
 # make test    lint, types and every test that needs no engine
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
@@ -23,13 +25,16 @@ ROUTERS = .venv-routers/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 
-.PHONY: demo demo-vllm test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-faults test-gpu bench bench-gpu golden clean
+.PHONY: demo demo-vllm demo-cross test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-faults test-gpu bench bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
 
 demo-vllm: $(AGENT) $(ENGINE)
 	.venv/bin/kvbridge demo --vllm --vllm-python .venv-vllm/bin/python
+
+demo-cross: $(AGENT) $(ENGINE) $(SGLANG)
+	.venv/bin/kvbridge demo --cross --vllm-python .venv-vllm/bin/python --sglang-python .venv-sglang/bin/python
 
 test: lint unit
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import typer
+from rich.console import Console
 
+from kvbridge.demo.cross import PAIRS, Outcome, compare, conclude, report
+from kvbridge.demo.cross_engines import Engine
 from kvbridge.demo.engine import Job, SyntheticEngine
 from kvbridge.demo.pools import POISON, Request, Shape, describe, fill, first_difference, tables
+from kvbridge.demo.rows import write
 from kvbridge.geometry.compat import check_pool
 
 from .test_cli import kvbridge
@@ -21,6 +30,8 @@ SHAPES = [
     Shape(name="cross", axes="BLPTHE", block_tokens=48, blocks=4, layers=2, kv_heads=4, width=8, codec="fp8_e4m3"),
 ]
 REQUESTS = [Request(name="one", tokens=40, seed=1), Request(name="two", tokens=33, first_token=16, seed=2)]
+CROSSED = [pair for pairs in PAIRS.values() for pair in pairs]
+AS_ALONE = Outcome(*CROSSED[0], 40, 163840.0, ((5, 6), (5, 6)), (5, 6), "", 0.5)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -77,13 +88,56 @@ def test_the_whole_demo() -> None:
     assert "codec bf16 -> fp8_e4m3" in told.stdout
 
 
-def test_vllm_demo_says_what_it_needs(tmp_path: Path) -> None:
-    told = kvbridge("demo", "--vllm", "--vllm-python", tmp_path / "python")
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        (AS_ALONE, ""),
+        (replace(AS_ALONE, carried=(5, 7)), "decoded (5, 7), each engine alone (5, 6) and (5, 6)"),
+        (replace(AS_ALONE, alone=((5, 6), (5, 7))), "decoded (5, 6), each engine alone (5, 6) and (5, 7)"),
+        (replace(AS_ALONE, difference="layer 0 k: 1 of 160 rows differ"), "layer 0 k: 1 of 160 rows differ"),
+        (replace(AS_ALONE, moved_bytes=0.0), "nothing was carried"),
+    ],
+    ids=["right", "token", "one engine alone", "row", "nothing"],
+)
+def test_cross_demo_ends_with_1_if_anything_is_wrong(outcome: Outcome, says: str) -> None:
+    console = Console(file=StringIO(), width=120)
+    report(console, "both ways", [AS_ALONE, outcome])
+    told = console.file.getvalue()
+    assert ("WRONG" in told) == (says not in ("", "nothing was carried"))
+    assert not says or f"40 tokens, block 32 TP 1 to page 32 TP 1: {says}" in told
+    with pytest.raises(typer.Exit) if says else nullcontext() as ended:
+        conclude(console, [AS_ALONE, outcome])
+    assert not says or ended.value.exit_code == 1
+
+
+@pytest.mark.parametrize(("source", "sink"), CROSSED, ids=lambda engine: engine.name)
+def test_cross_demo_sees_a_wrong_row(source: Engine, sink: Engine, tmp_path: Path) -> None:
+    """Where vLLM decodes, the prompt's last token is its own."""
+    values = np.random.default_rng(1).normal(0, 1, (40, 4, 8)).astype("<f4").view(np.uint8)
+    changed, last_changed = values.copy(), values.copy()
+    changed[38, 3, 5] ^= 1
+    last_changed[39, 3, 5] ^= 1
+    for taken, is_seen in ((values, False), (changed, True), (last_changed, sink.kind == "sglang")):
+        for side, engine, rows in (("prefill", source, values), ("decode", sink, taken)):
+            for rank, part in enumerate(np.split(rows, engine.files, axis=1)):
+                write(tmp_path, side, 7, rank, "fp32", {"0.k": part})
+        assert ("1 of" in compare(tmp_path, source, sink, 40)) == is_seen
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("flag", "engine"), [("--vllm", "vllm"), ("--cross", "vllm"), ("--cross", "sglang")])
+def test_demo_of_real_engines_says_what_it_needs(tmp_path: Path, flag: str, engine: str) -> None:
+    others = [] if engine == "vllm" else ["--vllm-python", _python(tmp_path / "good", 0)]
+    told = kvbridge("demo", flag, *others, f"--{engine}-python", tmp_path / "python")
     assert told.returncode == 1
-    assert f"no_vllm: no Python at {tmp_path}/python" in told.stderr
-    bare = tmp_path / "bare"
-    bare.write_text("#!/bin/sh\nexit 1\n")
-    bare.chmod(0o755)
-    told = kvbridge("demo", "--vllm", "--vllm-python", bare)
+    assert f"no_{engine}: no Python at {tmp_path}/python" in told.stderr
+    told = kvbridge("demo", flag, *others, f"--{engine}-python", _python(tmp_path / "bare", 1))
     assert told.returncode == 1
-    assert "does not have both vllm and kvbridge" in told.stderr
+    assert f"does not have both {engine} and kvbridge" in told.stderr
+
+
+def _python(path: Path, code: int) -> Path:
+    """Says whether it has what it is asked for, by its exit code."""
+    path.write_text(f"#!/bin/sh\nexit {code}\n")
+    path.chmod(0o755)
+    return path

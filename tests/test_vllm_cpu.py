@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,12 @@ from kvbridge.demo import vllm_cpu
 from kvbridge.demo.vllm_cpu import ask_for_tiles
 
 ROOT = Path(__file__).parents[1]
-ENGINES = ("kvbridge.demo.vllm_cpu", "kvbridge.demo.vllm_engine", "tests.engines.engine_loop")
+ENGINES = (
+    "kvbridge.demo.vllm_cpu",
+    "kvbridge.demo.vllm_engine",
+    "kvbridge.demo.vllm_rows",
+    "tests.engines.engine_loop",
+)
 
 
 class Linux:
@@ -65,6 +71,8 @@ def test_an_engine_asks_as_what_it_is_run(engine: str, name: str, asks: int, mon
     linux = Linux(0)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: type("libc", (), {"syscall": linux}))
     monkeypatch.setattr(vllm_cpu.platform, "machine", lambda: "x86_64")
+    for module in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core"):  # one engine wraps a method of theirs
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(EngineCore=type("EngineCore", (), {})))
     runpy.run_module(engine, run_name=name, alter_sys=False)
     assert linux.asked == [(158, 0x1023, 18)] * asks
 

@@ -181,8 +181,12 @@ def demo(
     ] = "cpu",
     routes: Annotated[str, typer.Option(help="Ways that agents may use, the best first.")] = "direct,nixl,host",
     vllm: Annotated[bool, typer.Option("--vllm", help="Two real vLLM engines instead of synthetic ones.")] = False,
+    cross: Annotated[bool, typer.Option("--cross", help="A real vLLM engine and one of SGLang, both ways.")] = False,
     vllm_python: Annotated[
         Path | None, typer.Option(help="A Python that has vLLM and kvbridge. Default: .venv-vllm/bin/python.")
+    ] = None,
+    sglang_python: Annotated[
+        Path | None, typer.Option(help="A Python that has SGLang and kvbridge. Default: .venv-sglang/bin/python.")
     ] = None,
 ) -> None:
     """Two engines that disagree, two agents, real ZeroMQ and NIXL on this machine; every element is checked."""
@@ -193,6 +197,10 @@ def demo(
             from ..demo.vllm import run as run_vllm
 
             run_vllm(vllm_python)
+        elif cross:
+            from ..demo.cross import run as run_cross
+
+            run_cross(vllm_python, sglang_python)
         else:
             from ..demo.run import run
 

@@ -88,6 +88,11 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    """Varied token ids; other seeds share no prefix."""
+    return [(i * 37 + (i * i) % 101 + seed * 131) % 1000 + 3 for i in range(tokens)]
+
+
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * width, config["num_key_value_heads"] * width

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import select
+import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,14 @@ from ..errors import OperatorError
 
 START_S = 40.0
 STOP_S = 15.0
+# The environment of real engines. Without the first two, steps on a machine of two cores stall for 200 ms at random.
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 class AgentProcess:
@@ -49,13 +61,10 @@ class AgentProcess:
             if status.state == "serving":
                 self.address = status.agent.address
                 return
-        raise OperatorError("agent_start", f"agent {self.name} does not serve; its log ends:\n{self.tail()}")
+        raise OperatorError("agent_start", f"agent {self.name} does not serve; its log ends:\n{tail(self.log)}")
 
     def status(self) -> Status:
         return ask(self.socket, 5.0)
-
-    def tail(self, lines: int = 12) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
 class EngineProcess:
@@ -91,6 +100,86 @@ class EngineProcess:
             return told
         why = told.get("reason") or (self.log.read_text(errors="replace")[-2000:] if ready else "it says nothing")
         raise OperatorError("demo_engine", f"engine {self.name}: {why}")
+
+
+class ServerProcess:
+    """A process, and those that it spawns, which serves HTTP on `port` of this host."""
+
+    def __init__(
+        self, folder: Path, name: str, command: Sequence[str], port: int, settings: Mapping[str, str] | None = None
+    ) -> None:
+        """`folder` gets its log; it runs in `folder`/rows. `settings` are for its environment, beside this one's."""
+        self.name = name
+        self.port = port
+        self.log = folder / f"{name}.log"
+        told = ["env", *(f"{key}={value}" for key, value in (settings or {}).items()), *command]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                told,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder / "rows",
+                start_new_session=True,
+            )
+
+    def wait_well(self, seconds: float) -> None:
+        """Raises OperatorError (`demo_engine`) with the end of its log."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < end:
+            with suppress(OSError, HTTPException):
+                if self._asked("GET", "/health", None, 5.0)[0] == 200:
+                    return
+            time.sleep(0.1)
+        raise OperatorError("demo_engine", f"{self.name} does not serve; its log ends:\n{tail(self.log)}")
+
+    def ask(self, path: str, body: dict[str, Any], seconds: float) -> Any:
+        """What it answers to this JSON. Raises OperatorError (`demo_engine`)."""
+        try:
+            status, text = self._asked("POST", path, json.dumps(body), seconds)
+            if status == 200:
+                return json.loads(text)
+        except (OSError, HTTPException, ValueError) as error:
+            status, text = 0, str(error)
+        raise OperatorError("demo_engine", f"{self.name}: {status} {text}; its log ends:\n{tail(self.log)}")
+
+    def _asked(self, verb: str, path: str, body: str | None, seconds: float) -> tuple[int, str]:
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=seconds)) as connection:
+            connection.request(verb, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    def kill(self) -> None:
+        """With all that it spawned, at once: it has nothing to put away."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+        return port
+
+
+def tail(log: Path, lines: int = 12) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def python_with(engine: str, chosen: Path | None) -> str:
+    """A Python that can import `vllm` or `sglang`, and kvbridge. Default: the one in .venv-ENGINE.
+
+    Raises OperatorError (`no_vllm`, `no_sglang`).
+    """
+    python = chosen or Path(f".venv-{engine}/bin/python")
+    hint = f"give one with --{engine}-python, or run make .venv-{engine}/.ready, which makes .venv-{engine}"
+    if not os.access(python, os.X_OK):
+        raise OperatorError(f"no_{engine}", f"no Python at {python}: {hint}")
+    asked = f"import importlib.util as u, sys; sys.exit(not (u.find_spec({engine!r}) and u.find_spec('kvbridge')))"
+    if subprocess.run([str(python), "-c", asked], capture_output=True).returncode:
+        raise OperatorError(f"no_{engine}", f"{python} does not have both {engine} and kvbridge: {hint}")
+    return str(python.absolute())
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from ..errors import KVBridgeError
 from ..geometry.compat import Convertible, verdict
 from .engine import Job
 from .pools import Request, Shape, describe
-from .processes import AgentProcess, EngineProcess, agents, end, moved_bytes
+from .processes import AgentProcess, EngineProcess, agents, end, moved_bytes, tail
 
 NAMES = ("a", "b", "c")
 REQUESTS = (
@@ -82,7 +82,7 @@ def run(
                 outcomes = [carry(Path(folder), running, *pair, list(requests), progress) for pair in pairs]
             except KVBridgeError:
                 for agent in running:
-                    console.print(f"[bold]{agent.name}[/bold]\n{agent.tail()}", markup=True, highlight=False)
+                    console.print(f"[bold]{agent.name}[/bold]\n{tail(agent.log)}", markup=True, highlight=False)
                 raise
     _report(console, outcomes, time.monotonic() - began)
     if any(outcome.wrong for outcome in outcomes):

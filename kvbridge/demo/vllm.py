@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,11 +15,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import OperatorError
-from .processes import AgentProcess, EngineProcess, agents, end, moved_bytes
-from .vllm_engine import SETTINGS
+from .model import prompt
+from .processes import SETTINGS, AgentProcess, EngineProcess, agents, end, moved_bytes, python_with
+from .vllm_cpu import SETTINGS as VLLM_SETTINGS
 
-DEFAULT_PYTHON = Path(".venv-vllm/bin/python")
 START_S = 240.0
 ANSWER_S = 60.0
 PROMPTS = (40, 300, 1000, 1500)
@@ -44,7 +42,7 @@ class Outcome:
 def run(python: Path | None) -> None:
     """Exit code 1 if any token differs or nothing was carried. Raises OperatorError without a Python that has vLLM."""
     console = Console()
-    found = _python(python)
+    found = python_with("vllm", python)
     with tempfile.TemporaryDirectory(prefix="kvbridge-demo-") as folder, ExitStack() as stack:
         where = Path(folder)
         console.print("starting two agents and making a small model ...")
@@ -64,18 +62,6 @@ def run(python: Path | None) -> None:
         raise typer.Exit(1)
 
 
-def _python(python: Path | None) -> str:
-    """A Python that can import vLLM and our adapter. Raises OperatorError (`no_vllm`)."""
-    chosen = DEFAULT_PYTHON if python is None else python
-    hint = "give one with --vllm-python, or run make test-vllm, which makes .venv-vllm"
-    if not os.access(chosen, os.X_OK):
-        raise OperatorError("no_vllm", f"no Python at {chosen}: {hint}")
-    asked = "import importlib.util as u, sys; sys.exit(not (u.find_spec('vllm') and u.find_spec('kvbridge')))"
-    if subprocess.run([str(chosen), "-c", asked], capture_output=True).returncode:
-        raise OperatorError("no_vllm", f"{chosen} does not have both vllm and kvbridge: {hint}")
-    return str(chosen.absolute())
-
-
 def _job(folder: Path, agent: AgentProcess, block_size: int) -> dict[str, Any]:
     return {
         "model": str(folder / "model"),
@@ -87,7 +73,13 @@ def _job(folder: Path, agent: AgentProcess, block_size: int) -> dict[str, Any]:
 
 def _start(stack: ExitStack, folder: Path, python: str, name: str, core: int, job: dict[str, Any]) -> EngineProcess:
     cores = sorted(os.sched_getaffinity(0))
-    settings = {**SETTINGS, "VLLM_CPU_OMP_THREADS_BIND": str(cores[core % len(cores)])}
+    settings = {
+        **SETTINGS,
+        **VLLM_SETTINGS,
+        "VLLM_CPU_OMP_THREADS_BIND": str(cores[core % len(cores)]),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     command = ["env", *(f"{key}={value}" for key, value in settings.items())]
     command += [python, "-m", "kvbridge.demo.vllm_engine", json.dumps(job)]
     engine = EngineProcess(name, command, folder / f"{name}.err")
@@ -97,17 +89,17 @@ def _start(stack: ExitStack, folder: Path, python: str, name: str, core: int, jo
 
 def _carry(prefill: EngineProcess, decode: EngineProcess, sink: AgentProcess, count: int) -> Outcome:
     """One prompt, once by the decoding engine alone, once prefilled elsewhere."""
-    prompt = [(i * 37 + i * i % 101) % 1000 + 3 for i in range(count)]
-    alone = _ask(decode, prompt, DECODED, None)
+    tokens = prompt(count)
+    alone = _ask(decode, tokens, DECODED, None)
     before = moved_bytes(sink)
-    prefilled = _ask(prefill, prompt, 1, REMOTE_DECODE)
-    carried = _ask(decode, prompt, DECODED, prefilled["params"])
+    prefilled = _ask(prefill, tokens, 1, REMOTE_DECODE)
+    carried = _ask(decode, tokens, DECODED, prefilled["params"])
     moved, both = moved_bytes(sink) - before, (alone["seconds"], carried["seconds"])
     return Outcome(count, moved, tuple(alone["tokens"]), tuple(carried["tokens"]), *both)
 
 
-def _ask(engine: EngineProcess, prompt: Sequence[int], max_tokens: int, params: Any) -> dict[str, Any]:
-    engine.say(json.dumps({"prompt": list(prompt), "max_tokens": max_tokens, "params": params}))
+def _ask(engine: EngineProcess, tokens: Sequence[int], max_tokens: int, params: Any) -> dict[str, Any]:
+    engine.say(json.dumps({"prompt": list(tokens), "max_tokens": max_tokens, "params": params}))
     return engine.hear("answer", ANSWER_S)
 
 

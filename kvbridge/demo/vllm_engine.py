@@ -14,19 +14,6 @@ from typing import Any
 
 from .vllm_cpu import MAINS, ask_for_tiles
 
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    # Without these two, steps on a machine of two cores stall for 200 ms at random.
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "passive",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-
 
 def main() -> None:
     """Make the model, or start the engine and serve until stdin ends."""

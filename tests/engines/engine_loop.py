@@ -18,51 +18,9 @@ from typing import Any
 import numpy as np
 
 from kvbridge.demo.vllm_cpu import MAINS, ask_for_tiles
+from kvbridge.demo.vllm_rows import before_free, joined, read_rows
 
 RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
-LATER = 16  # tokens that may have been decoded before rows are looked at
-
-
-def read_rows(worker: Any, ids: list[list[int]], first: int, end: int) -> dict[str, Any]:
-    """On a worker: the rows of its planes at tokens [first, end), and which heads they are.
-
-    Of a window, those that are kept once LATER tokens more are computed; the others are zeros.
-    """
-    import torch
-
-    from kvbridge.adapters.vllm.block_tables import Kept
-    from kvbridge.adapters.vllm.pool import describe
-    from kvbridge.adapters.vllm.versions import shard_of
-
-    config, runner = worker.vllm_config, worker.model_runner
-    layers = config.compilation_config.static_forward_context
-    caches = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
-    shard = shard_of(config)
-    memory = describe(caches, config, runner.kv_cache_config, shard, model_name="any", engine_id="any")
-    found = {}
-    for plane in memory.pool.planes:
-        storage = memory.storages[plane.region]
-        region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        group = memory.pool.groups[plane.group]
-        block_tokens = group.block_tokens
-        tokens = np.arange(first, end)
-        blocks = np.array(ids[plane.group])[tokens // block_tokens]
-        within = _places(plane.token_axis)[tokens % block_tokens]
-        heads = np.arange(plane.heads) * plane.head_stride
-        row = (_places(plane.element_axis)[:, None] + np.arange(plane.codec.element_bytes)).ravel()
-        where = (plane.offset + blocks * plane.block_stride + within)[None, :, None] + heads[:, None, None] + row
-        codec = {"name": plane.codec.name, "width": plane.codec.width, "scales": list(plane.codec.scales)}
-        rows = region[torch.from_numpy(where).to(storage.device)].cpu().numpy()
-        rows[:, tokens < Kept(block_tokens, group.kind, group.window).first(end + LATER)] = 0
-        found[f"{plane.layer}.{plane.part}"] = (plane.first_head, plane.total_heads, codec, rows)
-    return found
-
-
-def _places(axis: Any) -> np.ndarray:
-    total = np.zeros(1, np.int64)
-    for step in axis:
-        total = (total[:, None] + np.arange(step.count) * step.stride).ravel()
-    return total
 
 
 class Loop:
@@ -79,17 +37,8 @@ class Loop:
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         # A request may come and go within one step; its blocks are only known until they are freed.
-        manager = self.scheduler.kv_cache_manager
-        for name in ("free", "pop_blocks_for_free"):
-            setattr(manager, name, self._remembering(getattr(manager, name)))
+        before_free(self.scheduler.kv_cache_manager, lambda request: self._remember(request.request_id))
         self.say(kind="ready")
-
-    def _remembering(self, free: Any) -> Any:
-        def remember_and_free(request: Any) -> Any:
-            self._remember(request.request_id)
-            return free(request)
-
-        return remember_and_free
 
     def _remember(self, request_id: str) -> None:
         table = self.scheduler.kv_cache_manager.get_block_ids(request_id)
@@ -174,14 +123,7 @@ class Loop:
         if table is None:
             self.say(kind="dumped", request=request, error=f"no blocks known for {request}")
             return
-        whole: dict[str, np.ndarray] = {}
-        codecs = {}
-        for rank in self.engine.collective_rpc(read_rows, args=(table, first, end)):
-            for key, (first_head, total, codec, rows) in rank.items():
-                if key not in whole:
-                    whole[key] = np.zeros((total, *rows.shape[1:]), np.uint8)
-                whole[key][first_head : first_head + len(rows)] = rows
-                codecs[key] = codec
+        whole, codecs = joined(self.engine.collective_rpc(read_rows, args=(table, first, end)))
         with open(path, "wb") as out:
             np.savez(out, **whole)
         self.say(kind="dumped", request=request, codecs=codecs)

@@ -13,7 +13,9 @@ import numpy as np
 
 from ..agent.harness import AgentProcess, agent
 from .engine_process import EngineConfig, EngineProcess, Result, Rows
-from .model import write_model
+from .model import prompt, write_model
+
+__all__ = ["Fleet", "prompt"]
 
 PREFILL = {
     "do_remote_decode": True,
@@ -35,11 +37,6 @@ CONFIGS = {
     "two-sixteen": EngineConfig(model="", block_size=16, tensor_parallel_size=2, cores="0|1"),
     "alone": EngineConfig(model="", block_size=32),
 }
-
-
-def prompt(tokens: int, seed: int = 0) -> list[int]:
-    """Varied token ids; other seeds share no prefix."""
-    return [(i * 37 + (i * i) % 101 + seed * 131) % 1000 + 3 for i in range(tokens)]
 
 
 class Fleet:

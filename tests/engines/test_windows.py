@@ -8,7 +8,8 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from .engine_loop import LATER
+from kvbridge.demo.vllm_rows import LATER
+
 from .engine_process import Rows
 from .fleet import Fleet, prompt
 from .kinds import WINDOW, write_windowed

@@ -20,8 +20,9 @@ from kvbridge_proto.engine import Offer, Want
 from kvbridge_proto.pool import Shard
 from kvbridge_proto.words import Blocks
 
+from kvbridge.demo.sglang_rows import DTYPES
+
 from ..agent.harness import agent
-from ..sglang.plugin import DTYPES
 from ..sglang.rows import Rows
 
 LAYERS, HEADS, WIDTH, LATENT, ROPE = 3, 4, 128, 512, 64

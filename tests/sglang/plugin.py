@@ -15,16 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from kvbridge.demo.sglang_rows import keep, watch
 
 from ..engines import marks, weights
 
-DTYPES = {
-    "torch.float32": "fp32",
-    "torch.bfloat16": "bf16",
-    "torch.float16": "fp16",
-    "torch.float8_e4m3fn": "fp8_e4m3",
-}
 PAUSE = "pause"
 SEEDED = "kvbridge_test: seeded"  # what a rank says whose weights were made
 
@@ -55,10 +49,7 @@ def register() -> None:
     if "KVBRIDGE_TEST_SEED" in os.environ:
         HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _seeded, HookType.AROUND)
     if "KVBRIDGE_TEST_ROWS" in os.environ or marks.VARIABLE in os.environ:
-        prefill = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
-        HookRegistry.register(prefill, _sends, HookType.BEFORE)
-        decode = "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req"
-        HookRegistry.register(decode, _takes, HookType.BEFORE)
+        watch(_seen)
     if marks.VARIABLE in os.environ:
         marks.watch()
         stats = "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.compute_and_observe_kv_transfer_metrics"
@@ -97,53 +88,11 @@ def _seeded(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         marks.note(side="weights", digests=weights.digests(model))
 
 
-def _sends(scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
-    if last_chunk:
-        _seen("prefill", scheduler, req)
-
-
-def _takes(queue: Any, decode_req: Any) -> None:
-    _seen("decode", queue.scheduler, decode_req.req)
-
-
 def _seen(side: str, scheduler: Any, req: Any) -> None:
-    if not req.bootstrap_room:
-        return  # the server asks itself whether it is well
     if marks.VARIABLE in os.environ:
         marks.note(side=side, room=req.bootstrap_room, at_s=time.monotonic())
     if (folder := os.environ.get("KVBRIDGE_TEST_ROWS")) and not Path(folder, PAUSE).exists():
-        _keep(Path(folder), side, scheduler, req)
-
-
-def _keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
-    from sglang.srt.runtime_context import get_parallel
-
-    tokens = len(req.origin_input_ids)
-    slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    if hasattr(pool, "kv_buffer"):
-        parts = {"latent": pool.kv_buffer}
-    else:
-        parts = {"k": pool.k_buffer, "v": pool.v_buffer}
-    rows = {
-        f"{layer}.{part}": _bytes(buffer[slots])
-        for part, buffers in parts.items()
-        for layer, buffer in enumerate(buffers, start=pool.start_layer)
-    }
-    parallel = get_parallel()
-    rank = parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
-    path = folder / f"{side}-{req.bootstrap_room}-{rank}.npz"
-    part_written = path.with_suffix(".part")
-    with part_written.open("wb") as file:
-        np.savez(file, codec=np.array(DTYPES[str(pool.dtype)]), slots=slots.cpu().numpy(), **rows)
-    part_written.rename(path)
-
-
-def _bytes(rows: Any) -> np.ndarray:
-    """[tokens, heads, row bytes]"""
-    import torch
-
-    return rows.contiguous().view(torch.uint8).cpu().numpy()
+        keep(Path(folder), side, scheduler, req)
 
 
 def _timed(result: Any, stats: Any, metric: Any) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvbridge.errors import OperatorError
+
 from ..kernels.slow_codecs import encode
 from .rows import Rows, assert_carried, load
 
@@ -44,12 +46,12 @@ def test_a_latent_must_be_the_same_on_every_rank(tmp_path: Path) -> None:
     put(tmp_path, "decode", 1, latent=floats(1, 1))
     assert load(tmp_path, "decode", 5, 2).rows[0, "latent"].shape == (TOKENS, 1, 4 * WIDTH)
     put(tmp_path, "decode", 1, latent=floats(2, 1))
-    with pytest.raises(AssertionError, match="ranks differ in layer 0"):
+    with pytest.raises(OperatorError, match="ranks differ in layer 0"):
         load(tmp_path, "decode", 5, 2)
 
 
 def test_rows_that_nobody_wrote_are_missed(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"no decode-5-0\.npz was written"):
+    with pytest.raises(OperatorError, match=r"no decode-5-0\.npz was written"):
         load(tmp_path, "decode", 5, 1, timeout_s=0.1)
 
 

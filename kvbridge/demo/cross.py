@@ -1,0 +1,155 @@
+"""`kvbridge demo --cross`: one real engine prefills, one of the other kind decodes, `kvbridge proxy` in front of them.
+
+Both directions, blocks and ranks the same on both sides, and others. The tokens are
+compared with those of each engine alone, and the KV rows in the one engine's memory with those in the other's.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .cross_engines import Engine, Fleet
+from .model import prompt
+from .processes import ServerProcess, python_with
+from .rows import difference, load, wait_room
+
+ANSWER_S = 60.0
+PROMPTS = (40, 300, 1000)
+DECODED = 16
+SAMPLING = {"temperature": 0, "max_new_tokens": DECODED, "ignore_eos": True}
+# On a CPU vLLM's blocks are multiples of 32 tokens.
+VLLM, VLLM_TWO = Engine("vllm", 32), Engine("vllm", 64, ranks=2)
+PREFILL, DECODE, ALONE = (Engine("sglang", 32, role=role) for role in ("prefill", "decode", "alone"))
+DECODE_SMALL = Engine("sglang", 16, role="decode")
+PAIRS = {
+    "vLLM prefills, SGLang decodes": ((VLLM, DECODE), (VLLM, DECODE_SMALL), (VLLM_TWO, DECODE_SMALL)),
+    "SGLang prefills, vLLM decodes": ((PREFILL, VLLM), (PREFILL, VLLM_TWO)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One prompt through one pair. `difference` of the rows is empty if they are as they should be."""
+
+    source: Engine
+    sink: Engine
+    prompt_tokens: int
+    moved_bytes: float
+    alone: tuple[tuple[int, ...], tuple[int, ...]]  # vLLM's, SGLang's
+    carried: tuple[int, ...]
+    difference: str
+    seconds: float
+
+    @property
+    def has_same_tokens(self) -> bool:
+        return all(each == self.carried for each in self.alone)
+
+    def complaints(self) -> Iterator[str]:
+        if not self.has_same_tokens:
+            yield f"decoded {self.carried}, each engine alone {self.alone[0]} and {self.alone[1]}"
+        if self.difference:
+            yield self.difference
+        if not self.moved_bytes:
+            yield "nothing was carried"
+
+
+def run(vllm_python: Path | None, sglang_python: Path | None) -> None:
+    """Exit code 1 if a token or a row differs, or nothing was carried. Raises OperatorError."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    console = Console()
+    pythons = {"vllm": python_with("vllm", vllm_python), "sglang": python_with("sglang", sglang_python)}
+    with tempfile.TemporaryDirectory(prefix="kvbridge-demo-") as folder, ExitStack() as stack:
+        console.print("making a small model, and starting six real engines (3 minutes on two cores) ...")
+        fleet = Fleet(Path(folder), stack, pythons)
+        fleet.start(VLLM, VLLM_TWO, PREFILL, DECODE, DECODE_SMALL, ALONE)
+        seeds, found = iter(range(1, 1000)), []  # prompts share no prefix
+        for direction, pairs in PAIRS.items():
+            outcomes = [outcome for pair in pairs for outcome in _carry_all(fleet, seeds, *pair)]
+            report(console, direction, outcomes)
+            found += outcomes
+    conclude(console, found)
+
+
+def _leave(number: int, _: Any) -> None:
+    """The servers are in sessions of their own: they have to be ended."""
+    raise SystemExit(128 + number)
+
+
+def _carry_all(fleet: Fleet, seeds: Iterator[int], source: Engine, sink: Engine) -> list[Outcome]:
+    """Every prompt through this pair."""
+    with fleet.proxy(source, sink) as proxy:
+        return [_carry(fleet, proxy, source, sink, prompt(count, next(seeds))) for count in PROMPTS]
+
+
+def _carry(fleet: Fleet, proxy: ServerProcess, source: Engine, sink: Engine, tokens: list[int]) -> Outcome:
+    """One prompt; the engines are asked alone afterwards, so that no memory has its rows before they come."""
+    before, began = fleet.moved_bytes(sink), time.perf_counter()
+    carried = _generate(proxy, tokens)
+    seconds, moved = time.perf_counter() - began, fleet.moved_bytes(sink) - before
+    wrong = compare(fleet.rows, source, sink, len(tokens))
+    body = {"prompt": tokens, "max_tokens": DECODED, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    of_vllm = fleet.servers[VLLM].ask("/v1/completions", body, ANSWER_S)["choices"][0]["token_ids"]
+    alone = (tuple(of_vllm), _generate(fleet.servers[ALONE], tokens))
+    return Outcome(source, sink, len(tokens), moved, alone, carried, wrong, seconds)
+
+
+def _generate(server: ServerProcess, tokens: list[int]) -> tuple[int, ...]:
+    answer = server.ask("/generate", {"input_ids": tokens, "sampling_params": SAMPLING}, ANSWER_S)
+    return tuple(answer["output_ids"])
+
+
+def compare(folder: Path, source: Engine, sink: Engine, tokens: int) -> str:
+    """Why the rows that the one request in this folder left are not what they should be; empty if they are.
+
+    Takes the files away. Raises OperatorError (`no_rows`).
+    """
+    room = wait_room(folder)
+    given = load(folder, "prefill", room, source.files)
+    taken = load(folder, "decode", room, sink.files)
+    for path in folder.iterdir():
+        path.unlink()
+    travelled = tokens - 1 if sink.kind == "vllm" else tokens  # vLLM computes the prompt's last token itself
+    return difference(given.first(travelled), taken.first(travelled))
+
+
+def report(console: Console, direction: str, outcomes: Sequence[Outcome]) -> None:
+    """One direction's table, and below it what is wrong."""
+    table = Table(title=f"{direction}, fp32", title_justify="left")
+    for column in ("prefill", "decode", "prompt", "KB carried", "ms", "tokens", "KV rows"):
+        table.add_column(column, justify="right" if column in ("prompt", "KB carried", "ms") else "left")
+    for each in outcomes:
+        table.add_row(
+            each.source.shape,
+            each.sink.shape,
+            str(each.prompt_tokens),
+            f"{each.moved_bytes / 1e3:.0f}",
+            f"{each.seconds * 1e3:.0f}",
+            "equal" if each.has_same_tokens else "WRONG",
+            "WRONG" if each.difference else "equal",
+        )
+    console.print(table)
+    for each in outcomes:
+        for complaint in each.complaints():
+            console.print(f"{each.prompt_tokens} tokens, {each.source.shape} to {each.sink.shape}: {complaint}")
+
+
+def conclude(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """Raises typer.Exit(1) unless all is as it should be."""
+    console.print(
+        f"{DECODED} tokens decoded of each prompt, compared with those of each engine alone; the KV rows in the "
+        "decoding engine, with the reference conversion of those in the prefilling engine."
+    )
+    if any(True for outcome in outcomes for _ in outcome.complaints()):
+        raise typer.Exit(1)

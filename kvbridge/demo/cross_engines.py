@@ -1,0 +1,139 @@
+"""The servers of `kvbridge demo --cross`: real ones of both kinds, each rank beside an agent; a proxy for each pair."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .processes import SETTINGS, AgentProcess, ServerProcess, agents, free_port, moved_bytes
+from .vllm_cpu import SETTINGS as VLLM_SETTINGS
+
+START_S = 240.0
+MOST_TOKENS = 1 << 14  # room for KV in each engine
+SGLANG_SETTINGS = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How a server is started. vLLM's do both, SGLang's one of "prefill", "decode" and "alone"."""
+
+    kind: str
+    block_tokens: int  # SGLang: of a page
+    ranks: int = 1  # tensor parallel
+    role: str = "both"
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.role}-{self.block_tokens}-{self.ranks}"
+
+    @property
+    def shape(self) -> str:
+        unit = "block" if self.kind == "vllm" else "page"
+        return f"{unit} {self.block_tokens} TP {self.ranks}"
+
+    @property
+    def agents(self) -> int:
+        return 0 if self.role == "alone" else self.ranks
+
+    @property
+    def files(self) -> int:
+        """Of one prompt's rows: vLLM's engine core writes all of them, SGLang's ranks each their own."""
+        return 1 if self.kind == "vllm" else self.ranks
+
+
+class Fleet:
+    """Servers, each rank beside an agent of its own; in `folder`, ended with `stack`."""
+
+    def __init__(self, folder: Path, stack: ExitStack, pythons: dict[str, str]) -> None:
+        self.folder = folder
+        self.rows = folder / "rows"
+        self.rows.mkdir()
+        self.servers: dict[Engine, ServerProcess] = {}
+        self._stack = stack
+        self._pythons = pythons
+        self._model = str(folder / "model")
+        self._agents: dict[Engine, list[AgentProcess]] = {}
+        self._places: dict[Engine, str] = {}  # as the proxy is told
+        subprocess.run([pythons["vllm"], "-m", "kvbridge.demo.model", self._model], check=True, capture_output=True)
+
+    def start(self, *engines: Engine) -> None:
+        """Have them ready; their start-ups overlap."""
+        names = [f"{engine.name}-{rank}" for engine in engines for rank in range(engine.agents)]
+        started = iter(self._stack.enter_context(agents(self.folder, names, slot_bytes=str(1 << 20))))
+        for engine in engines:
+            self._agents[engine] = [next(started) for _ in range(engine.agents)]
+            self.servers[engine] = self._start(engine)
+        for server in self.servers.values():
+            server.wait_well(START_S)
+
+    def _start(self, engine: Engine) -> ServerProcess:
+        port, bootstrap = free_port(), free_port()
+        socket = str(self.folder / f"{engine.name}-{{rank}}.sock")
+        if engine.kind == "vllm":
+            flags = _vllm(engine, self._model, socket)
+            settings = {**VLLM_SETTINGS, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            self._places[engine] = f"vllm=http://127.0.0.1:{port}"
+        else:
+            flags = _sglang(engine, self._model, bootstrap)
+            settings = SGLANG_SETTINGS | {"KVBRIDGE_ENGINE_SOCKET": socket}
+            self._places[engine] = f"sglang=http://127.0.0.1:{port},bootstrap={bootstrap}"
+        # Ranks that wait for each other spin: on as many cores as there are of them the agents would get none.
+        command = ["nice", "-n", "10"] if engine.ranks > 1 else []
+        command += [self._pythons[engine.kind], "-m", f"kvbridge.demo.{engine.kind}_rows"]
+        command += [*flags, "--host", "127.0.0.1", "--port", str(port)]
+        server = ServerProcess(self.folder, engine.name, command, port, SETTINGS | settings)
+        self._stack.callback(server.kill)
+        return server
+
+    def moved_bytes(self, engine: Engine) -> float:
+        """What its agents, as sinks, have taken over so far."""
+        return sum(map(moved_bytes, self._agents[engine]))
+
+    @contextmanager
+    def proxy(self, source: Engine, sink: Engine) -> Iterator[ServerProcess]:
+        """In front of this pair."""
+        port = free_port()
+        command = [sys.executable, "-m", "kvbridge.cli", "proxy", "--listen", f"127.0.0.1:{port}"]
+        command += ["--prefill", self._places[source], "--decode", self._places[sink].partition(",")[0]]
+        proxy = ServerProcess(self.folder, f"proxy-{source.name}-{sink.name}", command, port)
+        try:
+            proxy.wait_well(START_S)
+            yield proxy
+        finally:
+            proxy.kill()
+
+
+def _vllm(engine: Engine, model: str, socket: str) -> list[str]:
+    transfer = {
+        "kv_connector": "KVBridgeConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"kvbridge_socket": socket},
+    }
+    return [
+        *("serve", model, "--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--block-size", str(engine.block_tokens), "--tensor-parallel-size", str(engine.ranks)),
+        *("--max-model-len", "2048", "--num-gpu-blocks-override", str(MOST_TOKENS // engine.block_tokens)),
+        *("--kv-transfer-config", json.dumps(transfer)),
+    ]
+
+
+def _sglang(engine: Engine, model: str, bootstrap: int) -> list[str]:
+    flags = [
+        *("--model-path", model, "--dtype", "float32", "--skip-tokenizer-init", "--skip-server-warmup"),
+        *("--page-size", str(engine.block_tokens), "--tp-size", str(engine.ranks), "--sleep-on-idle"),
+        *("--max-total-tokens", str(MOST_TOKENS), "--max-running-requests", "8", "--mem-fraction-static", "0.1"),
+    ]
+    if engine.role != "alone":
+        flags += ["--disaggregation-mode", engine.role, "--disaggregation-transfer-backend", "kvbridge"]
+        flags += ["--disaggregation-bootstrap-port", str(bootstrap)]
+    if engine.role == "decode":
+        flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+    else:
+        flags += ["--disable-radix-cache"]
+    return flags

@@ -1,0 +1,80 @@
+"""Starts SGLang as `kvbridge.demo.sglang_cpu` does, and keeps the KV rows of each prompt in the current folder.
+
+The prefilling side writes them (`rows.write`) when it sends its last chunk, the decoding side when it has taken the
+transfer for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .rows import write
+from .sglang_cpu import MAINS, main, stand_in
+
+SENDS = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
+TAKES = "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req"
+DTYPES = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.float8_e4m3fn": "fp8_e4m3",
+}
+Seen = Callable[[str, Any, Any], None]  # side, scheduler, request
+
+
+def watch(seen: Seen) -> None:
+    """In each of SGLang's processes, before it makes an engine: `seen` is called when either happens."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def sends(scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
+        if last_chunk and req.bootstrap_room:  # without: the server asks itself whether it is well
+            seen("prefill", scheduler, req)
+
+    def takes(queue: Any, decode_req: Any) -> None:
+        if decode_req.req.bootstrap_room:
+            seen("decode", queue.scheduler, decode_req.req)
+
+    HookRegistry.register(SENDS, sends, HookType.BEFORE)
+    HookRegistry.register(TAKES, takes, HookType.BEFORE)
+
+
+def keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
+    """Write this rank's rows of the whole prompt."""
+    from sglang.srt.runtime_context import get_parallel
+
+    tokens = len(req.origin_input_ids)
+    slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if hasattr(pool, "kv_buffer"):
+        parts = {"latent": pool.kv_buffer}
+    else:
+        parts = {"k": pool.k_buffer, "v": pool.v_buffer}
+    rows = {
+        f"{layer}.{part}": _bytes(buffer[slots])
+        for part, buffers in parts.items()
+        for layer, buffer in enumerate(buffers, start=pool.start_layer)
+    }
+    parallel = get_parallel()
+    rank = parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
+    write(folder, side, req.bootstrap_room, rank, DTYPES[str(pool.dtype)], rows)
+
+
+def _bytes(rows: Any) -> Any:
+    """[tokens, heads, row bytes]"""
+    import torch
+
+    return rows.contiguous().view(torch.uint8).cpu().numpy()
+
+
+def _keep_here(side: str, scheduler: Any, req: Any) -> None:
+    keep(Path.cwd(), side, scheduler, req)
+
+
+if __name__ in MAINS:
+    stand_in()
+    watch(_keep_here)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Starts vLLM as `kvbridge.demo.vllm_cpu` does, and keeps the KV rows of each prompt in the current folder.
+
+They are written (`rows.write`) when a request that has a `bootstrap_room` gives up its blocks: on the prefilling side
+when they were fetched, on the decoding side at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .rows import write
+from .vllm_cpu import MAINS, ask_for_tiles, main
+
+LATER = 16  # tokens that may have been decoded before rows are looked at
+Part = tuple[int, int, dict[str, Any], np.ndarray]  # first head, heads of the whole model, codec, rows
+
+
+def read_rows(worker: Any, ids: Sequence[Sequence[int]], first: int, end: int) -> dict[str, Part]:
+    """On a worker: "LAYER.PART" -> its rows [heads, tokens, bytes] at tokens [first, end), and which heads they are.
+
+    `ids` are the request's blocks in each group. Of a window, rows are those that are kept once LATER tokens more are
+    computed; the others are zeros.
+    """
+    import torch
+
+    from ..adapters.vllm.block_tables import Kept
+    from ..adapters.vllm.pool import describe
+    from ..adapters.vllm.versions import shard_of
+
+    config, runner = worker.vllm_config, worker.model_runner
+    layers = config.compilation_config.static_forward_context
+    caches = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
+    shard = shard_of(config)
+    memory = describe(caches, config, runner.kv_cache_config, shard, model_name="any", engine_id="any")
+    found: dict[str, Part] = {}
+    for plane in memory.pool.planes:
+        storage = memory.storages[plane.region]
+        region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        group = memory.pool.groups[plane.group]
+        block_tokens = group.block_tokens
+        tokens = np.arange(first, end)
+        blocks = np.array(ids[plane.group])[tokens // block_tokens]
+        within = _places(plane.token_axis)[tokens % block_tokens]
+        heads = np.arange(plane.heads) * plane.head_stride
+        row = (_places(plane.element_axis)[:, None] + np.arange(plane.codec.element_bytes)).ravel()
+        where = (plane.offset + blocks * plane.block_stride + within)[None, :, None] + heads[:, None, None] + row
+        codec = {"name": plane.codec.name, "width": plane.codec.width, "scales": list(plane.codec.scales)}
+        rows = region[torch.from_numpy(where).to(storage.device)].cpu().numpy()
+        rows[:, tokens < Kept(block_tokens, group.kind, group.window).first(end + LATER)] = 0
+        found[f"{plane.layer}.{plane.part}"] = (plane.first_head, plane.total_heads, codec, rows)
+    return found
+
+
+def _places(axis: Any) -> np.ndarray:
+    total = np.zeros(1, np.int64)
+    for step in axis:
+        total = (total[:, None] + np.arange(step.count) * step.stride).ravel()
+    return total
+
+
+def joined(ranks: Iterable[dict[str, Part]]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """What `read_rows` found on each rank, as [heads of the whole model, tokens, bytes]; and the codecs."""
+    whole: dict[str, np.ndarray] = {}
+    codecs = {}
+    for rank in ranks:
+        for key, (first_head, total, codec, rows) in rank.items():
+            if key not in whole:
+                whole[key] = np.zeros((total, *rows.shape[1:]), np.uint8)
+            whole[key][first_head : first_head + len(rows)] = rows
+            codecs[key] = codec
+    return whole, codecs
+
+
+def before_free(manager: Any, seen: Callable[[Any], None]) -> None:
+    """Have `seen` called with each request whose blocks this KV cache manager is about to free."""
+
+    def seeing(free: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def see_and_free(request: Any) -> Any:
+            seen(request)
+            return free(request)
+
+        return see_and_free
+
+    for name in ("free", "pop_blocks_for_free"):
+        setattr(manager, name, seeing(getattr(manager, name)))
+
+
+def _keep_here() -> None:
+    """In each of vLLM's processes, before it makes an engine."""
+    from vllm.v1.engine.core import EngineCore
+
+    make = EngineCore.__init__
+
+    def make_and_watch(core: Any, *arguments: Any, **named: Any) -> None:
+        make(core, *arguments, **named)
+        before_free(core.scheduler.kv_cache_manager, lambda request: _keep(core, request))
+
+    EngineCore.__init__ = make_and_watch
+
+
+def _keep(core: Any, request: Any) -> None:
+    params = request.kv_transfer_params or {}
+    ids = core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    if "bootstrap_room" not in params or not any(ids):
+        return
+    side, tokens = ("prefill" if params.get("do_remote_decode") else "decode"), request.num_prompt_tokens
+    rows, codecs = joined(core.collective_rpc(read_rows, args=(ids, 0, tokens)))
+    (codec,) = {each["name"] for each in codecs.values()}
+    by_token = {key: np.swapaxes(each, 0, 1) for key, each in rows.items()}
+    write(Path.cwd(), side, params["bootstrap_room"], 0, codec, by_token)
+
+
+if __name__ in MAINS:
+    ask_for_tiles()
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__":
+    _keep_here()
