@@ -94,6 +94,7 @@ def test_a_client_that_leaves_while_sglang_waits_for_vllms_rows(cross: Cross) ->
 
 
 def test_what_vllm_has_prefilled_is_held_while_sglang_lets_requests_queue(cross: Cross) -> None:
+    cross.sglang.start("d16-small")
     first, second = prompt(400, seed=next(SEEDS)), prompt(500, seed=next(SEEDS))
     long = {"sampling_params": {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}}
 
