@@ -25,6 +25,7 @@ import operator
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,7 @@ BATCH = 2048  # tokens that one step computes at most: vLLM's default
 CHECKED, WIRING = 10, 2  # prompts asked one by one; the first two wire the engines up
 CHECK_SEED, WARM_SEED, SEED = 1, 2, 100
 PATIENCE_S, IDLE_S = 60.0, 2.0
+SETTLE_S = 1.5  # vLLM's worker turns without a pause for a second after its last step
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -247,7 +249,8 @@ class Busy:
         """In cores: 1 is one core all the time."""
         seconds = time.monotonic() - self._began
         spent = {name: after - self._before[name] for name, after in self._now().items()}
-        spent["others"] = spent.pop("machine") - sum(spent.values()) + spent["stolen"]
+        machine, stolen = spent.pop("machine"), spent.pop("stolen")
+        spent |= {"others": machine - sum(spent.values()), "stolen": stolen}
         return {name: round(each / seconds, 3) for name, each in spent.items()}
 
     def _now(self) -> dict[str, float]:
@@ -306,6 +309,7 @@ def measure(
 
 def _idle(parts: Mapping[str, int]) -> dict[str, float]:
     """What each part uses while nobody asks."""
+    time.sleep(SETTLE_S)
     busy = Busy(parts)
     time.sleep(IDLE_S)
     return busy.shares()
@@ -314,7 +318,7 @@ def _idle(parts: Mapping[str, int]) -> dict[str, float]:
 def _point(
     setup: Setup, running: Running, url: str, parts: Mapping[str, int], rate: float, seconds: float
 ) -> dict[str, Any]:
-    asked = asks(rate, seconds, SEED + round(100 * rate))
+    asked = asks(rate, seconds, SEED)
     before, busy = running.carried(), Busy(parts)
     answers = asyncio.run(drive(url, NAME, asked, PATIENCE_S))
     shares = busy.shares()
@@ -376,6 +380,23 @@ def _kept(told: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]
     return [row for row in found["rows"] if row["setup"] not in names]
 
 
+def table(rows: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> str:
+    """What README shows, in Markdown; medians over the rounds."""
+    lines = ["| setup | " + " | ".join(f"{rate:g} a second" for rate in rates) + " |", "|---" * (1 + len(rates)) + "|"]
+    for name in dict.fromkeys(row["setup"] for row in rows if "points" in row):
+        points = [point for row in rows if row["setup"] == name for point in row["points"]]
+        cells = [_cell([point for point in points if point["rate"] == rate]) for rate in rates]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(points: Sequence[Mapping[str, Any]]) -> str:
+    names = ("answered_per_s", "ttft_p50_ms", "ttft_p99_ms", "tbt_p50_ms", "tbt_p99_ms")
+    answered, *times = (statistics.median(point[name] for point in points) for name in names)
+    first, first_worst, gap, gap_worst = (f"{each:.0f}" for each in times)
+    return f"{answered:.1f}; {first} / {first_worst}; {gap} / {gap_worst}"
+
+
 def read_args() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setups", default="", help="names with commas between; default: all")
@@ -403,6 +424,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for _ in run(chosen, folder, rows):
             write("serving", {**told, "rows": rows})
+    print(table(rows, chosen.rates))
 
 
 if __name__ == "__main__":

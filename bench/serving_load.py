@@ -12,7 +12,7 @@ import random
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -63,13 +63,10 @@ class Answer:
 
 
 def asks(rate: float, seconds: float, seed: int) -> list[Ask]:
-    """Poisson arrivals at `rate` a second, the same for the same seed; at least one."""
-    chance = random.Random(seed)
-    found, at_s = [], 0.0
-    while at_s < seconds:
-        found.append(Ask(at_s, *prompt(chance)))
-        at_s += chance.expovariate(rate)
-    return found
+    """Poisson arrivals, of which there are `rate` times `seconds`. A seed's prompts are the same at any rate."""
+    prompts, times = one_by_one(max(1, round(rate * seconds)), seed), random.Random(seed + 1)
+    moments = sorted(times.uniform(0.0, seconds) for _ in prompts)
+    return [replace(each, at_s=at_s) for each, at_s in zip(prompts, moments, strict=True)]
 
 
 def one_by_one(count: int, seed: int) -> list[Ask]:

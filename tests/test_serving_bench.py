@@ -18,11 +18,17 @@ from serving_load import LONGEST, SHORTEST, Answer, asks, figures, one_by_one, p
 def test_prompts_come_at_the_rate_and_the_same_for_the_same_seed() -> None:
     found = asks(50.0, 20.0, seed=3)
     assert found == asks(50.0, 20.0, seed=3) != asks(50.0, 20.0, seed=4)
-    assert 900 < len(found) < 1100
+    assert len(found) == 1000
     times = [each.at_s for each in found]
-    assert times == sorted(times) and times[0] == 0.0 and times[-1] < 20.0
+    assert times == sorted(times) and times[0] >= 0.0 and times[-1] < 20.0
     gaps = [after - before for before, after in itertools.pairwise(times)]
     assert 0.55 < sum(gap < 1 / 50 for gap in gaps) / len(gaps) < 0.71  # 1 - 1/e of them, were there no end of them
+
+
+def test_a_higher_rate_asks_the_same_prompts_and_more() -> None:
+    low, high = asks(2.0, 8.0, seed=3), asks(4.0, 8.0, seed=3)
+    assert [each.prompt for each in low] == [each.prompt for each in high[:16]]
+    assert len(high) == 32
 
 
 def test_prompts_are_as_long_as_they_say_and_begin_differently() -> None:
