@@ -169,6 +169,12 @@ def served(found: Mapping[str, Any], path: Path) -> None:
                 axes.plot(rates, [each[f"{name}_p50_ms"] for _, each in points], line, **style)
                 axes.plot(rates, [each[f"{name}_p99_ms"] for _, each in points], line, alpha=0.35, **style)
                 axes.set_yscale("log")
+        for axes in row[1:]:
+            low, high = axes.get_ylim()
+            ticks = [tick for power in (1, 10, 100, 1000, 10000) for tick in (power, 2 * power, 5 * power)]
+            axes.set_yticks(ticks, [str(tick) for tick in ticks])
+            axes.minorticks_off()
+            axes.set_ylim(low, high)
         row[0].set_ylabel(f"{title}: answered a second")
         row[0].legend(frameon=False, fontsize=6, loc="upper left")
         row[1].set_ylabel("ms to the first token")
