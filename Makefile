@@ -12,6 +12,7 @@
 # make fuzz-guided    one decoder, guided by coverage, for a minute (GUIDED="machines -max_total_time=3600" for more);
 #     the first call puts atheris, which nothing else needs, into .venv (wheels for CPython 3.11 to 3.13 on x86-64 Linux)
 # make bench   what is measured, written to bench/results
+# make bench-serving   one engine alone and two behind a router, by kvbridge and by the engines' own (a quarter of an hour; SERVING)
 # make bench-gpu   the tests on GPUs, then all that is measured there (tests/gpu/run says more)
 # Each makes the environment it needs (.venv, .venv-vllm, ...) from the constraints files; a second call finds it ready.
 
@@ -25,7 +26,7 @@ ROUTERS = .venv-routers/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 
-.PHONY: demo demo-vllm demo-cross test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-faults test-gpu bench bench-gpu golden clean
+.PHONY: demo demo-vllm demo-cross test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-faults test-gpu bench bench-serving bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -77,6 +78,9 @@ bench: $(AGENT) $(ENGINE) $(SGLANG)
 	for name in codec plan mover convert; do .venv/bin/python bench/$$name.py || exit 1; done
 	.venv-vllm/bin/python bench/vllm_pair.py
 	.venv-sglang/bin/python bench/sglang_pair.py
+
+bench-serving: $(AGENT) $(ENGINE) $(SGLANG) $(ROUTERS)
+	.venv/bin/python bench/serving.py $(SERVING)
 
 bench-gpu: $(AGENT)
 	PYTHON=.venv/bin/python tests/gpu/run full

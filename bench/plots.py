@@ -1,13 +1,15 @@
 """Draws what README shows from the JSON of a GPU bench: `python bench/plots.py [--out FOLDER] RESULTS.json...`
 
 Of gpu_1.json and gpu_2.json: GB/s against size with the ceilings and the per-block baseline, and what a transfer costs
-beside a busy engine. Of vllm_pairs.json: the decode engine's time to first token.
+beside a busy engine. Of vllm_pairs.json: the decode engine's time to first token. Of serving.json: requests answered,
+time to first token and between tokens, by load.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,37 @@ from matplotlib.axes import Axes
 MIB = 1 << 20
 COLORS = {"direct": "#0b6e99", "nixl": "#c4620a", "host": "#5b8c2a"}
 INK, FAINT, BASELINE = "#333333", "#9a9a9a", "#b02a37"
+SERVING = (
+    (
+        "vLLM",
+        (
+            ("vllm-alone", "one engine, one core", FAINT, "o-"),
+            ("vllm-alone-two-cores", "one engine, both cores", INK, "o-"),
+            ("vllm-nixl", "NixlConnector", BASELINE, "o-"),
+            ("vllm-kvbridge", "kvbridge", COLORS["direct"], "o-"),
+            ("vllm-kvbridge-32-64", "kvbridge, block 32 to 64", COLORS["host"], "o-"),
+            ("vllm-kvbridge-proxy", "kvbridge, by its proxy", COLORS["direct"], "o:"),
+        ),
+    ),
+    (
+        "SGLang",
+        (
+            ("sglang-alone", "one engine, one core", FAINT, "o-"),
+            ("sglang-alone-two-cores", "one engine, both cores", INK, "o-"),
+            ("sglang-nixl", "its NIXL backend", BASELINE, "o-"),
+            ("sglang-kvbridge", "kvbridge", COLORS["direct"], "o-"),
+        ),
+    ),
+    (
+        "across",
+        (
+            ("vllm-alone-two-cores", "vLLM, both cores", INK, "o-"),
+            ("sglang-alone-two-cores", "SGLang, both cores", INK, "o:"),
+            ("vllm-sglang", "vLLM to SGLang", COLORS["direct"], "o-"),
+            ("sglang-vllm", "SGLang to vLLM", COLORS["nixl"], "o-"),
+        ),
+    ),
+)  # panels: setup, its name there, color and line
 LOADS = (
     ("idle", "none", False),
     ("decode loop", "decode", False),
@@ -122,6 +155,53 @@ def first_tokens(found: Mapping[str, Any], path: Path) -> None:
     _finish(figure, panels[0], found, "vLLM, prompt prefilled on another GPU", path)
 
 
+def served(found: Mapping[str, Any], path: Path) -> None:
+    """A row for each kind of pair; against the rate asked: what was answered, and medians (p99 faint) of the times."""
+    shown = [(title, _measured(found, setups)) for title, setups in SERVING]
+    shown = [(title, lines) for title, lines in shown if lines]
+    figure, panels = pyplot.subplots(len(shown), 3, figsize=(9.6, 0.6 + 2.5 * len(shown)), squeeze=False, sharex=True)
+    for (title, lines), row in zip(shown, panels, strict=True):
+        for label, color, line, points in lines:
+            rates = [rate for rate, _ in points]
+            style = {"color": color, "markersize": 3}
+            row[0].plot(rates, [each["answered_per_s"] for _, each in points], line, label=label, **style)
+            for axes, name in zip(row[1:], ("ttft", "tbt"), strict=True):
+                axes.plot(rates, [each[f"{name}_p50_ms"] for _, each in points], line, **style)
+                axes.plot(rates, [each[f"{name}_p99_ms"] for _, each in points], line, alpha=0.35, **style)
+                axes.set_yscale("log")
+        for axes in row[1:]:
+            low, high = axes.get_ylim()
+            ticks = [tick for power in (1, 10, 100, 1000, 10000) for tick in (power, 2 * power, 5 * power)]
+            axes.set_yticks(ticks, [str(tick) for tick in ticks])
+            axes.minorticks_off()
+            axes.set_ylim(low, high)
+        row[0].set_ylabel(f"{title}: answered a second")
+        row[0].legend(frameon=False, fontsize=6, loc="upper left")
+        row[1].set_ylabel("ms to the first token")
+        row[2].set_ylabel("ms between tokens")
+    for axes in panels[-1]:
+        axes.set_xlabel("requests a second")
+    title = "Serving on two cores, a small model: p50, and faint p99"
+    _finish(figure, [axes for row in panels for axes in row], found, title, path)
+
+
+def _measured(
+    found: Mapping[str, Any], setups: Sequence[tuple[str, str, str, str]]
+) -> list[tuple[str, str, str, list[tuple[float, Mapping[str, float]]]]]:
+    """Of each setup that was measured: how it is drawn, and medians over the rounds at each rate."""
+    lines = []
+    for setup, label, color, line in setups:
+        points = [point for row in _rows(found["rows"], setup=setup) for point in row["points"]]
+        if points:
+            lines.append((label, color, line, [(rate, _medians(_rows(points, rate=rate))) for rate in found["rates"]]))
+    return lines
+
+
+def _medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    names = [name for name, value in rounds[0].items() if isinstance(value, float)]
+    return {name: statistics.median(each[name] for each in rounds) for name in names}
+
+
 def _pair_name(name: str) -> str:
     return "NixlConnector, equal" if name == "nixl" else f"kvbridge, {name}"
 
@@ -176,6 +256,8 @@ def main() -> None:
             beside(found, folder / f"{path.stem}_busy.svg")
         if "pairs" in found:
             first_tokens(found, folder / f"{path.stem}_ttft.svg")
+        if "answer_tokens" in found:
+            served(found, folder / f"{path.stem}.svg")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""The client of the serving bench: prompts and when they come, streamed answers, and what their times come to.
+
+Pure, but for `drive`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+
+from kvbridge.errors import KVBridgeError
+from kvbridge.proxy.events import DONE, FAILED, Events
+
+SHORTEST, LONGEST = 128, 2048  # tokens of a prompt
+ANSWER = 32  # tokens of an answer
+WORDS = 1023  # of the model's tokenizer: the numbers from 1 on
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A prompt of `tokens` words, and when it is asked: `at_s` after the point began."""
+
+    at_s: float
+    tokens: int
+    prompt: str
+
+
+@dataclass(slots=True)
+class Answer:
+    """Moments of the client's clock: when it was due, and of each token. `error` is empty if all is well."""
+
+    due_s: float
+    tokens_s: list[float] = field(default_factory=list)
+    text: str = ""
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.tokens_s[0] - self.due_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between tokens. Of tokens that come in one event only the first has waited."""
+        return [after - before for before, after in zip(self.tokens_s, self.tokens_s[1:], strict=False)]
+
+    def take(self, event: bytes, now: float) -> None:
+        """One event of the stream. Raises ValueError for one that is an error."""
+        if FAILED.match(event):
+            raise ValueError(event.decode(errors="replace"))
+        for choice in json.loads(event)["choices"]:
+            text = choice.get("text") or ""
+            self.text += text
+            self.tokens_s += [now] * len(text.split())
+
+
+def asks(rate: float, seconds: float, seed: int) -> list[Ask]:
+    """Poisson arrivals, of which there are `rate` times `seconds`. A seed's prompts are the same at any rate."""
+    prompts, times = one_by_one(max(1, round(rate * seconds)), seed), random.Random(seed + 1)
+    moments = sorted(times.uniform(0.0, seconds) for _ in prompts)
+    return [replace(each, at_s=at_s) for each, at_s in zip(prompts, moments, strict=True)]
+
+
+def one_by_one(count: int, seed: int) -> list[Ask]:
+    """Prompts without a time."""
+    chance = random.Random(seed)
+    return [Ask(0.0, *prompt(chance)) for _ in range(count)]
+
+
+def prompt(chance: random.Random) -> tuple[int, str]:
+    """Lengths are spread evenly over their logarithm; no two prompts begin alike."""
+    tokens = round(math.exp(chance.uniform(math.log(SHORTEST), math.log(LONGEST))))
+    return tokens, " ".join(str(chance.randint(1, WORDS)) for _ in range(tokens))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least of the values that `share` of them do not exceed. `values` are not empty."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def figures(answers: Sequence[Answer]) -> dict[str, float]:
+    """Milliseconds of times; requests a second from the first arrival to the last token."""
+    ends = max(each.tokens_s[-1] for each in answers) - min(each.due_s for each in answers)
+    gaps = [gap for each in answers for gap in each.gaps_s]
+    whole = [each.tokens_s[-1] - each.due_s for each in answers]
+    found = {"requests": len(answers), "answered_per_s": round(len(answers) / ends, 3)}
+    for name, values in (("ttft", [each.ttft_s for each in answers]), ("tbt", gaps), ("whole", whole)):
+        for share in (50, 99):
+            found[f"{name}_p{share}_ms"] = round(percentile(values, share / 100) * 1e3, 2)
+    return found
+
+
+def digest(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+async def drive(url: str, model: str, asked: Sequence[Ask], patience_s: float, at_once: bool = True) -> list[Answer]:
+    """Ask each when its time has come, whatever became of those before; or each after the one before it."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=patience_s)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+        if not at_once:
+            return [await _asked(http, url, model, each, time.perf_counter()) for each in asked]
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            started = []
+            for each in asked:
+                await asyncio.sleep(max(0.0, began + each.at_s - time.perf_counter()))
+                started.append(tasks.create_task(_asked(http, url, model, each, began + each.at_s)))
+        return [task.result() for task in started]
+
+
+async def _asked(http: aiohttp.ClientSession, url: str, model: str, ask: Ask, due_s: float) -> Answer:
+    """Does not raise for what the server does."""
+    answer = Answer(due_s)
+    body: dict[str, Any] = {"model": model, "prompt": ask.prompt, "max_tokens": ANSWER, "temperature": 0}
+    body |= {"stream": True, "ignore_eos": True, "skip_special_tokens": False}
+    try:
+        async with http.post(f"{url}/v1/completions", json=body) as reply:
+            if reply.status != 200:
+                raise ValueError(f"{reply.status}: {await reply.text()}")
+            is_done, cutter = False, Events()
+            async for chunk in reply.content.iter_any():
+                now = time.perf_counter()
+                for event in cutter.take(chunk):
+                    if event == DONE:
+                        is_done = True
+                    else:
+                        answer.take(event, now)
+        if not is_done or len(answer.tokens_s) != ANSWER:
+            raise ValueError(f"{len(answer.tokens_s)} tokens of {ANSWER}, done: {is_done}")
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, KVBridgeError) as error:
+        answer.error = f"{type(error).__name__}: {error}"[:500]
+    return answer
