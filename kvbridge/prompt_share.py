@@ -6,7 +6,7 @@ it is said, once a minute, with the likely cause.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 SOON_S = 5.0  # between the first such prompt and the first word of it
 EVERY_S = 60.0
@@ -36,55 +36,62 @@ class Computed:
     tokens: int = 0
 
 
-@dataclass(slots=True)
 class PromptShare:
-    """Of one engine, since it was last said."""
+    """Of one engine, lately: a minute or two. `knows_fetched` where what came is known, and not only what was asked."""
 
-    fetched_tokens: int = 0
-    computed: dict[str, Computed] = field(default_factory=dict)
-    is_offering: bool = False
-    _due_at: float = 0.0
-    _said_at: float = float("-inf")
+    def __init__(self, knows_fetched: bool = True) -> None:
+        self._knows_fetched = knows_fetched
+        self._computed: dict[str, Computed] = {}
+        self._fetched = 0  # tokens
+        self._since = float("-inf")
+        self._offered_at = float("-inf")
+        self._due_at = 0.0
+        self._said_at = float("-inf")
 
-    def fetch(self, tokens: int) -> None:
+    def fetch(self, tokens: int, now: float) -> None:
         """They came, or are on their way."""
-        self.fetched_tokens += tokens
+        self._forget(now)
+        self._fetched += tokens
 
     def compute(self, reason: str, tokens: int, now: float) -> None:
         """One prompt of which so many tokens are computed here that another engine could have sent."""
-        if not self.computed:
+        self._forget(now)
+        if not self._computed:
             self._due_at = max(now + SOON_S, self._said_at + EVERY_S)
-        found = self.computed.setdefault(reason, Computed())
+        found = self._computed.setdefault(reason, Computed())
         found.prompts += 1
         found.tokens += tokens
 
-    def offer(self) -> None:
+    def offer(self, now: float) -> None:
         """A prompt is offered to others."""
-        self.is_offering = True
+        self._offered_at = now
 
     def due(self, now: float) -> str:
         """What is to be said now; "" mostly. Counts anew from then on.
 
         Nothing of untagged prompts of an engine that fetches none and offers others: it is there to prefill.
         """
-        if not self.computed or now < self._due_at:
+        if not self._computed or now < self._due_at:
             return ""
-        said = "" if self._is_prefill else self._sentence()
-        self.fetched_tokens, self.computed, self.is_offering = 0, {}, False
-        self._said_at = now
+        is_offering = now - self._offered_at < EVERY_S
+        is_prefill = is_offering and not self._fetched and set(self._computed) == {UNTAGGED}
+        said = "" if is_prefill else self._sentence()
+        self._fetched, self._computed, self._since, self._said_at = 0, {}, now, now
         return said
 
-    @property
-    def _is_prefill(self) -> bool:
-        return self.is_offering and not self.fetched_tokens and set(self.computed) == {UNTAGGED}
+    def _forget(self, now: float) -> None:
+        """What came long before anything was computed is no part of it."""
+        if not self._computed and now - self._since >= EVERY_S:
+            self._fetched, self._since = 0, now
 
     def _sentence(self) -> str:
-        prompts = sum(each.prompts for each in self.computed.values())
-        tokens = sum(each.tokens for each in self.computed.values())
-        most_first = sorted(self.computed.items(), key=lambda each: -each[1].tokens)
+        prompts = sum(each.prompts for each in self._computed.values())
+        tokens = sum(each.tokens for each in self._computed.values())
+        most_first = sorted(self._computed.items(), key=lambda each: -each[1].tokens)
         causes = "; ".join(
             f"{each.prompts} {reason}" + (f" ({cause})" if (cause := CAUSES.get(reason)) else "")
             for reason, each in most_first
         )
-        share = f"{self.fetched_tokens / (self.fetched_tokens + tokens):.0%} of prompt tokens came by the bridge"
-        return f"computed here, not fetched: {prompts} prompts of {tokens} tokens, {share}: {causes}"
+        share = f"; {self._fetched / (self._fetched + tokens):.0%} of prompt tokens came by the bridge"
+        lately = share if self._knows_fetched else ""
+        return f"computed here lately, not fetched: {prompts} prompts of {tokens} tokens{lately}: {causes}"

@@ -7,8 +7,8 @@ from kvbridge.prompt_share import CAUSES, EVERY_S, SOON_S, PromptShare
 
 def test_nothing_is_said_while_all_is_fetched() -> None:
     share = PromptShare()
-    share.fetch(100)
-    share.offer()
+    share.fetch(100, 0.0)
+    share.offer(0.0)
     assert [share.due(now) for now in (0.0, SOON_S, EVERY_S, 10 * EVERY_S)] == [""] * 4
 
 
@@ -23,13 +23,13 @@ def test_the_first_word_comes_soon_and_the_next_a_minute_later() -> None:
 
 def test_it_names_how_many_why_and_which_share_came() -> None:
     share = PromptShare()
-    share.fetch(250)
+    share.fetch(250, 0.5)
     share.compute("untagged", 500, 1.0)
     share.compute("deadline", 150, 2.0)
     share.compute("untagged", 100, 3.0)
     assert share.due(5.9) == ""
     assert share.due(6.0) == (
-        "computed here, not fetched: 3 prompts of 750 tokens, 25% of prompt tokens came by the bridge: "
+        "computed here lately, not fetched: 3 prompts of 750 tokens; 25% of prompt tokens came by the bridge: "
         f"2 untagged ({CAUSES['untagged']}); 1 deadline ({CAUSES['deadline']})"
     )
     assert share.due(6.0 + EVERY_S) == ""
@@ -38,12 +38,12 @@ def test_it_names_how_many_why_and_which_share_came() -> None:
 def test_a_reason_without_a_known_cause_is_named() -> None:
     share = PromptShare()
     share.compute("digest_mismatch", 16, 0.0)
-    assert share.due(SOON_S).endswith("0% of prompt tokens came by the bridge: 1 digest_mismatch")
+    assert share.due(SOON_S).endswith("; 0% of prompt tokens came by the bridge: 1 digest_mismatch")
 
 
 def test_an_engine_that_prefills_for_others_may_compute_for_itself() -> None:
     share = PromptShare()
-    share.offer()
+    share.offer(0.0)
     share.compute("untagged", 16, 0.0)
     assert share.due(SOON_S) == ""
     share.compute("untagged", 16, SOON_S)
@@ -52,15 +52,30 @@ def test_an_engine_that_prefills_for_others_may_compute_for_itself() -> None:
 
 def test_an_engine_that_fetches_and_offers_is_there_to_decode() -> None:
     share = PromptShare()
-    share.offer()
-    share.fetch(16)
+    share.offer(0.0)
+    share.fetch(16, 0.0)
     share.compute("untagged", 16, 0.0)
     assert "50% of prompt tokens" in share.due(SOON_S)
 
 
 def test_what_an_engine_that_prefills_was_to_fetch_is_said() -> None:
     share = PromptShare()
-    share.offer()
+    share.offer(0.0)
     share.compute("untagged", 16, 0.0)
     share.compute("deadline", 16, 0.0)
     assert "1 deadline" in share.due(SOON_S)
+
+
+def test_what_came_long_before_is_no_part_of_the_share() -> None:
+    share = PromptShare()
+    share.fetch(10_000_000, 0.0)
+    share.offer(0.0)
+    share.compute("untagged", 100, 3600.0)
+    assert "; 0% of prompt tokens" in share.due(3600.0 + SOON_S)
+
+
+def test_who_knows_only_what_was_asked_tells_no_share() -> None:
+    share = PromptShare(knows_fetched=False)
+    share.fetch(100, 0.0)
+    share.compute("untagged", 100, 0.0)
+    assert "%" not in share.due(SOON_S)

@@ -183,7 +183,7 @@ class Engines:
                 reason = f"fence: {fence}, but none came with attach"
                 connection.send(Refused(code="no_fence", reasons=(reason,), about=message.request))
             case Offer():
-                self.prompts.offered(message)
+                self.prompts.offered(message, self._clock())
                 self.source.offer(message, home)
             case Withdraw(request=request, reason=reason, comes_again=comes_again):
                 if self._attached is not None:

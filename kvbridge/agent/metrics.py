@@ -9,6 +9,7 @@ from functools import partial
 from kvbridge_proto.status import SlotCounts
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from ..prompt_share import CAUSES
 from . import scraping
 
 MAX_CODES = 200
@@ -34,7 +35,7 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self._codes: set[str] = set()
+        self._codes = set(CAUSES)  # which no peer can crowd out
         self._here: dict[str, Counter] = {}
         self._chunks = Counter("kvbridge_chunks", "Chunks moved", ["role"], registry=registry)
         self._bytes = Counter("kvbridge_wire_bytes", "Bytes moved, in the wire's codec", ["role"], registry=registry)
@@ -115,8 +116,8 @@ class Metrics:
         self._here["prompt_tokens"].labels(known).inc(tokens)
         return known
 
-    def offer_released(self, code: str) -> None:
-        self._offers.labels(self._known(code or "served")).inc()
+    def offer_released(self, code: str, is_declined: bool) -> None:
+        self._offers.labels(self._known(code or ("declined" if is_declined else "served"))).inc()
 
     def transfer_settled(self) -> None:
         self._settled.inc()

@@ -26,14 +26,14 @@ class Prompts:
         self._metrics = metrics
         self._share = PromptShare()
         self._unfetched = 0
-        self._fetched = 0
+        self._fetched_at = float("-inf")
         self._last = ""
         self._due_at = 0.0
         self._said_at = float("-inf")
 
-    def offered(self, offer: Offer) -> None:
+    def offered(self, offer: Offer, now: float) -> None:
         if offer.is_last and offer.tokens:
-            self._share.offer()
+            self._share.offer(now)
 
     def computed(self, message: Computed, now: float) -> None:
         reason = self._metrics.prompt_computed(message.reason, message.tokens)
@@ -43,9 +43,9 @@ class Prompts:
         match message:
             case Done(tokens=tokens):
                 self._metrics.prompt_fetched(tokens)
-                self._share.fetch(tokens)
-            case Released(code=""):
-                self._fetched += 1
+                self._share.fetch(tokens, now)
+            case Released(code="", is_declined=False):
+                self._fetched_at = now
             case Released(code=code, reason=reason) if code in UNFETCHED:
                 if not self._unfetched:
                     self._due_at = max(now + SOON_S, self._said_at + EVERY_S)
@@ -60,6 +60,6 @@ class Prompts:
 
     def _say_unfetched(self, now: float) -> None:
         """Prompts are computed for nothing: something else than us is amiss."""
-        cause = SOME_FETCHED if self._fetched else NONE_FETCHED
+        cause = SOME_FETCHED if now - self._fetched_at < EVERY_S else NONE_FETCHED
         log.warning("prompts that nobody fetched: %d, the last: %s; %s", self._unfetched, self._last, cause)
-        self._unfetched, self._fetched, self._said_at = 0, 0, now
+        self._unfetched, self._said_at = 0, now

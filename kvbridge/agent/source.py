@@ -156,7 +156,7 @@ class Source:
                 case Tell(message=message):
                     if isinstance(message, Released):
                         log.debug("released: request=%s %s %s", message.request, message.code, message.reason)
-                        self._metrics.offer_released(message.code)
+                        self._metrics.offer_released(message.code, message.is_declined)
                     self._tell(message)
                     if isinstance(message, Released):
                         failpoint("source.released_told")

@@ -14,7 +14,7 @@ import typer
 
 from ..cli import missing
 from ..config import AgentConfig, defaults, flag_of, load, options
-from ..errors import KVBridgeError
+from ..errors import KVBridgeError, OperatorError
 from ..oneline import plain_lines
 
 USAGE = (  # what only a change of the command line or the settings mends, however often it is tried again
@@ -193,6 +193,8 @@ def demo(
     with _told("demo"):
         for each in device.split(","):
             load(flags={"device": each, "routes": routes}, environment={})
+        if vllm and cross:
+            raise OperatorError("bad_option", "--vllm and --cross: one of them")
         if vllm:
             from ..demo.vllm import run as run_vllm
 

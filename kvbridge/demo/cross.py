@@ -118,10 +118,10 @@ def compare(folder: Path, source: Engine, sink: Engine, tokens: int) -> str:
     room = wait_room(folder)
     given = load(folder, "prefill", room, source.files)
     taken = load(folder, "decode", room, sink.files)
-    for path in folder.iterdir():
+    for path in folder.glob("*.npz"):
         path.unlink()
     travelled = tokens - 1 if sink.kind == "vllm" else tokens  # vLLM computes the prompt's last token itself
-    return difference(given.first(travelled), taken.first(travelled))
+    return difference(given.first(travelled), taken.first(travelled), travelled)
 
 
 def report(console: Console, direction: str, outcomes: Sequence[Outcome]) -> None:

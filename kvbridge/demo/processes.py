@@ -172,13 +172,14 @@ def python_with(engine: str, chosen: Path | None) -> str:
 
     Raises OperatorError (`no_vllm`, `no_sglang`).
     """
+    code = "no_vllm" if engine == "vllm" else "no_sglang"
     python = chosen or Path(f".venv-{engine}/bin/python")
     hint = f"give one with --{engine}-python, or run make .venv-{engine}/.ready, which makes .venv-{engine}"
     if not os.access(python, os.X_OK):
-        raise OperatorError(f"no_{engine}", f"no Python at {python}: {hint}")
+        raise OperatorError(code, f"no Python at {python}: {hint}")
     asked = f"import importlib.util as u, sys; sys.exit(not (u.find_spec({engine!r}) and u.find_spec('kvbridge')))"
     if subprocess.run([str(python), "-c", asked], capture_output=True).returncode:
-        raise OperatorError(f"no_{engine}", f"{python} does not have both {engine} and kvbridge: {hint}")
+        raise OperatorError(code, f"{python} does not have both {engine} and kvbridge: {hint}")
     return str(python.absolute())
 
 

@@ -75,15 +75,15 @@ def wait_room(folder: Path, timeout_s: float = APPEAR_S) -> int:
     return int(found[0].name.split("-")[1])
 
 
-def difference(given: Rows, taken: Rows) -> str:
-    """Why `taken` is not `given` in its own codec, bit for bit; empty if it is."""
+def difference(given: Rows, taken: Rows, tokens: int) -> str:
+    """Why `taken` is not so many tokens of `given` in its own codec, bit for bit; empty if it is."""
     expected = given.converted(taken.codec)
-    if expected.rows.keys() != taken.rows.keys():
+    if not expected.rows or expected.rows.keys() != taken.rows.keys():
         return f"planes {sorted(expected.rows)} were given, {sorted(taken.rows)} taken"
     for (layer, part), rows in expected.rows.items():
         found = taken.rows[layer, part]
-        if rows.shape != found.shape:
-            return f"layer {layer} {part}: {rows.shape} were given, {found.shape} taken"
+        if rows.shape != found.shape or len(rows) != tokens:
+            return f"layer {layer} {part}: {rows.shape} were given, {found.shape} taken, of {tokens} tokens"
         wrong = np.argwhere((rows != found).any(axis=2))
         if len(wrong):
             return (

@@ -107,10 +107,10 @@ def _keep(core: Any, request: Any) -> None:
     ids = core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
     if "bootstrap_room" not in params or not any(ids):
         return
-    side, tokens = ("prefill" if params.get("do_remote_decode") else "decode"), request.num_prompt_tokens
-    rows, codecs = joined(core.collective_rpc(read_rows, args=(ids, 0, tokens)))
+    rows, codecs = joined(core.collective_rpc(read_rows, args=(ids, 0, request.num_prompt_tokens)))
     (codec,) = {each["name"] for each in codecs.values()}
     by_token = {key: np.swapaxes(each, 0, 1) for key, each in rows.items()}
+    side = "prefill" if params.get("do_remote_decode") else "decode"
     write(Path.cwd(), side, params["bootstrap_room"], 0, codec, by_token)
 
 

@@ -339,6 +339,7 @@ class Outbound:
                 continue
             if offered.want is None:
                 offered.want, offered.sinks = out.claim.want, out.claim.sinks
+                offered.is_declined = out.claim.first_token == out.claim.end_token
             elif offered.sinks != out.claim.sinks:
                 actions += self._stop(out, "bad_sink", f"sinks: first {offered.sinks}, now {out.claim.sinks}")
                 continue
@@ -419,7 +420,9 @@ class Outbound:
         self._deadlines.clear(("offer", offered.request))
         self._rooms.leave(offered)
         code, reason = offered.over or offered.short or ("", "")
-        return [Tell(Released(request=offered.request, code=code[:64], reason=reason[:1024]))]
+        is_declined = offered.is_declined and not code
+        released = Released(request=offered.request, code=code[:64], reason=reason[:1024], is_declined=is_declined)
+        return [Tell(released)]
 
     # How a transfer goes on:
 

@@ -55,6 +55,7 @@ class Offered:
     fence: int = 0  # what the engine's fence must have reached before `tokens` may be read
     want: str | None = None
     sinks: int = 0
+    is_declined: bool = False  # they said that they need nothing
     served: set[int] = field(default_factory=set)
     gathering: int = 0
     outlets: dict[str, Outlet] = field(default_factory=dict, repr=False, compare=False)  # that read it, until they end

@@ -209,11 +209,15 @@ class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Released(Struct, frozen=True, kw_only=True, tag="released"):
-    """The offered blocks of this request are yours again. `code` is empty when every sink had what it wanted."""
+    """The offered blocks of this request are yours again. `code` is empty when every sink had what it wanted.
+
+    `is_declined` where they wanted none of it.
+    """
 
     request: Request
     code: Code = ""
     reason: Annotated[str, Meta(max_length=1024)] = ""
+    is_declined: bool = False
 
 
 class Held(Struct, frozen=True, kw_only=True, tag="held"):

@@ -18,6 +18,7 @@ from kvbridge_proto.engine import (
     READERS_S,
     Abandon,
     Adopt,
+    Computed,
     Decline,
     Directory,
     Done,
@@ -179,6 +180,30 @@ def test_a_second_want_that_is_refused_does_not_end_the_first(talk: Talk, agent:
     assert talk.engine.turn() == [] and talk.engine.is_open("r")
 
 
+def test_the_late_answer_to_a_want_of_nothing_ends_no_later_want_of_its_name(talk: Talk, agent: FakeAgent) -> None:
+    """A room may be used again at once; what comes then would be taken for its rows."""
+    talk.engine.expect(EXPECT)
+    talk.engine.want(NOTHING)
+    talk.engine.want(WANT)
+    abandon, (nothing, want) = agent.one(Abandon), agent.take(Want)
+    assert (abandon.request, want.request) == ("r", "r")
+    assert nothing.first_token == nothing.end_token and nothing.request not in ("r", "")
+    for answer in (Done(request=nothing.request, moved_bytes=0, seconds=0), Failed(request="x", code="c", reason="")):
+        agent.say(answer)
+    assert talk.engine.turn() == [] and talk.engine.is_open("r")
+    agent.say(Done(request="r", moved_bytes=7, seconds=0))
+    assert [each.moved_bytes for each in talk.engine.turn()] == [7]
+
+
+def test_what_was_computed_while_no_agent_was_there_is_told_to_the_next(talk: Talk) -> None:
+    for tokens in (1, 2):
+        talk.engine.computed(Computed(tokens=tokens, reason="agent_lost"))
+    agent = talk.attach()
+    assert [each.tokens for each in agent.take(Computed)] == [1, 2]
+    talk.engine.turn()
+    assert not agent.take(Computed)
+
+
 def test_offers_end_when_a_killed_agents_socket_does_and_wants_when_its_process_does(
     talk: Talk, agent: FakeAgent
 ) -> None:
@@ -224,7 +249,7 @@ def test_a_want_that_no_message_holds_ends_and_the_other_side_need_not_hold_its_
     talk.engine.want(replace(WANT, blocks=(Blocks(0, 0, tuple(range(5000))),)))
     (ended,) = talk.engine.turn()
     assert (ended.code, ended.reason[:11]) == ("not_sent", "frame_bytes")
-    assert agent.one(Want) == NOTHING
+    assert replace(agent.one(Want), request="r") == NOTHING
 
 
 def test_an_offer_whose_next_piece_no_message_holds_is_withdrawn_and_ends_when_nobody_reads_it(
@@ -297,8 +322,9 @@ def test_blocks_that_are_short_are_asked_for_and_come_by_offers_that_end(talk: T
 
 def test_a_want_of_nothing_is_said_and_has_no_end(talk: Talk, agent: FakeAgent) -> None:
     talk.engine.want(NOTHING)
-    assert agent.one(Want) == NOTHING and not talk.engine.is_open("r")
-    agent.say(Done(request="r", moved_bytes=0, seconds=0))
+    said = agent.one(Want)
+    assert replace(said, request="r") == NOTHING and not talk.engine.is_open("r")
+    agent.say(Done(request=said.request, moved_bytes=0, seconds=0))
     assert talk.engine.turn() == []
 
 

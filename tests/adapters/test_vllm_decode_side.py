@@ -607,18 +607,39 @@ def test_a_failed_receive_is_counted_where_it_is_computed_then(
     assert computed(world) == expected
 
 
-def test_a_request_that_is_aborted_is_not_computed(world: World) -> None:
+@pytest.mark.parametrize("code", ["aborted", "deadline"])
+def test_a_request_that_is_aborted_is_not_computed(world: World, code: str) -> None:
     (agent,) = world.agents
-    waiting, request = world.decode(40), world.request(40)
+    waiting = world.decode(40)
     world.step()
     want = agent.one(Want)
+    queued = world.request(50)
     world.abort(waiting)
-    world.abort(request)
+    world.abort(queued)
     world.step()
-    agent.say(Failed(request=want.request, code="aborted", reason="abandoned by the engine"))
-    world.request(20, name="cmpl-later-0-00000000")
-    assert [tokens for _, tokens in computed(world) if tokens != 39] == [19]
-    assert not world.connector.scheduler._unfetched
+    agent.say(Failed(request=want.request, code=code, reason="its last word"))
+    world.request(20)
+    assert computed(world) == [("untagged", 19)]
+    assert not world.connector.scheduler._unfetched and not world.workers[0].worker._abandoned
+
+
+def test_an_agent_that_was_lost_meanwhile_hears_of_it_from_its_successor(world: World, tmp_path: Path) -> None:
+    """What was computed while nobody could count it is told to the next agent."""
+    (agent,) = world.agents
+    world.decode(40)
+    world.step()
+    agent.one(Want)
+    agent.die()
+    world.clock.now += 3
+    world.run(200)
+    world.start_agents()
+    world.clock.now += 3
+    for _ in range(200):
+        world.step()
+        if found := world.agents[0].take(Computed):
+            break
+        time.sleep(0.02)
+    assert [(each.reason, each.tokens) for each in found] == [("agent_lost", 39)]
 
 
 def test_one_rank_without_its_agent_is_the_reason(tmp_path: Path) -> None:
@@ -637,7 +658,7 @@ def test_the_engine_says_once_a_minute_that_it_computes_what_it_could_fetch(
 
     def said() -> list[str]:
         world.steps(2)
-        found = [each.getMessage() for each in caplog.records if "computed here, not fetched" in each.getMessage()]
+        found = [each.getMessage() for each in caplog.records if "computed here lately" in each.getMessage()]
         caplog.clear()
         return found
 
@@ -646,7 +667,7 @@ def test_the_engine_says_once_a_minute_that_it_computes_what_it_could_fetch(
     assert said() == []
     world.clock.now += 6
     (first,) = said()
-    assert "1 prompts of 39 tokens, 0% of prompt tokens came by the bridge: 1 untagged" in first
+    assert "computed here lately, not fetched: 1 prompts of 39 tokens: 1 untagged (they name nothing" in first
     world.request(40)
     world.run()
     world.clock.now += 50

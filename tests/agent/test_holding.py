@@ -101,11 +101,15 @@ def test_prompts_that_are_computed_though_they_could_be_fetched_are_counted_and_
         bench.offer("r", [3, 1, 2], TOKENS)
         bench.want("r", [5], range(30))
         bench.done("r")
+        bench.offer("nobody's", [4], 10)
+        bench.want("nobody's", [], range(0))
+        assert bench.sources[0].released("nobody's").is_declined
+        assert "offered 2 prompts: 1 fetched; 1 declined" in shown(bench.sources[0].agent)
         for tokens, reason in ((50, "untagged"), (10, "deadline"), (10, "untagged")):
             sink.client.send(Computed(tokens=tokens, reason=reason))
         wait_for(lambda: "computed here 3 prompts: 2 untagged, 1 deadline" in shown(sink.agent))
         assert "came by the bridge 30 of 100 prompt tokens (30.0%)" in shown(sink.agent)
         counters = sink.agent.status.counters
         assert counters["kvbridge_prompt_tokens_computed_here_total{reason=untagged}"] == 60
-        wait_for(lambda: "computed here, not fetched: 3 prompts of 70 tokens, 30% of" in sink.agent.text())
+        wait_for(lambda: "computed here lately, not fetched: 3 prompts of 70 tokens; 30% of" in sink.agent.text())
         assert "2 untagged (they name nothing to fetch" in sink.agent.text()

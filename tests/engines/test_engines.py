@@ -111,7 +111,7 @@ def test_the_agent_knows_which_share_of_the_prompts_came_and_why_the_rest_did_no
     assert grown("kvbridge_prompts_computed_here_total{reason=peer_unreachable}") == 1
     assert grown("kvbridge_prompt_tokens_computed_here_total{reason=peer_unreachable}") == 100
     assert grown("kvbridge_prompt_tokens_fetched_total") == 299
-    wait_for(lambda: "computed here, not fetched: " in agent.text())
+    wait_for(lambda: "computed here lately, not fetched: " in agent.text())
     assert "(they name nothing to fetch" in agent.text()
 
 

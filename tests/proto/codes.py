@@ -13,7 +13,7 @@ CODE = re.compile(r"[a-z]+(_[a-z]+)*")
 SAYS = re.compile(
     r"(__init__|\w*Error|BadFrame|Rejected|Lost|_?fail|_?failed|_?failure|_?refuse\w*|_?reject\w*|_?lose|_?lost|_?drop\w*|_?end\w*|_?stop|unreachable|Unfetched|_computes)"
 )
-NO_CODES = {"served"}  # a label of a metric, for offers that ended well
+NO_CODES = {"served", "declined"}  # labels of a metric, for offers that ended well
 
 
 def used() -> dict[str, str]:

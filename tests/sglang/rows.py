@@ -9,4 +9,4 @@ __all__ = ["Rows", "assert_carried", "load"]
 
 def assert_carried(given: Rows, taken: Rows) -> None:
     """`taken` is `given` in its own codec, bit for bit."""
-    assert not (wrong := difference(given, taken)), wrong
+    assert not (wrong := difference(given, taken, len(next(iter(given.rows.values()))))), wrong

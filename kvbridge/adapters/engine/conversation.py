@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import count
 from types import TracebackType
 from typing import Literal, Self
 
@@ -50,6 +52,8 @@ from .memory import Memory
 
 GRACE_S = 10.0  # what an agent gets beyond its own deadline, and again after being asked to stop
 LOOK_S = 0.5  # how often deadlines are looked at
+NAME = 240  # characters of a request's name that a name made of it keeps
+MOST_UNSAID = 1024  # of what was computed while there was no agent to count it
 Kind = Literal["offer", "want"]
 
 
@@ -122,6 +126,8 @@ class Conversation:
         self._directory: Directory | None = None
         self._rescale: Rescale | None = None
         self._expected: dict[str, Expect] = {}
+        self._numbers = count()
+        self._unsaid: deque[Computed] = deque(maxlen=MOST_UNSAID)
         self._look_at = 0.0
         self._fence = (fence_of or fence_of_device)(memory.device)
         handles, self._fds = export_all(memory.storages)
@@ -232,15 +238,21 @@ class Conversation:
 
         A want that cannot be said ends at once, and the other side need not keep its offer.
         """
-        self._expected.pop(want.request, None)
+        is_expected = self._expected.pop(want.request, None) is not None
         if want.first_token == want.end_token:
-            self._link.tell(want)
-            return
+            if is_expected:
+                self._link.tell(Abandon(request=want.request))
+            return self._decline(want)
         assert want.request not in self._open, f"{want.request}: is open already"
         self._open[want.request] = _Open("want", self._clock() + want.deadline_s + GRACE_S)
         if not self._link.send(want):
             self._end(want.request, "not_sent", self._link.why_not, kind="want")
-            self._link.tell(replace(want, first_token=0, end_token=0, blocks=(), fence=0))
+            self._decline(want)
+
+    def _decline(self, want: Want) -> None:
+        """Under a name that no request has: its answer, which may be late, must not end the next want of this name."""
+        name = f"{want.request[:NAME]}#{next(self._numbers)}"
+        self._link.tell(replace(want, request=name, first_token=0, end_token=0, blocks=(), fence=0))
 
     def abandon(self, request: str, reason: str) -> None:
         """This want is not needed any more, or will not come. The `Ended` of an open one follows."""
@@ -254,8 +266,13 @@ class Conversation:
         self._link.send(Reclaim(blocks=blocks))
 
     def computed(self, message: Computed) -> None:
-        """A prompt of which these tokens could have come by the bridge: the agent counts them."""
-        self._link.send(message)
+        """A prompt of which these tokens could have come by the bridge: its agent counts them, or the next."""
+        self._unsaid.append(message)
+        self._say_computed()
+
+    def _say_computed(self) -> None:
+        while self._unsaid and self._link.send(self._unsaid[0]):
+            self._unsaid.popleft()
 
     def mark(self) -> int:
         """For `fence` of an offer or a want: reached when the device has done all that is enqueued now.
@@ -269,6 +286,7 @@ class Conversation:
     def turn(self) -> list[Heard]:
         """What has ended since the last time, and what the agent asks. Never blocks."""
         self._listen()
+        self._say_computed()
         if self._clock() >= self._look_at:
             self._look_at = self._clock() + LOOK_S
             self._look_for_late()

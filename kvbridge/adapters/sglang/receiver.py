@@ -12,7 +12,7 @@ from kvbridge_proto.words import Blocks
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
-from ..engine.prompts import rendezvous
+from ..engine.prompts import is_in, rendezvous
 from . import foreign
 from .bootstrap import AGENT
 from .manager import KVBridgeManager, attempt, is_foreign
@@ -58,14 +58,21 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
 
     def queued(self, req: Any) -> None:
         """It has no pages yet. What another engine has prefilled is held for it; what does not fit fails in `bind`."""
+        if self._has_room and is_foreign(self.bootstrap_addr):
+            attempt(req, "nothing is held for it", self._expect)
+
+    def _expect(self, req: Any) -> None:
         talk, number = self.kv_mgr.talk, self.bootstrap_room
-        if talk is None or not self._has_room or not is_foreign(self.bootstrap_addr) or talk.is_open(str(number)):
+        prompt, reason = self.kv_mgr.name(req)
+        if reason or talk is None or talk.is_open(str(number)):
             return
-        prompt, _ = self.kv_mgr.name(req)
-        told, _ = attempt(req, "custom_params", lambda req: foreign.prefilled(req, self.kv_mgr.vocabulary))
-        if prompt and told is not None:
-            self._expected = Expect(request=str(number), room=rendezvous(number, prompt), source=told[0].source)
+        told, _ = foreign.prefilled(req, self.kv_mgr.vocabulary)
+        ours = rendezvous(number, prompt)
+        if told.rendezvous in ("", ours):
+            self._expected = Expect(request=str(number), room=ours, source=told.source)
             talk.expect(self._expected)
+        elif is_in(told.rendezvous, number):
+            talk.want(_nothing(Expect(request=str(number), room=told.rendezvous, source=told.source)))
 
     def bind(self, req: Any, tokens: int) -> None:
         """Whose request this is, and for how many tokens of its prompt it is given pages."""
@@ -270,10 +277,19 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         talk = self.kv_mgr.talk
         if self._is_wanted and self._name and talk is not None and talk.is_open(self._name):
             talk.abandon(self._name, reason)
-        if (expected := self._expected) is not None and talk is not None:  # nobody comes for it: it need not be held
-            request, room, source = expected.request, expected.room, expected.source
-            empty = Want(
-                request=request, room=room, source=source, first_token=0, end_token=0, blocks=(), deadline_s=ANSWER_S
-            )
-            talk.want(empty)
+        if self._expected is not None and talk is not None:  # nobody comes for it: it need not be held
+            talk.want(_nothing(self._expected))
         self._is_wanted, self._pages, self._expected = False, None, None
+
+
+def _nothing(expected: Expect) -> Want:
+    """What lets the other engine have its blocks back."""
+    return Want(
+        request=expected.request,
+        room=expected.room,
+        source=expected.source,
+        first_token=0,
+        end_token=0,
+        blocks=(),
+        deadline_s=ANSWER_S,
+    )

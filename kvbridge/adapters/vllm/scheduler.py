@@ -149,7 +149,7 @@ class SchedulerSide:
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
         self._unfetched: dict[str, Unfetched] = {}
-        self._share = PromptShare()
+        self._share = PromptShare(knows_fetched=False)
         self._awaited: set[str] = set()
         self._pressure = Pressure(self._tables, config.scheduler_config)
         self._warned_at = float("-inf")
@@ -369,7 +369,7 @@ class SchedulerSide:
             if not self._has_agents:
                 self._computes(request, Unfetched("agent_missing", receiving.first_token))
             return
-        self._share.fetch(external_tokens)
+        self._share.fetch(external_tokens, self._clock())
         name = message_name(request.request_id)
         first, end = receiving.first_token, receiving.first_token + external_tokens
         table = transfer_tables(self._cache, blocks.get_block_ids())
@@ -513,7 +513,7 @@ class SchedulerSide:
             sending.name = message_name(request.request_id, sending.attempt)
             sending.blocks = [0] * len(sending.tables)
         sending.tokens = tokens
-        self._share.offer()
+        self._share.offer(self._clock())
         pieces = self._tables.offered(sending.tables, sending.blocks, tokens, sending.end if sending.is_whole else None)
         for piece in pieces:
             sending.blocks[piece.group] = piece.first + len(piece.ids)

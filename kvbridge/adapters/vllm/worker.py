@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 log = init_logger("vllm.kvbridge.worker")
 log.addFilter(OneLine())
 
-ABORTED = "aborted"  # by our own scheduler: the request is gone
 ONE_TENSOR = "needs VLLM_USE_V2_MODEL_RUNNER=0 up to vLLM 0.28, VLLM_KV_CACHE_LAYOUT=BLHNC from 0.29"
 
 
@@ -76,6 +75,7 @@ class WorkerSide:
         self._step = Step()  # of which the part after the forward is still to be done
         self._told = ""  # the agent address that the scheduler knows
         self._is_asked = False  # where our agent is
+        self._abandoned: set[str] = set()  # wants of requests that are gone, until they end
         self._rest_s = 0.0
         self._key: RankKey = (0, 0)
         self._conversation: Conversation | None = None
@@ -146,6 +146,8 @@ class WorkerSide:
         self._turn(conversation)
         fence = conversation.mark() if any(isinstance(each, Want) and each.blocks for each in step.before) else 0
         for message in step.before:
+            if isinstance(message, Abandon) and conversation.is_open(message.request):
+                self._abandoned.add(message.request)
             if isinstance(message, Want) and message.request in step.awaited:
                 self._want(conversation, replace(message, fence=fence), step.awaited[message.request])
             else:
@@ -220,9 +222,10 @@ class WorkerSide:
         else:
             self._scales.is_used = True
             self._ledger.received(name)
+        self._abandoned.discard(name)
 
     def _failed(self, name: str, code: str) -> None:
-        if (receive := self._ledger.receives.get(name)) is not None and code != ABORTED:
+        if (receive := self._ledger.receives.get(name)) is not None and name not in self._abandoned:
             self._computes(receive, code)
         self._ledger.failed(name)
 
