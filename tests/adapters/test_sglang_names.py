@@ -18,6 +18,7 @@ from kvbridge.demo.sglang_cpu import ENVIRONMENT, stand_in
 pytestmark = pytest.mark.sglang
 
 CONN = "sglang.srt.disaggregation.common.conn"
+TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 # What is called, replaced or hooked: with the parameters that we rely on, in order.
 CALLED = {
     "sglang.srt.disaggregation.utils.get_kv_class": ["transfer_backend", "class_type"],
@@ -26,6 +27,10 @@ CALLED = {
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": ["self"],
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata": ["self", "decode_req", "kv_indices"],
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.get_contiguous_buf_infos": ["self"],
+    f"{TOKENIZER}.TokenizerManager._handle_batch_request": ["self", "obj"],
+    f"{TOKENIZER}.TokenizerManager._send_one_request": ["self", "tokenized_obj"],
+    "sglang.srt.managers.io_struct.GenerateReqInput.__getitem__": ["self", "i"],
+    "sglang.srt.runtime_context.get_disagg": [],
     f"{CONN}.CommonKVManager.__init__": ["self", "args", "disaggregation_mode", "server_args", "is_mla_backend"],
     f"{CONN}.CommonKVManager.update_status": ["self", "bootstrap_room", "status"],
     f"{CONN}.CommonKVManager.record_failure": ["self", "bootstrap_room", "failure_reason"],
@@ -131,6 +136,8 @@ HELD = {
         *("output_ids", "cached_tokens", "output_token_logprobs_val", "output_token_logprobs_idx"),
         *("output_top_logprobs_val", "output_top_logprobs_idx", "bootstrap_room"),
     ),
+    f"{TOKENIZER}.TokenizerManager": ("rid_to_state",),
+    "sglang.srt.managers.io_struct.GenerateReqInput": ("parallel_sample_num", "batch_size"),
     "sglang.srt.sampling.sampling_params.SamplingParams": ("custom_params",),
     "sglang.srt.configs.model_config.ModelConfig": ("vocab_size",),
     "sglang.srt.managers.scheduler.Scheduler": ("_sched_idled", "model_config", "tp_worker", "server_args"),
@@ -148,6 +155,9 @@ FIELDS = {
         *("follow_bootstrap_room", "target_tp_rank", "target_tp_ranks", "target_cp_ranks", "target_pp_ranks"),
         *("required_dst_info_num", "required_prefill_response_num"),
     ),
+    f"{TOKENIZER}.ReqState": ("obj",),
+    "sglang.srt.managers.io_struct.TokenizedGenerateReqInput": ("rid", "bootstrap_room"),
+    "sglang.srt.arg_groups.fields.disagg.Disagg": ("disaggregation_transfer_backend",),
     f"{CONN}.AbortNotification": ("room", "decode_ip", "decode_port"),
     "sglang.srt.disaggregation.base.conn.KVArgs": ("aux_data_ptrs", "aux_item_lens", "page_size"),
     "sglang.srt.arg_groups.fields.parallel.Parallel": (

@@ -3,7 +3,6 @@ as from one server alone, and the prompt's KV really carried."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -95,20 +94,22 @@ def test_eight_at_once(fleet: Fleet, front: Server) -> None:
     assert answers == [alone(fleet, body) for body in bodies]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("make", [completion, chat])
-def test_two_answers_to_one_prompt_are_refused_at_once(fleet: Fleet, front: Server, make: Any) -> None:
-    """SGLang 0.5.23 makes n + 1 requests of one prompt and gives all of them one room (TokenizerManager,
-    `_handle_batch_request`), where a room is one transfer."""
-    body = make(prompt(150), n=2)
-    began = time.monotonic()
-    status, text = front.ask("/v1/chat/completions" if make is chat else "/v1/completions", body)
-    assert status == 500 and "KVTransferError" in text, (status, text)
-    assert time.monotonic() - began < 30
+def test_two_answers_to_one_prompt(fleet: Fleet, front: Server, make: Any, stream: bool) -> None:
+    """The prompt comes once, and what does not fill a page once more for each answer."""
+    assert_carried(fleet, front, make(prompt(150), n=2, stream=stream), 150 + 2 * (150 % 64))
     assert_idle(fleet, "p16", "d64", timeout_s=60)
-    assert_carried(fleet, front, make(prompt(150)), 150)
 
 
-def test_a_client_that_leaves(fleet: Fleet, front: Server) -> None:
-    with front.opened("/v1/completions", completion(prompt(200), max_tokens=1500, stream=True)) as answer:
+def test_three_answers_to_each_of_two_prompts(fleet: Fleet, front: Server) -> None:
+    body = completion([prompt(150), prompt(70)], n=3)
+    assert_carried(fleet, front, body, 150 + 70 + 3 * (150 % 64 + 70 % 64))
+    assert_idle(fleet, "p16", "d64", timeout_s=60)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_client_that_leaves(fleet: Fleet, front: Server, n: int) -> None:
+    with front.opened("/v1/completions", completion(prompt(200), max_tokens=1500, stream=True, n=n)) as answer:
         answer.readline()
     assert_idle(fleet, "p16", "d64", timeout_s=60)

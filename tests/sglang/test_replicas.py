@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from ..engines.model import write_model
-from .fleet import Fleet, assert_idle, prompt
+from .fleet import TOKENS, Fleet, answer_of, assert_idle, prompt
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -47,6 +47,21 @@ def test_sixteen_requests_at_once(fleet: Fleet, source: str, sink: str) -> None:
         answers = list(pool.map(lambda tokens: fleet.crossed(source, sink, tokens)[0], prompts))
     for tokens, answer in zip(prompts, answers, strict=True):
         fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, source, sink)
+
+
+def test_all_answers_to_a_prompt_come_from_one_replica(fleet: Fleet) -> None:
+    """The one whose prefix cache the first of their requests has filled."""
+    source, sink = "p16-replicas", "d32-replicas"
+    for number in range(2):  # a room for each replica
+        tokens = prompt(200, seed=_seed(source, sink, 2000 + number))
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True, "n": 2}
+        body = fleet.body(source, tokens, fleet.room(), sampling_params=sampling)
+        given, (status, said) = fleet.both(source, sink, body)
+        assert status == 200, (said, given)
+        for each in map(answer_of, said):
+            fleet.assert_same_as_alone(tokens, each)
+            assert each.cached >= 192, f"{each.cached} tokens of the prompt were in the cache"
     assert_idle(fleet, source, sink)
 
 

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from .building import building
+from .samples import SampleRooms
 
 NAME = "kvbridge"
 UTILS = "sglang.srt.disaggregation.utils"
 PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def register() -> None:
@@ -37,6 +39,8 @@ def register() -> None:
         f"{DECODE_QUEUE}._create_receiver_and_enqueue": _create_receiver_and_enqueue,
         f"{DECODE_QUEUE}._send_kv_metadata": _send_kv_metadata,
         f"{POOL}.get_contiguous_buf_infos": _get_contiguous_buf_infos,
+        f"{TOKENIZER}._handle_batch_request": _handle_batch_request,
+        f"{TOKENIZER}._send_one_request": _send_one_request,
     }
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -108,3 +112,22 @@ def _send_kv_metadata(
     if hasattr(receiver := decode_req.kv_receiver, "bind"):
         receiver.bind(decode_req.req, len(kv_indices))
     return original(queue, decode_req, kv_indices, *args, **kwargs)
+
+
+def _handle_batch_request(original: Callable[..., Any], manager: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+    """What is left on a prompt of the call is found again on each request that is made of it."""
+    from sglang.srt.runtime_context import get_disagg
+
+    if getattr(call, "parallel_sample_num", 1) > 1 and get_disagg().disaggregation_transfer_backend == NAME:
+        rooms = SampleRooms()
+        for i in range(call.batch_size):
+            call[i].kvbridge_rooms = rooms
+    return original(manager, call, *args, **kwargs)
+
+
+def _send_one_request(original: Callable[..., Any], manager: Any, sent: Any, *args: Any, **kwargs: Any) -> Any:
+    state = manager.rid_to_state.get(sent.rid)
+    rooms = None if state is None else getattr(state.obj, "kvbridge_rooms", None)
+    if rooms is not None:
+        sent.bootstrap_room = rooms.next(sent.bootstrap_room)
+    return original(manager, sent, *args, **kwargs)
