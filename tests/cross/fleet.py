@@ -34,10 +34,11 @@ class Cross:
 
     def to_sglang(self, source: str, sink: str, tokens: list[int], **more: Any) -> tuple[Answer, rows.Rows, rows.Rows]:
         """vLLM prefills, SGLang decodes: the answer, the rows that were given and those that were taken."""
+        server = self.sglang[sink]  # up before anything is held for it
         room, request = self.room(), self.vllm.name(f"p-{source}")
         prefilled = self.vllm[source].run(request, tokens, 1, vllm.PREFILL | {"bootstrap_room": room})
         given = joined(self.vllm.rows(source, request, 0, len(tokens)))
-        status, said = self.sglang[sink].generate(self.decode_body(sink, tokens, room, prefilled, **more))
+        status, said = server.generate(self.decode_body(sink, tokens, room, prefilled, **more))
         assert status == 200, said
         return answer_of(said), given, self._kept("decode", sink, room)
 
