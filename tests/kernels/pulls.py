@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from kvbridge_kernels import gather_ref, scatter_ref
-from kvbridge_kernels.codecs_ref import DTYPES, Cast
+from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.pull_recipe import PullChunk, PullRecipe
 from kvbridge_kernels.segment import Segment
 from kvbridge_kernels.tables import Work
@@ -75,9 +75,17 @@ def converted(old: str, new: str, wire: str, scales: tuple[int, int] | None, lay
 
 
 def check_pull(
-    pull: Pull, ends: Ends, device: str = "cpu", gather: Kernel = gather_ref.gather, has_sums: bool = True
+    pull: Pull,
+    ends: Ends,
+    device: str = "cpu",
+    gather: Kernel = gather_ref.gather,
+    has_sums: bool = True,
+    name: str | None = None,
 ) -> None:
-    """All of the sink's memory against the twins through a slot, and the digest against that of this gather."""
+    """All of the sink's memory against the twins through a slot, and the digest against that of this gather.
+
+    `name` says what the sink's numbers are where it does not convert them: one NaN is as good as another.
+    """
     sources, sinks, size = ends
     _whole, span = slot_on("cpu", size)
     gather_ref.gather(sources, span, None, Work("cpu"))
@@ -88,7 +96,8 @@ def check_pull(
     ours, theirs = on(sources, device), on(sinks, device)
     sums = torch.full((1,), 77, dtype=torch.int64, device=device)
     pull(PullRecipe(ours, theirs, size).chunk, sums if has_sums else None, work_on(device))
-    assert_same_memory(sinks, theirs[0].field.memory.cpu(), twins[0].field.memory)
+    named = [replace(sink, cast=Cast(Number(name), Number(name))) for sink in sinks] if name else sinks
+    assert_same_memory(named, theirs[0].field.memory.cpu(), twins[0].field.memory)
     assert torch.equal(ours[0].field.memory.cpu(), sources[0].field.memory)
     if has_sums:
         wanted = torch.full_like(sums, 77)
