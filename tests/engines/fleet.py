@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ..agent.harness import AgentProcess, agent
 from .engine_process import EngineConfig, EngineProcess, Result, Rows
@@ -17,6 +18,10 @@ from .model import prompt, write_model
 
 __all__ = ["Fleet", "prompt"]
 
+# vLLM's own words; on GPUs and on processors that have it these tests run.
+needs_fp8 = pytest.mark.skipif(
+    "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="FP8 KV cache on CPU requires x86 with AVX-512 or AMX"
+)
 PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

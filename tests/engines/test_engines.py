@@ -18,6 +18,7 @@ from .fleet import (
     assert_same_as_alone,
     bf16_values,
     fp8_values,
+    needs_fp8,
     prompt,
     to_fp8,
 )
@@ -39,6 +40,7 @@ def test_decodes_what_an_engine_with_other_blocks_prefilled(fleet: Fleet, source
     assert_same_as_alone(fleet, source, sink, prompt(length, seed=2 * length + (source == "large")))
 
 
+@needs_fp8
 def test_narrows_bf16_to_fp8_by_the_reference_conversion(fleet: Fleet) -> None:
     tokens = prompt(500, seed=1)
     answer, ours, theirs = fleet.crossed("small", "fp8", tokens)
@@ -48,6 +50,7 @@ def test_narrows_bf16_to_fp8_by_the_reference_conversion(fleet: Fleet) -> None:
         assert np.array_equal(expected, theirs.rows[key]), f"layer {key[0]} {key[1]}"
 
 
+@needs_fp8
 def test_widens_fp8_to_bf16_exactly(fleet: Fleet) -> None:
     tokens = prompt(500, seed=2)
     answer, ours, theirs = fleet.crossed("fp8", "small", tokens)
@@ -174,10 +177,10 @@ def test_an_idle_engine_attaches_again_before_the_next_request(fleet: Fleet, sid
 
 def test_a_dead_prefill_agent_costs_a_recomputation_and_nothing_else(fleet: Fleet) -> None:
     tokens = prompt(400, seed=70)
-    _, prefilled = fleet.prefill("fp8", tokens)
-    fleet.agents["fp8"][0].kill()
+    _, prefilled = fleet.prefill("large", tokens)
+    fleet.agents["large"][0].kill()
     answer = fleet["small"].run(fleet.name("orphan"), tokens, 12, prefilled.params)
     assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
-    fleet["fp8"].wait_empty()
-    result = fleet["fp8"].run(fleet.name("alive"), tokens, 3)
+    fleet["large"].wait_empty()
+    result = fleet["large"].run(fleet.name("alive"), tokens, 3)
     assert len(result.tokens) == 3

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from .fleet import Fleet, assert_equal_rows, prompt
+from .fleet import Fleet, assert_equal_rows, needs_fp8, prompt
 from .kinds import write_scaled
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), needs_fp8]
 
 
 def test_takes_the_scales_of_the_source_and_its_bytes(tmp_path: Path) -> None:
