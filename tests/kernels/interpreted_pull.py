@@ -20,7 +20,7 @@ from tests.kernels.pulls import PULLS, check_pull, converted, ends_of
 from tests.kernels.rows import Rows, segment_of
 
 
-@pytest.mark.parametrize(("source", "sink"), PULLS[::4], ids=str)
+@pytest.mark.parametrize(("source", "sink"), PULLS[::8], ids=str)
 def test_rows_are_pulled_bit_for_bit(source: Shape, sink: Shape) -> None:
     check_pull(pull, ends_of([source], [sink], 3, 7))
 
