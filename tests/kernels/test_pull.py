@@ -29,7 +29,7 @@ def test_the_interpreted_kernel_does_what_its_twin_does() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     passed = re.search(r"(\d+) passed", found.stdout)
-    assert found.returncode == 0 and passed and int(passed[1]) > 50, found.stdout[-4000:] + found.stderr[-1000:]
+    assert found.returncode == 0 and passed and int(passed[1]) > 40, found.stdout[-4000:] + found.stderr[-1000:]
 
 
 @pytest.fixture(params=[1 << 10, pull_ref.TILE_BYTES], ids=["small tiles", "tiles"], autouse=True)
