@@ -43,7 +43,7 @@ def sum64(segments: Sequence[Segment], slot: torch.Tensor) -> int:
         width, size = word_bytes(segment.wire_row_bytes), segment.plane_bytes
         for plane in range(segment.field.planes.count):
             start = segment.slot_offset + plane * segment.slot_pitch
-            total += _sum(slot[start : start + size], start, width)
+            total += sum_of(slot[start : start + size], start, width)
     return as_int64(total)
 
 
@@ -52,7 +52,8 @@ def as_int64(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _sum(rows: torch.Tensor, position: int, width: int) -> int:
+def sum_of(rows: torch.Tensor, position: int, width: int) -> int:
+    """Of words of `width` bytes, the first of them at byte `position` of the slot."""
     total = 0
     for start in range(0, rows.numel(), TILE_WORDS * width):
         words = _words(rows[start : start + TILE_WORDS * width], width)

@@ -25,14 +25,32 @@ class Axis(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Mapped:
+    """Memory by address, as kernels on GPU `device` reach it: it may be a peer's, which torch must never see."""
+
+    address: int
+    size_bytes: int
+    device: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def numel(self) -> int:
+        return self.size_bytes
+
+    def get_device(self) -> int:
+        return self.device
+
+
+@dataclass(frozen=True, slots=True)
 class Field:
-    """Planes x blocks x tokens x heads x elements inside `memory`, a 1-D uint8 tensor.
+    """Planes x blocks x tokens x heads x elements inside `memory`, a 1-D uint8 tensor or for kernels a `Mapped`.
 
     `tokens` and `elements` are mixed radix, outermost step first. A place is `block * block_tokens + token`.
     In a slot, uint8 [planes, bytes], the rows of each plane lie densely as [head][place][row].
     """
 
-    memory: torch.Tensor
+    memory: torch.Tensor | Mapped
     offset: int
     planes: Axis
     blocks: Axis

@@ -31,6 +31,10 @@ TILINGS = {
     "narrow": Tiling(8 << 10, 4, 4),
     "widen": Tiling(4 << 10, 2, 4),
     "rescale": Tiling(4 << 10, 2, 16),
+    # Few programs pull over NVLink, so each has much under way. Not tuned yet.
+    "pull": Tiling(16 << 10, 8, 1),
+    "pull_sum": Tiling(16 << 10, 8, 4),
+    "pull_cast": Tiling(16 << 10, 8, 4),
 }
 
 # A chunk is moved in launches of about so long at most. Under MPS an agent that is killed in a kernel of 2 ms takes the
@@ -40,7 +44,7 @@ LAUNCH_US = 250.0
 # GB/s of the wider end that are expected at least, by kind: NVLink's where both ends are dense, for a slot may be a
 # peer's (346 at 128 MiB; 680 and more in one GPU), and 260 where rows get scales of their own. Aligned to less than
 # 8 bytes a launch is taken to be so much slower; that was not measured. NVIDIA H200, 2026-11.
-LEAST_GB_S = {"move": 340.0, "sum": 340.0, "narrow": 340.0, "widen": 340.0, "rescale": 340.0, "own": 250.0}
+LEAST_GB_S = {kind: 340.0 for kind in TILINGS} | {"own": 250.0}
 
 
 def tiles_at_once(kind: str, tile_bytes: int, align: int, launch_us: float) -> int:

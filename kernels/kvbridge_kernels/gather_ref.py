@@ -87,6 +87,7 @@ def _gather_route(field: Field, route: Route, slot: torch.Tensor, scratch: Scrat
 def ends(field: Field, route: Route, slot: torch.Tensor) -> tuple[End, End]:
     """Memory and slot as the two ends of a route."""
     piece = route.piece
+    assert isinstance(field.memory, torch.Tensor)
     memory = End(field.memory, field.offset + piece.start, route.reach, piece.step)
     return memory, End(flat(slot), piece.first * field.row_bytes, piece.index.numel(), route.pitch)
 

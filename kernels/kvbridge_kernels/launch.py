@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,8 @@ from .codecs import TYPES
 from .codecs_ref import DTYPES
 from .digest_ref import word_bytes
 from .form import Form, Offsets, low_bit, tile_of, tiles_at_once
-from .recipe import Chunk, Group, Recipe
+from .places import Places
+from .recipe import Chunk, Group, Lists, Packed, Recipe
 from .scales import Scaled, Steps
 from .segment import Segment, Span
 from .tables import Tables, Work
@@ -25,7 +26,8 @@ from .tables import Tables, Work
 MOST_TILES = 1 << 30
 # Programs of a processor that run at once, about.
 RESIDENT = 16
-UNSCALED = Scaled(np.empty(0, np.int64), Steps())
+# Programs of a launch that reach nearly all of NVLink: 33 took 366 of 375 GB/s (NVIDIA H200, 2026-11).
+ENOUGH_PROGRAMS = 33
 UINTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
@@ -39,8 +41,16 @@ class Kernel:
     tiles_at_once: int  # a launch
     row: int
     tile: tuple[int, int, int]
-    columns: Offsets | None
+    columns: Sequence[Offsets | None]  # of each end in memory
     compiled: Any = None
+
+    def tiles_of(self, group: Group) -> int:
+        """How many tiles a group takes. ValueError if they are too many to be counted."""
+        places, heads, width = self.tile
+        tiles = group.planes * -(-group.places // places) * (group.form.heads // heads) * -(-self.row // width)
+        if tiles > MOST_TILES:
+            raise ValueError(f"chunk: {tiles} tiles in planes of one form, limit {MOST_TILES}")
+        return tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +59,14 @@ class Launch:
 
     kernel: Kernel
     tiles: int
-    records: int
-    columns: int
-    scales: int
-    sizes: tuple[int, int, int, int]  # planes, places, heads, row
+    arguments: tuple[int, ...]  # all but the first and the end tile
 
-    def parts(self) -> Iterator[tuple[int, int]]:
-        """First and end tile of each, alike in size."""
-        count = -(-self.tiles // self.kernel.tiles_at_once)
+    def parts(self, programs: int | None = None) -> Iterator[tuple[int, int]]:
+        """First and end tile of each, alike in size; shorter where `programs` are too few for all of the rate."""
+        most = self.kernel.tiles_at_once
+        if programs is not None:
+            most = max(1, most * min(programs, ENOUGH_PROGRAMS) // ENOUGH_PROGRAMS)
+        count = -(-self.tiles // most)
         for part in range(count):
             yield part * self.tiles // count, (part + 1) * self.tiles // count
 
@@ -73,102 +83,146 @@ def run(
     """Check, pack, upload, launch."""
     recipe, places = _checked(moved, slot, sums, work)
     tables = Tables(work, slot.size_bytes)
-    lists = [tables.offsets(places[which], stride, tokens) for which, stride, tokens in recipe.lists]
-    launches = [
-        _launch(function, packed, lists, slot, sums is not None, tables, work, is_gather) for packed in recipe.groups
-    ]
+    lists = offsets_of(recipe.lists, places, tables)
+    total = None if sums is None else sums.data_ptr()
+    launches = [_launch(function, packed, lists, slot, total, tables, work, is_gather) for packed in recipe.groups]
     gaps = tables.put(recipe.gaps) if is_gather and len(recipe.gaps) else None
-    total = 0 if sums is None else sums.data_ptr()
-    is_known = all(launch.kernel.compiled is not None for launch in launches)
-    if stream is not None and is_known and gaps is None and not tables.must_upload:
-        for launch in launches:  # without making the stream current, which costs as much as a launch
-            _start_all(function, launch, slot.address, total, work, stream.cuda_stream)
-        return
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
-        tables.upload()
-        for launch in launches:
-            _start_all(function, launch, slot.address, total, work)
-        if gaps is not None:
-            clear.start(gaps, len(recipe.gaps) // 2, slot)
+    last = None if gaps is None else lambda: clear.start(gaps, len(recipe.gaps) // 2, slot)
+    enqueue(function, launches, tables, work, stream, last=last)
 
 
 def warm(
     function: Any, moved: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work, is_gather: bool
 ) -> None:
-    """Launch for no planes at all: all is compiled and loaded, nothing is touched."""
+    """Launch for no tiles at all: all is compiled and loaded, nothing is touched."""
     recipe, _ = _checked(moved, slot, None, work)
     tables = Tables(work, slot.size_bytes)
-    lists = [0] * len(recipe.lists)
-    address = work.table.data_ptr()
+    total = work.table.data_ptr() if has_sums else None  # zero is added to it
     for packed in recipe.groups:
-        launch = _launch(function, packed, lists, slot, has_sums, tables, work, is_gather)
-        empty = Launch(launch.kernel, 0, address, address, address, (0, *launch.sizes[1:]))
-        _start(function, empty, slot.address, address, work, 0, 0)
+        lists = [0] * len(recipe.lists.offsets)
+        start(function, _launch(function, packed, lists, slot, total, tables, work, is_gather), work, 0, 0)
 
 
-def _checked(moved: Sequence[Segment] | Chunk, slot: Span, sums: torch.Tensor | None, work: Work) -> Chunk:
+def enqueue(
+    function: Any,
+    launches: Sequence[Launch],
+    tables: Tables,
+    work: Work,
+    stream: torch.cuda.Stream | None,
+    programs: int | None = None,
+    last: Callable[[], None] | None = None,
+) -> None:
+    """The tables, all launches by at most `programs` programs each, and what comes last."""
+    is_known = all(launch.kernel.compiled is not None for launch in launches)
+    if stream is not None and is_known and last is None and not tables.must_upload:
+        for launch in launches:  # without making the stream current, which costs as much as a launch
+            for first, end in launch.parts(programs):
+                start(function, launch, work, first, end, stream.cuda_stream, programs)
+        return
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        tables.upload()
+        for launch in launches:
+            for first, end in launch.parts(programs):
+                start(function, launch, work, first, end, None, programs)
+        if last is not None:
+            last()
+
+
+def start(
+    function: Any,
+    launch: Launch,
+    work: Work,
+    first: int,
+    end: int,
+    stream: int | None = None,
+    most_programs: int | None = None,
+) -> None:
+    """One launch, of the tiles from `first` to `end`."""
+    kernel, tiles = launch.kernel, end - first
+    programs = min(tiles, max(-(-tiles // kernel.tiles), work.processors * RESIDENT))
+    grid = (max(1, programs if most_programs is None else min(programs, most_programs)), 1, 1)
+    arguments = (*launch.arguments, first, end)
+    if kernel.compiled is None:
+        kernel.compiled = function[grid](*arguments, **kernel.constants, num_warps=kernel.warps)
+    else:
+        kernel.compiled[grid](*arguments, *kernel.constants.values(), stream=stream)
+
+
+def offsets_of(lists: Lists, places: Sequence[Places], tables: Tables) -> list[int]:
+    """The addresses of the offsets of all places, by the number of their list."""
+    return [tables.offsets(places[which], stride, tokens) for which, stride, tokens in lists.offsets]
+
+
+def put_records(packed: Packed, lists: Sequence[int], tables: Tables) -> int:
+    """The address of the records of a group."""
+    room, address = tables.take(packed.records.size)
+    room = room.reshape(packed.records.shape)
+    room[:] = packed.records
+    room[:, 2] = lists[0] if len(lists) == 1 else np.array(lists)[packed.numbers]
+    return address
+
+
+def put_columns(columns: Offsets | None, tables: Tables) -> int:
+    """The address of the offsets of a row's elements; of a dense row any, for nobody reads them."""
+    return tables.address if columns is None else tables.put(columns)
+
+
+def put_scales(scales: Scaled, tables: Tables) -> int:
+    """The address of the scales; any if there are none."""
+    return tables.put(scales.table) if len(scales.table) else tables.address
+
+
+def check_sums(sums: torch.Tensor | None, work: Work) -> None:
+    """ValueError where a digest cannot be added to these, or work is not of the current device."""
     if work.index >= 0 and work.index != torch.cuda.current_device():
         raise ValueError(f"work is of {work.device}, the current device is cuda:{torch.cuda.current_device()}")
     if sums is not None and (sums.dtype != torch.int64 or sums.numel() != 1 or sums.device != work.device):
         raise ValueError(f"sums must be int64 [1] on {work.device}, got {sums.dtype} {list(sums.shape)} {sums.device}")
+
+
+def check_device(lists: Lists, work: Work) -> None:
+    """ValueError where the fields are not on the device of work."""
+    if lists.device not in (None, work.index):
+        raise ValueError(f"fields are on device {lists.device}, work on {work.device}")
+
+
+def _checked(moved: Sequence[Segment] | Chunk, slot: Span, sums: torch.Tensor | None, work: Work) -> Chunk:
+    check_sums(sums, work)
     if not isinstance(moved, Chunk):
         recipe = Recipe(moved, slot.size_bytes)
         moved = Chunk(recipe, recipe.places)
     if moved.recipe.slot_bytes != slot.size_bytes:
         raise ValueError(f"the recipe is for a slot of {moved.recipe.slot_bytes} bytes, this one has {slot.size_bytes}")
-    if moved.recipe.device not in (None, work.index):
-        raise ValueError(f"fields are on device {moved.recipe.device}, work on {work.device}")
+    check_device(moved.recipe.lists, work)
     return moved
 
 
 def _launch(
     function: Any,
-    packed: tuple[Group, Offsets, Offsets],
+    packed: Packed,
     lists: Sequence[int],
     slot: Span,
-    has_sums: bool,
+    total: int | None,
     tables: Tables,
     work: Work,
     is_gather: bool,
 ) -> Launch:
-    group, records, numbers = packed
+    group = packed.group
     form = group.form
     near = low_bit(group.near_bits | form.stride_bits | 16)
     far = low_bit(group.far_bits | slot.address | form.wire_row_bytes | 16)
-    scales = group.scales(is_gather, work.steps) if form.codecs else UNSCALED
-    key = (function, near, far, scales.steps, has_sums, *form.key)
+    scales = group.scales(is_gather, work.steps)
+    key = (function, near, far, scales.steps, total is not None, *form.key)
     kernel = work.kernels.get(key)
     if kernel is None:
-        kernel = work.kernels[key] = _kernel(form, near, far, scales.steps, has_sums, is_gather, work)
-    room, address = tables.take(records.size)
-    room = room.reshape(records.shape)
-    room[:] = records
-    room[:, 2] = lists[0] if len(lists) == 1 else np.array(lists)[numbers]
-    columns = address if kernel.columns is None else tables.put(kernel.columns)
-    table = tables.put(scales.table) if len(scales.table) else address
-    places, heads, width = kernel.tile
-    tiles = group.planes * -(-group.places // places) * (form.heads // heads) * -(-kernel.row // width)
-    if tiles > MOST_TILES:
-        raise ValueError(f"chunk: {tiles} tiles in planes of one form, limit {MOST_TILES}")
-    return Launch(kernel, tiles, address, columns, table, (group.planes, group.places, form.heads, kernel.row))
-
-
-def _start_all(function: Any, launch: Launch, slot: int, sums: int, work: Work, stream: int | None = None) -> None:
-    for first, end in launch.parts():
-        _start(function, launch, slot, sums, work, first, end, stream)
-
-
-def _start(
-    function: Any, launch: Launch, slot: int, sums: int, work: Work, first: int, end: int, stream: int | None = None
-) -> None:
-    kernel, tiles = launch.kernel, end - first
-    programs = -(-tiles // kernel.tiles)
-    grid = (max(1, min(tiles, max(programs, work.processors * RESIDENT))), 1, 1)
-    arguments = (launch.records, launch.columns, launch.scales, slot, sums, *launch.sizes, first, end)
-    if kernel.compiled is None:
-        kernel.compiled = function[grid](*arguments, **kernel.constants, num_warps=kernel.warps)
-    else:
-        kernel.compiled[grid](*arguments, *kernel.constants.values(), stream=stream)
+        kernel = work.kernels[key] = _kernel(form, near, far, scales.steps, total is not None, is_gather, work)
+    tables_at = (
+        put_records(packed, lists, tables),
+        put_columns(kernel.columns[0], tables),
+        put_scales(scales, tables),
+    )
+    sizes = (group.planes, group.places, form.heads, kernel.row)
+    return Launch(kernel, kernel.tiles_of(group), (*tables_at, slot.address, total or 0, *sizes))
 
 
 def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_gather: bool, work: Work) -> Kernel:
@@ -181,8 +235,8 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
         memory, wire = (TYPES[name] for name in form.codecs)
         old, new = (memory, wire) if is_gather else (wire, memory)
         kind = _kind(old, new)
-        near = min(near, _access(size, wire_size, is_gather))
-        far = min(far, _access(wire_size, size, not is_gather or has_sums))
+        near = min(near, access(size, wire_size, is_gather))
+        far = min(far, access(wire_size, size, not is_gather or has_sums))
     tiling = work.tilings[kind]
     row = form.row_bytes // size
     own = form.row_scale
@@ -197,9 +251,7 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
         "WIRE": UINTS[wire_size],
         "OLD": old,
         "NEW": new,
-        "MULTIPLY": "own" if own is not None and is_gather else steps.multiply,
-        # The interpreter's fma rounds twice.
-        "DIVIDE": "own" if is_whole else steps.divide if work.is_native or not steps.divide else "exact",
+        **arithmetic(form, steps, is_gather, work),
         "NATIVE": work.is_native and row % 4 == 0,
         "NEAR": near,
         "FAR": far,
@@ -215,7 +267,7 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
     columns = None if form.is_dense else form.columns(size, size if near >= size else 1)
     tile_bytes = tile[0] * tile[1] * tile[2] * max(size, wire_size)
     at_once = tiles_at_once("own" if own is not None else kind, tile_bytes, align, work.launch_us)
-    return Kernel(constants, tiling.warps, tiling.tiles, at_once, row, tile, columns)
+    return Kernel(constants, tiling.warps, tiling.tiles, at_once, row, tile, (columns,))
 
 
 def _kind(old: tl.dtype, new: tl.dtype) -> str:
@@ -223,7 +275,17 @@ def _kind(old: tl.dtype, new: tl.dtype) -> str:
     return "widen" if wider > 0 else "narrow" if wider < 0 else "rescale"
 
 
-def _access(size: int, other: int, is_held: bool) -> int:
+def arithmetic(form: Form, steps: Steps, is_read: bool, work: Work) -> dict[str, Any]:
+    """MULTIPLY and DIVIDE of a conversion out of memory, or into it: see codecs.py."""
+    is_own = form.row_scale is not None
+    divide = steps.divide if work.is_native or not steps.divide else "exact"  # the interpreter's fma rounds twice
+    return {
+        "MULTIPLY": "own" if is_own and is_read else steps.multiply,
+        "DIVIDE": "own" if is_own and not is_read else divide,
+    }
+
+
+def access(size: int, other: int, is_held: bool) -> int:
     """Bytes to access at once on this end, so that a thread holds the same elements from the load to the store.
 
     It stores 16 bytes at most, so reads less where what it reads gets wider; what it sums it holds as it was loaded.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from kvbridge_kernels.digest_ref import digest as xxh3
+from kvbridge_kernels.pull_ref import pull as pull_rows
 from kvbridge_kernels.segment import Span
+from kvbridge_kernels.tables import Work
 
 from kvbridge.device.memory import AttachedPool
 from kvbridge.device.porter import Moved
 from kvbridge.device.porter_cpu import CpuPorter
-from kvbridge.geometry.plan import Move
+from kvbridge.device.pulls import Pulls
+from kvbridge.geometry.plan import Chunk, Move, Part, Plan
+from kvbridge.geometry.tokens import BlockTable
 
 
 class Moves:
@@ -31,6 +35,24 @@ class Moves:
 
     def places(self, group: int, unit_tokens: int) -> np.ndarray:
         return self._arrays[unit_tokens]
+
+
+def pull(
+    pulls: Pulls,
+    chunk: Chunk,
+    planned: Plan,
+    source: AttachedPool,
+    ours: Mapping[int, BlockTable],
+    sink: AttachedPool,
+    theirs: Mapping[int, BlockTable],
+) -> int:
+    """Pull one chunk; its digest, a sum64."""
+    sums = torch.zeros(1, dtype=torch.int64)
+    parts = Part(planned, chunk, ours, True), Part(planned, chunk, theirs, False)
+    with source.hold() as regions, sink.hold() as sink_regions:
+        pulled = pulls.of(source, regions, parts[0], sink, sink_regions, parts[1])
+        pull_rows(pulled, sums, Work("cpu"))
+    return int(sums) & (2**64 - 1)
 
 
 def gather(pool: AttachedPool, moves: Sequence[Move], slot: torch.Tensor, kind: str = "xxh3") -> int:

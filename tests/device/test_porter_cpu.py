@@ -17,11 +17,12 @@ from kvbridge_proto.pool import Codec, CodecName, Plane, Step
 from kvbridge.device import porter_cpu
 from kvbridge.device.batch import batches
 from kvbridge.device.memory import AttachedPool
+from kvbridge.device.pulls import Pulls
 from kvbridge.errors import EngineError
 from kvbridge.geometry.plan import Move, Plan, plan
 from kvbridge.geometry.shard import assign
 from tests.device.attached import attached
-from tests.device.moving import gather, scatter
+from tests.device.moving import gather, pull, scatter
 from tests.kernels import slow_codecs as slow
 from tests.oracle import (
     LAYOUTS,
@@ -46,15 +47,30 @@ KINDS = ("xxh3", "sum64")
 def carry(
     planned: Plan, source: AttachedPool, source_table: Sequence[int], sink: AttachedPool, sink_table: Sequence[int]
 ) -> None:
-    """Every chunk through one poisoned slot."""
+    """Every chunk through one poisoned slot, and pulled: both leave the same bytes in the sink's memory."""
     ours, theirs = block_table(source.pool, source_table), block_table(sink.pool, sink_table)
+    pulls = Pulls()
     for index in range(planned.chunks):
         chunk = planned.chunk(index)
         slot = torch.full((chunk.size_bytes,), POISON, dtype=torch.uint8)
         kind = KINDS[index % 2]
         found = gather(source, planned.source_moves(chunk, ours), slot, kind)
         assert kind == "sum64" or found == xxh3(slot)
+        before = copied(sink)
         assert scatter(sink, planned.sink_moves(chunk, theirs), slot, found, kind).failure is None
+        wanted = copied(sink, before)
+        summed = pull(pulls, chunk, planned, source, ours, sink, theirs)
+        assert kind == "xxh3" or summed == found
+        assert all(torch.equal(*pair) for pair in zip(copied(sink), wanted, strict=True))
+
+
+def copied(pool: AttachedPool, put_back: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    """All of the pool's memory, in which something else is put then."""
+    with pool.hold() as regions:
+        found = [memory.clone() for memory in regions.memories]
+        for memory, content in zip(regions.memories, put_back or found, strict=True):
+            memory.copy_(content)
+    return found
 
 
 def transfer(sources: Sequence[Held], sink: Held, tokens: range, slot_bytes: int = 1 << 15) -> str:

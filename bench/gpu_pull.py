@@ -1,0 +1,276 @@
+"""How fast the pull kernel carries rows from one GPU's pool into another's, beside the copy engine in the same run.
+
+    python bench/gpu_pull.py [--mib 2 128 2048] [--tune] [--smoke] [--out FOLDER]
+
+Llama-8B shape: 32 layers, K and V, 8 heads of 128 numbers, random blocks. First each case is checked against the twin,
+small. The source's pool is on the first GPU, the sink's and the kernel on the last. `call_us` is what a call costs its
+thread. GB/s count the source's bytes. --tune tries
+other tiles. --smoke runs the checks under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kvbridge_kernels import pull_ref
+from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
+from kvbridge_kernels.field import Axis, Field, Mapped
+from kvbridge_kernels.form import TILINGS, Tiling
+from kvbridge_kernels.places import Places
+from kvbridge_kernels.pull_recipe import PullChunk, PullRecipe
+from kvbridge_kernels.segment import Segment
+from kvbridge_kernels.tables import Work
+from record import RESULTS, write
+
+LAYERS, HEADS, WIDTH = 32, 8, 128
+MIB = 1 << 20
+ROUNDS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """How one end keeps its rows; `heads` of all 8 in each rank."""
+
+    layout: str
+    block_tokens: int
+    codec: str = "bf16"
+    heads: int = HEADS
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`ranks` sources, one after another, into one sink."""
+
+    name: str
+    source: Pool
+    sink: Pool
+    ranks: int = 1
+
+
+CASES = [
+    Case("NHD 16 -> HND 64", Pool("NHD", 16), Pool("HND", 64)),
+    Case("equal, NHD 16", Pool("NHD", 16), Pool("NHD", 16)),
+    Case("TP 2 -> 1, NHD 16 -> HND 64", Pool("NHD", 16, heads=4), Pool("HND", 64), 2),
+    Case("bf16 -> fp8, NHD 16 -> HND 64", Pool("NHD", 16), Pool("HND", 64, "fp8_e4m3")),
+    Case("fp8 -> bf16, NHD 16 -> HND 64", Pool("NHD", 16, "fp8_e4m3"), Pool("HND", 64)),
+]
+SCALE = 0.37
+
+
+def token_bytes(pool: Pool) -> int:
+    """Of all planes."""
+    return 2 * LAYERS * pool.heads * WIDTH * DTYPES[pool.codec].itemsize
+
+
+def segments_of(
+    pool: Pool, memory: torch.Tensor | Mapped, tokens: int, wire: str, heads: range, seed: int
+) -> tuple[list[Segment], int]:
+    """Some heads of a pool, `tokens` tokens in random blocks, a segment a layer for K and V; and the slot's bytes."""
+    size, block_tokens = DTYPES[pool.codec].itemsize, pool.block_tokens
+    row = WIDTH * size
+    block = block_tokens * pool.heads * row
+    blocks = memory.numel() // (2 * LAYERS * block)
+    table = torch.from_numpy(np.random.default_rng(seed).permutation(blocks)[: -(-tokens // block_tokens)])
+    token = torch.arange(tokens)
+    places = Places(table[token // block_tokens] * block_tokens + token % block_tokens)
+    token_stride, head = (pool.heads * row, row) if pool.layout == "NHD" else (row, block_tokens * row)
+    scale = torch.tensor([[SCALE]])
+    cast = None
+    if pool.codec != wire:
+        cast = Cast(*(Number(name, scale if name.startswith("fp8") else None) for name in (pool.codec, wire)))
+    found, pitch = [], len(heads) * tokens * WIDTH * DTYPES[wire].itemsize
+    for layer in range(LAYERS):
+        field = Field(
+            memory, 2 * layer * blocks * block + heads.start * head, Axis(2, blocks * block), Axis(blocks, block),
+            (Axis(block_tokens, token_stride),), Axis(len(heads), head), (Axis(WIDTH, size),), size,
+        )  # fmt: skip
+        found.append(Segment(field, places, 2 * layer * pitch, pitch, cast))
+    return found, 2 * LAYERS * pitch
+
+
+def chunks_of(
+    case: Case, sources: Sequence[torch.Tensor | Mapped], sink: torch.Tensor | Mapped, tokens: int
+) -> list[PullChunk]:
+    """A chunk from each rank."""
+    wire = min(case.source.codec, case.sink.codec, key=lambda name: DTYPES[name].itemsize)
+    found, count = [], case.source.heads
+    for rank, memory in enumerate(sources):
+        ours, size = segments_of(case.source, memory, tokens, wire, range(count), rank)
+        theirs, _ = segments_of(case.sink, sink, tokens, wire, range(rank * count, (rank + 1) * count), 9)
+        found.append(PullRecipe(ours, theirs, size).chunk)
+    return found
+
+
+def pool_bytes(pool: Pool, tokens: int) -> int:
+    """Of a pool with a few blocks more than these tokens need."""
+    return (-(-tokens // 64) + 2) * 64 * token_bytes(pool)
+
+
+def foreign(memory: torch.Tensor, device: torch.device) -> torch.Tensor | Mapped:
+    """As kernels on `device` see it."""
+    return memory if device.type == "cpu" else Mapped(memory.data_ptr(), memory.numel(), device.index)
+
+
+def check(case: Case, home: torch.device, device: torch.device, programs: int | None) -> None:
+    """The same bytes and digest as the twin's, for tokens that end inside of a block."""
+    from kvbridge_kernels.pull import pull
+
+    tokens = 200 if device.type == "cuda" else 20
+    rng = np.random.default_rng(1)
+    contents = [
+        torch.from_numpy(rng.integers(0x20, 0x48, pool_bytes(case.source, tokens), dtype=np.uint8))
+        for _ in range(case.ranks)
+    ]
+    wanted = torch.full((pool_bytes(case.sink, tokens),), 0xA5, dtype=torch.uint8)
+    found = wanted.to(device)
+    held = [content.to(home) for content in contents]
+    if home.type == "cuda":
+        torch.cuda.synchronize(home)
+    sums = torch.zeros(1, dtype=torch.int64, device=device)
+    wanted_sums = torch.zeros(1, dtype=torch.int64)
+    work = Work(device, 8 * MIB)
+    for chunk in chunks_of(case, [foreign(each, device) for each in held], found, tokens):
+        pull(chunk, sums, work, None, programs)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    for chunk in chunks_of(case, contents, wanted, tokens):
+        pull_ref.pull(chunk, wanted_sums, Work("cpu"))
+    if not torch.equal(found.cpu(), wanted) or int(sums) != int(wanted_sums):
+        raise SystemExit(f"{case.name}, {programs} programs: not what the twin makes")
+
+
+def seconds_of(action: Callable[[int], object]) -> float:
+    """The median of a call's time on the GPU; all rounds are enqueued before the first is looked at."""
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(ROUNDS)]
+    for i in range(2):
+        action(i)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(20_000_000)
+    for i, (begin, end) in enumerate(events):
+        begin.record()
+        action(i)
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
+
+
+def called_us(action: Callable[[int], object]) -> float:
+    """What a call costs its thread when the GPU is idle, the median."""
+    found = []
+    for i in range(50):
+        torch.cuda.synchronize()
+        began = time.perf_counter_ns()
+        action(i % ROUNDS)
+        found.append((time.perf_counter_ns() - began) / 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(found)
+
+
+class Bench:
+    """Both pools, as large as the largest case needs, and what was measured."""
+
+    def __init__(self, home: torch.device, device: torch.device, largest: int) -> None:
+        self.device, self.rows = device, []
+        room = largest + 512 * token_bytes(Pool("NHD", 16))
+        self.ours = torch.randint(0, 120, (room,), dtype=torch.uint8, device=home)
+        self.theirs = torch.zeros(2 * room, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(home)
+        torch.cuda.synchronize(device)
+        self.stream = torch.cuda.Stream()
+        self.sums = torch.zeros(1, dtype=torch.int64, device=device)
+        self.copies: dict[int, float] = {}
+
+    def copy(self, mib: int) -> None:
+        size = mib * MIB
+        seconds = seconds_of(lambda _: self.theirs[:size].copy_(self.ours[:size], non_blocking=True))
+        self.copies[mib] = size / seconds / 1e9
+        print(f"copy engine {mib:5} MiB {self.copies[mib]:7.1f} GB/s", flush=True)
+
+    def measure(self, case: Case, mib: int, programs: int | None, has_sums: bool, tiling: Tiling | None = None) -> None:
+        from kvbridge_kernels.pull import pull
+
+        tokens = mib * MIB // token_bytes(case.source) // case.ranks
+        share = self.ours.numel() // case.ranks // 256 * 256
+        sources = [foreign(self.ours[i * share : (i + 1) * share], self.device) for i in range(case.ranks)]
+        chunks = chunks_of(case, sources, self.theirs, tokens)
+        tilings = {kind: tiling or each for kind, each in TILINGS.items()}
+        works = [Work(self.device, 8 * MIB, tilings) for _ in range(ROUNDS * len(chunks))]
+        for work in works:
+            work.kernels = works[0].kernels
+        sums = self.sums if has_sums else None
+
+        def action(i: int) -> None:
+            for at, chunk in enumerate(chunks):
+                pull(chunk, sums, works[i * len(chunks) + at], torch.cuda.current_stream(), programs)
+
+        seconds = seconds_of(action)
+        row = {
+            "case": case.name, "mib": mib, "programs": programs, "digest": has_sums, "us": seconds * 1e6,
+            "gb_s": mib * MIB / seconds / 1e9, "of_copy": mib * MIB / seconds / 1e9 / self.copies[mib],
+            "call_us": called_us(action),
+        }  # fmt: skip
+        if tiling is not None:
+            row |= {"tile_kib": tiling.tile_bytes >> 10, "warps": tiling.warps, "tiles": tiling.tiles}
+        self.rows.append(row)
+        tile = f" {row['tile_kib']} KiB x {row['warps']} warps x {row['tiles']}" if tiling else ""
+        print(
+            f"{case.name:32} {mib:5} MiB, programs {programs or 'all'!s:>4}, digest {has_sums!s:5}: {row['us']:8.0f} us"
+            f" {row['gb_s']:6.1f} GB/s {row['of_copy']:.3f} of copy, call {row['call_us']:.0f} us{tile}",
+            flush=True,
+        )
+
+
+def run(sizes: Sequence[int], is_tuned: bool) -> dict[str, Any]:
+    count = torch.cuda.device_count()
+    home, device = torch.device("cuda", 0), torch.device("cuda", count - 1)
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=home).copy_(torch.ones(1, device=device))  # torch lets one reach the other by this
+    for case in CASES:
+        for programs in (None, 33):
+            check(case, home, device, programs)
+    print(f"all {len(CASES)} cases are what the twin makes; {home} -> {device}", flush=True)
+    bench = Bench(home, device, max(sizes) * MIB)
+    for mib in sizes:
+        bench.copy(mib)
+        for case in CASES:
+            bench.measure(case, mib, None, True)
+        for programs in (None, 8, 16, 33, 66):
+            bench.measure(CASES[0], mib, programs, False)
+        bench.measure(CASES[0], mib, 33, True)
+    if is_tuned:
+        for tile_kib in (8, 16, 32):
+            for warps in (4, 8, 16):
+                for mib in sizes:
+                    tiling = Tiling(tile_kib << 10, warps, 4)
+                    bench.measure(CASES[0], mib, None, True, tiling)
+                    bench.measure(CASES[0], mib, 33, True, tiling)
+    found = {"gpu": torch.cuda.get_device_name(), "gpus": count, "torch": torch.__version__}
+    return {**found, "copy_gb_s": bench.copies, "pulls": bench.rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, nargs="+", default=[2, 128, 2048], help="MiB of the source's rows")
+    parser.add_argument("--tune", action="store_true", help="other tiles too")
+    parser.add_argument("--smoke", action="store_true", help="the checks alone, interpreted, nothing kept")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes")
+    given = parser.parse_args()
+    if given.smoke:
+        os.environ["TRITON_INTERPRET"] = "1"
+        for case in CASES:
+            check(case, torch.device("cpu"), torch.device("cpu"), 3)
+        return
+    write("gpu_pull", run(given.mib, given.tune), given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Blocks -> blocks on a GPU: rows of one memory become rows of another in one pass, with no slot between.
+
+What gather and scatter do, in registers: read and convert as gather would, sum what it would have put into the slot,
+convert and write as scatter would. So the result and the digest are theirs, bit for bit, and rounding is theirs too:
+to the codec on the way, which is the source's or the sink's own wherever one of them can be (a conversion is then one
+rounding, equal codecs none), and fp32 between rows that have scales of their own on both sides.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import tiles
+from .codecs import TYPES, cast
+from .codecs_ref import DTYPES
+from .digest import sum_of, words_of
+from .digest_ref import word_bytes
+from .form import Form, low_bit, tile_of, tiles_at_once
+from .launch import (
+    UINTS,
+    Kernel,
+    Launch,
+    access,
+    arithmetic,
+    check_device,
+    check_sums,
+    enqueue,
+    offsets_of,
+    put_columns,
+    put_records,
+    put_scales,
+    start,
+)
+from .pull_recipe import PullChunk, PulledGroup
+from .scales import Steps
+from .tables import Tables, Work
+
+ARGUMENTS = [f"{end}_{table}" for end in ("source", "sink") for table in ("records", "columns", "scales")]
+ARGUMENTS += ["sums", "planes", "places", "heads", "row", "first_tile", "end_tile"]
+
+
+def pull(
+    chunk: PullChunk,
+    sums: torch.Tensor | None,
+    work: Work,
+    stream: torch.cuda.Stream | None = None,
+    programs: int | None = None,
+) -> None:
+    """Write the sink's rows from the source's; the sum64 of the chunk's slot is added to `sums`, int64 [1].
+
+    Enqueued on `stream`, or the current one of `work.device`, in launches of about `work.launch_us` at most, each of
+    `programs` programs (CTAs) at most; nothing is allocated or waited for. Places and scales are read before this
+    returns, `work` until the launches have run. Both memories must be such as the device can reach: the source's may be
+    a peer's, as `field.Mapped`. Places of the sink must not repeat, and no row may be read here that is written here.
+    ValueError before anything is enqueued.
+    """
+    check_sums(sums, work)
+    tables = Tables(work, chunk.recipe.size_bytes)
+    lists = _checked(chunk, work, tables)
+    total = None if sums is None else sums.data_ptr()
+    launches = [_launch(group, lists, total, tables, work) for group in chunk.recipe.groups]
+    enqueue(pull_tiles, launches, tables, work, stream, programs)
+
+
+def warm(chunk: PullChunk, has_sums: bool, work: Work) -> None:
+    """Compile what `pull` would launch for these: seconds where it is new. The number of places does not matter."""
+    check_sums(None, work)
+    tables = Tables(work, chunk.recipe.size_bytes)
+    lists = _checked(chunk, work, tables)
+    total = work.table.data_ptr() if has_sums else None  # zero is added to it
+    for group in chunk.recipe.groups:
+        start(pull_tiles, _launch(group, lists, total, tables, work), work, 0, 0)
+
+
+def _checked(chunk: PullChunk, work: Work, tables: Tables) -> tuple[list[int], list[int]]:
+    """The addresses of both ends' offsets."""
+    recipe = chunk.recipe
+    check_device(recipe.source, work)
+    check_device(recipe.sink, work)
+    return offsets_of(recipe.source, chunk.sources, tables), offsets_of(recipe.sink, chunk.sinks, tables)
+
+
+def _launch(
+    packed: PulledGroup, lists: tuple[list[int], list[int]], total: int | None, tables: Tables, work: Work
+) -> Launch:
+    groups = packed.source.group, packed.sink.group
+    source, sink = (group.form for group in groups)
+    aligns = tuple(low_bit(group.near_bits | group.form.stride_bits | 16) for group in groups)
+    scales = groups[0].scales(True, work.steps), groups[1].scales(False, work.steps)
+    steps = scales[0].steps, scales[1].steps
+    key = (pull_tiles, aligns, steps, total is not None, source.key, sink.key)
+    kernel = work.kernels.get(key)
+    if kernel is None:
+        kernel = work.kernels[key] = _kernel(source, sink, *aligns, *steps, total is not None, work)
+    tables_at = [
+        address
+        for end, of, columns, scaled in zip(packed, lists, kernel.columns, scales, strict=True)
+        for address in (put_records(end, of, tables), put_columns(columns, tables), put_scales(scaled, tables))
+    ]
+    sizes = (groups[0].planes, groups[0].places, source.heads, kernel.row)
+    return Launch(kernel, kernel.tiles_of(groups[0]), (*tables_at, total or 0, *sizes))
+
+
+def _kernel(
+    source: Form,
+    sink: Form,
+    source_align: int,
+    sink_align: int,
+    source_steps: Steps,
+    sink_steps: Steps,
+    has_sums: bool,
+    work: Work,
+) -> Kernel:
+    align = min(source_align, sink_align, low_bit(source.run_bytes), low_bit(sink.run_bytes))
+    wire = next((form.codecs[1] for form in (source, sink) if form.codecs is not None), None)
+    if wire is None:
+        kind, sizes = "pull_sum" if has_sums else "pull", (min(8, align),) * 3
+    else:
+        names = [wire if form.codecs is None else form.codecs[0] for form in (source, sink)]
+        kind, sizes = "pull_cast", tuple(DTYPES[name].itemsize for name in (names[0], wire, names[1]))
+        source_align = min(source_align, access(sizes[0], max(sizes), True))
+        sink_align = min(sink_align, access(sizes[2], max(sizes), has_sums))
+    tiling = work.tilings[kind]
+    row = source.row_bytes // sizes[0]
+    is_whole = sink.row_scale is not None
+    walked = source if source.head_stride < source.token_stride else sink
+    tile = tile_of(walked, row, max(sizes), 16 // min(sizes), tiling, is_whole)
+    word = word_bytes(source.wire_row_bytes) if has_sums else 0
+    ends = {"SOURCE": (source, source_align, source_steps, sizes[0]), "SINK": (sink, sink_align, sink_steps, sizes[2])}
+    # Numbers of 8 bits that the processor rounded are written as the words that are summed (see gather.py), or else
+    # rounded by arithmetic.
+    is_rounded = has_sums and source.codecs is not None and sizes[1] == 1
+    is_joined = is_rounded and sink.codecs is None and sink.is_dense
+    constants = {
+        "PLACES": tile[0],
+        "HEADS": tile[1],
+        "COLUMNS": tile[2],
+        "WIRE": UINTS[sizes[1]],
+        "WIRE_CODEC": None if wire is None else TYPES[wire],
+        "STEP": low_bit(row | 64),
+        "WORD": word,
+        "JOINED": is_joined,
+        "MANY_HEADS": source.heads > tile[1],
+        "MANY_COLUMNS": row > tile[2],
+    }
+    for name, (form, end_align, steps, size) in ends.items():
+        of = {
+            "TYPE": UINTS[size],
+            "CODEC": None if form.codecs is None else TYPES[form.codecs[0]],
+            "ALIGN": end_align,
+            "RUN": tile[2] if form.is_dense else min(tile[2], low_bit(form.run_bytes // size)),
+            "DENSE": form.is_dense,
+            **arithmetic(form, steps, name == "SOURCE", work),
+            "NATIVE": work.is_native and row % 4 == 0 and (name == "SINK" or is_joined or not is_rounded),
+            "SCALE_AT": 0 if form.row_scale is None else form.row_scale.at,
+            "SCALE_SKEW": 0 if form.row_scale is None else form.row_scale.head_stride - form.head_stride,
+        }
+        constants |= {f"{name}_{key}": value for key, value in of.items()}
+    columns = [
+        None if form.is_dense else form.columns(size, size if end_align >= size else 1)
+        for form, end_align, _, size in ends.values()
+    ]
+    tile_bytes = tile[0] * tile[1] * tile[2] * max(sizes)
+    has_own = source.row_scale is not None or is_whole
+    at_once = tiles_at_once("own" if has_own else kind, tile_bytes, align, work.launch_us)
+    return Kernel(constants, tiling.warps, tiling.tiles, at_once, row, tile, columns)
+
+
+@triton.jit(do_not_specialize=ARGUMENTS)
+def pull_tiles(
+    source_records: tl.int64,
+    source_columns: tl.int64,
+    source_scales: tl.int64,
+    sink_records: tl.int64,
+    sink_columns: tl.int64,
+    sink_scales: tl.int64,
+    sums: tl.int64,
+    planes: tl.int32,
+    places: tl.int32,
+    heads: tl.int32,
+    row: tl.int32,
+    first_tile: tl.int32,
+    end_tile: tl.int32,
+    PLACES: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIRE: tl.constexpr,
+    WIRE_CODEC: tl.constexpr,
+    STEP: tl.constexpr,
+    WORD: tl.constexpr,
+    JOINED: tl.constexpr,
+    MANY_HEADS: tl.constexpr,
+    MANY_COLUMNS: tl.constexpr,
+    SOURCE_TYPE: tl.constexpr,
+    SOURCE_CODEC: tl.constexpr,
+    SOURCE_ALIGN: tl.constexpr,
+    SOURCE_RUN: tl.constexpr,
+    SOURCE_DENSE: tl.constexpr,
+    SOURCE_MULTIPLY: tl.constexpr,
+    SOURCE_DIVIDE: tl.constexpr,
+    SOURCE_NATIVE: tl.constexpr,
+    SOURCE_SCALE_AT: tl.constexpr,
+    SOURCE_SCALE_SKEW: tl.constexpr,
+    SINK_TYPE: tl.constexpr,
+    SINK_CODEC: tl.constexpr,
+    SINK_ALIGN: tl.constexpr,
+    SINK_RUN: tl.constexpr,
+    SINK_DENSE: tl.constexpr,
+    SINK_MULTIPLY: tl.constexpr,
+    SINK_DIVIDE: tl.constexpr,
+    SINK_NATIVE: tl.constexpr,
+    SINK_SCALE_AT: tl.constexpr,
+    SINK_SCALE_SKEW: tl.constexpr,
+):
+    SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
+    if WORD:
+        total = tl.zeros([PLACES * HEADS, COLUMNS * SIZE // WORD], tl.uint64)
+    tile = first_tile + tl.program_id(0)
+    while tile < end_tile:  # a `for` over tensors stops the interpreter under numpy 2.4
+        first_column, first_head, first_place, plane = tiles.split(
+            tile, places, heads, row, PLACES, HEADS, COLUMNS, MANY_HEADS, MANY_COLUMNS
+        )
+        source, i_row, i_head, m_row = tiles.rows(source_records, plane, first_head, first_place, places, PLACES, HEADS)
+        sink, _, _, _ = tiles.rows(sink_records, plane, first_head, first_place, places, PLACES, HEADS)
+        i_column, m_column = tiles.columns_of(first_column, row, COLUMNS, STEP)
+        mask = m_row[:, None] & m_column[None, :]
+        o_column = tiles.in_memory(source_columns, i_column, m_column, SOURCE_TYPE, SOURCE_ALIGN, SOURCE_DENSE)
+        elements = tiles.read(source, o_column, mask, SOURCE_TYPE, SOURCE_ALIGN, SOURCE_RUN)
+        if SOURCE_CODEC is not None:
+            own = source + SOURCE_SCALE_AT + i_head.to(tl.int64) * SOURCE_SCALE_SKEW
+            elements = cast(
+                elements, SOURCE_CODEC, WIRE_CODEC, source_scales, planes, plane, heads, i_head,
+                SOURCE_MULTIPLY, SOURCE_DIVIDE, SOURCE_NATIVE, own, m_row,
+            )  # fmt: skip
+        if WORD:
+            words = words_of(elements, WORD)
+            position = tiles.start(source_records, plane) + i_row * row * SIZE
+            total += sum_of(words, position + first_column * SIZE, WORD)
+        if JOINED:
+            MANY: tl.constexpr = WORD // SIZE
+            i_word, m_word = tiles.columns_of(first_column // MANY, row // MANY, words.shape[1], STEP // MANY)
+            o_word = tiles.in_slot(i_word, words.dtype, SINK_ALIGN)
+            tiles.write(sink, o_word, words, m_row[:, None] & m_word[None, :], SINK_ALIGN, words.shape[1])
+        else:
+            if SINK_CODEC is not None:
+                own = sink + SINK_SCALE_AT + i_head.to(tl.int64) * SINK_SCALE_SKEW
+                elements = cast(
+                    elements, WIRE_CODEC, SINK_CODEC, sink_scales, planes, plane, heads, i_head,
+                    SINK_MULTIPLY, SINK_DIVIDE, SINK_NATIVE, own, m_row,
+                )  # fmt: skip
+            o_column = tiles.in_memory(sink_columns, i_column, m_column, SINK_TYPE, SINK_ALIGN, SINK_DENSE)
+            tiles.write(sink, o_column, elements, mask, SINK_ALIGN, SINK_RUN)
+        tile += tl.num_programs(0)
+    if WORD:
+        tl.atomic_add(sums.to(tl.pointer_type(tl.int64)), tl.sum(total.to(tl.int64)), sem="relaxed")

@@ -1,0 +1,87 @@
+"""Blocks -> blocks on a CPU, in plain torch: the reference of the pull kernel, and the one that runs without a GPU.
+
+A tile of rows is gathered, summed and scattered while it is in a cache; there is no slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from .digest_ref import as_int64, sum_of, word_bytes
+from .gather_ref import gather_rows
+from .places import Places
+from .pull_recipe import Pair, PullChunk, planes_of
+from .scatter_ref import scatter_rows
+from .segment import Segment
+from .tables import Work
+
+# Of the rows in a slot. Half as much took 1.4 times as long, for calls (64 MiB, 2 cores, AMD EPYC, 2026-11).
+TILE_BYTES = 1 << 20
+
+
+class Cut(NamedTuple):
+    """Some of the places of a pair, one after another."""
+
+    first: int
+    source: Places
+    sink: Places
+
+
+def pull(chunk: PullChunk, sums: torch.Tensor | None, work: Work) -> None:
+    """Write the sink's rows from the source's; the sum64 of the chunk's slot is added to `sums`, int64 [1]."""
+    total = 0
+    known: dict[object, list[Cut]] = {}
+    for pair in chunk.pairs():
+        planes, places = _tile_of(pair.source)
+        key = (id(pair.source.places), id(pair.sink.places), pair.source.field.block_tokens, places)
+        key = (*key, pair.sink.field.block_tokens)
+        if key not in known:
+            known[key] = list(_cuts(pair, places))
+        for first in range(0, pair.source.field.planes.count, planes):
+            count = min(planes, pair.source.field.planes.count - first)
+            some = Pair(planes_of(pair.source, first, count), planes_of(pair.sink, first, count))
+            total += sum(_pull_tile(some, cut, sums is not None, work) for cut in known[key])
+    if sums is not None:
+        sums.add_(as_int64(total))
+
+
+def _tile_of(segment: Segment) -> tuple[int, int]:
+    """How many planes and places are moved at once."""
+    if segment.plane_bytes <= TILE_BYTES:
+        return TILE_BYTES // segment.plane_bytes, segment.places.count
+    return 1, max(1, TILE_BYTES * segment.places.count // segment.plane_bytes)
+
+
+def _cuts(pair: Pair, most: int) -> Iterator[Cut]:
+    """The places in parts of about `most`, which begin where a block of the side with the longer ones does."""
+    source, sink = pair.source, pair.sink
+    longer = max(source, sink, key=lambda segment: segment.field.block_tokens)
+    count, block = source.places.count, longer.field.block_tokens
+    if count <= most:
+        yield Cut(0, source.places, sink.places)
+        return
+    first, step = 0, max(block, most // block * block)
+    end = step - int(longer.places.index[0]) % block
+    while first < count:
+        end = min(end, count)
+        yield Cut(first, Places(source.places.index[first:end]), Places(sink.places.index[first:end]))
+        first, end = end, end + step
+
+
+def _pull_tile(pair: Pair, cut: Cut, has_sums: bool, work: Work) -> int:
+    """The sum over its rows, or 0."""
+    source, sink = pair
+    planes, heads, row = source.field.planes.count, source.field.heads.count, source.wire_row_bytes
+    head_bytes = cut.source.count * row
+    tile = work.scratch.take("tile", planes * heads * head_bytes, torch.device("cpu")).view(planes, -1)
+    gather_rows(source.field, cut.source, tile, source.cast, work.scratch)
+    total = 0
+    for line in range(planes * heads if has_sums else 0):
+        plane, head = divmod(line, heads)
+        start = source.slot_offset + plane * source.slot_pitch + (head * source.places.count + cut.first) * row
+        total += sum_of(tile[plane, head * head_bytes : (head + 1) * head_bytes], start, word_bytes(row))
+    scatter_rows(sink.field, cut.sink, tile, sink.cast, work.scratch)
+    return total
