@@ -43,7 +43,7 @@ def write(folder: Path, side: str, room: int, rank: int, codec: str, rows: Mappi
     path = folder / f"{side}-{room}-{rank}.npz"
     part_written, arrays = path.with_suffix(".part"), {"codec": np.array(codec), **rows}
     with part_written.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # no name of these is an option of its
     part_written.rename(path)
 
 
