@@ -31,9 +31,28 @@ CAUSES = {
 
 
 @dataclass(slots=True)
-class Computed:
+class Tally:
     prompts: int = 0
     tokens: int = 0
+
+
+class Reminder:
+    """When to say what keeps happening: soon after it began, then once a minute. Of times in seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._due_at = float("inf")  # nothing to say
+        self._said_at = float("-inf")
+
+    def happened(self, now: float) -> None:
+        if self._due_at == float("inf"):
+            self._due_at = max(now + SOON_S, self._said_at + EVERY_S)
+
+    def take(self, now: float) -> bool:
+        """Whether to say it now: true once, until it happens again."""
+        if now < self._due_at:
+            return False
+        self._due_at, self._said_at = float("inf"), now
+        return True
 
 
 class PromptShare:
@@ -41,12 +60,11 @@ class PromptShare:
 
     def __init__(self, knows_fetched: bool = True) -> None:
         self._knows_fetched = knows_fetched
-        self._computed: dict[str, Computed] = {}
+        self._computed: dict[str, Tally] = {}
         self._fetched = 0  # tokens
         self._since = float("-inf")
         self._offered_at = float("-inf")
-        self._due_at = 0.0
-        self._said_at = float("-inf")
+        self._reminder = Reminder()
 
     def fetch(self, tokens: int, now: float) -> None:
         """They came, or are on their way."""
@@ -56,9 +74,8 @@ class PromptShare:
     def compute(self, reason: str, tokens: int, now: float) -> None:
         """One prompt of which so many tokens are computed here that another engine could have sent."""
         self._forget(now)
-        if not self._computed:
-            self._due_at = max(now + SOON_S, self._said_at + EVERY_S)
-        found = self._computed.setdefault(reason, Computed())
+        self._reminder.happened(now)
+        found = self._computed.setdefault(reason, Tally())
         found.prompts += 1
         found.tokens += tokens
 
@@ -71,12 +88,12 @@ class PromptShare:
 
         Nothing of untagged prompts of an engine that fetches none and offers others: it is there to prefill.
         """
-        if not self._computed or now < self._due_at:
+        if not self._reminder.take(now):
             return ""
         is_offering = now - self._offered_at < EVERY_S
         is_prefill = is_offering and not self._fetched and set(self._computed) == {UNTAGGED}
         said = "" if is_prefill else self._sentence()
-        self._fetched, self._computed, self._since, self._said_at = 0, {}, now, now
+        self._fetched, self._computed, self._since = 0, {}, now
         return said
 
     def _forget(self, now: float) -> None:

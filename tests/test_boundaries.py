@@ -236,11 +236,12 @@ def test_file_says_what_it_is_for(module: str) -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_functions_fit_a_screen(module: str) -> None:
+    """Its parameters apart: a Triton kernel has one a line, and they are a list to look things up in."""
     long = [
         f"{FILES[module].relative_to(ROOT)}:{node.lineno} {node.name}: {size} lines"
         for node in ast.walk(_tree(module))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (size := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES
+        and (size := (node.end_lineno or node.lineno) - node.body[0].lineno + 1) > FUNCTION_LINES
     ]
     assert not long
 

@@ -128,7 +128,6 @@ def _kernel(
     walked = source if source.head_stride < source.token_stride else sink
     tile = tile_of(walked, row, max(sizes), 16 // min(sizes), tiling, is_whole)
     word = word_bytes(source.wire_row_bytes) if has_sums else 0
-    ends = {"SOURCE": (source, source_align, source_steps, sizes[0]), "SINK": (sink, sink_align, sink_steps, sizes[2])}
     # Numbers of 8 bits that the processor rounded are written as the words that are summed (see gather.py), or else
     # rounded by arithmetic.
     is_rounded = has_sums and source.codecs is not None and sizes[1] == 1
@@ -145,27 +144,34 @@ def _kernel(
         "MANY_HEADS": source.heads > tile[1],
         "MANY_COLUMNS": row > tile[2],
     }
-    for name, (form, end_align, steps, size) in ends.items():
-        of = {
-            "TYPE": UINTS[size],
-            "CODEC": None if form.codecs is None else TYPES[form.codecs[0]],
-            "ALIGN": end_align,
-            "RUN": tile[2] if form.is_dense else min(tile[2], low_bit(form.run_bytes // size)),
-            "DENSE": form.is_dense,
-            **arithmetic(form, steps, name == "SOURCE", work),
-            "NATIVE": work.is_native and row % 4 == 0 and (name == "SINK" or is_joined or not is_rounded),
-            "SCALE_AT": 0 if form.row_scale is None else form.row_scale.at,
-            "SCALE_SKEW": 0 if form.row_scale is None else form.row_scale.head_stride - form.head_stride,
-        }
-        constants |= {f"{name}_{key}": value for key, value in of.items()}
+    is_native = work.is_native and row % 4 == 0
+    source_end = _constants_of(source, sizes[0], source_align, tile[2])
+    source_end |= arithmetic(source, source_steps, True, work) | {"NATIVE": is_native and (is_joined or not is_rounded)}
+    sink_end = _constants_of(sink, sizes[2], sink_align, tile[2])
+    sink_end |= arithmetic(sink, sink_steps, False, work) | {"NATIVE": is_native}
+    constants |= {f"SOURCE_{key}": value for key, value in source_end.items()}
+    constants |= {f"SINK_{key}": value for key, value in sink_end.items()}
     columns = [
-        None if form.is_dense else form.columns(size, size if end_align >= size else 1)
-        for form, end_align, _, size in ends.values()
+        None if form.is_dense else form.columns(size, size if align >= size else 1)
+        for form, size, align in ((source, sizes[0], source_align), (sink, sizes[2], sink_align))
     ]
     tile_bytes = tile[0] * tile[1] * tile[2] * max(sizes)
     has_own = source.row_scale is not None or is_whole
     at_once = tiles_at_once("own" if has_own else kind, tile_bytes, align, work.launch_us)
     return Kernel(constants, tiling.warps, tiling.tiles, at_once, row, tile, columns)
+
+
+def _constants_of(form: Form, size: int, align: int, columns: int) -> dict[str, object]:
+    """What the kernel knows of one end's memory, whose elements have `size` bytes, when it is compiled."""
+    return {
+        "TYPE": UINTS[size],
+        "CODEC": None if form.codecs is None else TYPES[form.codecs[0]],
+        "ALIGN": align,
+        "RUN": columns if form.is_dense else min(columns, low_bit(form.run_bytes // size)),
+        "DENSE": form.is_dense,
+        "SCALE_AT": 0 if form.row_scale is None else form.row_scale.at,
+        "SCALE_SKEW": 0 if form.row_scale is None else form.row_scale.head_stride - form.head_stride,
+    }
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)

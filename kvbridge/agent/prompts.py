@@ -9,7 +9,7 @@ import logging
 
 from kvbridge_proto.engine import Computed, Done, Offer, Released, ToEngine
 
-from ..prompt_share import EVERY_S, SOON_S, PromptShare
+from ..prompt_share import EVERY_S, PromptShare, Reminder
 from .metrics import Metrics
 
 log = logging.getLogger("kvbridge.prompts")
@@ -28,8 +28,7 @@ class Prompts:
         self._unfetched = 0
         self._fetched_at = float("-inf")
         self._last = ""
-        self._due_at = 0.0
-        self._said_at = float("-inf")
+        self._reminder = Reminder()
 
     def offered(self, offer: Offer, now: float) -> None:
         if offer.is_last and offer.tokens:
@@ -47,19 +46,18 @@ class Prompts:
             case Released(code="", is_declined=False):
                 self._fetched_at = now
             case Released(code=code, reason=reason) if code in UNFETCHED:
-                if not self._unfetched:
-                    self._due_at = max(now + SOON_S, self._said_at + EVERY_S)
+                self._reminder.happened(now)
                 self._unfetched += 1
                 self._last = f"{code}: {reason}"
 
     def tick(self, now: float) -> None:
         if said := self._share.due(now):
             log.warning("%s", said)
-        if self._unfetched and now >= self._due_at:
+        if self._reminder.take(now):
             self._say_unfetched(now)
 
     def _say_unfetched(self, now: float) -> None:
         """Prompts are computed for nothing: something else than us is amiss."""
         cause = SOME_FETCHED if now - self._fetched_at < EVERY_S else NONE_FETCHED
         log.warning("prompts that nobody fetched: %d, the last: %s; %s", self._unfetched, self._last, cause)
-        self._unfetched, self._said_at = 0, now
+        self._unfetched = 0

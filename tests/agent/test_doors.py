@@ -27,8 +27,8 @@ class Pair:
     """One source, one sink, attached; `works` proves that they still serve."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.source_agent = stack.enter_context(agent(folder, "p", connect_s=2, silence_s=2))
-        self.sink_agent = stack.enter_context(agent(folder, "d", connect_s=2, silence_s=2))
+        self.source_agent = stack.enter_context(agent(folder, "p", connect_s=3, silence_s=2))
+        self.sink_agent = stack.enter_context(agent(folder, "d", connect_s=3, silence_s=2))
         self.source = stack.enter_context(closing(SyntheticEngine(self.source_agent, build(Shape("nhd")))))
         self.sink = stack.enter_context(closing(SyntheticEngine(self.sink_agent, build(Shape("hnd")))))
         self.source.attach()
@@ -248,7 +248,7 @@ def test_while_an_agent_stands_still_its_peers_are_not_late(pair: Pair) -> None:
     time.sleep(0.5)  # it has said Hello
     sink.send_signal(signal.SIGSTOP)
     source.send_signal(signal.SIGCONT)
-    time.sleep(3.0)  # longer than connect_s and silence_s
+    time.sleep(4.0)  # longer than connect_s and silence_s
     sink.send_signal(signal.SIGCONT)
     answer = pair.sink.answer("r")
     assert isinstance(answer, Done), answer
