@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
-import resource
 import select
 import signal
 import socket
@@ -37,6 +37,7 @@ from kvbridge_proto.stream import FRAME_FDS, StreamReader, pack
 from kvbridge_proto.words import OURS, Blocks, Rank
 
 from ..oracle import Held
+from .nursery import Child, Nursery
 
 # Tests that run in an engine's environment start agents from the agents' own.
 PYTHON = os.environ.get("KVBRIDGE_TEST_AGENT_PYTHON") or sys.executable
@@ -108,7 +109,7 @@ def wait_for(claim: Any, seconds: float = 20.0) -> None:
 class AgentProcess:
     """`kvbridge agent`, as an operator starts it."""
 
-    process: subprocess.Popen[bytes]
+    process: Child
     socket: Path
     log: Path
     listen: str = ""
@@ -158,10 +159,7 @@ def agent(
         for part in ([f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)]))
     ]
     with log.open("ab") as out:
-        command = [PYTHON, "-m", module, "agent", *flags]
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-        if nofile is not None:
-            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, nofile)  # long before it looks
+        process = _nursery().start(module, ["agent", *flags], out.fileno(), nofile)
     running = AgentProcess(process, path, log)
     try:
         _wait_serving(running, start_s)
@@ -174,6 +172,11 @@ def agent(
                 process.wait(15)
             except subprocess.TimeoutExpired:
                 running.kill()
+
+
+@functools.cache
+def _nursery() -> Nursery:
+    return Nursery(PYTHON)
 
 
 def _wait_serving(running: AgentProcess, start_s: float) -> None:
