@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 import typer
+from msgspec import structs
 from rich.console import Console
 
+from kvbridge.demo import run as synthetic
 from kvbridge.demo.cross import PAIRS, Outcome, compare, conclude, report
 from kvbridge.demo.cross_engines import Engine
 from kvbridge.demo.engine import Job, SyntheticEngine
@@ -78,6 +80,16 @@ def test_verify_says_where_it_is_wrong() -> None:
     rows = SMALL.kv_heads * SMALL.width * 2
     sink.memory[table[1] * 16 * rows + 3 * rows + 2 * SMALL.width * 2] ^= 1  # layer 0 k, token 19, head 2
     assert f"layer 0 k head 2 block {table[1]} token 3 element 0" in sink.verify()
+
+
+def test_a_slow_machine_does_not_push_the_verdict_out() -> None:
+    names = ("K|V packed HND", "cross-layer NHD")
+    shapes = [structs.replace(SMALL, name=name, codec="fp8_e4m3", tp_size=2) for name in names]
+    changes = ("codec: source bf16, sink fp8_e4m3",)
+    outcome = synthetic.Outcome(*shapes, changes, 160 << 20, 1.0, 123.456, ("a" * 16,), "")
+    screen = StringIO()
+    synthetic._report(Console(file=screen, width=80), [outcome], 200.0)
+    assert "exact" in screen.getvalue() and "123456" in screen.getvalue(), screen.getvalue()
 
 
 def test_the_whole_demo() -> None:

@@ -185,7 +185,9 @@ def _wire_bytes(source: Shape, sink: Shape, requests: Sequence[Request]) -> int:
 def _report(console: Console, outcomes: Sequence[Outcome], seconds: float) -> None:
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # 80 columns hold it
     for column in ("from, to", "converted", "MB", "ms", "GB/s", "digest", "check"):
-        table.add_column(column, justify="right" if column in ("MB", "ms", "GB/s") else "left", no_wrap=True)
+        is_number = column in ("MB", "ms", "GB/s")
+        # The one that gives way where numbers are long: what is cut off elsewhere cannot be read.
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=column != "converted")
     for outcome in outcomes:
         table.add_row(
             f"{_words(outcome.source)}\n{_words(outcome.sink)}",
