@@ -61,6 +61,13 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[Annotated[int, Meta(ge=0)], ...],
         Meta(max_length=64, description="Users whose engines may attach; empty: our own and root"),
     ] = ()
+    share_memory: Annotated[
+        bool, Meta(description="Hand the engine's memory to agents of this host, which pull from it; off: to nobody")
+    ] = True
+    share_memory_uids: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...],
+        Meta(max_length=64, description="Users whose agents it is handed to; empty: our own and root"),
+    ] = ()
     device: Annotated[str, Meta(pattern=DEVICES, description=f"Where the engine's memory is: {DEVICE_WORDS}")] = "auto"
     routes: Annotated[
         tuple[Route, ...],
@@ -175,7 +182,7 @@ def _typed(name: str, value: Any, origin: str) -> Any:
     if is_text and not value.isprintable():  # no NUL for the kernel, no bytes that are no text, no line for the log
         raise OperatorError("bad_option", f"{name}: got {_shown(name, value)} from {origin}: must be printable text")
     plain: Any = value
-    if is_text and name in ("allowed_uids", "routes", "dial"):
+    if is_text and name in ("allowed_uids", "share_memory_uids", "routes", "dial"):
         plain = [part.strip() for part in value.split(",") if part.strip()]
     try:
         return msgspec.convert(plain, hint, strict=not is_text or origin.endswith(".toml"))

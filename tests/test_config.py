@@ -35,7 +35,9 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
 
 def test_text_of_flags_and_environment_becomes_what_it_should_be() -> None:
     flags = {"slot_bytes": "1048576", "connect_s": "2.5", "allowed_uids": "0, 1000", "allow_wildcard": "true"}
+    flags |= {"share_memory": "false", "share_memory_uids": "998"}
     config = load(None, flags | {"advertise": "tcp://10.0.0.1:7700"}, {})
+    assert (config.share_memory, config.share_memory_uids) == (False, (998,))
     assert (config.slot_bytes, config.connect_s, config.allowed_uids) == (1 << 20, 2.5, (0, 1000))
     assert config.allow_wildcard is True
 

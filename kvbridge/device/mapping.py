@@ -1,4 +1,4 @@
-"""Opens handles: one region after another, as uint8 tensors over memory that stays the engine's."""
+"""Opens handles: one region after another, of memory that stays its engine's, ours or a peer's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import stat
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from kvbridge_kernels.field import Mapped
+from kvbridge_kernels.segment import Span
 from kvbridge_proto.pool import Handle
 
 from ..errors import EngineError, OperatorError
@@ -24,7 +27,7 @@ STALE = {"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_MA
 class Mappings(Protocol):
     """What one pool's handles were opened as. One thread at a time."""
 
-    def map(self, handle: Handle, size_bytes: int, fds: Sequence[int]) -> torch.Tensor:
+    def map(self, handle: Handle, size_bytes: int, fds: Sequence[int]) -> torch.Tensor | Mapped:
         """The region's bytes, valid until `close`. EngineError or OperatorError if the handle cannot be opened."""
 
     def close(self) -> None:
@@ -36,10 +39,16 @@ def mappings_for(device: str) -> Mappings:
     return HostMappings() if device == "cpu" else GpuMappings(driver.Gpu.open(device))
 
 
-class HostMappings:
-    """Shared memory in this process's address space."""
+def peer_mappings_for(device: str) -> Mappings:
+    """For a peer's memory, which we read and never write."""
+    return HostMappings(is_readonly=True) if device == "cpu" else PeerMappings(driver.Gpu.open(device))
 
-    def __init__(self) -> None:
+
+class HostMappings:
+    """Shared memory in this process's address space. Where it is read-only, a write to a tensor of it is a fault."""
+
+    def __init__(self, is_readonly: bool = False) -> None:
+        self._access = mmap.PROT_READ if is_readonly else mmap.PROT_READ | mmap.PROT_WRITE
         self._pages: list[mmap.mmap] = []
 
     def map(self, handle: Handle, size_bytes: int, fds: Sequence[int]) -> torch.Tensor:
@@ -51,11 +60,13 @@ class HostMappings:
                 raise EngineError("region_unmappable", f"fd of region {handle.region}: is no shared memory")
             check_end(handle, size_bytes, status.st_size, "its fd")
             lead = handle.offset % mmap.ALLOCATIONGRANULARITY
-            pages = mmap.mmap(fd, lead + size_bytes, mmap.MAP_SHARED, offset=handle.offset - lead)
+            start = handle.offset - lead
+            pages = mmap.mmap(fd, lead + size_bytes, mmap.MAP_SHARED, self._access, offset=start)
         except (OSError, ValueError, OverflowError) as error:
             raise EngineError("region_unmappable", f"region {handle.region}: {error}") from error
         self._pages.append(pages)
-        return torch.frombuffer(pages, dtype=torch.uint8, count=size_bytes, offset=lead)
+        address = int(np.frombuffer(pages, np.uint8).ctypes.data)  # torch warns of a buffer that it may not write
+        return Span(address + lead, size_bytes).on_cpu()
 
     def close(self) -> None:
         while self._pages:
@@ -63,7 +74,7 @@ class HostMappings:
 
 
 class GpuMappings:
-    """Memory of another process, open on `gpu`. Regions that lie in one allocation open it once."""
+    """Memory of another process on `gpu`. Regions that lie in one allocation open it once."""
 
     def __init__(self, gpu: driver.Gpu) -> None:
         self._gpu = gpu
@@ -73,14 +84,18 @@ class GpuMappings:
     def map(self, handle: Handle, size_bytes: int, fds: Sequence[int]) -> torch.Tensor:
         check_kind(handle, self._gpu.device)
         check_device(handle, self._gpu.uuid)
-        check_payload(handle)
         with self._gpu.current():
-            if handle.kind == "cuda_ipc":
-                address = self._import(handle)
-                check_end(handle, size_bytes, driver.range_of(address)[1], "its allocation")
-            else:
-                address = self._map_fd(handle, size_bytes, fd_of(handle, fds))
-            return wrap(address + handle.offset, size_bytes, self._gpu)
+            return wrap(self.open(handle, size_bytes, fds), size_bytes, self._gpu)
+
+    def open(self, handle: Handle, size_bytes: int, fds: Sequence[int]) -> int:
+        """Where `gpu` reaches the region, whichever GPU holds it. Called with `gpu` current; raises as `map`."""
+        check_payload(handle)
+        if handle.kind == "cuda_ipc":
+            address = self._import(handle)
+            check_end(handle, size_bytes, driver.range_of(address)[1], "its allocation")
+        else:
+            address = self._map_fd(handle, size_bytes, fd_of(handle, fds))
+        return address + handle.offset
 
     def close(self) -> None:
         """Waits for nothing of its own: whoever calls has seen the end of every kernel and copy on the regions."""
@@ -93,13 +108,17 @@ class GpuMappings:
 
     def _import(self, handle: Handle) -> int:
         if handle.payload not in self._imported:
-            self._imported[handle.payload] = open_ipc(self._gpu, handle.payload, f"region {handle.region}")
+            peer = "" if handle.device == self._gpu.uuid else handle.device
+            self._imported[handle.payload] = open_ipc(self._gpu, handle.payload, f"region {handle.region}", peer)
         return self._imported[handle.payload]
 
     def _map_fd(self, handle: Handle, size_bytes: int, fd: int) -> int:
         """All of the allocation or nothing: the driver maps no part of one, nor says how large it is."""
         held_bytes = int.from_bytes(handle.payload, "little")
         check_end(handle, size_bytes, held_bytes, "its allocation")
+        if handle.device != self._gpu.uuid:
+            can_access = driver.can_access_peer(self._gpu, handle.device)
+            check_peer(self._gpu.uuid, handle.device, can_access, f"region {handle.region}")
         try:
             physical = driver.vmm_import(fd)
             try:
@@ -111,6 +130,22 @@ class GpuMappings:
             raise EngineError("region_unmappable", reason) from error
         self._mapped.append((address, held_bytes))
         return address
+
+
+class PeerMappings:
+    """Memory of a peer's engine as kernels on `gpu` read it, by address: torch takes no address of another GPU."""
+
+    def __init__(self, gpu: driver.Gpu) -> None:
+        self._gpu = gpu
+        self._mappings = GpuMappings(gpu)
+
+    def map(self, handle: Handle, size_bytes: int, fds: Sequence[int]) -> Mapped:
+        check_kind(handle, self._gpu.device)
+        with self._gpu.current():
+            return Mapped(self._mappings.open(handle, size_bytes, fds), size_bytes, self._gpu.ordinal)
+
+    def close(self) -> None:
+        self._mappings.close()
 
 
 def open_ipc(gpu: driver.Gpu, payload: bytes, what: str, peer: str = "") -> int:

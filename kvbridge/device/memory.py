@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 import torch
+from kvbridge_kernels.field import Mapped
 from kvbridge_kernels.scratch import Scratch
 from kvbridge_proto.pool import Handle, Plane, Pool
 
 from ..errors import EngineError
 from ..geometry.compat import check_pool, extent
 from ..geometry.overlap import overlaps
-from .mapping import Mappings, mappings_for
+from .mapping import Mappings, mappings_for, peer_mappings_for
 
 
 @dataclass(slots=True)
 class Regions:
     """What a move works with while the pool is held: a uint8 tensor per region, and working memory.
 
-    torch does not keep the memory alive: never use a tensor, or leave a kernel on it, once the pool is closed.
+    torch does not keep the memory alive: never use a tensor, or leave a kernel on it, once the pool is closed. Of a
+    peer's pool on a GPU a region is known by address, to kernels alone.
     """
 
-    memories: Sequence[torch.Tensor]
+    memories: Sequence[torch.Tensor | Mapped]
     scratch: Scratch = field(default_factory=Scratch)
 
 
 class AttachedPool:
     """The pool of one engine rank, mapped. Used by one thread at a time; `close` may come from another."""
 
-    def __init__(self, pool: Pool, mappings: Mappings, memories: Sequence[torch.Tensor]) -> None:
+    def __init__(self, pool: Pool, mappings: Mappings, memories: Sequence[torch.Tensor | Mapped]) -> None:
         self.pool = pool
         self._mappings = mappings
         self._regions: Regions | None = Regions(memories)
@@ -45,9 +47,21 @@ class AttachedPool:
 
         EngineError for a pool, handle or fd that cannot be, OperatorError for memory not served on this device.
         """
+        return cls._open(pool, handles, fds, lambda: mappings_for(device))
+
+    @classmethod
+    def open_peer(cls, pool: Pool, handles: Sequence[Handle], fds: Sequence[int], device: str = "cpu") -> Self:
+        """Map a peer's pool as it was handed over, to be read on our `device`, whichever GPU holds it.
+
+        Raises as `open`; OperatorError `no_peer_access` where our GPU does not reach that one.
+        """
+        return cls._open(pool, handles, fds, lambda: peer_mappings_for(device))
+
+    @classmethod
+    def _open(cls, pool: Pool, handles: Sequence[Handle], fds: Sequence[int], made: Callable[[], Mappings]) -> Self:
         _check_planes(pool)
         by_region = _by_region(pool, handles)
-        mappings = mappings_for(device)
+        mappings = made()
         try:
             sizes = [region.size_bytes for region in pool.regions]
             memories = [mappings.map(handle, size, fds) for handle, size in zip(by_region, sizes, strict=True)]

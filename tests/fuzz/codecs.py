@@ -10,14 +10,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvbridge_proto import codec, engine, peer
+from kvbridge_proto import codec, door, engine, peer
 from kvbridge_proto.codec import BadFrame, decode, encode
 from kvbridge_proto.stream import FRAME_FDS, HEADER, StreamReader
 
 from kvbridge.adapters.engine.client import EngineClient
-from kvbridge.transport.local import _FrameReader
+from kvbridge.transport.framed import FrameReader
 
-from ..proto.samples import BODIES, NOTICE, TO_AGENT, TO_ENGINE, enveloped
+from ..proto.samples import BODIES, FROM_DOOR, NOTICE, TO_AGENT, TO_DOOR, TO_ENGINE, enveloped
 from .mutate import Mutator
 
 CODES = {"frame_too_large", "frame_malformed", "frame_too_deep", "message_invalid"}
@@ -28,6 +28,8 @@ KINDS: dict[str, tuple[Any, list[Any]]] = {
     "probe": (peer.Probe, [peer.Probe(lane=7, seed=99, size_bytes=65536, bytes_per_s=5.1e9)]),
     "engine": (engine.ToAgent, list(TO_AGENT)),
     "answer": (engine.ToEngine, list(TO_ENGINE)),
+    "door": (door.ToDoor, list(TO_DOOR)),
+    "memory": (door.FromDoor, list(FROM_DOOR)),
 }
 
 
@@ -105,7 +107,7 @@ class Descriptors:
 
     def run(self, frame: bytes) -> int:
         random, stream = Random(frame[:1]), frame[1:]
-        reader, given, got, count = _FrameReader(codec.LIMITS), [], [], 0
+        reader, given, got, count = FrameReader(engine.ToAgent, codec.LIMITS), [], [], 0
         at = 0
         try:
             while at < len(stream):

@@ -17,7 +17,7 @@ from .targets import NAMES, made
 
 # So many that each takes two seconds of one core at most.
 FRAMES = {
-    **dict.fromkeys(("envelope", "notice", "probe", "engine", "answer", "client"), 15_000),
+    **dict.fromkeys(("envelope", "notice", "probe", "engine", "answer", "door", "memory", "client"), 15_000),
     **{
         "stream": 4000,
         "fds": 6000,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbridge_proto import engine, peer, status
+from kvbridge_proto import door, engine, peer, status
 from kvbridge_proto.pool import Codec, Engine, Group, Handle, Layer, Model, Plane, Pool, Region, Shard, Step
 from kvbridge_proto.words import OURS, Agent, Blocks, Rank
 
@@ -58,6 +58,10 @@ RANKS = (
 BLOCKS = (Blocks(0, 0, (17, 4, 99)), Blocks(1, 2, (7,)))
 SCALES = (engine.Scales(0, "k", (0.5,)), engine.Scales(0, "v", (0.5, 0.25)))
 TOKEN = bytes(range(16))
+HANDLES = (
+    Handle(region=0, kind="shm_fd", fd=0),
+    Handle(region=0, kind="cuda_ipc", device="GPU-5d2e", payload=TOKEN * 4, offset=512),
+)
 SLOTS = status.SlotCounts(free=29, lent=1, landed=1, quarantined=1)
 
 TO_AGENT: tuple[Any, ...] = (
@@ -65,10 +69,7 @@ TO_AGENT: tuple[Any, ...] = (
     engine.Attach(
         versions=OURS,
         pool=POOL,
-        handles=(
-            Handle(region=0, kind="shm_fd", fd=0),
-            Handle(region=0, kind="cuda_ipc", device="GPU-5d2e", payload=TOKEN * 4, offset=512),
-        ),
+        handles=HANDLES,
     ),
     engine.Directory(ranks=RANKS),
     engine.Offer(
@@ -235,6 +236,17 @@ NOTICE = peer.Notice(
 )
 
 
+TO_DOOR: tuple[Any, ...] = (
+    door.OpenMemory(versions=OURS, session="feed/7", epoch=3, token=TOKEN * 2, agent="decode-0"),
+)
+FROM_DOOR: tuple[Any, ...] = (
+    engine.Descriptors(),
+    door.MemoryOpened(version=1, epoch=3, handles=HANDLES),
+    door.MemoryEnding(reason="engine left"),
+    engine.Refused(code="stale_epoch", reasons=("epoch: yours 3, of the token 3, shared 4",)),
+)
+
+
 def enveloped(body: Any) -> peer.Envelope:
     return peer.Envelope(version=1, sender="feed", receiver="b00d5eed", number=11, body=body)
 
@@ -249,5 +261,7 @@ def frames() -> dict[str, tuple[Any, Any]]:
     named: dict[str, tuple[Any, Any]] = {}
     named |= {f"engine/{tag(message)}": (message, engine.ToAgent) for message in TO_AGENT}
     named |= {f"engine/{tag(message)}": (message, engine.ToEngine) for message in TO_ENGINE}
+    named |= {f"door/{tag(message)}": (message, door.ToDoor) for message in TO_DOOR}
+    named |= {f"door/{tag(message)}": (message, door.FromDoor) for message in FROM_DOOR}
     named |= {f"peer/{tag(body)}": (enveloped(body), peer.Envelope) for body in BODIES}
     return named | {"notice": (NOTICE, peer.Notice)}

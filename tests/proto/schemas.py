@@ -1,4 +1,4 @@
-"""The JSON Schemas of both protocols, made from the structs, for clients in other languages. Pure."""
+"""The JSON Schemas of all protocols, made from the structs, for clients in other languages. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from kvbridge_proto import engine, peer, words
+from kvbridge_proto import door, engine, peer, words
 
 SCHEMA = Path(__file__).parents[2] / "proto" / "schema"
 
@@ -30,5 +30,6 @@ def schema_texts() -> dict[str, str]:
     """File name -> text."""
     return {
         "engine.json": _schema("kvbridge: engine and agent", {"ToAgent": engine.ToAgent, "ToEngine": engine.ToEngine}),
+        "door.json": _schema("kvbridge: agents of one host", {"ToDoor": door.ToDoor, "FromDoor": door.FromDoor}),
         "peer.json": _schema("kvbridge: agent and agent", {"Envelope": peer.Envelope, "Notice": peer.Notice}),
     }

@@ -8,9 +8,9 @@ from typing import get_args
 
 import msgspec
 import pytest
-from kvbridge_proto import codec, engine, peer, words
+from kvbridge_proto import codec, door, engine, peer, words
 
-from .samples import BODIES, TO_AGENT, TO_ENGINE, frames
+from .samples import BODIES, FROM_DOOR, TO_AGENT, TO_DOOR, TO_ENGINE, frames
 from .schemas import SCHEMA, schema_texts
 
 GOLDEN = Path(__file__).parents[2] / "proto" / "golden"
@@ -38,8 +38,9 @@ def test_readable_twin_says_the_same(name: str) -> None:
 
 
 def test_every_message_has_a_golden_frame() -> None:
-    sampled = {type(sample) for sample in (*TO_AGENT, *TO_ENGINE, *BODIES)}
-    assert sampled == {*get_args(engine.ToAgent), *get_args(engine.ToEngine), *get_args(peer.Body)}
+    sampled = {type(sample) for sample in (*TO_AGENT, *TO_ENGINE, *BODIES, *TO_DOOR, *FROM_DOOR)}
+    said = {*get_args(engine.ToAgent), *get_args(engine.ToEngine), *get_args(peer.Body)}
+    assert sampled == said | {door.ToDoor, *get_args(door.FromDoor)}
 
 
 def test_no_golden_frame_is_left_over() -> None:
@@ -62,7 +63,7 @@ def test_bodies_are_what_the_two_roles_may_say() -> None:
 
 
 def test_tags_are_unique_in_each_union() -> None:
-    for union in (engine.ToAgent, engine.ToEngine, peer.Body):
+    for union in (engine.ToAgent, engine.ToEngine, peer.Body, door.FromDoor):
         tags = [kind.__struct_config__.tag for kind in get_args(union)]
         assert len(tags) == len(set(tags))
 

@@ -20,7 +20,8 @@ from kvbridge_proto.status import StatusQuery
 from kvbridge_proto.stream import pack
 
 from kvbridge.adapters.engine.client import EngineClient
-from kvbridge.transport.local import LocalConnection, LocalServer, close_fds
+from kvbridge.transport.framed import close_fds
+from kvbridge.transport.local import LocalConnection, LocalServer
 
 from .ends import inode, meet, open_fds, pipes, polled, run, served
 

@@ -20,7 +20,8 @@ from kvbridge_proto.stream import pack
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.errors import OperatorError
-from kvbridge.transport.local import MAX_CONNECTIONS, LocalServer, is_allowed
+from kvbridge.transport.local import MAX_CONNECTIONS, LocalServer
+from kvbridge.transport.unix import is_allowed
 from tests.adapters.fake_agent import squatter
 
 from .ends import meet, polled, run, served

@@ -1,0 +1,339 @@
+"""The door: where an agent hands handles to its engine's memory to other agents of its host, and never further.
+
+A unix socket beside the agent's own. The kernel says which process and user calls, a token that travelled in the
+authenticated handshake says for which session and which epoch of the engine. A connection stays open as long as the
+receiver has the memory mapped, so that its end is the end of the mapping, or of the process that had it. On a GPU the
+end of a process comes some 10 ms before that of its kernels; they read, and what they read nobody counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from kvbridge_proto.codec import LIMITS, BadFrame, Limits
+from kvbridge_proto.door import (
+    DOOR_SUFFIX,
+    TOKEN_BYTES,
+    DoorCard,
+    FromDoor,
+    MemoryEnding,
+    MemoryOpened,
+    OpenMemory,
+    ToDoor,
+)
+from kvbridge_proto.engine import Refused
+from kvbridge_proto.pool import Handle
+from kvbridge_proto.words import OURS, negotiate
+
+from ..errors import PeerError
+from .framed import Connection, close_fds, credentials_of
+from .lock import KERNEL, Lock
+from .unix import Server, is_allowed
+
+log = logging.getLogger("kvbridge.door")
+
+MAX_CONNECTIONS = 256  # of receivers that hold memory, and callers
+MAX_CALLERS = 32  # that have not been handed anything
+MAX_TOKENS = 1024  # that nobody has shown yet
+CALL_S = 1.0  # for the first message
+HAND_OVER_S = 2.0  # for the handles to leave
+CALL_LIMITS = Limits(frame_bytes=2048)
+REFUSALS = frozenset(
+    [
+        *("uid_not_allowed", "too_many_connections", "sharing_off", "caller_slow", "version_mismatch"),
+        *("wrong_token", "stale_epoch", "frame_malformed", "frame_too_large", "message_invalid", "too_many_fds"),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One epoch's memory, as it is handed over. The fds are its owner's, open until `Door.end` has returned."""
+
+    epoch: int
+    handles: tuple[Handle, ...]
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who has our engine's memory mapped. `told_at` is when it was told to close it, None if it was not."""
+
+    pid: int
+    uid: int
+    agent: str
+    session: str
+    epoch: int
+    since: float
+    told_at: float | None = None
+
+
+class Door(Server["_Caller"]):
+    """Listens beside the lock's socket. Use as `async with`, then `serve` until cancelled; all on one loop.
+
+    `allowed_uids` may call besides our own user and root. With `is_sharing` false every caller is refused. `clock` is
+    what `Holder` counts by. OperatorError on entry.
+    """
+
+    def __init__(
+        self,
+        lock: Lock,
+        *,
+        allowed_uids: Iterable[int] = (),
+        is_sharing: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(Path(f"{lock.socket}{DOOR_SUFFIX}"), frozenset([os.getuid(), *allowed_uids]), MAX_CONNECTIONS)
+        self._machine = KERNEL.read_text().strip()
+        self._is_sharing = is_sharing
+        self._clock = clock
+        self._shared: Shared | None = None
+        self._cards: dict[str, DoorCard] = {}  # by session, the newest last
+        self._holders: dict[_Caller, Holder] = {}
+
+    def connection(self, accepted: socket.socket) -> _Caller:
+        return _Caller(accepted, self.open)
+
+    # What the agent does:
+
+    def share(self, shared: Shared) -> None:
+        """Hand this over from now on, and nothing older."""
+        self._shared = shared
+
+    def admit(self, session: str) -> DoorCard | None:
+        """A card for what is shared now, good for one opening; earlier ones of the session are void.
+
+        None where nothing is shared.
+        """
+        if self._shared is None or not self._is_sharing:
+            return None
+        self._cards.pop(session, None)
+        while len(self._cards) >= MAX_TOKENS:
+            del self._cards[next(iter(self._cards))]
+        card = DoorCard(
+            machine=self._machine,
+            path=str(self.path),
+            session=session,
+            epoch=self._shared.epoch,
+            token=secrets.token_bytes(TOKEN_BYTES),
+        )
+        self._cards[session] = card
+        return card
+
+    def dismiss(self, session: str, reason: str) -> None:
+        """The session is over: its card is void, and what it holds is to be closed."""
+        self._cards.pop(session, None)
+        self._tell(reason, lambda holder: holder.session == session)
+
+    def end(self, epoch: int, reason: str) -> None:
+        """The engine leaves, or its memory changes: nobody is handed this epoch any more, who holds it is to close it.
+
+        Waits for nobody. Until they have, `holders` names them, and a GPU keeps the memory.
+        """
+        if self._shared is not None and self._shared.epoch == epoch:
+            self._shared = None
+        for caller in [each for each in self.open if each.taking == epoch]:
+            caller.shut()  # its fds are about to be closed
+        self._tell(reason, lambda holder: holder.epoch == epoch)
+
+    def holders(self) -> list[Holder]:
+        """Who has which epoch, the longest first."""
+        return list(self._holders.values())
+
+    async def serve(self) -> None:
+        """Answer callers until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                caller = await self.accept()
+                if not self._is_sharing:
+                    self.refuse(caller, "sharing_off", "share_memory: off")
+                elif len(self.open) - len(self._holders) > MAX_CALLERS:
+                    self.refuse(caller, "too_many_connections", f"callers: limit {MAX_CALLERS}")
+                else:
+                    tasks.create_task(self._answer(caller))
+
+    # What a caller says:
+
+    async def _answer(self, caller: _Caller) -> None:
+        """One caller, from its first byte to its end."""
+        try:
+            shared, said = await self._proven(caller)
+            await self._hand_over(caller, shared, said)
+            if await caller.receive() is not None:
+                raise PeerError("message_invalid", "more was said than open_memory")
+        except (PeerError, BadFrame) as error:
+            self.refuse(caller, error.code, str(error)[:1024])
+        except Exception:
+            log.exception("pid=%d", caller.pid)
+        finally:
+            if (holder := self._holders.pop(caller, None)) is not None:
+                log.info("closed by pid=%d agent=%s epoch=%d: %s", holder.pid, holder.agent, holder.epoch, caller.why)
+            caller.close("done")
+            if caller.taking is not None:
+                caller.shut()
+
+    async def _proven(self, caller: _Caller) -> tuple[Shared, OpenMemory]:
+        """What it may have. PeerError, with the refusal's code, for one that proves nothing."""
+        try:
+            async with asyncio.timeout(CALL_S):
+                received = await caller.receive()
+        except TimeoutError:
+            raise PeerError("caller_slow", f"the first message: not all here after {CALL_S} s") from None
+        if received is None:
+            raise PeerError("caller_slow", "it left without a word")
+        said, _ = received
+        card = self._cards.get(said.session)
+        if card is None or not hmac.compare_digest(card.token, said.token):
+            raise PeerError("wrong_token", "token: not the one of an open session, or shown before")
+        del self._cards[said.session]
+        ours = None if self._shared is None else self._shared.epoch
+        if self._shared is None or {said.epoch, card.epoch} != {ours}:
+            raise PeerError("stale_epoch", f"epoch: yours {said.epoch}, of the token {card.epoch}, shared {ours}")
+        if negotiate(OURS, said.versions) is None:
+            raise PeerError("version_mismatch", f"versions: ours {OURS}, yours {said.versions}")
+        return self._shared, said
+
+    async def _hand_over(self, caller: _Caller, shared: Shared, said: OpenMemory) -> None:
+        """PeerError for one that does not take it. It is a holder from the first byte on: it may have been enough."""
+        holder = Holder(caller.pid, caller.uid, said.agent, said.session, shared.epoch, self._clock())
+        self._holders[caller] = holder
+        version = negotiate(OURS, said.versions)
+        assert version is not None, "_proven has looked"
+        caller.taking = shared.epoch
+        caller.send(MemoryOpened(version=version, epoch=shared.epoch, handles=shared.handles), shared.fds)
+        try:
+            async with asyncio.timeout(HAND_OVER_S):
+                await caller.flush()
+        except TimeoutError:
+            caller.shut()
+            raise PeerError("caller_slow", f"the handles: not all taken after {HAND_OVER_S} s") from None
+        caller.taking = None
+        log.info("handed to pid=%d uid=%d agent=%s epoch=%d", caller.pid, caller.uid, said.agent, shared.epoch)
+
+    def _tell(self, reason: str, is_meant: Callable[[Holder], bool]) -> None:
+        for caller, holder in self._holders.items():
+            if is_meant(holder) and holder.told_at is None:
+                caller.send(MemoryEnding(reason=reason[:1024]))
+                self._holders[caller] = replace(holder, told_at=self._clock())
+
+
+class _Caller(Connection[ToDoor, FromDoor]):
+    """A receiver at our door. It brings no descriptors."""
+
+    def __init__(self, accepted: socket.socket, owner: set[_Caller]) -> None:
+        self.taking: int | None = None  # the epoch whose fds leave just now
+        super().__init__(accepted, ToDoor, CALL_LIMITS, owner, most_fds=0)
+
+
+class Handover:
+    """A peer's memory as it was handed to us: ours to map until `close`, which is what the peer waits for.
+
+    `fds` are closed by `close_fds`, once they are mapped, or by `close`.
+    """
+
+    def __init__(self, connection: Connection[FromDoor, ToDoor], opened: MemoryOpened, fds: list[int]) -> None:
+        self.epoch = opened.epoch
+        self.handles = opened.handles
+        self.fds = fds
+        self._connection = connection
+
+    async def ending(self) -> str:
+        """Returns, with the reason, when the memory is to be closed: its agent says so, or is gone."""
+        try:
+            received = await self._connection.receive()
+        except BadFrame as error:
+            return f"{error.code}: {error}"
+        if received is None:
+            return f"the peer's agent is gone: {self._connection.why}"
+        message, fds = received
+        close_fds(fds)
+        return message.reason if isinstance(message, MemoryEnding) else f"said {type(message).__name__}"
+
+    def close_fds(self) -> None:
+        close_fds(self.fds)
+        self.fds = []
+
+    def close(self) -> None:
+        """Nothing of the memory is mapped any more: say so. Idempotent."""
+        self.close_fds()
+        self._connection.close()
+        self._connection.shut()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+async def open_memory(
+    card: DoorCard, agent: str, *, allowed_uids: Iterable[int] = (), within_s: float = 2.0
+) -> Handover:
+    """Have a peer's memory handed over, as its card promises. `agent` is our name.
+
+    PeerError `wrong_machine`, `door_unreachable`, `uid_not_allowed` where it is not ours, root's or an allowed user's
+    process that listens there, `door_refused`, or the code that it refuses with.
+    """
+    if card.machine != KERNEL.read_text().strip() or not card.path.endswith(DOOR_SUFFIX):
+        raise PeerError("wrong_machine", f"door: {card.path} of machine {card.machine} is none of ours")
+    with ExitStack() as stack:
+        try:
+            async with asyncio.timeout(within_s):
+                connection = await _connected(card.path, frozenset([os.getuid(), *allowed_uids]))
+                stack.callback(connection.shut)
+                connection.send(_opening(card, agent))
+                received = await connection.receive()
+        except (TimeoutError, OSError, BadFrame) as error:
+            raise PeerError("door_unreachable", f"door {card.path}: {error or 'no answer'}") from error
+        if received is None:
+            raise PeerError("door_unreachable", f"door {card.path}: {connection.why}")
+        message, fds = received
+        if not isinstance(message, MemoryOpened) or message.epoch != card.epoch:
+            close_fds(fds)
+            raise _refusal(message)
+        stack.pop_all()
+        return Handover(connection, message, fds)
+
+
+def _opening(card: DoorCard, agent: str) -> OpenMemory:
+    return OpenMemory(versions=OURS, session=card.session, epoch=card.epoch, token=card.token, agent=agent)
+
+
+def _refusal(message: FromDoor) -> PeerError:
+    if not isinstance(message, Refused):
+        return PeerError("door_refused", f"door: said {type(message).__name__}")
+    code = message.code if message.code in REFUSALS else "door_refused"
+    return PeerError(code, *(message.reasons or (message.code,)))
+
+
+async def _connected(path: str, allowed_uids: frozenset[int]) -> Connection[FromDoor, ToDoor]:
+    """We say nothing to a foreign user who listens in our peer's place: the token would be theirs."""
+    connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connecting.setblocking(False)
+        while True:
+            try:
+                connecting.connect(path)
+                break
+            except BlockingIOError:  # its backlog is full; loops take this for a connection under way
+                await asyncio.sleep(0.01)
+        pid, uid, _ = credentials_of(connecting)
+        if not is_allowed(uid, allowed_uids):
+            raise PeerError(
+                "uid_not_allowed", f"door {path}: pid {pid} of uid {uid} listens, allowed {set(allowed_uids)}"
+            )
+        return Connection(connecting, FromDoor, LIMITS, set())
+    except BaseException:
+        connecting.close()
+        raise

@@ -1,0 +1,127 @@
+"""A unix socket that an agent listens on: the rights of its file, who is let in, and how many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import stat
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+from kvbridge_proto.engine import Refused
+
+from ..errors import OperatorError
+from .framed import Connection
+
+log = logging.getLogger("kvbridge.local")
+
+C = TypeVar("C", bound=Connection[Any, Any])
+
+
+def is_allowed(uid: int, allowed_uids: frozenset[int]) -> bool:
+    """Whether a process of this user may speak to the agent; root always may, it could read our memory anyway."""
+    return uid == 0 or uid in allowed_uids
+
+
+class Server(ABC, Generic[C]):
+    """Listens at `path` for `most` connections of these users. Use as `async with`, then `accept` until cancelled.
+
+    A socket that is there already is replaced: who listens holds the agent's lock, so it is a dead agent's. Raises
+    OperatorError on entry.
+    """
+
+    def __init__(self, path: Path, allowed_uids: frozenset[int], most: int) -> None:
+        self.path = path
+        self.refused = 0
+        self.open: set[C] = set()
+        self._allowed = allowed_uids
+        self._most = most
+        self._socket: socket.socket | None = None
+        self._inode = 0
+
+    @abstractmethod
+    def connection(self, accepted: socket.socket) -> C:
+        """One that `open` knows."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._remove_stale()
+            self._listen()
+        except OSError as error:
+            self._give_back()
+            raise OperatorError("socket_unavailable", f"socket {self.path}: {error}") from error
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for connection in list(self.open):
+            connection.close("the agent stops")
+            connection.shut()
+        with contextlib.suppress(OSError):
+            if self.path.lstat().st_ino == self._inode:
+                self.path.unlink()
+        self._give_back()
+
+    async def accept(self) -> C:
+        """The next one that may speak; the others are told why not."""
+        assert self._socket is not None, "accept() belongs inside `async with`"
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._socket)
+            except OSError as error:  # out of descriptors, or the peer was gone again
+                log.warning("accept failed: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            connection = self.connection(accepted)
+            if not is_allowed(connection.uid, self._allowed):
+                self.refuse(connection, "uid_not_allowed", f"uid: yours {connection.uid}, allowed {set(self._allowed)}")
+            elif len(self.open) > self._most:
+                self.refuse(connection, "too_many_connections", f"connections: limit {self._most}")
+            else:
+                return connection
+
+    def refuse(self, connection: C, code: str, reason: str) -> None:
+        """Say why, and close it."""
+        self.refused += 1
+        log.warning("refused pid=%d: %s", connection.pid, reason)
+        connection.send(Refused(code=code, reasons=(reason,)))
+        connection.close(code)
+
+    def _remove_stale(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(self.path.lstat().st_mode):
+                raise OperatorError("socket_unavailable", f"socket {self.path}: there is something else")
+            self.path.unlink()
+
+    def _listen(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        os.fchmod(self._socket.fileno(), 0o600)  # Linux makes the file with the socket's own mode, less the umask
+        self._socket.bind(os.fspath(self.path))
+        self._inode = self._set_mode(0o600 if self._allowed == {os.getuid()} else 0o666)
+        self._socket.listen(self._most)
+
+    def _set_mode(self, mode: int) -> int:
+        """Give our socket its mode, whatever the umask; others are let in, or not, by their uid. Its inode.
+
+        By a descriptor of the file itself: who may write in the folder could put a link in its place meanwhile.
+        """
+        fd = os.open(self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+                raise OSError(errno.ESTALE, "something else took its place")
+            os.chmod(f"/proc/self/fd/{fd}", mode)
+        finally:
+            os.close(fd)
+        return found.st_ino
+
+    def _give_back(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

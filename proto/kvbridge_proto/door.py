@@ -1,0 +1,63 @@
+"""Agent <-> agent messages of one host, over the sender's door: handles to its engine's memory. Pure.
+
+One connection is one epoch of one engine's memory, open in one receiver: it lasts as long as that has it mapped.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from .engine import Descriptors, Refused
+from .pool import Count, Handle, Name
+from .words import VersionRange
+
+DOOR_SUFFIX = ".door"  # a receiver speaks to no socket of another name, whatever path it is told
+TOKEN_BYTES = 32
+SessionName = Annotated[str, Meta(min_length=1, max_length=128)]
+Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+
+
+class DoorCard(Struct, frozen=True, kw_only=True):
+    """Where the handles of one epoch are handed over, once, to who shows this `token`; never leaves the session.
+
+    For agents of the same `machine`, which is its kernel's boot id. `path` ends with DOOR_SUFFIX.
+    """
+
+    machine: Name
+    path: Annotated[str, Meta(min_length=1, max_length=107)]
+    session: SessionName
+    epoch: Count
+    token: Token
+
+
+class OpenMemory(Struct, frozen=True, kw_only=True, tag="open_memory"):
+    """Hand over the memory of your engine, as a card promised. Answered by MemoryOpened or Refused.
+
+    `agent` is who I am, for people. Nothing else is said on this connection; I end it once the memory is unmapped.
+    """
+
+    versions: VersionRange
+    session: SessionName
+    epoch: Count
+    token: Token
+    agent: Name
+
+
+class MemoryOpened(Struct, frozen=True, kw_only=True, tag="memory_opened"):
+    """Here it is; fds ride along, those of shared memory for reading only."""
+
+    version: int
+    epoch: Count
+    handles: Annotated[tuple[Handle, ...], Meta(max_length=4096)]
+
+
+class MemoryEnding(Struct, frozen=True, kw_only=True, tag="memory_ending"):
+    """Begin no new read; unmap the memory when none is under way, and end the connection."""
+
+    reason: Annotated[str, Meta(max_length=1024)]
+
+
+ToDoor = OpenMemory
+FromDoor = Descriptors | MemoryOpened | MemoryEnding | Refused
