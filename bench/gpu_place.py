@@ -56,7 +56,7 @@ class Place:
 
     @property
     def routes(self) -> tuple[str, ...]:
-        return ("direct", "nixl", "host") if self.is_gpu else ("nixl",)
+        return ("pull", "direct", "nixl", "host") if self.is_gpu else ("pull", "nixl")
 
     @property
     def left_s(self) -> float:

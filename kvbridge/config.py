@@ -71,7 +71,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device: Annotated[str, Meta(pattern=DEVICES, description=f"Where the engine's memory is: {DEVICE_WORDS}")] = "auto"
     routes: Annotated[
         tuple[Route, ...],
-        Meta(min_length=1, max_length=3, description="Ways to a peer's slots, the best first: direct, nixl, host"),
+        Meta(min_length=1, max_length=4, description="Ways to a peer, the best first: pull, direct, nixl, host"),
     ] = ("direct", "nixl", "host")
     slot_bytes: Annotated[
         Annotated[int, Meta(ge=1 << 16, le=1 << 30)] | None,

@@ -9,17 +9,31 @@ from contextlib import ExitStack
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
-from kvbridge_proto.peer import PROBE_LANES, Body, Cancel, Claim, Drained, Goodbye, Grant, Hello, Hold, Refuse, Settled
+from kvbridge_proto.peer import (
+    PROBE_LANES,
+    Body,
+    Cancel,
+    Claim,
+    Drained,
+    Goodbye,
+    Grant,
+    Hello,
+    Hold,
+    Refuse,
+    Renew,
+    Settled,
+)
 
 from ..errors import FabricError
-from ..exchange.route import Site
+from ..exchange.route import Routed, Site, is_pulled
 from ..exchange.session import Home, answer, welcome
 from ..failpoints import failpoint
 from ..transport.link import Link
+from .doors import Doors
 from .metrics import Metrics
 from .mover import Mover
 from .relations import Accepted, SourceSide
-from .routes import Connected, Landing
+from .routes import NOT_CONNECTED, Connected, Landing
 from .words import described, warn_of_route
 
 log = logging.getLogger("kvbridge.peers")
@@ -35,7 +49,12 @@ class Accepting:
     """The source's half of `Peers`. `fault` is told of what we do wrong: link, what it was."""
 
     def __init__(
-        self, mover: Mover, home: Callable[[], Home | None], metrics: Metrics, fault: Callable[[Link, str], None]
+        self,
+        mover: Mover,
+        home: Callable[[], Home | None],
+        metrics: Metrics,
+        fault: Callable[[Link, str], None],
+        doors: Doors,
     ) -> None:
         self.source: SourceSide
         self.is_closing = False
@@ -44,6 +63,7 @@ class Accepting:
         self._home = home
         self._metrics = metrics
         self._fault = fault
+        self._doors = doors
         self._turn = asyncio.Lock()
         self._of_boot: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._greeted_by: dict[Link, Hello | None] = {}  # what is being answered; None: it has taken it back
@@ -68,7 +88,7 @@ class Accepting:
         accepted = self.sessions.get(boot)
         return boot if accepted is None else accepted.session.peer.name
 
-    def hear(self, link: Link, sender: str, body: Claim | Grant | Cancel | Hold | Settled | Goodbye) -> None:
+    def hear(self, link: Link, sender: str, body: Claim | Grant | Renew | Cancel | Hold | Settled | Goodbye) -> None:
         """A sink says something else than Hello."""
         accepted = self.sessions.get(sender)
         if accepted is not None and accepted.link is not link:  # who else says this boot's name is not its agent
@@ -79,7 +99,7 @@ class Accepting:
                     self._greeted_by[link] = None
                 if accepted is not None:
                     self._end(sender, body.reason)
-            case Claim() | Grant() | Cancel() | Hold() | Settled() if accepted is not None:
+            case Claim() | Grant() | Renew() | Cancel() | Hold() | Settled() if accepted is not None:
                 self.source.from_sink(accepted.session, body)
             case Claim():
                 link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))
@@ -140,7 +160,7 @@ class Accepting:
         known = self.sessions.get(boot := session.peer.boot)
         if known is not None and known.link is not link and not self._may_replace(known, link, greeting):
             return
-        if known is not None and known.link is link and known.lane == greeting.probe_lane:
+        if known is not None and known.link is link and known.is_like(greeting):
             connected: Connected | None = known.connected
         else:  # it has forgotten what was proved before, or never knew
             connected = await self._connect(link, greeting, home)
@@ -155,11 +175,12 @@ class Accepting:
             warn_of_route(session.peer.name, session)
         elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
             self.source.lost(boot)
-        self.sessions[boot] = Accepted(link, session, connected, greeting.probe_lane, greeting.address, greeting.serial)
+        self.sessions[boot] = Accepted(link, session, connected, greeting)
         if known is None:
             self.source.met(session)
         link.version = session.version
-        link.send(welcome(session, home))
+        door = self._doors.let_in(session) if session.routed.route == "pull" else None
+        link.send(welcome(session, home, door))
         failpoint("source.welcome_sent")
 
     def _may_replace(self, known: Accepted, link: Link, greeting: Hello) -> bool:
@@ -192,7 +213,7 @@ class Accepting:
         """Prove a route to the sink's slots; None if there is none or it has become pointless meanwhile."""
         boot = greeting.agent.boot
         try:
-            connected = await self._proved(link, greeting)
+            connected = await self._proved(link, greeting, home)
         except FabricError as error:
             link.send(Refuse(code=error.code, reasons=tuple(reason[:1024] for reason in error.reasons[:64])))
             return None
@@ -209,7 +230,7 @@ class Accepting:
             return None
         return connected
 
-    async def _proved(self, link: Link, greeting: Hello) -> Connected | None:
+    async def _proved(self, link: Link, greeting: Hello, home: Home) -> Connected | None:
         """When its turn comes; None if nobody waits for it any more. Raises FabricError."""
         await self._turn.acquire()
         with ExitStack() as turn:
@@ -217,7 +238,10 @@ class Accepting:
             if not self._is_waiting(link, greeting):
                 return None
             asyncio.get_running_loop().call_later(TURN_S, turn.close)
-            return await self._mover.connect(Landing(greeting.agent.boot, Site.of(greeting), greeting.probe_lane))
+            site = Site.of(greeting)
+            if is_pulled(home.site, site):
+                return Connected(Routed("pull"), NOT_CONNECTED)
+            return await self._mover.connect(Landing(greeting.agent.boot, site, greeting.probe_lane))
 
     def _dismiss(self, boot: str, reason: str) -> None:
         self.sessions[boot].link.send(Goodbye(reason=reason))
@@ -229,3 +253,4 @@ class Accepting:
         log.info("session over: sink=%s boot=%s %s", accepted.session.peer.name, boot, reason)
         self.source.lost(boot)
         self._mover.disconnect(boot, accepted.connected.serial)
+        self._doors.see_off(accepted.session)

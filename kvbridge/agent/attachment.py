@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
+from ..device.sharing import SharedHandles
 
 KEPT = 1024
 
@@ -46,6 +47,7 @@ class Attachment:
     memory: AttachedPool
     fence: FencePage | None
     word: Word = field(default_factory=Word)
+    shared: SharedHandles | None = None  # what receivers of this host open it by
 
     def has_reached(self, count: int) -> bool:
         """Whether the engine's stream has finished what it counted as `count`."""
@@ -55,3 +57,5 @@ class Attachment:
         self.memory.close()
         if self.fence is not None:
             self.fence.close()
+        if self.shared is not None:
+            self.shared.close()

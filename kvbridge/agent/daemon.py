@@ -27,13 +27,14 @@ from msgspec import structs
 
 from ..config import AgentConfig
 from ..errors import OperatorError
-from ..exchange.actions import Scatter, Ship
+from ..exchange.actions import Pull, Scatter, Ship
 from ..exchange.inbound import Inbound
 from ..exchange.outbound import Outbound
 from ..exchange.slots import LocalSlots, SlotPool
 from ..failpoints import VARIABLE, arm_from_environment
 from ..transport.control import Control
 from ..transport.descriptors import links, raised
+from ..transport.door import Door
 from ..transport.endpoint import check_metrics, with_key
 from ..transport.events import Settings
 from ..transport.keys import load_keys
@@ -41,6 +42,7 @@ from ..transport.local import LocalConnection, LocalServer
 from ..transport.lock import Lock
 from ..transport.trust import Trust
 from .attachment import Attachment
+from .doors import Doors, LocalDoors
 from .engines import Engines
 from .equipment import equip
 from .metrics import Gauges, Metrics
@@ -106,6 +108,7 @@ class Agent:
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self.doors: Doors
 
     def stop(self) -> None:
         """Begin to drain; `run` returns when that is over."""
@@ -120,6 +123,7 @@ class Agent:
                     tasks.create_task(self._tick()),
                     tasks.create_task(self.rebuilder.watch()),
                     tasks.create_task(self._serve_local(tasks)),
+                    tasks.create_task(self._door.serve()),
                 ]
                 self.state = "serving"
                 self.control.trusts(self.trust)  # should the list have changed meanwhile
@@ -166,6 +170,10 @@ class Agent:
         self.slots, self.local_slots = SlotPool(self.mover.site.fabric.slots), LocalSlots(self.mover.outbound_slots)
         self.control = await stack.enter_async_context(self._control(descriptors))
         self.local = await stack.enter_async_context(LocalServer(self.lock, allowed_uids=config.allowed_uids or None))
+        uids = config.share_memory_uids
+        door = Door(self.lock, allowed_uids=uids, is_sharing=bool(self.mover.site.machine), clock=self._clock)
+        self._door = await stack.enter_async_context(door)
+        self.doors = LocalDoors(self._door, self.mover, config.name, uids)
         self.card = AgentCard(
             name=config.name,
             boot=self.boot,
@@ -217,11 +225,19 @@ class Agent:
         self.inbound = Inbound(self.slots, lambda: entropy(8).hex(), lambda: entropy(16))
         self.outbound = Outbound(self.local_slots, before=self.before)
         self.engines = self._assemble_engines()
+        self.engines.doors = self.doors
         home = lambda: self.engines.home  # noqa: E731
-        self.peers = Peers(self.control, self.mover, home, self.metrics, self.config.connect_s, clock)
+        self.peers = Peers(self.control, self.mover, home, self.metrics, self.config.connect_s, self.doors, clock)
         self.sink = Sink(self.inbound, self.peers.dialling, self.mover, self.metrics, self.engines.tell, clock)
         self.source = Source(
-            self.outbound, self.peers.accepting, self.mover, self.metrics, self.engines.tell, home, clock
+            self.outbound,
+            self.peers.accepting,
+            self.mover,
+            self.metrics,
+            self.engines.tell,
+            home,
+            self.engines.listen,
+            clock,
         )
         self.peers.dialling.sink = self.engines.sink = self.sink
         self.peers.accepting.source = self.engines.source = self.source
@@ -297,6 +313,12 @@ class Agent:
 
     def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None:
         self.sink.on_scattered(scatter, size_bytes, failure)
+
+    def on_pulled(self, pull: Pull, failure: tuple[str, str] | None) -> None:
+        self.sink.on_pulled(pull, failure)
+
+    def on_fence(self) -> None:
+        self.source.on_fence()
 
     def on_mover_died(self, error: BaseException) -> None:
         self._failure = error

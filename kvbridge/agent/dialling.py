@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
-from kvbridge_proto.peer import Body, Drained, Failing, Goodbye, Ready, Refuse, Welcome
+from kvbridge_proto.door import DoorCard
+from kvbridge_proto.peer import Body, Drained, Failing, Goodbye, Ready, Refuse, Tables, Welcome
 from msgspec import structs
 
-from ..errors import PeerError
+from ..errors import KVBridgeError, PeerError
 from ..exchange.lease import Deadlines
 from ..exchange.session import Home, Session, SessionEvent, SessionState, accept, hello
 from ..failpoints import failpoint
@@ -44,6 +46,7 @@ class Dialling:
         metrics: Metrics,
         connect_s: float,
         clock: Callable[[], float],
+        open_door: Callable[[Session, DoorCard], Awaitable[None]],
     ) -> None:
         self.sink: SinkSide
         self.sessions: dict[str, Dialled] = {}
@@ -53,6 +56,7 @@ class Dialling:
         self._metrics = metrics
         self._connect_s = connect_s
         self._clock = clock
+        self._open_door = open_door
         self._also: dict[str, str] = {}  # other names -> the address of the session
         self._serial = 0
         self._deadlines: Deadlines[str] = Deadlines()
@@ -85,7 +89,8 @@ class Dialling:
 
     def _greet(self, home: Home, dialled: Dialled, oldest: int) -> None:
         """What we have dialled before `oldest` we have given up, but for this one."""
-        dialled.link.send(hello(home, dialled.lane, dialled.address, dialled.serial, oldest))
+        can_pull = not dialled.against_pull
+        dialled.link.send(hello(home, dialled.lane, dialled.address, dialled.serial, oldest, can_pull))
 
     def reached(self, link: Link) -> None:
         """Somebody is there."""
@@ -121,7 +126,9 @@ class Dialling:
             if dialled.is_checked:
                 return self._metrics.rejected("unexpected_message")
             dialled.is_checked = True
-            if not await self._is_proved(session, dialled):
+            if session.routed.route == "pull":
+                await self._open_memory(session, greeting.door, dialled)
+            elif not await self._is_proved(session, dialled):
                 session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
         current = self._home()  # looking took a while; the engine may have named more ranks, or left
         if current is None or current.epoch != home.epoch or self._of(link) is not dialled:
@@ -133,6 +140,12 @@ class Dialling:
         if isinstance(session, Refuse):
             self._end(dialled.address, session.code, "; ".join(session.reasons))
             return
+        if dialled.against_pull:
+            if session.routed.route == "pull":
+                dialled.is_checked = False
+                return self._greet(current, dialled, min(each.serial for each in self.sessions.values()))
+            why = "; ".join(filter(None, (dialled.against_pull, session.routed.why)))
+            session = replace(session, routed=replace(session.routed, why=why[:1024]))
         self._open(dialled, session)
 
     def _open(self, dialled: Dialled, session: Session) -> None:
@@ -150,7 +163,7 @@ class Dialling:
             self.sink.opened(name, session)
         self._sort_out()
 
-    def hear(self, link: Link, sender: str, body: Ready | Failing | Drained | Refuse | Goodbye) -> None:
+    def hear(self, link: Link, sender: str, body: Tables | Ready | Failing | Drained | Refuse | Goodbye) -> None:
         """A source says something else than Welcome."""
         address = link.address
         if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):
@@ -183,6 +196,7 @@ class Dialling:
             address, dialled = self.sessions.popitem()
             self._deadlines.clear(address)
             self._lanes.take_back(dialled)
+            self._close_memory(dialled)
             dialled.step(SessionEvent.LOSE)
             self._part(dialled.link, reason)
         return addresses
@@ -297,9 +311,31 @@ class Dialling:
 
     def _drop(self, dialled: Dialled) -> None:
         del self.sessions[dialled.address]
+        self._close_memory(dialled)
         self._deadlines.clear(dialled.address)
         self._give_up_lane(dialled)
         dialled.step(SessionEvent.LOSE)
+
+    async def _open_memory(self, session: Session, door: DoorCard | None, dialled: Dialled) -> None:
+        """Be ready to read the blocks of its engine, or note why we cannot."""
+        boot, epoch = session.peer.boot, session.peer_epoch
+        try:
+            if door is None:
+                raise PeerError("bad_welcome", "door: none, and the route is pull")
+            await self._open_door(session, door)
+        except (KVBridgeError, OSError) as error:
+            log.info("route does not work: boot=%s route=pull %s", boot, error)
+            dialled.against_pull = f"pull: {error}"[:1024]
+            return
+        if self._of(dialled.link) is dialled:
+            dialled.opened = boot, epoch
+        else:  # it is over meanwhile
+            self._mover.close_peer(boot, epoch)
+
+    def _close_memory(self, dialled: Dialled) -> None:
+        if dialled.opened is not None:
+            self._mover.close_peer(*dialled.opened)
+            dialled.opened = None
 
     async def _is_proved(self, session: Session, dialled: Dialled) -> bool:
         probe = session.routed.probe

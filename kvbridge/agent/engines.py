@@ -43,6 +43,7 @@ from kvbridge_proto.words import OURS, Agent, Rank, negotiate
 
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
+from ..device.sharing import SharedHandles
 from ..errors import EngineError, KVBridgeError
 from ..exchange.session import Home, engine_ranks
 from ..failpoints import failpoint
@@ -50,6 +51,7 @@ from ..geometry.check import check_pool, rescaled
 from ..geometry.plan import Planner
 from ..transport.local import LocalConnection
 from .attachment import Attachment, Word
+from .doors import Doors
 from .equipment import Docks
 from .metrics import Metrics
 from .mover import Mover
@@ -74,6 +76,7 @@ class Engines:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.peers: Peers
+        self.doors: Doors
         self.sink: Sink
         self.source: Source
         self.is_closing = False
@@ -149,12 +152,16 @@ class Engines:
         self.peers.end_all(reason)
         self._home = None
         attached, self._attached = self._attached, None
+        if attached is not None:
+            self.doors.withdraw(attached, reason)
         self.sink.attached = self.source.attached = None
         failpoint("agent.leaving")
         is_let_go = True
         if attached is not None:
             is_let_go = await self._mover.let_go(attached)  # what was begun is finished; nothing new can begin
             attached.close()
+        if connection is not None:
+            await self.source.unread()
         if connection is not None and is_let_go:
             connection.send(Detached(epoch=epoch))  # without it the engine waits for the end of our process
         log.info("engine left: epoch=%d %s", epoch, reason)
@@ -219,6 +226,7 @@ class Engines:
         self._epoch += 1
         self._connection, self._attached = connection, attached
         self.sink.attached = self.source.attached = attached
+        self.doors.share(attached)
         pool, agent = attach.pool, self._agent()
         own = Rank(tp_rank=pool.shard.tp_rank, pp_rank=pool.shard.pp_rank, address=agent.address)
         site, digests = self._mover.site, self._mover.digests
@@ -231,7 +239,7 @@ class Engines:
             len(pool.planes),
             ",".join(sorted({handle.kind for handle in attach.handles})),
         )
-        connection.send(Attached(version=version, epoch=self._epoch, agent=agent))
+        connection.send(Attached(version=version, epoch=self._epoch, agent=agent, is_shared=bool(site.machine)))
         failpoint("agent.attached")
         twin, slot_bytes = Planner(pool, pool), self._mover.site.fabric.slot_bytes
         for is_source in (True, False):  # most peers will be alike; what others need is made ready when they come
@@ -248,7 +256,9 @@ class Engines:
         reason = f"scales of the engine changed (revision {message.revision})"
         self.source.rescaled(reason)
         self._home = replace(home, epoch=self._epoch, pool=pool, revision=message.revision)
+        self.doors.withdraw(self._attached, reason)
         self._attached = self.sink.attached = self.source.attached = replace(self._attached, epoch=self._epoch)
+        self.doors.share(self._attached)
         self.peers.renew(reason)
         self.sink.rescaled(self._home)
         log.info("rescaled: revision=%d epoch=%d planes=%d", message.revision, self._epoch, len(message.scales))
@@ -285,10 +295,11 @@ class Engines:
         try:
             failpoint("agent.attaching")
             fence = None if attach.fence_fd is None else FencePage(_fd(fds, attach.fence_fd))
+            shared = SharedHandles.keep(attach.handles, fds) if self._mover.site.machine else None
         except BaseException:
             memory.close()
             raise
-        return Attachment(self._epoch + 1, memory, fence, Word(self._clock()))
+        return Attachment(self._epoch + 1, memory, fence, Word(self._clock()), shared)
 
     def _has_no_fence(self) -> bool:
         return self._attached is None or self._attached.fence is None

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from kvbridge_proto.peer import PROBE_LANES, DeviceCard, FabricCard
 
@@ -20,8 +19,8 @@ from ..errors import FabricError, OperatorError
 from ..exchange.route import Site
 from ..transport.fabric import Fabric
 from ..transport.fabric_nixl import NixlFabric
+from ..transport.lock import KERNEL
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MOST_KEPT = 2  # stagings that rebuilds may keep: of a GPU for good, host memory while something is written out of it
 
 
@@ -191,7 +190,8 @@ def _docks(boot: str, config: AgentConfig, size: Room, gpu: driver.Gpu | None, p
         if gpu is not None and "host" in config.routes:
             host = _host_dock(f"{name}.host", config, size, closing)
         device = _device_card(gpu, dock) if gpu is not None and "direct" in config.routes else None
-        site = Site(dock.card(), host.card() if host is not None else None, device, config.routes)
+        machine = KERNEL.read_text().strip() if "pull" in config.routes and config.share_memory else ""
+        site = Site(dock.card(), host.card() if host is not None else None, device, config.routes, machine)
         return Docks(dock, host, site, closing.pop_all())
 
 
@@ -246,5 +246,5 @@ def _registered(dock: Dock, closing: ExitStack) -> Dock:
 
 
 def _device_card(gpu: driver.Gpu, dock: Dock) -> DeviceCard:
-    machine = BOOT_ID.read_text().strip()
+    machine = KERNEL.read_text().strip()
     return DeviceCard(machine=machine, uuid=gpu.uuid, payload=driver.ipc_export(dock.inbound.base))

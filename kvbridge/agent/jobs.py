@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
@@ -12,22 +13,26 @@ from kvbridge_proto.codec import encode
 from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.peer import Notice, Probe, Route
 
+from ..device.memory import AttachedPool
 from ..device.porter import Moved
 from ..device.staging import Span
-from ..errors import FabricError, KVBridgeError, PeerError
-from ..exchange.actions import Scatter, Ship
+from ..errors import EngineError, FabricError, KVBridgeError, PeerError
+from ..exchange.actions import Pull, Scatter, Ship
+from ..exchange.reading import LEASE_S
 from ..failpoints import failpoint
 from ..geometry.plan import Part
 from ..transport.fabric import WriteFailed, WriteLate
 from .attachment import Attachment
 from .equipment import Dock, Equipment
 from .routes import MOST_BYTES, Connected, Landing, Target, close, pattern, prove
-from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWord, WaitWrite
+from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitWord, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
 
 UNHEARD_S = READERS_S / 2
+MOST_AHEAD = 2  # chunks that are begun while one is being read: a stream must not run dry
 Failure = tuple[str, str] | None  # (code, reason)
+Opened = tuple[AttachedPool, Callable[[], None]]  # and who hears that it is unmapped again
 
 
 class Told(Protocol):
@@ -37,6 +42,8 @@ class Told(Protocol):
     def on_shipped(self, ship: Ship, size_bytes: int, failure: Failure) -> None: ...
     def on_late(self, ship: Ship, reason: str) -> None: ...
     def on_scattered(self, scatter: Scatter, size_bytes: int, failure: Failure) -> None: ...
+    def on_pulled(self, pull: Pull, failure: Failure) -> None: ...
+    def on_fence(self) -> None: ...
 
 
 class Jobs:
@@ -60,6 +67,9 @@ class Jobs:
         self._targets: dict[str, Target] = {}
         self._users: Counter[Target] = Counter()
         self._leaving: set[Target] = set()
+        self._peers: dict[tuple[str, int], Opened] = {}  # memory of engines that we read, by boot and epoch
+        self._openings: Counter[tuple[str, int]] = Counter()
+        self._parting: list[Opened] = []  # of those that we are through with but for what is under way
         self._serial = 0
 
     # Sinks:
@@ -211,7 +221,7 @@ class Jobs:
             digest=digest,
         )
 
-    def _fence(self, attachment: Attachment, chunk: Ship | Scatter) -> WaitFence:
+    def _fence(self, attachment: Attachment, chunk: Ship | Scatter | Pull) -> WaitFence:
         return WaitFence(attachment, chunk.fence, self._clock() + self._write_timeout_s, chunk)
 
     def warm(self, attachment: Attachment, part: Part) -> None:
@@ -247,10 +257,105 @@ class Jobs:
             failure = _failure("scatter_failed", error, scatter)
         self._tell(self._told.on_scattered, scatter, chunk.size_bytes, failure)
 
+    # Out of the blocks of a peer's engine into ours:
 
-def _failure(code: str, error: Exception, what: Ship | Scatter) -> tuple[str, str]:
+    def open_peer(self, boot: str, epoch: int, memory: AttachedPool, closed: Callable[[], None]) -> None:
+        """What `pull` reads for this epoch of that agent's engine. Close it as often as it was opened."""
+        self._openings[boot, epoch] += 1
+        if (boot, epoch) not in self._peers:
+            self._peers[boot, epoch] = memory, closed
+        else:
+            self._unmap(memory, closed)
+
+    def close_peer(self, boot: str, epoch: int) -> None:
+        """Begin no read of it any more, the last time; it is unmapped once none is under way."""
+        self._openings[boot, epoch] -= 1
+        if not self._openings[boot, epoch]:
+            del self._openings[boot, epoch]
+            self._parting.append(self._peers.pop((boot, epoch)))
+            self.close_parting()
+
+    def close_parting(self) -> None:
+        """Unmap what nothing reads any more."""
+        porter, left = self._equipment.porter, self._parting
+        self._parting = [each for each in left if porter.is_using(each[0])]
+        for memory, closed in left:
+            if not porter.is_using(memory):
+                porter.forget(memory)
+                self._unmap(memory, closed)
+
+    def _unmap(self, memory: AttachedPool, closed: Callable[[], None]) -> None:
+        memory.close()
+        self._tell(closed)
+
+    def close(self) -> None:
+        """The porter is closed: nothing is read any more."""
+        for memory, _ in (*self._peers.values(), *self._parting):
+            memory.close()
+
+    def pull(self, pull: Pull, attachment: Attachment) -> Job:
+        """Read chunks once our engine is through with the blocks they go to. They count while the lease lasts."""
+        tickets: deque[int] = deque()
+        failure: Failure = None
+        try:
+            if (opened := self._peers.get((pull.boot, pull.epoch))) is None:
+                raise PeerError("peer_lost", f"peer: the memory of {pull.boot} is not open")
+            yield self._fence(attachment, pull)
+            failpoint("receiver.pull_begun")
+            for index in range(pull.first_chunk, pull.end_chunk):
+                if len(tickets) == MOST_AHEAD:
+                    yield WaitMove(tickets.popleft())
+                if pull.lease.is_given_up:
+                    break
+                chunk = pull.plan.chunk(index)
+                theirs = Part(pull.plan, chunk, pull.peer_tables, True)
+                ours = Part(pull.plan, chunk, pull.tables, False)
+                tickets.append(self._equipment.porter.pull(opened[0], theirs, attachment.memory, ours))
+        except Exception as error:  # it costs this transfer, nobody else
+            failure = _failure("pull_failed", error, pull)
+        while tickets:
+            yield WaitMove(tickets.popleft())
+        failpoint("receiver.pull_ended")
+        self._tell(self._told.on_pulled, pull, failure or (yield from self._counted(pull, attachment)))
+
+    def warm_pull(self, attachment: Attachment, boot: str, epoch: int, theirs: Part, ours: Part) -> None:
+        """Get ready for such a part, as `warm` does."""
+        opened = self._peers.get((boot, epoch))
+        if opened is None or attachment.word.has_left:
+            return
+        try:
+            self._equipment.porter.warm_pull(opened[0], theirs, attachment.memory, ours)
+        except Exception:
+            log.exception("could not get ready for a peer")
+
+    def _counted(self, pull: Pull, attachment: Attachment) -> Generator[Wait, Event, Failure]:
+        """Whether what was read counts. One answered renewal is enough for all that was read before it was sent.
+
+        The clock is looked at after the end was seen: who was stopped in between finds it further on.
+        """
+        now = self._clock()
+        if pull.lease.is_given_up:
+            return "aborted", "the transfer ended while it was read"
+        if pull.lease.counts(now):
+            return None
+        if attachment.word.has_left:  # nobody hears of it later
+            return "engine_left", "the engine left while its blocks were written"
+        try:
+            yield WaitLease(attachment, pull.lease, now, now + LEASE_S)
+        except EngineError as error:
+            return error.code, str(error)
+        return None
+
+    def watch(self, attachment: Attachment, fence: int) -> Job:
+        """Say when our engine's fence has reached this count, or that nobody can wait for it any more."""
+        with contextlib.suppress(EngineError):
+            yield WaitFence(attachment, fence, self._clock() + self._write_timeout_s, None)
+        self._tell(self._told.on_fence)
+
+
+def _failure(code: str, error: Exception, what: Ship | Scatter | Pull) -> tuple[str, str]:
     """What a transfer's failure says: an error of ours in its own words, any other with its cause in the log."""
     if isinstance(error, KVBridgeError):
         return error.code, str(error)
-    log.error("%s: transfer=%s chunk=%d", code, what.transfer, what.chunk, exc_info=error)
+    log.error("%s: transfer=%s", code, what.transfer, exc_info=error)
     return code, f"{type(error).__name__}: {error}"

@@ -23,10 +23,12 @@ from typing import Any, NoReturn, Protocol
 
 from kvbridge_proto.codec import BadFrame, Limits, decode
 from kvbridge_proto.peer import Notice, Probe, Route
+from kvbridge_proto.pool import Handle, Pool
 
-from ..device.porter import DeviceLost
+from ..device.memory import AttachedPool
+from ..device.porter import DeviceLost, Moved
 from ..errors import EngineError, FabricError
-from ..exchange.actions import Recall, Scatter, Ship
+from ..exchange.actions import Pull, Recall, Scatter, Ship
 from ..exchange.route import Site
 from ..geometry.plan import Part
 from ..transport.fabric import Noticed
@@ -35,7 +37,7 @@ from .equipment import Docks, Equipment
 from .jobs import Jobs, Told
 from .routes import Connected, Landing
 from .stuck import STUCK_S, Watch, end_process
-from .waiting import Event, Job, Wait, WaitFence, WaitMove, WaitWord, WaitWrite
+from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitOnLoop, WaitWord, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
 
@@ -89,9 +91,10 @@ class Mover:
         self._expecting = 0
         self._tasks: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._moving: dict[int, Job] = {}
+        self._moving: dict[int, Job] = {}  # by ticket
+        self._moved: dict[int, Moved] = {}  # what is over and not waited for yet
         self._writing: dict[tuple[int, int], Job] = {}
-        self._fenced: list[tuple[WaitFence | WaitWord, Job]] = []
+        self._fenced: list[tuple[WaitOnLoop, Job]] = []
         self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbridge-mover", daemon=True)
@@ -141,14 +144,51 @@ class Mover:
         asked_at = self._clock()
         self._put(lambda: self._resume(self._jobs.ship(ship, attachment, asked_at), None))
 
-    def recall(self, kind: type[Ship] | type[Scatter], recall: Recall) -> None:
-        """End what we were to ship, or scatter, of a transfer and have not begun; heard of like any other end."""
-        self._put(lambda: self._recall(kind, recall))
+    def pull(self, pull: Pull, attachment: Attachment) -> None:
+        """Read out of a peer's blocks; heard of by on_pulled."""
+        self._put(lambda: self._resume(self._jobs.pull(pull, attachment), None))
+
+    def watch(self, attachment: Attachment, fence: int) -> None:
+        """Look at our engine's fence; heard of by on_fence."""
+        self._put(lambda: self._resume(self._jobs.watch(attachment, fence), None))
+
+    async def open_peer(
+        self,
+        boot: str,
+        epoch: int,
+        pool: Pool,
+        handles: Sequence[Handle],
+        fds: Sequence[int],
+        closed: Callable[[], None],
+    ) -> None:
+        """Map the memory of a peer's engine, for `pull`; `closed` is called once it is unmapped again.
+
+        The fds stay the caller's. Raises KVBridgeError, and `closed` is not called then.
+        """
+
+        def opened() -> None:
+            memory = AttachedPool.open_peer(pool, handles, fds, self.device)
+            self._jobs.open_peer(boot, epoch, memory, closed)
+
+        await self._call(opened)
+
+    def close_peer(self, boot: str, epoch: int) -> None:
+        """Give up what `open_peer` mapped, once nothing reads it any more."""
+        self._put(lambda: self._jobs.close_peer(boot, epoch))
+
+    def recall(self, kinds: tuple[type, ...], recall: Recall) -> None:
+        """End what of these kinds we were to do for a transfer and have not begun; heard of like any other end."""
+        self._put(lambda: self._recall(kinds, recall))
 
     def warm(self, attachment: Attachment, parts: Sequence[Part]) -> None:
         """Get ready for parts like these."""
         for part in parts:  # each may take a second; others have their turn between
             self._put(partial(self._jobs.warm, attachment, part))
+
+    def warm_pull(self, attachment: Attachment, boot: str, epoch: int, parts: Sequence[tuple[Part, Part]]) -> None:
+        """Get ready to pull parts like these, each as its sender and as its receiver see it."""
+        for theirs, ours in parts:
+            self._put(partial(self._jobs.warm_pull, attachment, boot, epoch, theirs, ours))
 
     async def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the source says it wrote."""
@@ -237,6 +277,7 @@ class Mover:
             self._say()
             if self._equipment is not None:
                 self._equipment.close()
+                self._jobs.close()
 
     def _serve(self) -> None:
         last_move = 0.0
@@ -297,7 +338,12 @@ class Mover:
                 self._fenced.append((wait, job))
         moves = equipment.porter.poll()
         for moved in moves:
-            self._resume(self._moving.pop(moved.ticket), moved)
+            if moved.ticket in self._moving:
+                self._resume(self._moving.pop(moved.ticket), moved)
+            else:  # one of several that its job has begun
+                self._moved[moved.ticket] = moved
+        if moves:
+            self._jobs.close_parting()
         self._say()  # slots to lend, before others are scattered
         is_moving = bool(moves) or len(self._fenced) < len(fenced)
         for dock in equipment.docks:
@@ -318,10 +364,12 @@ class Mover:
         except StopIteration:
             return
         match wait:
-            case WaitFence() | WaitWord() if wait.is_over:
+            case WaitFence() | WaitWord() | WaitLease() if wait.is_over:
                 self._resume(job, None)
-            case WaitFence() | WaitWord():
+            case WaitFence() | WaitWord() | WaitLease():
                 self._fenced.append((wait, job))
+            case WaitMove(ticket=ticket) if ticket in self._moved:
+                self._resume(job, self._moved.pop(ticket))
             case WaitMove(ticket=ticket):
                 self._moving[ticket] = job
             case WaitWrite(fabric=fabric, id=number):
@@ -359,15 +407,15 @@ class Mover:
         porter.forget(memory)
         return False
 
-    def _recall(self, kind: type[Ship] | type[Scatter], recall: Recall) -> None:
-        def is_of_it(wait: WaitFence | WaitWord) -> bool:
-            if not isinstance(wait, WaitFence) or not isinstance(wait.chunk, kind):
+    def _recall(self, kinds: tuple[type, ...], recall: Recall) -> None:
+        def is_of_it(wait: WaitOnLoop) -> bool:
+            if not isinstance(wait, WaitFence) or wait.chunk is None or not isinstance(wait.chunk, kinds):
                 return False
             return wait.chunk.transfer == recall.transfer
 
         self._end_waits(is_of_it, EngineError(recall.code, recall.reason))
 
-    def _end_waits(self, is_over: Callable[[WaitFence | WaitWord], bool], error: EngineError) -> None:
+    def _end_waits(self, is_over: Callable[[WaitOnLoop], bool], error: EngineError) -> None:
         left = [job for wait, job in self._fenced if is_over(wait)]
         self._fenced = [(wait, job) for wait, job in self._fenced if not is_over(wait)]
         for job in left:

@@ -19,7 +19,9 @@ from kvbridge_proto.peer import (
     Hold,
     Ready,
     Refuse,
+    Renew,
     Settled,
+    Tables,
     Welcome,
 )
 from kvbridge_proto.status import PeerStatus
@@ -30,6 +32,7 @@ from ..transport.events import Arrived, Lost, Reached, Rejected
 from ..transport.link import Link
 from .accepting import Accepting
 from .dialling import Dialling
+from .doors import Doors
 from .metrics import Metrics
 from .mover import Mover
 from .status import peer_statuses
@@ -49,10 +52,11 @@ class Peers:
         home: Callable[[], Home | None],
         metrics: Metrics,
         connect_s: float,
+        doors: Doors,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.dialling = Dialling(control, mover, home, metrics, connect_s, clock)
-        self.accepting = Accepting(mover, home, metrics, self._fault)
+        self.dialling = Dialling(control, mover, home, metrics, connect_s, clock, doors.enter)
+        self.accepting = Accepting(mover, home, metrics, self._fault, doors)
         self._control = control
         self._metrics = metrics
         self._clock = clock
@@ -112,9 +116,9 @@ class Peers:
 
     def _hear(self, link: Link, sender: str, body: Body) -> None:
         match body:
-            case Ready() | Failing() | Drained() | Refuse() | Goodbye() if link.is_dialled:
+            case Tables() | Ready() | Failing() | Drained() | Refuse() | Goodbye() if link.is_dialled:
                 self.dialling.hear(link, sender, body)
-            case Claim() | Grant() | Cancel() | Hold() | Settled() | Goodbye():
+            case Claim() | Grant() | Renew() | Cancel() | Hold() | Settled() | Goodbye():
                 self.accepting.hear(link, sender, body)
             case _:
                 self._metrics.rejected("unexpected_message")

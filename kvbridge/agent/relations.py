@@ -6,7 +6,21 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvbridge_proto.peer import PROBE_LANES, Cancel, Claim, Drained, Failing, Grant, Hold, Ready, Refuse, Settled
+from kvbridge_proto.peer import (
+    PROBE_LANES,
+    Cancel,
+    Claim,
+    Drained,
+    Failing,
+    Grant,
+    Hello,
+    Hold,
+    Ready,
+    Refuse,
+    Renew,
+    Settled,
+    Tables,
+)
 
 from ..exchange.session import SESSION_TABLE, Session, SessionEvent, SessionState
 from ..transport.link import Link
@@ -21,14 +35,14 @@ class SinkSide(Protocol):
     def is_wanted(self, address: str) -> bool: ...
     def refused(self, address: str, boot: str, key: str) -> None: ...
     def unreachable(self, address: str, code: str, reason: str) -> None: ...
-    def from_source(self, boot: str, key: str, body: Ready | Failing | Drained | Refuse) -> None: ...
+    def from_source(self, boot: str, key: str, body: Tables | Ready | Failing | Drained | Refuse) -> None: ...
 
 
 class SourceSide(Protocol):
     """What the source hears of sessions and sinks."""
 
     def met(self, session: Session) -> None: ...
-    def from_sink(self, session: Session, body: Claim | Grant | Cancel | Hold | Settled) -> None: ...
+    def from_sink(self, session: Session, body: Claim | Grant | Renew | Cancel | Hold | Settled) -> None: ...
     def renounce(self, boot: str, cancel: Cancel) -> bool: ...
     def lost(self, boot: str) -> None: ...
 
@@ -47,6 +61,8 @@ class Dialled:
     is_checked: bool = False  # a Welcome is being looked at
     known_boot: str = ""  # the agent there says that it is this one, and has another session with us
     has_insisted: bool = False  # we have said that there is no other
+    opened: tuple[str, int] | None = None  # whose engine's memory is mapped for it: boot and epoch
+    against_pull: str = ""  # why we cannot read its engine's memory ourselves
 
     def step(self, event: SessionEvent) -> None:
         self.state = SESSION_TABLE.after(self.state, event)
@@ -59,9 +75,20 @@ class Accepted:
     link: Link
     session: Session
     connected: Connected
-    lane: int
-    address: str  # by which it reached us
-    serial: int
+    greeting: Hello
+
+    @property
+    def address(self) -> str:
+        """By which it reached us."""
+        return self.greeting.address
+
+    @property
+    def serial(self) -> int:
+        return self.greeting.serial
+
+    def is_like(self, greeting: Hello) -> bool:
+        """Whether the route that was proved is the one to prove for this Hello."""
+        return (greeting.probe_lane, greeting.routes) == (self.greeting.probe_lane, self.greeting.routes)
 
 
 class Lanes:

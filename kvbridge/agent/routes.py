@@ -32,6 +32,7 @@ SLOW_S = 0.001  # what took less was too small to tell
 MOST_BYTES = 4 << 20
 ROUNDS = 4
 MOST_ROUNDS = 12  # beside a busy engine a kernel waits a time slice, most times
+NOT_CONNECTED = 0  # the serial of a route that nothing is written by
 PROBE_S = 1.5  # for all rounds of a route: three routes take less than a handshake may
 
 
@@ -86,7 +87,7 @@ def prove(
     against: list[str] = []
     slow: list[tuple[Target, Probe]] = []
     for route, reason in options(equipment.site, landing.site):
-        if reason:
+        if reason or route == "pull":  # the receiver's to prove; here it stood behind others, or did not work
             against.append(reason)
             continue
         target = None

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 from kvbridge_proto.engine import Done, Expect, Failed, ToEngine, Want
-from kvbridge_proto.peer import Body, Cancel, Claim, Drained, Failing, Grant, Notice, Ready, Refuse, Settled
+from kvbridge_proto.peer import Body, Cancel, Claim, Drained, Failing, Grant, Notice, Ready, Refuse, Settled, Tables
 from msgspec import structs
 
-from ..exchange.actions import Action, Ask, Reach, Recall, Scatter, Send, Tell
+from ..exchange.actions import Action, Ask, Pull, Reach, Recall, Scatter, Send, Tell
 from ..exchange.inbound import Inbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
@@ -104,8 +104,15 @@ class Sink:
 
     def met(self, session: Session) -> None:
         """A source we did not know: be ready for what it will bring."""
-        if self.attached is not None:
-            self._mover.warm(self.attached, session.planner.samples(session.slot_bytes, is_source=False))
+        if self.attached is None:
+            return
+        ours = session.planner.samples(session.slot_bytes, is_source=False)
+        if session.routed.route == "pull":
+            theirs = session.planner.samples(session.slot_bytes, is_source=True)
+            pairs = list(zip(theirs, ours, strict=False))  # where one side cannot have such samples there are none
+            self._mover.warm_pull(self.attached, session.peer.boot, session.peer_epoch, pairs)
+        else:
+            self._mover.warm(self.attached, ours)
 
     def opened(self, address: str, session: Session) -> None:
         self._do(self._inbound.opened, address, session, self._clock())
@@ -125,11 +132,13 @@ class Sink:
     def unreachable(self, address: str, code: str, reason: str) -> None:
         self._do(self._inbound.unreachable, address, code, reason, self._clock())
 
-    def from_source(self, boot: str, key: str, body: Ready | Failing | Drained | Refuse) -> None:
+    def from_source(self, boot: str, key: str, body: Tables | Ready | Failing | Drained | Refuse) -> None:
         now, inbound = self._clock(), self._inbound
         match body:
             case Ready(transfer=transfer, chunks=chunks):
                 self._do(inbound.ready, boot, transfer, chunks, key)
+            case Tables():
+                self._do(inbound.tables, boot, body, now, key)
             case Failing(transfer=transfer, code=code, reason=reason):
                 self._do(inbound.failing, boot, transfer, code, reason, now, key)
             case Drained(transfer=transfer, code=code, reason=reason):
@@ -163,6 +172,12 @@ class Sink:
             self._metrics.chunk("sink", size_bytes)
         self._do(self._inbound.scattered, scatter.transfer, scatter.slot, failure, self._clock())
 
+    def on_pulled(self, pull: Pull, failure: tuple[str, str] | None) -> None:
+        failpoint("receiver.pulled")
+        if failure is None:
+            self._metrics.chunk("sink", pull.size_bytes)
+        self._do(self._inbound.pulled, pull.transfer, pull.end_chunk, failure, self._clock())
+
     def tick(self) -> None:
         self._do(self._inbound.tick, self._clock())
 
@@ -184,8 +199,11 @@ class Sink:
                 case Tell(message=message):
                     self._tell(message)
                     self._told(message)
+                case Pull():
+                    assert self.attached is not None
+                    self._mover.pull(action, self.attached)
                 case Recall():
-                    self._mover.recall(Scatter, action)
+                    self._mover.recall((Scatter, Pull), action)
         self._mover.expect(self._inbound.slots.lent)
 
     def _told(self, message: ToEngine) -> None:

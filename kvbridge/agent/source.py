@@ -7,13 +7,14 @@ exchange.outbound; here it is done.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
 from kvbridge_proto.engine import Offer, Released, ToEngine
-from kvbridge_proto.peer import Cancel, Claim, Drained, Grant, Hold, Refuse, Settled
+from kvbridge_proto.peer import Cancel, Claim, Drained, Grant, Hold, Refuse, Renew, Settled
 
-from ..exchange.actions import Action, Recall, Send, Ship, Tell
+from ..exchange.actions import Action, Recall, Send, Ship, Tell, Watch
 from ..exchange.outbound import Outbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
@@ -23,6 +24,8 @@ from .metrics import Metrics
 from .mover import Mover
 
 log = logging.getLogger("kvbridge.source")
+
+UNREAD_LOOK_S = 0.01
 
 
 class Source:
@@ -36,6 +39,7 @@ class Source:
         metrics: Metrics,
         tell: Callable[[ToEngine], None],
         home: Callable[[], Home | None],
+        listen: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self.attached: Attachment | None = None
@@ -45,7 +49,9 @@ class Source:
         self._metrics = metrics
         self._tell = tell
         self._home = home
+        self._listen = listen
         self._clock = clock
+        self._watched = -1  # the count of our engine's fence that is looked out for
 
     # The engine:
 
@@ -91,10 +97,10 @@ class Source:
 
     def met(self, session: Session) -> None:
         """A sink we did not know: be ready for what it will take."""
-        if self.attached is not None:
+        if self.attached is not None and session.routed.route != "pull":
             self._mover.warm(self.attached, session.planner.samples(session.slot_bytes, is_source=True))
 
-    def from_sink(self, session: Session, body: Claim | Grant | Cancel | Hold | Settled) -> None:
+    def from_sink(self, session: Session, body: Claim | Grant | Renew | Cancel | Hold | Settled) -> None:
         boot, home = session.peer.boot, self._home()
         match body:
             case Claim() if home is None:
@@ -112,10 +118,14 @@ class Source:
                 self._do(self._outbound.cancel(boot, body))
             case Hold(rooms=rooms):
                 self._do(self._outbound.hold(boot, rooms, self._clock()))
+            case Renew():
+                self._outbound.renew(boot, body)
+                self._do([])
             case Settled(transfer=transfer):
                 failpoint("source.settled_heard")
                 log.debug("settled: transfer=%s", transfer)
                 self._metrics.transfer_settled()
+                self._do(self._outbound.settled(boot, transfer))
 
     def renounce(self, boot: str, cancel: Cancel) -> bool:
         """Whether nothing of this transfer of that sink is or will be written."""
@@ -141,12 +151,40 @@ class Source:
         log.warning("write is late: transfer=%s chunk=%d %s", ship.transfer, ship.chunk, reason)
         self._do(self._outbound.late(ship.transfer, ship.local, reason))
 
+    async def unread(self) -> None:
+        """Return when no receiver counts on our engine's blocks any more: soon, and at most a lease from now."""
+        while self._outbound.is_promised:
+            await asyncio.sleep(UNREAD_LOOK_S)
+            self.tick()
+
     def tick(self) -> None:
         self._do(self._outbound.tick(self._clock()))
 
     # Doing:
 
     def _do(self, actions: list[Action]) -> None:
+        self._perform(actions)
+        if self._outbound.is_owing:
+            self._answer()
+
+    def _answer(self) -> None:
+        """Tell receivers what they may read, if our engine has said nothing that we have not heard."""
+        if (attached := self.attached) is not None:
+            self._listen()
+            heard_at = attached.word.heard_at
+            self._perform(self._outbound.answers(self._clock(), heard_at, attached.has_reached))
+
+    def _watch(self, fence: int) -> None:
+        if fence > self._watched and self.attached is not None:
+            self._watched = fence
+            self._mover.watch(self.attached, fence)
+
+    def on_fence(self) -> None:
+        """Our engine's stream is further on, or as far as we wait for it."""
+        self._watched = -1
+        self._do([])
+
+    def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Send(peer=boot, body=body):
@@ -163,5 +201,7 @@ class Source:
                 case Ship():
                     assert self.attached is not None
                     self._mover.ship(action, self.attached)
+                case Watch(fence=fence):
+                    self._watch(fence)
                 case Recall():
-                    self._mover.recall(Ship, action)
+                    self._mover.recall((Ship,), action)

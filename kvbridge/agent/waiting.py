@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ..device.porter import Moved
 from ..errors import EngineError
-from ..exchange.actions import Scatter, Ship
+from ..exchange.actions import Pull, Scatter, Ship
+from ..exchange.reading import Lease
 from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
 from .attachment import Attachment
 
@@ -23,7 +24,7 @@ class WaitFence:
     attachment: Attachment
     count: int
     deadline: float
-    chunk: Ship | Scatter  # what waits for it
+    chunk: Ship | Scatter | Pull | None  # what waits for it
 
     @property
     def is_over(self) -> bool:
@@ -50,6 +51,23 @@ class WaitWord:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitLease:
+    """Until a renewal of the lease was answered that holds at `at`; resumed with None, or EngineError when it ended."""
+
+    attachment: Attachment
+    lease: Lease
+    at: float
+    deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        return self.lease.counts(self.at)
+
+    def late(self) -> EngineError:
+        return EngineError("lease_over", "the sender did not say in time that its blocks were still there")
+
+
+@dataclass(frozen=True, slots=True)
 class WaitMove:
     """Until the porter's move is over; resumed with Moved."""
 
@@ -64,6 +82,7 @@ class WaitWrite:
     id: int
 
 
-Wait = WaitFence | WaitWord | WaitMove | WaitWrite
+WaitOnLoop = WaitFence | WaitWord | WaitLease  # looked at now and then
+Wait = WaitFence | WaitWord | WaitLease | WaitMove | WaitWrite
 Event = Moved | Wrote | WriteFailed | WriteLate | None
 Job = Generator[Wait, Event, None]

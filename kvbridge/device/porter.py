@@ -82,8 +82,17 @@ class Porter(Protocol):
         digest is that of the very bytes that are written: peers may write to the slot at any time, so it is read once.
         """
 
+    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> int:
+        """Read a chunk out of the blocks of a peer's engine into those of ours, converted on the way; no digest.
+
+        EngineError when either engine is gone or a part is not right: nothing was begun.
+        """
+
     def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
         """Get ready for parts like this one, so that the first request does not wait for it. May take seconds once."""
+
+    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> None:
+        """The same for `pull`."""
 
     def copy(self, source: Span, target: Span) -> int:
         """Copy between two slots, either of which may be a peer's; a move without a digest."""
@@ -98,7 +107,7 @@ class Porter(Protocol):
         """The moves that are over since the last call. Raises only what ends the agent."""
 
     def is_using(self, pool: AttachedPool) -> bool:
-        """Whether a move of this pool is under way."""
+        """Whether a move of this pool, ours or a peer's, is under way."""
 
     def forget(self, pool: AttachedPool) -> None:
         """The pool is about to be closed: keep nothing of it."""

@@ -13,6 +13,7 @@ import torch
 from kvbridge_kernels.digest_ref import digest as xxh3
 from kvbridge_kernels.digest_ref import sum64
 from kvbridge_kernels.gather_ref import gather as gather_rows
+from kvbridge_kernels.pull_ref import pull as pull_rows
 from kvbridge_kernels.scatter_ref import scatter as scatter_rows
 from kvbridge_kernels.scratch import Scratch
 from kvbridge_kernels.segment import Segment, Span
@@ -22,6 +23,7 @@ from ..geometry.plan import Part
 from .memory import AttachedPool, Regions
 from .moves import Forms
 from .porter import Moved, compared
+from .pulls import Pulls
 from .staging import Staging
 
 
@@ -37,6 +39,7 @@ class CpuPorter:
         self._work = Work("cpu")
         self._copies = Scratch()
         self._forms = Forms()
+        self._pulls = Pulls()
         self._count = 0
         self._moved: list[Moved] = []
 
@@ -76,7 +79,15 @@ class CpuPorter:
                 scatter_rows(segments, Span(copy.data_ptr(), slot.size_bytes), None, self._work)
         return self._over(found, expected)
 
+    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> int:
+        with source.hold() as source_regions, pool.hold() as regions:
+            pull_rows(self._pulls.of(source, source_regions, theirs, pool, regions, ours), None, self._work)
+        return self._over(0)
+
     def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
+        """Nothing is compiled for a CPU."""
+
+    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> None:
         """Nothing is compiled for a CPU."""
 
     def copy(self, source: Span, target: Span) -> int:
@@ -98,6 +109,7 @@ class CpuPorter:
 
     def forget(self, pool: AttachedPool) -> None:
         self._forms.forget(pool)
+        self._pulls.forget(pool)
 
     def close(self) -> None:
         self._moved.clear()

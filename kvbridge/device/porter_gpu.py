@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from kvbridge_kernels.gather import gather as gather_rows
 from kvbridge_kernels.gather import warm as warm_gather
+from kvbridge_kernels.pull import pull as pull_rows
+from kvbridge_kernels.pull import warm as warm_pull_rows
 from kvbridge_kernels.recipe import Chunk, Recipe
 from kvbridge_kernels.scatter import scatter as scatter_rows
 from kvbridge_kernels.scatter import warm as warm_scatter
@@ -26,6 +28,7 @@ from . import driver
 from .memory import AttachedPool, Regions
 from .moves import Forms
 from .porter import DeviceLost, Moved, compared
+from .pulls import Pulls
 from .staging import Staging
 
 
@@ -59,6 +62,7 @@ class _Move:
     bundle: _Bundle
     expected: int | None
     has_digest: bool
+    source: AttachedPool | None = None  # the peer's that is read
 
 
 class GpuPorter:
@@ -86,6 +90,7 @@ class GpuPorter:
         torch.cuda.current_stream().synchronize()
         self._moves: deque[_Move] = deque()
         self._forms = Forms()
+        self._pulls = Pulls()
         self._count = 0
 
     def staging(self, slot_bytes: int, slots: int) -> Staging:
@@ -134,12 +139,27 @@ class GpuPorter:
 
         return self._begin(enqueue, pool, expected, True)
 
+    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> int:
+        def enqueue(bundle: _Bundle) -> None:
+            with source.hold() as source_regions, pool.hold() as regions:
+                chunk = self._pulls.of(source, source_regions, theirs, pool, regions, ours)
+                pull_rows(chunk, None, bundle.work, self._in)
+            bundle.end.record(self._in)
+
+        return self._begin(enqueue, pool, None, False, source)
+
     def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
         slot = Span(slot.address, part.chunk.size_bytes)
         work, warm = self._bundles[0].work, warm_gather if part.is_source else warm_scatter
         with pool.hold() as regions, torch.cuda.stream(self._out):
             warm(self._chunk(pool, regions, part, slot), slot, True, work)
         self._out.synchronize()  # nobody else waits for what this was for
+
+    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> None:
+        work = self._bundles[0].work
+        with source.hold() as source_regions, pool.hold() as regions, torch.cuda.stream(self._in):
+            warm_pull_rows(self._pulls.of(source, source_regions, theirs, pool, regions, ours), False, work)
+        self._in.synchronize()
 
     def copy(self, source: Span, target: Span) -> int:
         def enqueue(bundle: _Bundle) -> None:
@@ -173,10 +193,11 @@ class GpuPorter:
         return over
 
     def is_using(self, pool: AttachedPool) -> bool:
-        return any(move.pool is pool for move in self._moves)
+        return any(pool in (move.pool, move.source) for move in self._moves)
 
     def forget(self, pool: AttachedPool) -> None:
         self._forms.forget(pool)
+        self._pulls.forget(pool)
 
     def close(self) -> None:
         for stream in (self._out, self._down, self._in, self._up):
@@ -196,6 +217,7 @@ class GpuPorter:
         pool: AttachedPool | None,
         expected: int | None,
         has_digest: bool,
+        source: AttachedPool | None = None,
     ) -> int:
         if not self._bundles:
             raise EngineError("too_many_moves", f"moves: {len(self._moves)} are under way")
@@ -213,5 +235,5 @@ class GpuPorter:
             self._bundles.append(bundle)
             raise
         self._count += 1
-        self._moves.append(_Move(self._count, pool, bundle, expected, has_digest))
+        self._moves.append(_Move(self._count, pool, bundle, expected, has_digest, source))
         return self._count

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbridge_proto.engine import ToEngine
-from kvbridge_proto.peer import Body, Lease, Route
+from kvbridge_proto.peer import Body, Route
+from kvbridge_proto.peer import Lease as SlotLease
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
+from .reading import Lease
 from .slots import LocalSlot
 
 
@@ -72,10 +74,42 @@ class Ship:
     tables: Mapping[int, BlockTable]
     chunk: int
     local: LocalSlot
-    lease: Lease
+    lease: SlotLease
     token: bytes
     sink_epoch: int
     digest_kind: str
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Read chunks [first_chunk, end_chunk) out of the blocks of the sender's engine into ours, on the route `pull`.
+
+    Not before the fence says so. `boot` and `epoch` say whose blocks `peer_tables` are of, `tables` are our engine's.
+    What was read after the end of `lease` does not count.
+    """
+
+    transfer: str
+    boot: str
+    epoch: int
+    plan: Plan
+    peer_tables: Mapping[int, BlockTable]
+    tables: Mapping[int, BlockTable]
+    first_chunk: int
+    end_chunk: int
+    lease: Lease
+    fence: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its chunks."""
+        return sum(self.plan.chunk(index).size_bytes for index in range(self.first_chunk, self.end_chunk))
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Say when our engine's fence has reached this count: readers wait for what was computed until then."""
+
     fence: int
 
 
@@ -89,4 +123,4 @@ class Recall:
     reason: str
 
 
-Action = Reach | Ask | Send | Tell | Ship | Recall
+Action = Reach | Ask | Send | Tell | Ship | Pull | Watch | Recall

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvbridge_proto.engine import Done, Expect, Refused, Want
-from kvbridge_proto.peer import Cancel, Lease, Notice, Settled, Take
+from kvbridge_proto.peer import Cancel, Notice, Renew, Settled, Tables, Take
+from kvbridge_proto.peer import Lease as SlotLease
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
@@ -33,15 +34,17 @@ from .intake import (
     duplicate,
     failed,
     matches,
+    pull_of,
     scatter_of,
     why_late,
 )
 from .lease import Deadlines
 from .lending import grants, lend_early, queue
+from .reading import LEASE_S, Lease, Reading
 from .session import Home, Session
 from .slots import SlotPool
 from .sources import Sources
-from .tables import tables_of
+from .tables import ready_chunks, tables_of
 from .turns import Turns
 
 ASK_AGAIN_S = 0.1  # for ranks that the source's engine has not named yet
@@ -220,6 +223,61 @@ class Inbound:
         queue(self.slots, self._hungry, intake)
         return self._pump()
 
+    def tables(self, boot: str, told: Tables, now: float, key: str = "") -> list[Action]:
+        """Where the sender's rows lie, as far as they are computed: read them."""
+        intake = self._intake(boot, told.transfer, key)
+        if intake is None or intake.state is not IntakeState.CLAIMED or (reading := intake.reading) is None:
+            return []
+        reading.lease.answered(told.renewal)
+        try:
+            reading.learn(told)
+        except KVBridgeError as error:
+            return self._fail(self._wanted_by[told.transfer], error.code, str(error), now)
+        intake.ready = max(intake.ready, ready_chunks(intake.plan, told.tokens, told.is_last))
+        return self._read(intake, reading, now)
+
+    def _read(self, intake: Intake, reading: Reading, now: float) -> list[Action]:
+        """Read what is there, one read after another."""
+        if reading.is_busy or reading.begun >= intake.ready:
+            return []
+        wanted = self._wanted_by[intake.transfer]
+        pull = pull_of(wanted, intake, reading, intake.ready)
+        wanted.scattering += 1
+        reading.begun, reading.is_busy = intake.ready, True
+        return [*self._renew(intake, reading, now), pull]
+
+    def _renew(self, intake: Intake, reading: Reading, now: float) -> list[Action]:
+        """Ask for the lease again where it ends soon."""
+        due = reading.lease.asked_at + LEASE_S / 2
+        if now < due:
+            self._deadlines.set(("lease", intake.transfer), due)
+            return []
+        self._deadlines.set(("lease", intake.transfer), now + LEASE_S / 2)
+        return [Send(intake.address, Renew(transfer=intake.transfer, number=reading.lease.renew(now)))]
+
+    def _renew_if_read(self, intake: Intake, now: float) -> list[Action]:
+        reading = intake.reading
+        is_read = reading is not None and reading.is_busy and intake.state is IntakeState.CLAIMED
+        return self._renew(intake, reading, now) if is_read and reading is not None else []
+
+    def pulled(self, transfer: str, end_chunk: int, failure: tuple[str, str] | None, now: float) -> list[Action]:
+        """A read has ended, at this chunk; `failure` is (code, reason) if what it read does not count."""
+        wanted = self._wanted_by[transfer]
+        wanted.scattering -= 1
+        intake = wanted.intakes[transfer]
+        assert intake.reading is not None
+        intake.reading.is_busy = False
+        self._deadlines.clear(("lease", transfer))
+        if wanted.state is WantState.ENDING:
+            return self._end_failed(wanted, WantEvent.QUIET) if wanted.scattering == 0 else []
+        if failure is not None:
+            return self._fail(wanted, *failure, now)
+        intake.scattered = end_chunk
+        if end_chunk < intake.plan.chunks:
+            return self._read(intake, intake.reading, now)
+        self._end_intake(intake, IntakeEvent.FINISH, now)
+        return [*self._finish_if_complete(wanted, now), Send(intake.address, Settled(transfer=transfer))]
+
     def landed(self, notice: Notice) -> Scatter | None:
         """A chunk came in. It counts only if everything matches; anything else is counted and dropped: None."""
         wanted = self._wanted_by.get(notice.transfer)
@@ -285,6 +343,8 @@ class Inbound:
                 actions += self._fail(wanted, "deadline", reason, now)
             elif kind == "ask" and key in self._sources.open:
                 actions.append(Ask(key))
+            elif kind == "lease" and key in self._wanted_by:
+                actions += self._renew_if_read(self._wanted_by[key].intakes[key], now)
             elif kind == "doubt" and self._doubts.is_any(key):
                 self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
                 actions.append(Reach(key))
@@ -347,10 +407,13 @@ class Inbound:
         self, wanted: Wanted, address: str, session: Session, takes: tuple[Take, ...], planned: Plan, now: float
     ) -> Action:
         intake = Intake(self._new_id(), address, session, planned, self._new_token(), turn=self.slots.turn)
-        leases: tuple[Lease, ...] = ()
+        leases: tuple[SlotLease, ...] = ()
         if planned.chunks:
             wanted.intakes[intake.transfer] = intake
             self._wanted_by[intake.transfer] = wanted
+        if planned.chunks and session.routed.route == "pull":
+            intake.reading = Reading(Lease(now), session)
+        elif planned.chunks:
             leases = lend_early(self.slots, intake)
         return Send(address, claim_of(wanted, intake, takes, leases, now))
 
@@ -375,7 +438,8 @@ class Inbound:
         for intake in wanted.intakes.values():
             if intake.state is IntakeState.CLAIMED:
                 self._end_intake(intake, IntakeEvent.STOP, now)
-                actions.append(Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024])))
+                cancel = Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024]))
+                (actions if intake.reading is None else wanted.parting).append(cancel)
         if wanted.scattering:
             wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
             return actions + self._recall(wanted)
@@ -383,7 +447,11 @@ class Inbound:
 
     def _recall(self, wanted: Wanted) -> list[Action]:
         """Chunks that wait for our engine's own stream must not hold up what it hears."""
-        scattering = [intake for intake in wanted.intakes.values() if len(intake.landed) > intake.scattered]
+        scattering = [
+            intake
+            for intake in wanted.intakes.values()
+            if len(intake.landed) > intake.scattered or (intake.reading is not None and intake.reading.is_busy)
+        ]
         return [Recall(intake.transfer, *wanted.failure) for intake in scattering]
 
     def _waive(self, wanted: Wanted) -> list[Action]:
@@ -398,11 +466,13 @@ class Inbound:
     def _end_failed(self, wanted: Wanted, event: WantEvent) -> list[Action]:
         wanted.state = WANT_TABLE.after(wanted.state, event)
         self._forget(wanted)
-        return [failed(wanted.want.request, *wanted.failure)]
+        return [failed(wanted.want.request, *wanted.failure), *wanted.parting]
 
     def _end_intake(self, intake: Intake, event: IntakeEvent, now: float) -> None:
         """Move an intake on; leases that are still out when it stops or is lost become doubtful."""
         intake.state = INTAKE_TABLE.after(intake.state, event)
+        if intake.reading is not None:
+            intake.reading.lease.is_given_up = True
         self._hungry.discard(intake.transfer)
         if event in (IntakeEvent.STOP, IntakeEvent.LOSE):
             doubted = self.slots.doubt(intake.transfer)

@@ -11,7 +11,8 @@ from kvbridge_proto.peer import Claim, Lease, Notice, Take
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
-from .actions import Scatter, Tell
+from .actions import Action, Pull, Scatter, Tell
+from .reading import Reading
 from .session import Home, Session, engine_ranks, rank_index
 from .table import Table
 
@@ -87,6 +88,7 @@ class Intake:
     turn: int = 0  # when it came, or was lent a slot last
     landed: set[int] = field(default_factory=set)
     scattered: int = 0
+    reading: Reading | None = None  # on the route `pull`
 
     @property
     def is_silent(self) -> bool:
@@ -104,7 +106,8 @@ class Wanted:
     started: float
     state: WantState = WantState.REACHING
     intakes: dict[str, Intake] = field(default_factory=dict)
-    scattering: int = 0
+    scattering: int = 0  # chunks that are being scattered, and reads of several
+    parting: list[Action] = field(default_factory=list)  # what senders hear once nothing is read any more
     failure: tuple[str, str] = ("", "")
 
     @property
@@ -138,6 +141,7 @@ def matches(notice: Notice, wanted: Wanted, intake: Intake) -> bool:
     return (
         wanted.state is WantState.FLOWING
         and intake.state is IntakeState.CLAIMED
+        and intake.reading is None
         and notice.token == intake.token
         and notice.source_boot == intake.session.peer.boot
         and notice.sink_boot == wanted.home.agent.boot
@@ -165,6 +169,23 @@ def scatter_of(notice: Notice, wanted: Wanted, intake: Intake) -> Scatter:
     )
 
 
+def pull_of(wanted: Wanted, intake: Intake, reading: Reading, end_chunk: int) -> Pull:
+    """What is to be read, from the first chunk that has not been, up to `end_chunk`."""
+    session = intake.session
+    return Pull(
+        intake.transfer,
+        session.peer.boot,
+        session.peer_epoch,
+        intake.plan,
+        dict(reading.tables),
+        wanted.tables,
+        reading.begun,
+        end_chunk,
+        reading.lease,
+        wanted.want.fence,
+    )
+
+
 def begin_again(wanted: Wanted, code: str) -> list[str] | None:
     """Take a want back to reaching after its session ended with `code`; which transfers are over by that.
 
@@ -174,6 +195,8 @@ def begin_again(wanted: Wanted, code: str) -> list[str] | None:
     if wanted.state is WantState.REACHING:
         return [] if code in GOES_ON else None
     if wanted.state is not WantState.FLOWING or code != "peer_left":
+        return None
+    if wanted.scattering:
         return None
     if any(intake.landed or intake.state is not IntakeState.ENDED for intake in wanted.intakes.values()):
         return None

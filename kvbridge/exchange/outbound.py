@@ -9,16 +9,17 @@ gather of them is or will be under way; that does not wait for the network.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvbridge_proto.engine import MAX_HELD, Held, Offer, Released
-from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Lease, Ready
+from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Lease, Ready, Renew
 
 from ..errors import EngineError, KVBridgeError
-from .actions import Action, Recall, Send, Ship, Tell
+from .actions import Action, Recall, Send, Ship, Tell, Watch
 from .claims import planned, refused, surplus
 from .lease import Deadlines
 from .outlet import OUT_TABLE, Offered, OfSink, OutEvent, Outlet, OutState
+from .reading import HEARD_S, LEASE_S, Promise
 from .recent import Recent
 from .rooms import ENDED_S, Ended, Rooms
 from .session import Home, Session
@@ -52,6 +53,7 @@ class Outbound:
         self._hungry: Turns[Outlet] = Turns()  # that wait for a slot to gather into, or have ended since
         self._rooms = Rooms()
         self._is_paused = False
+        self._owed: dict[str, Outlet] = {}  # receivers that wait for an answer, or for the fence, by transfer
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
 
     # From our engine:
@@ -86,6 +88,7 @@ class Outbound:
         actions = self._bind_waiting(offer.room)
         for out in offered.outlets.values():
             self._queue(out)
+            self._owe(out)
         return actions + self._short_of(offered) + self._ready_all(offered) + self._pump()
 
     def withdraw(self, request: str, reason: str, now: float, comes_again: bool = False) -> list[Action]:
@@ -196,6 +199,8 @@ class Outbound:
         except KVBridgeError as error:
             return [refused(boot, claim, error.code, str(error))]
         out = Outlet(claim, boot, plan, session.digest, deque(), now, turn=self.local.turn)
+        if session.routed.route == "pull":
+            out.promise = Promise()
         if too_many := surplus(out, claim.leases, its.unused):
             return [refused(boot, claim, "bad_lease", too_many)]
         self._of_sink[boot] = its
@@ -239,6 +244,10 @@ class Outbound:
         if cancel.boot or out is None or out.boot != boot:
             return []
         out.is_lost = False  # it came back, and asks about what it could not hear the end of
+        self._take_back(out)  # who reads itself says this once it is through
+        if out.state is OutState.STOPPING and out.promise is not None:
+            assert out.offered is not None
+            return self._end(out, OutEvent.QUIET) + self._release_if_over(out.offered)
         return self._stop(out, cancel.code or "cancelled", cancel.reason) + self._pump()
 
     def renounce(self, boot: str, cancel: Cancel) -> bool:
@@ -261,6 +270,94 @@ class Outbound:
             out.is_lost = True
             actions += self._stop(out, "peer_lost", "the sink's agent is gone")
         return actions + self._pump()
+
+    # Receivers that read our engine's blocks themselves:
+
+    def renew(self, boot: str, renew: Renew) -> None:
+        """It is still reading. Heard of by `answers`, if the blocks are still its to read."""
+        out = self.outlets.get(renew.transfer)
+        if out is not None and out.boot == boot and out.promise is not None:
+            out.promise.renewal, out.promise.is_asked = max(out.promise.renewal, renew.number), True
+            self._owe(out)
+
+    def settled(self, boot: str, transfer: str) -> list[Action]:
+        """It has read all that it claimed."""
+        out = self.outlets.get(transfer)
+        if out is None or out.boot != boot or out.promise is None:
+            return []
+        offered = out.offered
+        if offered is None:  # nothing was promised
+            return []
+        self._take_back(out)
+        if out.state is OutState.STOPPING:
+            return self._end(out, OutEvent.QUIET) + self._release_if_over(offered)
+        out.state = OUT_TABLE.after(out.state, OutEvent.FINISH)
+        offered.served.add(out.claim.sink)
+        self._forget(out)
+        return self._release_if_over(offered)
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether a receiver counts on blocks of our engine."""
+        return any(out.promise is not None and out.promise.ends is not None for out in self.outlets.values())
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether a receiver waits for an answer."""
+        return bool(self._owed)
+
+    def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
+        """What receivers wait for, if we know well enough that our engine has not taken it back.
+
+        `heard_at` is when it was last found to have said nothing that we have not heard; `has_reached` tells of its
+        fence. Every answer is a promise, and begins now.
+        """
+        actions: list[Action] = []
+        if now - heard_at >= HEARD_S:
+            return actions
+        for out in list(self._owed.values()):
+            offered, promise = out.offered, out.promise
+            assert offered is not None and promise is not None
+            following = offered.look(has_reached)
+            if following is not None:
+                actions.append(Watch(following))
+            is_last = offered.is_last and following is None
+            if following is None:
+                del self._owed[out.transfer]
+            if not promise.is_asked and ready_chunks(out.plan, offered.readable, is_last) == promise.ready:
+                continue
+            said = promise.answer(out.transfer, out.plan, offered.tables, offered.readable, is_last)
+            self._promise(out, offered, promise, now)
+            actions.append(Send(out.boot, said))
+        return actions
+
+    def _owe(self, out: Outlet) -> None:
+        """There is something to tell it."""
+        if out.promise is not None and out.is_reading and out.offered is not None and out.offered.over is None:
+            self._owed[out.transfer] = out
+
+    def _promise(self, out: Outlet, offered: Offered, promise: Promise, now: float) -> None:
+        if promise.ends is None:
+            out.gathering = out.writing = 1
+            offered.gathering += 1
+        promise.ends = now + LEASE_S
+        self._deadlines.set(("lease", out.transfer), promise.ends)
+
+    def _take_back(self, out: Outlet) -> None:
+        """Its receiver is through, or what it reads from now on does not count."""
+        if out.promise is None or out.promise.ends is None:
+            return
+        assert out.offered is not None
+        out.promise.ends = None
+        out.gathering = out.writing = 0
+        out.offered.gathering -= 1
+        self._deadlines.clear(("lease", out.transfer))
+
+    def _lease_over(self, out: Outlet) -> list[Action]:
+        self._take_back(out)
+        assert out.offered is not None
+        said = self._end(out, OutEvent.QUIET) if out.state is OutState.STOPPING else []
+        return said + self._release_if_over(out.offered)
 
     # From the mover:
 
@@ -308,6 +405,8 @@ class Outbound:
                 out = self.outlets[key]
                 what = f"nothing was offered in room {out.claim.room}" if out.offered is None else "not all was offered"
                 actions += self._stop(out, "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}")
+            elif kind == "lease" and key in self.outlets:
+                actions += self._lease_over(self.outlets[key])
         return actions + (self._pump() if actions else [])
 
     # Rooms:
@@ -324,8 +423,8 @@ class Outbound:
         if offer.tokens < offered.tokens:
             raise EngineError("tokens_shrank", f"tokens: first {offered.tokens}, now {offer.tokens}")
         offered.tables = extended(offered.tables, home, offer.blocks, offer.first_token, offer.tokens, offer.is_last)
-        offered.tokens, offered.is_last = offer.tokens, offer.is_last
-        offered.fence = max(offered.fence, offer.fence)
+        offered.is_last = offer.is_last
+        offered.grew(offer.fence, offer.tokens)
 
     def _bind_waiting(self, room: str) -> list[Action]:
         """Let claims and offers of a room find each other, oldest first; one want's claims all get one offer."""
@@ -354,6 +453,7 @@ class Outbound:
                 actions += self._release_if_over(offered)
             else:
                 self._queue(out)
+                self._owe(out)
                 actions += self._short_of(offered) + self._ready(out)
         return actions
 
@@ -403,7 +503,7 @@ class Outbound:
 
     def _recall(self, out: Outlet, code: str, reason: str) -> list[Action]:
         """Nothing new is read for this transfer: the engine's blocks must not wait for its own stream."""
-        return [Recall(out.transfer, code, reason)] if out.gathering else []
+        return [Recall(out.transfer, code, reason)] if out.gathering and out.promise is None else []
 
     def _readers(self, offered: Offered) -> list[Outlet]:
         """Who has not read all of it that it claimed. A sink that claims again what it gave up is one of them."""
@@ -431,7 +531,7 @@ class Outbound:
 
     def _ready(self, out: Outlet) -> list[Action]:
         """Tell the sink how many chunks wait, if it has not lent slots for all of them."""
-        if out.state is not OutState.FLOWING or out.offered is None:
+        if out.state is not OutState.FLOWING or out.offered is None or out.promise is not None:
             return []
         ready = ready_chunks(out.plan, out.offered.tokens, out.offered.is_last)
         if ready <= max(out.told_ready, out.lent):
@@ -486,6 +586,7 @@ class Outbound:
         if out.state in (OutState.STOPPING, OutState.ENDED):
             return []
         out.says = (code[:64], reason[:1024])
+        self._owed.pop(out.transfer, None)
         offered = out.offered
         if offered is not None:
             offered.served.add(out.claim.sink)
@@ -510,6 +611,7 @@ class Outbound:
         del self.outlets[out.transfer]
         self._deadlines.clear(("claim", out.transfer))
         self._hungry.discard(out.transfer)
+        self._owed.pop(out.transfer, None)
         if out.offered is None:
             self._waits_no_more(out)
         else:

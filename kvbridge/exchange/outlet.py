@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -11,6 +11,7 @@ from kvbridge_proto.peer import Claim, Lease
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
+from .reading import Promise
 from .slots import LocalSlot
 from .table import Table
 
@@ -53,6 +54,8 @@ class Offered:
     tokens: int = 0
     is_last: bool = False
     fence: int = 0  # what the engine's fence must have reached before `tokens` may be read
+    steps: deque[tuple[int, int]] = field(default_factory=deque)  # (fence, tokens) that the fence had not reached
+    readable: int = 0  # tokens that it had
     want: str | None = None
     sinks: int = 0
     is_declined: bool = False  # they said that they need nothing
@@ -66,6 +69,18 @@ class Offered:
     told_at: float = 0.0  # when its engine said something of it last
     hold_s: float = 0.0
 
+    def grew(self, fence: int, tokens: int) -> None:
+        """So many tokens are there once the engine's fence has reached this."""
+        self.fence, self.tokens = max(self.fence, fence), tokens
+        if not self.steps or self.steps[-1] != (self.fence, tokens):
+            self.steps.append((self.fence, tokens))
+
+    def look(self, has_reached: Callable[[int], bool]) -> int | None:
+        """See how far its engine's fence is; which count comes next, if any does."""
+        while self.steps and has_reached(self.steps[0][0]):
+            self.readable = self.steps.popleft()[1]
+        return self.steps[0][0] if self.steps else None
+
     @property
     def blocks(self) -> int:
         """How many blocks its engine keeps for it."""
@@ -74,7 +89,11 @@ class Offered:
 
 @dataclass(slots=True)
 class Outlet:
-    """One transfer as the source sees it: what one claim takes."""
+    """One transfer as the source sees it: what one claim takes.
+
+    Where the receiver reads our engine's blocks itself, what it was promised counts as one chunk being gathered and
+    written until it says that it is through, or its lease ends.
+    """
 
     claim: Claim
     boot: str
@@ -94,6 +113,7 @@ class Outlet:
     late: set[LocalSlot] = field(default_factory=set)  # what is written out of these is past its deadline
     says: tuple[str, str] = ("", "")
     is_lost: bool = False
+    promise: Promise | None = None  # on the route `pull`: what its receiver may count on
 
     @property
     def transfer(self) -> str:
@@ -101,7 +121,7 @@ class Outlet:
 
     @property
     def is_reading(self) -> bool:
-        """Whether chunks of the offer are still to be gathered."""
+        """Whether chunks of the offer are still to be gathered, or may be read by its receiver."""
         return self.state is OutState.FLOWING and self.next_chunk < self.plan.chunks
 
     @property

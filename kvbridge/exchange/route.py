@@ -11,16 +11,20 @@ ROUTES: tuple[Route, ...] = ("direct", "nixl", "host")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where an agent's slots are. `host` is their twin in host memory, `routes` what its operator allows, in order."""
+    """Where an agent's slots are. `host` is their twin in host memory, `routes` what its operator allows, in order.
+
+    `machine` is the boot id of its kernel, "" where its engine's memory is not shared.
+    """
 
     fabric: FabricCard
     host: FabricCard | None = None
     device: DeviceCard | None = None
     routes: tuple[Route, ...] = ROUTES
+    machine: str = ""
 
     @classmethod
     def of(cls, hello: Hello) -> Site:
-        return cls(hello.fabric, hello.host, hello.device, hello.routes)
+        return cls(hello.fabric, hello.host, hello.device, hello.routes, hello.machine)
 
     @property
     def dram(self) -> FabricCard | None:
@@ -45,10 +49,19 @@ def options(ours: Site, theirs: Site) -> list[tuple[Route, str]]:
     return [(route, _against(route, ours, theirs)) for route in ours.routes]
 
 
+def is_pulled(ours: Site, theirs: Site) -> bool:
+    """Whether the best way that two cards allow is that the receiver reads the sender's blocks itself."""
+    return next((route for route, reason in options(ours, theirs) if not reason), None) == "pull"
+
+
 def _against(route: Route, ours: Site, theirs: Site) -> str:
     if route not in theirs.routes:
         return f"{route}: the peer allows {', '.join(theirs.routes)}"
     memories = f"slots: ours {ours.fabric.memory}, theirs {theirs.fabric.memory}"
+    if route == "pull":
+        if not ours.machine or ours.machine != theirs.machine:
+            return f"pull: machine: ours {ours.machine or 'not shared'}, theirs {theirs.machine or 'not shared'}"
+        return "" if ours.fabric.memory == theirs.fabric.memory else f"pull: {memories}"
     if route == "nixl":
         return "" if ours.fabric.memory == theirs.fabric.memory else f"nixl: {memories}"
     if route == "host":

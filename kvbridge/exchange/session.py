@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
 
+from kvbridge_proto.door import DoorCard
 from kvbridge_proto.peer import Hello, Refuse, Welcome
 from kvbridge_proto.pool import Pool
 from kvbridge_proto.words import OURS, Agent, Rank, negotiate
@@ -103,7 +104,9 @@ def rank_index(pool: Pool) -> int:
     return pool.shard.pp_rank * pool.shard.tp_size + pool.shard.tp_rank
 
 
-def hello(home: Home, probe_lane: int = 0, address: str = "", serial: int = 0, oldest: int = 0) -> Hello:
+def hello(
+    home: Home, probe_lane: int = 0, address: str = "", serial: int = 0, oldest: int = 0, can_pull: bool = True
+) -> Hello:
     site = home.site
     return Hello(
         versions=OURS,
@@ -114,7 +117,8 @@ def hello(home: Home, probe_lane: int = 0, address: str = "", serial: int = 0, o
         digests=home.digests,
         host=site.host,
         device=site.device,
-        routes=site.routes,
+        routes=tuple(route for route in site.routes if can_pull or route != "pull"),
+        machine=site.machine,
         probe_lane=probe_lane,
         address=address,
         serial=serial,
@@ -163,7 +167,7 @@ def version_reason(greeting: Hello) -> str:
     return f"versions: ours {ours.oldest}-{ours.newest}, theirs {theirs.oldest}-{theirs.newest}"
 
 
-def welcome(session: Session, home: Home) -> Welcome:
+def welcome(session: Session, home: Home, door: DoorCard | None = None) -> Welcome:
     return Welcome(
         version=session.version,
         agent=home.agent,
@@ -175,6 +179,7 @@ def welcome(session: Session, home: Home) -> Welcome:
         route=session.routed.route,
         why=session.routed.why,
         probe=session.routed.probe,
+        door=door,
     )
 
 

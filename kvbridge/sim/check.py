@@ -10,6 +10,7 @@ from kvbridge_proto.peer import PROBE_LANES
 
 from ..agent.peers import Peers
 from ..agent.relations import Accepted, Dialled
+from ..agent.routes import NOT_CONNECTED
 from ..exchange.session import SessionState
 
 if TYPE_CHECKING:
@@ -60,12 +61,14 @@ def _kept(process: Process) -> Iterator[str]:
         ("transfers that wait for an offer", outbound._waiting),
         ("sinks that claim", outbound._of_sink),
         ("transfers that wait for a slot", (*outbound._hungry._waiting, *inbound._hungry._waiting)),
-        ("moves", mover._moving),
+        ("moves", mover._moving or mover._moved),
         ("docks of before", mover._equipment is not None and mover._equipment.has_retired),
         ("writes", mover._writing),
         ("waits for a fence", mover._fenced),
         ("targets that leave", mover._jobs._leaving),
         ("uses of targets", +mover._jobs._users),
+        ("memory that is left", mover._jobs._parting),
+        ("receivers that wait for an answer", outbound._owed),
     ):
         if left:
             yield f"{name}: {left}"
@@ -78,8 +81,10 @@ def _kept(process: Process) -> Iterator[str]:
     if process.engines._leaving is not None:
         yield "an engine that is still leaving"
     attached: Any = process.engines._attached
+    opened: dict[Any, Any] = dict(mover._jobs._peers)
     for memory in process.mapped:
-        if memory.is_open and (attached is None or memory is not attached.memory):
+        is_read = any(memory is each for each, _ in opened.values())
+        if memory.is_open and not is_read and (attached is None or memory is not attached.memory):
             yield f"the memory of {memory.blocks.name} is mapped"
     yield from _between_agents(process)
 
@@ -88,7 +93,8 @@ def _between_agents(process: Process) -> Iterator[str]:
     """Sessions, and what is kept for each: nothing but what an open one needs."""
     peers, jobs, equipment = process.peers, process.mover._jobs, process.mover._at_work
     reached = {boot: target.serial for boot, target in jobs._targets.items()}
-    sessions = {boot: each.connected.serial for boot, each in peers.accepting.sessions.items()}
+    written = ((boot, each.connected.serial) for boot, each in peers.accepting.sessions.items())
+    sessions = {boot: serial for boot, serial in written if serial != NOT_CONNECTED}
     if reached != sessions:
         yield f"targets {reached}, sessions {sessions}"
     joined = Counter((target.dock.name, target.name) for target in jobs._targets.values())
@@ -98,6 +104,9 @@ def _between_agents(process: Process) -> Iterator[str]:
         connected = {name for at, name in joined if at == called}
         if fabric._peers != connected:
             yield f"{called}: connected to {fabric._peers}, for {connected}"
+    opened = {each.opened for each in peers.dialling.sessions.values() if each.opened}
+    if opened != {*jobs._peers}:
+        yield f"memory of {set(jobs._peers)} is mapped, for {opened}"
     for name, left in (
         ("lanes that are out", PROBE_LANES - len(peers.dialling._lanes)),
         ("sessions without a lane", peers.dialling._without_lane),

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .process import Process
 
 
+LATE_S = 0.01  # so much later than it came a message is looked at by a loop that stood still
+
+
 class Hearer(Protocol):
     """The engine's end."""
 
@@ -31,7 +34,8 @@ class EngineSocket:
         self._engine = engine
         self._received: deque[ToAgent | None] = deque()
         self._waiting: asyncio.Future[None] | None = None
-        self._unread = 0  # said, and on its way here
+        self._arrived: deque[ToAgent | None] = deque()  # and not looked at yet
+        self._unread = 0  # said, and on its way here, or not looked at
         self._down_at = self._up_at = 0.0
         self.is_closed = False  # the agent's end
         self.is_crashed = False  # closed by the kernel
@@ -86,16 +90,27 @@ class EngineSocket:
         self._process.listen()
         self._unread += 1
         self._down_at = max(self._down_at, world.clock.now + world.quick())
-        self._process.loop.post_at(self._down_at, lambda: self._take(message))
+        due = self._down_at
+        self._process.loop.post_at(due, lambda: self._take(message, due))
 
     def _up(self, event: Callable[[], None]) -> None:
         world = self._process.world
         self._up_at = max(self._up_at, world.clock.now + world.quick())
         self._engine.at(self._up_at, event)
 
-    def _take(self, message: ToAgent | None) -> None:
-        self._unread -= 1
-        self._received.append(message)
+    def _take(self, message: ToAgent | None, due: float) -> None:
+        """A loop that stood still meanwhile looks at its sockets in any order: this one may come last."""
+        world = self._process.world
+        self._arrived.append(message)
+        if world.scenario.is_pulled and world.clock.now - due > LATE_S and world.chance(0.5):
+            self._process.loop.post(world.quick(), self._hand_over)
+        else:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._unread -= len(self._arrived)
+        self._received.extend(self._arrived)
+        self._arrived.clear()
         waiting: Any = self._waiting
         if waiting is not None and not waiting.done():
             waiting.set_result(None)

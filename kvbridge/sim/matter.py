@@ -47,15 +47,15 @@ class Blocks:
         if not self.is_gone:
             self._foul(f"{self.name}: {text}")
 
-    def put(self, at: int, block: int, values: list[int]) -> None:
-        """Our agent writes cells of a block."""
+    def put(self, at: int, block: int, values: list[int], counts: bool = True) -> None:
+        """Our agent writes cells of a block; whether they count is not known yet where it pulls."""
         request = self.wanted.get(block)
         if request is None:
             self.foul(f"block {block} was written while nobody wanted it")
             return
         for i, value in enumerate(values):
             expected = self.expected.get(at + i)
-            if expected is not None and expected != value:
+            if counts and expected is not None and expected != value:
                 self.foul(f"{request}, block {block}: {spelled(value)} where {spelled(expected)} belongs")
             self.cells[at + i] = value
 
@@ -75,10 +75,11 @@ def written(prompt: int, token: int, row: int) -> int:
 class Attached:
     """What `AttachedPool` is to the agent: open until closed."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: Blocks, owner: Process | None = None) -> None:
         self.blocks = blocks
         self.pool = blocks.pool
         self.is_open = True
+        self.owner = owner  # the agent whose engine's it is, where that is a peer's
 
     def close(self) -> None:
         self.is_open = False
@@ -121,6 +122,7 @@ class _Move:
     seconds: float
     ends_at: float
     end: Callable[[], int]
+    source: Attached | None = None  # a peer's that is read
 
 
 class SlotPorter:
@@ -144,7 +146,7 @@ class SlotPorter:
         if not pool.is_open:
             raise EngineError("detached", "its memory is unmapped")
         cells = [NOTHING] * (slot.size_bytes // CELL_BYTES)
-        todo = [(at + i, run) for at, found in runs(part) for i, run in _spread(found)]
+        todo = list(_spread_all(part))
         half = len(todo) // 2
         memory = pool.blocks.cells
         _copy_out(memory, cells, todo[:half])
@@ -155,9 +157,7 @@ class SlotPorter:
             return digest_of(cells)
 
         ticket = self._begin(pool, end, None)
-        if (happens := self._process.on_gather) is not None:
-            self._process.on_gather = None
-            self._process.world.clock.after(self._moving[ticket].seconds * 0.5, happens)
+        self._happens(self._process, ticket)
         return ticket
 
     def scatter(
@@ -166,7 +166,7 @@ class SlotPorter:
         if not pool.is_open:
             raise EngineError("detached", "its memory is unmapped")
         count = slot.size_bytes // CELL_BYTES
-        todo = [(at + i, run) for at, found in runs(part) for i, run in _spread(found)]
+        todo = list(_spread_all(part))
         half = len(todo) // 2
 
         def cells() -> list[int]:
@@ -187,7 +187,38 @@ class SlotPorter:
 
         return self._begin(pool, end, expected)
 
-    def _begin(self, pool: Attached, end: Callable[[], int], expected: int | None) -> int:
+    def pull(self, source: Attached, theirs: Part, pool: Attached, ours: Part) -> int:
+        if not (source.is_open and pool.is_open):
+            raise EngineError("detached", "its memory is unmapped")
+        at = {place + i: first + i for place, (first, count, _) in _spread_all(theirs) for i in range(count)}
+        todo = list(_spread_all(ours))
+        half = len(todo) // 2
+
+        def read(some: list[tuple[int, Run]]) -> None:
+            for place, (first, count, block) in some:
+                values = [source.blocks.cells[at[place + i]] for i in range(count)]
+                pool.blocks.put(first, block, values, counts=False)
+
+        def end() -> int:
+            if not source.is_open:
+                pool.blocks.foul(f"{source.blocks.name} is read through a mapping that is closed")
+            read(todo[half:])
+            return 0
+
+        read(todo[:half])
+        ticket = self._begin(pool, end, None, self._process.world.pull_s())
+        self._moving[ticket].source = source
+        if source.owner is not None:
+            self._happens(source.owner, ticket)
+        return ticket
+
+    def _happens(self, owner: Process, ticket: int) -> None:
+        """What is to happen to an agent in the middle of the next read of its engine's blocks."""
+        if (happens := owner.on_gather) is not None:
+            owner.on_gather = None
+            owner.world.clock.after(self._moving[ticket].seconds * 0.5, happens)
+
+    def _begin(self, pool: Attached, end: Callable[[], int], expected: int | None, seconds: float | None = None) -> int:
         self._count += 1
         ticket = self._count
 
@@ -196,7 +227,7 @@ class SlotPorter:
             self._moved.append(compared(ticket, end(), expected))
             self._process.rouse()
 
-        seconds = self._process.world.gather_s()
+        seconds = self._process.world.gather_s() if seconds is None else seconds
         self._moving[ticket] = _Move(pool, seconds, self._process.world.clock.now + seconds, end)
         self._process.thread.post(seconds, over)
         return ticket
@@ -208,6 +239,8 @@ class SlotPorter:
             clock.at(min(move.ends_at, clock.now + KERNELS_S), partial(_land, move.end))
 
     def warm(self, pool: Attached, part: Part, slot: Span) -> None: ...
+
+    def warm_pull(self, source: Attached, theirs: Part, pool: Attached, ours: Part) -> None: ...
 
     def copy(self, source: Span, target: Span) -> int:
         raise NotImplementedError
@@ -223,7 +256,7 @@ class SlotPorter:
         return moved
 
     def is_using(self, pool: Attached) -> bool:
-        return any(move.attached is pool for move in self._moving.values())
+        return any(pool in (move.attached, move.source) for move in self._moving.values())
 
     def forget(self, pool: Attached) -> None: ...
 
@@ -248,6 +281,11 @@ def _spread(found: list[Run]) -> Iterator[tuple[int, Run]]:
     for run in found:
         yield at, run
         at += run[1]
+
+
+def _spread_all(part: Part) -> Iterator[tuple[int, Run]]:
+    """Where each run of cells lies in the slot, were there one, and in memory."""
+    return ((at + i, run) for at, found in runs(part) for i, run in _spread(found))
 
 
 def _copy_out(memory: list[int], slot: list[int], todo: list[tuple[int, Run]]) -> None:

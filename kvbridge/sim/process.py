@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from kvbridge_proto.door import DoorCard
 from kvbridge_proto.engine import Attach
 from kvbridge_proto.peer import Notice
 from kvbridge_proto.words import Agent as AgentCard
@@ -18,16 +19,18 @@ from ..agent.engines import Engines
 from ..agent.equipment import Dock, Docks, Equipment
 from ..agent.metrics import Gauges, Metrics
 from ..agent.mover import IDLE_S, Mover
-from ..agent.waiting import WaitFence, WaitWord
+from ..agent.waiting import WaitFence, WaitLease, WaitWord
 from ..config import AgentConfig
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..device.porter import Porter
 from ..device.staging import Staging
+from ..errors import PeerError
 from ..exchange.actions import Scatter, Ship
 from ..exchange.intake import WantState
 from ..exchange.outlet import OutState
 from ..exchange.route import Site
+from ..exchange.session import Session
 from ..exchange.slots import LocalSlots, SlotPool
 from ..transport.control import Control
 from ..transport.local import LocalConnection
@@ -103,7 +106,8 @@ class SteppedMover(Mover):
     def next_look(self) -> float | None:
         """When a wait may be over although nobody rouses us: after a tick, which listens, or at its deadline."""
         tick = self._clock() + TICK_S
-        return min((tick if isinstance(wait, WaitWord) else wait.deadline for wait, _ in self._fenced), default=None)
+        ticking = (WaitWord, WaitLease)
+        return min((tick if isinstance(wait, ticking) else wait.deadline for wait, _ in self._fenced), default=None)
 
     def expect(self, slots: int) -> None:
         was, self._expecting = self._expecting, slots
@@ -116,6 +120,8 @@ class SteppedMover(Mover):
             self._process.rouse()
 
     def warm(self, attachment: Attachment, parts: Any) -> None: ...
+
+    def warm_pull(self, attachment: Attachment, boot: str, epoch: int, parts: Any) -> None: ...
 
     async def _may_use(self, attachment: Attachment) -> bool:
         return False if self._process.is_dead else await super()._may_use(attachment)
@@ -185,11 +191,13 @@ class Process(Agent):
             outbound = SimStaging(SLOT_BYTES, local, "dram", base + OUTBOUND, _nothing)
             dock = Dock(called, inbound, outbound, fabric, porter)
             self.fabrics[called] = fabric
-            return Docks(dock, None, Site(dock.card(), routes=("nixl",)), ExitStack())
+            machine = "one" if "pull" in self.config.routes else ""
+            return Docks(dock, None, Site(dock.card(), None, None, self.config.routes, machine), ExitStack())
 
         self.stepped = SteppedMover(self, lambda: Equipment(porter, docks(0), docks, ExitStack()))
         self.mover = self.stepped
         self.slots, self.local_slots = SlotPool(slots), LocalSlots(local)
+        self.doors = SimDoors(self)
         self.links = AgentLinks(self, world.address_of(name), self.config.connect_s)
         self.control = cast(Control, self.links)
         self.before = frozenset(each.boot for each in world.by_boot.values() if each.name == name)
@@ -315,7 +323,7 @@ class Process(Agent):
     def look_at_waits(self) -> None:
         """No chunk of what is over waits for a fence, for its engine waits for the end of it."""
         for wait, _ in self.mover._fenced:
-            if not isinstance(wait, WaitFence):
+            if not isinstance(wait, WaitFence) or wait.chunk is None:
                 continue
             transfer = wait.chunk.transfer
             if isinstance(wait.chunk, Ship):
@@ -349,6 +357,38 @@ class Process(Agent):
             return
         self._tick_at = float("inf")
         self.loop.call_soon(lambda: self.tick(self.world.clock.now - at))
+
+
+class SimDoors:
+    """Whoever says the token gets to the memory, if it is still there."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._shared: dict[bytes, Attached] = {}
+
+    def let_in(self, session: Session) -> DoorCard:
+        token, epoch = self._process.world.entropy(32), session.our_epoch
+        self._shared[token] = cast(Any, self._process.engines._attached).memory
+        return DoorCard(machine="one", path=self._process.name, session=session.peer.boot, epoch=epoch, token=token)
+
+    def see_off(self, session: Session) -> None: ...
+
+    def share(self, attached: Attachment) -> None: ...
+
+    def withdraw(self, attached: Attachment, reason: str) -> None: ...
+
+    async def enter(self, session: Session, door: DoorCard) -> None:
+        process, world = self._process, self._process.world
+        await asyncio.sleep(world.quick())
+        peer = world.processes[door.path]
+        memory = cast(SimDoors, peer.doors)._shared.get(door.token)
+        if peer.is_dead or memory is None or not memory.is_open or world.chance(0.02):
+            raise PeerError("no_door", f"{door.path}: there is nobody, or not any more")
+        read = Attached(memory.blocks, peer)
+        process.mapped.append(read)
+        jobs = process.mover._jobs
+        boot, epoch = session.peer.boot, session.peer_epoch
+        await process.mover._call(lambda: jobs.open_peer(boot, epoch, cast(AttachedPool, read), _nothing))
 
 
 class SimStaging(Staging):

@@ -136,13 +136,15 @@ class Rank:
             return
         socket.hang_up()
         self.is_here, self._is_ending = False, True
-        self.engine.unread(self)
+        shared_s = READERS_S if self.engine.world.scenario.is_pulled else 0.0
+        if self._has_let_go or not shared_s:
+            self.engine.unread(self)
         if self._has_let_go:
             self._end()
         elif not socket.is_crashed:
             self.engine.world.foul(f"{self.blocks.name}: its agent lives and has closed its end without a word")
         else:
-            self.engine.later(GONE_S, self._end)
+            self.engine.later(max(GONE_S, shared_s), self._end)
 
     def _end(self) -> None:
         self._socket = None

@@ -63,6 +63,7 @@ OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "lose engin
 OF_NETWORK: tuple[FaultKind, ...] = ("spoil", "repeat notice")
 OF_MESSAGES: tuple[FaultKind, ...] = ("drop", "duplicate", "reorder")
 STALLS_END_S = 19.0  # for an agent that stands still beyond all else
+PULLED = 1 << 20  # seeds with this bit are of agents that read each other's engines
 LAST = 900  # the numbers of the last requests begin there
 MEANWHILE = 950  # and those of the requests that are made while an agent stands still for long
 
@@ -131,6 +132,7 @@ class Scenario:
     block_tokens: tuple[int, int] = (2, 4)
     addresses: int = 1  # that each agent has; requests name one or another
     salt: int = 0  # other delays
+    is_pulled: bool = False  # agents read the memory of each other's engines
 
     def without(self, requests: frozenset[int] = frozenset(), faults: frozenset[Fault] = frozenset()) -> Scenario:
         return replace(
@@ -223,6 +225,9 @@ def make(seed: int) -> Scenario:
     if scenario.is_impatient:
         request = rng.choice(requests)
         faults.append(Fault(request.at, "preempt", (request.source,), round(rng.uniform(1.0, 1.7), 4)))
+    if seed & PULLED:
+        scenario = replace(scenario, is_pulled=True)
+        faults += _stops(random.Random(f"stops {seed}"), scenario)
     if seed % 16 == 11:
         faults += _disorder(random.Random(f"disorder {seed}"), scenario)
     if seed % 16 == 14:
@@ -283,6 +288,17 @@ def _fault(rng: random.Random, scenario: Scenario) -> Fault:
     if kinds is OF_ENGINES:
         return Fault(at, kind, (rng.choice(list(engines)),), seconds)
     return Fault(at, kind, ())
+
+
+def _stops(rng: random.Random, scenario: Scenario) -> list[Fault]:
+    """Agents stand still about as long as a lease lasts, while their engines take back what is being read."""
+    faults = []
+    for _ in range(rng.randint(0, 3)):
+        request, at = rng.choice(scenario.requests), _moment(rng, scenario)
+        agent = rng.choice(scenario.engines[rng.choice((request.prefill, request.decode))])
+        kind: FaultKind = rng.choice(("freeze agent", "freeze loop", "freeze mover", "preempt"))
+        faults.append(Fault(round(at, 5), kind, (agent,), round(rng.uniform(0.05, 1.8), 4)))
+    return faults
 
 
 def _disorder(rng: random.Random, scenario: Scenario) -> list[Fault]:

@@ -83,7 +83,7 @@ class World:
             connect_s=CONNECT_S,
             silence_s=SILENCE_S,
             write_timeout_s=scenario.write_timeout_s,
-            routes=("nixl",),
+            routes=("pull", "nixl") if scenario.is_pulled else ("nixl",),
             rebuild_s=REBUILD_S[scenario.seed % len(REBUILD_S)],
         )
 
@@ -236,6 +236,10 @@ class World:
         random = self._random.random
         return random() * 5e-4 if random() < 0.9 else random() * 0.1
 
+    def pull_s(self) -> float:
+        """How long a read of another engine's blocks takes: now and then longer than its lease."""
+        return self.gather_s() if self.chance(0.85) else self.uniform(0.02, 1.2)
+
     # What is watched:
 
     def foul(self, text: str) -> None:
@@ -324,6 +328,8 @@ def _brief(body: Body) -> str:
         "Claim": ("transfer", "room", "first_token", "end_token", "leases"),
         "Grant": ("transfer", "leases"),
         "Ready": ("transfer", "chunks"),
+        "Tables": ("transfer", "tokens", "is_last", "renewal"),
+        "Renew": ("transfer", "number"),
         "Cancel": ("transfer", "code"),
         "Drained": ("transfer", "code"),
         "Failing": ("transfer", "code"),

@@ -181,9 +181,15 @@ class Detach(Struct, frozen=True, kw_only=True, tag="detach"):
 
 
 class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
+    """With `is_shared`, other agents of this host may read your memory, for as long as we promise them.
+
+    A promise outlives us, but not by READERS_S: so long after our end without Detached wait with what you have offered.
+    """
+
     version: int
     epoch: Count
     agent: Agent
+    is_shared: bool = False
 
 
 class Detached(Struct, frozen=True, kw_only=True, tag="detached"):

@@ -9,12 +9,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from .door import DoorCard
 from .pool import Bytes, Count, Name, Pool, Positive
-from .words import Agent, Boot, Code, Ranks, Reasons, Room, Seconds, VersionRange
+from .words import Agent, Blocks, Boot, Code, Ranks, Reasons, Room, Seconds, VersionRange
 
 TransferId = Annotated[str, Meta(min_length=1, max_length=64)]
 Digest = Annotated[str, Meta(max_length=64)]
-Route = Literal["direct", "nixl", "host"]
+Route = Literal["pull", "direct", "nixl", "host"]
 
 # Lanes of the slot that probes are written to: as many sources may prove their routes at once.
 PROBE_LANES = 64
@@ -50,7 +51,8 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     """Sink to source: who I am, my engine's pool, where you may write. Answered by Welcome or Refuse.
 
     `fabric` is my staging, `host` its twin in host memory where there is one, `device` the GPU it is on. The source
-    chooses a route and proves it in lane `probe_lane` before it welcomes.
+    chooses a route and proves it in lane `probe_lane` before it welcomes; `pull` it only names, for I prove that.
+    `machine` is the boot id of my kernel: who has the same can open the door to its engine's memory for me.
 
     `address` is how I reached you: one session is enough, whatever you are called. `serial` is the number of this
     connection among all that I made: at one address the latest one counts. Those before `oldest` I have given up, but
@@ -65,7 +67,8 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     digests: Annotated[tuple[Name, ...], Meta(max_length=16)]
     host: FabricCard | None = None
     device: DeviceCard | None = None
-    routes: Annotated[tuple[Route, ...], Meta(max_length=3)] = ("direct", "nixl", "host")
+    routes: Annotated[tuple[Route, ...], Meta(max_length=4)] = ("direct", "nixl", "host")
+    machine: Annotated[str, Meta(max_length=256)] = ""
     probe_lane: Count = 0
     address: Annotated[str, Meta(max_length=256)] = ""
     serial: Count = 0
@@ -85,7 +88,8 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     """Source to sink: agreed. `ranks` are the agents of my whole engine, so far as it has told me.
 
     `slot_bytes` bounds the chunks of every plan of this session: the smaller of both stagings' slots. `route` is how
-    the chunks will come, `why` says what stood against the better ones, `probe` is what the sink must find.
+    the chunks will come, `why` says what stood against the better ones, `probe` is what the sink must find. On the
+    route `pull` it opens `door` instead, and says Hello again without that route if it cannot.
     """
 
     version: int
@@ -98,6 +102,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     route: Route = "nixl"
     why: Annotated[str, Meta(max_length=1024)] = ""
     probe: Probe | None = None
+    door: DoorCard | None = None
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
@@ -151,6 +156,28 @@ class Claim(Struct, frozen=True, kw_only=True, tag="claim"):
     deadline_s: Seconds
 
 
+class Tables(Struct, frozen=True, kw_only=True, tag="tables"):
+    """Sender to receiver, on the route `pull`: tokens up to `tokens` of this transfer lie in these blocks; read them.
+
+    The answer to the claim (`renewal` 0) or to the renewal of that number, and said again when more tokens are there.
+    `blocks` go on where those of the last one ended. With `is_last` no more will come. What was read counts if it was
+    read before the lease ended that began when the claim or renewal was sent.
+    """
+
+    transfer: TransferId
+    tokens: Count
+    is_last: bool
+    renewal: Count
+    blocks: Annotated[tuple[Blocks, ...], Meta(max_length=256)] = ()
+
+
+class Renew(Struct, frozen=True, kw_only=True, tag="renew"):
+    """Receiver to sender, on the route `pull`: I am still reading. Answered by Tables if the blocks are still there."""
+
+    transfer: TransferId
+    number: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
 class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
     """Source to sink: chunks [0, chunks) of this transfer can be gathered; lend slots."""
 
@@ -167,6 +194,8 @@ class Grant(Struct, frozen=True, kw_only=True, tag="grant"):
 
 class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):
     """Sink to source: stop. Answered by Drained, once no write of this transfer is under way.
+
+    On the route `pull` it says besides that nothing of this transfer is being read any more.
 
     `boot` is the start of the source's agent that it was claimed of, where that is not the one which is asked: answered
     by Drained if that start is known to be dead, and not at all otherwise.
@@ -208,7 +237,7 @@ class Hold(Struct, frozen=True, kw_only=True, tag="hold"):
 
 
 class Settled(Struct, frozen=True, kw_only=True, tag="settled"):
-    """Sink to source: every chunk of this transfer landed and was taken over."""
+    """Sink to source: every chunk of this transfer landed and was taken over; on the route `pull`, all was read."""
 
     transfer: TransferId
 
@@ -229,13 +258,15 @@ class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
     reason: Annotated[str, Meta(max_length=1024)] = ""
 
 
-ToSource = Hello | Claim | Grant | Cancel | Hold | Settled | Ping | Goodbye
-ToSink = Welcome | Refuse | Ready | Drained | Failing | Ping | Pong | Goodbye
+ToSource = Hello | Claim | Grant | Renew | Cancel | Hold | Settled | Ping | Goodbye
+ToSink = Welcome | Refuse | Tables | Ready | Drained | Failing | Ping | Pong | Goodbye
 Body = (
     Hello
     | Welcome
     | Refuse
     | Claim
+    | Tables
+    | Renew
     | Ready
     | Grant
     | Cancel

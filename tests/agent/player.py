@@ -15,6 +15,7 @@ from kvbridge.agent.routes import Connected, Landing
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Home, Session, answer, hello, welcome
 from kvbridge.transport.trust import Trust
+from tests.agent.no_doors import NO_DOORS
 from tests.exchange.world import World
 
 from .wire import Wire
@@ -36,7 +37,7 @@ class Player:
         self.drained = False
         self.opened_at: list[str] = []
         self.over: list[tuple[str, str]] = []
-        self.peers = Peers(self, self, lambda: self.home, Metrics(), 0.2)
+        self.peers = Peers(self, self, lambda: self.home, Metrics(), 0.2, NO_DOORS)
         self.peers.dialling.sink = self.peers.accepting.source = self
 
     def is_wanted(self, address: str) -> bool:

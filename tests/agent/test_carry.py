@@ -52,6 +52,11 @@ class Bench:
         for engine in self.sinks:
             engine.want(request, address, table, tokens, **more)
 
+    def went_by(self, route: str) -> None:
+        """Every session is of this route."""
+        for engine in self.sinks:
+            assert {peer.route.split()[0] for peer in engine.agent.status.peers} == {route}, engine.agent.text()
+
     def done(self, request: str) -> None:
         for engine in self.sinks:
             answer = engine.answer(request)
@@ -82,16 +87,21 @@ PAIRS = {
 }
 
 
+ROUTES = ("nixl", "pull")
+
+
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", PAIRS)
-def test_carries_every_row_and_writes_nothing_else(name: str, tmp_path: Path) -> None:
+def test_carries_every_row_and_writes_nothing_else(name: str, route: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        bench = Bench(tmp_path, stack, *PAIRS[name])
+        bench = Bench(tmp_path, stack, *PAIRS[name], routes=f"{route},host")
         source_table, sink_table = _tables(bench, 90)
         bench.fill(source_table, range(90))
         bench.offer("r", source_table, 90)
         bench.want("r", sink_table, range(90))
         bench.done("r")
         bench.check(sink_table, range(90))
+        bench.went_by(route)
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)])
@@ -130,12 +140,15 @@ def _tables(bench: Bench, tokens: int) -> tuple[list[int], list[int]]:
     return tables[0], tables[1]
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+@pytest.fixture(params=ROUTES)
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     with ExitStack() as stack:
         wide = {"key_width": 64, "value_width": 64}
         source = Shape("nhd", blocks=200, **wide)
-        yield Bench(tmp_path, stack, source, Shape("hnd", block_tokens=64, blocks=60, **wide))
+        sink = Shape("hnd", block_tokens=64, blocks=60, **wide)
+        bench = Bench(tmp_path, stack, source, sink, routes=f"{request.param},host")
+        yield bench
+        bench.went_by(request.param)
 
 
 def test_want_before_offer_and_chunks_while_the_prompt_is_computed(bench: Bench) -> None:

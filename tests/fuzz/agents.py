@@ -43,6 +43,7 @@ from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Home
 from kvbridge.exchange.slots import LocalSlots, SlotPool
 from kvbridge.transport.trust import Trust
+from tests.agent.no_doors import NO_DOORS
 
 from ..exchange.world import make_pool
 from .machines import ALL_ROWS, POOLS
@@ -118,11 +119,11 @@ class Besieged:
         self.home = Home(self.agent("us"), 1, OUR_POOL, Site(CARD), ("sum",), (self.rank("us"),))
         self.inbound = Inbound(SlotPool(8), self.new_id, lambda: self.new_id().encode().rjust(16))
         self.outbound = Outbound(LocalSlots(2))
-        self.peers = Watched(self, self, lambda: self.home, self.metrics, 5.0)  # type: ignore[arg-type]
+        self.peers = Watched(self, self, lambda: self.home, self.metrics, 5.0, NO_DOORS)  # type: ignore[arg-type]
         clock = lambda: self.now  # noqa: E731
         self.sink = Sink(self.inbound, self.peers.dialling, self, self.metrics, self.tell, clock)  # type: ignore[arg-type]
         home = lambda: self.home  # noqa: E731
-        source = Source(self.outbound, self.peers.accepting, self, self.metrics, self.tell, home, clock)  # type: ignore[arg-type]
+        source = Source(self.outbound, self.peers.accepting, self, self.metrics, self.tell, home, lambda: None, clock)  # type: ignore[arg-type]
         self.source = source
         self.peers.dialling.sink, self.peers.accepting.source = self.sink, self.source
         self.sink.attached = self.source.attached = object()  # type: ignore[assignment]

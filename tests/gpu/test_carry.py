@@ -22,7 +22,7 @@ REQUESTS = [
     Request(name="long", tokens=4096, seed=2),
     Request(name="prefix there", tokens=1777, first_token=1000, seed=3),
 ]
-ROUTES = ("direct", "nixl", "host")
+ROUTES = ("pull", "direct", "nixl", "host")
 LATE_CYCLES = 40_000_000  # about 20 ms on an H200
 TOO_LATE_CYCLES = 3_000_000_000  # 1.5 s: a first transfer compiles, and others start processes meanwhile
 

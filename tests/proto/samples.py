@@ -210,6 +210,8 @@ BODIES: tuple[Any, ...] = (
         leases=(peer.Lease(5, 12), peer.Lease(6, 1)),
         deadline_s=29.5,
     ),
+    peer.Tables(transfer="2f6c1d", tokens=32, is_last=False, renewal=1, blocks=(Blocks(0, 1, (7, 3)),)),
+    peer.Renew(transfer="2f6c1d", number=1),
     peer.Ready(transfer="2f6c1d", chunks=2),
     peer.Grant(transfer="2f6c1d", leases=(peer.Lease(7, 3),)),
     peer.Cancel(transfer="2f6c1d", code="aborted", reason="abandoned by the engine"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbridge.sim.run import play, prepared
-from kvbridge.sim.scenario import Fault, Scenario, from_text, make
+from kvbridge.sim.scenario import PULLED, Fault, FaultKind, Request, Scenario, from_text, make
 from tests.sim.mutations import MUTATIONS, switched_off
 
 LENT_TWICE = "a slot that is free, .* was written"
@@ -19,6 +19,7 @@ FOREIGN = "waste .* where prompt .* belongs"
 UNWANTED = "was written while nobody wanted it"
 FORGED = "a forged notice counted: .*"
 NO_OTHER_END = "a session over the link with .* that is none at its other end"
+READ_WRONG = "is done, but has"
 LATE = "when all was well again: failed"
 MEANWHILE = "while another agent stood still: failed"
 # The seed to look at first, which showed it when this was written, and how; the rest is looked through if it does not.
@@ -68,6 +69,17 @@ KNOWN = {
         7,
         "a digest was wrong, and nothing had spoiled",
     ),
+    "what was read after its lease counts": (PULLED, READ_WRONG),
+    "a lease begins when it is answered": (PULLED, READ_WRONG),
+    "a renewal counts that nobody answered": (PULLED, READ_WRONG),
+    "the clock is looked at before the read ends": (PULLED, READ_WRONG),
+    "a sender promises what it has not listened for": (PULLED, READ_WRONG),
+    "a promise is not waited for": (PULLED, READ_WRONG),
+    "an engine detaches while it is read": (PULLED + 2374, READ_WRONG),
+    "an engine whose agent died waits for no reader": (PULLED, READ_WRONG),
+    "an engine takes back sooner than it may": (PULLED, READ_WRONG),
+    "readers do not wait for the fence": (PULLED, READ_WRONG),
+    "memory is unmapped while it is read": (PULLED, "through a mapping that is closed"),
     "scattered is said before rows are": (642, UNWANTED),
 }
 BROKEN = re.compile(r"\b(Type|Attribute|Name)Error\(")
@@ -90,9 +102,89 @@ def _as_once(name: str) -> Callable[[Scenario], Scenario]:
     return lambda scenario: replace(kept, salt=scenario.seed)
 
 
+Shape = Callable[[Scenario], Scenario]
+
+
+def _asked(scenario: Scenario, after_s: float, withdraw_s: float | None) -> tuple[Request, ...]:
+    """Its requests far from each other: each offered whole, wanted so long after that, and withdrawn."""
+    return tuple(
+        replace(
+            each,
+            at=0.2 + 1.6 * i,
+            want_at=0.2 + 1.6 * i + after_s,
+            tokens=8,
+            piece_tokens=8,
+            first_token=0,
+            offered_from=0,
+            queued_s=0.0,
+            deadline_s=2.0,
+            hold_s=3.0,
+            withdraw_s=withdraw_s,
+            abandon_s=None,
+            twin=0,
+        )
+        for i, each in enumerate(scenario.requests)
+    )
+
+
+def _troubled(scenario: Scenario, requests: tuple[Request, ...], faults: list[Fault], is_impatient: bool) -> Scenario:
+    faults = sorted(faults, key=lambda fault: fault.at)
+    return replace(scenario, requests=requests, faults=tuple(faults), is_impatient=is_impatient)
+
+
+def _pairs(scenario: Scenario, request: Request) -> list[tuple[str, str]]:
+    senders, receivers = scenario.engines[request.prefill], scenario.engines[request.decode]
+    return [(sender, receiver) for sender in senders for receiver in receivers]
+
+
+def _unheard(kind: FaultKind | None, is_impatient: bool = False) -> Shape:
+    """Soon after each answer its receiver hears nothing more. Meanwhile what it reads is withdrawn, or this happens."""
+
+    def shaped(scenario: Scenario) -> Scenario:
+        requests = _asked(scenario, 0.3, 0.35 if kind in (None, "freeze loop") else None)
+        faults = []
+        for each in requests:
+            faults += [Fault(each.want_at + 0.002, "half-open", pair, 0.6) for pair in _pairs(scenario, each)]
+            who = [each.prefill] if kind == "detach" else scenario.engines[each.prefill]
+            faults += [Fault(each.want_at + 0.02, kind, (name,), 1.2) for name in who if kind is not None]
+        return _troubled(scenario, requests, faults, is_impatient)
+
+    return shaped
+
+
+def _answered_late(scenario: Scenario) -> Scenario:
+    """Answers come when the lease is over. Renewals do not arrive, nor what is said then of what is withdrawn."""
+    requests, faults = _asked(scenario, 0.3, 0.76), []
+    for each in requests[1:]:  # the first opens the sessions
+        at = each.want_at
+        for sender, receiver in _pairs(scenario, each):
+            faults += [Fault(at - 0.002, "half-open", (sender, receiver), 0.44)]
+            faults += [Fault(at + 0.445, "half-open", (sender, receiver), 0.5)]
+            faults += [Fault(at + 0.1, "half-open", (receiver, sender), 0.85)]
+    return _troubled(scenario, requests, faults, is_impatient=False)
+
+
+def _asked_unheard(scenario: Scenario) -> Scenario:
+    """Senders' loops stand still while their engines withdraw what is offered, take it back, and it is claimed."""
+    requests = _asked(scenario, 1.2, 0.06)
+    faults = [
+        Fault(each.at + 0.05, "freeze loop", (name,), 1.25)
+        for each in requests[1:]  # the first opens the sessions
+        for name in scenario.engines[each.prefill]
+    ]
+    return _troubled(scenario, requests, faults, is_impatient=True)
+
+
 # What shows too rarely in any schedule shows soon in these.
 SHAPED = {
     "an engine is let go while its memory is used": _left_soon,
+    "a lease begins when it is answered": _answered_late,
+    "a renewal counts that nobody answered": _answered_late,
+    "a promise is not waited for": _unheard(None),
+    "an engine detaches while it is read": _unheard("detach"),
+    "an engine whose agent died waits for no reader": _unheard("kill agent"),
+    "an engine takes back sooner than it may": _unheard("freeze loop", is_impatient=True),
+    "a sender promises what it has not listened for": _asked_unheard,
     "a session is given up without a word": _as_once("a session is given up without a word"),
 }
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 from kvbridge_proto.engine import Detached
-from kvbridge_proto.peer import Drained
+from kvbridge_proto.peer import Drained, Tables
 
 from kvbridge.agent.accepting import Accepting
 from kvbridge.agent.attachment import Attachment
@@ -19,6 +20,7 @@ from kvbridge.agent.jobs import Failure, Jobs
 from kvbridge.agent.mover import Mover
 from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.relations import Lanes
+from kvbridge.agent.source import Source
 from kvbridge.agent.waiting import WaitWord
 from kvbridge.device.porter import Moved
 from kvbridge.exchange import inbound, outbound
@@ -27,10 +29,11 @@ from kvbridge.exchange.doubts import Doubts
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState, failed
 from kvbridge.exchange.outbound import Outbound
-from kvbridge.exchange.outlet import OutState
+from kvbridge.exchange.outlet import Offered, OutState
+from kvbridge.exchange.reading import LEASE_S, Lease
 from kvbridge.exchange.rooms import Rooms
 from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
-from kvbridge.sim import matter, rank
+from kvbridge.sim import engine, matter, rank
 from kvbridge.sim.local import EngineSocket
 from kvbridge.sim.matter import SlotPorter
 from kvbridge.sim.process import Process
@@ -334,6 +337,66 @@ def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
     _over_at_once("ship", "_moving", ended)(put)
 
 
+# The read lease (kvbridge/exchange/reading.py):
+
+
+def _begins_when_answered(put: Callable[[Any, str, Any], None]) -> None:
+    right = Inbound.tables
+
+    def tables(self: Inbound, boot: str, told: Tables, now: float, key: str = "") -> Any:
+        if (intake := self._intake(boot, told.transfer, key)) is not None and intake.reading is not None:
+            intake.reading.lease.ends = now + LEASE_S
+        return right(self, boot, told, now, key)
+
+    put(Inbound, "tables", tables)
+
+
+def _renewed_unheard(put: Callable[[Any, str, Any], None]) -> None:
+    right = Lease.renew
+
+    def renew(self: Lease, now: float) -> int:
+        self.ends = now + LEASE_S
+        return right(self, now)
+
+    put(Lease, "renew", renew)
+
+
+def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
+    """As if the clock were looked at when the read was begun."""
+    right, begun = SlotPorter.pull, WeakKeyDictionary[Any, float]()
+
+    def pull(self: SlotPorter, *args: Any) -> int:
+        begun[self] = self._process.world.clock.now
+        return right(self, *args)
+
+    def counted(self: Jobs, pull: Any, attachment: Any) -> Generator[Any, Any, Failure]:
+        at = begun.get(self._equipment.porter, float("inf"))
+        return None if pull.lease.counts(at) else ("lease_over", "")
+        yield
+
+    put(SlotPorter, "pull", pull)
+    put(Jobs, "_counted", counted)
+
+
+def _unmapped_while_read(put: Callable[[Any, str, Any], None]) -> None:
+    def close_parting(self: Jobs) -> None:
+        while self._parting:
+            self._unmap(*self._parting.pop())
+
+    put(Jobs, "close_parting", close_parting)
+
+
+def _unfenced(put: Callable[[Any, str, Any], None]) -> None:
+    def look(self: Offered, has_reached: Any) -> None:
+        self.steps.clear()
+        self.readable = self.tokens
+
+    put(Offered, "look", look)
+
+
+async def _at_once(self: Source) -> None: ...
+
+
 def _nothing(owner: Any, method: str) -> Mutate:
     """The method of that name does nothing."""
     return lambda put: put(owner, method, lambda self, *args: None)
@@ -384,6 +447,17 @@ MUTATIONS: dict[str, Mutate] = {
     "a slot to gather into is used again before its write has ended": _over_at_once(
         "ship", "_writing", lambda mover, key: Wrote(key[1])
     ),
+    "what was read after its lease counts": lambda put: put(Lease, "counts", lambda self, now: True),
+    "a lease begins when it is answered": _begins_when_answered,
+    "a renewal counts that nobody answered": _renewed_unheard,
+    "the clock is looked at before the read ends": _looks_before,
+    "a sender promises what it has not listened for": lambda put: put(outbound, "HEARD_S", float("inf")),
+    "a promise is not waited for": _nothing(Outbound, "_promise"),
+    "an engine detaches while it is read": lambda put: put(Source, "unread", _at_once),
+    "an engine whose agent died waits for no reader": lambda put: put(rank, "READERS_S", 0.0),
+    "an engine takes back sooner than it may": lambda put: put(engine, "READERS_S", 0.1),
+    "readers do not wait for the fence": _unfenced,
+    "memory is unmapped while it is read": _unmapped_while_read,
     "scattered is said before rows are": _over_at_once("scatter", "_moving", lambda mover, ticket: Moved(ticket)),
 }
 # Rules against a source that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one

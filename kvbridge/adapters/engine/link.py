@@ -5,7 +5,8 @@ without requests makes no steps: it sleeps until the agent's end closes, and tri
 is when a lost agent can no longer hurt.
 
 - What it reads of our memory counts only if it has heard of us within half of `READERS_S`: so `READERS_S` after we
-  have given it up, or as soon as its end of the socket is closed, the blocks that it may read are ours again.
+  have given it up, or as soon as its end of the socket is closed, the blocks that it may read are ours again. Where
+  other agents read our memory on its word they may go on without it: then it is `READERS_S` after the loss in any case.
 - What it writes has no such bound: it may be stopped in the middle of a copy and go on a minute later, and the kernels
   of a killed agent outlive its socket. It is over once the agent has said so (`Detached`, its last word), or its
   process is gone.
@@ -94,7 +95,9 @@ class AgentLink:
         self._was_here = False  # on this connection
         self._has_let_go = True  # the agent, by its own word; or it has been asked for nothing
         self._at = 0.0  # when to try again (AWAY) or to stop waiting for Attached (ASKING)
-        self._unread_at: float | None = None  # when reads are over (ENDING)
+        self._unread_at = 0.0  # when reads are over, however the agent ended (ENDING)
+        self._is_unread = False  # they are, and it was said
+        self._is_shared = False  # agents of this host may read our memory on the agent's word
         self._gone_at: float | None = None  # when a process is gone that we cannot look at (ENDING)
         self._told = ""
         self._failure = ""  # what last went wrong on the link's thread
@@ -277,7 +280,7 @@ class AgentLink:
 
     def _here(self, attached: Attached) -> None:
         self.state, self.attached, self._told = Link.HERE, attached, ""
-        self._was_here, self._has_let_go = True, False
+        self._was_here, self._has_let_go, self._is_shared = True, False, attached.is_shared
         self._log.info("kvbridge: attached to %s at %s", attached.agent.name, self.address)
         for message in self._first():
             self._client.send(message)
@@ -293,20 +296,22 @@ class AgentLink:
         what = "lost" if self.state is Link.HERE else "not attached to"
         self._client.hang_up(why)
         self.state, self.attached, self.why = Link.ENDING, None, why
-        self._unread_at, self._gone_at = self._clock() + READERS_S, None
+        self._unread_at, self._gone_at, self._is_unread = self._clock() + READERS_S, None, False
         self._complain(f"{what} the agent at {self._client.path}: {why}")
 
     def _look_for_the_end(self) -> None:
         now, has_ended = self._clock(), self._client.has_ended
         if has_ended and self._client.pidfd < 0 and self._gone_at is None:
             self._gone_at = now + GONE_S
-        if self._has_let_go or self._client.is_agent_gone or (self._gone_at is not None and now >= self._gone_at):
+        is_unread = now >= self._unread_at if self._is_shared else has_ended or now >= self._unread_at
+        is_gone = self._client.is_agent_gone or (self._gone_at is not None and now >= self._gone_at)
+        if self._has_let_go or (is_gone and is_unread):
             self._client.close()
             if self._was_here:
                 self._heard.append(Over(self.why))
             self._later(self.why)
-        elif self._unread_at is not None and (has_ended or now >= self._unread_at):
-            self._unread_at = None
+        elif is_unread and not self._is_unread:
+            self._is_unread = True
             self._heard.append(ReadsOver(self.why))
 
     def _later(self, why: str) -> None:
@@ -316,7 +321,9 @@ class AgentLink:
     def _next_at(self) -> float | None:
         """When something has to be done that no descriptor tells."""
         if self.state is Link.ENDING:
-            return min((at for at in (self._unread_at, self._gone_at) if at is not None), default=None)
+            if not self._is_unread:
+                return self._unread_at if self._is_shared else min(self._unread_at, self._gone_at or self._unread_at)
+            return self._gone_at
         return None if self.state is Link.HERE else self._at
 
     def _complain(self, text: str) -> None:

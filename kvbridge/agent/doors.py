@@ -1,0 +1,66 @@
+"""How receivers come to the memory of our engine, and we to that of theirs, on the route `pull`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Protocol
+
+from kvbridge_proto.door import DoorCard
+
+from ..exchange.session import Session
+from ..transport.door import Door, Shared, open_memory
+from .attachment import Attachment
+from .mover import Mover
+
+
+class Doors(Protocol):
+    """Of one agent."""
+
+    def let_in(self, session: Session) -> DoorCard | None:
+        """Where the receiver of this session finds our engine's memory, and what it has to say there."""
+
+    def see_off(self, session: Session) -> None:
+        """The session is over: its receiver is to close what it found."""
+
+    async def enter(self, session: Session, card: DoorCard) -> None:
+        """Map the memory of the sender's engine. Raises KVBridgeError."""
+
+    def share(self, attached: Attachment) -> None:
+        """Hand this over from now on."""
+
+    def withdraw(self, attached: Attachment, reason: str) -> None:
+        """Hand it over to nobody any more; who has it is to close it."""
+
+
+class LocalDoors:
+    """Our door, and those of other agents of this host. `name` is ours, for their logs."""
+
+    def __init__(self, door: Door, mover: Mover, name: str, allowed_uids: Iterable[int]) -> None:
+        self._door = door
+        self._mover = mover
+        self._name = name
+        self._allowed_uids = tuple(allowed_uids)
+
+    def let_in(self, session: Session) -> DoorCard | None:
+        return self._door.admit(session.peer.boot)
+
+    def see_off(self, session: Session) -> None:
+        self._door.dismiss(session.peer.boot, "the session is over")
+
+    async def enter(self, session: Session, card: DoorCard) -> None:
+        handover = await open_memory(card, self._name, allowed_uids=self._allowed_uids)
+        with contextlib.ExitStack() as stack:
+            stack.callback(handover.close)
+            await self._mover.open_peer(
+                session.peer.boot, session.peer_epoch, session.peer_pool, handover.handles, handover.fds, handover.close
+            )
+            stack.pop_all()
+        handover.close_fds()
+
+    def share(self, attached: Attachment) -> None:
+        if attached.shared is not None:
+            self._door.share(Shared(attached.epoch, attached.shared.handles, attached.shared.fds))
+
+    def withdraw(self, attached: Attachment, reason: str) -> None:
+        self._door.end(attached.epoch, reason)
