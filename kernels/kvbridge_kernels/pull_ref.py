@@ -36,8 +36,8 @@ def pull(chunk: PullChunk, sums: torch.Tensor | None, work: Work) -> None:
     known: dict[object, list[Cut]] = {}
     for pair in chunk.pairs():
         planes, places = _tile_of(pair.source)
-        key = (id(pair.source.places), id(pair.sink.places), pair.source.field.block_tokens, places)
-        key = (*key, pair.sink.field.block_tokens)
+        blocks = pair.source.field.block_tokens, pair.sink.field.block_tokens
+        key = (id(pair.source.places), id(pair.sink.places), *blocks, places)
         if key not in known:
             known[key] = list(_cuts(pair, places))
         for first in range(0, pair.source.field.planes.count, planes):

@@ -25,7 +25,7 @@ from ..transport.fabric import WriteFailed, WriteLate
 from .attachment import Attachment
 from .equipment import Dock, Equipment
 from .routes import MOST_BYTES, Connected, Landing, Target, close, pattern, prove
-from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitWord, WaitWrite
+from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitRoom, WaitWord, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
 
@@ -305,6 +305,8 @@ class Jobs:
             for index in range(pull.first_chunk, pull.end_chunk):
                 if len(tickets) == MOST_AHEAD:
                     yield WaitMove(tickets.popleft())
+                if not self._equipment.porter.has_room:
+                    yield WaitRoom(attachment, self._equipment.porter, self._clock() + self._write_timeout_s)
                 if pull.lease.is_given_up:
                     break
                 chunk = pull.plan.chunk(index)

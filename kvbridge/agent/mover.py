@@ -37,7 +37,7 @@ from .equipment import Docks, Equipment
 from .jobs import Jobs, Told
 from .routes import Connected, Landing
 from .stuck import STUCK_S, Watch, end_process
-from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitOnLoop, WaitWord, WaitWrite
+from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitOnLoop, WaitRoom, WaitWord, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
 
@@ -364,9 +364,9 @@ class Mover:
         except StopIteration:
             return
         match wait:
-            case WaitFence() | WaitWord() | WaitLease() if wait.is_over:
+            case WaitFence() | WaitWord() | WaitLease() | WaitRoom() if wait.is_over:
                 self._resume(job, None)
-            case WaitFence() | WaitWord() | WaitLease():
+            case WaitFence() | WaitWord() | WaitLease() | WaitRoom():
                 self._fenced.append((wait, job))
             case WaitMove(ticket=ticket) if ticket in self._moved:
                 self._resume(job, self._moved.pop(ticket))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from ..device.porter import Moved
+from ..device.porter import Moved, Porter
 from ..errors import EngineError
 from ..exchange.actions import Pull, Scatter, Ship
 from ..exchange.reading import Lease
@@ -68,6 +68,22 @@ class WaitLease:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitRoom:
+    """Until the porter may begin another move; resumed with None, or EngineError as WaitFence is."""
+
+    attachment: Attachment
+    porter: Porter
+    deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        return self.porter.has_room
+
+    def late(self) -> EngineError:
+        return EngineError("too_many_moves", "other moves did not end in time")
+
+
+@dataclass(frozen=True, slots=True)
 class WaitMove:
     """Until the porter's move is over; resumed with Moved."""
 
@@ -82,7 +98,7 @@ class WaitWrite:
     id: int
 
 
-WaitOnLoop = WaitFence | WaitWord | WaitLease  # looked at now and then
-Wait = WaitFence | WaitWord | WaitLease | WaitMove | WaitWrite
+WaitOnLoop = WaitFence | WaitWord | WaitLease | WaitRoom  # looked at now and then
+Wait = WaitFence | WaitWord | WaitLease | WaitRoom | WaitMove | WaitWrite
 Event = Moved | Wrote | WriteFailed | WriteLate | None
 Job = Generator[Wait, Event, None]

@@ -103,6 +103,10 @@ class Porter(Protocol):
     def read(self, span: Span) -> bytes:
         """What a span of our own holds, now."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether another move may be begun; else one has to end first."""
+
     def poll(self) -> list[Moved]:
         """The moves that are over since the last call. Raises only what ends the agent."""
 

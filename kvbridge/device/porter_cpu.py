@@ -100,6 +100,10 @@ class CpuPorter:
     def read(self, span: Span) -> bytes:
         return ctypes.string_at(span.address, span.size_bytes)
 
+    @property
+    def has_room(self) -> bool:
+        return True
+
     def poll(self) -> list[Moved]:
         moved, self._moved = self._moved, []
         return moved

@@ -31,6 +31,8 @@ from .porter import DeviceLost, Moved, compared
 from .pulls import Pulls
 from .staging import Staging
 
+KEPT_FREE = 1  # for what does not ask whether there is room: a chunk that has landed
+
 
 @dataclass(slots=True)
 class _Bundle:
@@ -179,6 +181,10 @@ class GpuPorter:
         driver.copy_to_host(held.data_ptr(), span.address, span.size_bytes, self._down.cuda_stream)
         self._down.synchronize()
         return held.numpy().tobytes()
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._bundles) > KEPT_FREE
 
     def poll(self) -> list[Moved]:
         over: list[Moved] = []

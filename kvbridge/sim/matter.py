@@ -27,6 +27,7 @@ CELL_BYTES = 512
 SLOT_CELLS = 8
 SLOT_BYTES = CELL_BYTES * SLOT_CELLS
 NOTHING = 0
+MOST_MOVES = 3  # of those that wait for room
 
 
 class Blocks:
@@ -250,6 +251,10 @@ class SlotPorter:
 
     def read(self, span: Span) -> bytes:
         return self._process.lanes.get(span.address, b"")
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._moving) < MOST_MOVES
 
     def poll(self) -> list[Moved]:
         moved, self._moved = self._moved, []
