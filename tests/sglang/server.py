@@ -98,7 +98,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def wait_ready(self, timeout_s: float = 120.0) -> None:
+    def wait_ready(self, timeout_s: float = 300.0) -> None:
         end = time.monotonic() + timeout_s
         while not self.is_ready():
             if self.process.poll() is not None or time.monotonic() > end:

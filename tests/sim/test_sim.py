@@ -15,11 +15,12 @@ import pytest
 
 from kvbridge.sim.minimise import minimised, told
 from kvbridge.sim.run import Listener, outcomes, play, prepared
-from kvbridge.sim.scenario import Scenario, as_text, from_text, make
+from kvbridge.sim.scenario import PULLED, Scenario, as_text, from_text, make
 from tests.sim.missed import missed
 from tests.sim.mutations import switched_off
 
 SLICE = 1200
+PULLED_SLICE = 400
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,15 @@ def test_nothing_is_lost_corrupted_or_stuck(part: int) -> None:
         ends.update(end for _, end in outcome.ends.values())
     assert ends["done"] > SLICE // 6, "most wants come to nothing: these schedules test little"
     assert len(ends) > 8, f"hardly anything goes wrong: {ends}"
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_what_is_pulled_is_not_lost_corrupted_or_stuck_either(part: int) -> None:
+    ends: Counter[str] = Counter()
+    for seed, outcome in outcomes(PULLED + part * PULLED_SLICE // 2, PULLED_SLICE // 2):
+        assert not outcome.failure, f"kvbridge sim --first {seed} --seeds 1"
+        ends.update(end for _, end in outcome.ends.values())
+    assert ends["done"] > PULLED_SLICE // 2 and ends["failed lease_over"], ends
 
 
 def test_a_seed_is_all_there_is_to_a_run() -> None:
