@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 from kvbridge_proto.codec import BadFrame
@@ -291,14 +292,15 @@ class Engines:
 
     def _open(self, attach: Attach, fds: list[int]) -> Attachment:
         """Map what the engine sent. Raises KVBridgeError; nothing stays mapped then."""
-        memory = AttachedPool.open(attach.pool, attach.handles, fds, self._mover.device)
-        try:
+        with ExitStack() as opened:
+            memory = AttachedPool.open(attach.pool, attach.handles, fds, self._mover.device)
+            opened.callback(memory.close)
             failpoint("agent.attaching")
             fence = None if attach.fence_fd is None else FencePage(_fd(fds, attach.fence_fd))
+            if fence is not None:
+                opened.callback(fence.close)
             shared = SharedHandles.keep(attach.handles, fds) if self._mover.site.machine else None
-        except BaseException:
-            memory.close()
-            raise
+            opened.pop_all()
         return Attachment(self._epoch + 1, memory, fence, Word(self._clock()), shared)
 
     def _has_no_fence(self) -> bool:

@@ -230,7 +230,7 @@ class Inbound:
             return []
         reading.lease.answered(told.renewal)
         try:
-            reading.learn(told)
+            reading.learn(told, intake.plan)
         except KVBridgeError as error:
             return self._fail(self._wanted_by[told.transfer], error.code, str(error), now)
         intake.ready = max(intake.ready, ready_chunks(intake.plan, told.tokens, told.is_last))

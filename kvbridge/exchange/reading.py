@@ -45,12 +45,9 @@ class Promise:
         pieces = []
         for group in _groups(plan, is_last):
             table = tables[group]
-            if table.group.kind == "full":
-                begin = max(self._entries.get(group, _first_entry(plan, table)), table.first_block)
-                end = min(_end_entry(min(tokens, plan.end_token), table), table.first_block + len(table.ids))
-            else:
-                begin = max(self._entries.get(group, 0), table.first_block)
-                end = table.first_block + len(table.ids)
+            first = _first_entry(plan, table) if table.group.kind == "full" else 0
+            begin = max(self._entries.get(group, first), table.first_block)
+            end = min(_end_entry(min(tokens, plan.end_token), table), table.first_block + len(table.ids))
             if begin < end:
                 ids = table.ids[begin - table.first_block : end - table.first_block]
                 pieces.append(Blocks(group, begin, tuple(ids.tolist())))
@@ -111,11 +108,13 @@ class Reading:
     begun: int = 0  # chunks that are read, or being read
     is_busy: bool = False  # some are being read
 
-    def learn(self, told: Tables) -> None:
-        """Raises KVBridgeError for blocks that its pool does not have, or that do not go on where the last did."""
+    def learn(self, told: Tables, plan: Plan) -> None:
+        """Raises KVBridgeError for blocks that its pool or its plan does not have, or that leave some out."""
         pool = self.session.peer_pool
         for piece in told.blocks:
             if piece.group >= len(pool.groups):
                 raise PeerError("unknown_group", f"group: got {piece.group}, the pool has {len(pool.groups)}")
             table = self.tables.get(piece.group) or BlockTable.of(pool.groups[piece.group], share=Comb.of(pool.shard))
+            if piece.first + len(piece.ids) > (most := _end_entry(plan.end_token, table)):
+                raise PeerError("blocks_too_many", f"blocks: up to entry {piece.first + len(piece.ids)} of {most}")
             self.tables[piece.group] = table.extended(piece)

@@ -41,7 +41,7 @@ def test_a_receiver_is_told_all_that_it_may_read(case: str, tokens: range) -> No
                     is_last = number == len(steps) - 1
                     tables = block_table(source.pool, ids, 0, there)
                     told = promise.answer("t", planned, tables, there, is_last)
-                    reading.learn(told)
+                    reading.learn(told, planned)
                     ready = ready_chunks(planned, told.tokens, told.is_last)
                     assert promise.ready == ready
                     for index in range(read, ready):
@@ -71,12 +71,18 @@ def test_nothing_is_told_twice() -> None:
         ((Blocks(7, 0, (1,)),), "unknown_group"),
         ((Blocks(0, 0, (1 << 20,)),), "block_out_of_range"),
         ((Blocks(0, 0, (1,)), Blocks(0, 2, (1,))), "blocks_not_contiguous"),
+        ((Blocks(0, 0, (1, 2, 3, 4)), Blocks(0, 4, (5,))), "blocks_too_many"),
     ],
 )
-def test_blocks_that_the_senders_pool_does_not_have_are_refused(pieces: tuple[Blocks, ...], code: str) -> None:
-    reading = reading_of(build_all(CASES["tensor parallel"][0])[0].pool)
+def test_blocks_that_the_senders_pool_or_the_plan_does_not_have_are_refused(
+    pieces: tuple[Blocks, ...], code: str
+) -> None:
+    sources, sink = build_all(CASES["tensor parallel"][0]), build_all(CASES["tensor parallel"][1])[0]
+    (taken, *_) = assign([each.pool for each in sources], sink.pool)
+    planned = plan(sources[0].pool, sink.pool, taken, 0, 64, SLOT_BYTES)
+    reading = reading_of(sources[0].pool)
     with pytest.raises(KVBridgeError) as caught:
-        reading.learn(Tables(transfer="t", tokens=16, is_last=False, renewal=0, blocks=pieces))
+        reading.learn(Tables(transfer="t", tokens=16, is_last=False, renewal=0, blocks=pieces), planned)
     assert caught.value.code == code
 
 

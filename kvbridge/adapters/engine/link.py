@@ -305,7 +305,7 @@ class AgentLink:
             self._gone_at = now + GONE_S
         is_unread = now >= self._unread_at if self._is_shared else has_ended or now >= self._unread_at
         is_gone = self._client.is_agent_gone or (self._gone_at is not None and now >= self._gone_at)
-        if self._has_let_go or (is_gone and is_unread):
+        if self._has_let_go or (is_gone and (is_unread or not self._is_shared)):
             self._client.close()
             if self._was_here:
                 self._heard.append(Over(self.why))
