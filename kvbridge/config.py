@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
+from kvbridge_proto.door import DOOR_SUFFIX
 from kvbridge_proto.peer import Route
 from msgspec import Meta, inspect
 
@@ -228,8 +229,9 @@ def _check(config: AgentConfig) -> None:
         raise OperatorError(
             "bad_option", f"socket: got {path!r}, must be an absolute path (only --socket may be relative)"
         )
-    if len(path.encode()) > SOCKET_PATH_BYTES:
-        raise OperatorError("bad_option", f"socket: got {len(path.encode())} bytes, limit {SOCKET_PATH_BYTES}: {path}")
+    limit = SOCKET_PATH_BYTES - (len(DOOR_SUFFIX) if "pull" in config.routes else 0)  # the door's is longer
+    if len(path.encode()) > limit:
+        raise OperatorError("bad_option", f"socket: got {len(path.encode())} bytes, limit {limit}: {path}")
     if len(set(config.routes)) < len(config.routes):
         raise OperatorError("bad_option", f"routes: got {', '.join(config.routes)}, each must be named once")
     if config.slot_bytes is not None and config.slot_bytes % 4096:

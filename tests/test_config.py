@@ -112,7 +112,7 @@ def test_says_where_the_bad_value_came_from(tmp_path: Path) -> None:
     ("name", "value", "allowed"),
     [
         ("log_level", "loud", "one of debug, error, info, warning"),
-        ("routes", "nixl,tcp", "a list of 1 to 3, each one of direct, host, nixl"),
+        ("routes", "nixl,tcp", "a list of 1 to 4, each one of direct, host, nixl, pull"),
         ("device", "gpu", "auto, cpu, cuda, cuda:N or a GPU's UUID"),
         ("slot_bytes", "much", "a whole number, at least 65536, at most 1073741824"),
         ("connect_s", "0", "a number, more than 0, at most 600"),

@@ -175,8 +175,10 @@ class Accepting:
             warn_of_route(session.peer.name, session)
         elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
             self.source.lost(boot)
+        if known is not None and known.connected.serial != connected.serial:
+            self._mover.disconnect(boot, known.connected.serial)
         self.sessions[boot] = Accepted(link, session, connected, greeting)
-        if known is None:
+        if known is None or known.session.routed.route != session.routed.route:
             self.source.met(session)
         link.version = session.version
         door = self._doors.let_in(session) if session.routed.route == "pull" else None

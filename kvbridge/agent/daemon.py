@@ -42,7 +42,7 @@ from ..transport.local import LocalConnection, LocalServer
 from ..transport.lock import Lock
 from ..transport.trust import Trust
 from .attachment import Attachment
-from .doors import Doors, LocalDoors
+from .doors import Doors, LocalDoors, NoDoors
 from .engines import Engines
 from .equipment import equip
 from .metrics import Gauges, Metrics
@@ -108,7 +108,8 @@ class Agent:
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self.doors: Doors
+        self.doors: Doors = NoDoors()
+        self._door: Door | None = None
 
     def stop(self) -> None:
         """Begin to drain; `run` returns when that is over."""
@@ -123,8 +124,9 @@ class Agent:
                     tasks.create_task(self._tick()),
                     tasks.create_task(self.rebuilder.watch()),
                     tasks.create_task(self._serve_local(tasks)),
-                    tasks.create_task(self._door.serve()),
                 ]
+                if self._door is not None:
+                    serving.append(tasks.create_task(self._door.serve()))
                 self.state = "serving"
                 self.control.trusts(self.trust)  # should the list have changed meanwhile
                 gc.collect()
@@ -170,10 +172,10 @@ class Agent:
         self.slots, self.local_slots = SlotPool(self.mover.site.fabric.slots), LocalSlots(self.mover.outbound_slots)
         self.control = await stack.enter_async_context(self._control(descriptors))
         self.local = await stack.enter_async_context(LocalServer(self.lock, allowed_uids=config.allowed_uids or None))
-        uids = config.share_memory_uids
-        door = Door(self.lock, allowed_uids=uids, is_sharing=bool(self.mover.site.machine), clock=self._clock)
-        self._door = await stack.enter_async_context(door)
-        self.doors = LocalDoors(self._door, self.mover, config.name, uids)
+        if self.mover.site.machine:
+            uids = config.share_memory_uids
+            self._door = await stack.enter_async_context(Door(self.lock, allowed_uids=uids, clock=self._clock))
+            self.doors = LocalDoors(self._door, self.mover, config.name, uids)
         self.card = AgentCard(
             name=config.name,
             boot=self.boot,

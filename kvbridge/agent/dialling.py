@@ -122,12 +122,17 @@ class Dialling:
             return  # the answer to a Hello that we gave up
         ranks = tuple(structs.replace(rank, address=canonical(rank.address)) for rank in greeting.ranks)
         session: Session | Refuse = accept(structs.replace(greeting, ranks=ranks), home, link.key)
+        if greeting.agent.boot != link.peer_boot:
+            session = Refuse(code="bad_welcome", reasons=("agent.boot: not the one on the envelope",))
+        is_greeted_again = False
         if dialled.session is None and isinstance(session, Session):
             if dialled.is_checked:
                 return self._metrics.rejected("unexpected_message")
             dialled.is_checked = True
-            if session.routed.route == "pull":
-                await self._open_memory(session, greeting.door, dialled)
+            if session.routed.route == "pull" and dialled.against_pull:
+                session = Refuse(code="route_mismatch", reasons=(f"route: pull, though {dialled.against_pull}"[:1024],))
+            elif session.routed.route == "pull":
+                is_greeted_again = not await self._open_memory(session, greeting.door, dialled)
             elif not await self._is_proved(session, dialled):
                 session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
         current = self._home()  # looking took a while; the engine may have named more ranks, or left
@@ -135,15 +140,13 @@ class Dialling:
             return
         if dialled.state is not SessionState.GREETING:
             return
-        if greeting.agent.boot != link.peer_boot:
-            session = Refuse(code="bad_welcome", reasons=("agent.boot: not the one on the envelope",))
         if isinstance(session, Refuse):
             self._end(dialled.address, session.code, "; ".join(session.reasons))
             return
+        if is_greeted_again:
+            dialled.is_checked = False
+            return self._greet(current, dialled, min(each.serial for each in self.sessions.values()))
         if dialled.against_pull:
-            if session.routed.route == "pull":
-                dialled.is_checked = False
-                return self._greet(current, dialled, min(each.serial for each in self.sessions.values()))
             why = "; ".join(filter(None, (dialled.against_pull, session.routed.why)))
             session = replace(session, routed=replace(session.routed, why=why[:1024]))
         self._open(dialled, session)
@@ -316,25 +319,25 @@ class Dialling:
         self._give_up_lane(dialled)
         dialled.step(SessionEvent.LOSE)
 
-    async def _open_memory(self, session: Session, door: DoorCard | None, dialled: Dialled) -> None:
-        """Be ready to read the blocks of its engine, or note why we cannot."""
-        boot, epoch = session.peer.boot, session.peer_epoch
+    async def _open_memory(self, session: Session, door: DoorCard | None, dialled: Dialled) -> bool:
+        """Be ready to read the blocks of its engine. False, and noted why, if we cannot."""
         try:
             if door is None:
                 raise PeerError("bad_welcome", "door: none, and the route is pull")
             await self._open_door(session, door)
         except (KVBridgeError, OSError) as error:
-            log.info("route does not work: boot=%s route=pull %s", boot, error)
+            log.info("route does not work: boot=%s route=pull %s", session.peer.boot, error)
             dialled.against_pull = f"pull: {error}"[:1024]
-            return
+            return False
         if self._of(dialled.link) is dialled:
-            dialled.opened = boot, epoch
+            dialled.opened = session.whose
         else:  # it is over meanwhile
-            self._mover.close_peer(boot, epoch)
+            self._mover.close_peer(session.whose)
+        return True
 
     def _close_memory(self, dialled: Dialled) -> None:
         if dialled.opened is not None:
-            self._mover.close_peer(*dialled.opened)
+            self._mover.close_peer(dialled.opened)
             dialled.opened = None
 
     async def _is_proved(self, session: Session, dialled: Dialled) -> bool:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvbridge_proto.door import DoorCard
 
+from ..errors import PeerError
 from ..exchange.session import Session
 from ..transport.door import Door, Shared, open_memory
 from .attachment import Attachment
@@ -33,6 +34,22 @@ class Doors(Protocol):
         """Hand it over to nobody any more; who has it is to close it."""
 
 
+class NoDoors:
+    """Of an agent that shares no memory and asks for none."""
+
+    def let_in(self, session: Session) -> DoorCard | None:
+        return None
+
+    def see_off(self, session: Session) -> None: ...
+
+    async def enter(self, session: Session, card: DoorCard) -> None:
+        raise PeerError("sharing_off", "share_memory is off, or routes do not name pull")
+
+    def share(self, attached: Attachment) -> None: ...
+
+    def withdraw(self, attached: Attachment, reason: str) -> None: ...
+
+
 class LocalDoors:
     """Our door, and those of other agents of this host. `name` is ours, for their logs."""
 
@@ -53,7 +70,7 @@ class LocalDoors:
         with contextlib.ExitStack() as stack:
             stack.callback(handover.close)
             await self._mover.open_peer(
-                session.peer.boot, session.peer_epoch, session.peer_pool, handover.handles, handover.fds, handover.close
+                session.whose, session.peer_pool, handover.handles, handover.fds, handover.close
             )
             stack.pop_all()
         handover.close_fds()

@@ -157,6 +157,7 @@ class Room:
 
 
 # A chunk costs either agent about half a millisecond of Python, whatever its size: large ones for fast links.
+PULLS = 4  # at once: while one is read the next are launched
 ROOM_ON_GPU = Room(128 << 20, 6, 2)
 ROOM_IN_HOST = Room(4 << 20, 32, 16)
 
@@ -176,7 +177,7 @@ def equip(config: AgentConfig, boot: str) -> Equipment:
     gpu = chosen_gpu(config.device)
     size = room(config, gpu is not None)
     with ExitStack() as closing:
-        porter = _porter(gpu, size)
+        porter = _porter(gpu, size, PULLS if "pull" in config.routes else 0)
         closing.callback(porter.close)  # before anything that its streams may work on
         make = partial(_docks, boot, config, size, gpu, porter)
         return Equipment(porter, make(0), make, closing.pop_all())
@@ -207,12 +208,12 @@ def chosen_gpu(device: str) -> driver.Gpu | None:
         raise
 
 
-def _porter(gpu: driver.Gpu | None, size: Room) -> Porter:
+def _porter(gpu: driver.Gpu | None, size: Room, pulls: int) -> Porter:
     if gpu is None:
         return CpuPorter()
     from ..device.porter_gpu import GpuPorter
 
-    return GpuPorter(gpu, size.inbound + size.outbound + 1, max(1 << 20, size.slot_bytes // 16))
+    return GpuPorter(gpu, size.inbound + size.outbound + 1, max(1 << 20, size.slot_bytes // 16), pulls)
 
 
 def _dock(

@@ -19,6 +19,7 @@ from ..device.staging import Span
 from ..errors import EngineError, FabricError, KVBridgeError, PeerError
 from ..exchange.actions import Pull, Scatter, Ship
 from ..exchange.reading import LEASE_S
+from ..exchange.session import Whose
 from ..failpoints import failpoint
 from ..geometry.plan import Part
 from ..transport.fabric import WriteFailed, WriteLate
@@ -67,8 +68,8 @@ class Jobs:
         self._targets: dict[str, Target] = {}
         self._users: Counter[Target] = Counter()
         self._leaving: set[Target] = set()
-        self._peers: dict[tuple[str, int], Opened] = {}  # memory of engines that we read, by boot and epoch
-        self._openings: Counter[tuple[str, int]] = Counter()
+        self._peers: dict[Whose, Opened] = {}  # memory of engines that we read
+        self._openings: Counter[Whose] = Counter()
         self._parting: list[Opened] = []  # of those that we are through with but for what is under way
         self._serial = 0
 
@@ -259,20 +260,20 @@ class Jobs:
 
     # Out of the blocks of a peer's engine into ours:
 
-    def open_peer(self, boot: str, epoch: int, memory: AttachedPool, closed: Callable[[], None]) -> None:
+    def open_peer(self, whose: Whose, memory: AttachedPool, closed: Callable[[], None]) -> None:
         """What `pull` reads for this epoch of that agent's engine. Close it as often as it was opened."""
-        self._openings[boot, epoch] += 1
-        if (boot, epoch) not in self._peers:
-            self._peers[boot, epoch] = memory, closed
+        self._openings[whose] += 1
+        if whose not in self._peers:
+            self._peers[whose] = memory, closed
         else:
             self._unmap(memory, closed)
 
-    def close_peer(self, boot: str, epoch: int) -> None:
+    def close_peer(self, whose: Whose) -> None:
         """Begin no read of it any more, the last time; it is unmapped once none is under way."""
-        self._openings[boot, epoch] -= 1
-        if not self._openings[boot, epoch]:
-            del self._openings[boot, epoch]
-            self._parting.append(self._peers.pop((boot, epoch)))
+        self._openings[whose] -= 1
+        if not self._openings[whose]:
+            del self._openings[whose]
+            self._parting.append(self._peers.pop(whose))
             self.close_parting()
 
     def close_parting(self) -> None:
@@ -298,8 +299,8 @@ class Jobs:
         tickets: deque[int] = deque()
         failure: Failure = None
         try:
-            if (opened := self._peers.get((pull.boot, pull.epoch))) is None:
-                raise PeerError("peer_lost", f"peer: the memory of {pull.boot} is not open")
+            if (opened := self._peers.get(pull.whose)) is None:
+                raise PeerError("peer_lost", f"peer: the memory of {pull.whose[0]} is not open")
             yield self._fence(attachment, pull)
             failpoint("receiver.pull_begun")
             for index in range(pull.first_chunk, pull.end_chunk):
@@ -320,9 +321,9 @@ class Jobs:
         failpoint("receiver.pull_ended")
         self._tell(self._told.on_pulled, pull, failure or (yield from self._counted(pull, attachment)))
 
-    def warm_pull(self, attachment: Attachment, boot: str, epoch: int, theirs: Part, ours: Part) -> None:
+    def warm_pull(self, attachment: Attachment, whose: Whose, theirs: Part, ours: Part) -> None:
         """Get ready for such a part, as `warm` does."""
-        opened = self._peers.get((boot, epoch))
+        opened = self._peers.get(whose)
         if opened is None or attachment.word.has_left:
             return
         try:
@@ -331,7 +332,7 @@ class Jobs:
             log.exception("could not get ready for a peer")
 
     def _counted(self, pull: Pull, attachment: Attachment) -> Generator[Wait, Event, Failure]:
-        """Whether what was read counts. One answered renewal is enough for all that was read before it was sent.
+        """Whether what was read counts: if it ended before a lease does that was asked for by then, and is answered.
 
         The clock is looked at after the end was seen: who was stopped in between finds it further on.
         """
@@ -346,7 +347,7 @@ class Jobs:
             yield WaitLease(attachment, pull.lease, now, now + LEASE_S)
         except EngineError as error:
             return error.code, str(error)
-        return None
+        return ("aborted", "the transfer ended while it was read") if pull.lease.is_given_up else None
 
     def watch(self, attachment: Attachment, fence: int) -> Job:
         """Say when our engine's fence has reached this count, or that nobody can wait for it any more."""

@@ -30,6 +30,7 @@ from ..device.porter import DeviceLost, Moved
 from ..errors import EngineError, FabricError
 from ..exchange.actions import Pull, Recall, Scatter, Ship
 from ..exchange.route import Site
+from ..exchange.session import Whose
 from ..geometry.plan import Part
 from ..transport.fabric import Noticed
 from .attachment import Attachment
@@ -154,8 +155,7 @@ class Mover:
 
     async def open_peer(
         self,
-        boot: str,
-        epoch: int,
+        whose: Whose,
         pool: Pool,
         handles: Sequence[Handle],
         fds: Sequence[int],
@@ -168,13 +168,13 @@ class Mover:
 
         def opened() -> None:
             memory = AttachedPool.open_peer(pool, handles, fds, self.device)
-            self._jobs.open_peer(boot, epoch, memory, closed)
+            self._jobs.open_peer(whose, memory, closed)
 
         await self._call(opened)
 
-    def close_peer(self, boot: str, epoch: int) -> None:
+    def close_peer(self, whose: Whose) -> None:
         """Give up what `open_peer` mapped, once nothing reads it any more."""
-        self._put(lambda: self._jobs.close_peer(boot, epoch))
+        self._put(lambda: self._jobs.close_peer(whose))
 
     def recall(self, kinds: tuple[type, ...], recall: Recall) -> None:
         """End what of these kinds we were to do for a transfer and have not begun; heard of like any other end."""
@@ -185,10 +185,10 @@ class Mover:
         for part in parts:  # each may take a second; others have their turn between
             self._put(partial(self._jobs.warm, attachment, part))
 
-    def warm_pull(self, attachment: Attachment, boot: str, epoch: int, parts: Sequence[tuple[Part, Part]]) -> None:
+    def warm_pull(self, attachment: Attachment, whose: Whose, parts: Sequence[tuple[Part, Part]]) -> None:
         """Get ready to pull parts like these, each as its sender and as its receiver see it."""
         for theirs, ours in parts:
-            self._put(partial(self._jobs.warm_pull, attachment, boot, epoch, theirs, ours))
+            self._put(partial(self._jobs.warm_pull, attachment, whose, theirs, ours))
 
     async def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the source says it wrote."""
@@ -359,8 +359,11 @@ class Mover:
 
     def _resume(self, job: Job, event: Event) -> None:
         """Go on with a job up to its next wait, or its end."""
+        self._go_on(job, lambda: job.send(event))
+
+    def _go_on(self, job: Job, step: Callable[[], Wait]) -> None:
         try:
-            wait: Wait = job.send(event)
+            wait = step()
         except StopIteration:
             return
         match wait:
@@ -392,9 +395,8 @@ class Mover:
             self._say()
 
     def _fail(self, job: Job, error: EngineError) -> None:
-        """End a job that waits for what will not come; it tells so itself."""
-        with contextlib.suppress(StopIteration):
-            job.throw(error)
+        """Go on with a job that waits for what will not come; it tells so itself, once what it has begun is over."""
+        self._go_on(job, lambda: job.throw(error))
 
     def _is_using(self, attachment: Attachment) -> bool:
         """Also ends the jobs that wait for this engine's fence: it may never come."""

@@ -22,7 +22,7 @@ from kvbridge_proto.peer import (
     Tables,
 )
 
-from ..exchange.session import SESSION_TABLE, Session, SessionEvent, SessionState
+from ..exchange.session import SESSION_TABLE, Session, SessionEvent, SessionState, Whose
 from ..transport.link import Link
 from .routes import Connected
 
@@ -61,7 +61,7 @@ class Dialled:
     is_checked: bool = False  # a Welcome is being looked at
     known_boot: str = ""  # the agent there says that it is this one, and has another session with us
     has_insisted: bool = False  # we have said that there is no other
-    opened: tuple[str, int] | None = None  # whose engine's memory is mapped for it: boot and epoch
+    opened: Whose | None = None  # its engine's memory is mapped
     against_pull: str = ""  # why we cannot read its engine's memory ourselves
 
     def step(self, event: SessionEvent) -> None:

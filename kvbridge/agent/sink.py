@@ -110,7 +110,7 @@ class Sink:
         if session.routed.route == "pull":
             theirs = session.planner.samples(session.slot_bytes, is_source=True)
             pairs = list(zip(theirs, ours, strict=False))  # where one side cannot have such samples there are none
-            self._mover.warm_pull(self.attached, session.peer.boot, session.peer_epoch, pairs)
+            self._mover.warm_pull(self.attached, session.whose, pairs)
         else:
             self._mover.warm(self.attached, ours)
 

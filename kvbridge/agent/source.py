@@ -66,6 +66,8 @@ class Source:
         )
         failpoint("source.offer_heard")
         self._do(self._outbound.offer(offer, home, self._clock()))
+        if self._outbound.is_owing:  # its socket is not found empty before we have read what we are at
+            asyncio.get_running_loop().call_soon(self._do, [])
 
     def knows(self, request: str) -> bool:
         """Whether this offer is open."""
@@ -175,7 +177,7 @@ class Source:
             self._perform(self._outbound.answers(self._clock(), heard_at, attached.has_reached))
 
     def _watch(self, fence: int) -> None:
-        if fence > self._watched and self.attached is not None:
+        if (self._watched < 0 or fence < self._watched) and self.attached is not None:
             self._watched = fence
             self._mover.watch(self.attached, fence)
 

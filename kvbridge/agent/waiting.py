@@ -52,7 +52,7 @@ class WaitWord:
 
 @dataclass(frozen=True, slots=True)
 class WaitLease:
-    """Until a renewal of the lease was answered that holds at `at`; resumed with None, or EngineError when it ended."""
+    """Until a renewal was answered by which the lease holds at `at`, or the transfer has ended; as WaitFence else."""
 
     attachment: Attachment
     lease: Lease
@@ -61,7 +61,7 @@ class WaitLease:
 
     @property
     def is_over(self) -> bool:
-        return self.lease.counts(self.at)
+        return self.lease.is_given_up or self.lease.counts(self.at)
 
     def late(self) -> EngineError:
         return EngineError("lease_over", "the sender did not say in time that its blocks were still there")

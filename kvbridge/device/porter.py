@@ -105,7 +105,7 @@ class Porter(Protocol):
 
     @property
     def has_room(self) -> bool:
-        """Whether another move may be begun; else one has to end first."""
+        """Whether another pull may be begun; else one has to end first. Other moves do not ask."""
 
     def poll(self) -> list[Moved]:
         """The moves that are over since the last call. Raises only what ends the agent."""

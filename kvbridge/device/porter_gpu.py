@@ -31,8 +31,6 @@ from .porter import DeviceLost, Moved, compared
 from .pulls import Pulls
 from .staging import Staging
 
-KEPT_FREE = 1  # for what does not ask whether there is room: a chunk that has landed
-
 
 @dataclass(slots=True)
 class _Bundle:
@@ -68,7 +66,7 @@ class _Move:
 
 
 class GpuPorter:
-    """Keeps the contract of `porter.Porter`. `moves` is how many may be under way at once.
+    """Keeps the contract of `porter.Porter`. `moves` is how many may be under way at once, beside so many `pulls`.
 
     `table_bytes` a move, pinned and on the GPU, hold where its rows are: 8 bytes a token and list of places.
     """
@@ -76,7 +74,9 @@ class GpuPorter:
     memory: Literal["dram", "vram"] = "vram"
     digests = ("sum64",)
 
-    def __init__(self, gpu: driver.Gpu, moves: int, table_bytes: int = 1 << 20) -> None:
+    def __init__(self, gpu: driver.Gpu, moves: int, table_bytes: int = 1 << 20, pulls: int = 0) -> None:
+        self._kept = moves  # for moves that do not ask whether there is room
+        moves += pulls
         torch.cuda.set_device(gpu.ordinal)
         self.description = f"{torch.cuda.get_device_name(gpu.ordinal)} {gpu.uuid}" + " (MPS)" * gpu.is_under_mps
         self.device = gpu.device
@@ -184,7 +184,7 @@ class GpuPorter:
 
     @property
     def has_room(self) -> bool:
-        return len(self._bundles) > KEPT_FREE
+        return len(self._bundles) > self._kept
 
     def poll(self) -> list[Moved]:
         over: list[Moved] = []

@@ -12,6 +12,7 @@ from kvbridge_proto.peer import Lease as SlotLease
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from .reading import Lease
+from .session import Whose
 from .slots import LocalSlot
 
 
@@ -85,13 +86,12 @@ class Ship:
 class Pull:
     """Read chunks [first_chunk, end_chunk) out of the blocks of the sender's engine into ours, on the route `pull`.
 
-    Not before the fence says so. `boot` and `epoch` say whose blocks `peer_tables` are of, `tables` are our engine's.
+    Not before the fence says so. `peer_tables` are of the engine `whose` memory that is, `tables` of ours.
     What was read after the end of `lease` does not count.
     """
 
     transfer: str
-    boot: str
-    epoch: int
+    whose: Whose
     plan: Plan
     peer_tables: Mapping[int, BlockTable]
     tables: Mapping[int, BlockTable]

@@ -217,7 +217,7 @@ class Inbound:
     def ready(self, boot: str, transfer: str, chunks: int, key: str = "") -> list[Action]:
         """The source could gather this many chunks."""
         intake = self._intake(boot, transfer, key)
-        if intake is None or intake.state is not IntakeState.CLAIMED:
+        if intake is None or intake.state is not IntakeState.CLAIMED or intake.reading is not None:
             return []
         intake.ready = max(intake.ready, min(chunks, intake.plan.chunks))
         queue(self.slots, self._hungry, intake)

@@ -171,11 +171,9 @@ def scatter_of(notice: Notice, wanted: Wanted, intake: Intake) -> Scatter:
 
 def pull_of(wanted: Wanted, intake: Intake, reading: Reading, end_chunk: int) -> Pull:
     """What is to be read, from the first chunk that has not been, up to `end_chunk`."""
-    session = intake.session
     return Pull(
         intake.transfer,
-        session.peer.boot,
-        session.peer_epoch,
+        intake.session.whose,
         intake.plan,
         dict(reading.tables),
         wanted.tables,
@@ -196,9 +194,9 @@ def begin_again(wanted: Wanted, code: str) -> list[str] | None:
         return [] if code in GOES_ON else None
     if wanted.state is not WantState.FLOWING or code != "peer_left":
         return None
-    if wanted.scattering:
-        return None
-    if any(intake.landed or intake.state is not IntakeState.ENDED for intake in wanted.intakes.values()):
+    intakes = wanted.intakes.values()
+    has_rows = wanted.scattering or any(intake.landed or intake.scattered for intake in intakes)
+    if has_rows or any(intake.state is not IntakeState.ENDED for intake in intakes):
         return None
     wanted.state = WANT_TABLE.after(wanted.state, WantEvent.AGAIN)
     over = list(wanted.intakes)

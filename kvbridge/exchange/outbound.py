@@ -201,6 +201,8 @@ class Outbound:
         out = Outlet(claim, boot, plan, session.digest, deque(), now, turn=self.local.turn)
         if session.routed.route == "pull":
             out.promise = Promise()
+            if claim.leases:
+                return [refused(boot, claim, "bad_lease", f"leases: {len(claim.leases)} of a route without slots")]
         if too_many := surplus(out, claim.leases, its.unused):
             return [refused(boot, claim, "bad_lease", too_many)]
         self._of_sink[boot] = its
@@ -226,6 +228,8 @@ class Outbound:
         out = self.outlets.get(grant.transfer)
         if out is None or out.boot != boot or out.state not in (OutState.WAITING, OutState.FLOWING):
             return []
+        if out.promise is not None:
+            return self._stop(out, "bad_lease", f"leases: {len(grant.leases)} of a route without slots")
         if too_many := surplus(out, grant.leases, self._of_sink[boot].unused):
             return self._stop(out, "bad_lease", too_many) + self._pump()
         self._lend(out, grant.leases)

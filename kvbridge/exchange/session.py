@@ -69,6 +69,9 @@ class Home:
         object.__setattr__(self, "share", Comb.of(self.pool.shard))
 
 
+Whose = tuple[str, int, str]  # an engine's memory: boot of its agent, epoch, and the key that this agent proved
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """An agreed relation with one peer; `peer` is its incarnation, `verdict` what has to be converted.
@@ -88,6 +91,11 @@ class Session:
     routed: Routed = UNPROVED
     key: str = ""
     planner: Planner = field(kw_only=True, repr=False, compare=False)
+
+    @property
+    def whose(self) -> Whose:
+        """The memory of its engine."""
+        return self.peer.boot, self.peer_epoch, self.key
 
 
 def are_same(before: Sequence[Session], now: Sequence[Session]) -> bool:

@@ -121,7 +121,7 @@ class SteppedMover(Mover):
 
     def warm(self, attachment: Attachment, parts: Any) -> None: ...
 
-    def warm_pull(self, attachment: Attachment, boot: str, epoch: int, parts: Any) -> None: ...
+    def warm_pull(self, attachment: Attachment, whose: Any, parts: Any) -> None: ...
 
     async def _may_use(self, attachment: Attachment) -> bool:
         return False if self._process.is_dead else await super()._may_use(attachment)
@@ -387,8 +387,7 @@ class SimDoors:
         read = Attached(memory.blocks, peer)
         process.mapped.append(read)
         jobs = process.mover._jobs
-        boot, epoch = session.peer.boot, session.peer_epoch
-        await process.mover._call(lambda: jobs.open_peer(boot, epoch, cast(AttachedPool, read), _nothing))
+        await process.mover._call(lambda: jobs.open_peer(session.whose, cast(AttachedPool, read), _nothing))
 
 
 class SimStaging(Staging):

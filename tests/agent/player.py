@@ -9,13 +9,13 @@ from typing import Any
 
 from kvbridge_proto.peer import Cancel, Hello, Probe, Refuse, Welcome
 
+from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
 from kvbridge.agent.routes import Connected, Landing
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Home, Session, answer, hello, welcome
 from kvbridge.transport.trust import Trust
-from tests.agent.no_doors import NO_DOORS
 from tests.exchange.world import World
 
 from .wire import Wire
@@ -37,7 +37,7 @@ class Player:
         self.drained = False
         self.opened_at: list[str] = []
         self.over: list[tuple[str, str]] = []
-        self.peers = Peers(self, self, lambda: self.home, Metrics(), 0.2, NO_DOORS)
+        self.peers = Peers(self, self, lambda: self.home, Metrics(), 0.2, NoDoors())
         self.peers.dialling.sink = self.peers.accepting.source = self
 
     def is_wanted(self, address: str) -> bool:

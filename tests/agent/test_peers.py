@@ -9,11 +9,11 @@ from typing import Any
 from kvbridge_proto.peer import Hello, Probe
 from kvbridge_proto.words import Rank
 
+from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, answer, welcome
-from tests.agent.no_doors import NO_DOORS
 from tests.agent.wire import Wire
 from tests.exchange.world import World
 
@@ -48,7 +48,7 @@ async def story(change: str) -> Player:
     world, player = World(), Player()
     homes = [world.sinks[0].home]
     source = world.sources[0].home
-    peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0, NO_DOORS)
+    peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0, NoDoors())
     peers.dialling.sink = player
     peers.dialling.reach("P0")
     (greeting,) = player.wire.sent
@@ -100,7 +100,7 @@ def test_an_agent_without_an_engine_leaves_no_half_session_behind() -> None:
     """Else nobody would be greeted at that address once there is an engine: its wants would wait for nothing."""
     world, player = World(), Player()
     homes: list[Any] = [None]
-    peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0, NO_DOORS)
+    peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0, NoDoors())
     peers.dialling.sink = player
     peers.dialling.reach("P0")
     assert player.over == ["not_attached"] and not player.wire.sent

@@ -13,6 +13,7 @@ import pytest
 from kvbridge_proto.peer import PROBE_LANES, Hello, Refuse, Welcome
 
 from kvbridge.agent.accepting import MOST_GREETINGS, TURN_S
+from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.equipment import Dock, Docks, Equipment
 from kvbridge.agent.jobs import Jobs
 from kvbridge.agent.metrics import Metrics
@@ -24,7 +25,6 @@ from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.staging import Staging
 from kvbridge.exchange.route import Site
 from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
-from tests.agent.no_doors import NO_DOORS
 from tests.exchange.world import World
 
 from .player import Player, greeting, replace_struct, run, settle
@@ -63,7 +63,7 @@ async def proving(network: Network, world: World) -> Any:
     player = Player(replace(world.sources[0].home, site=network.source.site))
     mover = Mover(lambda: network.source, "a", player, 1.0)
     await mover.start()
-    player.peers = Peers(player, mover, lambda: player.home, Metrics(), 5.0, NO_DOORS)
+    player.peers = Peers(player, mover, lambda: player.home, Metrics(), 5.0, NoDoors())
     player.peers.dialling.sink = player.peers.accepting.source = player
     try:
         yield player

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from kvbridge_proto.codec import BadFrame, decode, encode
-from kvbridge_proto.engine import Failed, ToAgent, Want
-from kvbridge_proto.peer import Cancel, Claim, Drained, Envelope, Grant, Lease, Refuse, Take
+from kvbridge_proto.engine import Failed, Released, ToAgent, Want
+from kvbridge_proto.peer import Cancel, Claim, Drained, Envelope, Failing, Grant, Lease, Refuse, Renew, Tables, Take
 from kvbridge_proto.words import Blocks
 
-from kvbridge.exchange.actions import Action, Send, Ship
+from kvbridge.exchange.actions import Action, Send, Ship, Tell, Watch
+from kvbridge.exchange.reading import HEARD_S, LEASE_S
+from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session
 
 from .world import BLOCKS, HEADS, LAYERS, Node, World
@@ -106,6 +109,51 @@ def test_a_claim_that_cannot_be_is_refused(case: str) -> None:
         changes = {"plan": "", **changes}
     assert scene.refusal(scene.claim(**changes)) == code
     scene.still_works()
+
+
+def test_slots_that_are_lent_where_blocks_are_read_are_refused() -> None:
+    """A sender that shipped as well would lose count of who still reads."""
+    scene = Scene()
+    scene.session = replace(scene.session, routed=Routed("pull"))
+    assert scene.refusal(scene.claim(leases=(Lease(0, 1),))) == "bad_lease"
+    scene.say(scene.claim())
+    outbound, boot = scene.source.outbound, scene.sink.home.agent.boot
+    (told,) = outbound.answers(scene.world.now, scene.world.now, lambda count: True)
+    assert isinstance(told, Send) and isinstance(told.body, Tables) and told.body.is_last
+    (failing,) = outbound.grant(boot, Grant(transfer="x", leases=(Lease(0, 1),)))
+    assert isinstance(failing, Send) and isinstance(failing.body, Failing) and failing.body.code == "bad_lease"
+    ended = outbound.cancel(boot, Cancel(transfer="x", code="bad_lease"))
+    kinds = [
+        type(each.body if isinstance(each, Send) else each.message) for each in ended if not isinstance(each, Ship)
+    ]
+    assert kinds == [Drained, Released] and not outbound.offers and not outbound.outlets
+
+
+@pytest.mark.parametrize("end", ["settled", "cancel", "lease"])
+def test_blocks_that_are_read_are_released_when_nobody_counts_on_them(end: str) -> None:
+    """Not before, though their engine takes them back; what is said of another's transfer changes nothing."""
+    scene = Scene()
+    scene.session = replace(scene.session, routed=Routed("pull"))
+    scene.say(scene.claim())
+    outbound, boot, now = scene.source.outbound, scene.sink.home.agent.boot, scene.world.now
+    assert outbound.answers(now, now - HEARD_S, lambda count: True) == []  # its engine may have said something since
+    assert outbound.answers(now, now, lambda count: False) == [Watch(0)]
+    assert outbound.answers(now, now, lambda count: True)
+    said = outbound.withdraw("r", "aborted", now)
+    assert [type(each.body) for each in said if isinstance(each, Send)] == [Failing]
+    assert not any(isinstance(each, Tell) for each in said) and outbound.is_promised
+    outbound.renew(boot, Renew(transfer="x", number=1))
+    assert outbound.settled("another", "x") == [] and outbound.answers(now, now, lambda count: True) == []
+    match end:
+        case "settled":
+            said = outbound.settled(boot, "x")
+        case "cancel":
+            said = outbound.cancel(boot, Cancel(transfer="x", code="aborted"))
+        case _:
+            assert not any(isinstance(each, Tell) for each in outbound.tick(now + LEASE_S - 0.01))
+            said = outbound.tick(now + LEASE_S + 0.01)
+    assert any(isinstance(each, Tell) and isinstance(each.message, Released) for each in said)
+    assert not outbound.is_promised and not outbound.outlets and not outbound.offers
 
 
 def test_rows_that_are_taken_twice_are_refused_or_planned_once() -> None:

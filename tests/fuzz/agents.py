@@ -29,6 +29,7 @@ from kvbridge_proto.status import PeerStatus, TransferStatus
 from kvbridge_proto.words import OURS, Agent, Blocks, Rank
 from msgspec import Meta, Struct
 
+from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
 from kvbridge.agent.routes import Connected, Landing
@@ -43,7 +44,6 @@ from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Home
 from kvbridge.exchange.slots import LocalSlots, SlotPool
 from kvbridge.transport.trust import Trust
-from tests.agent.no_doors import NO_DOORS
 
 from ..exchange.world import make_pool
 from .machines import ALL_ROWS, POOLS
@@ -119,7 +119,7 @@ class Besieged:
         self.home = Home(self.agent("us"), 1, OUR_POOL, Site(CARD), ("sum",), (self.rank("us"),))
         self.inbound = Inbound(SlotPool(8), self.new_id, lambda: self.new_id().encode().rjust(16))
         self.outbound = Outbound(LocalSlots(2))
-        self.peers = Watched(self, self, lambda: self.home, self.metrics, 5.0, NO_DOORS)  # type: ignore[arg-type]
+        self.peers = Watched(self, self, lambda: self.home, self.metrics, 5.0, NoDoors())  # type: ignore[arg-type]
         clock = lambda: self.now  # noqa: E731
         self.sink = Sink(self.inbound, self.peers.dialling, self, self.metrics, self.tell, clock)  # type: ignore[arg-type]
         home = lambda: self.home  # noqa: E731

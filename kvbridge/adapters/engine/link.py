@@ -201,7 +201,7 @@ class AgentLink:
                 seconds = min(seconds, max(until - self._clock(), 0.001))
             if (readable := self._client.fileno()) >= 0:
                 poll.register(readable, select.POLLIN if self.is_all_sent else select.POLLIN | select.POLLOUT)
-            if (pidfd := self._client.pidfd) >= 0:
+            if (pidfd := self._client.pidfd) >= 0 and not self._client.is_agent_gone:
                 poll.register(pidfd, select.POLLIN)
             self._is_resting = True
         try:
@@ -340,7 +340,7 @@ class AgentLink:
         with self._lock:
             if (readable := self._client.fileno()) >= 0:
                 poll.register(readable, select.POLLRDHUP if self.state is Link.HERE else select.POLLIN)
-            if self._client.pidfd >= 0:
+            if self._client.pidfd >= 0 and not self._client.is_agent_gone:
                 poll.register(self._client.pidfd, select.POLLIN)
         return poll
 

@@ -1,0 +1,85 @@
+"""A pull that fails with reads under way ends when they have, and says so: nothing of it may be forgotten."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvbridge.agent.jobs import Jobs
+from kvbridge.agent.mover import Mover
+from kvbridge.agent.waiting import Job, WaitMove, WaitRoom
+from kvbridge.device.porter import Moved
+from kvbridge.errors import EngineError
+from kvbridge.exchange.reading import Lease
+
+WHOSE = ("boot", 1, "")
+
+
+class FullPorter:
+    """Has room for one read."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    @property
+    def has_room(self) -> bool:
+        return not self.begun
+
+    def pull(self, *parts: Any) -> int:
+        self.begun += 1
+        return self.begun
+
+
+@pytest.fixture
+def told() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def job(told: list[Any]) -> Job:
+    equipment: Any = SimpleNamespace(porter=FullPorter())
+    heard: Any = SimpleNamespace(on_pulled=lambda *args: None)
+    jobs = Jobs(equipment, "us", heard, lambda hear, *args: told.append(args), 30.0, lambda: 0.0)
+    jobs._peers[WHOSE] = cast(Any, object()), lambda: None
+    lease = Lease(0.0)
+    lease.answered(0)
+    plan = SimpleNamespace(chunk=lambda index: index)
+    pull: Any = SimpleNamespace(
+        whose=WHOSE,
+        transfer="t",
+        plan=plan,
+        first_chunk=0,
+        end_chunk=3,
+        lease=lease,
+        fence=0,
+        tables={},
+        peer_tables={},
+    )
+    attachment: Any = SimpleNamespace(
+        memory=object(), word=SimpleNamespace(has_left=False), has_reached=lambda count: True
+    )
+    return jobs.pull(pull, attachment)
+
+
+def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: list[Any]) -> None:
+    job.send(None)  # the fence
+    assert isinstance(job.send(None), WaitRoom)
+    waits = job.throw(EngineError("engine_left", "the engine left"))
+    assert waits == WaitMove(1) and not told
+    with pytest.raises(StopIteration):
+        job.send(Moved(1))
+    ((_, failure),) = told
+    assert failure == ("engine_left", "the engine left")
+
+
+def test_the_mover_goes_on_with_a_job_that_waits_on_after_an_error(job: Job, told: list[Any]) -> None:
+    mover = Mover(lambda: cast(Any, None), "us", cast(Any, None), 30.0)
+    mover._resume(job, None)
+    ((wait, waiting),) = mover._fenced
+    assert isinstance(wait, WaitRoom) and waiting is job
+    mover._end_waits(lambda wait: True, EngineError("engine_left", "the engine left"))
+    assert mover._moving == {1: job} and not mover._fenced and not told
+    mover._resume(mover._moving.pop(1), Moved(1))
+    assert len(told) == 1
