@@ -302,7 +302,6 @@ class Jobs:
             if (opened := self._peers.get(pull.whose)) is None:
                 raise PeerError("peer_lost", f"peer: the memory of {pull.whose[0]} is not open")
             yield self._fence(attachment, pull)
-            failpoint("receiver.pull_begun")
             for index in range(pull.first_chunk, pull.end_chunk):
                 if len(tickets) == MOST_AHEAD:
                     yield WaitMove(tickets.popleft())
@@ -318,7 +317,6 @@ class Jobs:
             failure = _failure("pull_failed", error, pull)
         while tickets:
             yield WaitMove(tickets.popleft())
-        failpoint("receiver.pull_ended")
         self._tell(self._told.on_pulled, pull, failure or (yield from self._counted(pull, attachment)))
 
     def warm_pull(self, attachment: Attachment, whose: Whose, theirs: Part, ours: Part) -> None:

@@ -173,7 +173,6 @@ class Sink:
         self._do(self._inbound.scattered, scatter.transfer, scatter.slot, failure, self._clock())
 
     def on_pulled(self, pull: Pull, failure: tuple[str, str] | None) -> None:
-        failpoint("receiver.pulled")
         if failure is None:
             self._metrics.chunk("sink", pull.size_bytes)
         self._do(self._inbound.pulled, pull.transfer, pull.end_chunk, failure, self._clock())
