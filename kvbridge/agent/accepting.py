@@ -175,7 +175,7 @@ class Accepting:
             warn_of_route(session.peer.name, session)
         elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
             self.source.lost(boot)
-        if known is not None and known.connected.serial != connected.serial:
+        if known is not None and connected.serial == NOT_CONNECTED:  # another that is connected takes its place itself
             self._mover.disconnect(boot, known.connected.serial)
         self.sessions[boot] = Accepted(link, session, connected, greeting)
         if known is None or known.session.routed.route != session.routed.route:

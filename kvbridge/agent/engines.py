@@ -139,9 +139,11 @@ class Engines:
         leaving = self._leaving
         try:
             await asyncio.shield(leaving)
-        finally:
+        except asyncio.CancelledError:
             if not leaving.done():
                 await leaving
+            raise
+        finally:
             self._leaving = None
 
     async def _leave(self, reason: str) -> None:

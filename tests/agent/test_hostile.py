@@ -20,7 +20,7 @@ from kvbridge.agent.relations import Accepted
 from kvbridge.agent.routes import Connected
 from kvbridge.agent.status import peer_statuses, transfers
 from kvbridge.agent.words import PlainFormatter
-from kvbridge.exchange.session import Session
+from kvbridge.exchange.session import Session, hello
 from kvbridge.geometry.compat import Convertible
 
 from ..exchange.world import World
@@ -82,7 +82,7 @@ def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
     assert isinstance(session, Session)
     long = replace(session, verdict=Convertible(("x" * 1024,) * 33))
     link = SimpleNamespace(key="", address="a" * 256)
-    accepted = Accepted(link, long, Connected(session.routed, 1), 0, "", 0)  # type: ignore[arg-type]
+    accepted = Accepted(link, long, Connected(session.routed, 1), hello(world.sinks[0].home))  # type: ignore[arg-type]
     (status,) = peer_statuses((), [accepted], {}.get)
     assert decode(encode(status), PeerStatus) == status and len(status.verdict) == 4096
 

@@ -75,7 +75,7 @@ def test_what_is_pulled_is_not_lost_corrupted_or_stuck_either(part: int) -> None
     for seed, outcome in outcomes(PULLED + part * PULLED_SLICE // 2, PULLED_SLICE // 2):
         assert not outcome.failure, f"kvbridge sim --first {seed} --seeds 1"
         ends.update(end for _, end in outcome.ends.values())
-    assert ends["done"] > PULLED_SLICE // 2 and ends["failed lease_over"], ends
+    assert ends["done"] > PULLED_SLICE // 2 and len(ends) > 8, ends
 
 
 def test_a_seed_is_all_there_is_to_a_run() -> None:
