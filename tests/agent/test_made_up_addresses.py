@@ -14,6 +14,7 @@ from .harness import AgentProcess, SyntheticEngine, agent
 
 MADE_UP = 3000
 LIMITS = (256, 1024)  # of descriptors, soft and hard
+PATIENCE_S = 30.0  # a slow machine tries 200 addresses a second: 3000 take it 15 s
 CODES = {"peer_unreachable", "too_many_links"}
 
 
@@ -26,7 +27,12 @@ def test_made_up_addresses_neither_detach_the_engine_nor_keep_a_real_source_out(
     with ExitStack() as stack:
         source, sink = (
             stack.enter_context(
-                closing(SyntheticEngine(stack.enter_context(agent(tmp_path, name, nofile=LIMITS)), build_all(shape)[0]))
+                closing(
+                    SyntheticEngine(
+                        stack.enter_context(agent(tmp_path, name, nofile=LIMITS, connect_s=PATIENCE_S)),
+                        build_all(shape)[0],
+                    )
+                )
             )
             for name in ("p", "d")
         )
