@@ -51,7 +51,7 @@ from .peers import Peers
 from .rebuild import Rebuilder
 from .sink import Sink
 from .source import Source
-from .status import offers, transfers
+from .status import offers, readers, transfers
 from .stuck import STUCK_S
 from .words import PlainFormatter
 
@@ -257,6 +257,7 @@ class Agent:
                 peers=self.peers.count_open,
                 is_attached=lambda: self.engines.home is not None,
                 is_rebuild_refused=lambda: bool(self.rebuilder.refused),
+                readers=self.doors.holders,
             )
         )
 
@@ -360,4 +361,5 @@ class Agent:
             offers=offers(self.outbound, self.peers.accepting.name_of, now),
             counters=self.metrics.values(),
             rebuild_refused=self.rebuilder.refused,
+            readers=readers(self.doors.holders(), now),
         )

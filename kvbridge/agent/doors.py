@@ -10,7 +10,7 @@ from kvbridge_proto.door import DoorCard
 
 from ..errors import PeerError
 from ..exchange.session import Session
-from ..transport.door import Door, Shared, open_memory
+from ..transport.door import Door, Holder, Shared, open_memory
 from .attachment import Attachment
 from .mover import Mover
 
@@ -30,8 +30,11 @@ class Doors(Protocol):
     def share(self, attached: Attachment) -> None:
         """Hand this over from now on."""
 
-    def withdraw(self, attached: Attachment, reason: str) -> None:
+    def withdraw(self, attached: Attachment) -> None:
         """Hand it over to nobody any more; who has it is to close it."""
+
+    def holders(self) -> list[Holder]:
+        """Who has memory of our engine mapped."""
 
 
 class NoDoors:
@@ -47,7 +50,10 @@ class NoDoors:
 
     def share(self, attached: Attachment) -> None: ...
 
-    def withdraw(self, attached: Attachment, reason: str) -> None: ...
+    def withdraw(self, attached: Attachment) -> None: ...
+
+    def holders(self) -> list[Holder]:
+        return []
 
 
 class LocalDoors:
@@ -63,7 +69,7 @@ class LocalDoors:
         return self._door.admit(session.peer.boot)
 
     def see_off(self, session: Session) -> None:
-        self._door.dismiss(session.peer.boot, "the session is over")
+        self._door.dismiss(session.peer.boot)
 
     async def enter(self, session: Session, card: DoorCard) -> None:
         handover = await open_memory(card, self._name, allowed_uids=self._allowed_uids)
@@ -79,5 +85,8 @@ class LocalDoors:
         if attached.shared is not None:
             self._door.share(Shared(attached.epoch, attached.shared.handles, attached.shared.fds))
 
-    def withdraw(self, attached: Attachment, reason: str) -> None:
-        self._door.end(attached.epoch, reason)
+    def withdraw(self, attached: Attachment) -> None:
+        self._door.end(attached.epoch)
+
+    def holders(self) -> list[Holder]:
+        return self._door.holders()

@@ -10,6 +10,7 @@ from kvbridge_proto.status import SlotCounts
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ..prompt_share import CAUSES
+from ..transport.door import Holder
 from . import scraping
 
 MAX_CODES = 200
@@ -28,6 +29,7 @@ class Gauges:
     peers: Callable[[], int]
     is_attached: Callable[[], bool]
     is_rebuild_refused: Callable[[], bool]
+    readers: Callable[[], list[Holder]]
 
 
 class Metrics:
@@ -50,6 +52,8 @@ class Metrics:
         text = "Prompt tokens that came by the bridge"
         self._fetched = Counter("kvbridge_prompt_tokens_fetched", text, registry=registry)
         self._late = Counter("kvbridge_late_writes", "Landed writes that counted for nothing", registry=registry)
+        text = "Read leases that ended before their receivers had said that they were through"
+        self._leases_over = Counter("kvbridge_leases_over", text, registry=registry)
         self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were made anew", registry=registry)
         self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)
         failpoints = "Armed: this agent was started to fail, for a test"
@@ -62,6 +66,10 @@ class Metrics:
             slots = Gauge(f"kvbridge_{role}_slots", f"Slots of the {role} staging", ["state"], registry=self.registry)
             for state in SlotCounts.__struct_fields__:
                 slots.labels(state).set_function(partial(_count, counts, state))
+        text = "Agents that have our engine's memory mapped; overdue: their session or its epoch is over"
+        readers = Gauge("kvbridge_memory_readers", text, ["state"], registry=self.registry)
+        for state, is_overdue in (("open", False), ("overdue", True)):
+            readers.labels(state).set_function(partial(_readers, gauges.readers, is_overdue))
         for name, text, read in (
             ("wants_open", "Wants under way", gauges.wants),
             ("offers_open", "Offers not yet released", gauges.offers),
@@ -92,9 +100,13 @@ class Metrics:
                         found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
         return found
 
-    def chunk(self, role: str, size_bytes: int) -> None:
-        self._chunks.labels(role).inc()
+    def chunks(self, role: str, count: int, size_bytes: int) -> None:
+        """So many were moved, of so many bytes together."""
+        self._chunks.labels(role).inc(count)
         self._bytes.labels(role).inc(size_bytes)
+
+    def leases_over(self, count: int) -> None:
+        self._leases_over.inc(count)
 
     def gathered(self, seconds: float) -> None:
         self._gather_s.inc(seconds)
@@ -139,6 +151,10 @@ class Metrics:
         if len(self._codes) < MAX_CODES:
             self._codes.add(code)
         return code if code in self._codes else "other"
+
+
+def _readers(holders: Callable[[], list[Holder]], is_overdue: bool) -> float:
+    return float(sum((holder.over_at is not None) is is_overdue for holder in holders()))
 
 
 def _count(counts: Callable[[], SlotCounts], state: str) -> float:

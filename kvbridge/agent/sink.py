@@ -169,12 +169,12 @@ class Sink:
     def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None:
         failpoint("sink.scattered")
         if failure is None:
-            self._metrics.chunk("sink", size_bytes)
+            self._metrics.chunks("sink", 1, size_bytes)
         self._do(self._inbound.scattered, scatter.transfer, scatter.slot, failure, self._clock())
 
     def on_pulled(self, pull: Pull, failure: tuple[str, str] | None) -> None:
         if failure is None:
-            self._metrics.chunk("sink", pull.size_bytes)
+            self._metrics.chunks("sink", pull.end_chunk - pull.first_chunk, pull.size_bytes)
         self._do(self._inbound.pulled, pull.transfer, pull.end_chunk, failure, self._clock())
 
     def tick(self) -> None:

@@ -127,6 +127,8 @@ class Source:
                 failpoint("source.settled_heard")
                 log.debug("settled: transfer=%s", transfer)
                 self._metrics.transfer_settled()
+                if (read := self._outbound.read_by(boot, transfer)) is not None:
+                    self._metrics.chunks("source", read.chunks, read.total_bytes)
                 self._do(self._outbound.settled(boot, transfer))
 
     def renounce(self, boot: str, cancel: Cancel) -> bool:
@@ -144,7 +146,7 @@ class Source:
 
     def on_shipped(self, ship: Ship, size_bytes: int, failure: tuple[str, str] | None) -> None:
         if failure is None:
-            self._metrics.chunk("source", size_bytes)
+            self._metrics.chunks("source", 1, size_bytes)
         else:
             log.warning("chunk not shipped: transfer=%s code=%s %s", ship.transfer, *failure)
         self._do(self._outbound.shipped(ship.transfer, ship.local, failure))
@@ -160,7 +162,11 @@ class Source:
             self.tick()
 
     def tick(self) -> None:
+        before = self._outbound.leases_over
         self._do(self._outbound.tick(self._clock()))
+        if over := self._outbound.leases_over - before:
+            log.warning("%d read leases are over; their receivers have not said that they are through", over)
+            self._metrics.leases_over(over)
 
     # Doing:
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from kvbridge_proto.status import OfferStatus, PeerStatus, TransferStatus
+from kvbridge_proto.status import OfferStatus, PeerStatus, ReaderStatus, TransferStatus
 
 from ..exchange.inbound import Inbound
 from ..exchange.outbound import Outbound
 from ..exchange.outlet import Offered
 from ..exchange.session import Session
+from ..transport.door import Holder
 from .relations import Accepted, Dialled
 from .words import route_of, verdict_of
 
@@ -32,7 +33,7 @@ def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[Transfe
             state=wanted.state.name.lower(),
             chunks_done=sum(intake.scattered for intake in wanted.intakes.values()),
             chunks=min(MOST, sum(intake.plan.chunks for intake in wanted.intakes.values())),
-            age_s=min(DAY_S, max(0.0, now - wanted.started)),
+            age_s=_age(wanted.started, now),
         )
         for wanted in inbound.wants.values()
     ]
@@ -45,7 +46,7 @@ def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[Transfe
             state=outlet.state.name.lower(),
             chunks_done=outlet.shipped,
             chunks=min(MOST, outlet.plan.chunks),  # a claim may be of any number of tokens
-            age_s=min(DAY_S, max(0.0, now - outlet.started)),
+            age_s=_age(outlet.started, now),
         )
         for outlet in outbound.outlets.values()
     ]
@@ -64,10 +65,14 @@ def offers(outbound: Outbound, name_of: Callable[[str], str], now: float) -> tup
             peer=name_of(claimed_by.get(offered.request, outbound.awaited_by(offered)))[:256],
             tokens=offered.tokens - offered.first_token,
             blocks=offered.blocks,
-            age_s=min(DAY_S, max(0.0, now - offered.began)),
+            age_s=_age(offered.began, now),
         )
         for offered in islice(outbound.offers.values(), MOST_OFFERS)
     )
+
+
+def _age(since: float, now: float) -> float:
+    return min(DAY_S, max(0.0, now - since))
 
 
 def _state(offered: Offered, is_unclaimed: bool) -> str:
@@ -76,6 +81,21 @@ def _state(offered: Offered, is_unclaimed: bool) -> str:
     if offered.want is not None:
         return "claimed"
     return "computing" if not offered.is_last else "unclaimed" if is_unclaimed else "awaited"
+
+
+def readers(holders: Iterable[Holder], now: float) -> tuple[ReaderStatus, ...]:
+    """One line per agent that has memory of our engine mapped, the longest first."""
+    return tuple(
+        ReaderStatus(
+            agent=holder.agent,
+            pid=holder.pid,
+            uid=holder.uid,
+            epoch=holder.epoch,
+            age_s=_age(holder.since, now),
+            over_s=None if holder.over_at is None else _age(holder.over_at, now),
+        )
+        for holder in holders
+    )
 
 
 def peer_statuses(

@@ -141,7 +141,7 @@ def _plain_answer(path: str, answer: Status | OperatorError) -> dict[str, Any]:
 
 
 def rendered(status: Status) -> RenderableType:
-    sections = (_failpoints, _agent, _slots, _peers, _transfers, _offers, _prompts, _counters)
+    sections = (_failpoints, _agent, _slots, _peers, _transfers, _offers, _readers, _prompts, _counters)
     return Group(*(part for section in sections for part in section(status)))
 
 
@@ -221,6 +221,17 @@ def _offers(status: Status) -> list[RenderableType]:
         who = f"{each.request}, {each.peer or 'nobody'}"
         _add(table, each.state, str(each.tokens), str(each.blocks), f"{each.age_s:.1f} s", who)
     return [_title("offers"), _indented(table)] if status.offers else []
+
+
+def _readers(status: Status) -> list[RenderableType]:
+    """Who has our engine's memory mapped, and who should not have it any more."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("epoch", "age", "pid", "agent"):
+        table.add_column(name, justify="right" if name != "agent" else "left", no_wrap=name != "agent", overflow="fold")
+    for each in status.readers:
+        late = "" if each.over_s is None else f", to be closed for {each.over_s:.1f} s"
+        _add(table, str(each.epoch), f"{each.age_s:.1f} s", str(each.pid), f"{each.agent} (uid {each.uid}){late}")
+    return [_title("readers of our engine's memory"), _indented(table)] if status.readers else []
 
 
 def _prompts(status: Status) -> list[RenderableType]:

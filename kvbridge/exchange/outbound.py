@@ -15,6 +15,7 @@ from kvbridge_proto.engine import MAX_HELD, Held, Offer, Released
 from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Lease, Ready, Renew
 
 from ..errors import EngineError, KVBridgeError
+from ..geometry.plan import Plan
 from .actions import Action, Recall, Send, Ship, Tell, Watch
 from .claims import planned, refused, surplus
 from .lease import Deadlines
@@ -55,6 +56,7 @@ class Outbound:
         self._is_paused = False
         self._owed: dict[str, Outlet] = {}  # receivers that wait for an answer, or for the fence, by transfer
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
+        self.leases_over = 0  # that no receiver settled before their end
 
     # From our engine:
 
@@ -284,6 +286,13 @@ class Outbound:
             out.promise.renewal, out.promise.is_asked = max(out.promise.renewal, renew.number), True
             self._owe(out)
 
+    def read_by(self, boot: str, transfer: str) -> Plan | None:
+        """What this receiver reads itself, if it does."""
+        out = self.outlets.get(transfer)
+        if out is None or out.boot != boot or out.promise is None or out.state is not OutState.FLOWING:
+            return None
+        return out.plan
+
     def settled(self, boot: str, transfer: str) -> list[Action]:
         """It has read all that it claimed."""
         out = self.outlets.get(transfer)
@@ -358,6 +367,7 @@ class Outbound:
         self._deadlines.clear(("lease", out.transfer))
 
     def _lease_over(self, out: Outlet) -> list[Action]:
+        self.leases_over += 1
         self._take_back(out)
         assert out.offered is not None
         said = self._end(out, OutEvent.QUIET) if out.state is OutState.STOPPING else []

@@ -62,6 +62,20 @@ class OfferStatus(Struct, frozen=True, kw_only=True):
     age_s: Seconds
 
 
+class ReaderStatus(Struct, frozen=True, kw_only=True):
+    """One agent of this host that has our engine's memory mapped, on the route `pull`.
+
+    `over_s` is how long ago its session or that `epoch` of our engine ended; None while it may read.
+    """
+
+    agent: Name
+    pid: Count
+    uid: Count
+    epoch: Count
+    age_s: Seconds
+    over_s: Seconds | None
+
+
 class SlotCounts(Struct, frozen=True, kw_only=True):
     free: Count
     lent: Count
@@ -87,6 +101,7 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     counters: dict[Name, float]
     rebuild_refused: Name = ""
     offers: tuple[OfferStatus, ...] = ()
+    readers: tuple[ReaderStatus, ...] = ()
 
 
 class PoolQuery(Struct, frozen=True, kw_only=True, tag="pool?"):

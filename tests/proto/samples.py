@@ -159,6 +159,10 @@ TO_ENGINE: tuple[Any, ...] = (
                 age_s=3.5,
             ),
         ),
+        readers=(
+            status.ReaderStatus(agent="decode-0", pid=4711, uid=1000, epoch=3, age_s=61.5, over_s=None),
+            status.ReaderStatus(agent="decode-1", pid=4712, uid=1000, epoch=2, age_s=90.0, over_s=0.5),
+        ),
     ),
     status.PoolStatus(pool=POOL, slot_bytes=4 << 20),
 )
@@ -244,7 +248,6 @@ TO_DOOR: tuple[Any, ...] = (
 FROM_DOOR: tuple[Any, ...] = (
     engine.Descriptors(),
     door.MemoryOpened(version=1, epoch=3, handles=HANDLES),
-    door.MemoryEnding(reason="engine left"),
     engine.Refused(code="stale_epoch", reasons=("epoch: yours 3, of the token 3, shared 4",)),
 )
 
