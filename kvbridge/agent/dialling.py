@@ -13,6 +13,7 @@ from msgspec import structs
 
 from ..errors import KVBridgeError, PeerError
 from ..exchange.lease import Deadlines
+from ..exchange.route import Rate
 from ..exchange.session import Home, Session, SessionEvent, SessionState, accept, hello
 from ..failpoints import failpoint
 from ..transport.control import Control
@@ -46,7 +47,7 @@ class Dialling:
         metrics: Metrics,
         connect_s: float,
         clock: Callable[[], float],
-        open_door: Callable[[Session, DoorCard], Awaitable[None]],
+        open_door: Callable[[Session, DoorCard], Awaitable[Rate | None]],
     ) -> None:
         self.sink: SinkSide
         self.sessions: dict[str, Dialled] = {}
@@ -132,7 +133,8 @@ class Dialling:
             if session.routed.route == "pull" and dialled.against_pull:
                 session = Refuse(code="route_mismatch", reasons=(f"route: pull, though {dialled.against_pull}"[:1024],))
             elif session.routed.route == "pull":
-                is_greeted_again = not await self._open_memory(session, greeting.door, dialled)
+                readable = await self._open_memory(session, greeting.door, dialled)
+                session, is_greeted_again = readable or session, readable is None
             elif not await self._is_proved(session, dialled):
                 session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
         current = self._home()  # looking took a while; the engine may have named more ranks, or left
@@ -319,21 +321,21 @@ class Dialling:
         self._give_up_lane(dialled)
         dialled.step(SessionEvent.LOSE)
 
-    async def _open_memory(self, session: Session, door: DoorCard | None, dialled: Dialled) -> bool:
-        """Be ready to read the blocks of its engine. False, and noted why, if we cannot."""
+    async def _open_memory(self, session: Session, door: DoorCard | None, dialled: Dialled) -> Session | None:
+        """Be ready to read the blocks of its engine; with the rate. None, and noted why, if we cannot."""
         try:
             if door is None:
                 raise PeerError("bad_welcome", "door: none, and the route is pull")
-            await self._open_door(session, door)
+            rate = await self._open_door(session, door)
         except (KVBridgeError, OSError) as error:
             log.info("route does not work: boot=%s route=pull %s", session.peer.boot, error)
             dialled.against_pull = f"pull: {error}"[:1024]
-            return False
+            return None
         if self._of(dialled.link) is dialled:
             dialled.opened = session.whose
         else:  # it is over meanwhile
             self._mover.close_peer(session.whose)
-        return True
+        return replace(session, routed=replace(session.routed, read=rate))
 
     def _close_memory(self, dialled: Dialled) -> None:
         if dialled.opened is not None:

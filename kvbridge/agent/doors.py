@@ -9,6 +9,7 @@ from typing import Protocol
 from kvbridge_proto.door import DoorCard
 
 from ..errors import PeerError
+from ..exchange.route import Rate
 from ..exchange.session import Session
 from ..transport.door import Door, Holder, Shared, open_memory
 from .attachment import Attachment
@@ -24,8 +25,8 @@ class Doors(Protocol):
     def see_off(self, session: Session) -> None:
         """The session is over: its receiver is to close what it found."""
 
-    async def enter(self, session: Session, card: DoorCard) -> None:
-        """Map the memory of the sender's engine. Raises KVBridgeError."""
+    async def enter(self, session: Session, card: DoorCard) -> Rate | None:
+        """Map the memory of the sender's engine; how fast it is read, if that was measured. Raises KVBridgeError."""
 
     def share(self, attached: Attachment) -> None:
         """Hand this over from now on."""
@@ -45,7 +46,7 @@ class NoDoors:
 
     def see_off(self, session: Session) -> None: ...
 
-    async def enter(self, session: Session, card: DoorCard) -> None:
+    async def enter(self, session: Session, card: DoorCard) -> Rate | None:
         raise PeerError("sharing_off", "share_memory is off, or routes do not name pull")
 
     def share(self, attached: Attachment) -> None: ...
@@ -71,15 +72,16 @@ class LocalDoors:
     def see_off(self, session: Session) -> None:
         self._door.dismiss(session.peer.boot)
 
-    async def enter(self, session: Session, card: DoorCard) -> None:
+    async def enter(self, session: Session, card: DoorCard) -> Rate | None:
         handover = await open_memory(card, self._name, allowed_uids=self._allowed_uids)
         with contextlib.ExitStack() as stack:
             stack.callback(handover.close)
-            await self._mover.open_peer(
+            rate = await self._mover.open_peer(
                 session.whose, session.peer_pool, handover.handles, handover.fds, handover.close
             )
             stack.pop_all()
         handover.close_fds()
+        return rate
 
     def share(self, attached: Attachment) -> None:
         if attached.shared is not None:

@@ -25,7 +25,7 @@ from ..geometry.plan import Part
 from ..transport.fabric import WriteFailed, WriteLate
 from .attachment import Attachment
 from .equipment import Dock, Equipment
-from .routes import MOST_BYTES, Connected, Landing, Target, close, pattern, prove
+from .routes import MOST_BYTES, Connected, Landing, Target, close, pattern, prove, read_rate
 from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitRoom, WaitWord, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
@@ -33,6 +33,7 @@ log = logging.getLogger("kvbridge.mover")
 UNHEARD_S = READERS_S / 2
 MOST_AHEAD = 2  # chunks that are begun while one is being read: a stream must not run dry
 Failure = tuple[str, str] | None  # (code, reason)
+Settle = Callable[[Any, Exception | None], None]  # what a job found, or what went wrong
 Opened = tuple[AttachedPool, Callable[[], None]]  # and who hears that it is unmapped again
 
 
@@ -75,7 +76,7 @@ class Jobs:
 
     # Sinks:
 
-    def connect(self, landing: Landing, settle: Callable[[Any, Exception | None], None]) -> Job:
+    def connect(self, landing: Landing, settle: Settle) -> Job:
         """Prove a route to a sink; `settle` gets it, or what went wrong."""
         self._serial += 1
         serial = self._serial
@@ -259,6 +260,15 @@ class Jobs:
         self._tell(self._told.on_scattered, scatter, chunk.size_bytes, failure)
 
     # Out of the blocks of a peer's engine into ours:
+
+    def measure(self, memory: AttachedPool, settle: Settle) -> Job:
+        """See how fast a peer's memory is read; `settle` gets its Rate, or what went wrong."""
+        try:
+            rate = yield from read_rate(self._equipment, memory, self._clock)
+        except Exception as error:
+            settle(None, error)
+        else:
+            settle(rate, None)
 
     def open_peer(self, whose: Whose, memory: AttachedPool, closed: Callable[[], None]) -> None:
         """What `pull` reads for this epoch of that agent's engine. Close it as often as it was opened."""

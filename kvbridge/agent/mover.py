@@ -29,13 +29,13 @@ from ..device.memory import AttachedPool
 from ..device.porter import DeviceLost, Moved
 from ..errors import EngineError, FabricError
 from ..exchange.actions import Pull, Recall, Scatter, Ship
-from ..exchange.route import Site
+from ..exchange.route import Rate, Site
 from ..exchange.session import Whose
 from ..geometry.plan import Part
 from ..transport.fabric import Noticed
 from .attachment import Attachment
 from .equipment import Docks, Equipment
-from .jobs import Jobs, Told
+from .jobs import Jobs, Settle, Told
 from .routes import Connected, Landing
 from .stuck import STUCK_S, Watch, end_process
 from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitOnLoop, WaitRoom, WaitWord, WaitWrite
@@ -124,10 +124,7 @@ class Mover:
 
     async def connect(self, landing: Landing) -> Connected:
         """Choose and prove a route to a sink's slots; it takes the place of the one before. Raises FabricError."""
-        done: asyncio.Future[Any] = self._loop.create_future()
-        settle = lambda found, error: self._tell(_settle, done, found, error)  # noqa: E731
-        self._put(lambda: self._resume(self._jobs.connect(landing, settle), None))
-        connected: Connected = await self._settled(done)
+        connected: Connected = await self._job(lambda settle: self._jobs.connect(landing, settle))
         return connected
 
     def expect(self, slots: int) -> None:
@@ -160,17 +157,20 @@ class Mover:
         handles: Sequence[Handle],
         fds: Sequence[int],
         closed: Callable[[], None],
-    ) -> None:
-        """Map the memory of a peer's engine, for `pull`; `closed` is called once it is unmapped again.
+    ) -> Rate:
+        """Map the memory of a peer's engine, for `pull`, and see how fast it is read.
 
-        The fds stay the caller's. Raises KVBridgeError, and `closed` is not called then.
+        `closed` is called once it is unmapped again. The fds stay the caller's. Raises KVBridgeError, FabricError
+        `slow_route` where reading is too slow to be right; nothing is mapped then, and `closed` is not called.
         """
-
-        def opened() -> None:
-            memory = AttachedPool.open_peer(pool, handles, fds, self.device)
-            self._jobs.open_peer(whose, memory, closed)
-
-        await self._call(opened)
+        memory = await self._call(lambda: AttachedPool.open_peer(pool, handles, fds, self.device))
+        try:
+            rate: Rate = await self._job(lambda settle: self._jobs.measure(memory, settle))
+        except BaseException:
+            self._put(memory.close)
+            raise
+        await self._call(lambda: self._jobs.open_peer(whose, memory, closed))
+        return rate
 
     def close_peer(self, whose: Whose) -> None:
         """Give up what `open_peer` mapped, once nothing reads it any more."""
@@ -243,6 +243,13 @@ class Mover:
     def _put(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
         os.eventfd_write(self._wake, 1)
+
+    async def _job(self, job: Callable[[Settle], Job]) -> Any:
+        """What a job settles with, or raises."""
+        done: asyncio.Future[Any] = self._loop.create_future()
+        settle = lambda found, error: self._tell(_settle, done, found, error)  # noqa: E731
+        self._put(lambda: self._resume(job(settle), None))
+        return await self._settled(done)
 
     async def _call(self, task: Callable[[], Any]) -> Any:
         """What `task` returns or raises, on the thread."""

@@ -17,9 +17,10 @@ from kvbridge_proto.peer import Probe, Route
 
 from ..device import driver
 from ..device.mapping import open_ipc
+from ..device.memory import AttachedPool, span_of
 from ..device.staging import Span, lane_of
 from ..errors import FabricError, PeerError
-from ..exchange.route import Routed, Site, options
+from ..exchange.route import Rate, Routed, Site, options
 from ..transport.fabric import WriteFailed, WriteLate
 from .equipment import Dock, Equipment
 from .waiting import Event, Wait, WaitMove, WaitWrite
@@ -75,9 +76,9 @@ def pattern(seed: int, size_bytes: int) -> bytes:
     return hashlib.shake_128(seed.to_bytes(8, "little")).digest(size_bytes)
 
 
-def is_slow(size_bytes: int, bytes_per_s: float) -> bool:
+def is_slow(rate: Rate) -> bool:
     """Whether so much at such a rate means that something is wrong."""
-    return bytes_per_s < SLOW_BYTES_PER_S and size_bytes > bytes_per_s * SLOW_S
+    return rate.bytes_per_s < SLOW_BYTES_PER_S and rate.size_bytes > rate.bytes_per_s * SLOW_S
 
 
 def prove(
@@ -100,10 +101,11 @@ def prove(
             if target is not None:
                 close(equipment, target)
             continue
-        if not is_slow(probe.size_bytes, probe.bytes_per_s):
+        routed = Routed(route, "; ".join(against)[:1024], probe)
+        if routed.rate is None or not is_slow(routed.rate):
             _close_all(equipment, slow, target)
-            return target, Routed(route, "; ".join(against)[:1024], probe)
-        against.append(f"{route}: {probe.bytes_per_s / 1e9:.2f} GB/s measured, too slow to be right")
+            return target, routed
+        against.append(_too_slow(route, routed.rate))
         slow.append((target, probe))
     if not slow:
         raise FabricError("no_route", *against)
@@ -185,21 +187,62 @@ def _timed(
     lane = lane_of(target.base, target.slot_bytes, target.slots, landing.lane)
     size_bytes, seed = min(lane.size_bytes, ours.size_bytes, MOST_BYTES), secrets.randbits(32)
     target.dock.porter.fill(Span(ours.address, size_bytes), pattern(seed, size_bytes))
-    deadline, best_s = clock() + PROBE_S, float("inf")
+
+    def begin(deadline: float) -> Wait:
+        if target.mapped:
+            return WaitMove(equipment.porter.copy(Span(ours.address, size_bytes), lane))
+        fabric = target.dock.fabric
+        return WaitWrite(fabric, fabric.write(target.name, ours.address, lane.address, size_bytes, b"", deadline))
+
+    rate = yield from _fastest(size_bytes, begin, clock)
+    return Probe(lane=landing.lane, seed=seed, size_bytes=size_bytes, bytes_per_s=rate.bytes_per_s)
+
+
+def read_rate(
+    equipment: Equipment, memory: AttachedPool, clock: Callable[[], float] = time.monotonic
+) -> Generator[Wait, Event, Rate]:
+    """How fast a peer's memory is read, into a lane that no proof has meanwhile. FabricError where it is too slow.
+
+    What is read is whatever lies there; nothing else is written by it.
+    """
+    dock = equipment.dock
+    number = dock.lanes.popleft()
+    try:
+        ours = dock.outbound.lane(number)
+        with memory.hold() as regions:
+            theirs = max((span_of(each) for each in regions.memories), key=lambda span: span.size_bytes)
+        size_bytes = min(ours.size_bytes, theirs.size_bytes, MOST_BYTES)
+
+        def begin(deadline: float) -> Wait:
+            source, target = Span(theirs.address, size_bytes), Span(ours.address, size_bytes)
+            return WaitMove(equipment.porter.copy(source, target))
+
+        rate = yield from _fastest(size_bytes, begin, clock)
+    finally:
+        dock.lanes.append(number)
+    if is_slow(rate):
+        raise FabricError("slow_route", _too_slow("pull", rate))
+    return rate
+
+
+def _fastest(
+    size_bytes: int, begin: Callable[[float], Wait], clock: Callable[[], float]
+) -> Generator[Wait, Event, Rate]:
+    """The best of some rounds. `begin` is told by when all must be over. Raises FabricError."""
+    deadline, rate = clock() + PROBE_S, Rate(size_bytes, 0.0)
     for i in range(MOST_ROUNDS):
-        is_good = i >= ROUNDS and not is_slow(size_bytes, size_bytes / best_s)
-        if is_good or (i and clock() > deadline):
+        if (i >= ROUNDS and not is_slow(rate)) or (i and clock() > deadline):
             break
         began = clock()
-        if target.mapped:
-            ended = yield WaitMove(equipment.porter.copy(Span(ours.address, size_bytes), lane))
-        else:
-            fabric = target.dock.fabric
-            number = fabric.write(target.name, ours.address, lane.address, size_bytes, b"", deadline)
-            ended = yield WaitWrite(fabric, number)
-        best_s = min(best_s, clock() - began)
+        ended = yield begin(deadline)
         if isinstance(ended, WriteLate):
             raise FabricError("probe_failed", f"a write of {size_bytes} bytes took more than {PROBE_S} s")
         if isinstance(ended, WriteFailed):
             raise FabricError("probe_failed", ended.reason)
-    return Probe(lane=landing.lane, seed=seed, size_bytes=size_bytes, bytes_per_s=size_bytes / best_s)
+        took_s = max(clock() - began, 1e-9)
+        rate = Rate(size_bytes, max(rate.bytes_per_s, size_bytes / took_s))
+    return rate
+
+
+def _too_slow(route: Route, rate: Rate) -> str:
+    return f"{route}: {rate.bytes_per_s / 1e9:.2f} GB/s measured, too slow to be right"

@@ -19,14 +19,14 @@ def described(session: Session) -> str:
 
 def route_of(session: Session) -> str:
     """The route, what it was measured at, and what stood against the better ones."""
-    route, why, probe = session.routed.route, session.routed.why, session.routed.probe
-    rate = f" {probe.bytes_per_s / 1e9:.3g} GB/s in {probe.size_bytes >> 10} KiB" if probe else ""
-    return f"{route}{rate}" + (f" ({why})" if why else "")
+    route, why, rate = session.routed.route, session.routed.why, session.routed.rate
+    said = f" {rate.bytes_per_s / 1e9:.3g} GB/s in {rate.size_bytes >> 10} KiB" if rate else ""
+    return f"{route}{said}" + (f" ({why})" if why else "")
 
 
 def warn_of_route(name: str, session: Session) -> None:
-    probe = session.routed.probe
-    if probe is not None and is_slow(probe.size_bytes, probe.bytes_per_s):
+    rate = session.routed.rate
+    if rate is not None and is_slow(rate):
         log.warning("slow route: peer=%s %s", name, route_of(session))
 
 

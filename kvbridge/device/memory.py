@@ -12,6 +12,7 @@ from typing import Self
 import torch
 from kvbridge_kernels.field import Mapped
 from kvbridge_kernels.scratch import Scratch
+from kvbridge_kernels.segment import Span
 from kvbridge_proto.pool import Handle, Plane, Pool
 
 from ..errors import EngineError
@@ -30,6 +31,13 @@ class Regions:
 
     memories: Sequence[torch.Tensor | Mapped]
     scratch: Scratch = field(default_factory=Scratch)
+
+
+def span_of(region: torch.Tensor | Mapped) -> Span:
+    """Where it lies in this process's, or our GPU's, address space."""
+    if isinstance(region, Mapped):
+        return Span(region.address, region.size_bytes)
+    return Span(region.data_ptr(), region.nbytes)
 
 
 class AttachedPool:

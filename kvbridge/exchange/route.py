@@ -33,12 +33,30 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
+class Rate:
+    """What was measured: so many bytes at once, at best."""
+
+    size_bytes: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Routed:
-    """The way that was proved. `why` says what stood against the better ones."""
+    """The way that was proved. `why` says what stood against the better ones.
+
+    `probe` is what its sender wrote by it, `read` what its receiver measured where it reads itself.
+    """
 
     route: Route
     why: str = ""
     probe: Probe | None = None
+    read: Rate | None = None
+
+    @property
+    def rate(self) -> Rate | None:
+        if self.probe is not None:
+            return Rate(self.probe.size_bytes, self.probe.bytes_per_s)
+        return self.read
 
 
 UNPROVED = Routed("nixl")

@@ -29,7 +29,7 @@ from ..errors import PeerError
 from ..exchange.actions import Scatter, Ship
 from ..exchange.intake import WantState
 from ..exchange.outlet import OutState
-from ..exchange.route import Site
+from ..exchange.route import Rate, Site
 from ..exchange.session import Session
 from ..exchange.slots import LocalSlots, SlotPool
 from ..transport.control import Control
@@ -381,7 +381,7 @@ class SimDoors:
     def holders(self) -> list[Holder]:
         return []
 
-    async def enter(self, session: Session, door: DoorCard) -> None:
+    async def enter(self, session: Session, door: DoorCard) -> Rate | None:
         process, world = self._process, self._process.world
         await asyncio.sleep(world.quick())
         peer = world.processes[door.path]
@@ -392,6 +392,7 @@ class SimDoors:
         process.mapped.append(read)
         jobs = process.mover._jobs
         await process.mover._call(lambda: jobs.open_peer(session.whose, cast(AttachedPool, read), _nothing))
+        return None
 
 
 class SimStaging(Staging):

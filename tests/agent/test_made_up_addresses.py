@@ -14,8 +14,8 @@ from .harness import AgentProcess, SyntheticEngine, agent
 
 MADE_UP = 3000
 LIMITS = (256, 1024)  # of descriptors, soft and hard
-PATIENCE_S = 30.0  # a slow machine tries 200 addresses a second: 3000 take it 15 s
-CODES = {"peer_unreachable", "too_many_links"}
+PATIENCE_S = 12.0  # a slow machine tries 200 addresses a second
+CODES = {"peer_unreachable", "too_many_links", "deadline"}
 
 
 def descriptors(running: AgentProcess) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,6 +41,8 @@ def test_status_and_metrics_show_who_reads_and_how_much(tmp_path: Path) -> None:
         (reader,) = source.status.readers
         assert (reader.agent, reader.pid, reader.uid) == ("d0", sink.process.pid, os.getuid())
         assert reader.over_s is None and sink.status.readers == ()
+        (peer,) = sink.status.peers
+        assert re.match(r"pull [0-9.e+]+ GB/s in \d+ KiB", peer.route), peer.route
         assert f"{sink.process.pid} d0 (uid {os.getuid()})" in shown(source)
         wait_for(lambda: "kvbridge_chunks_total{role=source}" in source.status.counters)
         for name in ("chunks", "wire_bytes"):
