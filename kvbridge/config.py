@@ -73,7 +73,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     routes: Annotated[
         tuple[Route, ...],
         Meta(min_length=1, max_length=4, description="Ways to a peer, the best first: pull, direct, nixl, host"),
-    ] = ("direct", "nixl", "host")
+    ] = ("pull", "direct", "nixl", "host")
     slot_bytes: Annotated[
         Annotated[int, Meta(ge=1 << 16, le=1 << 30)] | None,
         Meta(description="Size of a staging slot, the largest piece in flight; unset: 128 MiB on a GPU, else 4 MiB"),

@@ -6,6 +6,7 @@ The streams are pages that stand still, so nothing that waits for them ever begi
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
@@ -19,12 +20,14 @@ from .harness import SyntheticEngine, agent, wait_for
 
 TOKENS = 64
 AT_ONCE_S, DEADLINE_S = 5.0, 60.0  # who waits for a stream waits 30 s at least, as long as for a write
+READ_S = 0.2  # in which what can be read is
 
 
 class Pair:
     """A source and a sink, each with an agent and a fence that no stream drives."""
 
-    def __init__(self, source: SyntheticEngine, sink: SyntheticEngine) -> None:
+    def __init__(self, route: str, source: SyntheticEngine, sink: SyntheticEngine) -> None:
+        self.route = route
         self.source, self.sink = source, sink
         self._table = list(table_of(source.pool, TOKENS))
         self._began = 0
@@ -38,28 +41,31 @@ class Pair:
         address, tokens = self.source.agent.address, range(TOKENS)
         self.source.offer(self.request, self._table, TOKENS, fence=source_fence)
         self.sink.want(self.request, address, self._table, tokens, fence=sink_fence, deadline_s=DEADLINE_S)
-        if sink_fence:
+        if self.route == "pull":
+            wait_for(lambda: [each.state for each in self.source.agent.status.transfers] == ["flowing"])
+            time.sleep(READ_S)
+        elif sink_fence:
             wait_for(lambda: self.sink.agent.status.inbound.landed)
         else:
             wait_for(lambda: self.source.agent.status.outbound.lent)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=["nixl", "pull"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """One for all: what has ended leaves nothing behind, though its streams never move."""
     tmp_path = tmp_path_factory.mktemp("fenced")
     with ExitStack() as stack:
         engines = []
         for name in ("p", "d"):
             (held,) = build_all(Shape("nhd"))
-            running = stack.enter_context(agent(tmp_path, name))
+            running = stack.enter_context(agent(tmp_path, name, routes=request.param))
             engine = stack.enter_context(closing(SyntheticEngine(running, held)))
             fence = stack.enter_context(EngineFence("cpu"))
             engine.fds.append(os.dup(fence.fd))
             engine.attach(fence_fd=len(engine.fds) - 1)
             engine.directory(running)
             engines.append(engine)
-        yield Pair(*engines)
+        yield Pair(request.param, *engines)
 
 
 def test_a_withdrawn_offer_is_released_though_its_stream_stands_still(pair: Pair) -> None:

@@ -59,7 +59,7 @@ def test_made_up_addresses_neither_detach_the_engine_nor_keep_a_real_source_out(
         assert source.released("real").code == ""
         assert "Traceback" not in sink.agent.text()
         until = time.monotonic() + 10
-        while descriptors(sink.agent) > before + 8:  # its link to the source, and the data side's
+        while descriptors(sink.agent) > before + 12:  # its link to the source, the data side's, and the source's door
             assert time.monotonic() < until, f"{descriptors(sink.agent)} descriptors, {before} before"
             time.sleep(0.1)
 

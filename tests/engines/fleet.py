@@ -56,11 +56,13 @@ class Fleet:
         more: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         python: str = sys.executable,
+        routes: str | None = None,  # the agents' own choice
     ) -> None:
         self.folder = folder
         self._dtype = dtype
         self._stack = stack
         self._python = python  # one that has vLLM
+        self._routes = routes
         self._model = str(write(folder / "model"))
         self._more = more or {}  # engine arguments for all
         self._options = options or {}  # of the connector, for all
@@ -113,6 +115,7 @@ class Fleet:
                     slot_bytes=1 << 20,
                     inbound_slots=16,
                     log_level="debug",
+                    routes=self._routes,
                 )
             )
             for rank in range(size)

@@ -25,7 +25,8 @@ BACK_S = 40.0
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with ExitStack() as stack:
-        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack, options={"kvbridge_deadline_s": DEADLINE_S})
+        options = {"kvbridge_deadline_s": DEADLINE_S}
+        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack, options=options, routes="nixl")
         fleet.start("small", "large", "alone")
         yield fleet
 
