@@ -31,7 +31,7 @@ class Doors(Protocol):
     def share(self, attached: Attachment) -> None:
         """Hand this over from now on."""
 
-    def withdraw(self, attached: Attachment) -> None:
+    def withdraw(self, attached: Attachment, reason: str) -> None:
         """Hand it over to nobody any more; who has it is to close it."""
 
     def holders(self) -> list[Holder]:
@@ -51,7 +51,7 @@ class NoDoors:
 
     def share(self, attached: Attachment) -> None: ...
 
-    def withdraw(self, attached: Attachment) -> None: ...
+    def withdraw(self, attached: Attachment, reason: str) -> None: ...
 
     def holders(self) -> list[Holder]:
         return []
@@ -70,7 +70,7 @@ class LocalDoors:
         return self._door.admit(session.peer.boot)
 
     def see_off(self, session: Session) -> None:
-        self._door.dismiss(session.peer.boot)
+        self._door.dismiss(session.peer.boot, "the session is over")
 
     async def enter(self, session: Session, card: DoorCard) -> Rate | None:
         handover = await open_memory(card, self._name, allowed_uids=self._allowed_uids)
@@ -87,8 +87,8 @@ class LocalDoors:
         if attached.shared is not None:
             self._door.share(Shared(attached.epoch, attached.shared.handles, attached.shared.fds))
 
-    def withdraw(self, attached: Attachment) -> None:
-        self._door.end(attached.epoch)
+    def withdraw(self, attached: Attachment, reason: str) -> None:
+        self._door.end(attached.epoch, reason)
 
     def holders(self) -> list[Holder]:
         return self._door.holders()

@@ -156,7 +156,7 @@ class Engines:
         self._home = None
         attached, self._attached = self._attached, None
         if attached is not None:
-            self.doors.withdraw(attached)
+            self.doors.withdraw(attached, reason)
         self.sink.attached = self.source.attached = None
         failpoint("agent.leaving")
         is_let_go = True
@@ -259,7 +259,7 @@ class Engines:
         reason = f"scales of the engine changed (revision {message.revision})"
         self.source.rescaled(reason)
         self._home = replace(home, epoch=self._epoch, pool=pool, revision=message.revision)
-        self.doors.withdraw(self._attached)
+        self.doors.withdraw(self._attached, reason)
         self._attached = self.sink.attached = self.source.attached = replace(self._attached, epoch=self._epoch)
         self.doors.share(self._attached)
         self.peers.renew(reason)

@@ -27,6 +27,7 @@ from kvbridge_proto.door import (
     TOKEN_BYTES,
     DoorCard,
     FromDoor,
+    MemoryEnding,
     MemoryOpened,
     OpenMemory,
     ToDoor,
@@ -67,7 +68,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who has our engine's memory mapped. `over_at` is when its session or the epoch ended, None if neither has."""
+    """Who has our engine's memory mapped. `over_at` is when it was told to close it, None before."""
 
     pid: int
     uid: int
@@ -130,21 +131,21 @@ class Door(Server["_Caller"]):
         self._cards[session] = card
         return card
 
-    def dismiss(self, session: str) -> None:
-        """The session is over: its card is void, and its receiver, which hears of that by the session, is to close."""
+    def dismiss(self, session: str, reason: str) -> None:
+        """The session is over: its card is void, and what it holds is to be closed."""
         self._cards.pop(session, None)
-        self._mark_over(lambda holder: holder.session == session)
+        self._tell(reason, lambda holder: holder.session == session)
 
-    def end(self, epoch: int) -> None:
-        """The engine leaves, or its memory changes: nobody is handed this epoch any more, and its sessions end.
+    def end(self, epoch: int, reason: str) -> None:
+        """The engine leaves, or its memory changes: nobody is handed this epoch any more, who holds it is to close it.
 
-        Waits for nobody. Until all receivers have closed it `holders` names them, and a GPU keeps the memory.
+        Waits for nobody. Until they have, `holders` names them, and a GPU keeps the memory.
         """
         if self._shared is not None and self._shared.epoch == epoch:
             self._shared = None
         for caller in [each for each in self.open if each.taking == epoch]:
             caller.shut()  # its fds are about to be closed
-        self._mark_over(lambda holder: holder.epoch == epoch)
+        self._tell(reason, lambda holder: holder.epoch == epoch)
 
     def holders(self) -> list[Holder]:
         """Who has which epoch, the longest first."""
@@ -220,9 +221,10 @@ class Door(Server["_Caller"]):
         caller.taking = None
         log.info("handed to pid=%d uid=%d agent=%s epoch=%d", caller.pid, caller.uid, said.agent, shared.epoch)
 
-    def _mark_over(self, is_meant: Callable[[Holder], bool]) -> None:
+    def _tell(self, reason: str, is_meant: Callable[[Holder], bool]) -> None:
         for caller, holder in self._holders.items():
             if is_meant(holder) and holder.over_at is None:
+                caller.send(MemoryEnding(reason=reason[:1024]))
                 self._holders[caller] = replace(holder, over_at=self._clock())
 
 
@@ -245,6 +247,18 @@ class Handover:
         self.handles = opened.handles
         self.fds = fds
         self._connection = connection
+
+    async def ending(self) -> str:
+        """Returns, with the reason, when the memory is to be closed: its agent says so, or is gone."""
+        try:
+            received = await self._connection.receive()
+        except BadFrame as error:
+            return f"{error.code}: {error}"
+        if received is None:
+            return f"the peer's agent is gone: {self._connection.why}"
+        message, fds = received
+        close_fds(fds)
+        return message.reason if isinstance(message, MemoryEnding) else f"said {type(message).__name__}"
 
     def close_fds(self) -> None:
         close_fds(self.fds)

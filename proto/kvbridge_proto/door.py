@@ -53,5 +53,11 @@ class MemoryOpened(Struct, frozen=True, kw_only=True, tag="memory_opened"):
     handles: Annotated[tuple[Handle, ...], Meta(max_length=4096)]
 
 
+class MemoryEnding(Struct, frozen=True, kw_only=True, tag="memory_ending"):
+    """Begin no new read; unmap the memory when none is under way, and end the connection."""
+
+    reason: Annotated[str, Meta(max_length=1024)]
+
+
 ToDoor = OpenMemory
-FromDoor = Descriptors | MemoryOpened | Refused
+FromDoor = Descriptors | MemoryOpened | MemoryEnding | Refused

@@ -136,7 +136,7 @@ async def _serve(path: str, name: str, device: str, slack_bytes: str) -> None:
                     card = door.admit(f"session-{sessions}")
                     answer = encode(card).hex() if card is not None else "none"
                 elif said == "end":
-                    door.end(1)
+                    door.end(1, "the engine leaves")
                     answer = "ended"
                 elif said == "holders":
                     answer = f"{len(door.holders())} holders"

@@ -105,7 +105,7 @@ def test_the_engine_may_die_while_its_memory_is_read(path: Path) -> None:
             peer_of(handed) as source,
         ):
             sender.process.send_signal(signal.SIGKILL)
-            sender.process.wait()
+            assert "is gone" in await handed.ending()
             assert pulled(NHD16, source, HND64, "cpu") == ""
 
     asyncio.run(story())
@@ -116,6 +116,7 @@ def test_the_sender_knows_when_the_mapping_is_closed(path: Path) -> None:
         with Sender(path, "nhd16") as sender, await open_memory(sender.card(), "decode-0") as handed:
             with peer_of(handed):
                 assert sender.ask("end") == "ended" and sender.ask("holders") == "1 holders"
+                assert await handed.ending() == "the engine leaves"
             handed.close()
             async with asyncio.timeout(5):
                 while sender.ask("holders") != "0 holders":  # noqa: ASYNC110 - another process

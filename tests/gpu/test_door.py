@@ -84,6 +84,7 @@ def test_an_engine_may_be_killed_while_its_memory_is_mapped(path: Path, ours: st
         ):
             assert pulled(NHD16, source, HND64, ours, pull) == ""
             sender.process.send_signal(signal.SIGKILL)
+            assert "is gone" in await handed.ending()
             sender.process.wait()
             for _ in range(3):
                 assert pulled(NHD16, source, HND64, ours, pull) == ""

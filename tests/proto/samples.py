@@ -247,6 +247,7 @@ TO_DOOR: tuple[Any, ...] = (
 )
 FROM_DOOR: tuple[Any, ...] = (
     engine.Descriptors(),
+    door.MemoryEnding(reason="engine left"),
     door.MemoryOpened(version=1, epoch=3, handles=HANDLES),
     engine.Refused(code="stale_epoch", reasons=("epoch: yours 3, of the token 3, shared 4",)),
 )

@@ -44,6 +44,7 @@ from kvbridge.transport.door import open_memory
 async def main():
     with await open_memory(decode(bytes.fromhex(sys.argv[1]), DoorCard), "decode-7") as handed:
         print(len(handed.fds), flush=True)
+        print(await handed.ending(), flush=True)
         await asyncio.sleep(60)
 asyncio.run(main())
 """
@@ -211,9 +212,9 @@ def test_a_token_opens_once_and_a_new_one_opens_again(run: Run, path: Path) -> N
             assert len({first.token, second.token, third.token}) == 3
             assert await refused(second) == "wrong_token"
             (await open_memory(third, "decode-0")).close()
-            door.dismiss("decode-0/1")
+            door.dismiss("decode-0/1", "the session ended")
             card = card_of(door)
-            door.dismiss("decode-0/1")
+            door.dismiss("decode-0/1", "the session ended")
             assert await refused(card) == "wrong_token"
 
     run(story())
@@ -236,14 +237,14 @@ def test_refuses_an_epoch_that_is_over(run: Run, path: Path) -> None:
     async def story() -> None:
         async with opened(path) as door:
             old, other = card_of(door), card_of(door, "other")
-            door.end(3)
+            door.end(3, "the engine left")
             assert door.admit("late") is None
             assert await refused(old) == "stale_epoch"
             door.share(shared(4))
             assert await refused(other) == "stale_epoch"
             assert await refused(change(card_of(door), epoch=3)) == "stale_epoch"
             third = card_of(door)
-            door.end(3)  # it has nothing to do with the fourth
+            door.end(3, "heard again")  # it has nothing to do with the fourth
             (await open_memory(third, "decode-0")).close()
 
     run(story())
@@ -341,15 +342,16 @@ def test_a_receiver_goes_to_no_socket_that_is_no_door_of_this_machine(run: Run, 
 # How it ends:
 
 
-def test_names_those_who_hold_an_epoch_that_is_over_until_they_have_closed(run: Run, path: Path) -> None:
+def test_tells_receivers_of_an_epochs_end_and_names_them_until_they_have_closed(run: Run, path: Path) -> None:
     async def story() -> None:
         async with opened(path) as door:
             one, other = await open_memory(card_of(door, "s1"), "one"), await open_memory(card_of(door, "s2"), "other")
-            door.end(3)
+            door.end(3, "the engine left")
             door.share(shared(4))
             newer = await open_memory(card_of(door, "s3"), "newer")
-            held = {holder.agent: holder.over_at is not None for holder in door.holders()}
-            assert held == {"one": True, "other": True, "newer": False}
+            assert await one.ending() == await other.ending() == "the engine left"
+            held = {holder.agent: holder for holder in door.holders()}
+            assert held["one"].over_at is not None and held["newer"].over_at is None
             one.close()
             left = await until_held_by(door, 2)
             assert [(holder.agent, holder.epoch) for holder in left] == [("other", 3), ("newer", 4)]
@@ -359,12 +361,14 @@ def test_names_those_who_hold_an_epoch_that_is_over_until_they_have_closed(run: 
     run(story())
 
 
-def test_names_who_holds_memory_after_its_session(run: Run, path: Path) -> None:
+def test_the_end_of_a_session_ends_what_it_holds(run: Run, path: Path) -> None:
     async def story() -> None:
         async with opened(path) as door:
             one, other = await open_memory(card_of(door, "s1"), "a"), await open_memory(card_of(door, "s2"), "b")
-            door.dismiss("s1")
-            assert {holder.agent: holder.over_at is not None for holder in door.holders()} == {"a": True, "b": False}
+            door.dismiss("s1", "the link ended")
+            assert await one.ending() == "the link ended"
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(other.ending(), 0.05)
             one.close()
             other.close()
 
@@ -384,17 +388,28 @@ def test_a_receiver_that_dies_holds_nothing_any_more(run: Run, path: Path, numbe
     run(story())
 
 
-def test_a_receiver_that_keeps_the_memory_is_named(run: Run, path: Path) -> None:
+def test_a_receiver_that_keeps_the_memory_is_named_though_it_was_told(run: Run, path: Path) -> None:
     async def story() -> None:
         async with opened(path) as door:
             with receiving(card_of(door)) as receiver:
                 await until_held_by(door, 1)
-                door.end(3)
+                door.end(3, "engine gone")
                 assert receiver.stdout is not None
                 assert await asyncio.to_thread(receiver.stdout.readline) == b"0\n"
+                assert await asyncio.to_thread(receiver.stdout.readline) == b"engine gone\n"
                 await asyncio.sleep(0.05)
                 (holder,) = door.holders()
                 assert holder.pid == receiver.pid and holder.over_at is not None
+
+    run(story())
+
+
+def test_a_receiver_hears_when_the_senders_agent_is_gone(run: Run, path: Path) -> None:
+    async def story() -> None:
+        async with opened(path) as door:
+            handed = await open_memory(card_of(door), "decode-0")
+        assert "is gone" in await handed.ending()
+        handed.close()
 
     run(story())
 
@@ -447,7 +462,7 @@ def test_an_epoch_that_ends_while_it_is_handed_over_sends_no_closed_descriptor(r
             with caller(door) as raw:
                 raw.send(speech(card_of(door)))
                 await until_held_by(door, 1)
-                door.end(4)
+                door.end(4, "the engine left")
                 assert door.open == set()
                 await until_held_by(door, 0)
 
