@@ -44,12 +44,14 @@ lint: $(AGENT)
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
-# What starts processes and looks at the clock runs alone; the rest two at a time.
-SYSTEM = tests/agent tests/faults tests/transport tests/test_demo.py tests/test_cli.py tests/test_adapter_guide.py tests/proxy
+# What starts many processes and looks at the clock runs alone; the rest two at a time, what mostly waits by itself.
+SYSTEM = tests/agent tests/faults tests/test_demo.py tests/test_cli.py tests/test_adapter_guide.py
+WAITING = tests/transport tests/proxy
 UNMARKED = -m "not vllm and not sglang and not cross and not routers and not gpu and not multi_gpu"
 
 unit: $(AGENT)
-	.venv/bin/python -m pytest $(UNMARKED) -n 2 $(SYSTEM:%=--ignore=%)
+	.venv/bin/python -m pytest $(UNMARKED) -n 2 $(SYSTEM:%=--ignore=%) $(WAITING:%=--ignore=%)
+	.venv/bin/python -m pytest $(UNMARKED) -n 2 $(WAITING)
 	.venv/bin/python -m pytest $(UNMARKED) $(SYSTEM)
 
 fuzz: $(AGENT)

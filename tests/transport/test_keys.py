@@ -89,8 +89,10 @@ def test_whose_the_secret_is(tmp_path: Path, owner: int, mode: int, reader: int,
     write_pair(tmp_path / "key")
     os.chown(tmp_path / "key", owner, 65534)
     (tmp_path / "key").chmod(mode)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
+    for folder in (tmp_path, *tmp_path.parents):
         folder.chmod(0o755)
+        if folder.name.startswith("pytest-of-"):
+            break
     told = subprocess.run(
         [
             sys.executable,
