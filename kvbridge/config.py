@@ -32,6 +32,7 @@ DEVICE_WORDS = "auto, cpu, cuda, cuda:N or a GPU's UUID"
 DEVICES = r"^(auto|cpu|cuda(:[0-9]{1,3})?|GPU-[0-9a-fA-F-]{36})$"
 FILES_OF_KEYS = ("key", "peers")  # who sets one to the key itself must not find that in the log
 LogLevel = Literal["debug", "info", "warning", "error"]
+Verify = Literal["always", "sampled", "never"]
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +70,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[Annotated[int, Meta(ge=0)], ...],
         Meta(max_length=64, description="Users whose agents it is handed to; empty: our own and root"),
     ] = ()
+    verify: Annotated[
+        Verify,
+        Meta(description="Which pulled chunks are compared with the sender's: always, sampled (1 in 64), never"),
+    ] = "sampled"
     device: Annotated[str, Meta(pattern=DEVICES, description=f"Where the engine's memory is: {DEVICE_WORDS}")] = "auto"
     routes: Annotated[
         tuple[Route, ...],

@@ -13,6 +13,7 @@ from kvbridge_proto.peer import (
     PROBE_LANES,
     Body,
     Cancel,
+    Check,
     Claim,
     Drained,
     Goodbye,
@@ -88,7 +89,9 @@ class Accepting:
         accepted = self.sessions.get(boot)
         return boot if accepted is None else accepted.session.peer.name
 
-    def hear(self, link: Link, sender: str, body: Claim | Grant | Renew | Cancel | Hold | Settled | Goodbye) -> None:
+    def hear(
+        self, link: Link, sender: str, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled | Goodbye
+    ) -> None:
         """A sink says something else than Hello."""
         accepted = self.sessions.get(sender)
         if accepted is not None and accepted.link is not link:  # who else says this boot's name is not its agent
@@ -99,7 +102,7 @@ class Accepting:
                     self._greeted_by[link] = None
                 if accepted is not None:
                     self._end(sender, body.reason)
-            case Claim() | Grant() | Renew() | Cancel() | Hold() | Settled() if accepted is not None:
+            case Claim() | Grant() | Renew() | Check() | Cancel() | Hold() | Settled() if accepted is not None:
                 self.source.from_sink(accepted.session, body)
             case Claim():
                 link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))

@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from importlib.metadata import version
@@ -27,9 +27,10 @@ from msgspec import structs
 
 from ..config import AgentConfig
 from ..errors import OperatorError
-from ..exchange.actions import Pull, Scatter, Ship
+from ..exchange.actions import Digest, Pull, Scatter, Ship
 from ..exchange.inbound import Inbound
 from ..exchange.outbound import Outbound
+from ..exchange.reading import CHECK_EVERY
 from ..exchange.slots import LocalSlots, SlotPool
 from ..failpoints import VARIABLE, arm_from_environment
 from ..transport.control import Control
@@ -224,7 +225,8 @@ class Agent:
 
     def _assemble(self) -> None:
         clock, entropy = self._clock, self._entropy
-        self.inbound = Inbound(self.slots, lambda: entropy(8).hex(), lambda: entropy(16))
+        check_every = CHECK_EVERY[self.config.verify]
+        self.inbound = Inbound(self.slots, lambda: entropy(8).hex(), lambda: entropy(16), check_every)
         self.outbound = Outbound(self.local_slots, before=self.before)
         self.engines = self._assemble_engines()
         self.engines.doors = self.doors
@@ -317,8 +319,11 @@ class Agent:
     def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None:
         self.sink.on_scattered(scatter, size_bytes, failure)
 
-    def on_pulled(self, pull: Pull, failure: tuple[str, str] | None) -> None:
-        self.sink.on_pulled(pull, failure)
+    def on_pulled(self, pull: Pull, digests: Mapping[int, int], failure: tuple[str, str] | None) -> None:
+        self.sink.on_pulled(pull, digests, failure)
+
+    def on_digested(self, digest: Digest, found: int, failure: tuple[str, str] | None) -> None:
+        self.source.on_digested(digest, found, failure)
 
     def on_fence(self) -> None:
         self.source.on_fence()

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from kvbridge_proto.door import DoorCard
-from kvbridge_proto.peer import Body, Drained, Failing, Goodbye, Ready, Refuse, Tables, Welcome
+from kvbridge_proto.peer import Body, Checked, Drained, Failing, Goodbye, Ready, Refuse, Tables, Welcome
 from msgspec import structs
 
 from ..errors import KVBridgeError, PeerError
@@ -168,7 +168,9 @@ class Dialling:
             self.sink.opened(name, session)
         self._sort_out()
 
-    def hear(self, link: Link, sender: str, body: Tables | Ready | Failing | Drained | Refuse | Goodbye) -> None:
+    def hear(
+        self, link: Link, sender: str, body: Tables | Checked | Ready | Failing | Drained | Refuse | Goodbye
+    ) -> None:
         """A source says something else than Welcome."""
         address = link.address
         if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):

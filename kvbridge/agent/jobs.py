@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol
 
 from kvbridge_proto.codec import encode
@@ -17,7 +17,7 @@ from ..device.memory import AttachedPool
 from ..device.porter import Moved
 from ..device.staging import Span
 from ..errors import EngineError, FabricError, KVBridgeError, PeerError
-from ..exchange.actions import Pull, Scatter, Ship
+from ..exchange.actions import Digest, Pull, Scatter, Ship
 from ..exchange.reading import LEASE_S
 from ..exchange.session import Whose
 from ..failpoints import failpoint
@@ -44,7 +44,8 @@ class Told(Protocol):
     def on_shipped(self, ship: Ship, size_bytes: int, failure: Failure) -> None: ...
     def on_late(self, ship: Ship, reason: str) -> None: ...
     def on_scattered(self, scatter: Scatter, size_bytes: int, failure: Failure) -> None: ...
-    def on_pulled(self, pull: Pull, failure: Failure) -> None: ...
+    def on_pulled(self, pull: Pull, digests: Mapping[int, int], failure: Failure) -> None: ...
+    def on_digested(self, digest: Digest, found: int, failure: Failure) -> None: ...
     def on_fence(self) -> None: ...
 
 
@@ -169,6 +170,21 @@ class Jobs:
             failure = _failure("gather_failed", error, ship)
         self._tell(self._told.on_gathered, ship, size, self._clock() - began)
         return moved.digest, failure
+
+    def digest(self, digest: Digest, attachment: Attachment, asked_at: float) -> Job:
+        """Digest a chunk that its receiver has read, as it is in the engine's blocks now. Asked for at that time."""
+        chunk, found = digest.plan.chunk(digest.read.chunk), 0
+        failure: Failure
+        try:
+            slot = self._equipment.dock.outbound.span(digest.local.index, chunk.size_bytes)
+            part = Part(digest.plan, chunk, digest.tables, True)
+            ended = yield WaitMove(self._equipment.porter.gather(attachment.memory, part, slot, "sum64"))
+            assert isinstance(ended, Moved)
+            found = ended.digest
+            failure = ended.failure or (yield from self._taken_back(attachment, digest.request, asked_at))
+        except Exception as error:  # it costs this transfer, nobody else
+            failure = _failure("gather_failed", error, digest)
+        self._tell(self._told.on_digested, digest, found, failure)
 
     def _taken_back(self, attachment: Attachment, request: str, asked_at: float) -> Generator[Wait, Event, Failure]:
         """Whether the blocks may have been another request's while they were read: only if some of us stood still.
@@ -306,7 +322,8 @@ class Jobs:
 
     def pull(self, pull: Pull, attachment: Attachment) -> Job:
         """Read chunks once our engine is through with the blocks they go to. They count while the lease lasts."""
-        tickets: deque[int] = deque()
+        tickets: deque[tuple[int, int]] = deque()  # with the chunk of each
+        digests: dict[int, int] = {}
         failure: Failure = None
         try:
             if (opened := self._peers.get(pull.whose)) is None:
@@ -314,7 +331,7 @@ class Jobs:
             yield self._fence(attachment, pull)
             for index in range(pull.first_chunk, pull.end_chunk):
                 if len(tickets) == MOST_AHEAD:
-                    yield WaitMove(tickets.popleft())
+                    yield from self._read(pull, tickets, digests)
                 if not self._equipment.porter.has_room:
                     yield WaitRoom(attachment, self._equipment.porter, self._clock() + self._write_timeout_s)
                 if pull.lease.is_given_up:
@@ -322,20 +339,33 @@ class Jobs:
                 chunk = pull.plan.chunk(index)
                 theirs = Part(pull.plan, chunk, pull.peer_tables, True)
                 ours = Part(pull.plan, chunk, pull.tables, False)
-                tickets.append(self._equipment.porter.pull(opened[0], theirs, attachment.memory, ours))
+                has_digest = index in pull.compared
+                ticket = self._equipment.porter.pull(opened[0], theirs, attachment.memory, ours, has_digest)
+                tickets.append((index, ticket))
         except Exception as error:  # it costs this transfer, nobody else
             failure = _failure("pull_failed", error, pull)
         while tickets:
-            yield WaitMove(tickets.popleft())
-        self._tell(self._told.on_pulled, pull, failure or (yield from self._counted(pull, attachment)))
+            yield from self._read(pull, tickets, digests)
+        failure = failure or (yield from self._counted(pull, attachment))
+        self._tell(self._told.on_pulled, pull, digests, failure)
 
-    def warm_pull(self, attachment: Attachment, whose: Whose, theirs: Part, ours: Part) -> None:
+    def _read(
+        self, pull: Pull, tickets: deque[tuple[int, int]], digests: dict[int, int]
+    ) -> Generator[Wait, Event, None]:
+        """Wait for the end of the first of these reads."""
+        chunk, ticket = tickets.popleft()
+        ended = yield WaitMove(ticket)
+        assert isinstance(ended, Moved)
+        if chunk in pull.compared:
+            digests[chunk] = ended.digest
+
+    def warm_pull(self, attachment: Attachment, whose: Whose, theirs: Part, ours: Part, has_digest: bool) -> None:
         """Get ready for such a part, as `warm` does."""
         opened = self._peers.get(whose)
         if opened is None or attachment.word.has_left:
             return
         try:
-            self._equipment.porter.warm_pull(opened[0], theirs, attachment.memory, ours)
+            self._equipment.porter.warm_pull(opened[0], theirs, attachment.memory, ours, has_digest)
         except Exception:
             log.exception("could not get ready for a peer")
 
@@ -364,7 +394,7 @@ class Jobs:
         self._tell(self._told.on_fence)
 
 
-def _failure(code: str, error: Exception, what: Ship | Scatter | Pull) -> tuple[str, str]:
+def _failure(code: str, error: Exception, what: Ship | Scatter | Pull | Digest) -> tuple[str, str]:
     """What a transfer's failure says: an error of ours in its own words, any other with its cause in the log."""
     if isinstance(error, KVBridgeError):
         return error.code, str(error)

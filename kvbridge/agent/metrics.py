@@ -54,6 +54,10 @@ class Metrics:
         self._late = Counter("kvbridge_late_writes", "Landed writes that counted for nothing", registry=registry)
         text = "Read leases that ended before their receivers had said that they were through"
         self._leases_over = Counter("kvbridge_leases_over", text, registry=registry)
+        text = "Pulled chunks of which receiver and sender compared the digest"
+        self._compared = Counter("kvbridge_chunks_compared", text, ["role"], registry=registry)
+        text = "Pulled chunks whose digest differed: what was read is not what the sender has"
+        self._differing = Counter("kvbridge_digest_mismatches", text, ["role"], registry=registry)
         self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were made anew", registry=registry)
         self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)
         failpoints = "Armed: this agent was started to fail, for a test"
@@ -104,6 +108,11 @@ class Metrics:
         """So many were moved, of so many bytes together."""
         self._chunks.labels(role).inc(count)
         self._bytes.labels(role).inc(size_bytes)
+
+    def compared(self, role: str, count: int, differing: int) -> None:
+        """So many pulled chunks, and how many of them were not the same on both sides."""
+        self._compared.labels(role).inc(count)
+        self._differing.labels(role).inc(differing)
 
     def leases_over(self, count: int) -> None:
         self._leases_over.inc(count)

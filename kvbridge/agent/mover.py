@@ -28,7 +28,7 @@ from kvbridge_proto.pool import Handle, Pool
 from ..device.memory import AttachedPool
 from ..device.porter import DeviceLost, Moved
 from ..errors import EngineError, FabricError
-from ..exchange.actions import Pull, Recall, Scatter, Ship
+from ..exchange.actions import Digest, Pull, Recall, Scatter, Ship
 from ..exchange.route import Rate, Site
 from ..exchange.session import Whose
 from ..geometry.plan import Part
@@ -146,6 +146,11 @@ class Mover:
         """Read out of a peer's blocks; heard of by on_pulled."""
         self._put(lambda: self._resume(self._jobs.pull(pull, attachment), None))
 
+    def digest(self, digest: Digest, attachment: Attachment) -> None:
+        """Digest what a receiver has read; heard of by on_digested."""
+        asked_at = self._clock()
+        self._put(lambda: self._resume(self._jobs.digest(digest, attachment, asked_at), None))
+
     def watch(self, attachment: Attachment, fence: int) -> None:
         """Look at our engine's fence; heard of by on_fence."""
         self._put(lambda: self._resume(self._jobs.watch(attachment, fence), None))
@@ -185,10 +190,13 @@ class Mover:
         for part in parts:  # each may take a second; others have their turn between
             self._put(partial(self._jobs.warm, attachment, part))
 
-    def warm_pull(self, attachment: Attachment, whose: Whose, parts: Sequence[tuple[Part, Part]]) -> None:
-        """Get ready to pull parts like these, each as its sender and as its receiver see it."""
+    def warm_pull(
+        self, attachment: Attachment, whose: Whose, parts: Sequence[tuple[Part, Part]], kinds: Sequence[bool]
+    ) -> None:
+        """Get ready to pull parts like these, each as its sender and as its receiver see it; with a digest, or not."""
         for theirs, ours in parts:
-            self._put(partial(self._jobs.warm_pull, attachment, whose, theirs, ours))
+            for has_digest in kinds:
+                self._put(partial(self._jobs.warm_pull, attachment, whose, theirs, ours, has_digest))
 
     async def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the source says it wrote."""

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from kvbridge_proto.peer import (
     Body,
     Cancel,
+    Check,
+    Checked,
     Claim,
     Drained,
     Failing,
@@ -116,9 +118,9 @@ class Peers:
 
     def _hear(self, link: Link, sender: str, body: Body) -> None:
         match body:
-            case Tables() | Ready() | Failing() | Drained() | Refuse() | Goodbye() if link.is_dialled:
+            case Tables() | Checked() | Ready() | Failing() | Drained() | Refuse() | Goodbye() if link.is_dialled:
                 self.dialling.hear(link, sender, body)
-            case Claim() | Grant() | Renew() | Cancel() | Hold() | Settled() | Goodbye():
+            case Claim() | Grant() | Renew() | Check() | Cancel() | Hold() | Settled() | Goodbye():
                 self.accepting.hear(link, sender, body)
             case _:
                 self._metrics.rejected("unexpected_message")

@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec
 
 from kvbridge_proto.engine import Done, Expect, Failed, ToEngine, Want
-from kvbridge_proto.peer import Body, Cancel, Claim, Drained, Failing, Grant, Notice, Ready, Refuse, Settled, Tables
+from kvbridge_proto.peer import (
+    Body,
+    Cancel,
+    Checked,
+    Claim,
+    Drained,
+    Failing,
+    Grant,
+    Notice,
+    Ready,
+    Refuse,
+    Settled,
+    Tables,
+)
 from msgspec import structs
 
 from ..exchange.actions import Action, Ask, Pull, Reach, Recall, Scatter, Send, Tell
@@ -110,7 +123,7 @@ class Sink:
         if session.routed.route == "pull":
             theirs = session.planner.samples(session.slot_bytes, is_source=True)
             pairs = list(zip(theirs, ours, strict=False))  # where one side cannot have such samples there are none
-            self._mover.warm_pull(self.attached, session.whose, pairs)
+            self._mover.warm_pull(self.attached, session.whose, pairs, self._inbound.sampling.kinds)
         else:
             self._mover.warm(self.attached, ours)
 
@@ -132,13 +145,17 @@ class Sink:
     def unreachable(self, address: str, code: str, reason: str) -> None:
         self._do(self._inbound.unreachable, address, code, reason, self._clock())
 
-    def from_source(self, boot: str, key: str, body: Tables | Ready | Failing | Drained | Refuse) -> None:
+    def from_source(self, boot: str, key: str, body: Tables | Checked | Ready | Failing | Drained | Refuse) -> None:
         now, inbound = self._clock(), self._inbound
         match body:
             case Ready(transfer=transfer, chunks=chunks):
                 self._do(inbound.ready, boot, transfer, chunks, key)
             case Tables():
                 self._do(inbound.tables, boot, body, now, key)
+            case Checked():
+                compared, differing = inbound.compared, inbound.differing
+                self._do(inbound.checked, boot, body, now, key)
+                self._metrics.compared("sink", inbound.compared - compared, inbound.differing - differing)
             case Failing(transfer=transfer, code=code, reason=reason):
                 self._do(inbound.failing, boot, transfer, code, reason, now, key)
             case Drained(transfer=transfer, code=code, reason=reason):
@@ -172,10 +189,10 @@ class Sink:
             self._metrics.chunks("sink", 1, size_bytes)
         self._do(self._inbound.scattered, scatter.transfer, scatter.slot, failure, self._clock())
 
-    def on_pulled(self, pull: Pull, failure: tuple[str, str] | None) -> None:
+    def on_pulled(self, pull: Pull, digests: Mapping[int, int], failure: tuple[str, str] | None) -> None:
         if failure is None:
             self._metrics.chunks("sink", pull.end_chunk - pull.first_chunk, pull.size_bytes)
-        self._do(self._inbound.pulled, pull.transfer, pull.end_chunk, failure, self._clock())
+        self._do(self._inbound.pulled, pull.transfer, pull.end_chunk, digests, failure, self._clock())
 
     def tick(self) -> None:
         self._do(self._inbound.tick, self._clock())

@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable
 
 from kvbridge_proto.engine import Offer, Released, ToEngine
-from kvbridge_proto.peer import Cancel, Claim, Drained, Grant, Hold, Refuse, Renew, Settled
+from kvbridge_proto.peer import Cancel, Check, Claim, Drained, Grant, Hold, Refuse, Renew, Settled, Sum
 
-from ..exchange.actions import Action, Recall, Send, Ship, Tell, Watch
+from ..exchange.actions import Action, Digest, Recall, Send, Ship, Tell, Watch
 from ..exchange.outbound import Outbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
@@ -98,11 +98,11 @@ class Source:
     # Other agents:
 
     def met(self, session: Session) -> None:
-        """A sink we did not know: be ready for what it will take."""
-        if self.attached is not None and session.routed.route != "pull":
+        """A sink we did not know: be ready for what it will take, or read itself and compare."""
+        if self.attached is not None:
             self._mover.warm(self.attached, session.planner.samples(session.slot_bytes, is_source=True))
 
-    def from_sink(self, session: Session, body: Claim | Grant | Renew | Cancel | Hold | Settled) -> None:
+    def from_sink(self, session: Session, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled) -> None:
         boot, home = session.peer.boot, self._home()
         match body:
             case Claim() if home is None:
@@ -123,6 +123,8 @@ class Source:
             case Renew():
                 self._outbound.renew(boot, body)
                 self._do([])
+            case Check():
+                self._do(self._outbound.check(boot, body))
             case Settled(transfer=transfer):
                 failpoint("source.settled_heard")
                 log.debug("settled: transfer=%s", transfer)
@@ -154,6 +156,17 @@ class Source:
     def on_late(self, ship: Ship, reason: str) -> None:
         log.warning("write is late: transfer=%s chunk=%d %s", ship.transfer, ship.chunk, reason)
         self._do(self._outbound.late(ship.transfer, ship.local, reason))
+
+    def on_digested(self, digest: Digest, found: int, failure: tuple[str, str] | None) -> None:
+        chunk, read = digest.read.chunk, digest.read.digest
+        if failure is not None:
+            log.warning("chunk not compared: transfer=%s code=%s %s", digest.transfer, *failure)
+        else:
+            self._metrics.compared("source", 1, int(found != read))
+        if failure is None and found != read:
+            words = "chunk %d: we have digest %016x, read was %016x"
+            log.warning("digest_mismatch: transfer=%s " + words, digest.transfer, chunk, found, read)
+        self._do(self._outbound.digested(digest.transfer, digest.local, Sum(chunk, found), failure))
 
     async def unread(self) -> None:
         """Return when no receiver counts on our engine's blocks any more: soon, and at most a lease from now."""
@@ -209,6 +222,9 @@ class Source:
                 case Ship():
                     assert self.attached is not None
                     self._mover.ship(action, self.attached)
+                case Digest():
+                    assert self.attached is not None
+                    self._mover.digest(action, self.attached)
                 case Watch(fence=fence):
                     self._watch(fence)
                 case Recall():

@@ -82,8 +82,10 @@ class Porter(Protocol):
         digest is that of the very bytes that are written: peers may write to the slot at any time, so it is read once.
         """
 
-    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> int:
-        """Read a chunk out of the blocks of a peer's engine into those of ours, converted on the way; no digest.
+    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
+        """Read a chunk out of the blocks of a peer's engine into those of ours, converted on the way.
+
+        With `has_digest` its sum64 is taken of the very rows that are read: what `gather` would find for them.
 
         EngineError when either engine is gone or a part is not right: nothing was begun.
         """
@@ -91,7 +93,7 @@ class Porter(Protocol):
     def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
         """Get ready for parts like this one, so that the first request does not wait for it. May take seconds once."""
 
-    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> None:
+    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
         """The same for `pull`."""
 
     def copy(self, source: Span, target: Span) -> int:

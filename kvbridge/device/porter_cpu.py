@@ -79,15 +79,16 @@ class CpuPorter:
                 scatter_rows(segments, Span(copy.data_ptr(), slot.size_bytes), None, self._work)
         return self._over(found, expected)
 
-    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> int:
+    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
+        sums = _sums("sum64") if has_digest else None
         with source.hold() as source_regions, pool.hold() as regions:
-            pull_rows(self._pulls.of(source, source_regions, theirs, pool, regions, ours), None, self._work)
-        return self._over(0)
+            pull_rows(self._pulls.of(source, source_regions, theirs, pool, regions, ours), sums, self._work)
+        return self._over(_word(int(sums.item())) if sums is not None else 0)
 
     def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
         """Nothing is compiled for a CPU."""
 
-    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> None:
+    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
         """Nothing is compiled for a CPU."""
 
     def copy(self, source: Span, target: Span) -> int:

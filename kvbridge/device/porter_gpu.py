@@ -141,14 +141,16 @@ class GpuPorter:
 
         return self._begin(enqueue, pool, expected, True)
 
-    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> int:
+    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
         def enqueue(bundle: _Bundle) -> None:
             with source.hold() as source_regions, pool.hold() as regions:
                 chunk = self._pulls.of(source, source_regions, theirs, pool, regions, ours)
-                pull_rows(chunk, None, bundle.work, self._in)
+                pull_rows(chunk, bundle.sums if has_digest else None, bundle.work, self._in)
+            if has_digest:
+                bundle.fetch(self._in)
             bundle.end.record(self._in)
 
-        return self._begin(enqueue, pool, None, False, source)
+        return self._begin(enqueue, pool, None, has_digest, source)
 
     def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
         slot = Span(slot.address, part.chunk.size_bytes)
@@ -157,10 +159,10 @@ class GpuPorter:
             warm(self._chunk(pool, regions, part, slot), slot, True, work)
         self._out.synchronize()  # nobody else waits for what this was for
 
-    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part) -> None:
+    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
         work = self._bundles[0].work
         with source.hold() as source_regions, pool.hold() as regions, torch.cuda.stream(self._in):
-            warm_pull_rows(self._pulls.of(source, source_regions, theirs, pool, regions, ours), False, work)
+            warm_pull_rows(self._pulls.of(source, source_regions, theirs, pool, regions, ours), has_digest, work)
         self._in.synchronize()
 
     def copy(self, source: Span, target: Span) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbridge_proto.engine import ToEngine
-from kvbridge_proto.peer import Body, Route
+from kvbridge_proto.peer import Body, Route, Sum
 from kvbridge_proto.peer import Lease as SlotLease
 
 from ..geometry.plan import Plan
@@ -87,7 +87,7 @@ class Pull:
     """Read chunks [first_chunk, end_chunk) out of the blocks of the sender's engine into ours, on the route `pull`.
 
     Not before the fence says so. `peer_tables` are of the engine `whose` memory that is, `tables` of ours.
-    What was read after the end of `lease` does not count.
+    What was read after the end of `lease` does not count. Chunks that are `compared` are digested as they are read.
     """
 
     transfer: str
@@ -99,11 +99,27 @@ class Pull:
     end_chunk: int
     lease: Lease
     fence: int
+    compared: frozenset[int] = frozenset()
 
     @property
     def size_bytes(self) -> int:
         """Of all its chunks."""
         return sum(self.plan.chunk(index).size_bytes for index in range(self.first_chunk, self.end_chunk))
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Digest a chunk that its receiver has read, `read` being what it found: gather it into our slot `local`.
+
+    Its receiver was told of the blocks, so the engine's fence has reached them. `request` is as in Ship.
+    """
+
+    transfer: str
+    request: str
+    plan: Plan
+    tables: Mapping[int, BlockTable]
+    local: LocalSlot
+    read: Sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,4 +139,4 @@ class Recall:
     reason: str
 
 
-Action = Reach | Ask | Send | Tell | Ship | Pull | Watch | Recall
+Action = Reach | Ask | Send | Tell | Ship | Pull | Digest | Watch | Recall

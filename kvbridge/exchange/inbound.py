@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvbridge_proto.engine import Done, Expect, Refused, Want
-from kvbridge_proto.peer import Cancel, Notice, Renew, Settled, Tables, Take
+from kvbridge_proto.peer import MAX_SUMS, Cancel, Check, Checked, Notice, Renew, Settled, Sum, Tables, Take
 from kvbridge_proto.peer import Lease as SlotLease
 
 from ..errors import KVBridgeError
@@ -40,7 +40,7 @@ from .intake import (
 )
 from .lease import Deadlines
 from .lending import grants, lend_early, queue
-from .reading import LEASE_S, Lease, Reading
+from .reading import LEASE_S, Lease, Reading, Sampling
 from .session import Home, Session
 from .slots import SlotPool
 from .sources import Sources
@@ -53,10 +53,17 @@ DOUBT_AGAIN_S = 5.0  # for slots that only the source's agent can give back
 
 
 class Inbound:
-    """All wants of this agent's engine. One call at a time, from whatever thread: `landed` is the mover's."""
+    """All wants of this agent's engine. One call at a time, from whatever thread: `landed` is the mover's.
 
-    def __init__(self, slots: SlotPool, new_id: Callable[[], str], new_token: Callable[[], bytes]) -> None:
+    Of the chunks that it pulls one in `check_every` is compared with the sender's, none if that is 0.
+    """
+
+    def __init__(
+        self, slots: SlotPool, new_id: Callable[[], str], new_token: Callable[[], bytes], check_every: int = 0
+    ) -> None:
         self.slots = slots
+        self.sampling = Sampling(check_every)
+        self.compared = self.differing = 0  # pulled chunks, and those of them that were not the sender's
         self.wants: dict[str, Wanted] = {}
         self.late_writes = 0
         self.awaited = Awaited()
@@ -241,7 +248,8 @@ class Inbound:
         if reading.is_busy or reading.begun >= intake.ready:
             return []
         wanted = self._wanted_by[intake.transfer]
-        pull = pull_of(wanted, intake, reading, intake.ready)
+        compared = self.sampling.choose(reading.begun, intake.ready)
+        pull = pull_of(wanted, intake, reading, intake.ready, compared)
         wanted.scattering += 1
         reading.begun, reading.is_busy = intake.ready, True
         return [*self._renew(intake, reading, now), pull]
@@ -257,26 +265,72 @@ class Inbound:
 
     def _renew_if_read(self, intake: Intake, now: float) -> list[Action]:
         reading = intake.reading
-        is_read = reading is not None and reading.is_busy and intake.state is IntakeState.CLAIMED
-        return self._renew(intake, reading, now) if is_read and reading is not None else []
+        if reading is None or intake.state is not IntakeState.CLAIMED:
+            return []
+        return self._renew(intake, reading, now) if reading.is_busy or reading.unchecked else []
 
-    def pulled(self, transfer: str, end_chunk: int, failure: tuple[str, str] | None, now: float) -> list[Action]:
-        """A read has ended, at this chunk; `failure` is (code, reason) if what it read does not count."""
+    def pulled(
+        self,
+        transfer: str,
+        end_chunk: int,
+        digests: Mapping[int, int],
+        failure: tuple[str, str] | None,
+        now: float,
+    ) -> list[Action]:
+        """A read has ended, at this chunk; `failure` is (code, reason) if what it read does not count.
+
+        `digests` are those of chunks that are to be compared with the sender's.
+        """
         wanted = self._wanted_by[transfer]
         wanted.scattering -= 1
         intake = wanted.intakes[transfer]
-        assert intake.reading is not None
-        intake.reading.is_busy = False
+        reading = intake.reading
+        assert reading is not None
+        reading.is_busy = False
         self._deadlines.clear(("lease", transfer))
         if wanted.state is WantState.ENDING:
             return self._end_failed(wanted, WantEvent.QUIET) if wanted.scattering == 0 else []
         if failure is not None:
             return self._fail(wanted, *failure, now)
         intake.scattered = end_chunk
+        actions = self._check(intake, reading, digests, now)
         if end_chunk < intake.plan.chunks:
-            return self._read(intake, intake.reading, now)
+            return actions + self._read(intake, reading, now)
+        return actions + self._settle_if_read(intake, reading, now)
+
+    def _check(self, intake: Intake, reading: Reading, digests: Mapping[int, int], now: float) -> list[Action]:
+        """Ask the sender for its digests of these chunks. It keeps their blocks meanwhile."""
+        if not digests:
+            return []
+        reading.unchecked.update(digests)
+        sums = [Sum(chunk, digest) for chunk, digest in sorted(digests.items())]
+        pieces = [tuple(sums[at : at + MAX_SUMS]) for at in range(0, len(sums), MAX_SUMS)]
+        asked = [Send(intake.address, Check(transfer=intake.transfer, digests=piece)) for piece in pieces]
+        return [*self._renew(intake, reading, now), *asked]
+
+    def checked(self, boot: str, told: Checked, now: float, key: str = "") -> list[Action]:
+        """What the sender finds in its blocks. Chunks that it was not asked for are nothing to us."""
+        intake = self._intake(boot, told.transfer, key)
+        if intake is None or intake.state is not IntakeState.CLAIMED or (reading := intake.reading) is None:
+            return []
+        for each in told.digests:
+            if (read := reading.unchecked.pop(each.chunk, None)) is None:
+                continue
+            self.compared += 1
+            if each.digest != read:
+                self.differing += 1
+                reason = f"chunk {each.chunk}: the sender has digest {each.digest:016x}, read was {read:016x}"
+                return self._fail(self._wanted_by[told.transfer], "digest_mismatch", reason, now)
+        return self._settle_if_read(intake, reading, now)
+
+    def _settle_if_read(self, intake: Intake, reading: Reading, now: float) -> list[Action]:
+        """All was read, and nothing of it waits to be compared."""
+        if intake.scattered < intake.plan.chunks or reading.unchecked:
+            return []
+        self._deadlines.clear(("lease", intake.transfer))
         self._end_intake(intake, IntakeEvent.FINISH, now)
-        return [*self._finish_if_complete(wanted, now), Send(intake.address, Settled(transfer=transfer))]
+        settled = Send(intake.address, Settled(transfer=intake.transfer))
+        return [*self._finish_if_complete(self._wanted_by[intake.transfer], now), settled]
 
     def landed(self, notice: Notice) -> Scatter | None:
         """A chunk came in. It counts only if everything matches; anything else is counted and dropped: None."""

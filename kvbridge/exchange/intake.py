@@ -169,8 +169,8 @@ def scatter_of(notice: Notice, wanted: Wanted, intake: Intake) -> Scatter:
     )
 
 
-def pull_of(wanted: Wanted, intake: Intake, reading: Reading, end_chunk: int) -> Pull:
-    """What is to be read, from the first chunk that has not been, up to `end_chunk`."""
+def pull_of(wanted: Wanted, intake: Intake, reading: Reading, end_chunk: int, compared: frozenset[int]) -> Pull:
+    """What is to be read, from the first chunk that has not been, up to `end_chunk`; some of it is `compared`."""
     return Pull(
         intake.transfer,
         intake.session.whose,
@@ -181,6 +181,7 @@ def pull_of(wanted: Wanted, intake: Intake, reading: Reading, end_chunk: int) ->
         end_chunk,
         reading.lease,
         wanted.want.fence,
+        compared,
     )
 
 

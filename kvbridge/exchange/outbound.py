@@ -12,11 +12,24 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
 from kvbridge_proto.engine import MAX_HELD, Held, Offer, Released
-from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Lease, Ready, Renew
+from kvbridge_proto.peer import (
+    MAX_SUMS,
+    Cancel,
+    Check,
+    Checked,
+    Claim,
+    Drained,
+    Failing,
+    Grant,
+    Lease,
+    Ready,
+    Renew,
+    Sum,
+)
 
 from ..errors import EngineError, KVBridgeError
 from ..geometry.plan import Plan
-from .actions import Action, Recall, Send, Ship, Tell, Watch
+from .actions import Action, Digest, Recall, Send, Ship, Tell, Watch
 from .claims import planned, refused, surplus
 from .lease import Deadlines
 from .outlet import OUT_TABLE, Offered, OfSink, OutEvent, Outlet, OutState
@@ -252,8 +265,7 @@ class Outbound:
         out.is_lost = False  # it came back, and asks about what it could not hear the end of
         self._take_back(out)  # who reads itself says this once it is through
         if out.state is OutState.STOPPING and out.promise is not None:
-            assert out.offered is not None
-            return self._end(out, OutEvent.QUIET) + self._release_if_over(out.offered)
+            return self._end_if_quiet(out)
         return self._stop(out, cancel.code or "cancelled", cancel.reason) + self._pump()
 
     def renounce(self, boot: str, cancel: Cancel) -> bool:
@@ -303,11 +315,51 @@ class Outbound:
             return []
         self._take_back(out)
         if out.state is OutState.STOPPING:
-            return self._end(out, OutEvent.QUIET) + self._release_if_over(offered)
+            return self._end_if_quiet(out)
+        if out.checks or out.digesting:
+            return self._stop(out, "bad_check", "transfer: settled before what it asked for was compared")
         out.state = OUT_TABLE.after(out.state, OutEvent.FINISH)
         offered.served.add(out.claim.sink)
         self._forget(out)
         return self._release_if_over(offered)
+
+    def check(self, boot: str, check: Check) -> list[Action]:
+        """It has read these chunks, and wants to compare. Nobody is answered whose transfer has ended."""
+        out = self.outlets.get(check.transfer)
+        if out is None or out.boot != boot or out.promise is None or out.state is not OutState.FLOWING:
+            return []
+        for each in check.digests:
+            if each.chunk >= out.promise.ready or each.chunk in out.asked:
+                reason = f"chunk: got {each.chunk}, of {out.promise.ready} that were told, each once"
+                return self._stop(out, "bad_check", reason) + self._pump()
+            out.asked.add(each.chunk)
+            out.checks.append(each)
+        self._queue(out)
+        return self._pump()
+
+    def digested(self, transfer: str, local: LocalSlot, found: Sum, failure: tuple[str, str] | None) -> list[Action]:
+        """What a chunk's rows are in our engine's blocks; `failure` is (code, reason) if nobody knows."""
+        self.local.give_back(local)
+        out = self.outlets[transfer]
+        offered = out.offered
+        assert offered is not None
+        out.digesting -= 1
+        out.gathering -= 1
+        out.writing -= 1
+        offered.gathering -= 1
+        if out.state is OutState.STOPPING:
+            return self._end_if_quiet(out) + self._pump()
+        if failure is not None:
+            return self._stop(out, *failure) + self._pump()
+        out.checked.append(found)
+        return self._answer_check(out) + self._pump()
+
+    def _answer_check(self, out: Outlet) -> list[Action]:
+        """In few messages."""
+        if (out.checks or out.digesting) and len(out.checked) < MAX_SUMS:
+            return []
+        told, out.checked = tuple(out.checked), []
+        return [Send(out.boot, Checked(transfer=out.transfer, digests=told))]
 
     @property
     def is_promised(self) -> bool:
@@ -351,7 +403,8 @@ class Outbound:
 
     def _promise(self, out: Outlet, offered: Offered, promise: Promise, now: float) -> None:
         if promise.ends is None:
-            out.gathering = out.writing = 1
+            out.gathering += 1
+            out.writing += 1
             offered.gathering += 1
         promise.ends = now + LEASE_S
         self._deadlines.set(("lease", out.transfer), promise.ends)
@@ -362,7 +415,8 @@ class Outbound:
             return
         assert out.offered is not None
         out.promise.ends = None
-        out.gathering = out.writing = 0
+        out.gathering -= 1
+        out.writing -= 1
         out.offered.gathering -= 1
         self._deadlines.clear(("lease", out.transfer))
 
@@ -370,8 +424,14 @@ class Outbound:
         self.leases_over += 1
         self._take_back(out)
         assert out.offered is not None
-        said = self._end(out, OutEvent.QUIET) if out.state is OutState.STOPPING else []
-        return said + self._release_if_over(out.offered)
+        return self._end_if_quiet(out) + self._release_if_over(out.offered)
+
+    def _end_if_quiet(self, out: Outlet) -> list[Action]:
+        """End a transfer that stops, if nobody reads for it any more: neither its receiver nor we."""
+        assert out.offered is not None
+        if out.state is not OutState.STOPPING or out.writing:
+            return []
+        return self._end(out, OutEvent.QUIET) + self._release_if_over(out.offered)
 
     # From the mover:
 
@@ -554,21 +614,30 @@ class Outbound:
         return [Send(out.boot, Ready(transfer=out.transfer, chunks=ready))]
 
     def _queue(self, out: Outlet) -> None:
-        """More is computed, or lent: it waits for a slot to gather into if it can use one."""
-        if out.can_ship:
+        """More is computed, lent, or to be compared: it waits for a slot to gather into if it can use one."""
+        if out.can_ship or out.can_digest:
             self._hungry.add(out.transfer, out.turn, out)
 
     def _pump(self) -> list[Action]:
-        """Ship what can be shipped while we have slots to gather into: who has waited longest for one goes first."""
+        """Gather what can be while we have slots to gather into: who has waited longest for one goes first."""
         actions: list[Action] = []
         while self.local.free and (out := self._hungry.take()) is not None:
-            if out.can_ship:  # its offer may have ended since
+            if out.can_ship or out.can_digest:  # its offer may have ended since
                 local = self.local.take()
                 assert local is not None
                 out.turn = self.local.turn
-                actions.append(self._ship(out, local))
+                actions.append(self._digest(out, local) if out.can_digest else self._ship(out, local))
                 self._queue(out)
         return actions
+
+    def _digest(self, out: Outlet, local: LocalSlot) -> Digest:
+        offered = out.offered
+        assert offered is not None
+        out.digesting += 1
+        out.gathering += 1
+        out.writing += 1
+        offered.gathering += 1
+        return Digest(out.transfer, offered.request, out.plan, offered.tables, local, out.checks.popleft())
 
     def _ship(self, out: Outlet, local: LocalSlot) -> Ship:
         offered = out.offered

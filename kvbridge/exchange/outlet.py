@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvbridge_proto.peer import Claim, Lease
+from kvbridge_proto.peer import Claim, Lease, Sum
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
@@ -114,6 +114,10 @@ class Outlet:
     says: tuple[str, str] = ("", "")
     is_lost: bool = False
     promise: Promise | None = None  # on the route `pull`: what its receiver may count on
+    asked: set[int] = field(default_factory=set)  # chunks that its receiver has read and wants to compare
+    checks: deque[Sum] = field(default_factory=deque)  # what it read of those that are not digested yet
+    digesting: int = 0  # chunks that are being digested; each counts as being gathered and written
+    checked: list[Sum] = field(default_factory=list)  # what is to be told it
 
     @property
     def transfer(self) -> str:
@@ -133,6 +137,11 @@ class Outlet:
         assert offered is not None
         chunk = self.plan.chunk(self.next_chunk)
         return offered.over is None and chunk.needs_tokens <= offered.tokens and chunk.is_late <= offered.is_last
+
+    @property
+    def can_digest(self) -> bool:
+        """Whether there is a chunk to compare."""
+        return self.state is OutState.FLOWING and bool(self.checks)
 
     def lend(self, leases: Sequence[Lease]) -> None:
         self.leases.extend(leases)

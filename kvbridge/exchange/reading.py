@@ -26,6 +26,7 @@ DRIFT = 1e-3  # by which one clock's rate differs from that of true time at most
 LEASE_S = 0.4  # how long a promise lasts, on the sender's clock
 COUNTED_S = LEASE_S * (1 - 2 * DRIFT)  # the same on the receiver's, which may be the slower one
 HEARD_S = 0.1  # how old what a sender knows of its engine may be when it promises
+CHECK_EVERY = {"always": 1, "sampled": 64, "never": 0}  # which chunks are compared, by the option `verify`
 
 assert READERS_S * (1 - DRIFT) > (LEASE_S + HEARD_S) * (1 + DRIFT)
 
@@ -98,6 +99,27 @@ class Lease:
         return now < self.ends
 
 
+class Sampling:
+    """Which of the chunks that are read are compared with the sender's: one in `every`, the first among them."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every  # 0: none
+        self._count = 0  # chunks read so far
+
+    def choose(self, first_chunk: int, end_chunk: int) -> frozenset[int]:
+        """Of chunks that are read next."""
+        if not self._every:
+            return frozenset()
+        skipped = -self._count % self._every
+        self._count += end_chunk - first_chunk
+        return frozenset(range(first_chunk + skipped, end_chunk, self._every))
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Whether chunks are read with a digest: all that occurs, what comes first at the head."""
+        return {0: (False,), 1: (True,)}.get(self._every, (True, False))
+
+
 @dataclass(slots=True)
 class Reading:
     """What the receiver of a transfer knows of the sender's blocks."""
@@ -107,6 +129,7 @@ class Reading:
     tables: dict[int, BlockTable] = field(default_factory=dict)
     begun: int = 0  # chunks that are read, or being read
     is_busy: bool = False  # some are being read
+    unchecked: dict[int, int] = field(default_factory=dict)  # digests by chunk, which the sender has not confirmed
 
     def learn(self, told: Tables, plan: Plan) -> None:
         """Raises KVBridgeError for blocks that its pool or its plan does not have, or that leave some out."""

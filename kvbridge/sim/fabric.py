@@ -63,8 +63,8 @@ class DataNetwork:
         self.failing: set[tuple[str, str]] = set()
         self.halfway: dict[tuple[str, str], int] = {}  # so many of the next fail, and a kernel has the rest of them
         self.hung: set[tuple[str, str]] = set()
-        self.spoil = 0  # so many of the next writes arrive with a wrong cell
-        self.wrongs = 0  # so many slots have had cells that are not their writer's
+        self.spoil = 0  # so many of the next writes, and of pulled chunks that are compared, arrive with a wrong cell
+        self.wrongs = 0  # so many slots and pulled chunks have had cells that are not their writer's
         self.repeat = 0  # so many of the next notices come twice
         self.forging: dict[str, int] = {}  # boot -> so many of its next notices have a forged one before them
         self._stuck: list[Write] = []
@@ -142,9 +142,7 @@ class DataNetwork:
             return
         sent = write.source.ram.get(write.local, [])
         cells = sent[: len(sent) * halves // 2]
-        if self.spoil and cells and halves == 2:
-            self.spoil -= 1
-            self.wrongs += 1
+        if cells and halves == 2 and self.spoils():
             cells = [*cells[:-1], NOTHING - 1]
             self._world.say("network", f"spoils a byte of slot {target.slot_at(write.remote)} of {target.name}")
         if cells:
@@ -153,6 +151,14 @@ class DataNetwork:
             notice: Notice = decode(write.notice, Notice)
             if target.is_current(write.remote):
                 self._world.on_write(write.source, target, target.slot_at(write.remote), notice)
+
+    def spoils(self) -> bool:
+        """Whether what is moved now comes with a wrong cell."""
+        if not self.spoil:
+            return False
+        self.spoil -= 1
+        self.wrongs += 1
+        return True
 
     def notify(self, source: Process, boot: str, notice: bytes) -> None:
         """A notice is on its way, behind its data."""

@@ -188,23 +188,28 @@ class SlotPorter:
 
         return self._begin(pool, end, expected)
 
-    def pull(self, source: Attached, theirs: Part, pool: Attached, ours: Part) -> int:
+    def pull(self, source: Attached, theirs: Part, pool: Attached, ours: Part, has_digest: bool = False) -> int:
         if not (source.is_open and pool.is_open):
             raise EngineError("detached", "its memory is unmapped")
         at = {place + i: first + i for place, (first, count, _) in _spread_all(theirs) for i in range(count)}
         todo = list(_spread_all(ours))
         half = len(todo) // 2
+        slot = [NOTHING] * (ours.chunk.size_bytes // CELL_BYTES)
+        is_spoiled = has_digest and self._process.world.data.spoils()  # without a digest nobody could know
 
         def read(some: list[tuple[int, Run]]) -> None:
             for place, (first, count, block) in some:
                 values = [source.blocks.cells[at[place + i]] for i in range(count)]
+                if is_spoiled and place == todo[0][0]:
+                    values[0] = NOTHING - 1
+                slot[place : place + count] = values
                 pool.blocks.put(first, block, values, counts=False)
 
         def end() -> int:
             if not source.is_open:
                 pool.blocks.foul(f"{source.blocks.name} is read through a mapping that is closed")
             read(todo[half:])
-            return 0
+            return digest_of(slot)
 
         read(todo[:half])
         ticket = self._begin(pool, end, None, self._process.world.pull_s())
@@ -241,7 +246,7 @@ class SlotPorter:
 
     def warm(self, pool: Attached, part: Part, slot: Span) -> None: ...
 
-    def warm_pull(self, source: Attached, theirs: Part, pool: Attached, ours: Part) -> None: ...
+    def warm_pull(self, source: Attached, theirs: Part, pool: Attached, ours: Part, has_digest: bool) -> None: ...
 
     def copy(self, source: Span, target: Span) -> int:
         raise NotImplementedError

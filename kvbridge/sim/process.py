@@ -50,13 +50,19 @@ OUTBOUND = 1 << 30  # where, beyond the first inbound slot, the outbound ones be
 class NoMetrics(Metrics):
     """Counts nothing, but notes what must not happen."""
 
-    def __init__(self, foul: Callable[[str], None]) -> None:
+    def __init__(self, foul: Callable[[str], None], differ: Callable[[str], None]) -> None:
         self._foul = foul
+        self._differ = differ  # hears of pulled chunks that were not the same on both sides
         self.late = 0
 
     def watch(self, gauges: Gauges) -> None: ...
     def chunks(self, role: str, count: int, size_bytes: int) -> None: ...
     def leases_over(self, count: int) -> None: ...
+
+    def compared(self, role: str, count: int, differing: int) -> None:
+        for _ in range(differing):
+            self._differ(role)
+
     def gathered(self, seconds: float) -> None: ...
     def want_done(self, seconds: float) -> None: ...
     def want_failed(self, code: str) -> None: ...
@@ -123,7 +129,7 @@ class SteppedMover(Mover):
 
     def warm(self, attachment: Attachment, parts: Any) -> None: ...
 
-    def warm_pull(self, attachment: Attachment, whose: Any, parts: Any) -> None: ...
+    def warm_pull(self, attachment: Attachment, whose: Any, parts: Any, kinds: Any) -> None: ...
 
     async def _may_use(self, attachment: Attachment) -> bool:
         return False if self._process.is_dead else await super()._may_use(attachment)
@@ -175,7 +181,7 @@ class Process(Agent):
         self._tick_at = float("inf")
         asyncio._set_running_loop(self.loop.asyncio_s)
         try:
-            super().__init__(config, self.clock_s, world.entropy, NoMetrics(world.foul))
+            super().__init__(config, self.clock_s, world.entropy, NoMetrics(world.foul, world.on_difference))
             self._put_together(slots, local, digest)
         finally:
             asyncio._set_running_loop(None)

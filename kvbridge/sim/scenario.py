@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
+
+from ..config import Verify
 
 FaultKind = Literal[
     "kill agent",
@@ -133,6 +135,7 @@ class Scenario:
     addresses: int = 1  # that each agent has; requests name one or another
     salt: int = 0  # other delays
     is_pulled: bool = False  # agents read the memory of each other's engines
+    verify: Verify = "never"
 
     def without(self, requests: frozenset[int] = frozenset(), faults: frozenset[Fault] = frozenset()) -> Scenario:
         return replace(
@@ -226,7 +229,8 @@ def make(seed: int) -> Scenario:
         request = rng.choice(requests)
         faults.append(Fault(request.at, "preempt", (request.source,), round(rng.uniform(1.0, 1.7), 4)))
     if seed & PULLED:
-        scenario = replace(scenario, is_pulled=True)
+        verify = random.Random(f"verify {seed}").choice(get_args(Verify))
+        scenario = replace(scenario, is_pulled=True, verify=verify)
         faults += _stops(random.Random(f"stops {seed}"), scenario)
     if seed % 16 == 11:
         faults += _disorder(random.Random(f"disorder {seed}"), scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -76,6 +77,7 @@ class World:
         self._ends: dict[int, dict[bool, str]] = {request.number: {} for request in scenario.requests}
         self._said_at: dict[tuple[bool, int], float] = {}  # when a request ended on a side
         self._mismatches = 0
+        self._differences: Counter[str] = Counter()
         self._bases = 0
         self._wasted = 0
         self._config = AgentConfig(
@@ -83,6 +85,7 @@ class World:
             connect_s=CONNECT_S,
             silence_s=SILENCE_S,
             write_timeout_s=scenario.write_timeout_s,
+            verify=scenario.verify,
             routes=("pull", "nixl") if scenario.is_pulled else ("nixl",),
             rebuild_s=REBUILD_S[scenario.seed % len(REBUILD_S)],
         )
@@ -281,6 +284,12 @@ class World:
         if self._mismatches > self.data.wrongs:
             self.foul(f"{request}: a digest was wrong, and nothing had spoiled its slot")
 
+    def on_difference(self, role: str) -> None:
+        """A pulled chunk was not the same on both sides, as this one finds."""
+        self._differences[role] += 1
+        if self._differences[role] > self.data.wrongs:
+            self.foul(f"a {role} found other rows than its peer, and nothing had spoiled what was read")
+
     def ended(self, is_prefill: bool, request: Request, how: str) -> None:
         """A request is over on one side: once, and once only."""
         self.say(request.prefill if is_prefill else request.decode, f"{request.name}: {how}")
@@ -330,6 +339,8 @@ def _brief(body: Body) -> str:
         "Ready": ("transfer", "chunks"),
         "Tables": ("transfer", "tokens", "is_last", "renewal"),
         "Renew": ("transfer", "number"),
+        "Check": ("transfer", "digests"),
+        "Checked": ("transfer", "digests"),
         "Cancel": ("transfer", "code"),
         "Drained": ("transfer", "code"),
         "Failing": ("transfer", "code"),

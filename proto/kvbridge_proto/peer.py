@@ -20,6 +20,7 @@ Route = Literal["pull", "direct", "nixl", "host"]
 # Lanes of the slot that probes are written to: as many sources may prove their routes at once.
 PROBE_LANES = 64
 MAX_HOLD_ROOMS = 1024  # in one message
+MAX_SUMS = 1024  # in one message
 
 
 class FabricCard(Struct, frozen=True, kw_only=True):
@@ -178,6 +179,33 @@ class Renew(Struct, frozen=True, kw_only=True, tag="renew"):
     number: Annotated[int, Meta(ge=1, lt=1 << 62)]
 
 
+class Sum(Struct, frozen=True, array_like=True):
+    """The sum64 of a chunk as it is on the wire: of what its slot would hold."""
+
+    chunk: Count
+    digest: Annotated[int, Meta(ge=0)]  # 64 bits, as in Notice
+
+
+Sums = Annotated[tuple[Sum, ...], Meta(min_length=1, max_length=MAX_SUMS)]
+
+
+class Check(Struct, frozen=True, kw_only=True, tag="check"):
+    """Receiver to sender, on the route `pull`: this is what I read of these chunks. Each chunk once.
+
+    Answered by Checked; the receiver says Settled only after that.
+    """
+
+    transfer: TransferId
+    digests: Sums
+
+
+class Checked(Struct, frozen=True, kw_only=True, tag="checked"):
+    """Sender to receiver: and this is what lies in my engine's blocks."""
+
+    transfer: TransferId
+    digests: Sums
+
+
 class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
     """Source to sink: chunks [0, chunks) of this transfer can be gathered; lend slots."""
 
@@ -258,8 +286,8 @@ class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
     reason: Annotated[str, Meta(max_length=1024)] = ""
 
 
-ToSource = Hello | Claim | Grant | Renew | Cancel | Hold | Settled | Ping | Goodbye
-ToSink = Welcome | Refuse | Tables | Ready | Drained | Failing | Ping | Pong | Goodbye
+ToSource = Hello | Claim | Grant | Renew | Check | Cancel | Hold | Settled | Ping | Goodbye
+ToSink = Welcome | Refuse | Tables | Checked | Ready | Drained | Failing | Ping | Pong | Goodbye
 Body = (
     Hello
     | Welcome
@@ -267,6 +295,8 @@ Body = (
     | Claim
     | Tables
     | Renew
+    | Check
+    | Checked
     | Ready
     | Grant
     | Cancel

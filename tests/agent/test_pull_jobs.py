@@ -56,6 +56,7 @@ def job(told: list[Any]) -> Job:
         fence=0,
         tables={},
         peer_tables={},
+        compared=frozenset({0}),
     )
     attachment: Any = SimpleNamespace(
         memory=object(), word=SimpleNamespace(has_left=False), has_reached=lambda count: True
@@ -69,9 +70,9 @@ def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: list[Any])
     waits = job.throw(EngineError("engine_left", "the engine left"))
     assert waits == WaitMove(1) and not told
     with pytest.raises(StopIteration):
-        job.send(Moved(1))
-    ((_, failure),) = told
-    assert failure == ("engine_left", "the engine left")
+        job.send(Moved(1, 7))
+    ((_, digests, failure),) = told
+    assert digests == {0: 7} and failure == ("engine_left", "the engine left")
 
 
 def test_the_mover_goes_on_with_a_job_that_waits_on_after_an_error(job: Job, told: list[Any]) -> None:

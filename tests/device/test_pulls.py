@@ -9,9 +9,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+import torch
+from kvbridge_kernels.segment import Span
 
+from kvbridge.device.memory import AttachedPool
+from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.pulls import Pulls
-from kvbridge.geometry.plan import plan
+from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from tests.device.attached import attached
 from tests.device.moving import pull
@@ -54,3 +58,46 @@ def test_rows_are_pulled_to_where_the_oracle_has_them(case: str, tokens: range) 
                     pull(pulls, planned.chunk(index), planned, source, tables[0], pool, tables[1])
                 pulls.forget(source)
             assert mismatch(engine, before, table, tokens, tail_of(sources, sink, table, tokens)) == ""
+
+
+CONVERTED = Shape(codec="fp8_e4m3", layout="hnd", block_tokens=64), Shape(block_tokens=32, layout="packed")
+
+
+@pytest.mark.parametrize("case", [*CASES, "converted"])
+def test_what_is_pulled_has_the_digest_that_its_sender_finds(case: str) -> None:
+    """And another one once a row is another."""
+    ours, theirs = CASES.get(case, CONVERTED)
+    sources, end = build_all(ours), 75
+    source_table = tables_of(sources[0].pool, end, seed=1)
+    for source in sources:
+        fill(source, source_table, range(end))
+    sink = build_all(theirs)[0]
+    slot = torch.zeros(1 << 14, dtype=torch.uint8)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(attached(source)) for source in sources]
+        _, pool = stack.enter_context(attached(sink))
+        table = block_table(sink.pool, tables_of(sink.pool, end, seed=2), 0, end)
+        takes = assign([source.pool for source in sources], sink.pool)
+        compared = 0
+        for (held, source), taken in zip(opened, takes, strict=True):
+            planned = plan(source.pool, sink.pool, taken, 0, end, 1 << 14)
+            for chunk in (planned.chunk(index) for index in range(planned.chunks)):
+                its = Part(planned, chunk, block_table(source.pool, source_table, 0, end), True)
+                receiver, sender = CpuPorter(), CpuPorter()
+                receiver.pull(source, its, pool, Part(planned, chunk, table, False), has_digest=True)
+                (read,) = receiver.poll()
+                found = [_gathered(sender, source, its, slot)]
+                for region in held.memory:
+                    region ^= 1
+                found.append(_gathered(sender, source, its, slot))
+                for region in held.memory:
+                    region ^= 1
+                assert read.digest == found[0] != found[1]
+                compared += 1
+        assert compared
+
+
+def _gathered(porter: CpuPorter, source: AttachedPool, part: Part, slot: torch.Tensor) -> int:
+    porter.gather(source, part, Span(slot.data_ptr(), part.chunk.size_bytes), "sum64")
+    (moved,) = porter.poll()
+    return moved.digest

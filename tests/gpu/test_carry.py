@@ -55,7 +55,7 @@ def assert_exact(outcome: Outcome, routes: Sequence[str], route: str) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("source", "sink"), PAIRS, ids=[f"{a.name} to {b.name}" for a, b in PAIRS])
 def test_one_gpu(tmp_path: Path, source: Shape, sink: Shape, route: str) -> None:
-    assert_exact(*carried(tmp_path, ["cuda:0"], source, sink, routes=route), route)
+    assert_exact(*carried(tmp_path, ["cuda:0"], source, sink, routes=route, verify="always"), route)
 
 
 @pytest.mark.multi_gpu

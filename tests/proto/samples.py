@@ -216,6 +216,8 @@ BODIES: tuple[Any, ...] = (
     ),
     peer.Tables(transfer="2f6c1d", tokens=32, is_last=False, renewal=1, blocks=(Blocks(0, 1, (7, 3)),)),
     peer.Renew(transfer="2f6c1d", number=1),
+    peer.Check(transfer="2f6c1d", digests=(peer.Sum(0, 0x1F2E3D4C5B6A7988), peer.Sum(64, (1 << 64) - 1))),
+    peer.Checked(transfer="2f6c1d", digests=(peer.Sum(0, 0x1F2E3D4C5B6A7988), peer.Sum(64, (1 << 64) - 1))),
     peer.Ready(transfer="2f6c1d", chunks=2),
     peer.Grant(transfer="2f6c1d", leases=(peer.Lease(7, 3),)),
     peer.Cancel(transfer="2f6c1d", code="aborted", reason="abandoned by the engine"),

@@ -80,6 +80,8 @@ KNOWN = {
     "an engine takes back sooner than it may": (PULLED + 10, READ_WRONG),
     "readers do not wait for the fence": (PULLED + 2, READ_WRONG),
     "memory is unmapped while it is read": (PULLED + 23, "through a mapping that is closed"),
+    "what was read is not compared": (PULLED, READ_WRONG),
+    "blocks are released while they are digested": (PULLED + 24, "and nothing had spoiled what was read"),
     "scattered is said before rows are": (642, UNWANTED),
 }
 BROKEN = re.compile(r"\b(Type|Attribute|Name)Error\(")
@@ -129,7 +131,13 @@ def _asked(scenario: Scenario, after_s: float, withdraw_s: float | None) -> tupl
 
 def _troubled(scenario: Scenario, requests: tuple[Request, ...], faults: list[Fault], is_impatient: bool) -> Scenario:
     faults = sorted(faults, key=lambda fault: fault.at)
-    return replace(scenario, requests=requests, faults=tuple(faults), is_impatient=is_impatient)
+    scenario = replace(scenario, requests=requests, faults=tuple(faults), is_impatient=is_impatient)
+    return _uncompared(scenario)
+
+
+def _uncompared(scenario: Scenario) -> Scenario:
+    """Or a digest finds what a lease is against."""
+    return replace(scenario, verify="never")
 
 
 def _pairs(scenario: Scenario, request: Request) -> list[tuple[str, str]]:
@@ -175,6 +183,18 @@ def _asked_unheard(scenario: Scenario) -> Scenario:
     return _troubled(scenario, requests, faults, is_impatient=True)
 
 
+def _spoiled(scenario: Scenario) -> Scenario:
+    """Something of each request is read wrong, and all of it is compared."""
+    requests = _asked(scenario, 0.3, None)
+    faults = [Fault(each.want_at, "spoil", ()) for each in requests]
+    return replace(_troubled(scenario, requests, faults, is_impatient=False), verify="always")
+
+
+def _withdrawn_while_compared(scenario: Scenario) -> Scenario:
+    requests = _asked(scenario, 0.3, 0.303)
+    return replace(_troubled(scenario, requests, [], is_impatient=False), verify="always")
+
+
 # What shows too rarely in any schedule shows soon in these.
 SHAPED = {
     "an engine is let go while its memory is used": _left_soon,
@@ -185,6 +205,11 @@ SHAPED = {
     "an engine whose agent died waits for no reader": _unheard("kill agent"),
     "an engine takes back sooner than it may": _unheard("freeze loop", is_impatient=True),
     "a sender promises what it has not listened for": _asked_unheard,
+    "what was read after its lease counts": _uncompared,
+    "the clock is looked at before the read ends": _uncompared,
+    "readers do not wait for the fence": _uncompared,
+    "what was read is not compared": _spoiled,
+    "blocks are released while they are digested": _withdrawn_while_compared,
     "a session is given up without a word": _as_once("a session is given up without a word"),
 }
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 from kvbridge_proto.engine import Detached
-from kvbridge_proto.peer import Drained, Tables
+from kvbridge_proto.peer import Checked, Drained, Sum, Tables
 
 from kvbridge.agent.accepting import Accepting
 from kvbridge.agent.attachment import Attachment
@@ -29,10 +29,10 @@ from kvbridge.exchange.doubts import Doubts
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState, failed
 from kvbridge.exchange.outbound import Outbound
-from kvbridge.exchange.outlet import Offered, OutState
+from kvbridge.exchange.outlet import Offered, Outlet, OutState
 from kvbridge.exchange.reading import LEASE_S, Lease
 from kvbridge.exchange.rooms import Rooms
-from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
+from kvbridge.exchange.slots import LocalSlot, SlotEvent, SlotPool, SlotState
 from kvbridge.sim import engine, matter, rank
 from kvbridge.sim.local import EngineSocket
 from kvbridge.sim.matter import SlotPorter
@@ -386,6 +386,41 @@ def _unmapped_while_read(put: Callable[[Any, str, Any], None]) -> None:
     put(Jobs, "close_parting", close_parting)
 
 
+def _not_compared(put: Callable[[Any, str, Any], None]) -> None:
+    """Whatever the sender finds is taken for what was read."""
+    right = Inbound.checked
+
+    def checked(self: Inbound, boot: str, told: Checked, now: float, key: str = "") -> Any:
+        intake = self._intake(boot, told.transfer, key)
+        if intake is not None and intake.reading is not None:
+            read = intake.reading.unchecked
+            told = msgspec.structs.replace(
+                told, digests=tuple(Sum(e.chunk, read.get(e.chunk, 0)) for e in told.digests)
+            )
+        return right(self, boot, told, now, key)
+
+    put(Inbound, "checked", checked)
+
+
+def _released_while_digested(put: Callable[[Any, str, Any], None]) -> None:
+    right, over = Outbound._digest, Outbound.digested
+
+    def digest(self: Outbound, out: Outlet, local: LocalSlot) -> Any:
+        action = right(self, out, local)
+        assert out.offered is not None
+        out.offered.gathering -= 1
+        return action
+
+    def digested(self: Outbound, transfer: str, *args: Any) -> Any:
+        offered = self.outlets[transfer].offered
+        assert offered is not None
+        offered.gathering += 1
+        return over(self, transfer, *args)
+
+    put(Outbound, "_digest", digest)
+    put(Outbound, "digested", digested)
+
+
 def _unfenced(put: Callable[[Any, str, Any], None]) -> None:
     def look(self: Offered, has_reached: Any) -> None:
         self.steps.clear()
@@ -458,6 +493,8 @@ MUTATIONS: dict[str, Mutate] = {
     "an engine takes back sooner than it may": lambda put: put(engine, "READERS_S", 0.1),
     "readers do not wait for the fence": _unfenced,
     "memory is unmapped while it is read": _unmapped_while_read,
+    "what was read is not compared": _not_compared,
+    "blocks are released while they are digested": _released_while_digested,
     "scattered is said before rows are": _over_at_once("scatter", "_moving", lambda mover, ticket: Moved(ticket)),
 }
 # Rules against a source that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
