@@ -10,6 +10,7 @@ from kvbridge_proto.door import DoorCard
 
 from ..errors import PeerError
 from ..exchange.session import Session
+from ..failpoints import failpoint
 from ..transport.door import Door, Shared, open_memory
 from .attachment import Attachment
 from .mover import Mover
@@ -73,6 +74,7 @@ class LocalDoors:
                 session.whose, session.peer_pool, handover.handles, handover.fds, handover.close
             )
             stack.pop_all()
+        failpoint("sink.memory_opened")
         handover.close_fds()
 
     def share(self, attached: Attachment) -> None:

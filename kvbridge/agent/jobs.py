@@ -309,6 +309,7 @@ class Jobs:
                     yield WaitRoom(attachment, self._equipment.porter, self._clock() + self._write_timeout_s)
                 if pull.lease.is_given_up:
                     break
+                failpoint("sink.read_begun")
                 chunk = pull.plan.chunk(index)
                 theirs = Part(pull.plan, chunk, pull.peer_tables, True)
                 ours = Part(pull.plan, chunk, pull.tables, False)
@@ -317,6 +318,7 @@ class Jobs:
             failure = _failure("pull_failed", error, pull)
         while tickets:
             yield WaitMove(tickets.popleft())
+        failpoint("sink.read_ended")
         self._tell(self._told.on_pulled, pull, failure or (yield from self._counted(pull, attachment)))
 
     def warm_pull(self, attachment: Attachment, whose: Whose, theirs: Part, ours: Part) -> None:

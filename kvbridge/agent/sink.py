@@ -12,7 +12,20 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 from kvbridge_proto.engine import Done, Expect, Failed, ToEngine, Want
-from kvbridge_proto.peer import Body, Cancel, Claim, Drained, Failing, Grant, Notice, Ready, Refuse, Settled, Tables
+from kvbridge_proto.peer import (
+    Body,
+    Cancel,
+    Claim,
+    Drained,
+    Failing,
+    Grant,
+    Notice,
+    Ready,
+    Refuse,
+    Renew,
+    Settled,
+    Tables,
+)
 from msgspec import structs
 
 from ..exchange.actions import Action, Ask, Pull, Reach, Recall, Scatter, Send, Tell
@@ -138,6 +151,7 @@ class Sink:
             case Ready(transfer=transfer, chunks=chunks):
                 self._do(inbound.ready, boot, transfer, chunks, key)
             case Tables():
+                failpoint("sink.tables_heard")
                 self._do(inbound.tables, boot, body, now, key)
             case Failing(transfer=transfer, code=code, reason=reason):
                 self._do(inbound.failing, boot, transfer, code, reason, now, key)
@@ -222,6 +236,8 @@ def _pass_sent(body: Body) -> None:
             failpoint("sink.claim_sent")
         case Grant():
             failpoint("sink.grant_sent")
+        case Renew():
+            failpoint("sink.renewal_sent")
         case Cancel():
             failpoint("sink.cancel_sent")
         case Settled():

@@ -37,6 +37,7 @@ from kvbridge_proto.pool import Handle
 from kvbridge_proto.words import OURS, negotiate
 
 from ..errors import PeerError
+from ..failpoints import failpoint
 from .framed import Connection, close_fds, credentials_of
 from .lock import KERNEL, Lock
 from .unix import Server, is_allowed
@@ -219,6 +220,7 @@ class Door(Server["_Caller"]):
             caller.shut()
             raise PeerError("caller_slow", f"the handles: not all taken after {HAND_OVER_S} s") from None
         caller.taking = None
+        failpoint("source.memory_handed")
         log.info("handed to pid=%d uid=%d agent=%s epoch=%d", caller.pid, caller.uid, said.agent, shared.epoch)
 
     def _tell(self, reason: str, is_meant: Callable[[Holder], bool]) -> None:
