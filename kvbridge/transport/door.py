@@ -248,7 +248,13 @@ class Handover:
         self.epoch = opened.epoch
         self.handles = opened.handles
         self.fds = fds
+        self.is_peer_gone = False  # `ending` has returned because its agent's end of the connection is closed
         self._connection = connection
+
+    @property
+    def is_closed(self) -> bool:
+        """By us."""
+        return self._connection.is_closed
 
     async def ending(self) -> str:
         """Returns, with the reason, when the memory is to be closed: its agent says so, or is gone."""
@@ -257,6 +263,7 @@ class Handover:
         except BadFrame as error:
             return f"{error.code}: {error}"
         if received is None:
+            self.is_peer_gone = True
             return f"the peer's agent is gone: {self._connection.why}"
         message, fds = received
         close_fds(fds)

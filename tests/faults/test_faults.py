@@ -138,3 +138,20 @@ def test_survives_while_it_pulls(runner: Runner, case: str) -> None:
     told = runner.tell(CASES[case])
     if "source's agent while" in case:  # or the story has not shown that what was read too late does not count
         assert "foreign rows" in told
+
+
+def test_a_receiver_that_was_given_up_lets_go_of_the_memory(runner: Runner) -> None:
+    """It stood still when its session ended, and when its source's engine did: no message tells it afterwards."""
+    world = runner.world(way="pull")
+    world.calm()
+    world.hurts(world.sink)
+    world.sink.agent.send(signal.SIGSTOP)
+    world.source.becomes(lambda status: not status.peers, 5.0)
+    name = world.source.job.name
+    world.source.engine.close()
+    world.sink.agent.send(signal.SIGCONT)
+    world.unmaps(name)
+    world.source.start_engine()
+    world.serves()
+    world.is_clean()
+    world.holds_no_more()
