@@ -6,7 +6,7 @@ yet. The others must bear it: what must hold is the oracle of `world.py`. Then t
 requests succeed again.
 
 Places on the way of slots are passed in a world of agents with slots alone, those on that of pulls between agents that
-pull, and those on any way in both. At a place of pulls who stands still does so for longer than any lease lasts, and
+pull, and those on any way in both. At a place of pulls who is stopped stands still for longer than any lease lasts, and
 the source's engine takes its blocks back and uses them as soon as it may.
 """
 
@@ -122,8 +122,11 @@ class Case:
 
     @property
     def hold_s(self) -> float:
-        """How long the passer stands still there while another is hurt."""
-        return PULL_HOLD_S if self.is_of_pull else HOLD_S
+        """How long the passer stands still there while another is hurt.
+
+        Who is killed is missed at once, by the end of its connections; who is stopped leaves a lease to be outlived.
+        """
+        return PULL_HOLD_S if self.is_of_pull and self.action == "stop" else HOLD_S
 
     @property
     def stop_s(self) -> float:
