@@ -6,7 +6,7 @@
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
 # make test-cross    the tests that drive a vLLM engine and an SGLang server against each other
 # make test-routers    the routers that people run, in front of two real vLLM servers, and two of SGLang (0.3 GB of packages more)
-# make test-faults    agents and engines killed and stopped at every failpoint, three times (50 minutes on two cores)
+# make test-faults    agents and engines killed and stopped at every failpoint, three times (an hour and a half on two cores)
 # make test-gpu    the tests that need a GPU, or two
 # make fuzz    every decoder and what is behind it, for twelve minutes (FUZZ="--frames 1000000 --target pools" for more)
 # make fuzz-guided    one decoder, guided by coverage, for a minute (GUIDED="machines -max_total_time=3600" for more);

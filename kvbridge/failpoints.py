@@ -19,6 +19,7 @@ from .errors import EngineError, FabricError, KVBridgeError, OperatorError
 
 VARIABLE = "KVBRIDGE_FAILPOINTS"
 Process = Literal["source agent", "sink agent", "either agent", "source engine", "sink engine", "either engine"]
+Way = Literal["any", "slots", "pull"]
 Action = Literal["kill", "stop", "pause", "fail"]
 ACTIONS: tuple[Action, ...] = ("kill", "stop", "pause", "fail")
 LONGEST_S = 600.0
@@ -26,11 +27,15 @@ LONGEST_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where it is. `error` is what `fail` raises there; None where nothing can be raised, so that `fail` is refused."""
+    """Where it is. `error` is what `fail` raises there; None where nothing can be raised, so that `fail` is refused.
+
+    `way` says on which routes it is passed: on those with slots, on `pull`, or on any.
+    """
 
     process: Process
     meaning: str
     error: type[KVBridgeError] | None = None
+    way: Way = "any"
 
 
 PLACES: dict[str, Place] = {
@@ -49,24 +54,34 @@ PLACES: dict[str, Place] = {
     "agent.leaving": Place("either agent", "the engine's requests are ended, its memory is still mapped"),
     # Sessions:
     "source.hello_received": Place("source agent", "a sink greets; nothing is proved"),
-    "source.probed": Place("source agent", "the pattern is in the sink's lane, the sink does not know"),
+    "source.probed": Place("source agent", "the pattern is in the sink's lane, the sink does not know", way="slots"),
     "source.welcome_sent": Place("source agent", "the session is open here, not yet at the sink"),
     "sink.welcome_received": Place("sink agent", "the source has agreed, we have not looked for its pattern"),
+    "source.memory_handed": Place("source agent", "a sink has handles to our engine's memory: it may read", way="pull"),
+    "sink.memory_opened": Place("sink agent", "the source's engine's memory is mapped, no session is open", way="pull"),
     # Asking:
     "sink.want_heard": Place("sink agent", "our engine wants; nothing is claimed"),
     "source.offer_heard": Place("source agent", "our engine offers; nothing is gathered"),
     "sink.claim_sent": Place("sink agent", "a Claim has left, perhaps with leases: slots may be written"),
     "source.claim_received": Place("source agent", "a Claim is heard; nothing is gathered for it"),
-    "sink.grant_sent": Place("sink agent", "more slots are lent"),
+    "sink.grant_sent": Place("sink agent", "more slots are lent", way="slots"),
     # Moving:
-    "source.gather_begun": Place("source agent", "the engine's blocks are about to be read", FabricError),
-    "source.gathered": Place("source agent", "a chunk is in our slot, the loop has not heard of it"),
-    "source.write_begun": Place("source agent", "nothing of a gathered chunk has left", FabricError),
-    "source.write_posted": Place("source agent", "a write is under way: it may land at any time from now on"),
-    "source.write_ended": Place("source agent", "a write has ended, the loop has not heard of it"),
-    "sink.notice_landed": Place("sink agent", "a chunk has landed and counts; its slot is ours again"),
-    "sink.scatter_begun": Place("sink agent", "the engine's blocks are about to be written", EngineError),
-    "sink.scattered": Place("sink agent", "rows are in the engine's blocks, nothing has been said of it"),
+    "source.gather_begun": Place("source agent", "the engine's blocks are about to be read", FabricError, way="slots"),
+    "source.gathered": Place("source agent", "a chunk is in our slot, the loop has not heard of it", way="slots"),
+    "source.write_begun": Place("source agent", "nothing of a gathered chunk has left", FabricError, way="slots"),
+    "source.write_posted": Place("source agent", "a write is under way: it may land at any time", way="slots"),
+    "source.write_ended": Place("source agent", "a write has ended, the loop has not heard of it", way="slots"),
+    "sink.notice_landed": Place("sink agent", "a chunk has landed and counts; its slot is ours again", way="slots"),
+    "sink.scatter_begun": Place("sink agent", "the engine's blocks are about to be written", EngineError, way="slots"),
+    "sink.scattered": Place("sink agent", "rows are in the engine's blocks, nothing has been said of it", way="slots"),
+    # Pulling:
+    "source.tables_sent": Place("source agent", "a lease is promised: blocks may be read until it ends", way="pull"),
+    "sink.tables_heard": Place("sink agent", "the source's blocks are told, nothing of them is read", way="pull"),
+    "sink.read_begun": Place("sink agent", "the source's blocks are about to be read into ours", FabricError, "pull"),
+    "sink.read_ended": Place("sink agent", "rows are in our blocks; whether they count is not looked at", way="pull"),
+    "sink.renewal_sent": Place("sink agent", "the lease is asked for again, while we read", way="pull"),
+    "source.renewal_heard": Place("source agent", "a renewal is heard, our engine may have said something", way="pull"),
+    "source.withdraw_heard": Place("source agent", "an offer is taken back that a sink may still read", way="pull"),
     # Ending:
     "sink.done_told": Place("sink agent", "Done is said to our engine, Settled not yet to the source"),
     "sink.settled_sent": Place("sink agent", "Settled has left"),

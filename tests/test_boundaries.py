@@ -34,7 +34,7 @@ MAY: dict[str, set[str]] = {
     "kvbridge.geometry": {"kvbridge_proto", "kvbridge.errors"},
     "kvbridge.exchange": {"kvbridge_proto", "kvbridge.errors", "kvbridge.geometry"},
     "kvbridge.device": {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"},
-    "kvbridge.transport": {"kvbridge_proto", "kvbridge.errors"},
+    "kvbridge.transport": {"kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints"},
     "kvbridge.adapters.engine": INSIDE,
     "kvbridge.adapters.vllm": INSIDE | {"kvbridge.adapters.engine"},
     "kvbridge.adapters.sglang": INSIDE | {"kvbridge.adapters.engine"},

@@ -110,7 +110,6 @@ class Agent:
         self._failure: BaseException | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self.doors: Doors = NoDoors()
-        self._door: Door | None = None
 
     def stop(self) -> None:
         """Begin to drain; `run` returns when that is over."""
@@ -121,13 +120,12 @@ class Agent:
             await self._start(stack)
             async with asyncio.TaskGroup() as tasks:
                 serving = [
+                    tasks.create_task(self.doors.serve()),
                     tasks.create_task(self.peers.serve()),
                     tasks.create_task(self._tick()),
                     tasks.create_task(self.rebuilder.watch()),
                     tasks.create_task(self._serve_local(tasks)),
                 ]
-                if self._door is not None:
-                    serving.append(tasks.create_task(self._door.serve()))
                 self.state = "serving"
                 self.control.trusts(self.trust)  # should the list have changed meanwhile
                 gc.collect()
@@ -175,8 +173,8 @@ class Agent:
         self.local = await stack.enter_async_context(LocalServer(self.lock, allowed_uids=config.allowed_uids or None))
         if self.mover.site.machine:
             uids = config.share_memory_uids
-            self._door = await stack.enter_async_context(Door(self.lock, allowed_uids=uids, clock=self._clock))
-            self.doors = LocalDoors(self._door, self.mover, config.name, uids)
+            door = await stack.enter_async_context(Door(self.lock, allowed_uids=uids, clock=self._clock))
+            self.doors = LocalDoors(door, self.mover, config.name, uids)
         self.card = AgentCard(
             name=config.name,
             boot=self.boot,

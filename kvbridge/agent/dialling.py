@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 from kvbridge_proto.door import DoorCard
 from kvbridge_proto.peer import Body, Checked, Drained, Failing, Goodbye, Ready, Refuse, Tables, Welcome
@@ -14,11 +15,12 @@ from msgspec import structs
 from ..errors import KVBridgeError, PeerError
 from ..exchange.lease import Deadlines
 from ..exchange.route import Rate
-from ..exchange.session import Home, Session, SessionEvent, SessionState, accept, hello
+from ..exchange.session import Home, Session, SessionEvent, SessionState, Whose, accept, hello
 from ..failpoints import failpoint
 from ..transport.control import Control
 from ..transport.endpoint import canonical
 from ..transport.link import Link
+from .doors import Ended
 from .metrics import Metrics
 from .mover import Mover
 from .relations import Dialled, Lanes, SinkSide
@@ -47,7 +49,7 @@ class Dialling:
         metrics: Metrics,
         connect_s: float,
         clock: Callable[[], float],
-        open_door: Callable[[Session, DoorCard], Awaitable[Rate | None]],
+        open_door: Callable[[Session, DoorCard, Ended], Awaitable[Rate | None]],
     ) -> None:
         self.sink: SinkSide
         self.sessions: dict[str, Dialled] = {}
@@ -328,7 +330,7 @@ class Dialling:
         try:
             if door is None:
                 raise PeerError("bad_welcome", "door: none, and the route is pull")
-            rate = await self._open_door(session, door)
+            rate = await self._open_door(session, door, partial(self._memory_ended, session.whose))
         except (KVBridgeError, OSError) as error:
             log.info("route does not work: boot=%s route=pull %s", session.peer.boot, error)
             dialled.against_pull = f"pull: {error}"[:1024]
@@ -338,6 +340,11 @@ class Dialling:
         else:  # it is over meanwhile
             self._mover.close_peer(session.whose)
         return replace(session, routed=replace(session.routed, read=rate))
+
+    def _memory_ended(self, whose: Whose, code: str, reason: str) -> None:
+        """Its owner wants it closed, by who has it and whatever our link with it has heard."""
+        for dialled in [each for each in self.sessions.values() if each.opened == whose]:
+            self._end(dialled.address, code, f"{dialled.address}: {reason}")
 
     def _close_memory(self, dialled: Dialled) -> None:
         if dialled.opened is not None:

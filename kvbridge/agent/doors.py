@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvbridge_proto.door import DoorCard
@@ -11,13 +13,21 @@ from kvbridge_proto.door import DoorCard
 from ..errors import PeerError
 from ..exchange.route import Rate
 from ..exchange.session import Session
-from ..transport.door import Door, Holder, Shared, open_memory
+from ..failpoints import failpoint
+from ..transport.door import Door, Handover, Holder, Shared, open_memory
 from .attachment import Attachment
 from .mover import Mover
+
+log = logging.getLogger("kvbridge.doors")
+
+Ended = Callable[[str, str], None]  # code, reason
 
 
 class Doors(Protocol):
     """Of one agent."""
+
+    async def serve(self) -> None:
+        """Hear who comes to our door, and what is said at those of others, until cancelled."""
 
     def let_in(self, session: Session) -> DoorCard | None:
         """Where the receiver of this session finds our engine's memory, and what it has to say there."""
@@ -25,8 +35,11 @@ class Doors(Protocol):
     def see_off(self, session: Session) -> None:
         """The session is over: its receiver is to close what it found."""
 
-    async def enter(self, session: Session, card: DoorCard) -> Rate | None:
-        """Map the memory of the sender's engine; how fast it is read, if that was measured. Raises KVBridgeError."""
+    async def enter(self, session: Session, card: DoorCard, ended: Ended) -> Rate | None:
+        """Map the memory of the sender's engine; how fast it is read, if that was measured. Raises KVBridgeError.
+
+        `ended` is called when its agent has it closed, or is gone; not once we have closed it ourselves.
+        """
 
     def share(self, attached: Attachment) -> None:
         """Hand this over from now on."""
@@ -41,12 +54,14 @@ class Doors(Protocol):
 class NoDoors:
     """Of an agent that shares no memory and asks for none."""
 
+    async def serve(self) -> None: ...
+
     def let_in(self, session: Session) -> DoorCard | None:
         return None
 
     def see_off(self, session: Session) -> None: ...
 
-    async def enter(self, session: Session, card: DoorCard) -> Rate | None:
+    async def enter(self, session: Session, card: DoorCard, ended: Ended) -> Rate | None:
         raise PeerError("sharing_off", "share_memory is off, or routes do not name pull")
 
     def share(self, attached: Attachment) -> None: ...
@@ -65,6 +80,11 @@ class LocalDoors:
         self._mover = mover
         self._name = name
         self._allowed_uids = tuple(allowed_uids)
+        self._listening: asyncio.TaskGroup
+
+    async def serve(self) -> None:
+        async with asyncio.TaskGroup() as self._listening:
+            await self._door.serve()
 
     def let_in(self, session: Session) -> DoorCard | None:
         return self._door.admit(session.peer.boot)
@@ -72,7 +92,7 @@ class LocalDoors:
     def see_off(self, session: Session) -> None:
         self._door.dismiss(session.peer.boot, "the session is over")
 
-    async def enter(self, session: Session, card: DoorCard) -> Rate | None:
+    async def enter(self, session: Session, card: DoorCard, ended: Ended) -> Rate | None:
         handover = await open_memory(card, self._name, allowed_uids=self._allowed_uids)
         with contextlib.ExitStack() as stack:
             stack.callback(handover.close)
@@ -80,7 +100,9 @@ class LocalDoors:
                 session.whose, session.peer_pool, handover.handles, handover.fds, handover.close
             )
             stack.pop_all()
+        failpoint("sink.memory_opened")
         handover.close_fds()
+        self._listening.create_task(_listen(handover, ended))
         return rate
 
     def share(self, attached: Attachment) -> None:
@@ -92,3 +114,14 @@ class LocalDoors:
 
     def holders(self) -> list[Holder]:
         return self._door.holders()
+
+
+async def _listen(handover: Handover, ended: Ended) -> None:
+    """Until the memory is to be closed, or was. Its session may be over without our having heard of it."""
+    reason = await handover.ending()
+    if handover.is_closed:
+        return
+    try:
+        ended("peer_lost" if handover.is_peer_gone else "peer_left", reason)
+    except Exception:
+        log.exception("the end of a peer's memory could not be handled: %s", reason)

@@ -336,6 +336,7 @@ class Jobs:
                     yield WaitRoom(attachment, self._equipment.porter, self._clock() + self._write_timeout_s)
                 if pull.lease.is_given_up:
                     break
+                failpoint("sink.read_begun")
                 chunk = pull.plan.chunk(index)
                 theirs = Part(pull.plan, chunk, pull.peer_tables, True)
                 ours = Part(pull.plan, chunk, pull.tables, False)
@@ -346,6 +347,7 @@ class Jobs:
             failure = _failure("pull_failed", error, pull)
         while tickets:
             yield from self._read(pull, tickets, digests)
+        failpoint("sink.read_ended")
         failure = failure or (yield from self._counted(pull, attachment))
         self._tell(self._told.on_pulled, pull, digests, failure)
 

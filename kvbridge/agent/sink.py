@@ -23,6 +23,7 @@ from kvbridge_proto.peer import (
     Notice,
     Ready,
     Refuse,
+    Renew,
     Settled,
     Tables,
 )
@@ -151,6 +152,7 @@ class Sink:
             case Ready(transfer=transfer, chunks=chunks):
                 self._do(inbound.ready, boot, transfer, chunks, key)
             case Tables():
+                failpoint("sink.tables_heard")
                 self._do(inbound.tables, boot, body, now, key)
             case Checked():
                 compared, differing = inbound.compared, inbound.differing
@@ -239,6 +241,8 @@ def _pass_sent(body: Body) -> None:
             failpoint("sink.claim_sent")
         case Grant():
             failpoint("sink.grant_sent")
+        case Renew():
+            failpoint("sink.renewal_sent")
         case Cancel():
             failpoint("sink.cancel_sent")
         case Settled():

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 
 from kvbridge_proto.engine import Offer, Released, ToEngine
-from kvbridge_proto.peer import Cancel, Check, Claim, Drained, Grant, Hold, Refuse, Renew, Settled, Sum
+from kvbridge_proto.peer import Body, Cancel, Check, Claim, Drained, Grant, Hold, Refuse, Renew, Settled, Sum, Tables
 
 from ..exchange.actions import Action, Digest, Recall, Send, Ship, Tell, Watch
 from ..exchange.outbound import Outbound
@@ -74,7 +74,10 @@ class Source:
         return request in self._outbound.offers
 
     def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
-        self._do(self._outbound.withdraw(request, reason, self._clock(), comes_again))
+        actions = self._outbound.withdraw(request, reason, self._clock(), comes_again)
+        if self.knows(request):  # it is being read
+            failpoint("source.withdraw_heard")
+        self._do(actions)
 
     def reclaim(self, blocks: int) -> None:
         self._do(self._outbound.reclaim(blocks, self._clock()))
@@ -121,6 +124,7 @@ class Source:
             case Hold(rooms=rooms):
                 self._do(self._outbound.hold(boot, rooms, self._clock()))
             case Renew():
+                failpoint("source.renewal_heard")
                 self._outbound.renew(boot, body)
                 self._do([])
             case Check():
@@ -210,8 +214,7 @@ class Source:
             match action:
                 case Send(peer=boot, body=body):
                     self._peers.send(boot, body)
-                    if isinstance(body, Drained):
-                        failpoint("source.drained_sent")
+                    _pass_sent(body)
                 case Tell(message=message):
                     if isinstance(message, Released):
                         log.debug("released: request=%s %s %s", message.request, message.code, message.reason)
@@ -229,3 +232,11 @@ class Source:
                     self._watch(fence)
                 case Recall():
                     self._mover.recall((Ship,), action)
+
+
+def _pass_sent(body: Body) -> None:
+    match body:
+        case Tables():
+            failpoint("source.tables_sent")
+        case Drained():
+            failpoint("source.drained_sent")

@@ -374,6 +374,8 @@ class SimDoors:
         self._process = process
         self._shared: dict[bytes, Attached] = {}
 
+    async def serve(self) -> None: ...
+
     def let_in(self, session: Session) -> DoorCard:
         token, epoch = self._process.world.entropy(32), session.our_epoch
         self._shared[token] = cast(Any, self._process.engines._attached).memory
@@ -387,7 +389,7 @@ class SimDoors:
     def holders(self) -> list[Holder]:
         return []
 
-    async def enter(self, session: Session, door: DoorCard) -> Rate | None:
+    async def enter(self, session: Session, door: DoorCard, ended: object) -> Rate | None:
         process, world = self._process, self._process.world
         await asyncio.sleep(world.quick())
         peer = world.processes[door.path]

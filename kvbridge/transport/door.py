@@ -37,6 +37,7 @@ from kvbridge_proto.pool import Handle
 from kvbridge_proto.words import OURS, negotiate
 
 from ..errors import PeerError
+from ..failpoints import failpoint
 from .framed import Connection, close_fds, credentials_of
 from .lock import KERNEL, Lock
 from .unix import Server, is_allowed
@@ -219,6 +220,7 @@ class Door(Server["_Caller"]):
             caller.shut()
             raise PeerError("caller_slow", f"the handles: not all taken after {HAND_OVER_S} s") from None
         caller.taking = None
+        failpoint("source.memory_handed")
         log.info("handed to pid=%d uid=%d agent=%s epoch=%d", caller.pid, caller.uid, said.agent, shared.epoch)
 
     def _tell(self, reason: str, is_meant: Callable[[Holder], bool]) -> None:
@@ -246,7 +248,13 @@ class Handover:
         self.epoch = opened.epoch
         self.handles = opened.handles
         self.fds = fds
+        self.is_peer_gone = False  # `ending` has returned because its agent's end of the connection is closed
         self._connection = connection
+
+    @property
+    def is_closed(self) -> bool:
+        """By us."""
+        return self._connection.is_closed
 
     async def ending(self) -> str:
         """Returns, with the reason, when the memory is to be closed: its agent says so, or is gone."""
@@ -255,6 +263,7 @@ class Handover:
         except BadFrame as error:
             return f"{error.code}: {error}"
         if received is None:
+            self.is_peer_gone = True
             return f"the peer's agent is gone: {self._connection.why}"
         message, fds = received
         close_fds(fds)

@@ -59,6 +59,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int = 6
     deadline_s: float = 2.0
     is_brief: bool = False  # rooms that ended well are only counted
+    may_be_foreign: bool = False  # wants under way may hold anybody's rows: what was read too late does not count
 
     @property
     def size(self) -> Size:
@@ -75,16 +76,23 @@ class Open:
     began: float
     late_at: float = float("inf")
     abandon_at: float = float("inf")
+    offered: int = 0  # blocks
+    rest_at: float = float("inf")  # when the rest of them is offered
     is_nudged: bool = False
+    is_foreign: bool = False  # rows were in its blocks that are no room's of its name
 
 
 @dataclass(slots=True)
 class Told:
-    """Rooms that we were told of and have not begun, and how many of them will be given up after a moment."""
+    """Rooms that we were told of and have not begun, and how many of them will be given up after a moment.
+
+    `pace_s` is how long the second half of a prompt takes.
+    """
 
     rooms: deque[int] = field(default_factory=deque)
     source: str = ""
     abandon: float = 0.0
+    pace_s: float = 0.0
 
 
 class Engine:
@@ -132,9 +140,9 @@ class Engine:
 
     # What we are told:
 
-    def do_run(self, first: int, count: int, source: str = "", abandon: float = 0.0) -> None:
+    def do_run(self, first: int, count: int, source: str = "", abandon: float = 0.0, pace_s: float = 0.0) -> None:
         self.told.rooms.extend(range(first, first + count))
-        self.told.source, self.told.abandon = source, abandon
+        self.told.source, self.told.abandon, self.told.pace_s = source, abandon, pace_s
 
     def do_audit(self) -> None:
         self._audit()
@@ -147,6 +155,15 @@ class Engine:
     def do_forget(self) -> None:
         """Rooms that were not begun will not be."""
         self.told.rooms.clear()
+
+    def do_take_back(self) -> None:
+        """All that is offered. Its blocks are used again once our agent says so."""
+        for name, each in self.open.items():
+            self._withdraw(name, each)
+
+    def do_give_up(self) -> None:
+        """Our agent. What it reads, or promised, is used again as soon as the link says that nobody counts on it."""
+        self.link.give_up("as told")
 
     def do_detach(self) -> None:
         self._is_detaching = self.link.send(Detach())
@@ -174,21 +191,32 @@ class Engine:
 
     def _offer(self, began: Open) -> None:
         """The prompt is computed, and offered in two pieces."""
-        name, half = f"room-{began.room}", len(began.blocks) // 2
-        self.memory[began.blocks] = self.owned[began.blocks] = began.rows
-        block_tokens = self.content.shape.block_tokens
-        for given, upto in ((0, half), (half, len(began.blocks))):
-            if upto > given:
-                pieces = (Blocks(0, given, tuple(began.blocks[given:upto])),)
-                offer = Offer(
-                    room=name,
-                    request=name,
-                    tokens=upto * block_tokens,
-                    blocks=pieces,
-                    is_last=upto == len(began.blocks),
-                    hold_s=self.job.deadline_s,
-                )
-                self.link.send(offer)
+        if half := len(began.blocks) // 2:
+            self._offer_up_to(began, half)
+        began.rest_at = began.began + self.told.pace_s
+        if not self.told.pace_s:
+            self._offer_up_to(began, len(began.blocks))
+
+    def _offer_up_to(self, began: Open, upto: int) -> None:
+        name, given = f"room-{began.room}", began.offered
+        blocks = began.blocks[given:upto]
+        self.memory[blocks] = self.owned[blocks] = began.rows[given:upto]
+        began.offered, is_last = upto, upto == len(began.blocks)
+        if is_last:
+            began.rest_at = float("inf")
+        offer = Offer(
+            room=name,
+            request=name,
+            tokens=upto * self.content.shape.block_tokens,
+            blocks=(Blocks(0, given, tuple(blocks)),),
+            is_last=is_last,
+            hold_s=self.job.deadline_s,
+        )
+        self.link.send(offer)
+
+    def _withdraw(self, name: str, each: Open) -> None:
+        each.rest_at = float("inf")
+        self.link.send(Withdraw(request=name, reason="as we were told"))
 
     def _want(self, began: Open) -> None:
         name = f"room-{began.room}"
@@ -255,11 +283,14 @@ class Engine:
     def _look(self) -> None:
         now = time.monotonic()
         for name, each in list(self.open.items()):
+            if now > each.rest_at:
+                self._offer_up_to(each, len(each.blocks))
             if now > each.abandon_at:
                 each.abandon_at = float("inf")
-                why = "as the seed says"
-                is_sink = self.job.role == "sink"
-                self.link.send(Abandon(request=name, reason=why) if is_sink else Withdraw(request=name, reason=why))
+                if self.job.role == "source":
+                    self._withdraw(name, each)
+                else:
+                    self.link.send(Abandon(request=name, reason="as the seed says"))
             # What came while we were stopped is no less in time for being unread.
             if self._read > each.late_at and not each.is_nudged and self.job.role == "sink":
                 each.is_nudged, each.late_at = True, now + self.patience_s
@@ -285,8 +316,11 @@ class Engine:
         for name, each in self.open.items():
             found = self.memory[each.blocks]
             wrong = (found != each.rows) & (found != self.owned[each.blocks])
-            if wrong.any():
+            if wrong.any() and not self.job.may_be_foreign:
                 say("wrong", what=f"{name} under way: {np.count_nonzero(wrong)} numbers are neither old nor the room's")
+            elif wrong.any() and not each.is_foreign:
+                each.is_foreign = True
+                say("foreign", room=each.room)
 
     def _compare(self, blocks: Any, when: str) -> None:
         blocks = np.asarray(blocks)

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
+from kvbridge.failpoints import Way
+
 from .cases import Case, tell
 from .processes import Nursery
 from .world import World
@@ -20,7 +22,7 @@ class Runner:
         self._world: World | None = None
 
     def tell(self, case: Case, is_keyed: bool = False) -> str:
-        world = self.world(is_keyed)
+        world = self.world(is_keyed, case.way)
         try:
             return tell(world, case)
         except BaseException:
@@ -28,12 +30,12 @@ class Runner:
             world.close()
             raise
 
-    def world(self, is_keyed: bool = False) -> World:
-        if self._world is not None and self._world.is_keyed == is_keyed:
+    def world(self, is_keyed: bool = False, way: Way = "slots") -> World:
+        if self._world is not None and (self._world.is_keyed, self._world.way) == (is_keyed, way):
             return self._world
         self._leave()
         folder = Path(tempfile.mkdtemp(prefix="kvbridge-faults-"))
-        self._world = world = World(folder, self._nursery, is_keyed=is_keyed)
+        self._world = world = World(folder, self._nursery, is_keyed=is_keyed, way=way)
         try:
             world.meet()
         except BaseException:

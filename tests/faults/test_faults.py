@@ -33,7 +33,14 @@ KEYED = (
     "kill the sink's agent while the source's agent is at source.write_begun",
     "kill the source's engine while the source's agent is at source.gather_begun",
 )
-SLICE = PLAIN + KEYED
+PULL = (
+    "stop the source's agent while the sink's agent is at sink.read_begun (pull)",
+    "kill the source's engine while the sink's agent is at sink.read_begun (pull)",
+    "fail the sink's agent at sink.read_begun (pull)",
+    "stop the sink's agent at sink.read_ended (pull)",
+    "stop the source's agent at source.renewal_heard (pull)",
+)
+SLICE = PLAIN + KEYED + PULL
 CASES = {case.id: case for case in all_cases()}
 FOUR = ("source's agent", "sink's agent", "source's engine", "sink's engine")
 
@@ -46,14 +53,15 @@ def runner() -> Iterator[Runner]:
 
 def test_the_matrix_has_all_four_killed_and_stopped_at_every_failpoint_by_whoever_passes_it() -> None:
     assert {str(actor) for actor in ACTORS} == set(FOUR)
-    cases = [(case.name, str(case.passer), str(case.victim), case.action) for case in all_cases()]
+    cases = [(case.way, case.name, str(case.passer), str(case.victim), case.action) for case in all_cases()]
     assert len(cases) == len(CASES), "of two cases with one name only one is told"
     for name, place in PLACES.items():
         which, what = place.process.split()
-        for passer in (f"{role}'s {what}" for role in ("source", "sink") if which in (role, "either")):
-            told = {case[2:] for case in cases if case[:2] == (name, passer)}
-            assert set(product(FOUR, ("kill", "stop"))) <= told, f"{passer} at {name}"
-        assert (place.error is None) == all(case[3] != "fail" for case in cases if case[0] == name), name
+        for way in ("slots", "pull") if place.way == "any" else (place.way,):
+            for passer in (f"{role}'s {what}" for role in ("source", "sink") if which in (role, "either")):
+                told = {case[3:] for case in cases if case[:3] == (way, name, passer)}
+                assert set(product(FOUR, ("kill", "stop"))) <= told, f"{passer} at {name}"
+        assert (place.error is None) == all(case[4] != "fail" for case in cases if case[1] == name), name
 
 
 def test_the_slice_has_all_four_at_a_failpoint_and_hurt_while_another_is_there() -> None:
@@ -123,3 +131,27 @@ def test_an_agent_says_that_it_was_started_to_fail(runner: Runner) -> None:
     world.serves()
     unarmed = world.source.agent.status()
     assert unarmed is not None and "FAILPOINTS" not in str(unarmed.counters)
+
+
+@pytest.mark.parametrize("case", PULL)
+def test_survives_while_it_pulls(runner: Runner, case: str) -> None:
+    told = runner.tell(CASES[case])
+    if "source's agent while" in case:  # or the story has not shown that what was read too late does not count
+        assert "foreign rows" in told
+
+
+def test_a_receiver_that_was_given_up_lets_go_of_the_memory(runner: Runner) -> None:
+    """It stood still when its session ended, and when its source's engine did: no message tells it afterwards."""
+    world = runner.world(way="pull")
+    world.calm()
+    world.hurts(world.sink)
+    world.sink.agent.send(signal.SIGSTOP)
+    world.source.becomes(lambda status: not status.peers, 5.0)
+    name = world.source.job.name
+    world.source.engine.close()
+    world.sink.agent.send(signal.SIGCONT)
+    world.unmaps(name)
+    world.source.start_engine()
+    world.serves()
+    world.is_clean()
+    world.holds_no_more()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 from kvbridge_proto.status import Status
 
+from kvbridge.failpoints import Way
 from kvbridge.transport.keys import write_pair
 
 from .engine import PATIENCE_S, Job
@@ -23,7 +24,10 @@ ROLES: tuple[Role, ...] = ("source", "sink")
 
 # Short, so that what waits for them does not last; long enough for two busy cores.
 LIMITS = {"silence_s": "1.5", "connect_s": "1.5", "write_timeout_s": "1.5", "drain_s": "1"}
-FEW = {"slot_bytes": "65536", "inbound_slots": "6", "outbound_slots": "2", "device": "cpu", "routes": "nixl"}
+ROUTES: dict[Way, str] = {"slots": "nixl", "pull": "pull,direct,nixl,host"}
+# Of a row, in elements. Of the wider ones a chunk has half a prompt, which is read while the rest is computed.
+WIDTHS: dict[Way, int] = {"slots": 32, "pull": 64}
+FEW = {"slot_bytes": "65536", "inbound_slots": "6", "outbound_slots": "2", "device": "cpu"}
 DEADLINE_S = 2.0
 SLACK_S = 4.0  # beyond its deadline, for a request to end: the engine's patience, and a busy machine
 HASTY_S = 1.0  # patience with an agent that is stopped: shorter than it stands still, so that it is given up
@@ -56,6 +60,7 @@ class Side:
     rooms: set[int] = field(default_factory=set)  # told, and not ended
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)  # answers that the engine had to ask for, or to give up, lately
+    foreign: list[int] = field(default_factory=list)  # rooms whose blocks held others' rows for a while, lately
     overs: list[str] = field(default_factory=list)  # why the engine's connections to its agent were over, lately
 
     def start_agent(self, armed: str = "") -> None:
@@ -84,6 +89,8 @@ class Side:
                 case "ended":
                     self.rooms.discard(each["room"])
                     self.ends[each["room"]] = each
+                case "foreign":
+                    self.foreign.append(each["room"])
                 case "over":
                     self.overs.append(each["why"])
                 case "late":
@@ -142,7 +149,7 @@ class World:
     """`through` is what stands between the sink and the source's address, such as a proxy.
 
     `apart` has agents that are forked elsewhere, with more options. `is_keyed` ones speak CURVE, each with a key of its
-    own and a list that has the other's alone.
+    own and a list that has the other's alone. On which routes they go is `way`.
     """
 
     def __init__(
@@ -154,9 +161,10 @@ class World:
         through: Callable[[str], str] = lambda address: address,
         apart: dict[Role, tuple[Nursery, dict[str, str]]] | None = None,
         is_keyed: bool = False,
+        way: Way = "slots",
         **job: Any,
     ) -> None:
-        self.folder, self.through, self.is_keyed = folder, through, is_keyed
+        self.folder, self.through, self.is_keyed, self.way = folder, through, is_keyed, way
         keys = _keys(folder) if is_keyed else {}
         self._rooms = count(1)
         self.sides: dict[Role, Side] = {}
@@ -164,9 +172,10 @@ class World:
         self.slots: dict[Role, tuple[int, int]] = {}  # free to be lent, and to gather into
         for role in ROLES:
             own, more = (apart or {}).get(role, (nursery, {}))
-            told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **{"deadline_s": DEADLINE_S, **job})
+            its = {"deadline_s": DEADLINE_S, "width": WIDTHS[way], "may_be_foreign": way == "pull", **job}
+            told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **its)
             listen = {"listen": free_address()}
-            said = {**LIMITS, **FEW, **listen, **keys.get(role, {}), **(options or {}), **more}
+            said = {**LIMITS, **FEW, "routes": ROUTES[way], **listen, **keys.get(role, {}), **(options or {}), **more}
             side = Side(own, folder, role, said, told)
             self.sides[role] = side
             side.start_agent()
@@ -181,6 +190,7 @@ class World:
             side.stuck_s, side.is_hurt = 0.0, False
             side.ends.clear()
             side.late.clear()
+            side.foreign.clear()
             side.overs.clear()
             side.engine.tell("bear", patience_s=PATIENCE_S)
 
@@ -212,12 +222,12 @@ class World:
             keys = [other if self.is_keyed else ""]
             self.sides[role].becomes(lambda status, keys=keys: [peer.key for peer in status.peers] == keys, QUIET_S)
 
-    def begin(self, rooms: int = BATCH, abandon: float = 0.0, withdraw: float = 0.0) -> list[int]:
+    def begin(self, rooms: int = BATCH, abandon: float = 0.0, withdraw: float = 0.0, pace_s: float = 0.0) -> list[int]:
         """Have both engines serve so many rooms."""
         numbers = [next(self._rooms) for _ in range(rooms)]
         place, mark, key = self.source.address.partition("#")
         source = self.through(place) + mark + key
-        self.source.engine.tell("run", first=numbers[0], count=rooms, abandon=withdraw)
+        self.source.engine.tell("run", first=numbers[0], count=rooms, abandon=withdraw, pace_s=pace_s)
         self.sink.engine.tell("run", first=numbers[0], count=rooms, source=source, abandon=abandon)
         for side in self.sides.values():
             side.rooms.update(numbers)
@@ -304,11 +314,11 @@ class World:
         slots = self.free_slots()
         assert slots == self.slots, f"free slots of fresh agents {self.slots}, now {slots}"
 
-    def unmaps(self, side: Side, name: str) -> float:
-        """Seconds until the side's agent maps that dead engine's memory no more; fails at UNMAP_S."""
+    def unmaps(self, name: str) -> float:
+        """Seconds until no agent maps that dead engine's memory any more; fails at UNMAP_S."""
         began = time.monotonic()
-        while maps_pool(side.agent.pid, name):
-            assert time.monotonic() - began < UNMAP_S, f"{name} is still mapped after {UNMAP_S} s"
+        while holders := [role for role, side in self.sides.items() if maps_pool(side.agent.pid, name)]:
+            assert time.monotonic() - began < UNMAP_S, f"{name} is still mapped after {UNMAP_S} s by {holders}"
             time.sleep(0.005)
         return time.monotonic() - began
 

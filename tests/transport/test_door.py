@@ -350,6 +350,7 @@ def test_tells_receivers_of_an_epochs_end_and_names_them_until_they_have_closed(
             door.share(shared(4))
             newer = await open_memory(card_of(door, "s3"), "newer")
             assert await one.ending() == await other.ending() == "the engine left"
+            assert not one.is_peer_gone and not one.is_closed
             held = {holder.agent: holder for holder in door.holders()}
             assert held["one"].over_at is not None and held["newer"].over_at is None
             one.close()
@@ -408,8 +409,9 @@ def test_a_receiver_hears_when_the_senders_agent_is_gone(run: Run, path: Path) -
     async def story() -> None:
         async with opened(path) as door:
             handed = await open_memory(card_of(door), "decode-0")
-        assert "is gone" in await handed.ending()
+        assert "is gone" in await handed.ending() and handed.is_peer_gone
         handed.close()
+        assert handed.is_closed
 
     run(story())
 
