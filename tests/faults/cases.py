@@ -276,8 +276,8 @@ def _fails(world: World, case: Case) -> str:
         if "failpoint" in codes:
             break
     if case.name == REFUSES:
-        overs = case.victim.side(world).overs
-        assert any("refused by the agent: failpoint" in why for why in overs), f"not refused: {overs}"
+        told = case.victim.side(world).engine.log.read_text()
+        assert "refused by the agent: failpoint" in told, f"not refused: {told[-1000:]}"
     else:
         assert "failpoint" in codes, f"nobody was told of the failure: {sorted(set(codes))}"
     return ""

@@ -273,7 +273,6 @@ class Engine:
                     for name in list(self.open):
                         self._end(name, "agent_gone", why)
                     self._is_detaching = False
-                    say("over", why=why)
         if self.link.state.name == "AWAY":  # an engine waits longer; a test does not
             self.link._at = min(self.link._at, time.monotonic() + RETRY_S)
         if self.link.is_attached and not self.was_attached:

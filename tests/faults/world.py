@@ -61,7 +61,6 @@ class Side:
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)  # answers that the engine had to ask for, or to give up, lately
     foreign: list[int] = field(default_factory=list)  # rooms whose blocks held others' rows for a while, lately
-    overs: list[str] = field(default_factory=list)  # why the engine's connections to its agent were over, lately
 
     def start_agent(self, armed: str = "") -> None:
         options = self.options | ({"listen": self.address.partition("#")[0]} if self.address else {})
@@ -91,8 +90,6 @@ class Side:
                     self.ends[each["room"]] = each
                 case "foreign":
                     self.foreign.append(each["room"])
-                case "over":
-                    self.overs.append(each["why"])
                 case "late":
                     self.late.append(each["what"])
                 case _:
@@ -191,7 +188,6 @@ class World:
             side.ends.clear()
             side.late.clear()
             side.foreign.clear()
-            side.overs.clear()
             side.engine.tell("bear", patience_s=PATIENCE_S)
 
     def hurts(self, side: Side) -> None:
