@@ -43,6 +43,7 @@ from kvbridge.adapters.engine.link import AgentLink, Over, ReadsOver
 from .content import Content, Size
 
 LOOK_S = 0.05
+LEFT = "detached"  # why a connection is over that the engine has ended
 PATIENCE_S = 3.0  # an agent that is well answers by the deadline; so much is a busy machine's
 RETRY_S = 0.3
 
@@ -271,7 +272,7 @@ class Engine:
                         self._end(name, "agent_gone", why)
                 case Over(why=why):
                     for name in list(self.open):
-                        self._end(name, "agent_gone", why)
+                        self._end(name, "agent_gone", LEFT if self._is_detaching else why)
                     self._is_detaching = False
         if self.link.state.name == "AWAY":  # an engine waits longer; a test does not
             self.link._at = min(self.link._at, time.monotonic() + RETRY_S)

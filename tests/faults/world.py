@@ -16,7 +16,7 @@ from kvbridge_proto.status import Status
 from kvbridge.failpoints import Way
 from kvbridge.transport.keys import write_pair
 
-from .engine import PATIENCE_S, Job
+from .engine import LEFT, PATIENCE_S, Job
 from .processes import POOL, Agent, Engine, Held, Nursery, free_address, maps_pool
 
 Role = Literal["source", "sink"]
@@ -39,7 +39,6 @@ BATCH = 12
 # one or two, once in a thousand three (nixl 1.5.1, 2026-11-22). Nothing of ours can reach them.
 UCX_KEEPS = 3
 TRIES = 5
-LEFT = "detached"  # why a connection is over that the engine has ended
 
 _numbers = count(1)
 
@@ -95,8 +94,9 @@ class Side:
                 case _:
                     self.engine.said.append(each)
         assert not wrong, f"{self.role} engine: {wrong[:3]}"
-        lost = [room for room, each in self.ends.items() if each["code"] == "agent_gone" and each["reason"] != LEFT]
-        assert self.is_hurt or not lost, f"{self.role}: the agent was neither stopped nor killed, and left {lost[:8]}"
+        lost = {room: each["reason"] for room, each in self.ends.items() if each["code"] == "agent_gone"}
+        lost = {room: reason for room, reason in lost.items() if reason != LEFT}
+        assert self.is_hurt or not lost, f"{self.role}: the agent was neither stopped nor killed, and left {lost}"
 
     def becomes(self, is_so: Callable[[Status], bool], seconds: float) -> Status:
         end, status = time.monotonic() + seconds, None
