@@ -15,7 +15,7 @@ from msgspec import structs
 from ..errors import KVBridgeError, PeerError
 from ..exchange.lease import Deadlines
 from ..exchange.route import Rate
-from ..exchange.session import Home, Session, SessionEvent, SessionState, Whose, accept, hello
+from ..exchange.session import Home, Session, SessionEvent, SessionState, accept, hello
 from ..failpoints import failpoint
 from ..transport.control import Control
 from ..transport.endpoint import canonical
@@ -187,7 +187,7 @@ class Dialling:
                 self._sort_out()
             case Refuse(about=""):
                 self.sink.refused(address, sender, link.key)  # while there is a way to ask it
-                self._end(address, body.code, "; ".join(body.reasons))
+                self._end(address, body.code, "; ".join(filter(None, (dialled.against_pull, *body.reasons))))
             case Refuse() if body.code in NOT_OPEN and dialled.session is not None:  # or it was of the one before
                 self._end(address, body.code, "; ".join(body.reasons))  # what we think is open is not
 
@@ -330,7 +330,7 @@ class Dialling:
         try:
             if door is None:
                 raise PeerError("bad_welcome", "door: none, and the route is pull")
-            rate = await self._open_door(session, door, partial(self._memory_ended, session.whose))
+            rate = await self._open_door(session, door, partial(self._memory_ended, dialled))
         except (KVBridgeError, OSError) as error:
             log.info("route does not work: boot=%s route=pull %s", session.peer.boot, error)
             dialled.against_pull = f"pull: {error}"[:1024]
@@ -341,9 +341,9 @@ class Dialling:
             self._mover.close_peer(session.whose)
         return replace(session, routed=replace(session.routed, read=rate))
 
-    def _memory_ended(self, whose: Whose, code: str, reason: str) -> None:
-        """Its owner wants it closed, by who has it and whatever our link with it has heard."""
-        for dialled in [each for each in self.sessions.values() if each.opened == whose]:
+    def _memory_ended(self, dialled: Dialled, code: str, reason: str) -> None:
+        """Its owner wants closed what was opened for this session, whatever our link with it has heard."""
+        if self._of(dialled.link) is dialled:
             self._end(dialled.address, code, f"{dialled.address}: {reason}")
 
     def _close_memory(self, dialled: Dialled) -> None:

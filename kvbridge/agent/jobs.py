@@ -19,6 +19,7 @@ from ..device.staging import Span
 from ..errors import EngineError, FabricError, KVBridgeError, PeerError
 from ..exchange.actions import Digest, Pull, Scatter, Ship
 from ..exchange.reading import LEASE_S
+from ..exchange.route import Rate
 from ..exchange.session import Whose
 from ..failpoints import failpoint
 from ..geometry.plan import Part
@@ -72,6 +73,7 @@ class Jobs:
         self._leaving: set[Target] = set()
         self._peers: dict[Whose, Opened] = {}  # memory of engines that we read
         self._openings: Counter[Whose] = Counter()
+        self._measured: list[AttachedPool] = []  # of them, those that are read to see how fast
         self._parting: list[Opened] = []  # of those that we are through with but for what is under way
         self._serial = 0
 
@@ -277,22 +279,32 @@ class Jobs:
 
     # Out of the blocks of a peer's engine into ours:
 
-    def measure(self, memory: AttachedPool, settle: Settle) -> Job:
-        """See how fast a peer's memory is read; `settle` gets its Rate, or what went wrong."""
+    def open_peer(
+        self, whose: Whose, mapped: Callable[[], AttachedPool], closed: Callable[[], None], settle: Settle
+    ) -> Job:
+        """Map what `pull` reads for this epoch of that agent's engine. Close it as often as it was opened.
+
+        `settle` gets the Rate at which it is read, None if nobody knows; or what was wrong with it.
+        """
+        try:
+            memory = mapped()
+        except Exception as error:
+            return settle(None, error)
+        self._openings[whose] += 1
+        if (before := self._peers.get(whose)) is not None:
+            self._parting.append(before)
+            self.close_parting()
+        self._peers[whose] = memory, closed
+        rate: Rate | None = None
+        self._measured.append(memory)
         try:
             rate = yield from read_rate(self._equipment, memory, self._clock)
-        except Exception as error:
-            settle(None, error)
-        else:
-            settle(rate, None)
-
-    def open_peer(self, whose: Whose, memory: AttachedPool, closed: Callable[[], None]) -> None:
-        """What `pull` reads for this epoch of that agent's engine. Close it as often as it was opened."""
-        self._openings[whose] += 1
-        if whose not in self._peers:
-            self._peers[whose] = memory, closed
-        else:
-            self._unmap(memory, closed)
+        except Exception as error:  # such as no lane or no bundle that is free
+            log.info("a peer's memory could not be measured: boot=%s %s", whose[0], error)
+        finally:
+            self._measured.remove(memory)
+        settle(rate, None)
+        self.close_parting()
 
     def close_peer(self, whose: Whose) -> None:
         """Begin no read of it any more, the last time; it is unmapped once none is under way."""
@@ -305,9 +317,9 @@ class Jobs:
     def close_parting(self) -> None:
         """Unmap what nothing reads any more."""
         porter, left = self._equipment.porter, self._parting
-        self._parting = [each for each in left if porter.is_using(each[0])]
+        self._parting = [each for each in left if each[0] in self._measured or porter.is_using(each[0])]
         for memory, closed in left:
-            if not porter.is_using(memory):
+            if all(memory is not kept for kept, _ in self._parting):
                 porter.forget(memory)
                 self._unmap(memory, closed)
 
@@ -326,8 +338,6 @@ class Jobs:
         digests: dict[int, int] = {}
         failure: Failure = None
         try:
-            if (opened := self._peers.get(pull.whose)) is None:
-                raise PeerError("peer_lost", f"peer: the memory of {pull.whose[0]} is not open")
             yield self._fence(attachment, pull)
             for index in range(pull.first_chunk, pull.end_chunk):
                 if len(tickets) == MOST_AHEAD:
@@ -336,6 +346,8 @@ class Jobs:
                     yield WaitRoom(attachment, self._equipment.porter, self._clock() + self._write_timeout_s)
                 if pull.lease.is_given_up:
                     break
+                if (opened := self._peers.get(pull.whose)) is None:
+                    raise PeerError("peer_lost", f"peer: the memory of {pull.whose[0]} is not open")
                 failpoint("sink.read_begun")
                 chunk = pull.plan.chunk(index)
                 theirs = Part(pull.plan, chunk, pull.peer_tables, True)

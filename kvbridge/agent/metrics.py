@@ -52,7 +52,7 @@ class Metrics:
         text = "Prompt tokens that came by the bridge"
         self._fetched = Counter("kvbridge_prompt_tokens_fetched", text, registry=registry)
         self._late = Counter("kvbridge_late_writes", "Landed writes that counted for nothing", registry=registry)
-        text = "Read leases that ended before their receivers had said that they were through"
+        text = "Read leases whose end blocks were kept for: receivers did not say that they were through"
         self._leases_over = Counter("kvbridge_leases_over", text, registry=registry)
         text = "Pulled chunks of which receiver and sender compared the digest"
         self._compared = Counter("kvbridge_chunks_compared", text, ["role"], registry=registry)

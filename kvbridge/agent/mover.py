@@ -33,6 +33,7 @@ from ..exchange.route import Rate, Site
 from ..exchange.session import Whose
 from ..geometry.plan import Part
 from ..transport.fabric import Noticed
+from ..transport.framed import close_fds
 from .attachment import Attachment
 from .equipment import Docks, Equipment
 from .jobs import Jobs, Settle, Told
@@ -162,19 +163,21 @@ class Mover:
         handles: Sequence[Handle],
         fds: Sequence[int],
         closed: Callable[[], None],
-    ) -> Rate:
-        """Map the memory of a peer's engine, for `pull`, and see how fast it is read.
+    ) -> Rate | None:
+        """Map the memory of a peer's engine, for `pull`; how fast it is read, None if that could not be measured.
 
-        `closed` is called once it is unmapped again. The fds stay the caller's. Raises KVBridgeError, FabricError
-        `slow_route` where reading is too slow to be right; nothing is mapped then, and `closed` is not called.
+        `closed` is called once it is unmapped again. The fds stay the caller's. Raises KVBridgeError, and `closed` is
+        not called then. Who is cancelled leaves it mapped: that happens where the agent ends.
         """
-        memory = await self._call(lambda: AttachedPool.open_peer(pool, handles, fds, self.device))
-        try:
-            rate: Rate = await self._job(lambda settle: self._jobs.measure(memory, settle))
-        except BaseException:
-            self._put(memory.close)
-            raise
-        await self._call(lambda: self._jobs.open_peer(whose, memory, closed))
+        kept = [os.dup(fd) for fd in fds]
+
+        def mapped() -> AttachedPool:
+            try:
+                return AttachedPool.open_peer(pool, handles, kept, self.device)
+            finally:
+                close_fds(kept)
+
+        rate: Rate | None = await self._job(lambda settle: self._jobs.open_peer(whose, mapped, closed, settle))
         return rate
 
     def close_peer(self, whose: Whose) -> None:

@@ -105,7 +105,7 @@ def prove(
         if routed.rate is None or not is_slow(routed.rate):
             _close_all(equipment, slow, target)
             return target, routed
-        against.append(_too_slow(route, routed.rate))
+        against.append(f"{route}: {probe.bytes_per_s / 1e9:.2f} GB/s measured, too slow to be right")
         slow.append((target, probe))
     if not slow:
         raise FabricError("no_route", *against)
@@ -201,9 +201,9 @@ def _timed(
 def read_rate(
     equipment: Equipment, memory: AttachedPool, clock: Callable[[], float] = time.monotonic
 ) -> Generator[Wait, Event, Rate]:
-    """How fast a peer's memory is read, into a lane that no proof has meanwhile. FabricError where it is too slow.
+    """How fast a peer's memory is read, into a lane that no proof has meanwhile.
 
-    What is read is whatever lies there; nothing else is written by it.
+    What is read is whatever lies there; nothing else is written by it. Other jobs may make it look slow.
     """
     dock = equipment.dock
     number = dock.lanes.popleft()
@@ -217,12 +217,9 @@ def read_rate(
             source, target = Span(theirs.address, size_bytes), Span(ours.address, size_bytes)
             return WaitMove(equipment.porter.copy(source, target))
 
-        rate = yield from _fastest(size_bytes, begin, clock)
+        return (yield from _fastest(size_bytes, begin, clock))
     finally:
         dock.lanes.append(number)
-    if is_slow(rate):
-        raise FabricError("slow_route", _too_slow("pull", rate))
-    return rate
 
 
 def _fastest(
@@ -242,7 +239,3 @@ def _fastest(
         took_s = max(clock() - began, 1e-9)
         rate = Rate(size_bytes, max(rate.bytes_per_s, size_bytes / took_s))
     return rate
-
-
-def _too_slow(route: Route, rate: Rate) -> str:
-    return f"{route}: {rate.bytes_per_s / 1e9:.2f} GB/s measured, too slow to be right"

@@ -182,7 +182,9 @@ class Source:
         before = self._outbound.leases_over
         self._do(self._outbound.tick(self._clock()))
         if over := self._outbound.leases_over - before:
-            log.warning("%d read leases are over; their receivers have not said that they are through", over)
+            log.warning(
+                "blocks were kept until %d read leases were over: receivers did not say that they were through", over
+            )
             self._metrics.leases_over(over)
 
     # Doing:

@@ -300,7 +300,7 @@ class Inbound:
 
     def _check(self, intake: Intake, reading: Reading, digests: Mapping[int, int], now: float) -> list[Action]:
         """Ask the sender for its digests of these chunks. It keeps their blocks meanwhile."""
-        if not digests:
+        if not digests and not reading.unchecked:
             return []
         reading.unchecked.update(digests)
         sums = [Sum(chunk, digest) for chunk, digest in sorted(digests.items())]

@@ -69,7 +69,7 @@ class Outbound:
         self._is_paused = False
         self._owed: dict[str, Outlet] = {}  # receivers that wait for an answer, or for the fence, by transfer
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
-        self.leases_over = 0  # that no receiver settled before their end
+        self.leases_over = 0  # for whose end blocks were kept, since no receiver said that it was through
 
     # From our engine:
 
@@ -421,7 +421,7 @@ class Outbound:
         self._deadlines.clear(("lease", out.transfer))
 
     def _lease_over(self, out: Outlet) -> list[Action]:
-        self.leases_over += 1
+        self.leases_over += out.state is OutState.STOPPING  # one that has read what is computed so far does not renew
         self._take_back(out)
         assert out.offered is not None
         return self._end_if_quiet(out) + self._release_if_over(out.offered)

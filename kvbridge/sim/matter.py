@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from kvbridge_proto.pool import Pool
 
@@ -81,6 +81,9 @@ class Attached:
         self.pool = blocks.pool
         self.is_open = True
         self.owner = owner  # the agent whose engine's it is, where that is a peer's
+
+    def hold(self) -> NoReturn:
+        raise EngineError("detached", "cells have no address, so how fast they are read is not measured")
 
     def close(self) -> None:
         self.is_open = False

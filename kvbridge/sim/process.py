@@ -399,7 +399,8 @@ class SimDoors:
         read = Attached(memory.blocks, peer)
         process.mapped.append(read)
         jobs = process.mover._jobs
-        await process.mover._call(lambda: jobs.open_peer(session.whose, cast(AttachedPool, read), _nothing))
+        mapped = lambda: cast(AttachedPool, read)  # noqa: E731
+        await process.mover._job(lambda settle: jobs.open_peer(session.whose, mapped, _nothing, settle))
         return None
 
 
