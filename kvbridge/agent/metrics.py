@@ -56,6 +56,8 @@ class Metrics:
         self._leases_over = Counter("kvbridge_leases_over", text, registry=registry)
         text = "Pulled chunks of which receiver and sender compared the digest"
         self._compared = Counter("kvbridge_chunks_compared", text, ["role"], registry=registry)
+        text = "Pulled chunks of a sample whose sender did not say its digest in time"
+        self._uncompared = Counter("kvbridge_chunks_uncompared", text, registry=registry)
         text = "Pulled chunks whose digest differed: what was read is not what the sender has"
         self._differing = Counter("kvbridge_digest_mismatches", text, ["role"], registry=registry)
         self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were made anew", registry=registry)
@@ -113,6 +115,9 @@ class Metrics:
         """So many pulled chunks, and how many of them were not the same on both sides."""
         self._compared.labels(role).inc(count)
         self._differing.labels(role).inc(differing)
+
+    def uncompared(self, count: int) -> None:
+        self._uncompared.inc(count)
 
     def leases_over(self, count: int) -> None:
         self._leases_over.inc(count)

@@ -30,7 +30,7 @@ from kvbridge_proto.peer import (
 from msgspec import structs
 
 from ..exchange.actions import Action, Ask, Pull, Reach, Recall, Scatter, Send, Tell
-from ..exchange.inbound import Inbound
+from ..exchange.inbound import CHECK_S, Inbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
 from ..transport.endpoint import canonical
@@ -197,7 +197,11 @@ class Sink:
         self._do(self._inbound.pulled, pull.transfer, pull.end_chunk, digests, failure, self._clock())
 
     def tick(self) -> None:
+        before = self._inbound.uncompared
         self._do(self._inbound.tick, self._clock())
+        if late := self._inbound.uncompared - before:
+            log.warning("%d pulled chunks were not compared: their sender said no digests in %g s", late, CHECK_S)
+            self._metrics.uncompared(late)
 
     # Doing:
 

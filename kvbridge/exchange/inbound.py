@@ -49,6 +49,7 @@ from .turns import Turns
 
 ASK_AGAIN_S = 0.1  # for ranks that the source's engine has not named yet
 MOST_WANTS = 16384
+CHECK_S = 2.0  # that a request waits for the digests of a sample, once it has its rows
 DOUBT_AGAIN_S = 5.0  # for slots that only the source's agent can give back
 
 
@@ -64,6 +65,7 @@ class Inbound:
         self.slots = slots
         self.sampling = Sampling(check_every)
         self.compared = self.differing = 0  # pulled chunks, and those of them that were not the sender's
+        self.uncompared = 0  # of which the sender did not say its digest in time
         self.wants: dict[str, Wanted] = {}
         self.late_writes = 0
         self.awaited = Awaited()
@@ -325,12 +327,25 @@ class Inbound:
 
     def _settle_if_read(self, intake: Intake, reading: Reading, now: float) -> list[Action]:
         """All was read, and nothing of it waits to be compared."""
-        if intake.scattered < intake.plan.chunks or reading.unchecked:
+        if intake.scattered < intake.plan.chunks:
+            return []
+        if reading.unchecked:
+            if not self.sampling.is_all:
+                self._deadlines.set(("check", intake.transfer), now + CHECK_S)
             return []
         self._deadlines.clear(("lease", intake.transfer))
         self._end_intake(intake, IntakeEvent.FINISH, now)
         settled = Send(intake.address, Settled(transfer=intake.transfer))
         return [*self._finish_if_complete(self._wanted_by[intake.transfer], now), settled]
+
+    def _compare_no_more(self, intake: Intake, now: float) -> list[Action]:
+        """Its sender has no slot to digest into, for long: a sample is not worth the request."""
+        reading = intake.reading
+        if reading is None or intake.state is not IntakeState.CLAIMED:
+            return []
+        self.uncompared += len(reading.unchecked)
+        reading.unchecked.clear()
+        return self._settle_if_read(intake, reading, now)
 
     def landed(self, notice: Notice) -> Scatter | None:
         """A chunk came in. It counts only if everything matches; anything else is counted and dropped: None."""
@@ -399,6 +414,8 @@ class Inbound:
                 actions.append(Ask(key))
             elif kind == "lease" and key in self._wanted_by:
                 actions += self._renew_if_read(self._wanted_by[key].intakes[key], now)
+            elif kind == "check" and key in self._wanted_by:
+                actions += self._compare_no_more(self._wanted_by[key].intakes[key], now)
             elif kind == "doubt" and self._doubts.is_any(key):
                 self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
                 actions.append(Reach(key))

@@ -301,9 +301,9 @@ class Outbound:
     def read_by(self, boot: str, transfer: str) -> Plan | None:
         """What this receiver reads itself, if it does."""
         out = self.outlets.get(transfer)
-        if out is None or out.boot != boot or out.promise is None or out.state is not OutState.FLOWING:
+        if out is None or out.boot != boot or out.promise is None or out.is_settled:
             return None
-        return out.plan
+        return out.plan if out.state is OutState.FLOWING else None
 
     def settled(self, boot: str, transfer: str) -> list[Action]:
         """It has read all that it claimed."""
@@ -316,8 +316,16 @@ class Outbound:
         self._take_back(out)
         if out.state is OutState.STOPPING:
             return self._end_if_quiet(out)
-        if out.checks or out.digesting:
-            return self._stop(out, "bad_check", "transfer: settled before what it asked for was compared")
+        out.is_settled = True
+        out.checks.clear()  # it does not wait for them any more
+        return self._end_settled(out)
+
+    def _end_settled(self, out: Outlet) -> list[Action]:
+        """Its receiver is through with it; so are we once nothing of it is digested."""
+        if out.digesting:
+            return []
+        offered = out.offered
+        assert offered is not None
         out.state = OUT_TABLE.after(out.state, OutEvent.FINISH)
         offered.served.add(out.claim.sink)
         self._forget(out)
@@ -326,7 +334,9 @@ class Outbound:
     def check(self, boot: str, check: Check) -> list[Action]:
         """It has read these chunks, and wants to compare. Nobody is answered whose transfer has ended."""
         out = self.outlets.get(check.transfer)
-        if out is None or out.boot != boot or out.promise is None or out.state is not OutState.FLOWING:
+        if out is None or out.boot != boot or out.promise is None:
+            return []
+        if out.state is not OutState.FLOWING or out.is_settled:
             return []
         for each in check.digests:
             if each.chunk >= out.promise.ready or each.chunk in out.asked:
@@ -349,6 +359,8 @@ class Outbound:
         offered.gathering -= 1
         if out.state is OutState.STOPPING:
             return self._end_if_quiet(out) + self._pump()
+        if out.is_settled:
+            return self._end_settled(out) + self._pump()
         if failure is not None:
             return self._stop(out, *failure) + self._pump()
         out.checked.append(found)
@@ -398,7 +410,9 @@ class Outbound:
 
     def _owe(self, out: Outlet) -> None:
         """There is something to tell it."""
-        if out.promise is not None and out.is_reading and out.offered is not None and out.offered.over is None:
+        if out.promise is None or out.is_settled:
+            return
+        if out.is_reading and out.offered is not None and out.offered.over is None:
             self._owed[out.transfer] = out
 
     def _promise(self, out: Outlet, offered: Offered, promise: Promise, now: float) -> None:

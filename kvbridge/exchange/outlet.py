@@ -116,6 +116,7 @@ class Outlet:
     promise: Promise | None = None  # on the route `pull`: what its receiver may count on
     asked: set[int] = field(default_factory=set)  # chunks that its receiver has read and wants to compare
     checks: deque[Sum] = field(default_factory=deque)  # what it read of those that are not digested yet
+    is_settled: bool = False  # its receiver is through
     digesting: int = 0  # chunks that are being digested; each counts as being gathered and written
     checked: list[Sum] = field(default_factory=list)  # what is to be told it
 

@@ -115,6 +115,10 @@ class Sampling:
         return frozenset(range(first_chunk + skipped, end_chunk, self._every))
 
     @property
+    def is_all(self) -> bool:
+        return self._every == 1
+
+    @property
     def kinds(self) -> tuple[bool, ...]:
         """Whether chunks are read with a digest: all that occurs, what comes first at the head."""
         return {0: (False,), 1: (True,)}.get(self._every, (True, False))

@@ -12,7 +12,7 @@ from kvbridge_proto.peer import MAX_SUMS, Cancel, Check, Checked, Claim, Failing
 from kvbridge_proto.words import Blocks
 
 from kvbridge.exchange.actions import Action, Digest, Pull, Send, Tell
-from kvbridge.exchange.inbound import Inbound
+from kvbridge.exchange.inbound import CHECK_S, Inbound
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.reading import LEASE_S, Sampling
 from kvbridge.exchange.route import Routed
@@ -109,7 +109,9 @@ def test_blocks_that_are_digested_are_not_given_back_and_every_slot_is(end: str)
             said = outbound.engine_left(now) + outbound.tick(now + LEASE_S + 0.01)
         case "settled":
             said = outbound.settled(boot, "x")
-            assert [each.code for each in sent(said) if isinstance(each, Failing)] == ["bad_check"]
+            assert outbound.check(boot, Check(transfer="x", digests=(Sum(2, 1),))) == []
+            outbound.renew(boot, Renew(transfer="x", number=1))
+            assert not outbound.is_owing and not outbound.is_promised
         case _:
             said = []
     assert not told(said) and outbound.local.free == 0 and outbound.outlets["x"].writing >= 1
@@ -206,6 +208,22 @@ def test_what_is_not_the_senders_fails_with_both_values() -> None:
     assert [(type(each), each.code) for each in sent(said)] == [(Cancel, "digest_mismatch")]
     assert (receiver.inbound.compared, receiver.inbound.differing) == (2, 1)
     assert not receiver.inbound.wants and receiver.checked(Sum(2, 102)) == []
+
+
+@pytest.mark.parametrize(("every", "is_patient"), [(64, False), (1, True)])
+def test_a_sample_that_the_sender_cannot_digest_does_not_cost_the_request(every: int, is_patient: bool) -> None:
+    receiver = Receiver(check_every=every)
+    receiver.pulled()
+    asked = len(receiver.pull.compared)
+    said = receiver.inbound.tick(NOW + CHECK_S / 2)
+    assert not told(said)
+    said = receiver.inbound.tick(NOW + CHECK_S)
+    if is_patient:
+        assert not told(said) and receiver.inbound.uncompared == 0
+        return
+    assert [type(each) for each in told(said)] == [Done] and isinstance(sent(said)[-1], Settled)
+    assert receiver.inbound.uncompared == asked == 1 and not receiver.inbound.wants
+    assert receiver.checked(Sum(0, 0xBAD)) == [], "too late to matter"
 
 
 def test_nothing_is_asked_where_nothing_is_compared() -> None:
