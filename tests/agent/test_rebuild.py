@@ -267,6 +267,7 @@ def test_slots_that_we_send_from_are_made_anew_as_well() -> None:
 def test_a_sink_that_stands_still_costs_others_the_slots_that_we_send_from_for_a_while_only(tmp_path: Path) -> None:
     """Its writes stay under way as long as it stands still: nothing ends them, and nothing else may use their slots."""
     options: dict[str, Any] = {
+        "routes": "nixl",
         "outbound_slots": 2,
         "inbound_slots": 8,
         "slot_bytes": 65536,

@@ -33,9 +33,9 @@ def stack() -> Iterator[ExitStack]:
 
 def paused(folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, pause_s: float) -> SyntheticEngine:
     """A source whose agent's mover has just begun to stand still for so long, over its engine's memory."""
-    sink_agent = stack.enter_context(agent(folder, "d"))
+    sink_agent = stack.enter_context(agent(folder, "d", routes="nixl"))
     monkeypatch.setenv("KVBRIDGE_FAILPOINTS", f"{AT}=pause:{pause_s}")
-    source_agent = stack.enter_context(agent(folder, "p", module=IMPATIENT, drain_s=0))
+    source_agent = stack.enter_context(agent(folder, "p", module=IMPATIENT, drain_s=0, routes="nixl"))
     source, sink = (
         stack.enter_context(closing(SyntheticEngine(each, build(Shape("nhd"))))) for each in (source_agent, sink_agent)
     )
