@@ -107,6 +107,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float,
         Meta(gt=0, le=86400, description="Once half the slots of one kind were quarantined so long, make all anew"),
     ] = 60.0
+    linger_s: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(description="How long threads look for more work before they sleep; unset: 0.03 on a GPU, else 0"),
+    ] = None
     drain_s: Annotated[float, Meta(ge=0, le=3600, description="How long transfers may go on after SIGTERM")] = 10.0
     metrics: Annotated[str, Meta(description="host:port for Prometheus; empty: off")] = "127.0.0.1:9400"
     log_level: Annotated[LogLevel, Meta(description="debug, info, warning or error")] = "info"

@@ -165,7 +165,8 @@ class Agent:
         self.before = self.lock.before
         devices = self.trust.data_devices(config.listen, config.advertise, config.net_devices)
         config = structs.replace(config, net_devices=devices)
-        self.mover = Mover(lambda: equip(config, self.boot), self.boot, self, config.write_timeout_s, self._stuck_s)
+        timeout_s, linger_s = config.write_timeout_s, config.linger_s
+        self.mover = Mover(lambda: equip(config, self.boot), self.boot, self, timeout_s, self._stuck_s, linger_s)
         stack.push_async_callback(self.mover.stop)
         await self.mover.start()
         self.slots, self.local_slots = SlotPool(self.mover.site.fabric.slots), LocalSlots(self.mover.outbound_slots)

@@ -109,6 +109,7 @@ class Engines:
         try:
             while (received := await connection.receive()) is not None:
                 message, fds = received
+                self._mover.stir()
                 try:
                     await self._hear(connection, message, fds)
                 finally:

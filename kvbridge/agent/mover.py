@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import select
@@ -37,6 +36,7 @@ from ..transport.framed import close_fds
 from .attachment import Attachment
 from .equipment import Docks, Equipment
 from .jobs import Jobs, Settle, Told
+from .linger import Linger, nap_exactly
 from .routes import Connected, Landing
 from .stuck import STUCK_S, Watch, end_process
 from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitOnLoop, WaitRoom, WaitWord, WaitWrite
@@ -49,8 +49,8 @@ ALIVE_S = 1.0
 NAP_S = 2e-6
 SHORT_S = 0.002
 LONGEST_S = 0.001
-TIMER_SLACK_NS = 1000
-PR_SET_TIMERSLACK = 29  # linux/prctl.h
+LINGER_ON_GPU_S = 0.03
+LINGER_NAP_S = 5e-5  # a task ends it; its processor does not sleep deeply meanwhile
 NOTICE = Limits(frame_bytes=4096)  # the fabric would bring notices of 16 MiB
 
 
@@ -78,6 +78,7 @@ class Mover:
         listener: Listener,
         write_timeout_s: float,
         stuck_s: float = STUCK_S,
+        linger_s: float | None = 0.0,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[str], NoReturn] = end_process,
     ) -> None:
@@ -90,6 +91,8 @@ class Mover:
         self._boot = boot
         self._listener = listener
         self._write_timeout_s = write_timeout_s
+        self._linger_s = linger_s  # None until the device is known
+        self._linger: Linger  # from `start` on
         self._expecting = 0
         self._tasks: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -132,6 +135,15 @@ class Mover:
         """So many slots are lent out: while there are any, notices may come and must be looked for."""
         was, self._expecting = self._expecting, slots
         if slots and not was:
+            os.eventfd_write(self._wake, 1)
+
+    def stir(self) -> None:
+        """Something was heard, and more will be: the loop looks again for a while before it sleeps."""
+        self._linger.stir()
+
+    def get_up(self) -> None:
+        """There will be something to move soon."""
+        if self._linger_s:
             os.eventfd_write(self._wake, 1)
 
     def disconnect(self, boot: str, serial: int) -> None:
@@ -312,7 +324,11 @@ class Mover:
                 last_move = now
                 continue
             waits = self._writing or self._moving or self._fenced or self._expecting
-            if self._sleep(_pause(now - last_move) if waits else IDLE_S):
+            if waits:
+                pause_s = _pause(now - last_move)
+            else:
+                pause_s = LINGER_NAP_S if now - last_move < (self._linger_s or 0.0) else IDLE_S
+            if self._sleep(pause_s):
                 last_move = now
 
     def _sleep(self, seconds: float) -> bool:
@@ -337,11 +353,13 @@ class Mover:
         self.device, self.description = equipment.porter.device, equipment.porter.description
         self._jobs = Jobs(equipment, self._boot, self._listener, self._tell, self._write_timeout_s, self._clock)
         self._equipment = equipment
+        if self._linger_s is None:
+            self._linger_s = LINGER_ON_GPU_S if equipment.porter.memory == "vram" else 0.0
+        self._linger = Linger(self._linger_s)
         self._nap_exactly()
 
     def _nap_exactly(self) -> None:
-        """For this thread alone: NIXL's are there already, and would inherit it."""
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
+        nap_exactly()  # NIXL's threads are there already, and would inherit it
 
     def _poll(self, equipment: Equipment) -> bool:
         """Resume the jobs whose wait is over."""

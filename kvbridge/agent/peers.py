@@ -60,6 +60,7 @@ class Peers:
         self.dialling = Dialling(control, mover, home, metrics, connect_s, clock, doors.enter)
         self.accepting = Accepting(mover, home, metrics, self._fault, doors)
         self._control = control
+        self._mover = mover
         self._metrics = metrics
         self._clock = clock
         self._warned: dict[str, float] = {}
@@ -106,6 +107,7 @@ class Peers:
             elif isinstance(body, Welcome) and link.is_dialled:
                 tasks.create_task(self._welcome(link, body))
             else:
+                self._mover.stir()
                 self._hear(link, sender, body)
         except Exception:
             self._fault(link, f"{type(body).__name__} of {sender}")

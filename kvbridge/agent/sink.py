@@ -85,6 +85,7 @@ class Sink:
             want.source,
         )
         failpoint("sink.want_heard")
+        self._mover.get_up()
         self._do(self._inbound.want, want, home, self._clock())
 
     def knows(self, request: str) -> bool:

@@ -1,0 +1,57 @@
+"""A loop that has just heard of something looks again for a while, and sleeps once that is over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import uvloop
+
+from kvbridge.agent.linger import Linger
+
+
+async def _cpu_share(seconds: float) -> float:
+    began = time.thread_time()
+    await asyncio.sleep(seconds)
+    return (time.thread_time() - began) / seconds
+
+
+async def _turns(seconds: float) -> int:
+    """How often the loop comes by in so long, if it has nothing else to do but what lingers."""
+    loop, count = asyncio.get_running_loop(), 0
+    until = loop.time() + seconds
+    while loop.time() < until:
+        await asyncio.sleep(0)
+        count += 1
+    return count
+
+
+def test_a_stirred_loop_stays_awake_and_then_sleeps() -> None:
+    async def run() -> tuple[float, float, float]:
+        linger = Linger(0.2)
+        before = await _cpu_share(0.1)
+        linger.stir()
+        linger.stir()  # one who looks is enough
+        awake = await _cpu_share(0.15)
+        await asyncio.sleep(0.1)
+        return before, awake, await _cpu_share(0.2)
+
+    before, awake, after = uvloop.run(run())
+    assert before < 0.05 and after < 0.05
+    assert awake > 3 * max(before, after) and awake > 0.05
+
+
+def test_it_lets_others_have_their_turn() -> None:
+    async def run() -> int:
+        Linger(0.2).stir()
+        return await _turns(0.1)
+
+    assert uvloop.run(run()) > 200
+
+
+def test_with_nothing_set_it_never_stays_awake() -> None:
+    async def run() -> float:
+        Linger(0.0).stir()
+        return await _cpu_share(0.2)
+
+    assert uvloop.run(run()) < 0.05
