@@ -184,7 +184,7 @@ class Accepting:
         if known is None or known.session.routed.route != session.routed.route:
             self.source.met(session)
         link.version = session.version
-        door = self._doors.let_in(session) if session.routed.route == "pull" else None
+        door = self._doors.let_in(session, link) if session.routed.route == "pull" else None
         link.send(welcome(session, home, door))
         failpoint("source.welcome_sent")
 

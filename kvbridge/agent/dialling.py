@@ -49,7 +49,7 @@ class Dialling:
         metrics: Metrics,
         connect_s: float,
         clock: Callable[[], float],
-        open_door: Callable[[Session, DoorCard, Ended], Awaitable[Rate | None]],
+        open_door: Callable[[Session, DoorCard, Link, Ended], Awaitable[Rate | None]],
     ) -> None:
         self.sink: SinkSide
         self.sessions: dict[str, Dialled] = {}
@@ -330,7 +330,7 @@ class Dialling:
         try:
             if door is None:
                 raise PeerError("bad_welcome", "door: none, and the route is pull")
-            rate = await self._open_door(session, door, partial(self._memory_ended, dialled))
+            rate = await self._open_door(session, door, dialled.link, partial(self._memory_ended, dialled))
         except (KVBridgeError, OSError) as error:
             log.info("route does not work: boot=%s route=pull %s", session.peer.boot, error)
             dialled.against_pull = f"pull: {error}"[:1024]

@@ -15,6 +15,7 @@ from ..exchange.route import Rate
 from ..exchange.session import Session
 from ..failpoints import failpoint
 from ..transport.door import Door, Handover, Holder, Shared, open_memory
+from ..transport.link import Link
 from .attachment import Attachment
 from .mover import Mover
 
@@ -29,13 +30,16 @@ class Doors(Protocol):
     async def serve(self) -> None:
         """Hear who comes to our door, and what is said at those of others, until cancelled."""
 
-    def let_in(self, session: Session) -> DoorCard | None:
-        """Where the receiver of this session finds our engine's memory, and what it has to say there."""
+    def let_in(self, session: Session, link: Link) -> DoorCard | None:
+        """Where the receiver of this session finds our engine's memory, and what it has to say there.
+
+        There it is given a pipe as well, if its link has none.
+        """
 
     def see_off(self, session: Session) -> None:
         """The session is over: its receiver is to close what it found."""
 
-    async def enter(self, session: Session, card: DoorCard, ended: Ended) -> Rate | None:
+    async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
         """Map the memory of the sender's engine; how fast it is read, if that was measured. Raises KVBridgeError.
 
         `ended` is called when its agent has it closed, or is gone; not once we have closed it ourselves.
@@ -56,12 +60,12 @@ class NoDoors:
 
     async def serve(self) -> None: ...
 
-    def let_in(self, session: Session) -> DoorCard | None:
+    def let_in(self, session: Session, link: Link) -> DoorCard | None:
         return None
 
     def see_off(self, session: Session) -> None: ...
 
-    async def enter(self, session: Session, card: DoorCard, ended: Ended) -> Rate | None:
+    async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
         raise PeerError("sharing_off", "share_memory is off, or routes do not name pull")
 
     def share(self, attached: Attachment) -> None: ...
@@ -86,16 +90,18 @@ class LocalDoors:
         async with asyncio.TaskGroup() as self._listening:
             await self._door.serve()
 
-    def let_in(self, session: Session) -> DoorCard | None:
-        return self._door.admit(session.peer.boot)
+    def let_in(self, session: Session, link: Link) -> DoorCard | None:
+        return self._door.admit(session.peer.boot, None if link.pipe else link.carry_by)
 
     def see_off(self, session: Session) -> None:
         self._door.dismiss(session.peer.boot, "the session is over")
 
-    async def enter(self, session: Session, card: DoorCard, ended: Ended) -> Rate | None:
+    async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
         handover = await open_memory(card, self._name, allowed_uids=self._allowed_uids)
         with contextlib.ExitStack() as stack:
             stack.callback(handover.close)
+            if (pipe := handover.take_pipe()) is not None:
+                link.carry_by(pipe)
             rate = await self._mover.open_peer(
                 session.whose, session.peer_pool, handover.handles, handover.fds, handover.close
             )

@@ -12,6 +12,7 @@ from ..exchange.outbound import Outbound
 from ..exchange.outlet import Offered
 from ..exchange.session import Session
 from ..transport.door import Holder
+from ..transport.link import Link
 from .relations import Accepted, Dialled
 from .words import route_of, verdict_of
 
@@ -104,14 +105,17 @@ def peer_statuses(
     """One line per agent that we fetch from and per agent that fetches from us."""
     return [
         *(
-            _peer(each.session, each.address, f"source {each.state.name.lower()}", name_of(each.link.key))
+            _peer(each.session, each.address, f"source {each.state.name.lower()}", name_of(each.link.key), each.link)
             for each in dialled
         ),
-        *(_peer(each.session, each.session.peer.address, "sink open", name_of(each.link.key)) for each in accepted),
+        *(
+            _peer(each.session, each.session.peer.address, "sink open", name_of(each.link.key), each.link)
+            for each in accepted
+        ),
     ]
 
 
-def _peer(session: Session | None, address: str, state: str, key: str | None) -> PeerStatus:
+def _peer(session: Session | None, address: str, state: str, key: str | None, link: Link) -> PeerStatus:
     if session is None:
         return PeerStatus(name="", address=address, boot="", state=state, verdict="", key=key or "")
     return PeerStatus(
@@ -122,4 +126,5 @@ def _peer(session: Session | None, address: str, state: str, key: str | None) ->
         verdict=verdict_of(session)[:MOST_VERDICT],
         route=route_of(session)[:MOST_ROUTE],
         key=key or "",
+        has_pipe=link.says_by_pipe,
     )

@@ -377,7 +377,7 @@ class SimDoors:
 
     async def serve(self) -> None: ...
 
-    def let_in(self, session: Session) -> DoorCard:
+    def let_in(self, session: Session, link: object) -> DoorCard:
         token, epoch = self._process.world.entropy(32), session.our_epoch
         self._shared[token] = cast(Any, self._process.engines._attached).memory
         return DoorCard(machine="one", path=self._process.name, session=session.peer.boot, epoch=epoch, token=token)
@@ -390,7 +390,7 @@ class SimDoors:
     def holders(self) -> list[Holder]:
         return []
 
-    async def enter(self, session: Session, door: DoorCard, ended: object) -> Rate | None:
+    async def enter(self, session: Session, door: DoorCard, link: object, ended: object) -> Rate | None:
         process, world = self._process, self._process.world
         await asyncio.sleep(world.quick())
         peer = world.processes[door.path]

@@ -11,6 +11,7 @@ task per socket, and asyncio and uvloop serve alike. A descriptor is edge-trigge
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 
@@ -23,6 +24,7 @@ from ..errors import OperatorError, PeerError
 from .descriptors import are_short
 from .endpoint import is_ipv6
 from .events import Arrived, Event, Lost, Reached, Rejected, Settings
+from .framed import Connection
 from .link import Link
 from .sockets import AGAIN, GONE, REFUSED, UP, Port
 from .trust import Trust
@@ -72,6 +74,8 @@ class Control:
         self._probe_at: float | None = None
         self._probed_at = 0.0
         self._is_closed = False
+        self._pipes: set[Connection[Envelope, Envelope]] = set()
+        self._hearing: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Control:
         self._loop = asyncio.get_running_loop()
@@ -198,12 +202,32 @@ class Control:
             limit = self.settings.frame_bytes
             self._lose(link, "frame_too_large", f"frame_bytes: ours {len(frame)}, limit {limit}")
             return False
+        if link.pipe is not None and link.says_by_pipe:
+            link.pipe.send_encoded(frame)
+            return True
         link.outbox.append(frame)
         link.waiting_bytes += len(frame)
         self._flush(link)
         if (port := self._ports.get(link)) is not None and not self._is_full:
             port.rouse()
         return not link.is_lost
+
+    def carry_by(self, link: Link, pipe: socket.socket) -> None:
+        """Take a pipe whose other end the same peer has, on this host. What goes by it wakes no thread of ZeroMQ's.
+
+        Who dialled speaks by it at once, the other once it has heard something there: the peer has it then. Envelopes
+        are counted in the order of their numbers, whichever way they come. The end of a pipe that was used is the
+        link's.
+        """
+        if link.is_lost or link.pipe is not None:
+            pipe.close()
+            return
+        link.pipe = Connection(pipe, Envelope, self._limits, self._pipes, most_fds=0)
+        self._hearing.add(task := self._loop.create_task(self._hear_pipe(link, link.pipe)))
+        task.add_done_callback(self._hearing.discard)
+        if link.is_dialled:
+            link.says_by_pipe = True
+            self.send(link, Ping(number=0))
 
     def close_link(self, link: Link) -> None:
         """See `Link.close`."""
@@ -243,6 +267,44 @@ class Control:
             if link.is_lost or self._is_full:
                 return
 
+    async def _hear_pipe(self, link: Link, pipe: Connection[Envelope, Envelope]) -> None:
+        """All that comes by the link's pipe, to its end."""
+        try:
+            while not link.is_lost and (received := await pipe.receive()) is not None:
+                self._take_from_pipe(link, received[0])
+                while self._is_full and not link.is_lost:  # noqa: ASYNC110 - the sockets wait for the next tick, too
+                    await asyncio.sleep(TICK_S)
+        except BadFrame as error:
+            self._reject(link, error.code, str(error))
+        pipe.close()
+        if not link.is_lost and link.says_by_pipe:
+            self._lose(link, "peer_disconnected", f"the pipe to {link.address}: {pipe.why}")
+        elif not link.is_lost:  # the peer never had it
+            link.pipe = None
+
+    def _take_from_pipe(self, link: Link, envelope: Envelope) -> None:
+        """An envelope; those before it may still be on their way by the connection."""
+        if not self._is_for_us(link, envelope):
+            return
+        link.says_by_pipe = True
+        if link.is_early(envelope):
+            link.early[envelope.number] = envelope
+            if len(link.early) > BACKLOG:
+                self._lose(link, "messages_lost", f"number: {link.expected} is missing, {BACKLOG} came after it")
+        else:
+            self._count_in(link, envelope)
+
+    def _count_in(self, link: Link, envelope: Envelope) -> bool:
+        """An envelope, and those that came before their turn. False if it was not the next one: the link is lost."""
+        following: Envelope | None = envelope
+        while following is not None and not link.is_lost:
+            if fault := link.check(following):
+                self._lose(link, *fault)
+                return following is not envelope
+            self._heard(link, following)
+            following = link.early.pop(link.expected, None)
+        return True
+
     def _serve_router(self) -> None:
         if self._router is None or self._is_full:
             return
@@ -266,18 +328,22 @@ class Control:
             envelope: Envelope = decode(frame.buffer, Envelope, self._limits)
         except BadFrame as error:
             return self._reject(link, error.code, str(error))
-        if not OURS.oldest <= envelope.version <= OURS.newest:
-            return self._reject(link, "version_unknown", f"version: ours {OURS}, theirs {envelope.version}")
-        if not envelope.sender or envelope.receiver not in ("", self.boot):
-            text = f"boots: from {envelope.sender!r} to {envelope.receiver!r}, ours {self.boot!r}"
-            return self._reject(link, "other_receiver", text)
-        if link is not None and (fault := link.check(envelope)):
-            self._lose(link, *fault)
-            link = None
-        elif link is not None:
-            return self._heard(link, envelope)
+        if not self._is_for_us(link, envelope):
+            return
+        if link is not None and self._count_in(link, envelope):
+            return
         if identity is not None:
             self._greet(envelope, identity, frame)
+
+    def _is_for_us(self, link: Link | None, envelope: Envelope) -> bool:
+        if not OURS.oldest <= envelope.version <= OURS.newest:
+            self._reject(link, "version_unknown", f"version: ours {OURS}, theirs {envelope.version}")
+        elif not envelope.sender or envelope.receiver not in ("", self.boot):
+            text = f"boots: from {envelope.sender!r} to {envelope.receiver!r}, ours {self.boot!r}"
+            self._reject(link, "other_receiver", text)
+        else:
+            return True
+        return False
 
     def _greet(self, envelope: Envelope, identity: bytes, frame: zmq.Frame) -> None:
         """A stranger's envelope: number 0 begins a link, any other is the tail of one that ended."""
@@ -383,6 +449,9 @@ class Control:
     def _end(self, link: Link, linger_ms: int) -> None:
         link.is_lost = True
         link.outbox.clear()
+        link.early.clear()
+        if link.pipe is not None:
+            link.pipe.close()  # what was said leaves
         port = self._ports.pop(link, None)
         if link.identity is None:
             del self._dialled[link.address]
@@ -445,6 +514,10 @@ class Control:
             self._router.close(LINGER_MS)
         if self._door is not None:
             self._door.close()
+        for task in self._hearing:
+            task.cancel()
+        for pipe in list(self._pipes):
+            pipe.shut()
         self._context.term()  # waits for the lingering at most
 
 

@@ -35,6 +35,7 @@ from kvbridge_proto.door import (
 from kvbridge_proto.engine import Refused
 from kvbridge_proto.pool import Handle
 from kvbridge_proto.words import OURS, negotiate
+from msgspec import structs
 
 from ..errors import PeerError
 from ..failpoints import failpoint
@@ -43,6 +44,8 @@ from .lock import KERNEL, Lock
 from .unix import Server, is_allowed
 
 log = logging.getLogger("kvbridge.door")
+
+Pipe = Callable[[socket.socket], None]  # takes our end of one
 
 MAX_CONNECTIONS = 256  # of receivers that hold memory, and callers
 MAX_CALLERS = 32  # that have not been handed anything
@@ -100,7 +103,7 @@ class Door(Server["_Caller"]):
         self._is_sharing = is_sharing
         self._clock = clock
         self._shared: Shared | None = None
-        self._cards: dict[str, DoorCard] = {}  # by session, the newest last
+        self._cards: dict[str, tuple[DoorCard, Pipe | None]] = {}  # by session, the newest last
         self._holders: dict[_Caller, Holder] = {}
 
     def connection(self, accepted: socket.socket) -> _Caller:
@@ -112,10 +115,10 @@ class Door(Server["_Caller"]):
         """Hand this over from now on, and nothing older."""
         self._shared = shared
 
-    def admit(self, session: str) -> DoorCard | None:
+    def admit(self, session: str, pipe: Pipe | None = None) -> DoorCard | None:
         """A card for what is shared now, good for one opening; earlier ones of the session are void.
 
-        None where nothing is shared.
+        Who opens it is given one end of a pipe, and `pipe` takes the other. None where nothing is shared.
         """
         if self._shared is None or not self._is_sharing:
             return None
@@ -129,7 +132,7 @@ class Door(Server["_Caller"]):
             epoch=self._shared.epoch,
             token=secrets.token_bytes(TOKEN_BYTES),
         )
-        self._cards[session] = card
+        self._cards[session] = card, pipe
         return card
 
     def dismiss(self, session: str, reason: str) -> None:
@@ -169,8 +172,8 @@ class Door(Server["_Caller"]):
     async def _answer(self, caller: _Caller) -> None:
         """One caller, from its first byte to its end."""
         try:
-            shared, said = await self._proven(caller)
-            await self._hand_over(caller, shared, said)
+            shared, said, pipe = await self._proven(caller)
+            await self._hand_over(caller, shared, said, pipe)
             if await caller.receive() is not None:
                 raise PeerError("message_invalid", "more was said than open_memory")
         except (PeerError, BadFrame) as error:
@@ -184,7 +187,7 @@ class Door(Server["_Caller"]):
             if caller.taking is not None:
                 caller.shut()
 
-    async def _proven(self, caller: _Caller) -> tuple[Shared, OpenMemory]:
+    async def _proven(self, caller: _Caller) -> tuple[Shared, OpenMemory, Pipe | None]:
         """What it may have. PeerError, with the refusal's code, for one that proves nothing."""
         try:
             async with asyncio.timeout(CALL_S):
@@ -194,7 +197,7 @@ class Door(Server["_Caller"]):
         if received is None:
             raise PeerError("caller_slow", "it left without a word")
         said, _ = received
-        card = self._cards.get(said.session)
+        card, pipe = self._cards.get(said.session, (None, None))
         if card is None or not hmac.compare_digest(card.token, said.token):
             raise PeerError("wrong_token", "token: not the one of an open session, or shown before")
         del self._cards[said.session]
@@ -203,22 +206,31 @@ class Door(Server["_Caller"]):
             raise PeerError("stale_epoch", f"epoch: yours {said.epoch}, of the token {card.epoch}, shared {ours}")
         if negotiate(OURS, said.versions) is None:
             raise PeerError("version_mismatch", f"versions: ours {OURS}, yours {said.versions}")
-        return self._shared, said
+        return self._shared, said, pipe
 
-    async def _hand_over(self, caller: _Caller, shared: Shared, said: OpenMemory) -> None:
+    async def _hand_over(self, caller: _Caller, shared: Shared, said: OpenMemory, pipe: Pipe | None) -> None:
         """PeerError for one that does not take it. It is a holder from the first byte on: it may have been enough."""
         holder = Holder(caller.pid, caller.uid, said.agent, said.session, shared.epoch, self._clock())
         self._holders[caller] = holder
         version = negotiate(OURS, said.versions)
         assert version is not None, "_proven has looked"
         caller.taking = shared.epoch
-        caller.send(MemoryOpened(version=version, epoch=shared.epoch, handles=shared.handles), shared.fds)
-        try:
-            async with asyncio.timeout(HAND_OVER_S):
-                await caller.flush()
-        except TimeoutError:
-            caller.shut()
-            raise PeerError("caller_slow", f"the handles: not all taken after {HAND_OVER_S} s") from None
+        opened = MemoryOpened(version=version, epoch=shared.epoch, handles=shared.handles)
+        with ExitStack() as until_taken:
+            if pipe is None:
+                caller.send(opened, shared.fds)
+            else:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+                until_taken.callback(theirs.close)
+                pipe(ours)
+                opened = structs.replace(opened, pipe=len(shared.fds))
+                caller.send(opened, (*shared.fds, theirs.fileno()))
+            try:
+                async with asyncio.timeout(HAND_OVER_S):
+                    await caller.flush()
+            except TimeoutError:
+                caller.shut()
+                raise PeerError("caller_slow", f"the handles: not all taken after {HAND_OVER_S} s") from None
         caller.taking = None
         failpoint("source.memory_handed")
         log.info("handed to pid=%d uid=%d agent=%s epoch=%d", caller.pid, caller.uid, said.agent, shared.epoch)
@@ -241,13 +253,15 @@ class _Caller(Connection[ToDoor, FromDoor]):
 class Handover:
     """A peer's memory as it was handed to us: ours to map until `close`, which is what the peer waits for.
 
-    `fds` are closed by `close_fds`, once they are mapped, or by `close`.
+    `fds` are closed by `close_fds`, once they are mapped, or by `close`; so is `pipe`, if we were given one, unless
+    `take_pipe` was called before.
     """
 
     def __init__(self, connection: Connection[FromDoor, ToDoor], opened: MemoryOpened, fds: list[int]) -> None:
         self.epoch = opened.epoch
         self.handles = opened.handles
         self.fds = fds
+        self._pipe = opened.pipe
         self.is_peer_gone = False  # `ending` has returned because its agent's end of the connection is closed
         self._connection = connection
 
@@ -268,6 +282,21 @@ class Handover:
         message, fds = received
         close_fds(fds)
         return message.reason if isinstance(message, MemoryEnding) else f"said {type(message).__name__}"
+
+    def take_pipe(self) -> socket.socket | None:
+        """The pipe that was given beside the handles; the caller's from here on. PeerError for what is none."""
+        if self._pipe is None or self._pipe >= len(self.fds):
+            return None
+        fd = os.dup(self.fds[self._pipe])
+        try:
+            pipe = socket.socket(fileno=fd)
+        except OSError as error:
+            os.close(fd)
+            raise PeerError("door_refused", f"pipe: {error}") from error
+        if (pipe.family, pipe.type) != (socket.AF_UNIX, socket.SOCK_STREAM):
+            pipe.close()
+            raise PeerError("door_refused", f"pipe: {pipe.family.name} {pipe.type.name}, must be a unix stream socket")
+        return pipe
 
     def close_fds(self) -> None:
         close_fds(self.fds)

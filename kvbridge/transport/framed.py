@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from kvbridge_proto.codec import BadFrame, Limits
 from kvbridge_proto.engine import Descriptors
-from kvbridge_proto.stream import FRAME_FDS, MESSAGE_FDS, StreamReader, pack
+from kvbridge_proto.stream import FRAME_FDS, MESSAGE_FDS, StreamReader, framed, pack
 
 RECEIVE_BYTES = 1 << 18
 UNSENT_BYTES = 32 << 20
@@ -130,11 +130,19 @@ class Connection(Generic[Heard, Said]):
         """
         if self._is_closing or (self._is_deaf and not isinstance(message, self._last_word)):
             return
+        self._queue(pack(message), fds)
+
+    def send_encoded(self, body: bytes) -> None:
+        """`send` of a message without descriptors that is encoded already."""
+        if not self._is_closing and not self._is_deaf:
+            self._queue(framed(body), ())
+
+    def _queue(self, frame: bytes, fds: Sequence[int]) -> None:
         was_empty = not self._unsent
         while len(fds) > FRAME_FDS:
             self._put(pack(Descriptors()), fds[:FRAME_FDS])
             fds = fds[FRAME_FDS:]
-        self._put(pack(message), fds)
+        self._put(frame, fds)
         if was_empty:
             self._send()
             if self._unsent and not self.is_closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from kvbridge_proto.words import OURS
 
 if TYPE_CHECKING:
     from .control import Control
+    from .framed import Connection
 
 
 class Numbered:
@@ -37,6 +39,15 @@ class Numbered:
         self._expected += 1
         return None
 
+    def is_early(self, envelope: Envelope) -> bool:
+        """Whether others come before it."""
+        return envelope.number > self._expected
+
+    @property
+    def expected(self) -> int:
+        """The number of the next one that counts."""
+        return self._expected
+
 
 class Link(Numbered):
     """Made by Control: `dial` makes one, a stranger's first envelope another.
@@ -58,6 +69,9 @@ class Link(Numbered):
         self.identity = identity
         self.outbox: deque[bytes] = deque()
         self.waiting_bytes = 0
+        self.pipe: Connection[Envelope, Envelope] | None = None  # to a peer on this host, which has its other end
+        self.says_by_pipe = False
+        self.early: dict[int, Envelope] = {}  # heard by the pipe, while those before them come by the connection
         self.made_at = now
         self.heard_at = now
         self.pinged_at = now
@@ -74,6 +88,10 @@ class Link(Numbered):
     def send(self, body: Body) -> bool:
         """Queue a message; waits for the connection if it is not up yet. False if the link is lost: it was dropped."""
         return self._control.send(self, body)
+
+    def carry_by(self, pipe: socket.socket) -> None:
+        """Take a pipe to the same peer, see `Control.carry_by`; it is the link's from here on."""
+        self._control.carry_by(self, pipe)
 
     def close(self) -> None:
         """End the link from our side, without a Lost; what was sent still leaves."""

@@ -46,11 +46,15 @@ class OpenMemory(Struct, frozen=True, kw_only=True, tag="open_memory"):
 
 
 class MemoryOpened(Struct, frozen=True, kw_only=True, tag="memory_opened"):
-    """Here it is; fds ride along, those of shared memory for reading only."""
+    """Here it is; fds ride along, those of shared memory for reading only.
+
+    `pipe` is the fd of a unix stream socket, if the sender gives one: envelopes of the session's link may go by it.
+    """
 
     version: int
     epoch: Count
     handles: Annotated[tuple[Handle, ...], Meta(max_length=4096)]
+    pipe: Count | None = None
 
 
 class MemoryEnding(Struct, frozen=True, kw_only=True, tag="memory_ending"):

@@ -25,7 +25,10 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
 
 class PeerStatus(Struct, frozen=True, kw_only=True):
-    """`key` is the name that our list gives to the key that the peer proved."""
+    """`key` is the name that our list gives to the key that the peer proved.
+
+    `has_pipe` says that messages go by a unix socket between the two, and not by ZeroMQ.
+    """
 
     name: Name
     address: Name
@@ -34,6 +37,7 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
     verdict: Annotated[str, Meta(max_length=4096)]
     route: Annotated[str, Meta(max_length=2048)] = ""
     key: Annotated[str, Meta(max_length=256)] = ""
+    has_pipe: bool = False
 
 
 class TransferStatus(Struct, frozen=True, kw_only=True):

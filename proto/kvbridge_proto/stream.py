@@ -19,7 +19,11 @@ MESSAGE_FDS = 1024  # and that belong to one message, with the `Descriptors` bef
 
 def pack(message: Any) -> bytes:
     """One message, ready for the stream."""
-    body = encode(message)
+    return framed(encode(message))
+
+
+def framed(body: bytes) -> bytes:
+    """One encoded message, ready for the stream."""
     return HEADER.pack(len(body)) + body
 
 

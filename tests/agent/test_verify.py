@@ -50,6 +50,9 @@ def test_so_many_chunks_are_compared_and_none_differs(verify: str, every: int, t
         assert counted(bench, "chunks_compared") == [compared, compared]
         assert counted(bench, "digest_mismatches") == [0, 0]
         assert bench.sources[0].agent.status.outbound.free == 4
+        assert [peer.has_pipe for side in (*bench.sources, *bench.sinks) for peer in side.agent.status.peers] == [
+            True
+        ] * 2
 
 
 @contextmanager
