@@ -11,6 +11,7 @@ import ctypes
 import time
 
 NAP_S = 5e-6  # others have the interpreter meanwhile
+IDLE_TURN_S = 3e-5  # a turn of the loop that took longer did something, and what follows from that is due at once
 TIMER_SLACK_NS = 1000
 PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
@@ -25,7 +26,7 @@ class Linger:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._until = 0.0
+        self._until = self._looked_at = 0.0
         self._is_looking = False
 
     def stir(self) -> None:
@@ -40,7 +41,10 @@ class Linger:
 
     def _look(self) -> None:
         """A loop that has something to call does not sleep."""
-        self._is_looking = time.monotonic() < self._until
+        now = time.monotonic()
+        self._is_looking = now < self._until
         if self._is_looking:
-            time.sleep(NAP_S)
+            if now - self._looked_at < IDLE_TURN_S:
+                time.sleep(NAP_S)
+            self._looked_at = time.monotonic()
             asyncio.get_running_loop().call_soon(self._look)
