@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -16,13 +17,13 @@ from .disturbed import (
     stands_still_over_a_withdrawal,
 )
 
-# A scatter of 4 MiB outlasts an engine's waking up: were Failed told while one runs, it would show.
+# A scatter, or a read, of 4 MiB outlasts an engine's waking up: were Failed told while one runs, it would show.
 SCALE = Scale(devices=("cpu", "cpu"), route="nixl", tokens=1024, slot_bytes=4 << 20, inbound_slots=4, outbound_slots=2)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with pair_of(tmp_path_factory.mktemp("disturbed"), SCALE) as pair:
+@pytest.fixture(scope="module", params=["nixl", "pull"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with pair_of(tmp_path_factory.mktemp("disturbed"), replace(SCALE, route=request.param)) as pair:
         yield pair
 
 

@@ -27,8 +27,9 @@ def scale(route: str) -> Scale:
     return Scale(("cuda:0", "cuda:0"), route, tokens=32768, slot_bytes=128 << 20, inbound_slots=6, outbound_slots=2)
 
 
-def test_nothing_is_written_once_a_killed_agents_process_is_gone(tmp_path: Path) -> None:
-    with pair_of(tmp_path, scale("direct")) as pair:
+@pytest.mark.parametrize("route", ["direct", "pull"])
+def test_nothing_is_written_once_a_killed_agents_process_is_gone(tmp_path: Path, route: str) -> None:
+    with pair_of(tmp_path, scale(route)) as pair:
         sinks_agent_dies(pair, seed=5, times=KILLS)
         sinks_agent_dies(pair, seed=6, times=3, is_patient=False)
     written = [each for each in pair.late if each]
@@ -48,11 +49,12 @@ def under_mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("under_mps")
-def test_engines_under_mps_outlive_agents_that_are_killed_in_transfers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("route", ["direct", "pull"])
+def test_engines_under_mps_outlive_agents_that_are_killed_in_transfers(tmp_path: Path, route: str) -> None:
     """Beside another tenant that keeps the GPU full, which makes kernels longer. A fault would end them all."""
     load = Child("gpu_load.py", ("cuda:0",), tmp_path / "load.log", {})
     try:
-        with pair_of(tmp_path, scale("direct")) as pair:
+        with pair_of(tmp_path, scale(route)) as pair:
             _is_under_mps(pair)
             for kind, seed in (("decode", 7), ("gemm", 8)):
                 load.ask("start", kind=kind)
