@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from kvbridge_proto.door import DoorCard
 from kvbridge_proto.peer import Body, Checked, Drained, Failing, Goodbye, Ready, Refuse, Tables, Welcome
@@ -115,11 +116,16 @@ class Dialling:
             if self._of(link) is None and not link.is_lost:
                 link.close()
 
-    async def welcomed(self, link: Link, greeting: Welcome) -> None:
-        """The source agrees. Its route counts once we have seen what it wrote by it."""
+    def welcomed(self, link: Link, greeting: Welcome) -> Coroutine[Any, Any, None]:
+        """The source agrees, with what this link greets for now. Its route counts once we have seen that it works."""
+        return self._welcomed(link, self._of(link), greeting)
+
+    async def _welcomed(self, link: Link, dialled: Dialled | None, greeting: Welcome) -> None:
         failpoint("sink.welcome_received")
-        home, dialled = self._home(), self._of(link)
-        if home is None or dialled is None or dialled.state is not SessionState.GREETING:
+        home = self._home()
+        if home is None or dialled is None or self._of(link) is not dialled:
+            return
+        if dialled.state is not SessionState.GREETING:
             return
         if greeting.probe is not None and greeting.probe.lane != dialled.lane:
             return  # the answer to a Hello that we gave up

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from kvbridge_proto.peer import (
     Body,
@@ -112,9 +113,13 @@ class Peers:
         except Exception:
             self._fault(link, f"{type(body).__name__} of {sender}")
 
-    async def _welcome(self, link: Link, greeting: Welcome) -> None:
+    def _welcome(self, link: Link, greeting: Welcome) -> Coroutine[Any, Any, None]:
+        """Answers whom we greet now: once this has its turn, that may be over, and the link greet for another."""
+        return self._welcomed(link, self.dialling.welcomed(link, greeting))
+
+    async def _welcomed(self, link: Link, answered: Coroutine[Any, Any, None]) -> None:
         try:
-            await self.dialling.welcomed(link, greeting)
+            await answered
         except Exception:
             self._fault(link, f"Welcome of {link.address}")
 

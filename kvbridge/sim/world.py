@@ -38,6 +38,7 @@ LAST_S = 18.0  # after the last fault; whoever asks for something then must get 
 REST_S = 24.0  # so much later everybody has come to rest
 SLACK_S = 1.5
 KNOWN_S = 0.5  # a session is made and a claim refused in less
+LONGEST_PULL_S = 1.2
 ENGINE_BLOCKS = 8
 
 
@@ -240,8 +241,9 @@ class World:
         return random() * 5e-4 if random() < 0.9 else random() * 0.1
 
     def pull_s(self) -> float:
-        """How long a read of another engine's blocks takes: now and then longer than its lease."""
-        return self.gather_s() if self.chance(0.85) else self.uniform(0.02, 1.2)
+        """How long a read of another engine's blocks takes: now and then longer than its lease, until all is calm."""
+        is_slow = self.clock.now < FAULTS_END_S and self.chance(0.15)
+        return self.uniform(0.02, LONGEST_PULL_S) if is_slow else self.gather_s()
 
     # What is watched:
 
@@ -326,7 +328,8 @@ class World:
         how = self._ends[request.number][True]
         if "withdrawn" in how or "expired" in how:
             known_s = self.clock.now - max(ended_at, held.said_at)
-            if known_s > KNOWN_S:
+            # A want that pulls waits besides for the end of its own reads, the second behind the first.
+            if known_s > KNOWN_S + 2 * LONGEST_PULL_S * self.scenario.is_pulled:
                 self.foul(f"{request.name}: waited {known_s:.2f} s for an offer that had ended: {how}")
 
 

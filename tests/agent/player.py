@@ -40,6 +40,8 @@ class Player:
         self.peers = Peers(self, self, lambda: self.home, Metrics(), 0.2, NoDoors())
         self.peers.dialling.sink = self.peers.accepting.source = self
 
+    def stir(self) -> None: ...
+
     def is_wanted(self, address: str) -> bool:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from itertools import permutations
 
@@ -11,7 +12,7 @@ from kvbridge_proto.peer import Goodbye, Hello, Refuse, Settled
 from kvbridge.agent.dialling import REST_S
 from tests.exchange.world import World
 
-from .player import Player, knows, reached, run, settle, welcomed
+from .player import Player, knows, reached, replace_struct, run, settle, welcomed
 
 
 def test_one_session_serves_every_address_of_an_agent() -> None:
@@ -35,6 +36,27 @@ def test_one_session_serves_every_address_of_an_agent() -> None:
         assert player.over == [("P0", "peer_lost"), ("also", "peer_lost")] and player.peers.statuses() == []
         dialling.reach("also")
         assert len(player.wires["also"].said(Hello)) == 2
+
+    run(story)
+
+
+def test_a_welcome_is_for_whom_the_link_greeted_when_it_came() -> None:
+    """Its handling has its turn later, when the session may be over and the link greet for another one."""
+
+    async def story(world: World) -> None:
+        player, source = Player(world.sinks[0].home), world.sources[0].home
+        player.may_prove.set()
+        player.peers.dialling.reach("P0")
+        wire = player.wires["P0"]
+        stale = replace_struct(welcomed(world, wire), route="pull", probe=None)
+        async with asyncio.TaskGroup() as tasks:
+            player.peers._take(tasks, wire, source.agent.boot, stale)
+            player.peers._take(tasks, wire, source.agent.boot, Goodbye(reason="rescaled"))
+            player.peers.dialling.reach("P0")
+        assert len(wire.said(Hello)) == 2, "a session that is over was greeted for again"
+        assert player.over == [("P0", "peer_left")] and player.opened_at == []
+        await player.peers._welcome(wire, welcomed(world, wire))
+        assert player.opened_at == ["P0"]
 
     run(story)
 

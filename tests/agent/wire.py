@@ -8,7 +8,7 @@ from typing import Any
 class Wire:
     """A link that keeps what was sent."""
 
-    version, is_lost, is_up = 1, False, True
+    version, is_lost, is_up, says_by_pipe = 1, False, True, False
 
     def __init__(self, address: str, key: str = "", peer_boot: str = "", *, is_dialled: bool = False) -> None:
         self.address, self.key, self.peer_boot, self.is_dialled = address, key, peer_boot, is_dialled
