@@ -35,6 +35,7 @@ class Fetching(Player):
         self.may_prove.set()
 
     def expect(self, slots: int) -> None: ...
+    def get_up(self) -> None: ...
 
     def want(self, source: str) -> None:
         assert self.home is not None

@@ -81,7 +81,7 @@ class Wire:
 
     def __init__(self, address: str, boot: str, is_dialled: bool) -> None:
         self.address, self.peer_boot, self.is_dialled = address, boot, is_dialled
-        self.version, self.is_lost, self.is_up, self.key = 1, False, True, ""
+        self.version, self.is_lost, self.is_up, self.key, self.says_by_pipe = 1, False, True, "", False
         self.heard: deque[Any] = deque(maxlen=32)
 
     def send(self, body: Any) -> bool:
