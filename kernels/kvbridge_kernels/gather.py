@@ -1,4 +1,7 @@
-"""Blocks -> slot on a GPU: planes alike in form at once, in short launches, converting and summing as it goes."""
+"""Blocks -> slot on a GPU: planes alike in form at once, in short launches, converting and summing as it goes.
+
+`digest` is the same kernel without a slot: it sums and stores nothing.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,25 @@ def gather(
     launch.run(gather_tiles, chunk, slot, sums, work, is_gather=True, stream=stream)
 
 
+def digest(
+    chunk: Sequence[Segment] | Chunk,
+    slot_bytes: int,
+    sums: torch.Tensor,
+    work: Work,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """Add to `sums`, int64 [1], the sum64 that `gather` would find for a slot of `slot_bytes`; else as `gather`."""
+    launch.run(gather_tiles, chunk, Span(0, slot_bytes), sums, work, is_gather=True, stream=stream, is_stored=False)
+
+
 def warm(chunk: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work) -> None:
     """Compile what `gather` would launch for these: seconds where it is new. How many places there are is all one."""
     launch.warm(gather_tiles, chunk, slot, has_sums, work, is_gather=True)
+
+
+def warm_digest(chunk: Sequence[Segment] | Chunk, slot_bytes: int, work: Work) -> None:
+    """The same as `warm`, for `digest`."""
+    launch.warm(gather_tiles, chunk, Span(0, slot_bytes), True, work, is_gather=True, is_stored=False)
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
@@ -72,7 +91,7 @@ def gather_tiles(
     SCALE_SKEW: tl.constexpr,
 ):
     SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
-    if WORD:
+    if WORD:  # else there is no digest; FAR is 0 where there is no slot
         total = tl.zeros([PLACES * HEADS, COLUMNS * SIZE // WORD], tl.uint64)
     tile = first_tile + tl.program_id(0)
     while tile < end_tile:  # a `for` over tensors stops the interpreter under numpy 2.4
@@ -91,7 +110,10 @@ def gather_tiles(
             )
         position = tiles.start(records, plane) + i_row * row * SIZE
         if WORD:
-            total += _write_words(elements, slot, position, first_column, row, m_row, SIZE, WORD, STEP, FAR)
+            words = words_of(elements, WORD)
+            if FAR:
+                _write_words(words, slot, position, first_column, row, m_row, SIZE, WORD, STEP, FAR)
+            total += sum_of(words, position + first_column * SIZE, WORD)
         else:
             o_slot = tiles.in_slot(i_column, WIRE, FAR)
             tiles.write(slot + position, o_slot, elements, mask, FAR, COLUMNS)
@@ -102,7 +124,7 @@ def gather_tiles(
 
 @triton.jit
 def _write_words(
-    elements,
+    words,
     slot,
     position,
     first_column,
@@ -113,11 +135,9 @@ def _write_words(
     STEP: tl.constexpr,
     FAR: tl.constexpr,
 ):
-    """Their sum. It is made of the words that are written: ptxas 12.8 loses pairs of fp8 used both alone and packed."""
+    """What is summed is what is written: ptxas 12.8 loses pairs of fp8 used both alone and packed."""
     JOINED: tl.constexpr = WORD // SIZE
-    words = words_of(elements, WORD)
     COLUMNS: tl.constexpr = words.shape[1]
     i_word, m_word = tiles.columns_of(first_column // JOINED, row // JOINED, COLUMNS, STEP // JOINED)
     o_word = tiles.in_slot(i_word, words.dtype, FAR)
     tiles.write(slot + position, o_word, words, m_row[:, None] & m_word[None, :], FAR, COLUMNS)
-    return sum_of(words, position + first_column * SIZE, WORD)

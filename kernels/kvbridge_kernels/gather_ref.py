@@ -8,7 +8,7 @@ import torch
 
 from . import segment as chunk
 from .codecs_ref import Cast, Number, RowScale, cast
-from .digest_ref import sum64
+from .digest_ref import as_int64, sum64, sum_of, word_bytes
 from .field import Field
 from .layout import End, flat, views
 from .places import Places, Route
@@ -31,6 +31,23 @@ def gather(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, w
         whole[start:end].zero_()
     if sums is not None:
         sums.add_(sum64(segments, whole))
+
+
+def digest(segments: Sequence[Segment], slot_bytes: int, sums: torch.Tensor, work: Work) -> None:
+    """Add to `sums`, int64 [1], the sum64 that `gather` would find for a slot of `slot_bytes`. ValueError as there.
+
+    The rows of one segment at a time are held in `work.scratch`.
+    """
+    for segment in segments:
+        chunk.check(segment, Span(0, slot_bytes))
+    total = 0
+    for segment in segments:
+        planes, size, word = segment.field.planes.count, segment.plane_bytes, word_bytes(segment.wire_row_bytes)
+        rows = work.scratch.take("digest", planes * size, torch.device("cpu")).view(planes, size)
+        gather_rows(segment.field, segment.places, rows, segment.cast, work.scratch)
+        for plane in range(planes):
+            total += sum_of(rows[plane], segment.slot_offset + plane * segment.slot_pitch, word)
+    sums.add_(as_int64(total))
 
 
 def rows_in(segment: Segment, slot: torch.Tensor) -> torch.Tensor:

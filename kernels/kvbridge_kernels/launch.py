@@ -79,20 +79,29 @@ def run(
     work: Work,
     is_gather: bool,
     stream: torch.cuda.Stream | None,
+    is_stored: bool = True,
 ) -> None:
-    """Check, pack, upload, launch."""
+    """Check, pack, upload, launch. Unless `is_stored`, only `slot.size_bytes` matters: nothing is written there."""
     recipe, places = _checked(moved, slot, sums, work)
     tables = Tables(work, slot.size_bytes)
     lists = offsets_of(recipe.lists, places, tables)
     total = None if sums is None else sums.data_ptr()
-    launches = [_launch(function, packed, lists, slot, total, tables, work, is_gather) for packed in recipe.groups]
-    gaps = tables.put(recipe.gaps) if is_gather and len(recipe.gaps) else None
+    launches = [
+        _launch(function, packed, lists, slot, total, tables, work, is_gather, is_stored) for packed in recipe.groups
+    ]
+    gaps = tables.put(recipe.gaps) if is_gather and is_stored and len(recipe.gaps) else None
     last = None if gaps is None else lambda: clear.start(gaps, len(recipe.gaps) // 2, slot)
     enqueue(function, launches, tables, work, stream, last=last)
 
 
 def warm(
-    function: Any, moved: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work, is_gather: bool
+    function: Any,
+    moved: Sequence[Segment] | Chunk,
+    slot: Span,
+    has_sums: bool,
+    work: Work,
+    is_gather: bool,
+    is_stored: bool = True,
 ) -> None:
     """Launch for no tiles at all: all is compiled and loaded, nothing is touched."""
     recipe, _ = _checked(moved, slot, None, work)
@@ -100,7 +109,7 @@ def warm(
     total = work.table.data_ptr() if has_sums else None  # zero is added to it
     for packed in recipe.groups:
         lists = [0] * len(recipe.lists.offsets)
-        start(function, _launch(function, packed, lists, slot, total, tables, work, is_gather), work, 0, 0)
+        start(function, _launch(function, packed, lists, slot, total, tables, work, is_gather, is_stored), work, 0, 0)
 
 
 def enqueue(
@@ -206,16 +215,20 @@ def _launch(
     tables: Tables,
     work: Work,
     is_gather: bool,
+    is_stored: bool = True,
 ) -> Launch:
     group = packed.group
     form = group.form
     near = low_bit(group.near_bits | form.stride_bits | 16)
     far = low_bit(group.far_bits | slot.address | form.wire_row_bytes | 16)
     scales = group.scales(is_gather, work.steps)
-    key = (function, near, far, scales.steps, total is not None, *form.key)
+    key = (function, near, far, scales.steps, total is not None, is_stored, *form.key)
     kernel = work.kernels.get(key)
     if kernel is None:
-        kernel = work.kernels[key] = _kernel(form, near, far, scales.steps, total is not None, is_gather, work)
+        kernel = _kernel(form, near, far, scales.steps, total is not None, is_gather, work)
+        if not is_stored:
+            kernel.constants["FAR"] = 0
+        work.kernels[key] = kernel
     tables_at = (
         put_records(packed, lists, tables),
         put_columns(kernel.columns[0], tables),

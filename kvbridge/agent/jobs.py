@@ -175,12 +175,13 @@ class Jobs:
 
     def digest(self, digest: Digest, attachment: Attachment, asked_at: float) -> Job:
         """Digest a chunk that its receiver has read, as it is in the engine's blocks now. Asked for at that time."""
-        chunk, found = digest.plan.chunk(digest.read.chunk), 0
+        part, found = Part(digest.plan, digest.plan.chunk(digest.read.chunk), digest.tables, True), 0
+        porter = self._equipment.porter
         failure: Failure
         try:
-            slot = self._equipment.dock.outbound.span(digest.local.index, chunk.size_bytes)
-            part = Part(digest.plan, chunk, digest.tables, True)
-            ended = yield WaitMove(self._equipment.porter.gather(attachment.memory, part, slot, "sum64"))
+            if not porter.has_room:
+                yield WaitRoom(attachment, porter, self._clock() + self._write_timeout_s)
+            ended = yield WaitMove(porter.digest(attachment.memory, part))
             assert isinstance(ended, Moved)
             found = ended.digest
             failure = ended.failure or (yield from self._taken_back(attachment, digest.request, asked_at))

@@ -170,7 +170,7 @@ class Source:
         if failure is None and found != read:
             words = "chunk %d: we have digest %016x, read was %016x"
             log.warning("digest_mismatch: transfer=%s " + words, digest.transfer, chunk, found, read)
-        self._do(self._outbound.digested(digest.transfer, digest.local, Sum(chunk, found), failure))
+        self._do(self._outbound.digested(digest.transfer, Sum(chunk, found), failure))
 
     async def unread(self) -> None:
         """Return when no receiver counts on our engine's blocks any more: soon, and at most a lease from now."""

@@ -1,7 +1,7 @@
 """Who moves rows between an engine's blocks and slots: a CPU, or a GPU's streams. The contract of both.
 
-Every call is made on the mover's thread. A move is begun by `gather` or `scatter`, which return a ticket at once, and
-is over when `poll` says so; until then its memory, its slots and the pool stay as they are.
+Every call is made on the mover's thread. A move is begun by `gather`, `digest`, `scatter`, `pull` or `copy`, which
+return a ticket at once, and is over when `poll` says so; until then memory, slots and pool stay as they are.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ class Porter(Protocol):
         `slot` may be a peer's memory. EngineError when the engine is gone or the part is not right: nothing was begun.
         """
 
+    def digest(self, pool: AttachedPool, part: Part) -> int:
+        """The sum64 that `gather` would find, without a slot: nothing is written. EngineError as there."""
+
     def scatter(
         self,
         pool: AttachedPool,
@@ -107,7 +110,7 @@ class Porter(Protocol):
 
     @property
     def has_room(self) -> bool:
-        """Whether another pull may be begun; else one has to end first. Other moves do not ask."""
+        """Whether another pull or digest may be begun; else one has to end first. Other moves do not ask."""
 
     def poll(self) -> list[Moved]:
         """The moves that are over since the last call. Raises only what ends the agent."""

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from kvbridge_kernels.digest_ref import digest as xxh3
 from kvbridge_kernels.digest_ref import sum64
+from kvbridge_kernels.gather_ref import digest as digest_rows
 from kvbridge_kernels.gather_ref import gather as gather_rows
 from kvbridge_kernels.pull_ref import pull as pull_rows
 from kvbridge_kernels.scatter_ref import scatter as scatter_rows
@@ -57,8 +58,14 @@ class CpuPorter:
         assert host is None, "the slots are in host memory already"
         sums = _sums(digest_kind)
         with pool.hold() as regions:
-            gather_rows(self._segments(pool, regions, part, slot), slot, sums, self._work)
+            gather_rows(self._segments(pool, regions, part, slot.size_bytes), slot, sums, self._work)
         return self._over(_word(int(sums.item())) if sums is not None else xxh3(slot.on_cpu()))
+
+    def digest(self, pool: AttachedPool, part: Part) -> int:
+        sums, size_bytes = torch.zeros(1, dtype=torch.int64), part.chunk.size_bytes
+        with pool.hold() as regions:
+            digest_rows(self._segments(pool, regions, part, size_bytes), size_bytes, sums, self._work)
+        return self._over(_word(int(sums.item())))
 
     def scatter(
         self,
@@ -73,7 +80,7 @@ class CpuPorter:
         copy = self._copies.take("chunk", slot.size_bytes, torch.device("cpu"))
         ctypes.memmove(copy.data_ptr(), slot.address, slot.size_bytes)
         with pool.hold() as regions:
-            segments = self._segments(pool, regions, part, slot)
+            segments = self._segments(pool, regions, part, slot.size_bytes)
             found = _word(sum64(segments, copy)) if digest_kind == "sum64" else xxh3(copy)
             if found == expected:
                 scatter_rows(segments, Span(copy.data_ptr(), slot.size_bytes), None, self._work)
@@ -120,8 +127,8 @@ class CpuPorter:
         self._moved.clear()
         self._copies = Scratch()
 
-    def _segments(self, pool: AttachedPool, regions: Regions, part: Part, slot: Span) -> list[Segment]:
-        form = self._forms.of(pool, regions, part, slot.size_bytes)
+    def _segments(self, pool: AttachedPool, regions: Regions, part: Part, size_bytes: int) -> list[Segment]:
+        form = self._forms.of(pool, regions, part, size_bytes)
         return form.segments(form.places(part))
 
     def _over(self, digest: int, expected: int | None = None) -> int:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from kvbridge_kernels.gather import digest as digest_rows
 from kvbridge_kernels.gather import gather as gather_rows
 from kvbridge_kernels.gather import warm as warm_gather
+from kvbridge_kernels.gather import warm_digest
 from kvbridge_kernels.pull import pull as pull_rows
 from kvbridge_kernels.pull import warm as warm_pull_rows
 from kvbridge_kernels.recipe import Chunk, Recipe
@@ -76,6 +78,7 @@ class GpuPorter:
 
     def __init__(self, gpu: driver.Gpu, moves: int, table_bytes: int = 1 << 20, pulls: int = 0) -> None:
         self._kept = moves  # for moves that do not ask whether there is room
+        self._has_pulls = pulls > 0
         moves += pulls
         torch.cuda.set_device(gpu.ordinal)
         self.description = f"{torch.cuda.get_device_name(gpu.ordinal)} {gpu.uuid}" + " (MPS)" * gpu.is_under_mps
@@ -108,7 +111,9 @@ class GpuPorter:
     ) -> int:
         def enqueue(bundle: _Bundle) -> None:
             with pool.hold() as regions:
-                gather_rows(self._chunk(pool, regions, part, slot), slot, bundle.sums, bundle.work, self._out)
+                gather_rows(
+                    self._chunk(pool, regions, part, slot.size_bytes), slot, bundle.sums, bundle.work, self._out
+                )
             bundle.fetch(self._out)
             if host is None:
                 bundle.end.record(self._out)
@@ -117,6 +122,17 @@ class GpuPorter:
             self._down.wait_event(bundle.halfway)
             driver.copy_to_host(host.address, slot.address, slot.size_bytes, self._down.cuda_stream)
             bundle.end.record(self._down)
+
+        return self._begin(enqueue, pool, None, True)
+
+    def digest(self, pool: AttachedPool, part: Part) -> int:
+        def enqueue(bundle: _Bundle) -> None:
+            size_bytes = part.chunk.size_bytes
+            with pool.hold() as regions:
+                chunk = self._chunk(pool, regions, part, size_bytes)
+                digest_rows(chunk, size_bytes, bundle.sums, bundle.work, self._out)
+            bundle.fetch(self._out)
+            bundle.end.record(self._out)
 
         return self._begin(enqueue, pool, None, True)
 
@@ -135,7 +151,8 @@ class GpuPorter:
                 bundle.halfway.record(self._up)
                 self._in.wait_event(bundle.halfway)
             with pool.hold() as regions:
-                scatter_rows(self._chunk(pool, regions, part, slot), slot, bundle.sums, bundle.work, self._in)
+                chunk = self._chunk(pool, regions, part, slot.size_bytes)
+                scatter_rows(chunk, slot, bundle.sums, bundle.work, self._in)
             bundle.fetch(self._in)
             bundle.end.record(self._in)
 
@@ -156,7 +173,10 @@ class GpuPorter:
         slot = Span(slot.address, part.chunk.size_bytes)
         work, warm = self._bundles[0].work, warm_gather if part.is_source else warm_scatter
         with pool.hold() as regions, torch.cuda.stream(self._out):
-            warm(self._chunk(pool, regions, part, slot), slot, True, work)
+            chunk = self._chunk(pool, regions, part, slot.size_bytes)
+            warm(chunk, slot, True, work)
+            if part.is_source and self._has_pulls:  # receivers may ask what they have read
+                warm_digest(chunk, slot.size_bytes, work)
         self._out.synchronize()  # nobody else waits for what this was for
 
     def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
@@ -212,11 +232,11 @@ class GpuPorter:
             stream.synchronize()
         self._moves.clear()
 
-    def _chunk(self, pool: AttachedPool, regions: Regions, part: Part, slot: Span) -> Chunk:
-        form = self._forms.of(pool, regions, part, slot.size_bytes)
+    def _chunk(self, pool: AttachedPool, regions: Regions, part: Part, size_bytes: int) -> Chunk:
+        form = self._forms.of(pool, regions, part, size_bytes)
         places = form.places(part)
         if form.recipe is None:
-            form.recipe = Recipe(form.segments(places), slot.size_bytes)
+            form.recipe = Recipe(form.segments(places), size_bytes)
         return form.recipe.at(places)
 
     def _begin(

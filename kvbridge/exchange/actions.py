@@ -109,7 +109,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Digest a chunk that its receiver has read, `read` being what it found: gather it into our slot `local`.
+    """Digest a chunk that its receiver has read, `read` being what it found. It takes no slot.
 
     Its receiver was told of the blocks, so the engine's fence has reached them. `request` is as in Ship.
     """
@@ -118,7 +118,6 @@ class Digest:
     request: str
     plan: Plan
     tables: Mapping[int, BlockTable]
-    local: LocalSlot
     read: Sum
 
 

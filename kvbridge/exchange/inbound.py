@@ -339,7 +339,7 @@ class Inbound:
         return [*self._finish_if_complete(self._wanted_by[intake.transfer], now), settled]
 
     def _compare_no_more(self, intake: Intake, now: float) -> list[Action]:
-        """Its sender has no slot to digest into, for long: a sample is not worth the request."""
+        """Its sender does not say its digests, for long: a sample is not worth the request."""
         reading = intake.reading
         if reading is None or intake.state is not IntakeState.CLAIMED:
             return []

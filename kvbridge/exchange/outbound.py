@@ -46,6 +46,7 @@ MOST_CLAIMS = 2048  # open at once, of one sink
 MOST_CLAIMS_OF_ALL = 32768  # of all sinks together: 16 that claim all they may
 # An offer that is so young may be wanted in a moment: who asked for the prefill has only just heard that it is done.
 FRESH_S = 0.25
+MOST_DIGESTS = 4  # at once, of all transfers: other moves have their turn between
 MOST_RENOUNCED = 16384  # of all sinks together; the link that brings such a claim is lost within silence_s
 
 
@@ -65,6 +66,8 @@ class Outbound:
         self._of_sink: dict[str, OfSink] = {}  # by boot
         self._waiting: dict[str, dict[str, Outlet]] = {}  # by room
         self._hungry: Turns[Outlet] = Turns()  # that wait for a slot to gather into, or have ended since
+        self._comparing: dict[str, Outlet] = {}  # of which chunks are to be digested, in the order of their turns
+        self._digesting = 0
         self._rooms = Rooms()
         self._is_paused = False
         self._owed: dict[str, Outlet] = {}  # receivers that wait for an answer, or for the fence, by transfer
@@ -347,9 +350,9 @@ class Outbound:
         self._queue(out)
         return self._pump()
 
-    def digested(self, transfer: str, local: LocalSlot, found: Sum, failure: tuple[str, str] | None) -> list[Action]:
+    def digested(self, transfer: str, found: Sum, failure: tuple[str, str] | None) -> list[Action]:
         """What a chunk's rows are in our engine's blocks; `failure` is (code, reason) if nobody knows."""
-        self.local.give_back(local)
+        self._digesting -= 1
         out = self.outlets[transfer]
         offered = out.offered
         assert offered is not None
@@ -628,30 +631,41 @@ class Outbound:
         return [Send(out.boot, Ready(transfer=out.transfer, chunks=ready))]
 
     def _queue(self, out: Outlet) -> None:
-        """More is computed, lent, or to be compared: it waits for a slot to gather into if it can use one."""
-        if out.can_ship or out.can_digest:
+        """More is computed, lent, or to be compared: it waits for a slot to gather into, or for its turn to compare."""
+        if out.can_ship:
             self._hungry.add(out.transfer, out.turn, out)
+        if out.can_digest:
+            self._comparing.setdefault(out.transfer, out)
 
     def _pump(self) -> list[Action]:
-        """Gather what can be while we have slots to gather into: who has waited longest for one goes first."""
+        """Gather what can be while we have slots to gather into: who has waited longest for one goes first.
+
+        Transfers that compare take turns; that needs no slot.
+        """
         actions: list[Action] = []
+        while self._comparing and self._digesting < MOST_DIGESTS:
+            comparing = self._comparing.pop(next(iter(self._comparing)))
+            if comparing.can_digest:  # it may have ended since
+                actions.append(self._digest(comparing))
+                self._queue(comparing)
         while self.local.free and (out := self._hungry.take()) is not None:
-            if out.can_ship or out.can_digest:  # its offer may have ended since
+            if out.can_ship:  # its offer may have ended since
                 local = self.local.take()
                 assert local is not None
                 out.turn = self.local.turn
-                actions.append(self._digest(out, local) if out.can_digest else self._ship(out, local))
+                actions.append(self._ship(out, local))
                 self._queue(out)
         return actions
 
-    def _digest(self, out: Outlet, local: LocalSlot) -> Digest:
+    def _digest(self, out: Outlet) -> Digest:
         offered = out.offered
         assert offered is not None
+        self._digesting += 1
         out.digesting += 1
         out.gathering += 1
         out.writing += 1
         offered.gathering += 1
-        return Digest(out.transfer, offered.request, out.plan, offered.tables, local, out.checks.popleft())
+        return Digest(out.transfer, offered.request, out.plan, offered.tables, out.checks.popleft())
 
     def _ship(self, out: Outlet, local: LocalSlot) -> Ship:
         offered = out.offered
@@ -708,6 +722,7 @@ class Outbound:
         del self.outlets[out.transfer]
         self._deadlines.clear(("claim", out.transfer))
         self._hungry.discard(out.transfer)
+        self._comparing.pop(out.transfer, None)
         self._owed.pop(out.transfer, None)
         if out.offered is None:
             self._waits_no_more(out)

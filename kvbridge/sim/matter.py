@@ -164,6 +164,23 @@ class SlotPorter:
         self._happens(self._process, ticket)
         return ticket
 
+    def digest(self, pool: Attached, part: Part) -> int:
+        if not pool.is_open:
+            raise EngineError("detached", "its memory is unmapped")
+        cells = [NOTHING] * (part.chunk.size_bytes // CELL_BYTES)
+        todo = list(_spread_all(part))
+        half = len(todo) // 2
+        memory = pool.blocks.cells
+        _copy_out(memory, cells, todo[:half])
+
+        def end() -> int:
+            _copy_out(memory, cells, todo[half:])
+            return digest_of(cells)
+
+        ticket = self._begin(pool, end, None)
+        self._happens(self._process, ticket)
+        return ticket
+
     def scatter(
         self, pool: Attached, part: Part, slot: Span, digest_kind: str, expected: int, host: Span | None = None
     ) -> int:

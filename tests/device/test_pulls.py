@@ -87,6 +87,8 @@ def test_what_is_pulled_has_the_digest_that_its_sender_finds(case: str) -> None:
                 receiver.pull(source, its, pool, Part(planned, chunk, table, False), has_digest=True)
                 (read,) = receiver.poll()
                 found = [_gathered(sender, source, its, slot)]
+                sender.digest(source, its)
+                assert [each.digest for each in sender.poll()] == found, "without a slot it is the same"
                 for region in held.memory:
                     region ^= 1
                 found.append(_gathered(sender, source, its, slot))

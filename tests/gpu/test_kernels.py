@@ -22,6 +22,7 @@ from tests.kernels.chunks import (
     Shape,
     assert_same_memory,
     assert_same_rows,
+    check_digest,
     check_gather,
     check_scatter,
     chunk_of,
@@ -35,7 +36,7 @@ from tests.kernels.test_row_scales import SCALES as ROW_SCALES
 from tests.kernels.test_row_scales import odd_rows, rows_of
 
 pytest.importorskip("triton")
-from kvbridge_kernels.gather import gather, warm
+from kvbridge_kernels.gather import digest, gather, warm
 from kvbridge_kernels.scatter import scatter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -53,6 +54,7 @@ SCALES = (1.0, 0.5, 0.0371, 1e-4, 37.0, 1.7e9)
 def test_rows_move_bit_for_bit(shape: Shape) -> None:
     segments, size = chunk_of([shape], 9, 21)
     check_gather(gather, segments, size, "cuda")
+    check_digest(digest, segments, size, "cuda")
     check_scatter(scatter, segments, size, "cuda")
 
 

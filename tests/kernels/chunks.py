@@ -143,6 +143,22 @@ def check_gather(gather: Kernel, segments: Sequence[Segment], size: int, device:
             assert added(sums) == sum64(segments, slot[GUARD:-GUARD])
 
 
+def check_digest(
+    digest: Callable[[Sequence[Segment], int, torch.Tensor, Work], None],
+    segments: Sequence[Segment],
+    size: int,
+    device: str = "cpu",
+) -> None:
+    """The kernel's digest and the twin's against that of the twin's slot."""
+    slot, span = slot_on("cpu", size)
+    gather_ref.gather(segments, span, None, Work("cpu"))
+    wanted = sum64(segments, slot[GUARD:-GUARD])
+    found, twins = (torch.full((1,), BEFORE, dtype=torch.int64, device=each) for each in (device, "cpu"))
+    digest(on(segments, device), size, found, work_on(device))
+    gather_ref.digest(segments, size, twins, Work("cpu"))
+    assert added(found) == added(twins) == wanted != 0
+
+
 def check_scatter(
     scatter: Kernel,
     segments: Sequence[Segment],

@@ -12,14 +12,25 @@ import pytest
 import torch
 from kvbridge_kernels import gather_ref
 from kvbridge_kernels.codecs_ref import Cast, Number
-from kvbridge_kernels.gather import gather, warm
+from kvbridge_kernels.gather import digest, gather, warm, warm_digest
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.recipe import Recipe
 from kvbridge_kernels.scatter import scatter
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 
-from tests.kernels.chunks import MOVES, Shape, check_gather, check_scatter, chunk_of, number, on, slot_on, work_on
+from tests.kernels.chunks import (
+    MOVES,
+    Shape,
+    check_digest,
+    check_gather,
+    check_scatter,
+    chunk_of,
+    number,
+    on,
+    slot_on,
+    work_on,
+)
 from tests.kernels.rows import WHERE, Rows, check_rows, check_rows_scattered, segment_of
 
 
@@ -28,6 +39,18 @@ def test_rows_move_bit_for_bit(shape: Shape) -> None:
     segments, size = chunk_of([shape], 3, 7)
     check_gather(gather, segments, size)
     check_scatter(scatter, segments, size)
+
+
+@pytest.mark.parametrize("shape", MOVES, ids=str)
+def test_a_digest_needs_no_slot(shape: Shape) -> None:
+    segments, size = chunk_of([shape], 3, 7)
+    check_digest(digest, segments, size)
+
+
+def test_a_digest_of_converted_rows_needs_no_slot() -> None:
+    cast = Cast(number("fp8_e4m3", (2, 3), is_exact=True), number("bf16", None))
+    segments, size = chunk_of([Shape("nhd", heads=3, width=40, size=1, planes=2)] * 2, 3, 5, cast, tame=True)
+    check_digest(digest, segments, size)
 
 
 def test_a_chunk_of_several_forms_is_several_launches() -> None:
@@ -173,6 +196,7 @@ def test_warming_writes_nothing() -> None:
     segments, size = chunk_of([Shape("nhd"), Shape("columns")], 3, 5)
     whole, span = slot_on("cpu", size)
     warm(segments, span, True, Work("cpu"))
+    warm_digest(segments, size, Work("cpu"))
     assert (whole == 0xA5).all()
 
 

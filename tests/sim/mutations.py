@@ -32,7 +32,7 @@ from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.outlet import Offered, Outlet, OutState
 from kvbridge.exchange.reading import LEASE_S, Lease
 from kvbridge.exchange.rooms import Rooms
-from kvbridge.exchange.slots import LocalSlot, SlotEvent, SlotPool, SlotState
+from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
 from kvbridge.sim import engine, matter, rank
 from kvbridge.sim.local import EngineSocket
 from kvbridge.sim.matter import SlotPorter
@@ -144,17 +144,22 @@ def _nobody_listens(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _asked_when_it_began(put: Callable[[Any, str, Any], None]) -> None:
-    right, right_gather = Jobs._taken_back, SlotPorter.gather
+    right, right_gather, right_digest = Jobs._taken_back, SlotPorter.gather, SlotPorter.digest
     began: dict[Any, float] = {}
 
     def gather(self: SlotPorter, pool: Any, *args: Any) -> int:
         began[pool] = self._process.world.clock.now
         return right_gather(self, pool, *args)
 
+    def digest(self: SlotPorter, pool: Any, *args: Any) -> int:
+        began[pool] = self._process.world.clock.now
+        return right_digest(self, pool, *args)
+
     def taken_back(self: Jobs, attachment: Attachment, request: str, asked_at: float) -> Any:
         return right(self, attachment, request, began[attachment.memory])
 
     put(SlotPorter, "gather", gather)
+    put(SlotPorter, "digest", digest)
     put(Jobs, "_taken_back", taken_back)
 
 
@@ -405,8 +410,8 @@ def _not_compared(put: Callable[[Any, str, Any], None]) -> None:
 def _released_while_digested(put: Callable[[Any, str, Any], None]) -> None:
     right, over = Outbound._digest, Outbound.digested
 
-    def digest(self: Outbound, out: Outlet, local: LocalSlot) -> Any:
-        action = right(self, out, local)
+    def digest(self: Outbound, out: Outlet) -> Any:
+        action = right(self, out)
         assert out.offered is not None
         out.offered.gathering -= 1
         return action
