@@ -93,7 +93,8 @@ class GpuPorter:
         sums = torch.zeros(moves, dtype=torch.int64, device=device)
         totals = torch.zeros(moves, dtype=torch.int64).pin_memory()
         self._bundles = deque(
-            _Bundle(Work(device, table_bytes), sums[i : i + 1], totals[i : i + 1]) for i in range(moves)
+            _Bundle(Work(device, table_bytes, copy=driver.copy_to_device), sums[i : i + 1], totals[i : i + 1])
+            for i in range(moves)
         )
         for bundle in self._bundles:  # what one has compiled serves all
             bundle.work.kernels = self._bundles[0].work.kernels
