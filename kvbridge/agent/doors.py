@@ -21,6 +21,8 @@ from .mover import Mover
 
 log = logging.getLogger("kvbridge.doors")
 
+LINK_FIRST_S = 0.02  # what a link says of its session's end says why, and closes the memory by itself
+
 Ended = Callable[[str, str], None]  # code, reason
 
 
@@ -125,6 +127,8 @@ class LocalDoors:
 async def _listen(handover: Handover, ended: Ended) -> None:
     """Until the memory is to be closed, or was. Its session may be over without our having heard of it."""
     reason = await handover.ending()
+    if not handover.is_closed:
+        await asyncio.sleep(LINK_FIRST_S)
     if handover.is_closed:
         return
     try:

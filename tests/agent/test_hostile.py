@@ -81,7 +81,7 @@ def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
     (session,) = world.sources[0].accepted.values()
     assert isinstance(session, Session)
     long = replace(session, verdict=Convertible(("x" * 1024,) * 33))
-    link = SimpleNamespace(key="", address="a" * 256)
+    link = SimpleNamespace(key="", address="a" * 256, says_by_pipe=False)
     accepted = Accepted(link, long, Connected(session.routed, 1), hello(world.sinks[0].home))  # type: ignore[arg-type]
     (status,) = peer_statuses((), [accepted], {}.get)
     assert decode(encode(status), PeerStatus) == status and len(status.verdict) == 4096
