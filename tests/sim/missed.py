@@ -53,6 +53,7 @@ KNOWN = {
     "an agent without an engine dials": (399, "a session with .* that is NEW"),
     "slots in doubt are freed where they are": (140, LENT_TWICE),
     "whoever says Hello last has the session": (125, LATE),
+    "what a want that has ended was to receive is scattered": (3, UNWANTED),
     "what has ended waits for a fence": (41, "which is over, waits for a fence"),
     "offers that have ended are forgotten": (18, "waited .* for an offer that had ended"),
     "a route outlives its session": (5, "targets .*, sessions"),
