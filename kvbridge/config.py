@@ -79,6 +79,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[Route, ...],
         Meta(min_length=1, max_length=4, description="Ways to a peer, the best first: pull, direct, nixl, host"),
     ] = ("pull", "direct", "nixl", "host")
+    pull_ctas: Annotated[
+        Annotated[int, Meta(ge=1, le=65535)] | None,
+        Meta(description="CTAs of a kernel that pulls, at most; unset: 33 under MPS, beside the engine's, else all"),
+    ] = None
     slot_bytes: Annotated[
         Annotated[int, Meta(ge=1 << 16, le=1 << 30)] | None,
         Meta(description="Size of a staging slot, the largest piece in flight; unset: 128 MiB on a GPU, else 4 MiB"),

@@ -185,9 +185,9 @@ def test_deployed_file_loads_and_names_every_option_with_its_default() -> None:
     assert list(named) == list(options())
     shown = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
     depends = {name for name, value in defaults().items() if value is None}
-    assert depends == {"slot_bytes", "inbound_slots", "outbound_slots", "linger_s"}
+    assert depends == {"slot_bytes", "inbound_slots", "outbound_slots", "linger_s", "pull_ctas"}
     usual = {"slot_bytes": ROOM_IN_HOST.slot_bytes, "inbound_slots": ROOM_IN_HOST.inbound}
-    assert shown == defaults() | usual | {"outbound_slots": ROOM_IN_HOST.outbound, "linger_s": 0}
+    assert shown == defaults() | usual | {"outbound_slots": ROOM_IN_HOST.outbound, "linger_s": 0, "pull_ctas": 33}
 
 
 def test_every_option_says_what_it_is_for() -> None:

@@ -123,7 +123,8 @@ def enqueue(
 ) -> None:
     """The tables, all launches by at most `programs` programs each, and what comes last."""
     is_known = all(launch.kernel.compiled is not None for launch in launches)
-    if stream is not None and is_known and last is None and not tables.must_upload:
+    if stream is not None and is_known and last is None and (work.copy is not None or not tables.must_upload):
+        tables.upload(stream.cuda_stream)
         for launch in launches:  # without making the stream current, which costs as much as a launch
             for first, end in launch.parts(programs):
                 start(function, launch, work, first, end, stream.cuda_stream, programs)

@@ -5,7 +5,7 @@ int64 words in one buffer, one upload a chunk: a record per plane, offsets of pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class Work:
 
     On a GPU `table_bytes` of pinned and as much device memory hold the tables of one chunk: 8 bytes a place, 32 a
     plane, 12 a plane and head where it converts. On the CPU it is scratch for the plain-torch twins. Not thread-safe.
+    `copy` enqueues a copy from pinned memory, given target, source, bytes and stream: with one nothing has to make that
+    stream torch's current one, which costs its caller more than the copy.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Work:
         table_bytes: int = TABLE_BYTES,
         tilings: Mapping[str, Tiling] = TILINGS,
         launch_us: float = LAUNCH_US,
+        copy: Callable[[int, int, int, int], None] | None = None,
     ) -> None:
         device = torch.device(device)
         is_gpu = device.type == "cuda"
@@ -42,6 +45,7 @@ class Work:
         self.device = device
         self.tilings = tilings
         self.launch_us = launch_us
+        self.copy = copy
         self.scratch = Scratch()
         self.kernels: dict[object, Any] = {}  # launch.py's
         self.steps: dict[object, Any] = {}  # scales.py's
@@ -82,8 +86,11 @@ class Tables:
         place_offsets(places.index.numpy(), block_stride, tokens, room)
         return address
 
-    def upload(self) -> None:
-        """At most one copy on the current stream."""
+    def upload(self, stream: int | None = None) -> None:
+        """At most one copy, on this stream, for which work must have a `copy`, or on the current one."""
         work = self._work
-        if self.must_upload:
+        if self.must_upload and stream is not None:
+            assert work.copy is not None
+            work.copy(work.table.data_ptr(), work.host.data_ptr(), 8 * self.used, stream)
+        elif self.must_upload:
             work.table[: self.used].copy_(work.host[: self.used], non_blocking=True)

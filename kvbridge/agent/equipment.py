@@ -177,7 +177,7 @@ def equip(config: AgentConfig, boot: str) -> Equipment:
     gpu = chosen_gpu(config.device)
     size = room(config, gpu is not None)
     with ExitStack() as closing:
-        porter = _porter(gpu, size, PULLS if "pull" in config.routes else 0)
+        porter = _porter(gpu, size, config)
         closing.callback(porter.close)  # before anything that its streams may work on
         make = partial(_docks, boot, config, size, gpu, porter)
         return Equipment(porter, make(0), make, closing.pop_all())
@@ -208,12 +208,13 @@ def chosen_gpu(device: str) -> driver.Gpu | None:
         raise
 
 
-def _porter(gpu: driver.Gpu | None, size: Room, pulls: int) -> Porter:
+def _porter(gpu: driver.Gpu | None, size: Room, config: AgentConfig) -> Porter:
     if gpu is None:
         return CpuPorter()
     from ..device.porter_gpu import GpuPorter
 
-    return GpuPorter(gpu, size.inbound + size.outbound + 1, max(1 << 20, size.slot_bytes // 16), pulls)
+    pulls, table_bytes = PULLS if "pull" in config.routes else 0, max(1 << 20, size.slot_bytes // 16)
+    return GpuPorter(gpu, size.inbound + size.outbound + 1, table_bytes, pulls, config.pull_ctas)
 
 
 def _dock(

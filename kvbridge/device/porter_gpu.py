@@ -16,6 +16,7 @@ from kvbridge_kernels.gather import digest as digest_rows
 from kvbridge_kernels.gather import gather as gather_rows
 from kvbridge_kernels.gather import warm as warm_gather
 from kvbridge_kernels.gather import warm_digest
+from kvbridge_kernels.launch import ENOUGH_PROGRAMS
 from kvbridge_kernels.pull import pull as pull_rows
 from kvbridge_kernels.pull import warm as warm_pull_rows
 from kvbridge_kernels.recipe import Chunk, Recipe
@@ -70,13 +71,17 @@ class _Move:
 class GpuPorter:
     """Keeps the contract of `porter.Porter`. `moves` is how many may be under way at once, beside so many `pulls`.
 
-    `table_bytes` a move, pinned and on the GPU, hold where its rows are: 8 bytes a token and list of places.
+    `table_bytes` a move, pinned and on the GPU, hold where its rows are: 8 bytes a token and list of places. A pull
+    takes `pull_ctas` at most; None: few where they run beside the engine's own (MPS), all where they take turns.
     """
 
     memory: Literal["dram", "vram"] = "vram"
     digests = ("sum64",)
 
-    def __init__(self, gpu: driver.Gpu, moves: int, table_bytes: int = 1 << 20, pulls: int = 0) -> None:
+    def __init__(
+        self, gpu: driver.Gpu, moves: int, table_bytes: int = 1 << 20, pulls: int = 0, pull_ctas: int | None = None
+    ) -> None:
+        self._pull_ctas = pull_ctas or (ENOUGH_PROGRAMS if gpu.is_under_mps else None)
         self._kept = moves  # for moves that do not ask whether there is room
         self._has_pulls = pulls > 0
         moves += pulls
@@ -88,7 +93,8 @@ class GpuPorter:
         sums = torch.zeros(moves, dtype=torch.int64, device=device)
         totals = torch.zeros(moves, dtype=torch.int64).pin_memory()
         self._bundles = deque(
-            _Bundle(Work(device, table_bytes), sums[i : i + 1], totals[i : i + 1]) for i in range(moves)
+            _Bundle(Work(device, table_bytes, copy=driver.copy_to_device), sums[i : i + 1], totals[i : i + 1])
+            for i in range(moves)
         )
         for bundle in self._bundles:  # what one has compiled serves all
             bundle.work.kernels = self._bundles[0].work.kernels
@@ -162,7 +168,8 @@ class GpuPorter:
         def enqueue(bundle: _Bundle) -> None:
             with source.hold() as source_regions, pool.hold() as regions:
                 chunk = self._pulls.of(source, source_regions, theirs, pool, regions, ours)
-                pull_rows(chunk, bundle.sums if has_digest else None, bundle.work, self._in)
+                sums = bundle.sums if has_digest else None
+                pull_rows(chunk, sums, bundle.work, self._in, self._pull_ctas)
             if has_digest:
                 bundle.fetch(self._in)
             bundle.end.record(self._in)

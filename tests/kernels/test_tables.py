@@ -1,0 +1,34 @@
+"""How tables reach the GPU: by one copy of what is used, on the launch's own stream where work can copy by itself."""
+
+from __future__ import annotations
+
+import torch
+from kvbridge_kernels.tables import IN_PLACE_BYTES, Tables, Work
+
+
+def apart(copied: list[tuple[int, int, int, int]]) -> Work:
+    """As on a GPU: the table is not the host's."""
+    work = Work("cpu", 4096, copy=lambda *told: copied.append(told))
+    work.table = torch.zeros_like(work.host)
+    return work
+
+
+def test_what_is_used_is_copied_on_the_stream_that_is_named() -> None:
+    copied: list[tuple[int, int, int, int]] = []
+    work = apart(copied)
+    tables = Tables(work, IN_PLACE_BYTES + 1)
+    address = tables.put(torch.arange(5).numpy())
+    assert address == work.table.data_ptr()
+    tables.upload(77)
+    assert copied == [(work.table.data_ptr(), work.host.data_ptr(), 40, 77)]
+    tables.upload()  # no stream is named: torch's current one
+    assert work.table[:5].tolist() == [0, 1, 2, 3, 4] and len(copied) == 1
+
+
+def test_small_slots_are_read_in_place() -> None:
+    copied: list[tuple[int, int, int, int]] = []
+    work = apart(copied)
+    tables = Tables(work, IN_PLACE_BYTES)
+    assert tables.put(torch.arange(5).numpy()) == work.host.data_ptr()
+    tables.upload(77)
+    assert not copied
