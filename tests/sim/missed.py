@@ -61,7 +61,7 @@ KNOWN = {
     "memory of an engine that left stays mapped": (2, "the memory of .* is mapped"),
     "slots in doubt stay so while their source stands still": (97, MEANWHILE),
     "slots to gather into stay stuck while their sink stands still": (3601, MEANWHILE),
-    "messages are not counted": (1083, LATE),
+    "messages are not counted": (3611, LATE),
     "a session is given up without a word": (2, NO_OTHER_END),
     "a successor is not believed": (40036509, r"slots: .*quarantined=[1-9]"),
     "of two addresses the slower does not wait": (2189, NO_OTHER_END),
