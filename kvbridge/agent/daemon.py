@@ -13,22 +13,22 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from importlib.metadata import version
 
 import torch
 import uvloop
-from kvbridge_proto.peer import Notice
-from kvbridge_proto.status import Status
+from kvbridge_proto.status import SlotCounts, Status
 from kvbridge_proto.words import Agent as AgentCard
 from msgspec import structs
 
 from ..config import AgentConfig
 from ..errors import OperatorError
-from ..exchange.actions import Digest, Pull, Scatter, Ship
+from ..exchange.actions import Digest, Pull, Ship
 from ..exchange.inbound import Inbound
+from ..exchange.orders import Report
 from ..exchange.outbound import Outbound
 from ..exchange.reading import CHECK_EVERY
 from ..exchange.slots import LocalSlots, SlotPool
@@ -42,7 +42,6 @@ from ..transport.keys import load_keys
 from ..transport.local import LocalConnection, LocalServer
 from ..transport.lock import Lock
 from ..transport.trust import Trust
-from .attachment import Attachment
 from .doors import Doors, LocalDoors, NoDoors
 from .engines import Engines
 from .equipment import equip
@@ -250,7 +249,7 @@ class Agent:
         )
         self.metrics.watch(
             Gauges(
-                inbound=self.slots.counts,
+                inbound=self._inbound_slots,
                 outbound=self.local_slots.counts,
                 wants=lambda: len(self.inbound.wants),
                 offers=lambda: len(self.outbound.offers),
@@ -261,6 +260,12 @@ class Agent:
                 readers=self.doors.holders,
             )
         )
+
+    def _inbound_slots(self) -> SlotCounts:
+        """What was written and is being read is the data plane's to know."""
+        counts = self.slots.counts()
+        landed = min(counts.lent, self.mover.receiving.scattering)
+        return structs.replace(counts, lent=counts.lent - landed, landed=landed)
 
     def _assemble_engines(self) -> Engines:
         return Engines(lambda: self.card, self.mover, self.metrics, self.status, self._clock)
@@ -306,17 +311,11 @@ class Agent:
     def on_late(self, ship: Ship, reason: str) -> None:
         self.source.on_late(ship, reason)
 
-    def landed(self, notice: Notice) -> tuple[Scatter, Attachment] | None:
-        return self.sink.landed(notice)
-
-    def on_dropped(self, notice: Notice) -> None:
-        self.sink.on_dropped(notice)
+    def hear(self, reports: Sequence[Report]) -> None:
+        self.sink.hear(reports)
 
     def on_foreign_notice(self, code: str) -> None:
         self.metrics.rejected(code)
-
-    def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None:
-        self.sink.on_scattered(scatter, size_bytes, failure)
 
     def on_pulled(self, pull: Pull, digests: Mapping[int, int], failure: tuple[str, str] | None) -> None:
         self.sink.on_pulled(pull, digests, failure)
@@ -357,7 +356,7 @@ class Agent:
             device=self.mover.description,
             security=self.trust.description,
             slot_bytes=self.mover.site.fabric.slot_bytes,
-            inbound=self.slots.counts(),
+            inbound=self._inbound_slots(),
             outbound=self.local_slots.counts(),
             engine=self.engines.engine_status(),
             peers=tuple(self.peers.statuses()),

@@ -17,7 +17,8 @@ from ..device.memory import AttachedPool
 from ..device.porter import Moved
 from ..device.staging import Span
 from ..errors import EngineError, FabricError, KVBridgeError, PeerError
-from ..exchange.actions import Digest, Pull, Scatter, Ship
+from ..exchange.actions import Digest, Pull, Ship
+from ..exchange.orders import ReceiveOrder
 from ..exchange.reading import LEASE_S
 from ..exchange.route import Rate
 from ..exchange.session import Whose
@@ -26,6 +27,7 @@ from ..geometry.plan import Part
 from ..transport.fabric import WriteFailed, WriteLate
 from .attachment import Attachment
 from .equipment import Dock, Equipment
+from .receiving import Arrival, Receipt, Receiving
 from .routes import MOST_BYTES, Connected, Landing, Target, close, pattern, prove, read_rate
 from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitRoom, WaitWord, WaitWrite
 
@@ -44,7 +46,6 @@ class Told(Protocol):
     def on_gathered(self, ship: Ship, size_bytes: int, seconds: float) -> None: ...
     def on_shipped(self, ship: Ship, size_bytes: int, failure: Failure) -> None: ...
     def on_late(self, ship: Ship, reason: str) -> None: ...
-    def on_scattered(self, scatter: Scatter, size_bytes: int, failure: Failure) -> None: ...
     def on_pulled(self, pull: Pull, digests: Mapping[int, int], failure: Failure) -> None: ...
     def on_digested(self, digest: Digest, found: int, failure: Failure) -> None: ...
     def on_fence(self) -> None: ...
@@ -59,6 +60,7 @@ class Jobs:
         boot: str,
         told: Told,
         tell: Callable[..., None],
+        receiving: Receiving,
         write_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,6 +68,7 @@ class Jobs:
         self._boot = boot
         self._told = told
         self._tell = tell
+        self._receiving = receiving
         self._write_timeout_s = write_timeout_s
         self._clock = clock
         self._targets: dict[str, Target] = {}
@@ -160,7 +163,7 @@ class Jobs:
                 slot = target.slot(ship.lease.slot, size)
             elif target.dock is not self._equipment.dock:
                 host = target.dock.outbound.span(ship.local.index, size)
-            yield self._fence(attachment, ship)
+            yield self._fence(attachment, ship.fence, ship)
             failpoint("source.gather_begun")
             part, porter = Part(ship.plan, chunk, ship.tables, True), self._equipment.porter
             ended = yield WaitMove(porter.gather(attachment.memory, part, slot, ship.digest_kind, host))
@@ -242,8 +245,14 @@ class Jobs:
             digest=digest,
         )
 
-    def _fence(self, attachment: Attachment, chunk: Ship | Scatter | Pull) -> WaitFence:
-        return WaitFence(attachment, chunk.fence, self._clock() + self._write_timeout_s, chunk)
+    def _fence(self, attachment: Attachment, count: int, what: Ship | Receipt | None) -> WaitFence:
+        return WaitFence(attachment, count, self._clock() + self._write_timeout_s, what)
+
+    def _begun(self, attachment: Attachment, count: int, receipt: Receipt) -> Generator[Wait, Event, None]:
+        """Wait until our engine is through with the blocks. Raises EngineError if the transfer is over by then."""
+        yield self._fence(attachment, count, receipt)
+        if (stop := receipt.stop) is not None:
+            raise EngineError(stop.code, stop.reason)
 
     def warm(self, attachment: Attachment, part: Part) -> None:
         """Get ready for parts like this one, if the engine stays. What goes wrong now will be said when it matters."""
@@ -258,25 +267,26 @@ class Jobs:
 
     # In:
 
-    def scatter(self, scatter: Scatter, attachment: Attachment) -> Job:
+    def scatter(self, arrival: Arrival) -> Job:
         """Put a chunk that landed into the engine's blocks, once the engine is through with them."""
-        chunk = scatter.plan.chunk(scatter.chunk)
-        dock, porter = self._landing_dock(scatter.route), self._equipment.porter
-        slot, host = self._equipment.dock.inbound.span(scatter.slot, chunk.size_bytes), None
+        order, notice, attachment = arrival.order, arrival.notice, arrival.attachment
+        chunk = order.plan.chunk(notice.chunk)
+        dock, porter = self._landing_dock(order.route), self._equipment.porter
+        slot, host = self._equipment.dock.inbound.span(notice.slot, chunk.size_bytes), None
         if dock is not self._equipment.dock:
-            host = dock.inbound.span(scatter.slot, chunk.size_bytes)
+            host = dock.inbound.span(notice.slot, chunk.size_bytes)
         failure: Failure
         try:
-            yield self._fence(attachment, scatter)
+            yield from self._begun(attachment, order.fence, arrival.receipt)
             failpoint("sink.scatter_begun")
-            part = Part(scatter.plan, chunk, scatter.tables, False)
-            ticket = porter.scatter(attachment.memory, part, slot, scatter.digest_kind, scatter.digest, host)
+            part = Part(order.plan, chunk, order.tables, False)
+            ticket = porter.scatter(attachment.memory, part, slot, order.digest_kind, notice.digest, host)
             ended = yield WaitMove(ticket)
             assert isinstance(ended, Moved)
             failure = ended.failure
         except Exception as error:  # it costs this transfer, nobody else
-            failure = _failure("scatter_failed", error, scatter)
-        self._tell(self._told.on_scattered, scatter, chunk.size_bytes, failure)
+            failure = _failure("scatter_failed", error, order)
+        self._receiving.scattered(arrival, failure)
 
     # Out of the blocks of a peer's engine into ours:
 
@@ -338,8 +348,9 @@ class Jobs:
         tickets: deque[tuple[int, int]] = deque()  # with the chunk of each
         digests: dict[int, int] = {}
         failure: Failure = None
+        receipt = self._receiving.begin_read(pull.transfer)
         try:
-            yield self._fence(attachment, pull)
+            yield from self._begun(attachment, pull.fence, receipt)
             for index in range(pull.first_chunk, pull.end_chunk):
                 if len(tickets) == MOST_AHEAD:
                     yield from self._read(pull, tickets, digests)
@@ -362,6 +373,7 @@ class Jobs:
             yield from self._read(pull, tickets, digests)
         failpoint("sink.read_ended")
         failure = failure or (yield from self._counted(pull, attachment))
+        self._receiving.end_read(receipt)
         self._tell(self._told.on_pulled, pull, digests, failure)
 
     def _read(
@@ -405,11 +417,11 @@ class Jobs:
     def watch(self, attachment: Attachment, fence: int) -> Job:
         """Say when our engine's fence has reached this count, or that nobody can wait for it any more."""
         with contextlib.suppress(EngineError):
-            yield WaitFence(attachment, fence, self._clock() + self._write_timeout_s, None)
+            yield self._fence(attachment, fence, None)
         self._tell(self._told.on_fence)
 
 
-def _failure(code: str, error: Exception, what: Ship | Scatter | Pull | Digest) -> tuple[str, str]:
+def _failure(code: str, error: Exception, what: Ship | ReceiveOrder | Pull | Digest) -> tuple[str, str]:
     """What a transfer's failure says: an error of ours in its own words, any other with its cause in the log."""
     if isinstance(error, KVBridgeError):
         return error.code, str(error)

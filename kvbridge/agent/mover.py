@@ -1,9 +1,10 @@
 """The one thread that touches memory: it gathers, pushes, scatters, and owns the porter and the fabrics.
 
-The loop hands it jobs; it answers through callbacks that run on the loop, in the order in which things happened. Only
-what landed is decided on this thread (`Listener.landed`), so that rows do not wait for the loop. A job is a generator
-(see waiting.py), so that each reads as a story while many are under way. The thread sleeps on an eventfd while nothing
-is in flight, and polls while something is, with naps between: one that spins keeps the interpreter from the loop.
+The loop hands it orders and jobs; it answers through reports and callbacks that run on the loop, in the order in which
+things happened. What lands is checked here against the receive orders (receiving.py), so that rows do not wait for the
+loop. A job is a generator (see waiting.py), so that each reads as a story while many are under way. The thread sleeps
+on an eventfd while nothing is in flight, and polls while something is, with naps between: one that spins keeps the
+interpreter from the loop.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from kvbridge_proto.pool import Handle, Pool
 from ..device.memory import AttachedPool
 from ..device.porter import DeviceLost, Moved
 from ..errors import EngineError, FabricError
-from ..exchange.actions import Digest, Pull, Recall, Scatter, Ship
+from ..exchange.actions import Digest, Pull, Recall, Ship
+from ..exchange.orders import Lend, ReceiveOrder, Report, Stop
 from ..exchange.route import Rate, Site
 from ..exchange.session import Whose
+from ..failpoints import failpoint
 from ..geometry.plan import Part
 from ..transport.fabric import Noticed
 from ..transport.framed import close_fds
@@ -37,6 +40,7 @@ from .attachment import Attachment
 from .equipment import Docks, Equipment
 from .jobs import Jobs, Settle, Told
 from .linger import Linger, nap_exactly
+from .receiving import Arrival, Receiving
 from .routes import Connected, Landing
 from .stuck import STUCK_S, Watch, end_process
 from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitOnLoop, WaitRoom, WaitWord, WaitWrite
@@ -55,15 +59,9 @@ NOTICE = Limits(frame_bytes=4096)  # the fabric would bring notices of 16 MiB
 
 
 class Listener(Told, Protocol):
-    """Who hears what the mover did; every call but `landed` is made on the loop."""
+    """Who hears what the mover did, on the loop."""
 
-    def landed(self, notice: Notice) -> tuple[Scatter, Attachment] | None:
-        """What to do with a chunk that came in; None to drop it.
-
-        Called on the mover's thread, which stands still meanwhile: may wait for one decision of the loop, no longer.
-        """
-
-    def on_dropped(self, notice: Notice) -> None: ...
+    def hear(self, reports: Sequence[Report]) -> None: ...
     def on_foreign_notice(self, code: str) -> None: ...
     def on_mover_died(self, error: BaseException) -> None: ...
 
@@ -93,7 +91,7 @@ class Mover:
         self._write_timeout_s = write_timeout_s
         self._linger_s = linger_s  # None until the device is known
         self._linger: Linger  # from `start` on
-        self._expecting = 0
+        self.receiving = Receiving()
         self._tasks: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._moving: dict[int, Job] = {}  # by ticket
@@ -131,12 +129,6 @@ class Mover:
         connected: Connected = await self._job(lambda settle: self._jobs.connect(landing, settle))
         return connected
 
-    def expect(self, slots: int) -> None:
-        """So many slots are lent out: while there are any, notices may come and must be looked for."""
-        was, self._expecting = self._expecting, slots
-        if slots and not was:
-            os.eventfd_write(self._wake, 1)
-
     def stir(self) -> None:
         """Something was heard, and more will be: the loop looks again for a while before it sleeps."""
         self._linger.stir()
@@ -154,6 +146,18 @@ class Mover:
         """Gather and write; heard of by on_gathered and, later, on_shipped."""
         asked_at = self._clock()
         self._put(lambda: self._resume(self._jobs.ship(ship, attachment, asked_at), None))
+
+    def receive(self, order: ReceiveOrder, attachment: Attachment) -> None:
+        """Chunks of a transfer will come; heard of by reports."""
+        self._put(lambda: self.receiving.order(order, attachment))
+
+    def lend(self, lend: Lend) -> None:
+        """They may come in these slots as well."""
+        self._put(lambda: self.receiving.lend(lend))
+
+    def stop_transfer(self, stop: Stop) -> None:
+        """Put no more of it into the engine's blocks; Quiet is reported once nothing of it is moved."""
+        self._put(lambda: self.receiving.stop(stop))
 
     def pull(self, pull: Pull, attachment: Attachment) -> None:
         """Read out of a peer's blocks; heard of by on_pulled."""
@@ -196,9 +200,9 @@ class Mover:
         """Give up what `open_peer` mapped, once nothing reads it any more."""
         self._put(lambda: self._jobs.close_peer(whose))
 
-    def recall(self, kinds: tuple[type, ...], recall: Recall) -> None:
-        """End what of these kinds we were to do for a transfer and have not begun; heard of like any other end."""
-        self._put(lambda: self._recall(kinds, recall))
+    def recall(self, recall: Recall) -> None:
+        """End what we were to ship for a transfer and have not begun to; heard of like any other end."""
+        self._put(lambda: self._recall(recall))
 
     def warm(self, attachment: Attachment, parts: Sequence[Part]) -> None:
         """Get ready for parts like these."""
@@ -323,7 +327,7 @@ class Mover:
             if moved:
                 last_move = now
                 continue
-            waits = self._writing or self._moving or self._fenced or self._expecting
+            waits = self._writing or self._moving or self._fenced or self.receiving.lent
             if waits:
                 pause_s = _pause(now - last_move)
             else:
@@ -351,7 +355,9 @@ class Mover:
         self.site, self.digests = equipment.site, equipment.porter.digests
         self.outbound_slots = equipment.dock.outbound.slots
         self.device, self.description = equipment.porter.device, equipment.porter.description
-        self._jobs = Jobs(equipment, self._boot, self._listener, self._tell, self._write_timeout_s, self._clock)
+        self._jobs = Jobs(
+            equipment, self._boot, self._listener, self._tell, self.receiving, self._write_timeout_s, self._clock
+        )
         self._equipment = equipment
         if self._linger_s is None:
             self._linger_s = LINGER_ON_GPU_S if equipment.porter.memory == "vram" else 0.0
@@ -383,7 +389,10 @@ class Mover:
         self._say()  # slots to lend, before others are scattered
         is_moving = bool(moves) or len(self._fenced) < len(fenced)
         for dock in equipment.docks:
-            for event in dock.fabric.poll(self._clock()):
+            events = dock.fabric.poll(self._clock())
+            if any(isinstance(event, Noticed) for event in events):
+                self._do_tasks()  # a receive order is given before its notices can come, perhaps since we looked last
+            for event in events:
                 is_moving = True
                 if isinstance(event, Noticed):
                     self._notice(event.payload)
@@ -419,16 +428,13 @@ class Mover:
             notice: Notice = decode(payload, Notice, NOTICE)
         except BadFrame as error:
             return self._tell(self._listener.on_foreign_notice, error.code)
-        try:
-            landed = self._listener.landed(notice)
-        except Exception:  # our own fault with one notice: the others are none the worse
-            log.exception("a notice could not be handled: transfer=%s", notice.transfer)
-            landed = None
-        if landed is None:
-            self._tell(self._listener.on_dropped, notice)
-        else:
-            self._resume(self._jobs.scatter(*landed), None)
-            self._say()
+        if (arrival := self.receiving.landed(notice)) is not None:
+            failpoint("sink.notice_landed")
+            self._scatter(arrival)
+
+    def _scatter(self, arrival: Arrival) -> None:
+        self._resume(self._jobs.scatter(arrival), None)
+        self._say()
 
     def _fail(self, job: Job, error: EngineError) -> None:
         """Go on with a job that waits for what will not come; it tells so itself, once what it has begun is over."""
@@ -445,11 +451,9 @@ class Mover:
         porter.forget(memory)
         return False
 
-    def _recall(self, kinds: tuple[type, ...], recall: Recall) -> None:
+    def _recall(self, recall: Recall) -> None:
         def is_of_it(wait: WaitOnLoop) -> bool:
-            if not isinstance(wait, WaitFence) or wait.chunk is None or not isinstance(wait.chunk, kinds):
-                return False
-            return wait.chunk.transfer == recall.transfer
+            return isinstance(wait, WaitFence) and isinstance(wait.what, Ship) and wait.what.transfer == recall.transfer
 
         self._end_waits(is_of_it, EngineError(recall.code, recall.reason))
 
@@ -464,6 +468,8 @@ class Mover:
 
     def _say(self) -> None:
         """Let the loop hear all there is to tell: to wake it costs more than what it is told."""
+        if reports := self.receiving.take_reports():
+            self._tell(self._listener.hear, reports)
         if self._telling:
             telling, self._telling = self._telling, []
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear

@@ -1,15 +1,13 @@
 """The sink's story: our engine wants tokens, other agents bring them, we put them into its blocks.
 
-A want comes in (`want`), sessions open (`opened`), chunks land in our slots (`landed`), are scattered (`on_scattered`),
-and the engine is told. What to do is decided by exchange.inbound; here it is done.
+A want comes in (`want`), sessions open (`opened`), the data plane reports what has come into the blocks (`hear`), and
+the engine is told. What to do is decided by exchange.inbound; here it is done.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Mapping
-from typing import ParamSpec
+from collections.abc import Callable, Mapping, Sequence
 
 from kvbridge_proto.engine import Done, Expect, Failed, ToEngine, Want
 from kvbridge_proto.peer import (
@@ -20,7 +18,6 @@ from kvbridge_proto.peer import (
     Drained,
     Failing,
     Grant,
-    Notice,
     Ready,
     Refuse,
     Renew,
@@ -29,8 +26,9 @@ from kvbridge_proto.peer import (
 )
 from msgspec import structs
 
-from ..exchange.actions import Action, Ask, Pull, Reach, Recall, Scatter, Send, Tell
+from ..exchange.actions import Action, Ask, Pull, Reach, Send, Tell
 from ..exchange.inbound import CHECK_S, Inbound
+from ..exchange.orders import Dropped, Landed, Lend, ReceiveOrder, Report, Stop
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
 from ..transport.endpoint import canonical
@@ -43,11 +41,9 @@ log = logging.getLogger("kvbridge.sink")
 
 WARN_S = 60.0
 
-P = ParamSpec("P")
-
 
 class Sink:
-    """Runs on the loop, but for `landed`. `attached` is what the engine attached, or None."""
+    """Runs on the loop. `attached` is what the engine attached, or None."""
 
     def __init__(
         self,
@@ -65,14 +61,13 @@ class Sink:
         self._metrics = metrics
         self._tell = tell
         self._clock = clock
-        self._deciding = threading.Lock()
         self._warned = float("-inf")
 
     # The engine:
 
     def expect(self, expect: Expect) -> None:
         expect = structs.replace(expect, source=canonical(expect.source))
-        self._do(self._inbound.expect, expect, self._clock())
+        self._do(self._inbound.expect(expect, self._clock()))
 
     def want(self, want: Want, home: Home) -> None:
         want = structs.replace(want, source=canonical(want.source))
@@ -86,34 +81,33 @@ class Sink:
         )
         failpoint("sink.want_heard")
         self._mover.get_up()
-        self._do(self._inbound.want, want, home, self._clock())
+        self._do(self._inbound.want(want, home, self._clock()))
 
     def knows(self, request: str) -> bool:
         """Whether this want is open."""
         return request in self._inbound.wants
 
     def abandon(self, request: str) -> None:
-        self._do(self._inbound.abandon, request, self._clock())
+        self._do(self._inbound.abandon(request, self._clock()))
 
     def rescaled(self, home: Home) -> None:
-        self._do(self._inbound.rescaled, home, self._clock())
+        self._do(self._inbound.rescaled(home, self._clock()))
 
     def rebuilt(self, home: Home | None) -> None:
-        self._do(self._inbound.rebuilt, home, self._clock())
+        self._do(self._inbound.rebuilt(home, self._clock()))
 
     def pause(self) -> bool:
         """Begin nothing until `rebuilt` or `resume`. Whether nothing is under way any more."""
-        with self._deciding:
-            return self._inbound.pause()
+        return self._inbound.pause()
 
     def resume(self) -> None:
-        self._do(self._inbound.resume, self._clock())
+        self._do(self._inbound.resume(self._clock()))
 
     def declined(self, revision: int, reason: str) -> None:
-        self._do(self._inbound.declined, revision, reason, self._clock())
+        self._do(self._inbound.declined(revision, reason, self._clock()))
 
     def engine_left(self) -> None:
-        self._do(self._inbound.engine_left, self._clock())
+        self._do(self._inbound.engine_left(self._clock()))
 
     # Other agents:
 
@@ -130,86 +124,77 @@ class Sink:
             self._mover.warm(self.attached, ours)
 
     def opened(self, address: str, session: Session) -> None:
-        self._do(self._inbound.opened, address, session, self._clock())
+        self._do(self._inbound.opened(address, session, self._clock()))
 
     def is_wanted(self, address: str) -> bool:
         """Whether a want names this address or takes from there."""
-        with self._deciding:
-            wants = self._inbound.wants.values()
-            return any(
-                address in (wanted.want.source, *(intake.address for intake in wanted.intakes.values()))
-                for wanted in wants
-            )
+        return any(
+            address in (wanted.want.source, *(intake.address for intake in wanted.intakes.values()))
+            for wanted in self._inbound.wants.values()
+        )
 
     def refused(self, address: str, boot: str, key: str) -> None:
-        self._do(self._inbound.refused, address, boot, key)
+        self._do(self._inbound.refused(address, boot, key))
 
     def unreachable(self, address: str, code: str, reason: str) -> None:
-        self._do(self._inbound.unreachable, address, code, reason, self._clock())
+        self._do(self._inbound.unreachable(address, code, reason, self._clock()))
 
     def from_source(self, boot: str, key: str, body: Tables | Checked | Ready | Failing | Drained | Refuse) -> None:
         now, inbound = self._clock(), self._inbound
         match body:
             case Ready(transfer=transfer, chunks=chunks):
-                self._do(inbound.ready, boot, transfer, chunks, key)
+                self._do(inbound.ready(boot, transfer, chunks, key))
             case Tables():
                 failpoint("sink.tables_heard")
-                self._do(inbound.tables, boot, body, now, key)
+                self._do(inbound.tables(boot, body, now, key))
             case Checked():
                 compared, differing = inbound.compared, inbound.differing
-                self._do(inbound.checked, boot, body, now, key)
+                self._do(inbound.checked(boot, body, now, key))
                 self._metrics.compared("sink", inbound.compared - compared, inbound.differing - differing)
             case Failing(transfer=transfer, code=code, reason=reason):
-                self._do(inbound.failing, boot, transfer, code, reason, now, key)
+                self._do(inbound.failing(boot, transfer, code, reason, now, key))
             case Drained(transfer=transfer, code=code, reason=reason):
                 failpoint("sink.drained_heard")
-                self._do(inbound.drained, boot, transfer, code, reason, now, key)
+                self._do(inbound.drained(boot, transfer, code, reason, now, key))
             case Refuse(about=transfer, code=code, reasons=reasons):  # a refused claim is never written for
-                self._do(inbound.drained, boot, transfer, code, "; ".join(reasons), now, key)
+                self._do(inbound.drained(boot, transfer, code, "; ".join(reasons), now, key))
 
     # The mover:
 
-    def landed(self, notice: Notice) -> tuple[Scatter, Attachment] | None:
-        """What to do with a chunk that came in, None if it is to be dropped. On the mover's thread."""
-        with self._deciding:
-            scatter, attached = self._inbound.landed(notice), self.attached
-        if scatter is None:
-            return None
-        assert attached is not None
-        failpoint("sink.notice_landed")
-        return scatter, attached
+    def hear(self, reports: Sequence[Report]) -> None:
+        """What the data plane reports."""
+        for report in reports:
+            match report:
+                case Landed(chunks=chunks, size_bytes=size_bytes):
+                    failpoint("sink.scattered")
+                    if chunks:
+                        self._metrics.chunks("sink", chunks, size_bytes)
+                case Dropped():
+                    self._on_dropped(report)
+        self._do(self._inbound.hear(reports, self._clock()))
 
-    def on_dropped(self, notice: Notice) -> None:
+    def _on_dropped(self, dropped: Dropped) -> None:
         self._metrics.late_write()
         now = self._clock()
         if now - self._warned >= WARN_S:  # counted each time, said once a minute: whoever may write may write on
             self._warned = now
-            log.warning("late or foreign write dropped: transfer=%r slot=%d", notice.transfer, notice.slot)
-
-    def on_scattered(self, scatter: Scatter, size_bytes: int, failure: tuple[str, str] | None) -> None:
-        failpoint("sink.scattered")
-        if failure is None:
-            self._metrics.chunks("sink", 1, size_bytes)
-        self._do(self._inbound.scattered, scatter.transfer, scatter.slot, failure, self._clock())
+            log.warning("late or foreign write dropped: transfer=%r slot=%d", dropped.transfer, dropped.slot)
 
     def on_pulled(self, pull: Pull, digests: Mapping[int, int], failure: tuple[str, str] | None) -> None:
         if failure is None:
             self._metrics.chunks("sink", pull.end_chunk - pull.first_chunk, pull.size_bytes)
-        self._do(self._inbound.pulled, pull.transfer, pull.end_chunk, digests, failure, self._clock())
+        self._do(self._inbound.pulled(pull.transfer, pull.end_chunk, digests, failure, self._clock()))
 
     def tick(self) -> None:
         before = self._inbound.uncompared
-        self._do(self._inbound.tick, self._clock())
+        self._do(self._inbound.tick(self._clock()))
         if late := self._inbound.uncompared - before:
             log.warning("%d pulled chunks were not compared: their sender said no digests in %g s", late, CHECK_S)
             self._metrics.uncompared(late)
 
     # Doing:
 
-    def _do(self, decide: Callable[P, list[Action]], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Let the exchange decide, alone; then do what it says."""
-        with self._deciding:
-            actions = decide(*args, **kwargs)
+    def _do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Reach(address=address):
@@ -225,9 +210,13 @@ class Sink:
                 case Pull():
                     assert self.attached is not None
                     self._mover.pull(action, self.attached)
-                case Recall():
-                    self._mover.recall((Scatter, Pull), action)
-        self._mover.expect(self._inbound.slots.lent)
+                case ReceiveOrder():
+                    assert self.attached is not None
+                    self._mover.receive(action, self.attached)
+                case Lend():
+                    self._mover.lend(action)
+                case Stop():
+                    self._mover.stop_transfer(action)
 
     def _told(self, message: ToEngine) -> None:
         match message:

@@ -233,7 +233,7 @@ class Source:
                 case Watch(fence=fence):
                     self._watch(fence)
                 case Recall():
-                    self._mover.recall((Ship,), action)
+                    self._mover.recall(action)
 
 
 def _pass_sent(body: Body) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbridge_proto.engine import ToEngine
-from kvbridge_proto.peer import Body, Route, Sum
+from kvbridge_proto.peer import Body, Sum
 from kvbridge_proto.peer import Lease as SlotLease
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
+from .orders import Lend, ReceiveOrder, Stop
 from .reading import Lease
 from .session import Whose
 from .slots import LocalSlot
@@ -43,21 +44,6 @@ class Tell:
     """Send to our engine."""
 
     message: ToEngine
-
-
-@dataclass(frozen=True, slots=True)
-class Scatter:
-    """Check the digest of a landed slot and put its rows into the engine's blocks, not before the fence says so."""
-
-    transfer: str
-    plan: Plan
-    tables: Mapping[int, BlockTable]
-    chunk: int
-    slot: int
-    digest: int
-    digest_kind: str
-    route: Route
-    fence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,4 +124,4 @@ class Recall:
     reason: str
 
 
-Action = Reach | Ask | Send | Tell | Ship | Pull | Digest | Watch | Recall
+Action = Reach | Ask | Send | Tell | ReceiveOrder | Lend | Stop | Ship | Pull | Digest | Watch | Recall

@@ -1,21 +1,22 @@
 """The sink's half: wants of our engine, satisfied by chunks that land in our slots. Pure.
 
-A want needs every rank of the prefilling engine. It reaches them, claims its rows from each, lends slots as chunks
-become ready, and ends once: Done when everything was scattered, Failed otherwise, and never while a scatter of it
-is under way. Slots whose lease is still out when a transfer ends are quarantined (see slots.py).
+A want needs every rank of the prefilling engine. It reaches them, orders the data plane to receive and claims its rows
+from each, lends slots as chunks become ready, and ends once: Done when all rows are in the blocks, Failed otherwise,
+and never before the data plane is quiet. Slots whose lease is still out when a transfer ends are quarantined (see
+slots.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kvbridge_proto.engine import Done, Expect, Refused, Want
-from kvbridge_proto.peer import MAX_SUMS, Cancel, Check, Checked, Notice, Renew, Settled, Sum, Tables, Take
+from kvbridge_proto.peer import MAX_SUMS, Cancel, Check, Checked, Renew, Settled, Sum, Tables, Take
 from kvbridge_proto.peer import Lease as SlotLease
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
-from .actions import Action, Ask, Reach, Recall, Scatter, Send, Tell
+from .actions import Action, Ask, Reach, Send, Tell
 from .adoption import Adoption
 from .awaited import Awaited, holds
 from .doubts import Doubts
@@ -29,17 +30,17 @@ from .intake import (
     Wanted,
     WantEvent,
     WantState,
-    begin_again,
+    can_begin_again,
     claim_of,
     duplicate,
     failed,
-    matches,
+    order_of,
     pull_of,
-    scatter_of,
     why_late,
 )
 from .lease import Deadlines
 from .lending import grants, lend_early, queue
+from .orders import Broken, Landed, Lend, Quiet, Report, Stop
 from .reading import LEASE_S, Lease, Reading, Sampling
 from .session import Home, Session
 from .slots import SlotPool
@@ -54,7 +55,7 @@ DOUBT_AGAIN_S = 5.0  # for slots that only the source's agent can give back
 
 
 class Inbound:
-    """All wants of this agent's engine. One call at a time, from whatever thread: `landed` is the mover's.
+    """All wants of this agent's engine.
 
     Of the chunks that it pulls one in `check_every` is compared with the sender's, none if that is 0.
     """
@@ -67,7 +68,6 @@ class Inbound:
         self.compared = self.differing = 0  # pulled chunks, and those of them that were not the sender's
         self.uncompared = 0  # of which the sender did not say its digest in time
         self.wants: dict[str, Wanted] = {}
-        self.late_writes = 0
         self.awaited = Awaited()
         self._is_paused = False
         self._new_id = new_id
@@ -130,8 +130,7 @@ class Inbound:
     def pause(self) -> bool:
         """Claim nothing until `rebuilt`. Whether nothing is under way any more: until then it had better wait."""
         self._is_paused = True
-        counts = self.slots.counts()
-        return not (counts.lent or counts.landed or len(self._in(WantState.REACHING)) < len(self.wants))
+        return not (self.slots.lent or len(self._in(WantState.REACHING)) < len(self.wants))
 
     def resume(self, now: float) -> list[Action]:
         """There will be no rebuild."""
@@ -150,7 +149,7 @@ class Inbound:
         """All sessions are over. Wants that have not claimed anything yet go on, by new ones."""
         actions: list[Action] = []
         for wanted in list(self.wants.values()):
-            if wanted.state is WantState.REACHING:
+            if wanted.state in (WantState.REACHING, WantState.RETURNING):
                 wanted.home = home
             else:
                 actions += self._fail(wanted, code, reason, now)
@@ -187,7 +186,7 @@ class Inbound:
         return [
             Send(address, Cancel(transfer=transfer, code="forgotten", boot="" if of == boot else of))
             for transfer, of in self._doubts.meet(address, boot, key)
-            if transfer not in self._wanted_by
+            if (intake := self._known(transfer)) is None or intake.state is IntakeState.ENDED
         ]
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
@@ -199,13 +198,28 @@ class Inbound:
             Ask(other) for other, s in self._sources.open.items() if any(rank.address == address for rank in s.ranks)
         ]
         for wanted in hurt.values():
-            if (over := begin_again(wanted, code)) is None:
+            if not can_begin_again(wanted, code):
                 actions += self._fail(wanted, code, reason, now)
-                continue
-            for transfer in over:
-                self._wanted_by.pop(transfer, None)
-            actions += self._advance(wanted, now)
+            elif wanted.state is WantState.REACHING:
+                actions += self._advance(wanted, now)
+            else:
+                actions += self._begin_again(wanted, code, reason, now)
         return actions
+
+    def _begin_again(self, wanted: Wanted, code: str, reason: str, now: float) -> list[Action]:
+        """By another session, once nothing is put into its blocks that came by this one."""
+        wanted.failure = (code, reason)  # if rows turn out to have come
+        if not wanted.is_carried:
+            return self._reach_again(wanted, WantEvent.AGAIN, now)
+        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.AGAIN_BUSY)
+        return self._stops(wanted)
+
+    def _reach_again(self, wanted: Wanted, event: WantEvent, now: float) -> list[Action]:
+        wanted.state = WANT_TABLE.after(wanted.state, event)
+        for transfer in wanted.intakes:
+            self._wanted_by.pop(transfer, None)
+        wanted.intakes.clear()
+        return self._advance(wanted, now)
 
     def _lose(self, address: str, now: float) -> list[Wanted]:
         """The session with `address` is over: so is all that comes from there. Whose transfers that were."""
@@ -252,8 +266,7 @@ class Inbound:
         wanted = self._wanted_by[intake.transfer]
         compared = self.sampling.choose(reading.begun, intake.ready)
         pull = pull_of(wanted, intake, reading, intake.ready, compared)
-        wanted.scattering += 1
-        reading.begun, reading.is_busy = intake.ready, True
+        reading.begun, reading.is_busy, intake.is_carried = intake.ready, True, True
         return [*self._renew(intake, reading, now), pull]
 
     def _renew(self, intake: Intake, reading: Reading, now: float) -> list[Action]:
@@ -284,14 +297,14 @@ class Inbound:
         `digests` are those of chunks that are to be compared with the sender's.
         """
         wanted = self._wanted_by[transfer]
-        wanted.scattering -= 1
         intake = wanted.intakes[transfer]
         reading = intake.reading
         assert reading is not None
         reading.is_busy = False
         self._deadlines.clear(("lease", transfer))
-        if wanted.state is WantState.ENDING:
-            return self._end_failed(wanted, WantEvent.QUIET) if wanted.scattering == 0 else []
+        if wanted.state is not WantState.FLOWING:  # it was told to stop, and will be quiet
+            return []
+        intake.is_carried = False
         if failure is not None:
             return self._fail(wanted, *failure, now)
         intake.scattered = end_chunk
@@ -347,37 +360,50 @@ class Inbound:
         reading.unchecked.clear()
         return self._settle_if_read(intake, reading, now)
 
-    def landed(self, notice: Notice) -> Scatter | None:
-        """A chunk came in. It counts only if everything matches; anything else is counted and dropped: None."""
-        wanted = self._wanted_by.get(notice.transfer)
-        intake = wanted.intakes.get(notice.transfer) if wanted else None
-        if wanted is None or intake is None or not matches(notice, wanted, intake):
-            self.late_writes += 1
-            return None
-        scatter = scatter_of(notice, wanted, intake)
-        if not self.slots.land(notice.slot, notice.generation, notice.transfer):
-            self.late_writes += 1
-            return None
-        intake.landed.add(notice.chunk)
-        wanted.scattering += 1
-        return scatter
+    def hear(self, reports: Iterable[Report], now: float) -> list[Action]:
+        """What the data plane reports."""
+        actions: list[Action] = []
+        for report in reports:
+            match report:
+                case Landed():
+                    actions += self._landed(report, now)
+                case Broken(transfer=transfer, code=code, reason=reason):
+                    actions += self._fail(self._wanted_by[transfer], code, reason, now)
+                case Quiet(transfer=transfer):
+                    actions += self._quiet(transfer, now)
+        return actions + self._pump()
 
-    def scattered(self, transfer: str, slot: int, failure: tuple[str, str] | None, now: float) -> list[Action]:
-        """The mover is through with a landed slot; `failure` is (code, reason) if its rows were not taken over."""
-        self.slots.settle(slot)
+    def _landed(self, landed: Landed, now: float) -> list[Action]:
+        transfer = landed.transfer
         wanted = self._wanted_by[transfer]
-        wanted.scattering -= 1
-        if wanted.state is WantState.ENDING:
-            return (self._end_failed(wanted, WantEvent.QUIET) if wanted.scattering == 0 else []) + self._pump()
-        if failure is not None:
-            return self._fail(wanted, *failure, now) + self._pump()
         intake = wanted.intakes[transfer]
-        intake.scattered += 1
-        settled: list[Action] = []
-        if intake.scattered == intake.plan.chunks:
-            self._end_intake(intake, IntakeEvent.FINISH, now)
-            settled.append(Send(intake.address, Settled(transfer=transfer)))
-        return self._finish_if_complete(wanted, now) + settled + self._pump()  # our engine waits: it hears first
+        self.slots.land(landed.leases, transfer)
+        intake.scattered += landed.chunks
+        if intake.state is not IntakeState.CLAIMED:
+            if not self.slots.has_out(transfer):
+                self._doubts.settle(transfer)
+            return []
+        if intake.scattered < intake.plan.chunks:
+            return []
+        self._end_intake(intake, IntakeEvent.FINISH, now)
+        settled = Send(intake.address, Settled(transfer=transfer))
+        return [*self._finish_if_complete(wanted, now), settled]  # our engine waits: it hears first
+
+    def _quiet(self, transfer: str, now: float) -> list[Action]:
+        wanted = self._wanted_by[transfer]
+        intake = wanted.intakes[transfer]
+        intake.is_carried = False
+        if intake.is_drained:
+            self.slots.drain(transfer)
+        if intake.state is IntakeState.STOPPING and not self.slots.has_out(transfer):
+            self._end_intake(intake, IntakeEvent.DRAIN, now)  # all it was lent has landed
+        if wanted.is_carried:
+            return []
+        if wanted.state is WantState.ENDING:
+            return self._end_failed(wanted, WantEvent.QUIET)
+        if wanted.has_rows:
+            return self._fail(wanted, *wanted.failure, now)
+        return self._reach_again(wanted, WantEvent.QUIET, now)
 
     def failing(self, boot: str, transfer: str, code: str, reason: str, now: float, key: str = "") -> list[Action]:
         """The source gives up; writes may still be under way."""
@@ -392,7 +418,7 @@ class Inbound:
         if intake is None and not self._doubts.can_settle(transfer, boot, key):
             return []
         self._doubts.settle(transfer)
-        self.slots.drain(transfer)
+        self._drain(transfer)
         actions: list[Action] = []
         if intake is not None and intake.state is not IntakeState.ENDED:
             was_claimed = intake.state is IntakeState.CLAIMED
@@ -401,6 +427,14 @@ class Inbound:
                 actions = self._fail(self._wanted_by[transfer], code or "source_failed", reason, now)
         self._forget_if_over(transfer)
         return actions + self._pump()
+
+    def _drain(self, transfer: str) -> None:
+        """Its slots are free once the data plane is through with them as well."""
+        intake = self._known(transfer)
+        if intake is not None and intake.is_carried:
+            intake.is_drained = True
+        else:
+            self.slots.drain(transfer)
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
@@ -471,13 +505,14 @@ class Inbound:
         wanted.state = WANT_TABLE.after(wanted.state, WantEvent.CLAIM)
         actions: list[Action] = []
         for (address, session), taken, planned in zip(sessions.items(), takes, plans, strict=True):
-            actions.append(self._claim_from(wanted, address, session, taken, planned, now))
+            actions += self._claim_from(wanted, address, session, taken, planned, now)
         return actions + self._finish_if_complete(wanted, now)
 
     def _claim_from(
         self, wanted: Wanted, address: str, session: Session, takes: tuple[Take, ...], planned: Plan, now: float
-    ) -> Action:
+    ) -> list[Action]:
         intake = Intake(self._new_id(), address, session, planned, self._new_token(), turn=self.slots.turn)
+        actions: list[Action] = []
         leases: tuple[SlotLease, ...] = ()
         if planned.chunks:
             wanted.intakes[intake.transfer] = intake
@@ -485,8 +520,10 @@ class Inbound:
         if planned.chunks and session.routed.route == "pull":
             intake.reading = Reading(Lease(now), session)
         elif planned.chunks:
+            intake.is_carried = True
             leases = lend_early(self.slots, intake)
-        return Send(address, claim_of(wanted, intake, takes, leases, now))
+            actions = [order_of(wanted, intake), *([Lend(intake.transfer, leases)] if leases else [])]
+        return [*actions, Send(address, claim_of(wanted, intake, takes, leases, now))]
 
     def _finish_if_complete(self, wanted: Wanted, now: float) -> list[Action]:
         if wanted.state is not WantState.FLOWING:
@@ -506,24 +543,21 @@ class Inbound:
             return []
         wanted.failure = (code, reason)
         actions: list[Action] = self._waive(wanted) if wanted.state is WantState.REACHING else []
+        if wanted.state is WantState.FLOWING:
+            actions += self._stops(wanted)
         for intake in wanted.intakes.values():
             if intake.state is IntakeState.CLAIMED:
                 self._end_intake(intake, IntakeEvent.STOP, now)
                 cancel = Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024]))
                 (actions if intake.reading is None else wanted.parting).append(cancel)
-        if wanted.scattering:
+        if wanted.is_carried:
             wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
-            return actions + self._recall(wanted)
+            return actions
         return actions + self._end_failed(wanted, WantEvent.FAIL)
 
-    def _recall(self, wanted: Wanted) -> list[Action]:
-        """Chunks that wait for our engine's own stream must not hold up what it hears."""
-        scattering = [
-            intake
-            for intake in wanted.intakes.values()
-            if len(intake.landed) > intake.scattered or (intake.reading is not None and intake.reading.is_busy)
-        ]
-        return [Recall(intake.transfer, *wanted.failure) for intake in scattering]
+    def _stops(self, wanted: Wanted) -> list[Action]:
+        """Nothing more is put into its blocks. What waits for our engine's own stream does not hold up its end."""
+        return [Stop(each.transfer, *wanted.failure) for each in wanted.intakes.values() if each.is_carried]
 
     def _waive(self, wanted: Wanted) -> list[Action]:
         """Tell the ranks we did reach that nothing will be taken, or they keep their blocks until the hold ends."""
@@ -531,7 +565,7 @@ class Inbound:
         actions: list[Action] = []
         for address, session in self._sources.reached(want.source).items():
             nothing = session.planner.plan((), want.first_token, want.end_token, session.slot_bytes)
-            actions.append(self._claim_from(wanted, address, session, (), nothing, wanted.started))
+            actions += self._claim_from(wanted, address, session, (), nothing, wanted.started)
         return actions
 
     def _end_failed(self, wanted: Wanted, event: WantEvent) -> list[Action]:
@@ -553,6 +587,7 @@ class Inbound:
             elif event is IntakeEvent.STOP:  # no slot is out: nothing that the source could say is waited for
                 intake.state = INTAKE_TABLE.after(intake.state, IntakeEvent.DRAIN)
         elif event is IntakeEvent.FINISH:
+            intake.is_carried = False
             self.slots.drain(intake.transfer)  # leases it never used: the source has written every chunk it will
 
     def _forget(self, wanted: Wanted) -> None:
@@ -567,10 +602,13 @@ class Inbound:
             del self._wanted_by[transfer]
 
     def _intake(self, boot: str, transfer: str, key: str) -> Intake | None:
-        wanted = self._wanted_by.get(transfer)
-        intake = wanted.intakes.get(transfer) if wanted else None
+        intake = self._known(transfer)
         is_its = intake is not None and (intake.session.peer.boot, intake.session.key) == (boot, key)
         return intake if is_its else None
+
+    def _known(self, transfer: str) -> Intake | None:
+        wanted = self._wanted_by.get(transfer)
+        return wanted.intakes.get(transfer) if wanted else None
 
     def _pump(self) -> list[Action]:
         """Lend what is free to whom it serves."""

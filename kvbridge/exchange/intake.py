@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvbridge_proto.engine import Failed, Refused, Want
-from kvbridge_proto.peer import Claim, Lease, Notice, Take
+from kvbridge_proto.peer import Claim, Lease, Take
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
-from .actions import Action, Pull, Scatter, Tell
+from .actions import Action, Pull, Tell
+from .orders import ReceiveOrder
 from .reading import Reading
 from .session import Home, Session, engine_ranks, rank_index
 from .table import Table
@@ -19,18 +20,20 @@ from .table import Table
 
 class WantState(Enum):
     REACHING = auto()  # sessions with all ranks of the source engine are being opened
-    FLOWING = auto()  # claimed; chunks land and are scattered
-    ENDING = auto()  # failed, but a scatter still runs
+    FLOWING = auto()  # claimed; the data plane has its orders
+    RETURNING = auto()  # its session ended; it reaches again once the data plane is quiet
+    ENDING = auto()  # failed, but the data plane is not quiet
     ENDED = auto()
 
 
 class WantEvent(Enum):
     CLAIM = auto()
     FINISH = auto()
-    FAIL_BUSY = auto()  # failed while scatters run
+    FAIL_BUSY = auto()  # failed while the data plane had orders
     FAIL = auto()
-    QUIET = auto()  # the last scatter is over
+    QUIET = auto()  # nothing of it is moved any more
     AGAIN = auto()  # its session ended before anything came, and the peer goes on
+    AGAIN_BUSY = auto()  # the same, while the data plane had orders
 
 
 WANT_TABLE = Table(
@@ -38,6 +41,10 @@ WANT_TABLE = Table(
         (WantState.REACHING, WantEvent.CLAIM): WantState.FLOWING,
         (WantState.REACHING, WantEvent.FAIL): WantState.ENDED,
         (WantState.FLOWING, WantEvent.AGAIN): WantState.REACHING,
+        (WantState.FLOWING, WantEvent.AGAIN_BUSY): WantState.RETURNING,
+        (WantState.RETURNING, WantEvent.QUIET): WantState.REACHING,
+        (WantState.RETURNING, WantEvent.FAIL): WantState.ENDED,
+        (WantState.RETURNING, WantEvent.FAIL_BUSY): WantState.ENDING,
         (WantState.FLOWING, WantEvent.FINISH): WantState.ENDED,
         (WantState.FLOWING, WantEvent.FAIL): WantState.ENDED,
         (WantState.FLOWING, WantEvent.FAIL_BUSY): WantState.ENDING,
@@ -86,14 +93,15 @@ class Intake:
     state: IntakeState = IntakeState.CLAIMED
     ready: int = 0
     turn: int = 0  # when it came, or was lent a slot last
-    landed: set[int] = field(default_factory=set)
-    scattered: int = 0
+    scattered: int = 0  # chunks that are in the blocks
+    is_carried: bool = False  # the data plane has an order for it, or reads
+    is_drained: bool = False  # its sender writes no more, but the data plane may still read what it wrote
     reading: Reading | None = None  # on the route `pull`
 
     @property
     def is_silent(self) -> bool:
         """Whether it was claimed, and neither did a chunk come nor was one said to be ready."""
-        return self.state is IntakeState.CLAIMED and not self.ready and not self.landed
+        return self.state is IntakeState.CLAIMED and not self.ready and not self.scattered
 
 
 @dataclass(slots=True)
@@ -106,13 +114,23 @@ class Wanted:
     started: float
     state: WantState = WantState.REACHING
     intakes: dict[str, Intake] = field(default_factory=dict)
-    scattering: int = 0  # chunks that are being scattered, and reads of several
     parting: list[Action] = field(default_factory=list)  # what senders hear once nothing is read any more
     failure: tuple[str, str] = ("", "")
 
     @property
     def is_open(self) -> bool:
-        return self.state in (WantState.REACHING, WantState.FLOWING)
+        return self.state in (WantState.REACHING, WantState.FLOWING, WantState.RETURNING)
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether the data plane may touch its blocks."""
+        return any(intake.is_carried for intake in self.intakes.values())
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any have come, as far as the data plane has said, or are being read."""
+        intakes = self.intakes.values()
+        return any(each.scattered or (each.reading is not None and each.reading.is_busy) for each in intakes)
 
 
 def claim_of(wanted: Wanted, intake: Intake, takes: tuple[Take, ...], leases: tuple[Lease, ...], now: float) -> Claim:
@@ -136,33 +154,18 @@ def claim_of(wanted: Wanted, intake: Intake, takes: tuple[Take, ...], leases: tu
     )
 
 
-def matches(notice: Notice, wanted: Wanted, intake: Intake) -> bool:
-    """Whether a notice is what we are waiting for, in every field."""
-    return (
-        wanted.state is WantState.FLOWING
-        and intake.state is IntakeState.CLAIMED
-        and intake.reading is None
-        and notice.token == intake.token
-        and notice.source_boot == intake.session.peer.boot
-        and notice.sink_boot == wanted.home.agent.boot
-        and notice.source_epoch == intake.session.peer_epoch
-        and notice.sink_epoch == wanted.home.epoch
-        and notice.chunk < intake.plan.chunks
-        and notice.chunk not in intake.landed
-        and notice.chunk_bytes == intake.plan.chunk(notice.chunk).size_bytes
-    )
-
-
-def scatter_of(notice: Notice, wanted: Wanted, intake: Intake) -> Scatter:
-    """What has to be done with a chunk that landed."""
+def order_of(wanted: Wanted, intake: Intake) -> ReceiveOrder:
+    """What the data plane is to do with chunks of an intake."""
     session = intake.session
-    return Scatter(
-        notice.transfer,
+    return ReceiveOrder(
+        intake.transfer,
         intake.plan,
         wanted.tables,
-        notice.chunk,
-        notice.slot,
-        notice.digest,
+        intake.token,
+        session.peer.boot,
+        wanted.home.agent.boot,
+        session.peer_epoch,
+        wanted.home.epoch,
         session.digest,
         session.routed.route,
         wanted.want.fence,
@@ -185,24 +188,18 @@ def pull_of(wanted: Wanted, intake: Intake, reading: Reading, end_chunk: int, co
     )
 
 
-def begin_again(wanted: Wanted, code: str) -> list[str] | None:
-    """Take a want back to reaching after its session ended with `code`; which transfers are over by that.
+def can_begin_again(wanted: Wanted, code: str) -> bool:
+    """Whether a want may go back to reaching after its session ended with `code`.
 
-    None, and nothing changed, where it has to fail: its source may not go on or may still hold its claim, rows have
-    come, or another rank's claim stands.
+    Else it has to fail: its source may not go on or may still hold its claim, rows have come, or another rank's claim
+    stands.
     """
     if wanted.state is WantState.REACHING:
-        return [] if code in GOES_ON else None
+        return code in GOES_ON
     if wanted.state is not WantState.FLOWING or code != "peer_left":
-        return None
+        return False
     intakes = wanted.intakes.values()
-    has_rows = wanted.scattering or any(intake.landed or intake.scattered for intake in intakes)
-    if has_rows or any(intake.state is not IntakeState.ENDED for intake in intakes):
-        return None
-    wanted.state = WANT_TABLE.after(wanted.state, WantEvent.AGAIN)
-    over = list(wanted.intakes)
-    wanted.intakes.clear()
-    return over
+    return not wanted.has_rows and all(intake.state is IntakeState.ENDED for intake in intakes)
 
 
 def why_late(wanted: Wanted, lacks: str) -> str:

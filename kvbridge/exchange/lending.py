@@ -6,6 +6,7 @@ from kvbridge_proto.peer import Grant, Lease
 
 from .actions import Action, Send
 from .intake import Intake, IntakeState
+from .orders import Lend
 from .slots import SlotPool
 from .turns import Turns
 
@@ -29,7 +30,10 @@ def grants(slots: SlotPool, hungry: Turns[Intake]) -> list[Action]:
         whom = intake.address, intake.transfer
         lent[whom] = lent.get(whom, ()) + _lend(slots, 1, intake)
         queue(slots, hungry, intake)
-    return [Send(address, Grant(transfer=transfer, leases=leases)) for (address, transfer), leases in lent.items()]
+    actions: list[Action] = []
+    for (address, transfer), leases in lent.items():
+        actions += [Lend(transfer, leases), Send(address, Grant(transfer=transfer, leases=leases))]
+    return actions
 
 
 def _lend(slots: SlotPool, count: int, intake: Intake) -> tuple[Lease, ...]:
@@ -40,4 +44,4 @@ def _lend(slots: SlotPool, count: int, intake: Intake) -> tuple[Lease, ...]:
 
 def _hunger(slots: SlotPool, intake: Intake) -> int:
     """How many chunks are ready and have no slot."""
-    return intake.ready - len(intake.landed) - slots.lent_to(intake.transfer)
+    return intake.ready - intake.scattered - slots.lent_to(intake.transfer)

@@ -7,6 +7,7 @@ of its lease can land any more. No timer is a proof.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -19,27 +20,27 @@ from .table import Table
 class SlotState(Enum):
     FREE = auto()
     LENT = auto()
-    LANDED = auto()
     QUARANTINED = auto()
 
 
 class SlotEvent(Enum):
     LEND = auto()
-    LAND = auto()  # the one write of this lease has arrived whole
-    SETTLE = auto()  # its rows are in the engine's blocks, or were thrown away
+    LAND = auto()  # the one write of this lease has arrived whole, and its rows are in the blocks or thrown away
     DOUBT = auto()  # the transfer ended while the lease was out
     DRAIN = auto()  # the source says that it will not write under this lease any more, or its successor that it is dead
     REBUILD = auto()  # our side of the fabric was torn down
 
 
-_F, _L, _D, _Q = SlotState.FREE, SlotState.LENT, SlotState.LANDED, SlotState.QUARANTINED
+_F, _L, _Q = SlotState.FREE, SlotState.LENT, SlotState.QUARANTINED
+# A chunk may have landed before its transfer was stopped and be reported after it: a lease is written once, so that is
+# proof enough for a slot that was quarantined meanwhile.
 SLOT_TABLE = Table(
     {
         (_F, SlotEvent.LEND): _L,
-        (_L, SlotEvent.LAND): _D,
+        (_L, SlotEvent.LAND): _F,
         (_L, SlotEvent.DRAIN): _F,
         (_L, SlotEvent.DOUBT): _Q,
-        (_D, SlotEvent.SETTLE): _F,
+        (_Q, SlotEvent.LAND): _F,
         (_Q, SlotEvent.DRAIN): _F,
         (_Q, SlotEvent.REBUILD): _F,
     }
@@ -75,7 +76,7 @@ class SlotPool:
         return SlotCounts(
             free=states.count(_F),
             lent=states.count(_L),
-            landed=states.count(_D),
+            landed=0,
             quarantined=states.count(_Q),
         )
 
@@ -94,19 +95,12 @@ class SlotPool:
             leases.append(Lease(index, slot.generation))
         return tuple(leases)
 
-    def land(self, index: int, generation: int, transfer: str) -> bool:
-        """Whether a write that claims this lease counts; if not, nothing changed and it must be dropped."""
-        if not 0 <= index < len(self._slots):
-            return False
-        slot = self._slots[index]
-        if slot.state is not _L or slot.generation != generation or slot.transfer != transfer:
-            return False
-        slot.state = SLOT_TABLE.after(slot.state, SlotEvent.LAND)
-        self.lent -= 1
-        return True
-
-    def settle(self, index: int) -> None:
-        self._step(index, SlotEvent.SETTLE)
+    def land(self, leases: Iterable[Lease], transfer: str) -> None:
+        """The data plane is through with what was written under them. Slots made anew since are none of theirs."""
+        for lease in leases:
+            slot = self._slots[lease.slot]
+            if (slot.generation, slot.transfer) == (lease.generation, transfer):
+                self._step(lease.slot, SlotEvent.LAND)
 
     def doubt(self, transfer: str) -> int:
         """The transfer ended: what it still has out is quarantined. Returns how many slots that is."""
@@ -122,6 +116,10 @@ class SlotPool:
         for index in quarantined:
             self._step(index, SlotEvent.REBUILD)
         return len(quarantined)
+
+    def has_out(self, transfer: str) -> bool:
+        """Whether it may still write any."""
+        return transfer in self._of_transfer
 
     def lent_to(self, transfer: str) -> int:
         return sum(1 for i in self._of_transfer.get(transfer, ()) if self._slots[i].state is _L)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from kvbridge_proto.door import DoorCard
 from kvbridge_proto.engine import Attach
-from kvbridge_proto.peer import Notice
 from kvbridge_proto.words import Agent as AgentCard
 
 from ..agent.attachment import Attachment, Word
@@ -19,6 +18,7 @@ from ..agent.engines import Engines
 from ..agent.equipment import Dock, Docks, Equipment
 from ..agent.metrics import Gauges, Metrics
 from ..agent.mover import IDLE_S, Mover
+from ..agent.receiving import Arrival
 from ..agent.waiting import WaitFence, WaitLease, WaitWord
 from ..config import AgentConfig
 from ..device.fence import FencePage
@@ -26,7 +26,7 @@ from ..device.memory import AttachedPool
 from ..device.porter import Porter
 from ..device.staging import Staging
 from ..errors import PeerError
-from ..exchange.actions import Scatter, Ship
+from ..exchange.actions import Ship
 from ..exchange.intake import WantState
 from ..exchange.outlet import OutState
 from ..exchange.route import Rate, Site
@@ -110,7 +110,7 @@ class SteppedMover(Mover):
     @property
     def is_looking(self) -> bool:
         """Whether the thread naps, and does not sleep."""
-        return bool(self._writing or self._moving or self._fenced or self._expecting)
+        return bool(self._writing or self._moving or self._fenced or self.receiving.lent)
 
     def next_look(self) -> float | None:
         """When a wait may be over although nobody rouses us: after a tick, which listens, or at its deadline."""
@@ -118,10 +118,9 @@ class SteppedMover(Mover):
         ticking = (WaitWord, WaitLease)
         return min((tick if isinstance(wait, ticking) else wait.deadline for wait, _ in self._fenced), default=None)
 
-    def expect(self, slots: int) -> None:
-        was, self._expecting = self._expecting, slots
-        if slots and not was:
-            self._process.rouse()
+    def _scatter(self, arrival: Arrival) -> None:
+        self._process.world.on_landed(self._process, arrival.notice)
+        super()._scatter(arrival)
 
     def _put(self, task: Callable[[], None]) -> None:
         if not self._process.is_dead:
@@ -216,12 +215,6 @@ class Process(Agent):
 
     def _assemble_engines(self) -> Engines:
         return SimEngines(self, lambda: self.card, self.mover, self.metrics, self.status, self.clock_s)
-
-    def landed(self, notice: Notice) -> tuple[Scatter, Attachment] | None:
-        found = super().landed(notice)
-        if found is not None:
-            self.world.on_landed(self, notice)
-        return found
 
     # What the world does:
 
@@ -332,10 +325,10 @@ class Process(Agent):
     def look_at_waits(self) -> None:
         """No chunk of what is over waits for a fence, for its engine waits for the end of it."""
         for wait, _ in self.mover._fenced:
-            if not isinstance(wait, WaitFence) or wait.chunk is None:
+            if not isinstance(wait, WaitFence) or wait.what is None or wait.is_over:
                 continue
-            transfer = wait.chunk.transfer
-            if isinstance(wait.chunk, Ship):
+            transfer = wait.what.transfer
+            if isinstance(wait.what, Ship):
                 out = self.outbound.outlets.get(transfer)
                 offered = out and out.offered
                 is_over = out is None or out.state is OutState.STOPPING or (offered and offered.over is not None)

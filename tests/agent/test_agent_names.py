@@ -15,27 +15,27 @@ from kvbridge.agent.sink import Sink
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.session import Home
 from kvbridge.exchange.slots import SlotPool
-from tests.exchange.world import World
+from tests.exchange.world import NOTHING, World
 
 from .player import Player, knows, replace_struct, run, welcomed
+from .receiver import Receiver
 
 
-class Fetching(Player):
+class Fetching(Player, Receiver):
     """A real sink, whose engine's requests bring whatever address their clients say."""
 
     def __init__(self, home: Home) -> None:
         super().__init__(home)
+        Receiver.__init__(self)
         self.told: list[Any] = []
         numbers = count()
         self.inbound = Inbound(SlotPool(4), lambda: f"t{next(numbers)}", lambda: next(numbers).to_bytes(16, "big"))
         dialling = self.peers.dialling
         clock = lambda: 0.0  # noqa: E731
         self.sink = Sink(self.inbound, dialling, self, Metrics(), self.told.append, clock)  # type: ignore[arg-type]
+        self.sink.attached = NOTHING
         dialling.sink = self.sink
         self.may_prove.set()
-
-    def expect(self, slots: int) -> None: ...
-    def get_up(self) -> None: ...
 
     def want(self, source: str) -> None:
         assert self.home is not None
@@ -103,6 +103,7 @@ def test_a_name_that_nothing_is_wanted_by_makes_room_for_another() -> None:
             player.want(f"name-{number}")
             knows(player, f"name-{number}", boot)
             player.sink.abandon(next(reversed(player.inbound.wants)))
+            player.report()
         assert max(player.kept) <= MOST_NAMES and "too_many_names" not in {told.code for told in player.told}
         before = len(player.wires["P0"].said(Claim))
         for address in ("real", "waits", "P0", "name-0"):

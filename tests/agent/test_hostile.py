@@ -6,13 +6,14 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from kvbridge_proto.codec import decode, encode
-from kvbridge_proto.peer import Cancel, Claim, Drained, Goodbye, Grant, Lease, Notice, Refuse
+from kvbridge_proto.peer import Cancel, Claim, Drained, Goodbye, Grant, Lease, Refuse
 from kvbridge_proto.status import PeerStatus, TransferStatus
 
 from kvbridge.agent.mover import Mover
@@ -20,6 +21,7 @@ from kvbridge.agent.relations import Accepted
 from kvbridge.agent.routes import Connected
 from kvbridge.agent.status import peer_statuses, transfers
 from kvbridge.agent.words import PlainFormatter
+from kvbridge.exchange.orders import Dropped, Report
 from kvbridge.exchange.session import Session, hello
 from kvbridge.geometry.compat import Convertible
 
@@ -115,13 +117,7 @@ def test_a_name_that_is_a_line_of_its_own_forges_no_line() -> None:
 class Hearer:
     """Who the mover tells."""
 
-    def __init__(self) -> None:
-        self.landings: list[Notice] = []
-
-    def landed(self, notice: Notice) -> None:
-        self.landings.append(notice)
-
-    def on_dropped(self, notice: Notice) -> None: ...
+    def hear(self, reports: Sequence[Report]) -> None: ...
     def on_foreign_notice(self, code: str) -> None: ...
 
 
@@ -130,7 +126,7 @@ def test_a_notice_that_is_larger_than_any_is_not_unpacked() -> None:
     mover = Mover(lambda: pytest.fail("not started"), "us", hearer, 1.0)  # type: ignore[arg-type]
     try:
         mover._notice(encode(NOTICE))
-        assert hearer.landings == [NOTICE] and mover._telling.pop()[1] == (NOTICE,)
+        assert mover.receiving.take_reports() == [Dropped(NOTICE.transfer, NOTICE.slot)]
         mover._notice(encode([0] * 100_000))
         assert mover._telling == [(hearer.on_foreign_notice, ("frame_too_large",))]
     finally:
@@ -143,10 +139,9 @@ def test_writes_that_count_for_nothing_are_counted_each_and_said_once(caplog: py
     with caplog.at_level(logging.WARNING, "kvbridge.sink"):
         for _ in range(100):
             assert not ours.land(odd)
-            ours.sink.on_dropped(odd)
         assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
         ours.now += 61
-        ours.sink.on_dropped(odd)
+        assert not ours.land(odd)
     assert len(caplog.records) == 2
     assert ours.metrics.values()["kvbridge_late_writes_total"] == 101
 
@@ -161,6 +156,7 @@ def test_another_key_frees_no_slot_by_saying_the_boot_of_a_source_that_stands_st
         await player.peers._welcome(wires["P0"], welcomed(world, wires["P0"]))
         (claim,) = wires["P0"].said(Claim)
         player.peers._lose(wires["P0"], "it stands still")
+        player.report()
         assert slots.counts().quarantined > 0
         player.want("M")
         wires["M"].key = "of M"

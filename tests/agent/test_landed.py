@@ -1,65 +1,114 @@
-"""What lands is decided on the mover's thread while the loop decides other things: never both at once."""
+"""What lands is checked by the data plane against its own receive orders, while the loop decides other things."""
 
 from __future__ import annotations
 
-import threading
-from types import SimpleNamespace
-from typing import Any
-
 from kvbridge_proto.engine import Failed
-from kvbridge_proto.peer import Notice
+from kvbridge_proto.peer import Lease, Notice
 
-from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.sink import Sink
-from tests.exchange.world import World
-
-WAIT_S = 0.2
+from kvbridge.agent.receiving import Arrival
+from kvbridge.exchange.orders import Broken, Dropped, Landed, Lend, Quiet, Stop
+from tests.exchange.world import Node, World
 
 
-def landing(told: list[Any]) -> tuple[World, Sink, Notice]:
-    """A want of which the first chunk has landed, and nobody has looked yet."""
+def landing() -> tuple[World, Node, list[Notice]]:
+    """A want of which chunks have landed, and nobody has looked yet."""
     world = World()
     world.offer("r", 64, 16)
     world.want("r", 64)
     world.hold = {"notice"}
     world.run()
-    shell: Any = SimpleNamespace(send=lambda *_: None, expect=lambda _: None, recall=lambda *_: None)
-    sink = Sink(world.sinks[0].inbound, shell, shell, Metrics(), told.append, lambda: world.now)
-    sink.attached = SimpleNamespace()  # type: ignore[assignment]
-    return world, sink, world.notices[0]
+    return world, world.sinks[0], world.notices
 
 
-def test_what_lands_waits_for_the_loop_to_decide_and_then_counts_no_more() -> None:
-    world, sink, notice = landing([])
-    deciding, go, found = threading.Event(), threading.Event(), []
-
-    def leave() -> list[Any]:
-        deciding.set()
-        assert go.wait(10)
-        return world.sinks[0].inbound.engine_left(world.now)
-
-    loop = threading.Thread(target=lambda: sink._do(leave))
-    loop.start()
-    assert deciding.wait(10)
-    mover = threading.Thread(target=lambda: found.append(sink.landed(notice)))
-    mover.start()
-    mover.join(WAIT_S)
-    assert mover.is_alive(), "decided while the loop was deciding"
-    go.set()
-    for thread in (mover, loop):
-        thread.join(10)
-    assert found == [None]
+def lease_of(notice: Notice) -> Lease:
+    return Lease(notice.slot, notice.generation)
 
 
-def test_a_want_given_up_while_a_chunk_is_scattered_fails_afterwards() -> None:
-    told: list[Any] = []
-    world, sink, _ = landing(told)
-    *two, late = world.notices[:3]
-    landed = [sink.landed(notice) for notice in two]
-    sink.abandon("r")
-    for notice, scatter in zip(two, landed, strict=True):
-        assert told == [], "the engine may use its blocks, and a scatter runs"
-        assert scatter is not None
-        sink.on_scattered(scatter[0], notice.chunk_bytes, None)
-    assert [(type(message), message.code) for message in told] == [(Failed, "aborted")]
-    assert sink.landed(late) is None
+def taken(sink: Node, notice: Notice) -> Arrival:
+    arrival = sink.receiving.landed(notice)
+    assert arrival is not None
+    return arrival
+
+
+def test_a_want_given_up_while_chunks_are_scattered_fails_afterwards() -> None:
+    world, sink, (first, second, late, *_) = landing()
+    arrivals = [taken(sink, notice) for notice in (first, second)]
+    world.abandon("r")
+    world.settle()
+    for arrival in arrivals:
+        assert not world.answers(), "the engine may use its blocks, and a scatter runs"
+        sink.receiving.scattered(arrival, None)
+        world._report(sink)
+        world.settle()
+    assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "aborted"
+    assert sink.receiving.landed(late) is None
+
+
+def test_a_notice_between_a_stop_and_its_quiet_is_dropped_and_its_slot_stays_in_quarantine() -> None:
+    _, sink, (first, second, *_) = landing()
+    arrival = taken(sink, first)
+    sink.receiving.stop(Stop(first.transfer, "aborted", "test"))
+    assert sink.receiving.landed(second) is None
+    sink.receiving.scattered(arrival, None)
+    landed, *others = sink.receiving.take_reports()
+    assert landed == Landed(first.transfer, (lease_of(first),), 1, first.chunk_bytes)
+    assert others == [Dropped(second.transfer, second.slot), Quiet(first.transfer)]
+    assert sink.receiving.lent == sink.receiving.scattering == 0
+
+
+def test_a_slot_whose_landing_crosses_a_stop_is_free_though_the_others_are_not() -> None:
+    world, sink, (first, *_) = landing()
+    arrival = taken(sink, first)
+    sink.receiving.scattered(arrival, None)
+    world.abandon("r")  # before that is heard
+    before = sink.inbound.slots.counts()
+    assert before.free == 0 and before.quarantined == len(sink.inbound.slots)
+    world._report(sink)
+    world.settle()
+    after = sink.inbound.slots.counts()
+    assert (after.free, after.quarantined) == (1, before.quarantined - 1)
+    assert isinstance(world.answers()["r"], Failed)
+
+
+def test_a_slot_is_not_lent_again_while_what_landed_in_it_is_read() -> None:
+    world, sink, (first, *_) = landing()
+    arrival = taken(sink, first)
+    boot = world.sources[0].home.agent.boot
+    world.do(sink, sink.inbound.drained(boot, first.transfer, "", "", world.now))
+    world.settle()
+    assert sink.inbound.slots.free == 0
+    sink.receiving.scattered(arrival, None)
+    world._report(sink)
+    world.settle()
+    assert sink.inbound.slots.free == len(sink.inbound.slots)
+
+
+def test_a_chunk_that_breaks_is_reported_with_the_slot_that_it_leaves() -> None:
+    _, sink, (first, *_) = landing()
+    sink.receiving.scattered(taken(sink, first), ("digest_mismatch", "test"))
+    landed, broken = sink.receiving.take_reports()
+    assert landed == Landed(first.transfer, (lease_of(first),), 0, 0)
+    assert broken == Broken(first.transfer, "digest_mismatch", "test")
+
+
+def test_leases_that_come_after_all_has_come_and_stops_of_what_is_over_leave_nothing() -> None:
+    _, sink, _ = landing()
+    receiving = sink.receiving
+    lent = receiving.lent
+    receiving.lend(Lend("over", (Lease(0, 9),)))
+    receiving.stop(Stop("over", "aborted", "test"))
+    assert receiving.take_reports() == [Quiet("over")] and receiving.lent == lent
+
+
+def test_a_refused_claim_takes_back_the_leases_that_were_lent_with_it() -> None:
+    world = World()
+    world.want("r", 64)
+    world.hold = {"message", "order"}
+    world.run()
+    sink, boot = world.sinks[0], world.sources[0].home.agent.boot
+    (transfer,) = sink.inbound._wanted_by
+    world.do(sink, sink.inbound.drained(boot, transfer, "stale_epoch", "test", world.now))
+    assert not world.answers() and sink.inbound.slots.free < len(sink.inbound.slots)
+    world.settle()
+    assert isinstance(world.answers()["r"], Failed) and sink.inbound.slots.free == len(sink.inbound.slots)
+    assert not sink.receiving._open and not sink.receiving.lent

@@ -9,6 +9,7 @@ import pytest
 
 from kvbridge.agent.jobs import Jobs
 from kvbridge.agent.mover import Mover
+from kvbridge.agent.receiving import Receiving
 from kvbridge.agent.waiting import Job, WaitMove, WaitRoom
 from kvbridge.device.porter import Moved
 from kvbridge.errors import EngineError
@@ -41,7 +42,7 @@ def told() -> list[Any]:
 def job(told: list[Any]) -> Job:
     equipment: Any = SimpleNamespace(porter=FullPorter())
     heard: Any = SimpleNamespace(on_pulled=lambda *args: None)
-    jobs = Jobs(equipment, "us", heard, lambda hear, *args: told.append(args), 30.0, lambda: 0.0)
+    jobs = Jobs(equipment, "us", heard, lambda hear, *args: told.append(args), Receiving(), 30.0, lambda: 0.0)
     jobs._peers[WHOSE] = cast(Any, object()), lambda: None
     lease = Lease(0.0)
     lease.answered(0)

@@ -21,6 +21,7 @@ def doubted(key: str = "") -> World:
     world.run()
     sink = world.sinks[0]
     world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "test", world.now))
+    world.settle()
     assert sink.inbound.slots.counts().quarantined > 0
     return world
 

@@ -238,6 +238,7 @@ def test_a_rank_that_offers_nothing_is_named_at_the_deadline() -> None:
     world.do(source, source.outbound.offer(said, source.home, 0.0))
     world.run()
     world.pass_time(50)
+    world.settle()
     answer = world.answers()["r"]
     assert isinstance(answer, Failed) and answer.code == "deadline"
     assert answer.reason.endswith("chunks; nothing came from P1"), answer.reason

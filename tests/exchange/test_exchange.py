@@ -13,6 +13,7 @@ from kvbridge_proto.words import Blocks
 from msgspec.structs import replace
 
 from kvbridge.exchange.actions import Send, Tell
+from kvbridge.exchange.orders import Dropped
 
 from .world import World
 
@@ -275,15 +276,14 @@ def test_a_landed_chunk_counts_only_if_every_field_matches(field: str) -> None:
     world.want("r", 64)
     world.hold = {"notice"}
     world.run()
-    inbound = world.sinks[0].inbound
-    assert world.notices and not inbound.late_writes
-    true = world.notices[0]
-    assert inbound.landed(replace(true, **{field: NOTICE_LIES[field]})) is None
-    assert inbound.late_writes == 1 and inbound.slots.counts().landed == 0
-    scatter = inbound.landed(true)
-    assert scatter is not None and scatter.chunk == true.chunk
-    assert inbound.landed(replace(true, slot=world.notices[1].slot, generation=1)) is None  # the same chunk again
-    assert inbound.late_writes == 2
+    receiving, true = world.sinks[0].receiving, world.notices[0]
+    lie = replace(true, **{field: NOTICE_LIES[field]})
+    assert receiving.landed(lie) is None and receiving.scattering == 0
+    arrival = receiving.landed(true)
+    assert arrival is not None and arrival.notice == true
+    again = replace(true, slot=world.notices[1].slot, generation=1)
+    assert receiving.landed(again) is None  # the same chunk in another slot
+    assert receiving.take_reports() == [Dropped(lie.transfer, lie.slot), Dropped(again.transfer, again.slot)]
 
 
 @pytest.mark.parametrize("hold", ["hello", "gather", "scatter"])
@@ -326,6 +326,7 @@ def test_a_source_that_lost_us_still_answers_the_cancel_of_what_it_was_writing()
     source, sink = world.sources[0], world.sinks[0]
     world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
     world.do(source, source.outbound.lost(sink.home.agent.boot))
+    world.settle()
     assert isinstance(world.answers()["r"], Failed) and sink.inbound.slots.counts().quarantined
     world.pass_time(6)  # nobody wants anything of it: the sink looks for it on account of its slots alone
     world.run()

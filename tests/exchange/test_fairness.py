@@ -20,13 +20,13 @@ def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(slots: int, local: i
     for _ in range(25):
         world.step()
     (long,) = inbound.wants["long"].intakes.values()
-    before, chunks = len(long.landed), long.plan.chunks
+    before, chunks = long.scattered, long.plan.chunks
     world.offer("short", 16, 4)
     world.want("short", 16)
     while "short" not in world.answers():
         assert world.step()
     assert isinstance(world.answers()["short"], Done)
-    assert chunks == LONG // 4 and len(long.landed) - before < chunks // 2
+    assert chunks == LONG // 4 and long.scattered - before < chunks // 2
     world.run()
     assert isinstance(world.answers()["long"], Done)
     world.check_rest()
@@ -53,7 +53,7 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come(
             begun += 1
         assert world.step()
     (long,) = inbound.wants["long"].intakes.values() if "long" in inbound.wants else (None,)
-    assert long is None or len(long.landed) >= 16
+    assert long is None or long.scattered >= 16
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -69,7 +69,7 @@ def test_many_get_on_at_one_pace(seed: int) -> None:
     while world.step():
         intakes = [intake for name in names if name in inbound.wants for intake in inbound.wants[name].intakes.values()]
         if len(intakes) == len(names):
-            landed = [len(intake.landed) for intake in intakes]
+            landed = [intake.scattered for intake in intakes]
             most = max(most, max(landed) - min(landed))
     assert len(world.answers()) == len(names) and 0 < most <= 5
     world.check_rest()

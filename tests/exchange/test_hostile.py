@@ -159,6 +159,7 @@ def test_transfers_without_slots_are_forgotten_though_their_source_never_says_dr
     for number in range(50):
         world.want(f"r{number}", end=32)
         world.abandon(f"r{number}")
+        world.settle()
     held = [intake for each in machine._wanted_by.values() for intake in each.intakes.values()]
     assert len(held) <= 1 + len(machine.slots)
     assert all(intake.state is not IntakeState.ENDED for intake in held)

@@ -49,7 +49,7 @@ class Crowd:
             blocks=(Blocks(0, 0, (0,)),),
             deadline_s=100.0,
         )
-        (send,) = self.inbound.want(want, self.sink.home, 0.0)
+        *_, send = self.inbound.want(want, self.sink.home, 0.0)
         assert isinstance(send, Send) and isinstance(send.body, Claim)
         peer = structs.replace(self.session.peer, boot=f"sink {number % 8}")
         self.outbound.claim(send.body, replace(self.session, peer=peer), self.source.home, 0.0)

@@ -8,6 +8,7 @@ import pytest
 from kvbridge_proto.engine import Done, Failed, Offer
 from kvbridge_proto.words import Blocks
 
+from kvbridge.agent.receiving import Arrival
 from kvbridge.exchange.actions import Ship
 from kvbridge.exchange.tables import extended
 from kvbridge.geometry.plan import Part
@@ -239,11 +240,12 @@ class Watched(World):
         self.read.setdefault((source.name, ship.request), set()).update(_tokens(part))
         super()._gathered(source, ship)
 
-    def _scattered(self, sink: Node, scatter) -> None:
-        part = Part(scatter.plan, scatter.plan.chunk(scatter.chunk), scatter.tables, is_source=False)
-        request = sink.inbound._wanted_by[scatter.transfer].want.request
+    def _scattered(self, sink: Node, arrival: Arrival) -> None:
+        order = arrival.order
+        part = Part(order.plan, order.plan.chunk(arrival.notice.chunk), order.tables, is_source=False)
+        request = sink.inbound._wanted_by[order.transfer].want.request
         self.written.setdefault((sink.name, request), set()).update(_tokens(part))
-        super()._scattered(sink, scatter)
+        super()._scattered(sink, arrival)
 
     def tables(self, is_sink: bool, first: int, end: int) -> tuple[Blocks, ...]:
         size = self.block_tokens[is_sink]

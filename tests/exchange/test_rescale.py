@@ -6,6 +6,7 @@ import pytest
 from kvbridge_proto.engine import Done, Failed
 from msgspec import structs
 
+from kvbridge.exchange.orders import Dropped
 from kvbridge.exchange.session import Session, answer, hello
 
 from .world import Node, World, make_pool
@@ -141,7 +142,7 @@ def test_a_claim_of_the_epoch_before_is_refused_though_its_sink_has_greeted_anew
     world.hold.clear()
     world.offer("r", 40, 12)
     world.run()
-    assert [refuse.code for refuse in world.refused] == ["stale_epoch"] and sink.inbound.late_writes == 0
+    assert [refuse.code for refuse in world.refused] == ["stale_epoch"] and not sink.dropped
     assert isinstance(world.answers()["r"], Done)
     world.check_rest()
 
@@ -153,8 +154,9 @@ def test_a_chunk_of_another_epoch_does_not_count(field: str) -> None:
     world.offer("r", 40, 12)
     world.hold.add("notice")
     world.run()
-    inbound, true = world.sinks[0].inbound, world.notices[0]
-    assert inbound.landed(structs.replace(true, **{field: 2})) is None and inbound.late_writes == 1
+    receiving, true = world.sinks[0].receiving, world.notices[0]
+    lie = structs.replace(true, **{field: 2})
+    assert receiving.landed(lie) is None and receiving.take_reports() == [Dropped(lie.transfer, lie.slot)]
     world.hold.clear()
     world.run()
     assert isinstance(world.answers()["r"], Done)
@@ -169,6 +171,7 @@ def test_a_want_fails_when_its_source_leaves_in_the_middle_of_its_rows() -> None
     assert world.scatters and not world.answers()
     (sink,) = world.sinks
     world.do(sink, sink.inbound.unreachable("P0", "peer_left", "test", world.now))
+    world.settle()
     assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "peer_left"
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from itertools import product
 
 import pytest
-from kvbridge_proto.peer import Refuse
+from kvbridge_proto.peer import Lease, Refuse
 from kvbridge_proto.words import VersionRange
 from msgspec.structs import replace
 
@@ -53,13 +53,31 @@ def test_illegal_events_raise_and_all_states_are_reached(table: Table, states, e
 def test_a_slot_counts_only_under_its_own_lease() -> None:
     slots = SlotPool(2)
     (lease,) = slots.lend(1, "a")
-    assert not slots.land(lease.slot, lease.generation + 1, "a")
-    assert not slots.land(lease.slot, lease.generation, "b")
-    assert not slots.land(7, 1, "a") and not slots.land(-1, 1, "a")
-    assert slots.land(lease.slot, lease.generation, "a")
-    assert not slots.land(lease.slot, lease.generation, "a")
-    slots.settle(lease.slot)
+    slots.land([Lease(lease.slot, lease.generation + 1)], "a")
+    slots.land([lease], "b")
+    assert slots.free == 1
+    slots.land([lease], "a")
     assert slots.free == 2
+    slots.land([lease], "a")
+    assert slots.free == 2 and slots.lent == 0
+
+
+def test_a_slot_that_was_quarantined_after_its_one_write_had_landed_is_free_once_that_is_reported() -> None:
+    slots = SlotPool(2)
+    landed, _ = slots.lend(2, "a")
+    assert slots.doubt("a") == 2
+    slots.land([landed], "a")
+    assert slots.free == 1 and slots.counts().quarantined == 1 and slots.has_out("a")
+
+
+def test_what_landed_in_slots_of_before_a_rebuild_frees_none_of_after_it() -> None:
+    slots = SlotPool(1)
+    (before,) = slots.lend(1, "a")
+    slots.doubt("a")
+    slots.rebuilt()
+    slots.lend(1, "b")
+    slots.land([before], "a")
+    assert slots.free == 0
 
 
 def test_a_quarantined_slot_needs_its_own_proof() -> None:

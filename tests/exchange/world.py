@@ -7,11 +7,12 @@ no chunk of the wrong lease is scattered, every want and offer ends exactly once
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from typing import Any
 
 from kvbridge_proto.engine import Done, Expect, Failed, Offer, Released, Scales, Want
 from kvbridge_proto.peer import (
@@ -30,8 +31,10 @@ from kvbridge_proto.peer import (
 from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
 from kvbridge_proto.words import Agent, Blocks, Rank
 
-from kvbridge.exchange.actions import Action, Ask, Reach, Scatter, Send, Ship, Tell
+from kvbridge.agent.receiving import Arrival, Receiving
+from kvbridge.exchange.actions import Action, Ask, Reach, Send, Ship, Tell
 from kvbridge.exchange.inbound import Inbound
+from kvbridge.exchange.orders import Dropped, Lend, ReceiveOrder, Stop
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
@@ -42,6 +45,8 @@ from kvbridge.geometry.strip import Strip
 
 LAYERS, HEADS, WIDTH, BLOCKS = 2, 4, 8, 64
 SLOT_BYTES = 1024
+IN_ORDER = (("message", "hello"), ("report",))  # of which the oldest comes first
+NOTHING: Any = object()  # for an engine's memory
 
 
 def make_pool(
@@ -111,6 +116,9 @@ class Node:
     home: Home
     inbound: Inbound
     outbound: Outbound
+    receiving: Receiving = field(default_factory=Receiving)
+    orders: deque[ReceiveOrder | Lend | Stop] = field(default_factory=deque)  # that its data plane has not heard
+    dropped: list[Dropped] = field(default_factory=list)
     told: list[object] = field(default_factory=list)
     accepted: dict[str, Session] = field(default_factory=dict)
     is_dead: bool = False
@@ -268,6 +276,9 @@ class World:
                     self.later("message", lambda s=sink, b=body: self._to_sink(node, s, b))
                 case Tell(message=message):
                     node.told.append(message)
+                case ReceiveOrder() | Lend() | Stop():
+                    node.orders.append(action)
+                    self.later("order", partial(self._order, node))
                 case Ship(plan=plan, transfer=transfer):
                     offered = node.outbound.outlets[transfer].offered
                     assert offered in node.outbound.offers.values(), f"{transfer} reads blocks that were given back"
@@ -284,6 +295,12 @@ class World:
                 return
         raise AssertionError("the world does not come to rest")
 
+    def settle(self) -> None:
+        """Data planes do what they were asked, and are heard."""
+        while mine := [each for each in self.events if each[0] in ("order", "report")]:
+            self.events.remove(mine[0])
+            mine[0][1]()
+
     def step(self) -> bool:
         """Let one event happen; False if none may."""
         able = [i for i, (kind, _) in enumerate(self.events) if kind not in self.hold]
@@ -292,8 +309,8 @@ class World:
         # messages of one link keep their order, as ZeroMQ does: the oldest message first
         index = self.random.choice(able)
         kind = self.events[index][0]
-        if kind in ("message", "hello"):
-            index = next(i for i in able if self.events[i][0] in ("message", "hello"))
+        if together := next((kinds for kinds in IN_ORDER if kind in kinds), None):
+            index = next(i for i in able if self.events[i][0] in together)
         self.events.pop(index)[1]()
         return True
 
@@ -403,15 +420,41 @@ class World:
         if not source.is_dead:
             self.later("end", lambda: self.do(source, source.outbound.shipped(ship.transfer, ship.local, None)))
 
-    def _landed(self, sink: Node, notice: Notice) -> None:
-        if not sink.is_dead and (scatter := sink.inbound.landed(notice)) is not None:
-            self.moved.append((scatter.plan.strips, False, sink.home.pool))
-            self.later("scatter", lambda: None if sink.is_dead else self._scattered(sink, scatter))
+    # The data plane of a sink: what was asked of it before a notice came is done before that is looked at.
 
-    def _scattered(self, sink: Node, scatter: Scatter) -> None:
-        assert Part(scatter.plan, scatter.plan.chunk(scatter.chunk), scatter.tables, is_source=False).moves()
-        self.scatters[scatter.transfer, scatter.chunk] += 1
-        self.do(sink, sink.inbound.scattered(scatter.transfer, scatter.slot, None, self.now))
+    def _order(self, sink: Node, is_all: bool = False) -> None:
+        while sink.orders:
+            match order := sink.orders.popleft():
+                case ReceiveOrder():
+                    sink.receiving.order(order, NOTHING)
+                case Lend():
+                    sink.receiving.lend(order)
+                case Stop():
+                    sink.receiving.stop(order)
+            if not is_all:
+                break
+        self._report(sink)
+
+    def _landed(self, sink: Node, notice: Notice) -> None:
+        if sink.is_dead:
+            return
+        self._order(sink, is_all=True)
+        if (arrival := sink.receiving.landed(notice)) is not None:
+            self.moved.append((arrival.order.plan.strips, False, sink.home.pool))
+            self.later("scatter", lambda: None if sink.is_dead else self._scattered(sink, arrival))
+        self._report(sink)
+
+    def _scattered(self, sink: Node, arrival: Arrival) -> None:
+        order, notice = arrival.order, arrival.notice
+        assert Part(order.plan, order.plan.chunk(notice.chunk), order.tables, is_source=False).moves()
+        self.scatters[order.transfer, notice.chunk] += 1
+        sink.receiving.scattered(arrival, None)
+        self._report(sink)
+
+    def _report(self, sink: Node) -> None:
+        if reports := sink.receiving.take_reports():
+            sink.dropped += [each for each in reports if isinstance(each, Dropped)]
+            self.later("report", lambda: self.do(sink, sink.inbound.hear(reports, self.now)))
 
     def kill(self, name: str) -> None:
         """The agent process is gone, and with it its writes; others see their link end."""

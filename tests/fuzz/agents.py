@@ -32,12 +32,13 @@ from msgspec import Meta, Struct
 from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
+from kvbridge.agent.receiving import Arrival
 from kvbridge.agent.routes import Connected, Landing
 from kvbridge.agent.sink import Sink
 from kvbridge.agent.source import Source
 from kvbridge.agent.status import transfers
 from kvbridge.errors import PeerError
-from kvbridge.exchange.actions import Scatter, Ship
+from kvbridge.exchange.actions import Ship
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.route import Routed, Site
@@ -45,6 +46,7 @@ from kvbridge.exchange.session import Home
 from kvbridge.exchange.slots import LocalSlots, SlotPool
 from kvbridge.transport.trust import Trust
 
+from ..agent.receiver import Receiver
 from ..exchange.world import make_pool
 from .machines import ALL_ROWS, POOLS
 from .typed import TEXTS, drawer
@@ -104,7 +106,7 @@ class Watched(Peers):
         raise  # noqa: PLE0704 - called where the exception is handled
 
 
-class Besieged:
+class Besieged(Receiver):
     """Our agent. It plays its own control and mover."""
 
     trust = Trust()
@@ -113,7 +115,8 @@ class Besieged:
         self.now, self.serial, self.numbers = 0.0, 0, 0
         self.told: list[Any] = []
         self.wires: dict[str, Wire] = {}
-        self.moves: deque[Ship | Scatter] = deque()
+        super().__init__()
+        self.moves: deque[Ship | Arrival] = deque()
         self.tasks: list[asyncio.Task[None]] = []
         self.metrics = Metrics()
         self.home = Home(self.agent("us"), 1, OUR_POOL, Site(CARD), ("sum",), (self.rank("us"),))
@@ -172,21 +175,17 @@ class Besieged:
         await asyncio.sleep(0)
         return True
 
-    def stir(self) -> None: ...
-    def get_up(self) -> None: ...
-    def expect(self, slots: int) -> None: ...
     def disconnect(self, boot: str, serial: int) -> None: ...
-    def warm(self, attachment: object, parts: Any) -> None: ...
 
     def ship(self, ship: Ship, attachment: object) -> None:
         self.moves.append(ship)
 
     def land(self, notice: Notice) -> bool:
-        landed = self.sink.landed(notice)
-        if landed is None:
-            return False
-        self.moves.append(landed[0])
-        return True
+        arrival = self.receiving.landed(notice)
+        if arrival is not None:
+            self.moves.append(arrival)
+        self.report()
+        return arrival is not None
 
     def move(self) -> None:
         """Everything that was begun ends."""
@@ -196,7 +195,8 @@ class Besieged:
                 self.source.on_gathered(move, 1, 0.0)
                 self.source.on_shipped(move, 1, None)
             else:
-                self.sink.on_scattered(move, 1, None)
+                self.receiving.scattered(move, None)
+        self.report()
 
     # What must be true after every message:
 

@@ -30,6 +30,7 @@ from kvbridge_proto.peer import (
 from kvbridge_proto.words import Agent, Blocks
 from msgspec import Meta, Struct
 
+from kvbridge.agent.receiving import Arrival
 from kvbridge.exchange.actions import Action, Ask, Reach, Send, Ship
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
@@ -257,15 +258,17 @@ class Siege(World):
                 lease = leases[notice.slot % len(leases)]
                 changes |= {"slot": lease.slot, "generation": lease.generation}
         written = msgspec.structs.replace(notice, **changes)
-        scatter = self.sink.inbound.landed(written)
-        if scatter is None:
-            return
-        assert claim is not None and written.token == claim.token, "rows of a transfer that it was not told of"
-        failure = ("digest_mismatch", "test") if notice.digest % 3 else None
-        self.later("scatter", lambda: self._moved(transfer, scatter.slot, failure))
+        self._order(self.sink, is_all=True)
+        arrival = self.sink.receiving.landed(written)
+        if arrival is not None:
+            assert claim is not None and written.token == claim.token, "rows of a transfer that it was not told of"
+            failure = ("digest_mismatch", "test") if notice.digest % 3 else None
+            self.later("scatter", lambda: self._moved(arrival, failure))
+        self._report(self.sink)
 
-    def _moved(self, transfer: str, slot: int, failure: tuple[str, str] | None) -> None:
-        self.do(self.sink, self.sink.inbound.scattered(transfer, slot, failure, self.now))
+    def _moved(self, arrival: Arrival, failure: tuple[str, str] | None) -> None:
+        self.sink.receiving.scattered(arrival, failure)
+        self._report(self.sink)
 
     # What must be true after every message:
 

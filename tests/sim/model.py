@@ -2,7 +2,8 @@
 
 Everything that may happen next is a move; moves of the adversary (cuts, restarts, writes that fail or are late) may be
 made so many times. One of them is a lie: a chunk that is under way is written once more, under a lease that was meant
-for another. A state knows all that is under way: messages, gathers, writes, notices, scatters.
+for another. A state knows all that is under way: messages, gathers, writes, notices, scatters, and what the sink's
+exchange and data plane have said to each other.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Lease, N
 from kvbridge_proto.words import Blocks
 from msgspec.structs import replace as changed
 
-from kvbridge.exchange.actions import Ask, Reach, Scatter, Send, Ship, Tell
+from kvbridge.agent.receiving import Arrival, Receiving
+from kvbridge.exchange.actions import Ask, Reach, Send, Ship, Tell
 from kvbridge.exchange.inbound import Inbound
+from kvbridge.exchange.intake import Wanted
+from kvbridge.exchange.orders import Lend, ReceiveOrder, Report, Stop
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import LocalSlots, SlotPool, SlotState
-from tests.exchange.world import World, notice_of
+from tests.exchange.world import NOTHING, World, notice_of
 
 Move = tuple[Any, ...]
 ADDRESS = "P0"
@@ -57,6 +61,7 @@ class State:
     inbound: Inbound
     outbound: Outbound
     budget: dict[str, int]
+    has_lag: bool = False  # between the sink's exchange and its data plane: what either says is heard later
     boots: int = 1
     is_open: bool = False  # the source has the sink's session
     is_reaching: bool = False  # the sink wants one
@@ -64,7 +69,10 @@ class State:
     to_sink: deque[Any] = field(default_factory=deque)
     flights: list[Flight] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
-    scatters: list[Scatter] = field(default_factory=list)
+    receiving: Receiving = field(default_factory=Receiving)
+    orders: deque[ReceiveOrder | Lend | Stop] = field(default_factory=deque)
+    reports: deque[Report] = field(default_factory=deque)
+    scatters: list[Arrival] = field(default_factory=list)
     slots: dict[int, object] = field(default_factory=dict)
     remains: list[int] = field(default_factory=list)  # slots of writes that failed, the rest of which may land yet
     rows: set[tuple[str, int]] = field(default_factory=set)  # chunks that were scattered
@@ -92,7 +100,11 @@ class State:
         yield from self.to_sink
         yield from (flight.ship for flight in self.flights)
         yield from self.notices
-        yield from self.scatters
+        yield from self.orders
+        yield from self.reports
+        yield NOTHING
+        for receipt in [*self.receiving._open.values(), *(scatter.receipt for scatter in self.scatters)]:
+            yield from (receipt.order, receipt.stop)
         for _, _, takes in self.inbound._givers._assigned.values():
             yield takes
         for sessions, pool, _ in self.inbound._givers._assigned.values():
@@ -104,7 +116,7 @@ class State:
         inbound, outbound = self.inbound, self.outbound
         slots = tuple((s.state, s.generation, s.transfer) for s in inbound.slots._slots)
         intakes = tuple(
-            (t, w.state, w.scattering, i.state, i.ready, tuple(sorted(i.landed)), i.scattered)
+            (t, w.state, i.state, i.ready, i.scattered, i.is_carried, i.is_drained)
             for t, w in inbound._wanted_by.items()
             for i in (w.intakes[t],)
         )
@@ -118,7 +130,12 @@ class State:
         wants = tuple((name, w.state) for name, w in inbound.wants.items())
         network = tuple(self.to_source), tuple(self.to_sink), tuple(self.notices)
         flights = tuple(flight.key for flight in self.flights)
-        scatters = tuple((s.transfer, s.chunk, s.slot) for s in self.scatters)
+        scatters = tuple((s.order.transfer, s.notice.chunk, s.notice.slot) for s in self.scatters)
+        receipts = tuple(
+            (r.transfer, tuple(r.leases.items()), frozenset(r.missing), r.moving, r.stop is None)
+            for r in self.receiving._open.values()
+        )
+        orders = tuple((type(o), o.transfer, o.leases if isinstance(o, Lend) else ()) for o in self.orders)
         rest = tuple(self.budget.items()), self.boots, self.is_open, self.is_reaching, tuple(self.answers.items())
         doubts = tuple(inbound._doubts._of.items()), tuple(inbound._doubts._met.items())
         free = tuple(inbound.slots._free)
@@ -135,6 +152,9 @@ class State:
             network,
             flights,
             scatters,
+            receipts,
+            orders,
+            tuple(self.reports),
             rest,
             doubts,
             free,
@@ -161,6 +181,8 @@ class State:
                 found.append(("wrote", i))
         found += [("notice", i) for i in range(len(self.notices))]
         found += [("scattered", i) for i in range(len(self.scatters))]
+        found += [("order",)] if self.orders else []
+        found += [("report",)] if self.reports else []
         found += [("remain", i) for i in range(len(self.remains))] if self.budget.get("remain") else []
         for kind in ("cut", "restart", "abandon", "withdraw"):
             found += [(kind,)] if self.budget.get(kind) else []
@@ -180,6 +202,16 @@ class State:
         if kind in self.budget:
             self.budget[kind] -= 1
         getattr(self, "_" + kind.replace(" ", "_"))(*move[1:])
+        if not self.has_lag:
+            self.settle()
+
+    def settle(self) -> None:
+        """The sink's data plane does what it was asked, and is heard."""
+        while self.orders or self.reports:
+            if self.orders:
+                self._order()
+            else:
+                self._report()
 
     # Engines:
 
@@ -327,30 +359,46 @@ class State:
         self._put(again)
         self.notices.append(notice_of(again, self.source_home))
 
+    def _order(self) -> None:
+        match order := self.orders.popleft():
+            case ReceiveOrder():
+                self.receiving.order(order, NOTHING)
+            case Lend():
+                self.receiving.lend(order)
+            case Stop():
+                self.receiving.stop(order)
+        self.reports += self.receiving.take_reports()
+
     def _notice(self, index: int) -> None:
-        scatter = self.inbound.landed(self.notices.pop(index))
-        if scatter is not None:
-            self.scatters.append(scatter)
+        while self.orders:  # what was asked before it came is done before it is looked at
+            self._order()
+        arrival = self.receiving.landed(self.notices.pop(index))
+        if arrival is not None:
+            self.scatters.append(arrival)
+        self.reports += self.receiving.take_reports()
 
     def _scattered(self, index: int) -> None:
-        scatter = self.scatters.pop(index)
-        found = self.slots.get(scatter.slot)
-        if found not in ((scatter.transfer, scatter.chunk), REST):
-            raise Wrong(f"slot {scatter.slot} has {found} for {scatter.chunk}")
-        wanted = self.inbound._wanted_by.get(scatter.transfer)
+        arrival = self.scatters.pop(index)
+        order, notice = arrival.order, arrival.notice
+        found = self.slots.get(notice.slot)
+        if found not in ((order.transfer, notice.chunk), REST):
+            raise Wrong(f"slot {notice.slot} has {found} for {notice.chunk}")
+        wanted = self.inbound._wanted_by.get(order.transfer)
         if wanted is None or wanted.want.request in self.answers:
-            raise Wrong(f"{scatter.transfer} is scattered after its want was answered")
+            raise Wrong(f"{order.transfer} is scattered after its want was answered")
         if found == REST:  # what nobody but the digest can see
-            failure = ("digest_mismatch", "test")
-            self.sink(self.inbound.scattered(scatter.transfer, scatter.slot, failure, 0.0))
-            if self.answers.get(wanted.want.request) == "Done":
-                raise Wrong(f"{wanted.want.request} is done with the rest of another's write")
-            return
-        self.rows.add((scatter.transfer, scatter.chunk))
-        chunks = {(t, chunk) for t, intake in wanted.intakes.items() for chunk in range(intake.plan.chunks)}
-        self.sink(self.inbound.scattered(scatter.transfer, scatter.slot, None, 0.0))
-        if self.answers.get(wanted.want.request) == "Done" and not chunks <= self.rows:
-            raise Wrong(f"{wanted.want.request} is done without {chunks - self.rows}")
+            self.receiving.scattered(arrival, ("digest_mismatch", "test"))
+        else:
+            self.rows.add((order.transfer, notice.chunk))
+            self.receiving.scattered(arrival, None)
+        self.reports += self.receiving.take_reports()
+
+    def _report(self) -> None:
+        chunks = {name: _chunks(wanted) for name, wanted in self.inbound.wants.items()}
+        self.sink(self.inbound.hear([self.reports.popleft()], 0.0))
+        for request, needed in chunks.items():
+            if self.answers.get(request) == "Done" and not needed <= self.rows:
+                raise Wrong(f"{request} is done without {needed - self.rows}")
 
     # Both shells:
 
@@ -359,6 +407,8 @@ class State:
             match action:
                 case Reach() | Ask():
                     self.is_reaching = True
+                case ReceiveOrder() | Lend() | Stop():
+                    self.orders.append(action)
                 case Send(body=Settled()):
                     pass
                 case Send(body=body):
@@ -400,12 +450,18 @@ class State:
             raise Wrong(f"slots are left: {counts}")
         if calm.inbound.wants or calm.inbound._wanted_by or calm.inbound._doubts._of or calm.outbound.outlets:
             raise Wrong("transfers are left")
+        if calm.receiving._open or calm.receiving.lent or calm.receiving.scattering:
+            raise Wrong("orders are left")
         if calm.outbound.offers:
             raise Wrong("offers are left")
 
 
 def _restarted(home: Home, number: int) -> Home:
     return replace(home, agent=changed(home.agent, boot=f"boot-{number}"))
+
+
+def _chunks(wanted: Wanted) -> set[tuple[str, int]]:
+    return {(name, chunk) for name, intake in wanted.intakes.items() for chunk in range(intake.plan.chunks)}
 
 
 class _Names:
@@ -422,13 +478,13 @@ class _Names:
         return self.count.to_bytes(16, "big")
 
 
-def begin(wants: int, tokens: int, slots: int, local: int, budget: dict[str, int]) -> State:
+def begin(wants: int, tokens: int, slots: int, local: int, budget: dict[str, int], has_lag: bool = False) -> State:
     """The first state: everything offered and wanted, nothing said yet."""
     world = World(slots=slots, local=local)
     sink, source = world.sinks[0], world.sources[0]
     names = _Names()
     inbound = Inbound(SlotPool(slots), names.name, names.token)
-    state = State(sink.home, source.home, inbound, Outbound(LocalSlots(local)), budget)
+    state = State(sink.home, source.home, inbound, Outbound(LocalSlots(local)), budget, has_lag)
     for i in range(wants):
         state.offer(f"r{i}", tokens)
         state.want(f"r{i}", tokens)

@@ -62,6 +62,37 @@ def test_no_order_of_events_breaks_it(wants: int, slots: int, budget: dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("slots", "budget", "at_least"),
+    [
+        (1, {"abandon": 1}, 100),
+        (1, {"abandon": 1, "cut": 1}, 500),
+        (1, {"fails": 1, "remain": 1}, 70),
+        (1, {"repeat": 1, "withdraw": 1}, 500),
+        (2, {"abandon": 1}, 500),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value),
+)
+def test_no_order_of_events_breaks_it_when_the_data_plane_hears_and_is_heard_late(
+    slots: int, budget: dict[str, int], at_least: int
+) -> None:
+    """Landings cross a stop, notices come between it and quiet, leases are taken back before they are heard of."""
+    states, rests = explore(begin(1, 8, slots=slots, local=1, budget=budget, has_lag=True))
+    assert states >= at_least and rests
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "what a want that has ended was to receive is scattered",
+        "failed is said while rows are scattered",
+    ],
+)
+def test_the_search_misses_this_rule_between_exchange_and_data_plane(rule: str) -> None:
+    with switched_off(rule), pytest.raises((Wrong, IllegalEvent)):
+        explore(begin(1, 8, slots=1, local=1, budget={"abandon": 1, "cut": 1}, has_lag=True))
+
+
+@pytest.mark.parametrize(
     ("rule", "slots", "local"),
     [
         ("doubtful slots are free at once", 2, 2),
@@ -76,6 +107,11 @@ def test_the_search_misses_this_rule(rule: str, slots: int, local: int) -> None:
     budget = {"abandon": 1, "cut": 1, "withdraw": 1, "repeat": 1, "lie": 1}
     with switched_off(rule), pytest.raises((Wrong, IllegalEvent)):
         explore(begin(1, 8, slots=slots, local=local, budget=budget))
+
+
+def test_a_slot_is_not_lent_to_another_while_what_landed_in_it_is_read() -> None:
+    with switched_off("slots are free while what landed in them is read"), pytest.raises(Wrong, match="has"):
+        explore(begin(2, 8, slots=2, local=1, budget={"fails": 1}))
 
 
 def test_a_chunk_that_landed_under_two_leases_is_not_another_chunk() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from kvbridge_proto.peer import Lease
 
 from kvbridge.exchange.slots import SlotPool
 from tests.sim.model import begin
@@ -36,9 +37,9 @@ class Transfers(RuleBasedStateMachine):
     def slots_add_up(self) -> None:
         pool = self.state.inbound.slots
         counts = pool.counts()
-        assert counts.free + counts.lent + counts.landed + counts.quarantined == len(pool)
+        assert counts.free + counts.lent + counts.quarantined == len(pool)
         assert counts.free == pool.free and len(set(pool._free)) == pool.free
-        assert counts.landed == len(self.state.scatters)
+        assert self.state.receiving.scattering == len(self.state.scatters)
 
     def teardown(self) -> None:
         self.state.check_rest()
@@ -64,20 +65,11 @@ class Slots(RuleBasedStateMachine):
             self.last[lease.slot] = lease.generation
             self.out[lease.slot] = lease.generation, transfer, "lent"
 
-    @rule(slot=st.integers(-1, 4), generation=st.integers(0, 6), transfer=st.sampled_from("ab"))
+    @rule(slot=st.integers(0, COUNT - 1), generation=st.integers(0, 6), transfer=st.sampled_from("ab"))
     def land(self, slot: int, generation: int, transfer: str) -> None:
-        held = self.out.get(slot)
-        is_right = held is not None and held[:2] == (generation, transfer) and held[2] == "lent"
-        assert self.pool.land(slot, generation, transfer) is is_right
-        if is_right and held is not None:
-            self.out[slot] = (*held[:2], "landed")
-
-    @precondition(lambda self: any(held[2] == "landed" for held in self.out.values()))
-    @rule()
-    def settle(self) -> None:
-        slot = min(slot for slot, held in self.out.items() if held[2] == "landed")
-        self.pool.settle(slot)
-        del self.out[slot]
+        if (held := self.out.get(slot)) is not None and held[:2] == (generation, transfer):
+            del self.out[slot]
+        self.pool.land([Lease(slot, generation)], transfer)
 
     @rule(transfer=st.sampled_from("ab"))
     def doubt(self, transfer: str) -> None:
@@ -88,7 +80,7 @@ class Slots(RuleBasedStateMachine):
 
     @rule(transfer=st.sampled_from("ab"))
     def drain(self, transfer: str) -> None:
-        drained = [slot for slot, held in self.out.items() if held[1] == transfer and held[2] != "landed"]
+        drained = [slot for slot, held in self.out.items() if held[1] == transfer]
         assert self.pool.drain(transfer) == len(drained)
         for slot in drained:
             del self.out[slot]
@@ -103,8 +95,8 @@ class Slots(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         ways = [held[2] for held in self.out.values()]
         counts = self.pool.counts()
-        found = counts.lent, counts.landed, counts.quarantined, counts.free
-        assert found == (ways.count("lent"), ways.count("landed"), ways.count("quarantined"), self.COUNT - len(ways))
+        found = counts.lent, counts.quarantined, counts.free
+        assert found == (ways.count("lent"), ways.count("quarantined"), self.COUNT - len(ways))
         assert self.pool.lent == counts.lent
 
 

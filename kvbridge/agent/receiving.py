@@ -1,0 +1,142 @@
+"""The receive orders of the data plane: what lands is checked against them, without asking anybody. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvbridge_proto.peer import Lease, Notice
+
+from ..exchange.orders import Broken, Dropped, Landed, Lend, Quiet, ReceiveOrder, Report, Stop
+from .attachment import Attachment
+
+
+@dataclass(slots=True, eq=False)
+class Receipt:
+    """One transfer that is being received. `order` is None where its rows are pulled."""
+
+    transfer: str
+    order: ReceiveOrder | None = None
+    attachment: Attachment | None = None
+    leases: dict[int, int] = field(default_factory=dict)  # generations by slot, of those that nothing has landed under
+    missing: set[int] = field(default_factory=set)  # chunks that have not landed
+    moving: int = 0  # scatters and reads under way
+    stop: Stop | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A chunk that landed and counts, on its way into the engine's blocks."""
+
+    receipt: Receipt
+    order: ReceiveOrder
+    attachment: Attachment
+    notice: Notice
+
+    @property
+    def size_bytes(self) -> int:
+        return self.notice.chunk_bytes
+
+
+class Receiving:
+    """All transfers that are being received. On the data plane's thread, but for the counts, which anybody may read."""
+
+    def __init__(self) -> None:
+        self.lent = 0  # leases that nothing has landed under: notices must be looked for
+        self.scattering = 0  # slots that are being read
+        self._open: dict[str, Receipt] = {}
+        self._landed: dict[str, Landed] = {}
+        self._reports: list[Report] = []
+
+    def order(self, order: ReceiveOrder, attachment: Attachment) -> None:
+        """Chunks of this transfer may come, once slots are lent for them."""
+        missing = set(range(order.plan.chunks))
+        self._open[order.transfer] = Receipt(order.transfer, order, attachment, missing=missing)
+
+    def lend(self, lend: Lend) -> None:
+        """Chunks may come in these slots."""
+        if (receipt := self._open.get(lend.transfer)) is None:
+            return  # all of it is here: nothing will be written under them
+        receipt.leases.update((lease.slot, lease.generation) for lease in lend.leases)
+        self.lent += len(lend.leases)
+
+    def stop(self, stop: Stop) -> None:
+        """Take nothing more of this transfer. Quiet is reported once nothing of it is being moved."""
+        if (receipt := self._open.get(stop.transfer)) is None:
+            self._reports.append(Quiet(stop.transfer))
+            return
+        receipt.stop = stop
+        self._forget_leases(receipt)
+        self._end_if_over(receipt)
+
+    def landed(self, notice: Notice) -> Arrival | None:
+        """A chunk came in. It counts only if everything matches; anything else is reported as dropped: None."""
+        receipt = self._open.get(notice.transfer)
+        if receipt is None or receipt.order is None or not matches(notice, receipt, receipt.order):
+            self._reports.append(Dropped(notice.transfer, notice.slot))
+            return None
+        assert receipt.attachment is not None
+        del receipt.leases[notice.slot]
+        self.lent -= 1
+        receipt.missing.discard(notice.chunk)
+        receipt.moving += 1
+        self.scattering += 1
+        return Arrival(receipt, receipt.order, receipt.attachment, notice)
+
+    def scattered(self, arrival: Arrival, failure: tuple[str, str] | None) -> None:
+        """Its slot is read no more; `failure` is (code, reason) if its rows were not taken over."""
+        receipt, notice = arrival.receipt, arrival.notice
+        lease, transfer = Lease(notice.slot, notice.generation), receipt.transfer
+        before = self._landed.get(transfer) or Landed(transfer, (), 0, 0)
+        chunks, size_bytes = (1, arrival.size_bytes) if failure is None else (0, 0)
+        leases = (*before.leases, lease)
+        self._landed[transfer] = Landed(transfer, leases, before.chunks + chunks, before.size_bytes + size_bytes)
+        if failure is not None and receipt.stop is None:
+            self._reports.append(Broken(transfer, *failure))
+        self.scattering -= 1
+        self._moved(receipt)
+
+    def begin_read(self, transfer: str) -> Receipt:
+        """Rows of it are pulled from here on, until `end_read`."""
+        receipt = self._open.setdefault(transfer, Receipt(transfer))
+        receipt.moving += 1
+        return receipt
+
+    def end_read(self, receipt: Receipt) -> None:
+        """They are not any more."""
+        self._moved(receipt)
+
+    def take_reports(self) -> list[Report]:
+        """What there is to report since the last call. Nothing lands of a transfer that something else is said of."""
+        reports = [*self._landed.values(), *self._reports]
+        self._landed, self._reports = {}, []
+        return reports
+
+    def _moved(self, receipt: Receipt) -> None:
+        receipt.moving -= 1
+        self._end_if_over(receipt)
+
+    def _end_if_over(self, receipt: Receipt) -> None:
+        if receipt.moving or (receipt.missing and receipt.stop is None):
+            return
+        self._forget_leases(receipt)
+        del self._open[receipt.transfer]
+        if receipt.stop is not None:
+            self._reports.append(Quiet(receipt.transfer))
+
+    def _forget_leases(self, receipt: Receipt) -> None:
+        self.lent -= len(receipt.leases)
+        receipt.leases.clear()
+
+
+def matches(notice: Notice, receipt: Receipt, order: ReceiveOrder) -> bool:
+    """Whether a notice is what we are waiting for, in every field."""
+    return (
+        receipt.leases.get(notice.slot) == notice.generation
+        and notice.chunk in receipt.missing
+        and notice.chunk_bytes == order.plan.chunk(notice.chunk).size_bytes
+        and notice.token == order.token
+        and notice.source_boot == order.source_boot
+        and notice.sink_boot == order.sink_boot
+        and notice.source_epoch == order.source_epoch
+        and notice.sink_epoch == order.sink_epoch
+    )
