@@ -83,7 +83,7 @@ class Tables:
     def offsets(self, places: Places, block_stride: int, tokens: tuple[Axis, ...]) -> int:
         """Address of the offsets of all places."""
         room, address = self.take(places.count)
-        place_offsets(places.index.numpy(), block_stride, tokens, room)
+        place_offsets(places.array, block_stride, tokens, room)
         return address
 
     def upload(self, stream: int | None = None) -> None:

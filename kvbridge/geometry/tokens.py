@@ -95,9 +95,10 @@ class BlockTable:
         first, end = first_token // unit_tokens, -(-end_token // unit_tokens)
         if units == 1:
             return self.ids[first - self.first_block : end - self.first_block]
-        unit = np.arange(first, end, dtype=np.int64)
-        block = unit // units
-        return self.ids[block - self.first_block] * units + (unit - block * units)
+        entry, end_entry = first // units, -(-end // units)
+        ids = self.ids[entry - self.first_block : end_entry - self.first_block]
+        whole: Places = (ids[:, np.newaxis] * units + np.arange(units)).reshape(-1)
+        return whole[first - entry * units : end - entry * units]
 
     def at(self, comb: Comb, first: int, end: int, unit_tokens: int = 1) -> Places:
         """The places of marks [first, end) of a comb whose tokens are all in this share.
