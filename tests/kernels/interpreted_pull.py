@@ -1,4 +1,4 @@
-"""The pull kernel under Triton's interpreter; run by tests/kernels/test_pull.py, with the bounds of interpreted.py."""
+"""The pull kernel under the interpreter of Triton; run by test_kernels.py, with the bounds of interpreted.py."""
 
 from __future__ import annotations
 

@@ -29,9 +29,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.timeout(300)
-def test_interpreted_kernels_do_what_their_twins_do() -> None:
+@pytest.mark.parametrize("script", ["interpreted.py", "interpreted_pull.py"])
+def test_interpreted_kernels_do_what_their_twins_do(script: str) -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "--tb=short", str(HERE / "interpreted.py")]
+    command = [sys.executable, "-m", "pytest", "--tb=short", str(HERE / script)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     passed = re.search(r"(\d+) passed", found.stdout)
