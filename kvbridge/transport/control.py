@@ -276,11 +276,12 @@ class Control:
                     await asyncio.sleep(TICK_S)
         except BadFrame as error:
             self._reject(link, error.code, str(error))
-        pipe.close()
-        if not link.is_lost and link.says_by_pipe:
-            self._lose(link, "peer_disconnected", f"the pipe to {link.address}: {pipe.why}")
-        elif not link.is_lost:  # the peer never had it
-            link.pipe = None
+        finally:
+            pipe.close()
+            if not link.is_lost and link.says_by_pipe:
+                self._lose(link, "peer_disconnected", f"the pipe to {link.address}: {pipe.why}")
+            elif not link.is_lost:  # the peer never had it
+                link.pipe = None
 
     def _take_from_pipe(self, link: Link, envelope: Envelope) -> None:
         """An envelope; those before it may still be on their way by the connection."""
@@ -450,8 +451,10 @@ class Control:
         link.is_lost = True
         link.outbox.clear()
         link.early.clear()
-        if link.pipe is not None:
+        if link.pipe is not None and linger_ms:
             link.pipe.close()  # what was said leaves
+        elif link.pipe is not None:
+            link.pipe.shut()
         port = self._ports.pop(link, None)
         if link.identity is None:
             del self._dialled[link.address]
