@@ -90,7 +90,7 @@ def test_one_that_comes_back_in_time_goes_on(
 def goes_on(running: AgentProcess) -> None:
     """Its engine is let go of, another comes, and it stops as told."""
     deadline = time.monotonic() + STUCK_S + 5
-    while running.status.engine is not None or "engine left" not in running.text():
+    while running.status.engine is not None or "engine left: epoch=1" not in running.text():
         assert time.monotonic() < deadline, running.text()
         time.sleep(0.05)
     with closing(SyntheticEngine(running, build(Shape("hnd")))) as engine:
