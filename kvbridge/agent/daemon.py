@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from importlib.metadata import version
@@ -26,12 +26,11 @@ from msgspec import structs
 
 from ..config import AgentConfig
 from ..errors import OperatorError
-from ..exchange.actions import Digest, Pull, Ship
 from ..exchange.inbound import Inbound
-from ..exchange.orders import Report
+from ..exchange.orders import ReceivingReport, SendingReport
 from ..exchange.outbound import Outbound
 from ..exchange.reading import CHECK_EVERY
-from ..exchange.slots import LocalSlots, SlotPool
+from ..exchange.slots import SlotPool
 from ..failpoints import VARIABLE, arm_from_environment
 from ..transport.control import Control
 from ..transport.descriptors import links, raised
@@ -168,7 +167,7 @@ class Agent:
         self.mover = Mover(lambda: equip(config, self.boot), self.boot, self, timeout_s, self._stuck_s, linger_s)
         stack.push_async_callback(self.mover.stop)
         await self.mover.start()
-        self.slots, self.local_slots = SlotPool(self.mover.site.fabric.slots), LocalSlots(self.mover.outbound_slots)
+        self.slots = SlotPool(self.mover.site.fabric.slots)
         self.control = await stack.enter_async_context(self._control(descriptors))
         self.local = await stack.enter_async_context(LocalServer(self.lock, allowed_uids=config.allowed_uids or None))
         if self.mover.site.machine:
@@ -222,14 +221,14 @@ class Agent:
         log.info("peers read again: %s", trust.description)
 
     def _assemble(self) -> None:
-        clock, entropy = self._clock, self._entropy
-        check_every = CHECK_EVERY[self.config.verify]
+        clock, entropy, config = self._clock, self._entropy, self.config
+        check_every = CHECK_EVERY[config.verify]
         self.inbound = Inbound(self.slots, lambda: entropy(8).hex(), lambda: entropy(16), check_every)
-        self.outbound = Outbound(self.local_slots, before=self.before)
+        self.outbound = Outbound(before=self.before)
         self.engines = self._assemble_engines()
         self.engines.doors = self.doors
         home = lambda: self.engines.home  # noqa: E731
-        self.peers = Peers(self.control, self.mover, home, self.metrics, self.config.connect_s, self.doors, clock)
+        self.peers = Peers(self.control, self.mover, home, self.metrics, config.connect_s, self.doors, clock)
         self.sink = Sink(self.inbound, self.peers.dialling, self.mover, self.metrics, self.engines.tell, clock)
         self.source = Source(
             self.outbound,
@@ -245,12 +244,12 @@ class Agent:
         self.peers.accepting.source = self.engines.source = self.source
         self.engines.peers = self.peers
         self.rebuilder = Rebuilder(
-            self.slots, self.local_slots, self.engines, self.mover, self.metrics, self.config.rebuild_s, self._clock
+            self.slots, self.mover.sending.slots, self.engines, self.mover, self.metrics, config.rebuild_s, self._clock
         )
         self.metrics.watch(
             Gauges(
                 inbound=self._inbound_slots,
-                outbound=self.local_slots.counts,
+                outbound=self.mover.sending.slots.counts,
                 wants=lambda: len(self.inbound.wants),
                 offers=lambda: len(self.outbound.offers),
                 unclaimed=lambda: len(self.outbound.unclaimed(self._clock())),
@@ -302,29 +301,11 @@ class Agent:
         self.source.tick()
         self.engines.prompts.tick(self._clock())
 
-    def on_gathered(self, ship: Ship, size_bytes: int, seconds: float) -> None:
-        self.source.on_gathered(ship, size_bytes, seconds)
+    def on_sending(self, reports: Sequence[SendingReport]) -> None:
+        self.source.hear(reports)
 
-    def on_shipped(self, ship: Ship, size_bytes: int, failure: tuple[str, str] | None) -> None:
-        self.source.on_shipped(ship, size_bytes, failure)
-
-    def on_late(self, ship: Ship, reason: str) -> None:
-        self.source.on_late(ship, reason)
-
-    def hear(self, reports: Sequence[Report]) -> None:
+    def on_receiving(self, reports: Sequence[ReceivingReport]) -> None:
         self.sink.hear(reports)
-
-    def on_foreign_notice(self, code: str) -> None:
-        self.metrics.rejected(code)
-
-    def on_pulled(self, pull: Pull, digests: Mapping[int, int], failure: tuple[str, str] | None) -> None:
-        self.sink.on_pulled(pull, digests, failure)
-
-    def on_digested(self, digest: Digest, found: int, failure: tuple[str, str] | None) -> None:
-        self.source.on_digested(digest, found, failure)
-
-    def on_fence(self) -> None:
-        self.source.on_fence()
 
     def on_mover_died(self, error: BaseException) -> None:
         self._failure = error
@@ -357,7 +338,7 @@ class Agent:
             security=self.trust.description,
             slot_bytes=self.mover.site.fabric.slot_bytes,
             inbound=self._inbound_slots(),
-            outbound=self.local_slots.counts(),
+            outbound=self.mover.sending.slots.counts(),
             engine=self.engines.engine_status(),
             peers=tuple(self.peers.statuses()),
             transfers=transfers(self.inbound, self.outbound, now),

@@ -6,19 +6,18 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Generator
+from typing import Any
 
 from kvbridge_proto.codec import encode
 from kvbridge_proto.engine import READERS_S
-from kvbridge_proto.peer import Notice, Probe, Route
+from kvbridge_proto.peer import Notice, Probe, Route, Sum
 
 from ..device.memory import AttachedPool
-from ..device.porter import Moved
+from ..device.porter import Moved, Porter
 from ..device.staging import Span
 from ..errors import EngineError, FabricError, KVBridgeError, PeerError
-from ..exchange.actions import Digest, Pull, Ship
-from ..exchange.orders import ReceiveOrder
+from ..exchange.orders import Digest, Digested, Failure, FenceReached, Pull, Pulled, ReceiveOrder, SendOrder
 from ..exchange.reading import LEASE_S
 from ..exchange.route import Rate
 from ..exchange.session import Whose
@@ -29,45 +28,34 @@ from .attachment import Attachment
 from .equipment import Dock, Equipment
 from .receiving import Arrival, Receipt, Receiving
 from .routes import MOST_BYTES, Connected, Landing, Target, close, pattern, prove, read_rate
+from .sending import Departure, Dispatch, Sending
 from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitRoom, WaitWord, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
 
 UNHEARD_S = READERS_S / 2
 MOST_AHEAD = 2  # chunks that are begun while one is being read: a stream must not run dry
-Failure = tuple[str, str] | None  # (code, reason)
 Settle = Callable[[Any, Exception | None], None]  # what a job found, or what went wrong
 Opened = tuple[AttachedPool, Callable[[], None]]  # and who hears that it is unmapped again
 
 
-class Told(Protocol):
-    """Who is told how jobs went."""
-
-    def on_gathered(self, ship: Ship, size_bytes: int, seconds: float) -> None: ...
-    def on_shipped(self, ship: Ship, size_bytes: int, failure: Failure) -> None: ...
-    def on_late(self, ship: Ship, reason: str) -> None: ...
-    def on_pulled(self, pull: Pull, digests: Mapping[int, int], failure: Failure) -> None: ...
-    def on_digested(self, digest: Digest, found: int, failure: Failure) -> None: ...
-    def on_fence(self) -> None: ...
-
-
 class Jobs:
-    """Makes jobs; runs none. `tell` calls one of `told`'s methods where they want to be called."""
+    """Makes jobs; runs none. `tell` calls something on the loop."""
 
     def __init__(
         self,
         equipment: Equipment,
         boot: str,
-        told: Told,
         tell: Callable[..., None],
+        sending: Sending,
         receiving: Receiving,
         write_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._equipment = equipment
         self._boot = boot
-        self._told = told
         self._tell = tell
+        self._sending = sending
         self._receiving = receiving
         self._write_timeout_s = write_timeout_s
         self._clock = clock
@@ -79,6 +67,10 @@ class Jobs:
         self._measured: list[AttachedPool] = []  # of them, those that are read to see how fast
         self._parting: list[Opened] = []  # of those that we are through with but for what is under way
         self._serial = 0
+
+    @property
+    def _porter(self) -> Porter:
+        return self._equipment.porter
 
     # Sinks:
 
@@ -125,61 +117,57 @@ class Jobs:
 
     # Out:
 
-    def ship(self, ship: Ship, attachment: Attachment, asked_at: float) -> Job:
-        """Gather a chunk once the engine has computed it, and write it into the leased slot. Asked for at that time."""
-        size = ship.plan.chunk(ship.chunk).size_bytes
+    def send(self, departure: Departure) -> Job:
+        """Gather a chunk once the engine has computed it, and write it into the leased slot."""
+        sending, began, is_late = self._sending, self._clock(), False
         try:
-            target = self._target(ship, size)
+            target = self._target(departure)
         except PeerError as error:
-            self._tell(self._told.on_gathered, ship, size, 0.0)
-            self._tell(self._told.on_shipped, ship, size, (error.code, str(error)))
-            return
+            sending.gathered(departure)
+            return sending.written(departure, 0.0, (error.code, str(error)))
         self._users[target] += 1
-        digest, failure = yield from self._gathered(ship, attachment, target, size, asked_at)
+        digest, failure = yield from self._gathered(departure, target)
+        sending.gathered(departure)
+        gather_s = self._clock() - began
         if failure is None:
-            failure = yield from self._pushed(ship, attachment, target, size, digest)
+            is_late, failure = yield from self._pushed(departure, target, digest)
         self._users[target] -= 1
         self._close_unused(target)
-        self._tell(self._told.on_shipped, ship, size, failure)
+        sending.written(departure, gather_s, failure, is_late)
 
-    def _target(self, ship: Ship, size: int) -> Target:
-        target = self._targets.get(ship.boot)
+    def _target(self, departure: Departure) -> Target:
+        target, lease, size = self._targets.get(departure.order.boot), departure.lease, departure.size_bytes
         if target is None:
-            raise PeerError("peer_lost", f"peer: {ship.boot} is not connected")
-        if ship.lease.slot >= target.slots or size > target.slot_bytes:
-            reason = f"lease: slot {ship.lease.slot} of {target.slots}, {size} of {target.slot_bytes} bytes"
+            raise PeerError("peer_lost", f"peer: {departure.order.boot} is not connected")
+        if lease.slot >= target.slots or size > target.slot_bytes:
+            reason = f"lease: slot {lease.slot} of {target.slots}, {size} of {target.slot_bytes} bytes"
             raise PeerError("bad_lease", reason)
         return target
 
-    def _gathered(
-        self, ship: Ship, attachment: Attachment, target: Target, size: int, asked_at: float
-    ) -> Generator[Wait, Event, tuple[int, Failure]]:
+    def _gathered(self, departure: Departure, target: Target) -> Generator[Wait, Event, tuple[int, Failure]]:
         """The digest of the chunk, which is in our slot now, or in the peer's on the direct route."""
-        chunk, began = ship.plan.chunk(ship.chunk), self._clock()
-        moved, failure = Moved(0), None
+        order, attachment, size = departure.order, departure.attachment, departure.size_bytes
         try:
-            slot, host = self._equipment.dock.outbound.span(ship.local.index, size), None
+            slot, host = self._equipment.dock.outbound.span(departure.local.index, size), None
             if target.route == "direct":
-                slot = target.slot(ship.lease.slot, size)
+                slot = target.slot(departure.lease.slot, size)
             elif target.dock is not self._equipment.dock:
-                host = target.dock.outbound.span(ship.local.index, size)
-            yield self._fence(attachment, ship.fence, ship)
+                host = target.dock.outbound.span(departure.local.index, size)
+            yield from self._begun(attachment, departure.fence, departure.dispatch)
             failpoint("source.gather_begun")
-            part, porter = Part(ship.plan, chunk, ship.tables, True), self._equipment.porter
-            ended = yield WaitMove(porter.gather(attachment.memory, part, slot, ship.digest_kind, host))
-            assert isinstance(ended, Moved)
-            moved, failure = ended, ended.failure
+            part, porter = Part(order.plan, order.plan.chunk(departure.chunk), departure.tables, True), self._porter
+            moved = yield WaitMove(porter.gather(attachment.memory, part, slot, order.digest_kind, host))
+            assert isinstance(moved, Moved)
             failpoint("source.gathered")
-            failure = failure or (yield from self._taken_back(attachment, ship.request, asked_at))
+            is_theirs = self._taken_back(attachment, order.request, departure.asked_at)
+            return moved.digest, moved.failure or (yield from is_theirs)
         except Exception as error:  # it costs this transfer, nobody else
-            failure = _failure("gather_failed", error, ship)
-        self._tell(self._told.on_gathered, ship, size, self._clock() - began)
-        return moved.digest, failure
+            return 0, _failure("gather_failed", error, order)
 
     def digest(self, digest: Digest, attachment: Attachment, asked_at: float) -> Job:
         """Digest a chunk that its receiver has read, as it is in the engine's blocks now. Asked for at that time."""
         part, found = Part(digest.plan, digest.plan.chunk(digest.read.chunk), digest.tables, True), 0
-        porter = self._equipment.porter
+        porter = self._porter
         failure: Failure
         try:
             if not porter.has_room:
@@ -190,7 +178,7 @@ class Jobs:
             failure = ended.failure or (yield from self._taken_back(attachment, digest.request, asked_at))
         except Exception as error:  # it costs this transfer, nobody else
             failure = _failure("gather_failed", error, digest)
-        self._tell(self._told.on_digested, digest, found, failure)
+        self._sending.report(Digested(digest.transfer, Sum(digest.read.chunk, found), digest.read, failure))
 
     def _taken_back(self, attachment: Attachment, request: str, asked_at: float) -> Generator[Wait, Event, Failure]:
         """Whether the blocks may have been another request's while they were read: only if some of us stood still.
@@ -209,49 +197,55 @@ class Jobs:
         return "blocks_taken_back", reason
 
     def _pushed(
-        self, ship: Ship, attachment: Attachment, target: Target, size: int, digest: int
-    ) -> Generator[Wait, Event, Failure]:
-        """Write our slot to the peer's, notice with it; on the direct route the notice is all that is left."""
-        notice = encode(self._notice(ship, attachment, size, digest))
-        fabric = target.dock.fabric
+        self, departure: Departure, target: Target, digest: int
+    ) -> Generator[Wait, Event, tuple[bool, Failure]]:
+        """Write our slot to the peer's, notice with it; on the direct route the notice is all that is left.
+
+        Whether that was late, and what went wrong.
+        """
+        size, notice = departure.size_bytes, encode(self._notice(departure, digest))
+        fabric, is_late = target.dock.fabric, False
         try:
             failpoint("source.write_begun")
             if target.route == "direct":
                 fabric.notify(target.name, notice)
-                return None
-            local, remote = target.dock.outbound.address(ship.local.index), target.slot(ship.lease.slot, size).address
+                return False, None
+            local = target.dock.outbound.address(departure.local.index)
+            remote = target.slot(departure.lease.slot, size).address
             deadline = self._clock() + self._write_timeout_s
             wait = WaitWrite(fabric, fabric.write(target.name, local, remote, size, notice, deadline))
             failpoint("source.write_posted")
         except FabricError as error:
-            return error.code, str(error)
+            return False, (error.code, str(error))
         while isinstance(ended := (yield wait), WriteLate):
-            self._tell(self._told.on_late, ship, f"write_timeout_s: {self._write_timeout_s} passed")
+            is_late = True
+            self._sending.late(departure, f"write_timeout_s: {self._write_timeout_s} passed")
         failpoint("source.write_ended")
-        return ("write_failed", ended.reason) if isinstance(ended, WriteFailed) else None
+        return is_late, ("write_failed", ended.reason) if isinstance(ended, WriteFailed) else None
 
-    def _notice(self, ship: Ship, attachment: Attachment, size: int, digest: int) -> Notice:
+    def _notice(self, departure: Departure, digest: int) -> Notice:
+        order, lease = departure.order, departure.lease
         return Notice(
-            transfer=ship.transfer,
-            token=ship.token,
+            transfer=order.transfer,
+            token=order.token,
             source_boot=self._boot,
-            sink_boot=ship.boot,
-            source_epoch=attachment.epoch,
-            sink_epoch=ship.sink_epoch,
-            slot=ship.lease.slot,
-            generation=ship.lease.generation,
-            chunk=ship.chunk,
-            chunk_bytes=size,
+            sink_boot=order.boot,
+            source_epoch=departure.attachment.epoch,
+            sink_epoch=order.sink_epoch,
+            slot=lease.slot,
+            generation=lease.generation,
+            chunk=departure.chunk,
+            chunk_bytes=departure.size_bytes,
             digest=digest,
         )
 
-    def _fence(self, attachment: Attachment, count: int, what: Ship | Receipt | None) -> WaitFence:
+    def _fence(self, attachment: Attachment, count: int, what: Dispatch | Receipt | None) -> WaitFence:
         return WaitFence(attachment, count, self._clock() + self._write_timeout_s, what)
 
-    def _begun(self, attachment: Attachment, count: int, receipt: Receipt) -> Generator[Wait, Event, None]:
+    def _begun(self, attachment: Attachment, count: int, what: Dispatch | Receipt) -> Generator[Wait, Event, None]:
         """Wait until our engine is through with the blocks. Raises EngineError if the transfer is over by then."""
-        yield self._fence(attachment, count, receipt)
-        if (stop := receipt.stop) is not None:
+        yield self._fence(attachment, count, what)
+        if (stop := what.stop) is not None:
             raise EngineError(stop.code, stop.reason)
 
     def warm(self, attachment: Attachment, part: Part) -> None:
@@ -348,7 +342,8 @@ class Jobs:
         tickets: deque[tuple[int, int]] = deque()  # with the chunk of each
         digests: dict[int, int] = {}
         failure: Failure = None
-        receipt = self._receiving.begin_read(pull.transfer)
+        receiving = self._receiving
+        receipt = receiving.begin_read(pull.transfer)
         try:
             yield from self._begun(attachment, pull.fence, receipt)
             for index in range(pull.first_chunk, pull.end_chunk):
@@ -373,8 +368,9 @@ class Jobs:
             yield from self._read(pull, tickets, digests)
         failpoint("sink.read_ended")
         failure = failure or (yield from self._counted(pull, attachment))
-        self._receiving.end_read(receipt)
-        self._tell(self._told.on_pulled, pull, digests, failure)
+        read = pull.end_chunk - pull.first_chunk
+        receiving.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
+        receiving.end_read(receipt)
 
     def _read(
         self, pull: Pull, tickets: deque[tuple[int, int]], digests: dict[int, int]
@@ -418,10 +414,10 @@ class Jobs:
         """Say when our engine's fence has reached this count, or that nobody can wait for it any more."""
         with contextlib.suppress(EngineError):
             yield self._fence(attachment, fence, None)
-        self._tell(self._told.on_fence)
+        self._sending.report(FenceReached())
 
 
-def _failure(code: str, error: Exception, what: Ship | ReceiveOrder | Pull | Digest) -> tuple[str, str]:
+def _failure(code: str, error: Exception, what: SendOrder | ReceiveOrder | Pull | Digest) -> tuple[str, str]:
     """What a transfer's failure says: an error of ours in its own words, any other with its cause in the log."""
     if isinstance(error, KVBridgeError):
         return error.code, str(error)

@@ -1,10 +1,10 @@
 """The one thread that touches memory: it gathers, pushes, scatters, and owns the porter and the fabrics.
 
-The loop hands it orders and jobs; it answers through reports and callbacks that run on the loop, in the order in which
-things happened. What lands is checked here against the receive orders (receiving.py), so that rows do not wait for the
-loop. A job is a generator (see waiting.py), so that each reads as a story while many are under way. The thread sleeps
-on an eventfd while nothing is in flight, and polls while something is, with naps between: one that spins keeps the
-interpreter from the loop.
+The loop gives it orders, one or a few for each transfer, and hears reports, in the order in which things happened
+(orders.py). What goes out next and whether what lands counts is found here (sending.py, receiving.py), so that rows do
+not wait for the loop. A job is a generator (see waiting.py), so that each reads as a story while many are under way.
+The thread sleeps on an eventfd while nothing is in flight, and polls while something is, with naps between: one that
+spins keeps the interpreter from the loop.
 """
 
 from __future__ import annotations
@@ -28,8 +28,23 @@ from kvbridge_proto.pool import Handle, Pool
 from ..device.memory import AttachedPool
 from ..device.porter import DeviceLost, Moved
 from ..errors import EngineError, FabricError
-from ..exchange.actions import Digest, Pull, Recall, Ship
-from ..exchange.orders import Lend, ReceiveOrder, Report, Stop
+from ..exchange.orders import (
+    Credit,
+    Digest,
+    Lend,
+    Malformed,
+    Progress,
+    Pull,
+    ReceiveOrder,
+    ReceivingOrder,
+    ReceivingReport,
+    SendingOrder,
+    SendingReport,
+    SendOrder,
+    StopReceiving,
+    StopSending,
+    Watch,
+)
 from ..exchange.route import Rate, Site
 from ..exchange.session import Whose
 from ..failpoints import failpoint
@@ -38,11 +53,12 @@ from ..transport.fabric import Noticed
 from ..transport.framed import close_fds
 from .attachment import Attachment
 from .equipment import Docks, Equipment
-from .jobs import Jobs, Settle, Told
+from .jobs import Jobs, Settle
 from .linger import Linger, nap_exactly
 from .receiving import Arrival, Receiving
 from .routes import Connected, Landing
-from .stuck import STUCK_S, Watch, end_process
+from .sending import Sending
+from .stuck import STUCK_S, Watchdog, end_process
 from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitOnLoop, WaitRoom, WaitWord, WaitWrite
 
 log = logging.getLogger("kvbridge.mover")
@@ -58,11 +74,11 @@ LINGER_NAP_S = 5e-5  # a task ends it; its processor does not sleep deeply meanw
 NOTICE = Limits(frame_bytes=4096)  # the fabric would bring notices of 16 MiB
 
 
-class Listener(Told, Protocol):
+class Listener(Protocol):
     """Who hears what the mover did, on the loop."""
 
-    def hear(self, reports: Sequence[Report]) -> None: ...
-    def on_foreign_notice(self, code: str) -> None: ...
+    def on_sending(self, reports: Sequence[SendingReport]) -> None: ...
+    def on_receiving(self, reports: Sequence[ReceivingReport]) -> None: ...
     def on_mover_died(self, error: BaseException) -> None: ...
 
 
@@ -84,13 +100,13 @@ class Mover:
         self.site: Site  # from `start` on
         self.digests: tuple[str, ...] = ()
         self.device = self.description = ""
-        self.outbound_slots = 0
         self._equip = equip
         self._boot = boot
         self._listener = listener
         self._write_timeout_s = write_timeout_s
         self._linger_s = linger_s  # None until the device is known
         self._linger: Linger  # from `start` on
+        self.sending = Sending(0)  # knows its slots from `start` on
         self.receiving = Receiving()
         self._tasks: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -101,7 +117,7 @@ class Mover:
         self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbridge-mover", daemon=True)
-        self._watch = Watch(self._thread, stuck_s, end)
+        self._watchdog = Watchdog(self._thread, stuck_s, end)
         self._equipment: Equipment | None = None
         self._jobs: Jobs
         self._loop: asyncio.AbstractEventLoop
@@ -121,7 +137,7 @@ class Mover:
             self._stopping = True
 
         self._put(last)
-        await self._watch.until(asyncio.to_thread(self._thread.join))
+        await self._watchdog.until(asyncio.to_thread(self._thread.join))
         os.close(self._wake)
 
     async def connect(self, landing: Landing) -> Connected:
@@ -142,35 +158,9 @@ class Mover:
         """Give up what `connect` made under this serial; another one since stays."""
         self._put(lambda: self._jobs.disconnect(boot, serial))
 
-    def ship(self, ship: Ship, attachment: Attachment) -> None:
-        """Gather and write; heard of by on_gathered and, later, on_shipped."""
-        asked_at = self._clock()
-        self._put(lambda: self._resume(self._jobs.ship(ship, attachment, asked_at), None))
-
-    def receive(self, order: ReceiveOrder, attachment: Attachment) -> None:
-        """Chunks of a transfer will come; heard of by reports."""
-        self._put(lambda: self.receiving.order(order, attachment))
-
-    def lend(self, lend: Lend) -> None:
-        """They may come in these slots as well."""
-        self._put(lambda: self.receiving.lend(lend))
-
-    def stop_transfer(self, stop: Stop) -> None:
-        """Put no more of it into the engine's blocks; Quiet is reported once nothing of it is moved."""
-        self._put(lambda: self.receiving.stop(stop))
-
-    def pull(self, pull: Pull, attachment: Attachment) -> None:
-        """Read out of a peer's blocks; heard of by on_pulled."""
-        self._put(lambda: self._resume(self._jobs.pull(pull, attachment), None))
-
-    def digest(self, digest: Digest, attachment: Attachment) -> None:
-        """Digest what a receiver has read; heard of by on_digested."""
-        asked_at = self._clock()
-        self._put(lambda: self._resume(self._jobs.digest(digest, attachment, asked_at), None))
-
-    def watch(self, attachment: Attachment, fence: int) -> None:
-        """Look at our engine's fence; heard of by on_fence."""
-        self._put(lambda: self._resume(self._jobs.watch(attachment, fence), None))
+    def give(self, order: SendingOrder | ReceivingOrder, attachment: Attachment | None) -> None:
+        """Orders are taken up one after the other. `attachment` is our engine's, None once it has left."""
+        self._put(partial(self._take_up, order, attachment, self._clock()))
 
     async def open_peer(
         self,
@@ -200,10 +190,6 @@ class Mover:
         """Give up what `open_peer` mapped, once nothing reads it any more."""
         self._put(lambda: self._jobs.close_peer(whose))
 
-    def recall(self, recall: Recall) -> None:
-        """End what we were to ship for a transfer and have not begun to; heard of like any other end."""
-        self._put(lambda: self._recall(recall))
-
     def warm(self, attachment: Attachment, parts: Sequence[Part]) -> None:
         """Get ready for parts like these."""
         for part in parts:  # each may take a second; others have their turn between
@@ -229,7 +215,11 @@ class Mover:
     def switch(self, docks: Docks) -> None:
         """Work with these slots. What was begun with those of before is finished; nobody may be connected to them."""
         self.site = docks.site
-        self._put(lambda: self._at_work.switch(docks))
+        self._put(lambda: self._switch(docks))
+
+    def _switch(self, docks: Docks) -> None:
+        self._at_work.switch(docks)
+        self.sending.slots.make(docks.dock.outbound.slots)
 
     def discard(self, docks: Docks) -> None:
         """Close docks that were prepared and are not switched to."""
@@ -243,17 +233,17 @@ class Mover:
         Ends the process when that does not come about: to unmap under a running kernel would be worse.
         """
         attachment.word.has_left = True
-        await self._watch.until(self._unused(attachment))
+        await self._watchdog.until(self._unused(attachment))
         return self._thread.is_alive()
 
     async def _unused(self, attachment: Attachment) -> None:
-        ends = self._loop.time() + self._watch.stuck_s
+        ends = self._loop.time() + self._watchdog.stuck_s
         while True:
             is_late = self._loop.time() > ends  # asked before: if we were stopped, the GPU was not
             if not await self._may_use(attachment):
                 return
             if is_late:
-                self._watch.end(f"the GPU has not finished a move in {self._watch.stuck_s:g} s")
+                self._watchdog.end(f"the GPU has not finished a move in {self._watchdog.stuck_s:g} s")
             await asyncio.sleep(0.001)
 
     @property
@@ -316,7 +306,7 @@ class Mover:
     def _serve(self) -> None:
         last_move = 0.0
         while not self._stopping:
-            self._watch.beat()
+            self._watchdog.beat()
             moved = self._do_tasks()
             if self._equipment is None:
                 self._sleep(IDLE_S)
@@ -346,17 +336,54 @@ class Mover:
         moved = bool(self._tasks)
         while self._tasks and not self._stopping:
             self._tasks.popleft()()
-            self._watch.beat()
+            self._watchdog.beat()
             self._say()
+        self._send()  # what is to stop has been heard
         return moved
+
+    def _take_up(self, order: SendingOrder | ReceivingOrder, attachment: Attachment | None, asked_at: float) -> None:
+        match order:
+            case Progress():
+                self.sending.progress(order, asked_at)
+            case Credit():
+                self.sending.credit(order, asked_at)
+            case StopSending():
+                self.sending.stop(order)
+            case Lend():
+                self.receiving.lend(order)
+            case StopReceiving():
+                self.receiving.stop(order)
+            case _:
+                assert attachment is not None
+                self._begin(order, attachment, asked_at)
+
+    def _begin(
+        self, order: SendOrder | Digest | Watch | ReceiveOrder | Pull, attachment: Attachment, asked_at: float
+    ) -> None:
+        match order:
+            case SendOrder():
+                self.sending.order(order, attachment, asked_at)
+            case Digest():
+                self._resume(self._jobs.digest(order, attachment, asked_at), None)
+            case Watch(fence=fence):
+                self._resume(self._jobs.watch(attachment, fence), None)
+            case ReceiveOrder():
+                self.receiving.order(order, attachment)
+            case Pull():
+                self._resume(self._jobs.pull(order, attachment), None)
+
+    def _send(self) -> None:
+        """Gather what is ready to go out, while there are slots."""
+        while (departure := self.sending.begin()) is not None:
+            self._resume(self._jobs.send(departure), None)
 
     def _open(self) -> None:
         equipment = self._equip()
         self.site, self.digests = equipment.site, equipment.porter.digests
-        self.outbound_slots = equipment.dock.outbound.slots
         self.device, self.description = equipment.porter.device, equipment.porter.description
+        self.sending.slots.make(equipment.dock.outbound.slots)
         self._jobs = Jobs(
-            equipment, self._boot, self._listener, self._tell, self.receiving, self._write_timeout_s, self._clock
+            equipment, self._boot, self._tell, self.sending, self.receiving, self._write_timeout_s, self._clock
         )
         self._equipment = equipment
         if self._linger_s is None:
@@ -398,6 +425,7 @@ class Mover:
                     self._notice(event.payload)
                 elif (id(dock.fabric), event.id) in self._writing:  # else a probe's that was given up
                     self._resume(self._writing.pop((id(dock.fabric), event.id)), event)
+        self._send()
         if equipment.has_retired and not self._moving and not self._fenced:
             equipment.close_retired()
         return is_moving
@@ -427,7 +455,7 @@ class Mover:
         try:
             notice: Notice = decode(payload, Notice, NOTICE)
         except BadFrame as error:
-            return self._tell(self._listener.on_foreign_notice, error.code)
+            return self.receiving.report(Malformed(error.code))
         if (arrival := self.receiving.landed(notice)) is not None:
             failpoint("sink.notice_landed")
             self._scatter(arrival)
@@ -451,12 +479,6 @@ class Mover:
         porter.forget(memory)
         return False
 
-    def _recall(self, recall: Recall) -> None:
-        def is_of_it(wait: WaitOnLoop) -> bool:
-            return isinstance(wait, WaitFence) and isinstance(wait.what, Ship) and wait.what.transfer == recall.transfer
-
-        self._end_waits(is_of_it, EngineError(recall.code, recall.reason))
-
     def _end_waits(self, is_over: Callable[[WaitOnLoop], bool], error: EngineError) -> None:
         left = [job for wait, job in self._fenced if is_over(wait)]
         self._fenced = [(wait, job) for wait, job in self._fenced if not is_over(wait)]
@@ -468,8 +490,10 @@ class Mover:
 
     def _say(self) -> None:
         """Let the loop hear all there is to tell: to wake it costs more than what it is told."""
-        if reports := self.receiving.take_reports():
-            self._tell(self._listener.hear, reports)
+        if sent := self.sending.take_reports():
+            self._tell(self._listener.on_sending, sent)
+        if received := self.receiving.take_reports():
+            self._tell(self._listener.on_receiving, received)
         if self._telling:
             telling, self._telling = self._telling, []
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear

@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 
 from kvbridge_proto.peer import Lease, Notice
 
-from ..exchange.orders import Broken, Dropped, Landed, Lend, Quiet, ReceiveOrder, Report, Stop
+from ..exchange.orders import (
+    Broken,
+    Dropped,
+    Failure,
+    Landed,
+    Lend,
+    Quiet,
+    ReceiveOrder,
+    ReceivingReport,
+    StopReceiving,
+)
 from .attachment import Attachment
 
 
@@ -20,7 +30,7 @@ class Receipt:
     leases: dict[int, int] = field(default_factory=dict)  # generations by slot, of those that nothing has landed under
     missing: set[int] = field(default_factory=set)  # chunks that have not landed
     moving: int = 0  # scatters and reads under way
-    stop: Stop | None = None
+    stop: StopReceiving | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,7 @@ class Receiving:
         self.scattering = 0  # slots that are being read
         self._open: dict[str, Receipt] = {}
         self._landed: dict[str, Landed] = {}
-        self._reports: list[Report] = []
+        self._reports: list[ReceivingReport] = []
 
     def order(self, order: ReceiveOrder, attachment: Attachment) -> None:
         """Chunks of this transfer may come, once slots are lent for them."""
@@ -59,7 +69,7 @@ class Receiving:
         receipt.leases.update((lease.slot, lease.generation) for lease in lend.leases)
         self.lent += len(lend.leases)
 
-    def stop(self, stop: Stop) -> None:
+    def stop(self, stop: StopReceiving) -> None:
         """Take nothing more of this transfer. Quiet is reported once nothing of it is being moved."""
         if (receipt := self._open.get(stop.transfer)) is None:
             self._reports.append(Quiet(stop.transfer))
@@ -82,8 +92,8 @@ class Receiving:
         self.scattering += 1
         return Arrival(receipt, receipt.order, receipt.attachment, notice)
 
-    def scattered(self, arrival: Arrival, failure: tuple[str, str] | None) -> None:
-        """Its slot is read no more; `failure` is (code, reason) if its rows were not taken over."""
+    def scattered(self, arrival: Arrival, failure: Failure) -> None:
+        """Its slot is read no more; `failure` says why its rows were not taken over."""
         receipt, notice = arrival.receipt, arrival.notice
         lease, transfer = Lease(notice.slot, notice.generation), receipt.transfer
         before = self._landed.get(transfer) or Landed(transfer, (), 0, 0)
@@ -105,11 +115,15 @@ class Receiving:
         """They are not any more."""
         self._moved(receipt)
 
-    def take_reports(self) -> list[Report]:
+    def take_reports(self) -> list[ReceivingReport]:
         """What there is to report since the last call. Nothing lands of a transfer that something else is said of."""
         reports = [*self._landed.values(), *self._reports]
         self._landed, self._reports = {}, []
         return reports
+
+    def report(self, report: ReceivingReport) -> None:
+        """Something else that our exchange waits for."""
+        self._reports.append(report)
 
     def _moved(self, receipt: Receipt) -> None:
         receipt.moving -= 1

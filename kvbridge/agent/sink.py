@@ -7,7 +7,7 @@ the engine is told. What to do is decided by exchange.inbound; here it is done.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from kvbridge_proto.engine import Done, Expect, Failed, ToEngine, Want
 from kvbridge_proto.peer import (
@@ -26,9 +26,19 @@ from kvbridge_proto.peer import (
 )
 from msgspec import structs
 
-from ..exchange.actions import Action, Ask, Pull, Reach, Send, Tell
+from ..exchange.actions import Action, Ask, Reach, Send, Tell
 from ..exchange.inbound import CHECK_S, Inbound
-from ..exchange.orders import Dropped, Landed, Lend, ReceiveOrder, Report, Stop
+from ..exchange.orders import (
+    Dropped,
+    Landed,
+    Lend,
+    Malformed,
+    Pull,
+    Pulled,
+    ReceiveOrder,
+    ReceivingReport,
+    StopReceiving,
+)
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
 from ..transport.endpoint import canonical
@@ -159,9 +169,9 @@ class Sink:
             case Refuse(about=transfer, code=code, reasons=reasons):  # a refused claim is never written for
                 self._do(inbound.drained(boot, transfer, code, "; ".join(reasons), now, key))
 
-    # The mover:
+    # The data plane:
 
-    def hear(self, reports: Sequence[Report]) -> None:
+    def hear(self, reports: Sequence[ReceivingReport]) -> None:
         """What the data plane reports."""
         for report in reports:
             match report:
@@ -171,6 +181,10 @@ class Sink:
                         self._metrics.chunks("sink", chunks, size_bytes)
                 case Dropped():
                     self._on_dropped(report)
+                case Malformed(code=code):
+                    self._metrics.rejected(code)
+                case Pulled(chunks=chunks, size_bytes=size_bytes, failure=None):
+                    self._metrics.chunks("sink", chunks, size_bytes)
         self._do(self._inbound.hear(reports, self._clock()))
 
     def _on_dropped(self, dropped: Dropped) -> None:
@@ -179,11 +193,6 @@ class Sink:
         if now - self._warned >= WARN_S:  # counted each time, said once a minute: whoever may write may write on
             self._warned = now
             log.warning("late or foreign write dropped: transfer=%r slot=%d", dropped.transfer, dropped.slot)
-
-    def on_pulled(self, pull: Pull, digests: Mapping[int, int], failure: tuple[str, str] | None) -> None:
-        if failure is None:
-            self._metrics.chunks("sink", pull.end_chunk - pull.first_chunk, pull.size_bytes)
-        self._do(self._inbound.pulled(pull.transfer, pull.end_chunk, digests, failure, self._clock()))
 
     def tick(self) -> None:
         before = self._inbound.uncompared
@@ -207,16 +216,8 @@ class Sink:
                 case Tell(message=message):
                     self._tell(message)
                     self._told(message)
-                case Pull():
-                    assert self.attached is not None
-                    self._mover.pull(action, self.attached)
-                case ReceiveOrder():
-                    assert self.attached is not None
-                    self._mover.receive(action, self.attached)
-                case Lend():
-                    self._mover.lend(action)
-                case Stop():
-                    self._mover.stop_transfer(action)
+                case ReceiveOrder() | Lend() | StopReceiving() | Pull():
+                    self._mover.give(action, self.attached)
 
     def _told(self, message: ToEngine) -> None:
         match message:

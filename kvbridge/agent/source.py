@@ -1,20 +1,33 @@
 """The source's story: our engine offers tokens, other agents claim them, we gather and push.
 
-An offer comes in (`offer`) as the prompt is computed; a claim comes in (`from_sink`), before or after it; chunks are
-shipped by the mover (`on_gathered`, `on_shipped`); the engine gets its blocks back. What to do is decided by
-exchange.outbound; here it is done.
+An offer comes in (`offer`) as the prompt is computed; a claim comes in (`from_sink`), before or after it; the data
+plane gets an order, and reports (`hear`); the engine gets its blocks back. What to do is decided by exchange.outbound;
+here it is done.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvbridge_proto.engine import Offer, Released, ToEngine
-from kvbridge_proto.peer import Body, Cancel, Check, Claim, Drained, Grant, Hold, Refuse, Renew, Settled, Sum, Tables
+from kvbridge_proto.peer import Body, Cancel, Check, Claim, Drained, Grant, Hold, Refuse, Renew, Settled, Tables
 
-from ..exchange.actions import Action, Digest, Recall, Send, Ship, Tell, Watch
+from ..exchange.actions import Action, Send, Tell
+from ..exchange.orders import (
+    Broken,
+    Credit,
+    Digest,
+    Digested,
+    FenceReached,
+    Progress,
+    SendingReport,
+    SendOrder,
+    Shipped,
+    StopSending,
+    Watch,
+)
 from ..exchange.outbound import Outbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
@@ -86,8 +99,9 @@ class Source:
         self._do(self._outbound.rescaled(reason, self._clock()))
 
     def pause(self, is_alone: bool) -> bool:
-        """Begin nothing until `rebuilt` or `resume`, if we serve all of our engine. Whether nothing is under way."""
-        return self._outbound.pause(is_alone)
+        """Begin nothing until `rebuilt` or `resume`, if we serve all of our engine. Whether nothing is under way but
+        what is late."""
+        return self._outbound.pause(is_alone) and not self._mover.sending.moving
 
     def resume(self) -> None:
         self._do(self._outbound.resume())
@@ -144,33 +158,32 @@ class Source:
     def lost(self, boot: str) -> None:
         self._do(self._outbound.lost(boot))
 
-    # The mover:
+    # The data plane:
 
-    def on_gathered(self, ship: Ship, size_bytes: int, seconds: float) -> None:
-        self._metrics.gathered(seconds)
-        self._do(self._outbound.gathered(ship.transfer))
+    def hear(self, reports: Sequence[SendingReport]) -> None:
+        """What the data plane reports."""
+        for report in reports:
+            match report:
+                case Shipped(chunks=chunks, size_bytes=size_bytes, gather_s=gather_s):
+                    self._metrics.chunks("source", chunks, size_bytes)
+                    for seconds in gather_s:
+                        self._metrics.gathered(seconds)
+                case Broken(transfer=transfer, code=code, reason=reason):
+                    log.warning("chunk not shipped: transfer=%s code=%s %s", transfer, code, reason)
+                case Digested():
+                    self._on_digested(report)
+                case FenceReached():  # our engine's stream is further on, or as far as we wait for it
+                    self._watched = -1
+        self._do(self._outbound.hear(reports))
 
-    def on_shipped(self, ship: Ship, size_bytes: int, failure: tuple[str, str] | None) -> None:
-        if failure is None:
-            self._metrics.chunks("source", 1, size_bytes)
-        else:
-            log.warning("chunk not shipped: transfer=%s code=%s %s", ship.transfer, *failure)
-        self._do(self._outbound.shipped(ship.transfer, ship.local, failure))
-
-    def on_late(self, ship: Ship, reason: str) -> None:
-        log.warning("write is late: transfer=%s chunk=%d %s", ship.transfer, ship.chunk, reason)
-        self._do(self._outbound.late(ship.transfer, ship.local, reason))
-
-    def on_digested(self, digest: Digest, found: int, failure: tuple[str, str] | None) -> None:
-        chunk, read = digest.read.chunk, digest.read.digest
-        if failure is not None:
-            log.warning("chunk not compared: transfer=%s code=%s %s", digest.transfer, *failure)
-        else:
-            self._metrics.compared("source", 1, int(found != read))
-        if failure is None and found != read:
+    def _on_digested(self, report: Digested) -> None:
+        transfer, found, read = report.transfer, report.found, report.read
+        if report.failure is not None:
+            return log.warning("chunk not compared: transfer=%s code=%s %s", transfer, *report.failure)
+        self._metrics.compared("source", 1, int(found != read))
+        if found != read:
             words = "chunk %d: we have digest %016x, read was %016x"
-            log.warning("digest_mismatch: transfer=%s " + words, digest.transfer, chunk, found, read)
-        self._do(self._outbound.digested(digest.transfer, Sum(chunk, found), failure))
+            log.warning("digest_mismatch: transfer=%s " + words, transfer, found.chunk, found.digest, read.digest)
 
     async def unread(self) -> None:
         """Return when no receiver counts on our engine's blocks any more: soon, and at most a lease from now."""
@@ -204,12 +217,7 @@ class Source:
     def _watch(self, fence: int) -> None:
         if (self._watched < 0 or fence < self._watched) and self.attached is not None:
             self._watched = fence
-            self._mover.watch(self.attached, fence)
-
-    def on_fence(self) -> None:
-        """Our engine's stream is further on, or as far as we wait for it."""
-        self._watched = -1
-        self._do([])
+            self._mover.give(Watch(fence), self.attached)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -224,16 +232,10 @@ class Source:
                     self._tell(message)
                     if isinstance(message, Released):
                         failpoint("source.released_told")
-                case Ship():
-                    assert self.attached is not None
-                    self._mover.ship(action, self.attached)
-                case Digest():
-                    assert self.attached is not None
-                    self._mover.digest(action, self.attached)
+                case SendOrder() | Progress() | Credit() | StopSending() | Digest():
+                    self._mover.give(action, self.attached)
                 case Watch(fence=fence):
                     self._watch(fence)
-                case Recall():
-                    self._mover.recall(action)
 
 
 def _pass_sent(body: Body) -> None:

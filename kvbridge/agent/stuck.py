@@ -31,7 +31,7 @@ def end_process(reason: str) -> NoReturn:
     os._exit(STATUS)
 
 
-class Watch:
+class Watchdog:
     """Of a thread that says `beat` while it is well, by those who wait for it."""
 
     def __init__(self, thread: threading.Thread, stuck_s: float, end: Callable[[str], NoReturn]) -> None:

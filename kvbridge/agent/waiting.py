@@ -7,31 +7,28 @@ from dataclasses import dataclass
 
 from ..device.porter import Moved, Porter
 from ..errors import EngineError
-from ..exchange.actions import Ship
 from ..exchange.reading import Lease
 from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
 from .attachment import Attachment
 from .receiving import Receipt
+from .sending import Dispatch
 
 
 @dataclass(frozen=True, slots=True)
 class WaitFence:
     """Until the engine's stream has finished what it counted as `count`, or `what` is to stop; resumed with None.
 
-    EngineError is thrown instead when the engine leaves (`engine_left`), the deadline passes (`fence_late`), or a chunk
-    that is shipped is recalled.
+    EngineError is thrown instead when the engine leaves (`engine_left`) or the deadline passes (`fence_late`).
     """
 
     attachment: Attachment
     count: int
     deadline: float
-    what: Ship | Receipt | None  # waits for it
+    what: Dispatch | Receipt | None  # waits for it
 
     @property
     def is_over(self) -> bool:
-        return (isinstance(self.what, Receipt) and self.what.stop is not None) or self.attachment.has_reached(
-            self.count
-        )
+        return (self.what is not None and self.what.stop is not None) or self.attachment.has_reached(self.count)
 
     def late(self) -> EngineError:
         return EngineError("fence_late", f"fence: {self.count} was not reached in time")

@@ -40,7 +40,7 @@ from .intake import (
 )
 from .lease import Deadlines
 from .lending import grants, lend_early, queue
-from .orders import Broken, Landed, Lend, Quiet, Report, Stop
+from .orders import Broken, Landed, Lend, Pulled, Quiet, ReceivingReport, StopReceiving
 from .reading import LEASE_S, Lease, Reading, Sampling
 from .session import Home, Session
 from .slots import SlotPool
@@ -284,18 +284,9 @@ class Inbound:
             return []
         return self._renew(intake, reading, now) if reading.is_busy or reading.unchecked else []
 
-    def pulled(
-        self,
-        transfer: str,
-        end_chunk: int,
-        digests: Mapping[int, int],
-        failure: tuple[str, str] | None,
-        now: float,
-    ) -> list[Action]:
-        """A read has ended, at this chunk; `failure` is (code, reason) if what it read does not count.
-
-        `digests` are those of chunks that are to be compared with the sender's.
-        """
+    def _pulled(self, pulled: Pulled, now: float) -> list[Action]:
+        """A read has ended."""
+        transfer, end_chunk = pulled.transfer, pulled.end_chunk
         wanted = self._wanted_by[transfer]
         intake = wanted.intakes[transfer]
         reading = intake.reading
@@ -305,10 +296,10 @@ class Inbound:
         if wanted.state is not WantState.FLOWING:  # it was told to stop, and will be quiet
             return []
         intake.is_carried = False
-        if failure is not None:
-            return self._fail(wanted, *failure, now)
+        if pulled.failure is not None:
+            return self._fail(wanted, *pulled.failure, now)
         intake.scattered = end_chunk
-        actions = self._check(intake, reading, digests, now)
+        actions = self._check(intake, reading, pulled.digests, now)
         if end_chunk < intake.plan.chunks:
             return actions + self._read(intake, reading, now)
         return actions + self._settle_if_read(intake, reading, now)
@@ -360,13 +351,15 @@ class Inbound:
         reading.unchecked.clear()
         return self._settle_if_read(intake, reading, now)
 
-    def hear(self, reports: Iterable[Report], now: float) -> list[Action]:
+    def hear(self, reports: Iterable[ReceivingReport], now: float) -> list[Action]:
         """What the data plane reports."""
         actions: list[Action] = []
         for report in reports:
             match report:
                 case Landed():
                     actions += self._landed(report, now)
+                case Pulled():
+                    actions += self._pulled(report, now)
                 case Broken(transfer=transfer, code=code, reason=reason):
                     actions += self._fail(self._wanted_by[transfer], code, reason, now)
                 case Quiet(transfer=transfer):
@@ -557,7 +550,7 @@ class Inbound:
 
     def _stops(self, wanted: Wanted) -> list[Action]:
         """Nothing more is put into its blocks. What waits for our engine's own stream does not hold up its end."""
-        return [Stop(each.transfer, *wanted.failure) for each in wanted.intakes.values() if each.is_carried]
+        return [StopReceiving(each.transfer, *wanted.failure) for each in wanted.intakes.values() if each.is_carried]
 
     def _waive(self, wanted: Wanted) -> list[Action]:
         """Tell the ranks we did reach that nothing will be taken, or they keep their blocks until the hold ends."""

@@ -11,8 +11,8 @@ from kvbridge_proto.peer import Claim, Lease, Take
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
-from .actions import Action, Pull, Tell
-from .orders import ReceiveOrder
+from .actions import Action, Tell
+from .orders import Pull, ReceiveOrder
 from .reading import Reading
 from .session import Home, Session, engine_ranks, rank_index
 from .table import Table

@@ -1,15 +1,15 @@
 """The source's half: what our engine offers, and the transfers that carry it away. Pure.
 
-An offer and the claims on it may come in either order; they meet in a room. Chunks are shipped (gathered, then
-pushed) as soon as their tokens are computed and the sink has lent a slot; windows and states once the offer is whole,
-for an engine that goes on computing gives their blocks to other tokens. The engine's blocks are its own again when no
-gather of them is or will be under way; that does not wait for the network.
+An offer and the claims on it may come in either order; they meet in a room, and the data plane gets one order for the
+transfer (orders.py). It ships chunks as soon as we say that their tokens are computed and the sink has lent a slot;
+windows and states once the offer is whole, for an engine that goes on computing gives their blocks to other tokens. The
+engine's blocks are its own again when nobody reads them or will; that does not wait for the network.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvbridge_proto.engine import MAX_HELD, Held, Offer, Released
 from kvbridge_proto.peer import (
@@ -24,22 +24,34 @@ from kvbridge_proto.peer import (
     Lease,
     Ready,
     Renew,
-    Sum,
 )
 
 from ..errors import EngineError, KVBridgeError
 from ..geometry.plan import Plan
-from .actions import Action, Digest, Recall, Send, Ship, Tell, Watch
+from .actions import Action, Send, Tell
 from .claims import planned, refused, surplus
 from .lease import Deadlines
+from .orders import (
+    Broken,
+    Credit,
+    Digest,
+    Digested,
+    Gathered,
+    Progress,
+    Quiet,
+    SendingReport,
+    SendOrder,
+    Sent,
+    Shipped,
+    StopSending,
+    Watch,
+)
 from .outlet import OUT_TABLE, Offered, OfSink, OutEvent, Outlet, OutState
 from .reading import HEARD_S, LEASE_S, Promise
 from .recent import Recent
 from .rooms import ENDED_S, Ended, Rooms
 from .session import Home, Session
-from .slots import LocalSlot, LocalSlots
 from .tables import check_begin, check_late, extended, ready_chunks
-from .turns import Turns
 
 MOST_OFFERS = 16384
 MOST_CLAIMS = 2048  # open at once, of one sink
@@ -56,8 +68,7 @@ class Outbound:
     `before` are the starts of our agent that are dead.
     """
 
-    def __init__(self, local: LocalSlots, most_claims: int = MOST_CLAIMS, before: Collection[str] = ()) -> None:
-        self.local = local
+    def __init__(self, most_claims: int = MOST_CLAIMS, before: Collection[str] = ()) -> None:
         self._before = before
         self._renounced: Recent[tuple[str, str]] = Recent(MOST_RENOUNCED)  # (boot, transfer)
         self._most_claims = most_claims
@@ -65,7 +76,6 @@ class Outbound:
         self.outlets: dict[str, Outlet] = {}
         self._of_sink: dict[str, OfSink] = {}  # by boot
         self._waiting: dict[str, dict[str, Outlet]] = {}  # by room
-        self._hungry: Turns[Outlet] = Turns()  # that wait for a slot to gather into, or have ended since
         self._comparing: dict[str, Outlet] = {}  # of which chunks are to be digested, in the order of their turns
         self._digesting = 0
         self._rooms = Rooms()
@@ -104,10 +114,11 @@ class Outbound:
         offered.told_at, offered.hold_s = now, offer.hold_s
         self._deadlines.set(("offer", offer.request), now + offer.hold_s)
         actions = self._bind_waiting(offer.room)
-        for out in offered.outlets.values():
-            self._queue(out)
+        actions += self._short_of(offered)
+        for out in list(offered.outlets.values()):
             self._owe(out)
-        return actions + self._short_of(offered) + self._ready_all(offered) + self._pump()
+            actions += self._progress(out)
+        return actions
 
     def withdraw(self, request: str, reason: str, now: float, comes_again: bool = False) -> list[Action]:
         """Our engine takes an offer back. Released follows when no gather is under way.
@@ -159,16 +170,15 @@ class Outbound:
         return self._end_all("rescaled", reason, now)
 
     def pause(self, is_alone: bool) -> bool:
-        """Whether all that flowed has ended, or is known to be late. Begin no transfer until `rebuilt` or `resume`, if
+        """Whether all that flowed has ended, but for writes that do. Begin no transfer until `rebuilt` or `resume`, if
         we are our engine's one rank: what others have begun a sink could not claim again."""
         self._is_paused = is_alone
-        moving = (out.state is OutState.FLOWING or out.writing > len(out.late) for out in self.outlets.values())
-        return not any(moving)
+        return not any(out.state is OutState.FLOWING or out.is_reading for out in self.outlets.values())
 
     def resume(self) -> list[Action]:
         """There will be no rebuild."""
         self._is_paused = False
-        return [action for room in list(self._waiting) for action in self._bind_waiting(room)] + self._pump()
+        return [action for room in list(self._waiting) for action in self._bind_waiting(room)]
 
     def rebuilt(self, reason: str) -> list[Action]:
         """Our agent makes its slots anew, and so ends all sessions: sinks need not wait for what they have claimed.
@@ -177,7 +187,6 @@ class Outbound:
         """
         self._is_paused = False
         moving = [out for out in self.outlets.values() if out.state is not OutState.WAITING]
-        self.local.rebuilt()
         return [action for out in moving for action in self._stop(out, "rebuilt", reason)]
 
     def engine_left(self, now: float) -> list[Action]:
@@ -216,7 +225,7 @@ class Outbound:
             plan = planned(claim, session, home)
         except KVBridgeError as error:
             return [refused(boot, claim, error.code, str(error))]
-        out = Outlet(claim, boot, plan, session.digest, deque(), now, turn=self.local.turn)
+        out = Outlet(claim, boot, plan, session.digest, now)
         if session.routed.route == "pull":
             out.promise = Promise()
             if claim.leases:
@@ -229,7 +238,7 @@ class Outbound:
         self._lend(out, claim.leases)
         self._rooms.forget_old(now)
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
-        return self._bind_waiting(claim.room) + self._pump()
+        return self._bind_waiting(claim.room)
 
     def hold(self, boot: str, rooms: Sequence[str], now: float) -> list[Action]:
         """Requests of a sink wait for what is or will be offered in these rooms, one for each time a room is named."""
@@ -249,14 +258,16 @@ class Outbound:
         if out.promise is not None:
             return self._stop(out, "bad_lease", f"leases: {len(grant.leases)} of a route without slots")
         if too_many := surplus(out, grant.leases, self._of_sink[boot].unused):
-            return self._stop(out, "bad_lease", too_many) + self._pump()
-        self._lend(out, grant.leases)
-        return self._pump()
+            return self._stop(out, "bad_lease", too_many)
+        return self._lend(out, grant.leases)
 
-    def _lend(self, out: Outlet, leases: Sequence[Lease]) -> None:
-        out.lend(leases)
+    def _lend(self, out: Outlet, leases: tuple[Lease, ...]) -> list[Action]:
+        out.lent += len(leases)
         self._of_sink[out.boot].unused += len(leases)
-        self._queue(out)
+        if out.is_ordered:
+            return [Credit(out.transfer, leases)]
+        out.early += leases
+        return []
 
     def cancel(self, boot: str, cancel: Cancel) -> list[Action]:
         """The sink gives up. Drained follows when nothing is being written; at once for what we do not know."""
@@ -269,7 +280,7 @@ class Outbound:
         self._take_back(out)  # who reads itself says this once it is through
         if out.state is OutState.STOPPING and out.promise is not None:
             return self._end_if_quiet(out)
-        return self._stop(out, cancel.code or "cancelled", cancel.reason) + self._pump()
+        return self._stop(out, cancel.code or "cancelled", cancel.reason)
 
     def renounce(self, boot: str, cancel: Cancel) -> bool:
         """Whether nothing of this transfer is or will be written: we do not know of it, or who knew is dead.
@@ -290,7 +301,7 @@ class Outbound:
         for out in list(its.outlets.values()) if its is not None else []:
             out.is_lost = True
             actions += self._stop(out, "peer_lost", "the sink's agent is gone")
-        return actions + self._pump()
+        return actions
 
     # Receivers that read our engine's blocks themselves:
 
@@ -344,30 +355,40 @@ class Outbound:
         for each in check.digests:
             if each.chunk >= out.promise.ready or each.chunk in out.asked:
                 reason = f"chunk: got {each.chunk}, of {out.promise.ready} that were told, each once"
-                return self._stop(out, "bad_check", reason) + self._pump()
+                return self._stop(out, "bad_check", reason) + self._compare()
             out.asked.add(each.chunk)
             out.checks.append(each)
-        self._queue(out)
-        return self._pump()
+        self._comparing.setdefault(out.transfer, out)
+        return self._compare()
 
-    def digested(self, transfer: str, found: Sum, failure: tuple[str, str] | None) -> list[Action]:
-        """What a chunk's rows are in our engine's blocks; `failure` is (code, reason) if nobody knows."""
+    def _compare(self) -> list[Action]:
+        """Digest chunks that receivers have read, in turns."""
+        actions: list[Action] = []
+        while self._comparing and self._digesting < MOST_DIGESTS:
+            out = self._comparing.pop(next(iter(self._comparing)))
+            if not out.can_digest:  # it may have ended since
+                continue
+            offered = out.offered
+            assert offered is not None
+            self._digesting += 1
+            out.digesting += 1
+            actions.append(Digest(out.transfer, offered.request, out.plan, offered.tables, out.checks.popleft()))
+            if out.can_digest:
+                self._comparing[out.transfer] = out
+        return actions
+
+    def _digested(self, report: Digested) -> list[Action]:
         self._digesting -= 1
-        out = self.outlets[transfer]
-        offered = out.offered
-        assert offered is not None
+        out = self.outlets[report.transfer]
         out.digesting -= 1
-        out.gathering -= 1
-        out.writing -= 1
-        offered.gathering -= 1
         if out.state is OutState.STOPPING:
-            return self._end_if_quiet(out) + self._pump()
+            return self._end_if_quiet(out)
         if out.is_settled:
-            return self._end_settled(out) + self._pump()
-        if failure is not None:
-            return self._stop(out, *failure) + self._pump()
-        out.checked.append(found)
-        return self._answer_check(out) + self._pump()
+            return self._end_settled(out)
+        if report.failure is not None:
+            return self._stop(out, *report.failure)
+        out.checked.append(report.found)
+        return self._answer_check(out)
 
     def _answer_check(self, out: Outlet) -> list[Action]:
         """In few messages."""
@@ -379,7 +400,7 @@ class Outbound:
     @property
     def is_promised(self) -> bool:
         """Whether a receiver counts on blocks of our engine."""
-        return any(out.promise is not None and out.promise.ends is not None for out in self.outlets.values())
+        return any(out.is_promised for out in self.outlets.values())
 
     @property
     def is_owing(self) -> bool:
@@ -407,7 +428,8 @@ class Outbound:
             if not promise.is_asked and ready_chunks(out.plan, offered.readable, is_last) == promise.ready:
                 continue
             said = promise.answer(out.transfer, out.plan, offered.tables, offered.readable, is_last)
-            self._promise(out, offered, promise, now)
+            promise.ends = now + LEASE_S
+            self._deadlines.set(("lease", out.transfer), promise.ends)
             actions.append(Send(out.boot, said))
         return actions
 
@@ -415,27 +437,14 @@ class Outbound:
         """There is something to tell it."""
         if out.promise is None or out.is_settled:
             return
-        if out.is_reading and out.offered is not None and out.offered.over is None:
+        if out.will_read and out.offered is not None and out.offered.over is None:
             self._owed[out.transfer] = out
-
-    def _promise(self, out: Outlet, offered: Offered, promise: Promise, now: float) -> None:
-        if promise.ends is None:
-            out.gathering += 1
-            out.writing += 1
-            offered.gathering += 1
-        promise.ends = now + LEASE_S
-        self._deadlines.set(("lease", out.transfer), promise.ends)
 
     def _take_back(self, out: Outlet) -> None:
         """Its receiver is through, or what it reads from now on does not count."""
-        if out.promise is None or out.promise.ends is None:
-            return
-        assert out.offered is not None
-        out.promise.ends = None
-        out.gathering -= 1
-        out.writing -= 1
-        out.offered.gathering -= 1
-        self._deadlines.clear(("lease", out.transfer))
+        if out.promise is not None:
+            out.promise.ends = None
+            self._deadlines.clear(("lease", out.transfer))
 
     def _lease_over(self, out: Outlet) -> list[Action]:
         self.leases_over += out.state is OutState.STOPPING  # one that has read what is computed so far does not renew
@@ -444,47 +453,50 @@ class Outbound:
         return self._end_if_quiet(out) + self._release_if_over(out.offered)
 
     def _end_if_quiet(self, out: Outlet) -> list[Action]:
-        """End a transfer that stops, if nobody reads for it any more: neither its receiver nor we."""
+        """End a transfer that stops, if nothing of it is under way any more."""
         assert out.offered is not None
-        if out.state is not OutState.STOPPING or out.writing:
+        if out.state is not OutState.STOPPING or out.is_busy:
             return []
         return self._end(out, OutEvent.QUIET) + self._release_if_over(out.offered)
 
-    # From the mover:
+    # From the data plane:
 
-    def gathered(self, transfer: str) -> list[Action]:
-        """A chunk has left the engine's blocks."""
-        out = self.outlets[transfer]
-        out.gathering -= 1
+    def hear(self, reports: Iterable[SendingReport]) -> list[Action]:
+        """What it reports."""
+        actions: list[Action] = []
+        for report in reports:
+            match report:
+                case Shipped(transfer=transfer, chunks=chunks):
+                    out = self.outlets[transfer]
+                    out.shipped += chunks
+                    self._of_sink[out.boot].unused -= chunks
+                case Gathered(transfer=transfer):
+                    actions += self._gathered(self.outlets[transfer])
+                case Sent(transfer=transfer):
+                    self._sent(self.outlets[transfer])
+                case Broken(transfer=transfer, code=code, reason=reason):
+                    actions += self._stop(self.outlets[transfer], code, reason)
+                case Quiet(transfer=transfer):
+                    out = self.outlets[transfer]
+                    out.is_ordered = out.is_gathering = False
+                    actions += self._end_if_quiet(out)
+                case Digested():
+                    actions += self._digested(report)
+        return actions + self._compare()
+
+    def _gathered(self, out: Outlet) -> list[Action]:
+        out.is_gathering = False
         offered = out.offered
         assert offered is not None
-        offered.gathering -= 1
-        if out.state is OutState.FLOWING and out.next_chunk == out.plan.chunks and out.gathering == 0:
+        if out.state is OutState.FLOWING:
             offered.served.add(out.claim.sink)
         return self._release_if_over(offered)
 
-    def shipped(self, transfer: str, local: LocalSlot, failure: tuple[str, str] | None) -> list[Action]:
-        """A write has ended; `failure` is (code, reason) if the chunk did not arrive."""
-        self.local.give_back(local)
-        out = self.outlets[transfer]
-        out.writing -= 1
-        out.late.discard(local)
-        if out.state is OutState.STOPPING:
-            return (self._end(out, OutEvent.QUIET) if out.writing == 0 else []) + self._pump()
-        if failure is not None:
-            return self._stop(out, *failure) + self._pump()
-        out.shipped += 1
-        if out.shipped == out.plan.chunks:
+    def _sent(self, out: Outlet) -> None:
+        if out.state is OutState.FLOWING:  # else it was told to stop, and will be quiet
+            out.is_ordered = False
             out.state = OUT_TABLE.after(out.state, OutEvent.FINISH)
             self._forget(out)
-        return self._pump()
-
-    def late(self, transfer: str, local: LocalSlot, reason: str) -> list[Action]:
-        """A write has passed its deadline. It may still land, so its slots stay as they are until it ends."""
-        self.local.doubt(local)
-        out = self.outlets[transfer]
-        out.late.add(local)
-        return self._stop(out, "write_timeout", reason)
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
@@ -498,7 +510,7 @@ class Outbound:
                 actions += self._stop(out, "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}")
             elif kind == "lease" and key in self.outlets:
                 actions += self._lease_over(self.outlets[key])
-        return actions + (self._pump() if actions else [])
+        return actions
 
     # Rooms:
 
@@ -543,10 +555,25 @@ class Outbound:
                 self._forget(out)
                 actions += self._release_if_over(offered)
             else:
-                self._queue(out)
-                self._owe(out)
-                actions += self._short_of(offered) + self._ready(out)
+                actions += self._short_of(offered) + self._order(out)
         return actions
+
+    def _order(self, out: Outlet) -> list[Action]:
+        """Let the data plane send it, or its receiver read it, if it can be had."""
+        offered, claim = out.offered, out.claim
+        assert offered is not None
+        if out.state is not OutState.FLOWING:
+            return []
+        if out.promise is not None:
+            self._owe(out)
+            return []
+        out.is_ordered = out.is_gathering = True
+        order = SendOrder(
+            out.transfer, offered.request, out.boot, out.plan, claim.token, claim.sink_epoch, out.digest_kind
+        )
+        early = [Credit(out.transfer, out.early)] if out.early else []
+        out.early = ()
+        return [order, *early, *self._progress(out)]
 
     def _waits_no_more(self, out: Outlet) -> None:
         room = self._waiting[out.claim.room]
@@ -581,10 +608,8 @@ class Outbound:
             ended = Ended(offered.room, offered.over, now + ENDED_S, offered.want, offered.sinks, heard)
             actions += self._come_in_vain(ended, now)
         for out in list(offered.outlets.values()):
-            if out.is_reading:
+            if out.will_read:  # what is read already may arrive
                 actions += self._stop(out, code, reason)
-            elif out.state is OutState.FLOWING:  # all was asked for: what is read already may arrive
-                actions += self._recall(out, code, reason)
         return actions + self._release_if_over(offered)
 
     def _come_in_vain(self, ended: Ended, now: float) -> list[Action]:
@@ -592,18 +617,16 @@ class Outbound:
         self._rooms.remember(ended, now)
         return self._bind_waiting(ended.room)
 
-    def _recall(self, out: Outlet, code: str, reason: str) -> list[Action]:
-        """Nothing new is read for this transfer: the engine's blocks must not wait for its own stream."""
-        return [Recall(out.transfer, code, reason)] if out.gathering and out.promise is None else []
-
     def _readers(self, offered: Offered) -> list[Outlet]:
         """Who has not read all of it that it claimed. A sink that claims again what it gave up is one of them."""
-        return [out for out in offered.outlets.values() if out.is_reading]
+        return [out for out in offered.outlets.values() if out.will_read]
 
     def _release_if_over(self, offered: Offered) -> list[Action]:
         """Give the blocks back once nobody reads or will read them."""
         all_served = offered.want is not None and len(offered.served) == offered.sinks
-        if offered.gathering or not (offered.over or all_served) or offered.request not in self.offers:
+        if not (offered.over or all_served) or offered.request not in self.offers:
+            return []
+        if any(out.is_reading for out in offered.outlets.values()):
             return []
         if not offered.over and self._readers(offered):
             return []
@@ -617,83 +640,23 @@ class Outbound:
 
     # How a transfer goes on:
 
-    def _ready_all(self, offered: Offered) -> list[Action]:
-        return [action for out in offered.outlets.values() for action in self._ready(out)]
-
-    def _ready(self, out: Outlet) -> list[Action]:
-        """Tell the sink how many chunks wait, if it has not lent slots for all of them."""
-        if out.state is not OutState.FLOWING or out.offered is None or out.promise is not None:
+    def _progress(self, out: Outlet) -> list[Action]:
+        """More chunks are computed, as the data plane must know; and the sink, if it has not lent slots for them."""
+        offered = out.offered
+        if out.state is not OutState.FLOWING or offered is None or out.promise is not None:
             return []
-        ready = ready_chunks(out.plan, out.offered.tokens, out.offered.is_last)
-        if ready <= max(out.told_ready, out.lent):
+        ready = ready_chunks(out.plan, offered.tokens, offered.is_last)
+        if ready <= out.progress:
             return []
-        out.told_ready = ready
-        return [Send(out.boot, Ready(transfer=out.transfer, chunks=ready))]
-
-    def _queue(self, out: Outlet) -> None:
-        """More is computed, lent, or to be compared: it waits for a slot to gather into, or for its turn to compare."""
-        if out.can_ship:
-            self._hungry.add(out.transfer, out.turn, out)
-        if out.can_digest:
-            self._comparing.setdefault(out.transfer, out)
-
-    def _pump(self) -> list[Action]:
-        """Gather what can be while we have slots to gather into: who has waited longest for one goes first.
-
-        Transfers that compare take turns; that needs no slot.
-        """
-        actions: list[Action] = []
-        while self._comparing and self._digesting < MOST_DIGESTS:
-            comparing = self._comparing.pop(next(iter(self._comparing)))
-            if comparing.can_digest:  # it may have ended since
-                actions.append(self._digest(comparing))
-                self._queue(comparing)
-        while self.local.free and (out := self._hungry.take()) is not None:
-            if out.can_ship:  # its offer may have ended since
-                local = self.local.take()
-                assert local is not None
-                out.turn = self.local.turn
-                actions.append(self._ship(out, local))
-                self._queue(out)
+        out.progress = ready
+        actions: list[Action] = [Progress(out.transfer, offered.tables, ready, offered.fence)]
+        if ready > max(out.told_ready, out.lent):
+            out.told_ready = ready
+            actions.append(Send(out.boot, Ready(transfer=out.transfer, chunks=ready)))
         return actions
 
-    def _digest(self, out: Outlet) -> Digest:
-        offered = out.offered
-        assert offered is not None
-        self._digesting += 1
-        out.digesting += 1
-        out.gathering += 1
-        out.writing += 1
-        offered.gathering += 1
-        return Digest(out.transfer, offered.request, out.plan, offered.tables, out.checks.popleft())
-
-    def _ship(self, out: Outlet, local: LocalSlot) -> Ship:
-        offered = out.offered
-        assert offered is not None
-        chunk, lease = out.next_chunk, out.leases.popleft()
-        self._of_sink[out.boot].unused -= 1
-        out.next_chunk += 1
-        out.gathering += 1
-        out.writing += 1
-        offered.gathering += 1
-        claim = out.claim
-        return Ship(
-            out.transfer,
-            offered.request,
-            out.boot,
-            out.plan,
-            offered.tables,
-            chunk,
-            local,
-            lease,
-            claim.token,
-            claim.sink_epoch,
-            out.digest_kind,
-            offered.fence,
-        )
-
     def _stop(self, out: Outlet, code: str, reason: str) -> list[Action]:
-        """End a transfer early; the sink hears Drained only when no write of it is under way."""
+        """End a transfer early; the sink hears Drained only when nothing of it is under way."""
         if out.state in (OutState.STOPPING, OutState.ENDED):
             return []
         out.says = (code[:64], reason[:1024])
@@ -702,9 +665,9 @@ class Outbound:
         if offered is not None:
             offered.served.add(out.claim.sink)
             offered.short = offered.short or out.says
-        if out.writing:
+        if out.is_busy:
             out.state = OUT_TABLE.after(out.state, OutEvent.STOP_BUSY)
-            said = self._recall(out, *out.says)
+            said: list[Action] = [StopSending(out.transfer, *out.says)] if out.is_ordered else []
             said += self._send(out, Failing(transfer=out.transfer, code=out.says[0], reason=out.says[1]))
         else:
             said = self._end(out, OutEvent.STOP)
@@ -721,7 +684,6 @@ class Outbound:
     def _forget(self, out: Outlet) -> None:
         del self.outlets[out.transfer]
         self._deadlines.clear(("claim", out.transfer))
-        self._hungry.discard(out.transfer)
         self._comparing.pop(out.transfer, None)
         self._owed.pop(out.transfer, None)
         if out.offered is None:
@@ -730,7 +692,7 @@ class Outbound:
             del out.offered.outlets[out.transfer]
         its = self._of_sink[out.boot]
         del its.outlets[out.transfer]
-        its.unused -= len(out.leases)
+        its.unused -= out.lent - out.shipped
         if not its.outlets:
             del self._of_sink[out.boot]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -12,14 +12,13 @@ from kvbridge_proto.peer import Claim, Lease, Sum
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from .reading import Promise
-from .slots import LocalSlot
 from .table import Table
 
 
 class OutState(Enum):
     WAITING = auto()  # claimed; nothing offered in that room yet
     FLOWING = auto()
-    STOPPING = auto()  # over, but writes are under way
+    STOPPING = auto()  # over, but the data plane or its receiver is not through with it
     ENDED = auto()
 
 
@@ -28,7 +27,7 @@ class OutEvent(Enum):
     FINISH = auto()  # the last chunk is written
     STOP_BUSY = auto()
     STOP = auto()
-    QUIET = auto()  # the last write under way has ended
+    QUIET = auto()  # nothing of it is under way any more
 
 
 OUT_TABLE = Table(
@@ -60,7 +59,6 @@ class Offered:
     sinks: int = 0
     is_declined: bool = False  # they said that they need nothing
     served: set[int] = field(default_factory=set)
-    gathering: int = 0
     outlets: dict[str, Outlet] = field(default_factory=dict, repr=False, compare=False)  # that read it, until they end
     over: tuple[str, str] | None = None  # (code, reason): no new gathers
     is_told_out: bool = False  # its engine says no more of it
@@ -89,35 +87,29 @@ class Offered:
 
 @dataclass(slots=True)
 class Outlet:
-    """One transfer as the source sees it: what one claim takes.
-
-    Where the receiver reads our engine's blocks itself, what it was promised counts as one chunk being gathered and
-    written until it says that it is through, or its lease ends.
-    """
+    """One transfer as the source sees it: what one claim takes."""
 
     claim: Claim
     boot: str
     plan: Plan
     digest_kind: str
-    leases: deque[Lease]
     started: float
     state: OutState = OutState.WAITING
     offered: Offered | None = None
-    next_chunk: int = 0
+    early: tuple[Lease, ...] = ()  # lent before there was an order
     lent: int = 0
-    gathering: int = 0
-    writing: int = 0  # shipped and not ended, gathers included
     shipped: int = 0
+    progress: int = 0  # chunks that the data plane knows to be ready
     told_ready: int = 0
-    turn: int = 0  # when it came, or had a slot to gather into last
-    late: set[LocalSlot] = field(default_factory=set)  # what is written out of these is past its deadline
+    is_ordered: bool = False  # the data plane has an order of it, and is not through
+    is_gathering: bool = False  # it may read the engine's blocks for that
     says: tuple[str, str] = ("", "")
     is_lost: bool = False
     promise: Promise | None = None  # on the route `pull`: what its receiver may count on
     asked: set[int] = field(default_factory=set)  # chunks that its receiver has read and wants to compare
     checks: deque[Sum] = field(default_factory=deque)  # what it read of those that are not digested yet
     is_settled: bool = False  # its receiver is through
-    digesting: int = 0  # chunks that are being digested; each counts as being gathered and written
+    digesting: int = 0  # chunks that are being digested
     checked: list[Sum] = field(default_factory=list)  # what is to be told it
 
     @property
@@ -125,33 +117,34 @@ class Outlet:
         return self.claim.transfer
 
     @property
-    def is_reading(self) -> bool:
-        """Whether chunks of the offer are still to be gathered, or may be read by its receiver."""
-        return self.state is OutState.FLOWING and self.next_chunk < self.plan.chunks
+    def is_promised(self) -> bool:
+        """Whether its receiver may read our engine's blocks: until it says that it is through, or its lease ends."""
+        return self.promise is not None and self.promise.ends is not None
 
     @property
-    def can_ship(self) -> bool:
-        """Whether the next chunk is computed and has a slot to go to."""
-        if not self.is_reading or not self.leases:
-            return False
-        offered = self.offered
-        assert offered is not None
-        chunk = self.plan.chunk(self.next_chunk)
-        return offered.over is None and chunk.needs_tokens <= offered.tokens and chunk.is_late <= offered.is_last
+    def is_reading(self) -> bool:
+        """Whether anybody reads our engine's blocks for it."""
+        return self.is_gathering or self.is_promised or self.digesting > 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything of it is under way."""
+        return self.is_ordered or self.is_reading
+
+    @property
+    def will_read(self) -> bool:
+        """Whether chunks of the offer are still to be gathered, or may be read by its receiver."""
+        return self.state is OutState.FLOWING and (self.is_gathering or self.promise is not None)
 
     @property
     def can_digest(self) -> bool:
         """Whether there is a chunk to compare."""
         return self.state is OutState.FLOWING and bool(self.checks)
 
-    def lend(self, leases: Sequence[Lease]) -> None:
-        self.leases.extend(leases)
-        self.lent += len(leases)
-
 
 @dataclass(slots=True)
 class OfSink:
-    """What one sink has claimed and is not over. `unused` counts the leases that it lent for it, ended ones too."""
+    """What one sink has claimed and is not over. `unused` counts its leases under which nothing was shipped."""
 
     outlets: dict[str, Outlet] = field(default_factory=dict)
     unused: int = 0

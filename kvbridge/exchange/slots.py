@@ -156,11 +156,10 @@ class LocalSlots:
     """The slots we gather into: only we write them, but a write out of one may stay under way for ever."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
         self._era = 0
-        self._free = deque(range(count))
         self._late: set[LocalSlot] = set()
         self.turn = 0  # how many were taken so far
+        self.make(count)
 
     def __len__(self) -> int:
         return self._count
@@ -188,13 +187,14 @@ class LocalSlots:
         self._late.discard(local)
         self._free.append(local.index)
 
-    def rebuilt(self) -> None:
-        """They were made anew; those of before are left to what is written out of them."""
+    def make(self, count: int) -> None:
+        """There are so many from here on; those of before are left to what is written out of them."""
         self._era += 1
-        self._free = deque(range(self._count))
+        self._count = count
+        self._free = deque(range(count))
         self._late.clear()
 
     def counts(self) -> SlotCounts:
-        """Of those that are quarantined a write is late."""
-        late = len(self._late)
-        return SlotCounts(free=self.free, lent=self._count - self.free - late, landed=0, quarantined=late)
+        """Of those that are quarantined a write is late. Any thread may ask."""
+        late, free = len(self._late), self.free
+        return SlotCounts(free=free, lent=max(0, self._count - free - late), landed=0, quarantined=late)

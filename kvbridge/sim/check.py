@@ -47,8 +47,9 @@ def _kept(process: Process) -> Iterator[str]:
     slots, has_engine = inbound.slots.counts(), process.engines.home is not None
     if slots.free + (0 if has_engine else slots.quarantined) != len(inbound.slots):
         yield f"slots: {slots}"
-    if outbound.local.free != len(outbound.local):
-        yield f"slots to gather into: {outbound.local.counts()}"
+    gathered = mover.sending.slots
+    if gathered.free != len(gathered):
+        yield f"slots to gather into: {gathered.counts()}"
     for name, left in (
         ("wants", inbound.wants),
         ("requests that are expected", inbound.awaited),
@@ -60,7 +61,9 @@ def _kept(process: Process) -> Iterator[str]:
         ("rooms", outbound._rooms._offers),
         ("transfers that wait for an offer", outbound._waiting),
         ("sinks that claim", outbound._of_sink),
-        ("transfers that wait for a slot", (*outbound._hungry._waiting, *inbound._hungry._waiting)),
+        ("transfers that wait for a slot", (*mover.sending._hungry._waiting, *inbound._hungry._waiting)),
+        ("orders to send", mover.sending._open),
+        ("chunks on their way", mover.sending.moving),
         ("moves", mover._moving or mover._moved),
         ("docks of before", mover._equipment is not None and mover._equipment.has_retired),
         ("writes", mover._writing),

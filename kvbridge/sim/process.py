@@ -19,6 +19,7 @@ from ..agent.equipment import Dock, Docks, Equipment
 from ..agent.metrics import Gauges, Metrics
 from ..agent.mover import IDLE_S, Mover
 from ..agent.receiving import Arrival
+from ..agent.sending import Dispatch
 from ..agent.waiting import WaitFence, WaitLease, WaitWord
 from ..config import AgentConfig
 from ..device.fence import FencePage
@@ -26,12 +27,11 @@ from ..device.memory import AttachedPool
 from ..device.porter import Porter
 from ..device.staging import Staging
 from ..errors import PeerError
-from ..exchange.actions import Ship
 from ..exchange.intake import WantState
 from ..exchange.outlet import OutState
 from ..exchange.route import Rate, Site
 from ..exchange.session import Session
-from ..exchange.slots import LocalSlots, SlotPool
+from ..exchange.slots import SlotPool
 from ..transport.control import Control
 from ..transport.door import Holder
 from ..transport.local import LocalConnection
@@ -204,7 +204,7 @@ class Process(Agent):
 
         self.stepped = SteppedMover(self, lambda: Equipment(porter, docks(0), docks, ExitStack()))
         self.mover = self.stepped
-        self.slots, self.local_slots = SlotPool(slots), LocalSlots(local)
+        self.slots = SlotPool(slots)
         self.doors = SimDoors(self)
         self.links = AgentLinks(self, world.address_of(name), self.config.connect_s)
         self.control = cast(Control, self.links)
@@ -317,7 +317,7 @@ class Process(Agent):
 
     def _plan_look(self) -> None:
         """Whether slots must be made anew is looked at while some are in doubt, or it is about to be done."""
-        quarantined = self.slots.counts().quarantined + self.local_slots.counts().quarantined
+        quarantined = self.slots.counts().quarantined + self.mover.sending.slots.counts().quarantined
         if not self._is_looking and (quarantined or self.rebuilder.is_pausing):
             self._is_looking = True
             self.loop.post(self.rebuilder.look_in_s, self._look)
@@ -328,7 +328,7 @@ class Process(Agent):
             if not isinstance(wait, WaitFence) or wait.what is None or wait.is_over:
                 continue
             transfer = wait.what.transfer
-            if isinstance(wait.what, Ship):
+            if isinstance(wait.what, Dispatch):
                 out = self.outbound.outlets.get(transfer)
                 offered = out and out.offered
                 is_over = out is None or out.state is OutState.STOPPING or (offered and offered.over is not None)

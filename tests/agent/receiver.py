@@ -1,35 +1,35 @@
-"""A sink's mover that moves nothing: it keeps receive orders, and says that it is quiet when it is told to stop."""
+"""A mover that moves nothing: it keeps orders, and says that it is quiet when it is told to stop."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kvbridge.agent.receiving import Receiving
+from kvbridge.agent.sending import Sending
 from kvbridge.agent.sink import Sink
-from kvbridge.exchange.orders import Lend, ReceiveOrder, Stop
+from kvbridge.agent.source import Source
+from kvbridge.exchange.orders import ReceivingOrder, SendingOrder
+from tests.exchange.world import take_up
 
 
 class Receiver:
-    """The part of `Mover` that a sink calls. `report` lets the sink hear what there is to say."""
+    """The part of `Mover` that a sink and a source call. `report` lets them hear what there is to say."""
 
     sink: Sink
+    source: Source
 
     def __init__(self) -> None:
-        self.receiving = Receiving()
+        self.sending, self.receiving = Sending(2), Receiving()
 
     def get_up(self) -> None: ...
     def stir(self) -> None: ...
     def warm(self, attachment: Any, parts: Any) -> None: ...
 
-    def receive(self, order: ReceiveOrder, attachment: Any) -> None:
-        self.receiving.order(order, attachment)
-
-    def lend(self, lend: Lend) -> None:
-        self.receiving.lend(lend)
-
-    def stop_transfer(self, stop: Stop) -> None:
-        self.receiving.stop(stop)
+    def give(self, order: SendingOrder | ReceivingOrder, attachment: Any) -> None:
+        take_up(order, self.sending, self.receiving)
 
     def report(self) -> None:
-        while reports := self.receiving.take_reports():
-            self.sink.hear(reports)
+        while received := self.receiving.take_reports():
+            self.sink.hear(received)
+        while sent := self.sending.take_reports():
+            self.source.hear(sent)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ from kvbridge.agent.relations import Accepted
 from kvbridge.agent.routes import Connected
 from kvbridge.agent.status import peer_statuses, transfers
 from kvbridge.agent.words import PlainFormatter
-from kvbridge.exchange.orders import Dropped, Report
+from kvbridge.exchange.orders import Dropped, Malformed
 from kvbridge.exchange.session import Session, hello
 from kvbridge.geometry.compat import Convertible
 
@@ -59,7 +58,7 @@ def test_a_link_that_says_anothers_name_cannot_speak_for_it(body: Goodbye | Canc
         assert stranger.peer_boot == "good"
         await siege.hear(stranger, "good", body)
         out = siege.ours.outbound.outlets["honest"]
-        assert not out.leases and out.state.name == "WAITING" and "good" in siege.ours.peers.accepting.sessions
+        assert not out.early and out.state.name == "WAITING" and "good" in siege.ours.peers.accepting.sessions
         assert not any(isinstance(said, Drained) for said in siege.honest.heard)
 
     asyncio.run(story())
@@ -114,21 +113,13 @@ def test_a_name_that_is_a_line_of_its_own_forges_no_line() -> None:
     assert len(PlainFormatter().format(fault).splitlines()) > 3
 
 
-class Hearer:
-    """Who the mover tells."""
-
-    def hear(self, reports: Sequence[Report]) -> None: ...
-    def on_foreign_notice(self, code: str) -> None: ...
-
-
 def test_a_notice_that_is_larger_than_any_is_not_unpacked() -> None:
-    hearer = Hearer()
-    mover = Mover(lambda: pytest.fail("not started"), "us", hearer, 1.0)  # type: ignore[arg-type]
+    mover = Mover(lambda: pytest.fail("not started"), "us", None, 1.0)  # type: ignore[arg-type]
     try:
         mover._notice(encode(NOTICE))
         assert mover.receiving.take_reports() == [Dropped(NOTICE.transfer, NOTICE.slot)]
         mover._notice(encode([0] * 100_000))
-        assert mover._telling == [(hearer.on_foreign_notice, ("frame_too_large",))]
+        assert mover.receiving.take_reports() == [Malformed("frame_too_large")]
     finally:
         os.close(mover._wake)
 

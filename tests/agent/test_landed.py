@@ -6,7 +6,7 @@ from kvbridge_proto.engine import Failed
 from kvbridge_proto.peer import Lease, Notice
 
 from kvbridge.agent.receiving import Arrival
-from kvbridge.exchange.orders import Broken, Dropped, Landed, Lend, Quiet, Stop
+from kvbridge.exchange.orders import Broken, Dropped, Landed, Lend, Quiet, StopReceiving
 from tests.exchange.world import Node, World
 
 
@@ -47,7 +47,7 @@ def test_a_want_given_up_while_chunks_are_scattered_fails_afterwards() -> None:
 def test_a_notice_between_a_stop_and_its_quiet_is_dropped_and_its_slot_stays_in_quarantine() -> None:
     _, sink, (first, second, *_) = landing()
     arrival = taken(sink, first)
-    sink.receiving.stop(Stop(first.transfer, "aborted", "test"))
+    sink.receiving.stop(StopReceiving(first.transfer, "aborted", "test"))
     assert sink.receiving.landed(second) is None
     sink.receiving.scattered(arrival, None)
     landed, *others = sink.receiving.take_reports()
@@ -96,7 +96,7 @@ def test_leases_that_come_after_all_has_come_and_stops_of_what_is_over_leave_not
     receiving = sink.receiving
     lent = receiving.lent
     receiving.lend(Lend("over", (Lease(0, 9),)))
-    receiving.stop(Stop("over", "aborted", "test"))
+    receiving.stop(StopReceiving("over", "aborted", "test"))
     assert receiving.take_reports() == [Quiet("over")] and receiving.lent == lent
 
 

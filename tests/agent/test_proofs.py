@@ -21,6 +21,7 @@ from kvbridge.agent.mover import Mover
 from kvbridge.agent.peers import Peers
 from kvbridge.agent.receiving import Receiving
 from kvbridge.agent.routes import PROBE_S, Connected, Landing, Routed
+from kvbridge.agent.sending import Sending
 from kvbridge.agent.waiting import Job, WaitWrite
 from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.staging import Staging
@@ -111,7 +112,7 @@ def resumed(network: Network, job: Job) -> WaitWrite | None:
 
 def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_meanwhile(network: Network) -> None:
     heard: list[Any] = []
-    jobs = Jobs(network.source, "a", None, lambda *_: None, Receiving(), 1.0)
+    jobs = Jobs(network.source, "a", lambda *_: None, Sending(0), Receiving(), 1.0)
     slow = network.equipment("slow")
     network.loopback.stall("slow")
     first = jobs.connect(Landing("slow", slow.site, 3), lambda found, error: heard.append(found or error))
@@ -137,7 +138,7 @@ def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_me
     except StopIteration:
         pass
     routed: Routed = heard[-1].routed
-    assert Jobs(slow, "slow", None, lambda *_: None, Receiving(), 1.0).is_proved(routed.route, 3, routed.probe)
+    assert Jobs(slow, "slow", lambda *_: None, Sending(0), Receiving(), 1.0).is_proved(routed.route, 3, routed.probe)
     assert len(network.source.dock.lanes) == PROBE_LANES, "all were given back"
 
 

@@ -10,9 +10,11 @@ import pytest
 from kvbridge.agent.jobs import Jobs
 from kvbridge.agent.mover import Mover
 from kvbridge.agent.receiving import Receiving
+from kvbridge.agent.sending import Sending
 from kvbridge.agent.waiting import Job, WaitMove, WaitRoom
 from kvbridge.device.porter import Moved
 from kvbridge.errors import EngineError
+from kvbridge.exchange.orders import Pulled
 from kvbridge.exchange.reading import Lease
 
 WHOSE = ("boot", 1, "")
@@ -34,15 +36,14 @@ class FullPorter:
 
 
 @pytest.fixture
-def told() -> list[Any]:
-    return []
+def told() -> Receiving:
+    return Receiving()
 
 
 @pytest.fixture
-def job(told: list[Any]) -> Job:
+def job(told: Receiving) -> Job:
     equipment: Any = SimpleNamespace(porter=FullPorter())
-    heard: Any = SimpleNamespace(on_pulled=lambda *args: None)
-    jobs = Jobs(equipment, "us", heard, lambda hear, *args: told.append(args), Receiving(), 30.0, lambda: 0.0)
+    jobs = Jobs(equipment, "us", lambda *args: None, Sending(0), told, 30.0, lambda: 0.0)
     jobs._peers[WHOSE] = cast(Any, object()), lambda: None
     lease = Lease(0.0)
     lease.answered(0)
@@ -53,6 +54,7 @@ def job(told: list[Any]) -> Job:
         plan=plan,
         first_chunk=0,
         end_chunk=3,
+        size_bytes=3,
         lease=lease,
         fence=0,
         tables={},
@@ -65,23 +67,22 @@ def job(told: list[Any]) -> Job:
     return jobs.pull(pull, attachment)
 
 
-def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: list[Any]) -> None:
+def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: Receiving) -> None:
     job.send(None)  # the fence
     assert isinstance(job.send(None), WaitRoom)
     waits = job.throw(EngineError("engine_left", "the engine left"))
-    assert waits == WaitMove(1) and not told
+    assert waits == WaitMove(1) and not told.take_reports()
     with pytest.raises(StopIteration):
         job.send(Moved(1, 7))
-    ((_, digests, failure),) = told
-    assert digests == {0: 7} and failure == ("engine_left", "the engine left")
+    assert told.take_reports() == [Pulled("t", 3, 3, 3, {0: 7}, ("engine_left", "the engine left"))]
 
 
-def test_the_mover_goes_on_with_a_job_that_waits_on_after_an_error(job: Job, told: list[Any]) -> None:
+def test_the_mover_goes_on_with_a_job_that_waits_on_after_an_error(job: Job, told: Receiving) -> None:
     mover = Mover(lambda: cast(Any, None), "us", cast(Any, None), 30.0)
     mover._resume(job, None)
     ((wait, waiting),) = mover._fenced
     assert isinstance(wait, WaitRoom) and waiting is job
     mover._end_waits(lambda wait: True, EngineError("engine_left", "the engine left"))
-    assert mover._moving == {1: job} and not mover._fenced and not told
+    assert mover._moving == {1: job} and not mover._fenced and not told.take_reports()
     mover._resume(mover._moving.pop(1), Moved(1))
-    assert len(told) == 1
+    assert len(told.take_reports()) == 1

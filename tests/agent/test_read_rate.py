@@ -16,6 +16,7 @@ from kvbridge_kernels.segment import Span
 from kvbridge.agent.jobs import Jobs
 from kvbridge.agent.receiving import Receiving
 from kvbridge.agent.routes import MOST_ROUNDS, ROUNDS, SLOW_BYTES_PER_S, is_slow, read_rate
+from kvbridge.agent.sending import Sending
 from kvbridge.agent.waiting import Job, WaitMove
 from kvbridge.device.porter import Moved
 from kvbridge.errors import EngineError
@@ -96,9 +97,7 @@ class Opening:
         dock = SimpleNamespace(lanes=deque([7]), outbound=SimpleNamespace(lane=lambda number: Span(number, LANE_BYTES)))
         equipment: Any = SimpleNamespace(dock=dock, porter=porter)
         self.lanes = dock.lanes
-        self.jobs = Jobs(
-            equipment, "us", cast(Any, None), lambda hear, *args: hear(*args), Receiving(), 30.0, lambda: 0.0
-        )
+        self.jobs = Jobs(equipment, "us", lambda hear, *args: hear(*args), Sending(0), Receiving(), 30.0, lambda: 0.0)
         self.closed: list[Peers] = []
         self.found: list[tuple[Rate | None, Exception | None]] = []
 

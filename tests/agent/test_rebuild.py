@@ -104,7 +104,7 @@ class Played:
         self.rebuilt.append(self.now)
         self.reasons.append(reason)
         self.slots.rebuilt()
-        self.local.rebuilt()
+        self.local.make(2)
 
     def look(self, *times: float) -> None:
         async def story() -> None:

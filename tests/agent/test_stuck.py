@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 from kvbridge_proto.engine import Detach
 
-from kvbridge.agent.stuck import STATUS, Watch
+from kvbridge.agent.stuck import STATUS, Watchdog
 
 from ..oracle import Shape, build
 from .harness import AgentProcess, SyntheticEngine, agent
@@ -108,7 +108,7 @@ def ended(reason: str) -> NoReturn:
 
 def test_time_in_which_the_whole_process_stood_still_does_not_count() -> None:
     async def story() -> None:
-        watch, done = Watch(threading.current_thread(), 1.0, ended), asyncio.get_running_loop().create_future()
+        watch, done = Watchdog(threading.current_thread(), 1.0, ended), asyncio.get_running_loop().create_future()
         waiting = asyncio.create_task(watch.until(done))
         await asyncio.sleep(0.1)
         time.sleep(2.0)  # noqa: ASYNC251 - neither this loop nor the thread has a turn
@@ -121,7 +121,7 @@ def test_time_in_which_the_whole_process_stood_still_does_not_count() -> None:
 
 def test_who_beats_may_take_as_long_as_it_likes_and_who_stops_ends_the_process() -> None:
     async def story() -> None:
-        watch, done = Watch(threading.current_thread(), 1.0, ended), asyncio.get_running_loop().create_future()
+        watch, done = Watchdog(threading.current_thread(), 1.0, ended), asyncio.get_running_loop().create_future()
         waiting = asyncio.create_task(watch.until(done))
         for _ in range(15):
             watch.beat()

@@ -7,7 +7,6 @@ from kvbridge_proto.peer import Cancel, Drained
 
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.outbound import Outbound
-from kvbridge.exchange.slots import LocalSlots
 from tests.exchange.world import World
 
 
@@ -40,7 +39,7 @@ def test_a_source_that_refuses_is_asked_for_what_is_in_doubt() -> None:
 
 def ask(world: World, before: set[str]) -> bool:
     """Another start of the agent, that knows these to be dead, refuses a session. Whether it could say something."""
-    inbound, successor = world.sinks[0].inbound, Outbound(LocalSlots(1), before=before)
+    inbound, successor = world.sinks[0].inbound, Outbound(before=before)
     asked = [action.body for action in inbound.refused("P0", "next") if isinstance(action, Send)]
     assert asked
     said = [answer for body in asked if isinstance(body, Cancel) for answer in successor.cancel("D0", body)]
@@ -65,7 +64,7 @@ def test_that_another_start_answers_at_the_address_proves_nothing() -> None:
 
 
 def test_a_transfer_of_a_dead_start_is_nobody_elses() -> None:
-    outbound = Outbound(LocalSlots(1), before={"dead"})
+    outbound = Outbound(before={"dead"})
     assert outbound.renounce("D0", Cancel(transfer="t", code="", boot="dead"))
     assert not outbound.renounce("D0", Cancel(transfer="t", code="", boot="alive"))
     assert outbound.cancel("D0", Cancel(transfer="t", code="", boot="alive")) == []

@@ -13,7 +13,8 @@ from kvbridge_proto.engine import Failed, Released, ToAgent, Want
 from kvbridge_proto.peer import Cancel, Claim, Drained, Envelope, Failing, Grant, Lease, Refuse, Renew, Tables, Take
 from kvbridge_proto.words import Blocks
 
-from kvbridge.exchange.actions import Action, Send, Ship, Tell, Watch
+from kvbridge.exchange.actions import Action, Send, Tell
+from kvbridge.exchange.orders import SendOrder, Watch
 from kvbridge.exchange.reading import HEARD_S, LEASE_S
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session
@@ -123,9 +124,7 @@ def test_slots_that_are_lent_where_blocks_are_read_are_refused() -> None:
     (failing,) = outbound.grant(boot, Grant(transfer="x", leases=(Lease(0, 1),)))
     assert isinstance(failing, Send) and isinstance(failing.body, Failing) and failing.body.code == "bad_lease"
     ended = outbound.cancel(boot, Cancel(transfer="x", code="bad_lease"))
-    kinds = [
-        type(each.body if isinstance(each, Send) else each.message) for each in ended if not isinstance(each, Ship)
-    ]
+    kinds = [type(each.body if isinstance(each, Send) else each.message) for each in ended]
     assert kinds == [Drained, Released] and not outbound.offers and not outbound.outlets
 
 
@@ -169,7 +168,7 @@ def test_a_claim_of_more_tokens_than_there_are_ends_when_all_is_offered() -> Non
     scene = Scene()
     actions = scene.say(scene.claim(end_token=1 << 40))
     assert [a.body.code for a in actions if isinstance(a, Send) and isinstance(a.body, Drained)] == ["tokens_missing"]
-    assert not scene.source.outbound.outlets and not any(isinstance(a, Ship) for a in actions)
+    assert not scene.source.outbound.outlets and not any(isinstance(a, SendOrder) for a in actions)
 
 
 def test_more_slots_than_chunks_end_the_transfer() -> None:
@@ -190,7 +189,7 @@ def test_another_sink_cannot_touch_a_transfer() -> None:
     out = scene.source.outbound.outlets["x"]
     assert scene.source.outbound.grant("another boot", Grant(transfer="x", leases=(Lease(0, 1),))) == []
     assert scene.source.outbound.cancel("another boot", Cancel(transfer="x", code="c")) == []
-    assert not out.leases and "x" in scene.source.outbound.outlets
+    assert not out.early and "x" in scene.source.outbound.outlets
 
 
 def test_another_source_cannot_touch_a_transfer() -> None:

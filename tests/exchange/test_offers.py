@@ -37,7 +37,7 @@ def expired(world: World) -> None:
     world.want("r", 64)
     world.run()
     world.pass_time(101)
-    assert world.sources[0].outbound.offers["r"].gathering == 2
+    assert world.sources[0].sending.moving == 2 and "r" in world.sources[0].outbound.offers
 
 
 def told_out(world: World) -> None:

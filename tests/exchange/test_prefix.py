@@ -9,7 +9,7 @@ from kvbridge_proto.engine import Done, Failed, Offer
 from kvbridge_proto.words import Blocks
 
 from kvbridge.agent.receiving import Arrival
-from kvbridge.exchange.actions import Ship
+from kvbridge.agent.sending import Departure
 from kvbridge.exchange.tables import extended
 from kvbridge.geometry.plan import Part
 
@@ -235,10 +235,11 @@ class Watched(World):
         self.read: dict[tuple[str, str], set[int]] = {}  # source, request
         self.written: dict[tuple[str, str], set[int]] = {}  # sink, request
 
-    def _gathered(self, source: Node, ship: Ship) -> None:
-        part = Part(ship.plan, ship.plan.chunk(ship.chunk), ship.tables, is_source=True)
-        self.read.setdefault((source.name, ship.request), set()).update(_tokens(part))
-        super()._gathered(source, ship)
+    def _gathered(self, source: Node, departure: Departure) -> None:
+        plan = departure.order.plan
+        part = Part(plan, plan.chunk(departure.chunk), departure.tables, is_source=True)
+        self.read.setdefault((source.name, departure.order.request), set()).update(_tokens(part))
+        super()._gathered(source, departure)
 
     def _scattered(self, sink: Node, arrival: Arrival) -> None:
         order = arrival.order

@@ -12,13 +12,14 @@ from kvbridge_proto.peer import MAX_SUMS, Cancel, Check, Checked, Claim, Failing
 from kvbridge_proto.words import Blocks
 
 from kvbridge.exchange import outbound as sending
-from kvbridge.exchange.actions import Action, Digest, Pull, Send, Tell
+from kvbridge.exchange.actions import Action, Send, Tell
 from kvbridge.exchange.inbound import CHECK_S, Inbound
+from kvbridge.exchange.orders import Digest, Digested, Failure, Pull, Pulled
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.reading import LEASE_S, Sampling
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
-from kvbridge.exchange.slots import LocalSlots, SlotPool
+from kvbridge.exchange.slots import SlotPool
 
 from .test_hostile_peer import Scene
 from .world import World
@@ -52,16 +53,14 @@ def test_one_in_so_many_is_compared_the_first_among_them(every: int, chosen: lis
 
 
 class Sender:
-    """One that has promised the blocks of all chunks of transfer "x", and gathers into so many slots."""
+    """One that has promised the blocks of all chunks of transfer "x"."""
 
-    def __init__(self, slots: int = 2) -> None:
+    def __init__(self) -> None:
         scene = Scene()
         scene.session = replace(scene.session, routed=Routed("pull"))
-        scene.source.outbound.local = LocalSlots(slots)
         scene.say(scene.claim())
         self.outbound: Outbound = scene.source.outbound
         self.boot, self.now = scene.sink.home.agent.boot, scene.world.now
-        self.slots = slots
         self.outbound.answers(self.now, self.now, lambda count: True)
         self.chunks = self.outbound.outlets["x"].plan.chunks
 
@@ -69,12 +68,12 @@ class Sender:
         sums = tuple(Sum(chunk, 1000 + chunk) for chunk in chunks)
         return self.outbound.check(boot or self.boot, Check(transfer=transfer, digests=sums))
 
-    def digested(self, digest: Action, failure: tuple[str, str] | None = None) -> list[Action]:
+    def digested(self, digest: Action, failure: Failure = None) -> list[Action]:
         assert isinstance(digest, Digest)
-        return self.outbound.digested("x", Sum(digest.read.chunk, 7), failure)
+        return self.outbound.hear([Digested("x", Sum(digest.read.chunk, 7), digest.read, failure)])
 
     def is_free(self) -> bool:
-        return not self.outbound.outlets and not self.outbound.offers and self.outbound.local.free == self.slots
+        return not self.outbound.outlets and not self.outbound.offers
 
 
 def test_a_sender_digests_what_it_is_asked_and_answers_once() -> None:
@@ -88,15 +87,6 @@ def test_a_sender_digests_what_it_is_asked_and_answers_once() -> None:
     assert answer == Checked(transfer="x", digests=(Sum(0, 7), Sum(1, 7), Sum(2, 7)))
     said = sender.outbound.settled(sender.boot, "x")
     assert [type(each) for each in told(said)] == [Released] and sender.is_free()
-
-
-def test_a_sender_whose_slots_are_quarantined_compares_all_the_same() -> None:
-    sender = Sender(slots=1)
-    local = sender.outbound.local.take()
-    assert local is not None
-    sender.outbound.local.doubt(local)
-    (digest,) = sender.check(0)
-    assert sent(sender.digested(digest)) == [Checked(transfer="x", digests=(Sum(0, 7),))]
 
 
 def test_few_chunks_are_digested_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +123,7 @@ def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pyte
             assert not outbound.is_owing and not outbound.is_promised
         case _:
             said = []
-    assert not told(said) and outbound.outlets["x"].writing >= 1
+    assert not told(said) and outbound.outlets["x"].is_reading
     said = sender.digested(digest, ("gather_failed", "test") if end == "failed" else None)
     assert not any(isinstance(each, Digest) for each in said), "nobody wants to know any more"
     if end == "failed":
@@ -197,7 +187,7 @@ class Receiver:
 
     def pulled(self) -> list[Action]:
         digests = {chunk: 100 + chunk for chunk in self.pull.compared}
-        return self.inbound.pulled("x", self.pull.end_chunk, digests, None, NOW)
+        return self.inbound.hear([Pulled("x", self.pull.end_chunk, 1, 1, digests, None)], NOW)
 
     def checked(self, *digests: Sum, boot: str = "", transfer: str = "x") -> list[Action]:
         return self.inbound.checked(boot or self.boot, Checked(transfer=transfer, digests=digests), NOW)

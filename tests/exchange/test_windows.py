@@ -78,7 +78,7 @@ def test_a_window_waits_for_the_last_offer(kind: str) -> None:
     one.offer_pieces("r", 39, (blocks(FULL, 5, 10),), last=False)
     one.run()
     (outlet,) = one.sources[0].outbound.outlets.values()
-    assert early < sum(one.scatters.values()) == outlet.next_chunk == outlet.plan.early_chunks < outlet.plan.chunks
+    assert early < sum(one.scatters.values()) == outlet.shipped == outlet.plan.early_chunks < outlet.plan.chunks
     one.offer_pieces("r", 39, (late_entries(kind, 39, 16),))
     one.run()
     assert isinstance(one.answers()["r"], Done)
@@ -92,7 +92,7 @@ def test_no_slots_are_lent_to_a_window_that_waits() -> None:
     one.offer_pieces("r", 39, (blocks(FULL, 0, 10),), last=False)
     one.run()
     (outlet,) = one.sources[0].outbound.outlets.values()
-    assert outlet.told_ready == outlet.lent == outlet.next_chunk == outlet.plan.early_chunks < outlet.plan.chunks
+    assert outlet.told_ready == outlet.lent == outlet.shipped == outlet.plan.early_chunks < outlet.plan.chunks
     one.offer_pieces("r", 39, (late_entries("sliding", 39, 16),))
     one.run()
     assert isinstance(one.answers()["r"], Done)

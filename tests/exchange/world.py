@@ -32,13 +32,26 @@ from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool,
 from kvbridge_proto.words import Agent, Blocks, Rank
 
 from kvbridge.agent.receiving import Arrival, Receiving
-from kvbridge.exchange.actions import Action, Ask, Reach, Send, Ship, Tell
+from kvbridge.agent.sending import Departure, Sending
+from kvbridge.exchange.actions import Action, Ask, Reach, Send, Tell
 from kvbridge.exchange.inbound import Inbound
-from kvbridge.exchange.orders import Dropped, Lend, ReceiveOrder, Stop
+from kvbridge.exchange.orders import (
+    Credit,
+    Dropped,
+    Failure,
+    Lend,
+    Progress,
+    ReceiveOrder,
+    ReceivingOrder,
+    SendingOrder,
+    SendOrder,
+    StopReceiving,
+    StopSending,
+)
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
-from kvbridge.exchange.slots import LocalSlots, SlotPool
+from kvbridge.exchange.slots import SlotPool
 from kvbridge.geometry.check import rescaled
 from kvbridge.geometry.plan import Part
 from kvbridge.geometry.strip import Strip
@@ -91,21 +104,43 @@ def make_pool(
     )
 
 
-def notice_of(ship: Ship, source: Home) -> Notice:
+def notice_of(departure: Departure, source: Home) -> Notice:
     """What comes with a chunk that this source has written."""
+    order, lease = departure.order, departure.lease
     return Notice(
-        transfer=ship.transfer,
-        token=ship.token,
+        transfer=order.transfer,
+        token=order.token,
         source_boot=source.agent.boot,
-        sink_boot=ship.boot,
+        sink_boot=order.boot,
         source_epoch=source.epoch,
-        sink_epoch=ship.sink_epoch,
-        slot=ship.lease.slot,
-        generation=ship.lease.generation,
-        chunk=ship.chunk,
-        chunk_bytes=ship.plan.chunk(ship.chunk).size_bytes,
+        sink_epoch=order.sink_epoch,
+        slot=lease.slot,
+        generation=lease.generation,
+        chunk=departure.chunk,
+        chunk_bytes=departure.size_bytes,
         digest=0,
     )
+
+
+def take_up(order: SendingOrder | ReceivingOrder, sending: Sending, receiving: Receiving) -> None:
+    """What a data plane does with an order of a transfer that is not pulled."""
+    match order:
+        case SendOrder():
+            sending.order(order, NOTHING, 0.0)
+        case Progress():
+            sending.progress(order, 0.0)
+        case Credit():
+            sending.credit(order, 0.0)
+        case StopSending():
+            sending.stop(order)
+        case ReceiveOrder():
+            receiving.order(order, NOTHING)
+        case Lend():
+            receiving.lend(order)
+        case StopReceiving():
+            receiving.stop(order)
+        case _:
+            raise AssertionError(order)
 
 
 @dataclass
@@ -116,8 +151,9 @@ class Node:
     home: Home
     inbound: Inbound
     outbound: Outbound
+    sending: Sending
     receiving: Receiving = field(default_factory=Receiving)
-    orders: deque[ReceiveOrder | Lend | Stop] = field(default_factory=deque)  # that its data plane has not heard
+    orders: deque[SendingOrder | ReceivingOrder] = field(default_factory=deque)  # that its data plane has not heard
     dropped: list[Dropped] = field(default_factory=list)
     told: list[object] = field(default_factory=list)
     accepted: dict[str, Session] = field(default_factory=dict)
@@ -143,7 +179,7 @@ class World:
         self.random = random.Random(seed)
         self.events: list[tuple[str, Callable[[], None]]] = []
         self.numbers = count(1)
-        self.writing: dict[tuple[str, int], Ship] = {}  # (sink boot, slot) -> the write under way
+        self.writing: dict[tuple[str, int], Departure] = {}  # (sink boot, slot) -> the write under way
         self._goodbyes: set[tuple[str, str]] = set()  # on their way, to whom and of whom
         self.scatters: Counter[tuple[str, int]] = Counter()
         self.notices: list[Notice] = []
@@ -166,7 +202,7 @@ class World:
             SlotPool(slots), lambda: f"t{next(self.numbers)}", lambda: next(self.numbers).to_bytes(16, "big")
         )
         home = Home(agent, 1, pool, Site(card), ("sum",), ranks)
-        self.nodes[name] = Node(name, home, inbound, Outbound(LocalSlots(local)))
+        self.nodes[name] = Node(name, home, inbound, Outbound(), Sending(local))
 
     @property
     def sources(self) -> list[Node]:
@@ -276,14 +312,9 @@ class World:
                     self.later("message", lambda s=sink, b=body: self._to_sink(node, s, b))
                 case Tell(message=message):
                     node.told.append(message)
-                case ReceiveOrder() | Lend() | Stop():
+                case _:
                     node.orders.append(action)
                     self.later("order", partial(self._order, node))
-                case Ship(plan=plan, transfer=transfer):
-                    offered = node.outbound.outlets[transfer].offered
-                    assert offered in node.outbound.offers.values(), f"{transfer} reads blocks that were given back"
-                    self.moved.append((plan.strips, True, node.home.pool))
-                    self.later("gather", lambda s=action: self._gathered(node, s))
 
     def later(self, kind: str, event: Callable[[], None]) -> None:
         self.events.append((kind, event))
@@ -400,40 +431,56 @@ class World:
             self.do(node, node.outbound.lost(other.home.agent.boot))
         self.do(node, node.inbound.unreachable(other.name, "peer_left", "test", self.now))
 
-    def _gathered(self, source: Node, ship: Ship) -> None:
-        if source.is_dead:
-            return
-        assert Part(ship.plan, ship.plan.chunk(ship.chunk), ship.tables, is_source=True).moves()
-        key = (ship.boot, ship.lease.slot)
-        assert key not in self.writing, f"slot {key} is written under two leases"
-        self.writing[key] = ship
-        self.later("write", lambda: self._written(source, ship))
-        self.do(source, source.outbound.gathered(ship.transfer))
+    # Data planes:
 
-    def _written(self, source: Node, ship: Ship) -> None:
-        """The write has landed: the sink may see the notice before or after the source sees the end."""
-        del self.writing[ship.boot, ship.lease.slot]
-        sink = next(n for n in self.nodes.values() if n.home.agent.boot == ship.boot)
-        notice = notice_of(ship, source.home)
-        self.notices.append(notice)
-        self.later("notice", lambda: self._landed(sink, notice))
-        if not source.is_dead:
-            self.later("end", lambda: self.do(source, source.outbound.shipped(ship.transfer, ship.local, None)))
-
-    # The data plane of a sink: what was asked of it before a notice came is done before that is looked at.
-
-    def _order(self, sink: Node, is_all: bool = False) -> None:
-        while sink.orders:
-            match order := sink.orders.popleft():
-                case ReceiveOrder():
-                    sink.receiving.order(order, NOTHING)
-                case Lend():
-                    sink.receiving.lend(order)
-                case Stop():
-                    sink.receiving.stop(order)
+    def _order(self, node: Node, is_all: bool = False) -> None:
+        while node.orders:
+            take_up(node.orders.popleft(), node.sending, node.receiving)
             if not is_all:
                 break
-        self._report(sink)
+        self._send(node)
+        self._report(node)
+
+    def _send(self, source: Node) -> None:
+        while not source.orders and (departure := source.sending.begin()) is not None:
+            self._begin(source, departure)
+
+    def _begin(self, source: Node, departure: Departure) -> None:
+        transfer = departure.order.transfer
+        offered = source.outbound.outlets[transfer].offered
+        assert offered in source.outbound.offers.values(), f"{transfer} reads blocks that were given back"
+        self.moved.append((departure.order.plan.strips, True, source.home.pool))
+        self.later("gather", lambda: self._gathered(source, departure))
+
+    def _gathered(self, source: Node, departure: Departure) -> None:
+        if source.is_dead:
+            return
+        plan, boot = departure.order.plan, departure.order.boot
+        assert Part(plan, plan.chunk(departure.chunk), departure.tables, is_source=True).moves()
+        key = (boot, departure.lease.slot)
+        assert key not in self.writing, f"slot {key} is written under two leases"
+        self.writing[key] = departure
+        self.later("write", lambda: self._written(source, departure))
+        source.sending.gathered(departure)
+        self._report(source)
+
+    def _written(self, source: Node, departure: Departure) -> None:
+        """The write has landed: the sink may see the notice before or after the source sees the end."""
+        boot = departure.order.boot
+        del self.writing[boot, departure.lease.slot]
+        sink = next(n for n in self.nodes.values() if n.home.agent.boot == boot)
+        notice = notice_of(departure, source.home)
+        self.notices.append(notice)
+        self.later("notice", lambda: self._landed(sink, notice))
+        self.later("end", lambda: self._ended(source, departure, None))
+
+    def _ended(self, source: Node, departure: Departure, failure: Failure) -> None:
+        if not source.is_dead:
+            source.sending.written(departure, 0.0, failure)
+            self._send(source)
+            self._report(source)
+
+    # What was asked of a sink's before a notice came is done before that is looked at.
 
     def _landed(self, sink: Node, notice: Notice) -> None:
         if sink.is_dead:
@@ -451,10 +498,12 @@ class World:
         sink.receiving.scattered(arrival, None)
         self._report(sink)
 
-    def _report(self, sink: Node) -> None:
-        if reports := sink.receiving.take_reports():
-            sink.dropped += [each for each in reports if isinstance(each, Dropped)]
-            self.later("report", lambda: self.do(sink, sink.inbound.hear(reports, self.now)))
+    def _report(self, node: Node) -> None:
+        if sent := node.sending.take_reports():
+            self.later("report", lambda: None if node.is_dead else self.do(node, node.outbound.hear(sent)))
+        if received := node.receiving.take_reports():
+            node.dropped += [each for each in received if isinstance(each, Dropped)]
+            self.later("report", lambda: self.do(node, node.inbound.hear(received, self.now)))
 
     def kill(self, name: str) -> None:
         """The agent process is gone, and with it its writes; others see their link end."""
@@ -494,8 +543,9 @@ class World:
                 continue
             inbound, outbound = node.inbound, node.outbound
             assert not inbound.wants and not outbound.offers and not outbound.outlets
-            assert not outbound._waiting and not outbound._of_sink and not outbound._hungry and not inbound._hungry
+            assert not outbound._waiting and not outbound._of_sink and not inbound._hungry
             counts = inbound.slots.counts()
             assert counts.free == len(inbound.slots), counts
-            assert outbound.local.free == len(outbound.local)
+            assert node.sending.slots.free == len(node.sending.slots)
+            assert not node.sending._open and not node.sending._hungry and not node.sending.moving
         assert all(times == 1 for times in self.scatters.values())

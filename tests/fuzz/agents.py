@@ -34,16 +34,16 @@ from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
 from kvbridge.agent.receiving import Arrival
 from kvbridge.agent.routes import Connected, Landing
+from kvbridge.agent.sending import Departure
 from kvbridge.agent.sink import Sink
 from kvbridge.agent.source import Source
 from kvbridge.agent.status import transfers
 from kvbridge.errors import PeerError
-from kvbridge.exchange.actions import Ship
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Home
-from kvbridge.exchange.slots import LocalSlots, SlotPool
+from kvbridge.exchange.slots import SlotPool
 from kvbridge.transport.trust import Trust
 
 from ..agent.receiver import Receiver
@@ -116,12 +116,12 @@ class Besieged(Receiver):
         self.told: list[Any] = []
         self.wires: dict[str, Wire] = {}
         super().__init__()
-        self.moves: deque[Ship | Arrival] = deque()
+        self.moves: deque[Departure | Arrival] = deque()
         self.tasks: list[asyncio.Task[None]] = []
         self.metrics = Metrics()
         self.home = Home(self.agent("us"), 1, OUR_POOL, Site(CARD), ("sum",), (self.rank("us"),))
         self.inbound = Inbound(SlotPool(8), self.new_id, lambda: self.new_id().encode().rjust(16))
-        self.outbound = Outbound(LocalSlots(2))
+        self.outbound = Outbound()
         self.peers = Watched(self, self, lambda: self.home, self.metrics, 5.0, NoDoors())  # type: ignore[arg-type]
         clock = lambda: self.now  # noqa: E731
         self.sink = Sink(self.inbound, self.peers.dialling, self, self.metrics, self.tell, clock)  # type: ignore[arg-type]
@@ -177,9 +177,6 @@ class Besieged(Receiver):
 
     def disconnect(self, boot: str, serial: int) -> None: ...
 
-    def ship(self, ship: Ship, attachment: object) -> None:
-        self.moves.append(ship)
-
     def land(self, notice: Notice) -> bool:
         arrival = self.receiving.landed(notice)
         if arrival is not None:
@@ -189,22 +186,28 @@ class Besieged(Receiver):
 
     def move(self) -> None:
         """Everything that was begun ends."""
+        self.begin()
         while self.moves:
             move = self.moves.popleft()
-            if isinstance(move, Ship):
-                self.source.on_gathered(move, 1, 0.0)
-                self.source.on_shipped(move, 1, None)
+            if isinstance(move, Departure):
+                self.sending.gathered(move)
+                self.sending.written(move, 0.0, None)
             else:
                 self.receiving.scattered(move, None)
+            self.begin()
         self.report()
+
+    def begin(self) -> None:
+        while (departure := self.sending.begin()) is not None:
+            self.moves.append(departure)
 
     # What must be true after every message:
 
     def check(self) -> None:
         counts = self.inbound.slots.counts()
         assert counts.free + counts.lent + counts.landed + counts.quarantined == 8
-        ships = sum(isinstance(move, Ship) for move in self.moves)
-        assert self.outbound.local.free + ships == 2
+        departures = sum(isinstance(move, Departure) for move in self.moves)
+        assert self.sending.slots.free + departures == 2
         assert len(self.peers.accepting.sessions) <= 3
         statuses = tuple(self.peers.statuses())
         assert decode(encode(statuses), tuple[PeerStatus, ...]) == statuses

@@ -31,7 +31,8 @@ from kvbridge_proto.words import Agent, Blocks
 from msgspec import Meta, Struct
 
 from kvbridge.agent.receiving import Arrival
-from kvbridge.exchange.actions import Action, Ask, Reach, Send, Ship
+from kvbridge.agent.sending import Departure
+from kvbridge.exchange.actions import Action, Ask, Reach, Send
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
 
@@ -82,7 +83,6 @@ class Siege(World):
         self.claims: list[Claim] = []
         self.leases: list[tuple[str, Lease]] = []
         self.boots = 0
-        self.shipped: dict[int, Ship] = {}  # to the hostile agent; local slot ->
         self.taken: Session
         self.given: Session
         self.greet()
@@ -113,13 +113,6 @@ class Siege(World):
                     self._overhear(body)
                 case Send(peer=peer, body=body) if peer.startswith("evil"):
                     self.heard.append(body)
-                case Ship(boot=boot) if boot.startswith("evil"):
-                    assert action.local not in self.shipped, "a local slot is used twice"
-                    offered = self.source.outbound.offers[action.request]
-                    first = action.plan.chunk(action.chunk).first_mark  # every rank has all tokens here
-                    assert first >= offered.first_token, "a token before the offer is read"
-                    self.shipped[action.local] = action
-                    self.later("gather", lambda s=action: self._read(s))
                 case _:
                     honest.append(action)
         super().do(node, honest)
@@ -134,14 +127,20 @@ class Siege(World):
         if isinstance(body, Claim | Grant):
             self.leases = [*self.leases[-63:], *((body.transfer, lease) for lease in body.leases)]
 
-    def _read(self, ship: Ship) -> None:
-        self.do(self.source, self.source.outbound.gathered(ship.transfer))
-        self.later("end", lambda: self._ended(ship))
+    def _begin(self, source: Node, departure: Departure) -> None:
+        if not departure.order.boot.startswith("evil"):
+            return super()._begin(source, departure)
+        offered = source.outbound.offers[departure.order.request]
+        first = departure.order.plan.chunk(departure.chunk).first_mark  # every rank has all tokens here
+        assert first >= offered.first_token, "a token before the offer is read"
+        self.later("gather", lambda: self._read(source, departure))
 
-    def _ended(self, ship: Ship) -> None:
-        del self.shipped[ship.local]
-        failure = ("write_failed", "test") if ship.lease.generation % 3 == 0 else None
-        self.do(self.source, self.source.outbound.shipped(ship.transfer, ship.local, failure))
+    def _read(self, source: Node, departure: Departure) -> None:
+        """The hostile agent gets it, or its slot cannot be written."""
+        source.sending.gathered(departure)
+        self._report(source)
+        failure = ("write_failed", "test") if departure.lease.generation % 3 == 0 else None
+        self.later("end", lambda: self._ended(source, departure, failure))
 
     # The script:
 
@@ -278,10 +277,12 @@ class Siege(World):
         assert counts.free + counts.lent + counts.landed + counts.quarantined == SLOTS, counts
         assert counts.free == inbound.slots.free == len(set(inbound.slots._free)), counts
         ours = sum(1 for kind, _ in self.events if kind in ("gather", "write", "end"))
-        assert outbound.local.free + ours == len(outbound.local)
+        slots, open_orders = self.source.sending.slots, self.source.sending._open.values()
+        assert slots.free + ours == len(slots)
         open_transfers = sum(len(wanted.intakes) for wanted in inbound.wants.values())
         assert len(inbound._wanted_by) <= open_transfers + 2 * SLOTS, "transfers are kept that nothing waits for"
-        leases = sum(len(out.leases) for out in outbound.outlets.values())
+        leases = sum(len(out.early) for out in outbound.outlets.values())
+        leases += sum(len(each.leases) for each in open_orders)
         assert leases <= 8192, f"{leases} leases are kept for a peer"
         assert sum(len(offered.served) for offered in outbound.offers.values()) <= 1024 * len(outbound.offers)
         for deadlines in (inbound._deadlines, outbound._deadlines):

@@ -55,6 +55,8 @@ KNOWN = {
     "whoever says Hello last has the session": (125, LATE),
     "what a want that has ended was to receive is scattered": (3, UNWANTED),
     "what has ended waits for a fence": (41, "which is over, waits for a fence"),
+    "what is to stop is sent": (19, LENT_TWICE),
+    "blocks are said to be read no more while they are": (11, FOREIGN),
     "offers that have ended are forgotten": (18, "waited .* for an offer that had ended"),
     "a route outlives its session": (5, "targets .*, sessions"),
     "a probe's lane is kept": (0, "lanes that are out"),

@@ -2,8 +2,8 @@
 
 Everything that may happen next is a move; moves of the adversary (cuts, restarts, writes that fail or are late) may be
 made so many times. One of them is a lie: a chunk that is under way is written once more, under a lease that was meant
-for another. A state knows all that is under way: messages, gathers, writes, notices, scatters, and what the sink's
-exchange and data plane have said to each other.
+for another. A state knows all that is under way: messages, gathers, writes, notices, scatters, and what exchange and
+data plane of either side have said to each other.
 """
 
 from __future__ import annotations
@@ -20,14 +20,24 @@ from kvbridge_proto.words import Blocks
 from msgspec.structs import replace as changed
 
 from kvbridge.agent.receiving import Arrival, Receiving
-from kvbridge.exchange.actions import Ask, Reach, Send, Ship, Tell
+from kvbridge.agent.sending import Departure, Dispatch, Sending
+from kvbridge.exchange.actions import Ask, Reach, Send, Tell
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.intake import Wanted
-from kvbridge.exchange.orders import Lend, ReceiveOrder, Report, Stop
+from kvbridge.exchange.orders import (
+    Credit,
+    Failure,
+    Lend,
+    Progress,
+    ReceivingOrder,
+    ReceivingReport,
+    SendingOrder,
+    SendingReport,
+)
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
-from kvbridge.exchange.slots import LocalSlots, SlotPool, SlotState
-from tests.exchange.world import NOTHING, World, notice_of
+from kvbridge.exchange.slots import SlotPool, SlotState
+from tests.exchange.world import NOTHING, World, notice_of, take_up
 
 Move = tuple[Any, ...]
 ADDRESS = "P0"
@@ -38,14 +48,16 @@ REST = "the rest of a write that failed"
 class Flight:
     """A chunk on its way: gathering, writing, or written and not yet known to be."""
 
-    ship: Ship
+    departure: Departure
     state: str = "gather"
     is_late: bool = False
     has_landed: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
-        return self.ship.transfer, self.ship.chunk, self.ship.lease, self.state, self.is_late, self.has_landed
+        departure = self.departure
+        what = departure.order.transfer, departure.chunk, departure.lease
+        return *what, self.state, self.is_late, self.has_landed
 
 
 class Wrong(AssertionError):
@@ -61,7 +73,7 @@ class State:
     inbound: Inbound
     outbound: Outbound
     budget: dict[str, int]
-    has_lag: bool = False  # between the sink's exchange and its data plane: what either says is heard later
+    lag: str = ""  # whose exchange and data plane hear each other later: "sink", "source"
     boots: int = 1
     is_open: bool = False  # the source has the sink's session
     is_reaching: bool = False  # the sink wants one
@@ -69,9 +81,12 @@ class State:
     to_sink: deque[Any] = field(default_factory=deque)
     flights: list[Flight] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
+    sending: Sending = field(default_factory=lambda: Sending(0))
+    to_send: deque[SendingOrder] = field(default_factory=deque)
+    sent: deque[SendingReport] = field(default_factory=deque)
     receiving: Receiving = field(default_factory=Receiving)
-    orders: deque[ReceiveOrder | Lend | Stop] = field(default_factory=deque)
-    reports: deque[Report] = field(default_factory=deque)
+    orders: deque[ReceivingOrder] = field(default_factory=deque)
+    reports: deque[ReceivingReport] = field(default_factory=deque)
     scatters: list[Arrival] = field(default_factory=list)
     slots: dict[int, object] = field(default_factory=dict)
     remains: list[int] = field(default_factory=list)  # slots of writes that failed, the rest of which may land yet
@@ -98,11 +113,11 @@ class State:
         yield from self.inbound._sources.open.values()
         yield from self.to_source
         yield from self.to_sink
-        yield from (flight.ship for flight in self.flights)
         yield from self.notices
-        yield from self.orders
-        yield from self.reports
+        yield from (*self.orders, *self.reports, *self.to_send, *self.sent)
         yield NOTHING
+        for dispatch in [*self.sending._open.values(), *(flight.departure.dispatch for flight in self.flights)]:
+            yield from (dispatch.order, dispatch.tables, dispatch.stop)
         for receipt in [*self.receiving._open.values(), *(scatter.receipt for scatter in self.scatters)]:
             yield from (receipt.order, receipt.stop)
         for _, _, takes in self.inbound._givers._assigned.values():
@@ -121,11 +136,14 @@ class State:
             for i in (w.intakes[t],)
         )
         outlets = tuple(
-            (o.transfer, o.state, o.next_chunk, o.lent, o.gathering, o.writing, o.shipped, o.told_ready, o.is_lost)
+            (o.transfer, o.state, o.lent, o.shipped, o.progress, o.told_ready, o.is_ordered, o.is_gathering, o.is_lost)
             for o in outbound.outlets.values()
         )
-        bound = tuple((tuple(o.leases), o.offered is not None) for o in outbound.outlets.values())
-        offers = tuple((o.request, o.want, o.over, o.gathering, len(o.served)) for o in outbound.offers.values())
+        bound = tuple((o.early, o.offered is not None) for o in outbound.outlets.values())
+        offers = tuple((o.request, o.want, o.over, len(o.served)) for o in outbound.offers.values())
+        dispatches = tuple(_key_of(each) for each in self.sending._open.values())
+        hungry = tuple((turn, name) for turn, _, name in sorted(self.sending._hungry._heap))
+        to_send = tuple((type(o), o.transfer, _amount(o)) for o in self.to_send), tuple(self.sent)
         ended = tuple((e.room, e.want, tuple(sorted(e.heard))) for e in outbound._rooms._by_age)
         wants = tuple((name, w.state) for name, w in inbound.wants.items())
         network = tuple(self.to_source), tuple(self.to_sink), tuple(self.notices)
@@ -154,6 +172,9 @@ class State:
             scatters,
             receipts,
             orders,
+            dispatches,
+            hungry,
+            to_send,
             tuple(self.reports),
             rest,
             doubts,
@@ -183,12 +204,14 @@ class State:
         found += [("scattered", i) for i in range(len(self.scatters))]
         found += [("order",)] if self.orders else []
         found += [("report",)] if self.reports else []
+        found += [("order to send",)] if self.to_send else []
+        found += [("report of sending",)] if self.sent else []
         found += [("remain", i) for i in range(len(self.remains))] if self.budget.get("remain") else []
         for kind in ("cut", "restart", "abandon", "withdraw"):
             found += [(kind,)] if self.budget.get(kind) else []
         found += [("repeat",)] if self.budget.get("repeat") and self.notices else []
         if self.budget.get("lie"):
-            found += [("lie", i) for i, flight in enumerate(self.flights) if self._unused(flight.ship)]
+            found += [("lie", i) for i, flight in enumerate(self.flights) if self._unused(flight)]
         return found
 
     def after(self, move: Move) -> State:
@@ -202,16 +225,14 @@ class State:
         if kind in self.budget:
             self.budget[kind] -= 1
         getattr(self, "_" + kind.replace(" ", "_"))(*move[1:])
-        if not self.has_lag:
-            self.settle()
+        self.settle()
 
     def settle(self) -> None:
-        """The sink's data plane does what it was asked, and is heard."""
-        while self.orders or self.reports:
-            if self.orders:
-                self._order()
-            else:
-                self._report()
+        """Data planes that do not lag do what they were asked, and are heard."""
+        while self.lag != "sink" and (self.orders or self.reports):
+            self._order() if self.orders else self._report()
+        while self.lag != "source" and (self.to_send or self.sent):
+            self._order_to_send() if self.to_send else self._report_of_sending()
 
     # Engines:
 
@@ -271,7 +292,9 @@ class State:
         self.boots += 1
         before = {*self.outbound._before, self.source_home.agent.boot}
         self.source_home = _restarted(self.source_home, self.boots)
-        self.outbound = Outbound(LocalSlots(len(self.outbound.local)), before=before)
+        self.outbound, self.sending = Outbound(before=before), Sending(len(self.sending.slots))
+        self.to_send.clear()
+        self.sent.clear()
         self.sink(self.inbound.unreachable(ADDRESS, "peer_lost", "dead", 0.0))
 
     def _to_source(self) -> None:
@@ -304,36 +327,59 @@ class State:
 
     # The mover's side:
 
+    def _order_to_send(self) -> None:
+        take_up(self.to_send.popleft(), self.sending, self.receiving)
+        self._after_sending()
+
+    def _after_sending(self) -> None:
+        """What can be gathered is begun, and what there is to say is said."""
+        while not self.to_send and (departure := self.sending.begin()) is not None:
+            out = self.outbound.outlets.get(departure.order.transfer)
+            if out is None or out.offered is None or out.offered.request in self.released:
+                raise Wrong(f"{departure.order.transfer} is read though its blocks were given back")
+            self.flights.append(Flight(departure))
+        self.sent += self.sending.take_reports()
+
+    def _report_of_sending(self) -> None:
+        self.source(self.outbound.hear([self.sent.popleft()]))
+
     def _gathered(self, index: int) -> None:
         flight = self.flights[index]
         flight.state = "write"
-        self.source(self.outbound.gathered(flight.ship.transfer))
+        self.sending.gathered(flight.departure)
+        self._after_sending()
 
     def _lands(self, index: int) -> None:
         flight = self.flights[index]
         flight.has_landed = True
-        self._put(flight.ship)
+        self._put(flight.departure)
 
-    def _put(self, ship: Ship) -> None:
-        slot = self.inbound.slots._slots[ship.lease.slot]
+    def _put(self, departure: Departure) -> None:
+        transfer, lease = departure.order.transfer, departure.lease
+        slot = self.inbound.slots._slots[lease.slot]
         is_out = slot.state in (SlotState.LENT, SlotState.QUARANTINED)
-        if not is_out or (slot.generation, slot.transfer) != (ship.lease.generation, ship.transfer):
-            raise Wrong(f"{ship.transfer} writes {ship.lease}, which is {slot}")
-        self.slots[ship.lease.slot] = (ship.transfer, ship.chunk)
+        if not is_out or (slot.generation, slot.transfer) != (lease.generation, transfer):
+            raise Wrong(f"{transfer} writes {lease}, which is {slot}")
+        self.slots[lease.slot] = (transfer, departure.chunk)
 
     def _wrote(self, index: int) -> None:
         """The initiator sees the end of its write; now its notice leaves."""
-        ship = self.flights.pop(index).ship
-        self.notices.append(notice_of(ship, self.source_home))
-        self.source(self.outbound.shipped(ship.transfer, ship.local, None))
+        flight = self.flights.pop(index)
+        self.notices.append(notice_of(flight.departure, self.source_home))
+        self._written(flight, None)
 
     def _fails(self, index: int) -> None:
-        ship = self.flights.pop(index).ship
-        self._put(ship)
-        self.slots[ship.lease.slot] = "half of it"
+        flight = self.flights.pop(index)
+        slot = flight.departure.lease.slot
+        self._put(flight.departure)
+        self.slots[slot] = "half of it"
         if self.budget.get("remain"):
-            self.remains.append(ship.lease.slot)
-        self.source(self.outbound.shipped(ship.transfer, ship.local, ("write_failed", "test")))
+            self.remains.append(slot)
+        self._written(flight, ("write_failed", "test"))
+
+    def _written(self, flight: Flight, failure: Failure) -> None:
+        self.sending.written(flight.departure, 0.0, failure, flight.is_late)
+        self._after_sending()
 
     def _remain(self, index: int) -> None:
         """A kernel delivers the rest of a write that failed, whoever has the slot by now."""
@@ -342,31 +388,25 @@ class State:
     def _late(self, index: int) -> None:
         flight = self.flights[index]
         flight.is_late = True
-        self.source(self.outbound.late(flight.ship.transfer, flight.ship.local, "test"))
+        self.sending.late(flight.departure, "test")
+        self._after_sending()
 
     def _repeat(self) -> None:
         self.notices.append(self.notices[0])
 
-    def _unused(self, ship: Ship) -> deque[Lease]:
+    def _unused(self, flight: Flight) -> deque[Lease]:
         """Leases of its transfer under which nothing has left."""
-        out = self.outbound.outlets.get(ship.transfer)
-        return deque() if out is None else out.leases
+        return flight.departure.dispatch.leases
 
     def _lie(self, index: int) -> None:
         """The same chunk again, under another lease; this write is over at once."""
-        ship = self.flights[index].ship
-        again = replace(ship, lease=self._unused(ship).popleft())
+        flight = self.flights[index]
+        again = replace(flight.departure, lease=self._unused(flight).popleft())
         self._put(again)
         self.notices.append(notice_of(again, self.source_home))
 
     def _order(self) -> None:
-        match order := self.orders.popleft():
-            case ReceiveOrder():
-                self.receiving.order(order, NOTHING)
-            case Lend():
-                self.receiving.lend(order)
-            case Stop():
-                self.receiving.stop(order)
+        take_up(self.orders.popleft(), self.sending, self.receiving)
         self.reports += self.receiving.take_reports()
 
     def _notice(self, index: int) -> None:
@@ -407,8 +447,6 @@ class State:
             match action:
                 case Reach() | Ask():
                     self.is_reaching = True
-                case ReceiveOrder() | Lend() | Stop():
-                    self.orders.append(action)
                 case Send(body=Settled()):
                     pass
                 case Send(body=body):
@@ -417,22 +455,20 @@ class State:
                     if name in self.answers:
                         raise Wrong(f"{name} is answered twice")
                     self.answers[name] = type(message).__name__
+                case _:
+                    self.orders.append(action)
 
     def source(self, actions: Sequence[object]) -> None:
         for action in actions:
             match action:
                 case Send(body=body):
                     self.to_sink.append(body)
-                case Ship():
-                    self.flights.append(Flight(action))
                 case Tell(message=Released(request=name)):
-                    if any(f.state == "gather" for f in self.flights if self._room_of(f.ship) == name):
+                    if any(each.state == "gather" and each.departure.order.request == name for each in self.flights):
                         raise Wrong(f"{name} is released while it is read")
                     self.released.append(name)
-
-    def _room_of(self, ship: Ship) -> str:
-        out = self.outbound.outlets.get(ship.transfer)
-        return "" if out is None else out.claim.room
+                case _:
+                    self.to_send.append(action)
 
     # Ends:
 
@@ -446,18 +482,36 @@ class State:
             while moves := calm.moves():
                 calm.make(moves[0])
         counts = calm.inbound.slots.counts()
-        if counts.free != len(calm.inbound.slots) or calm.outbound.local.free != len(calm.outbound.local):
+        if counts.free != len(calm.inbound.slots) or calm.sending.slots.free != len(calm.sending.slots):
             raise Wrong(f"slots are left: {counts}")
         if calm.inbound.wants or calm.inbound._wanted_by or calm.inbound._doubts._of or calm.outbound.outlets:
             raise Wrong("transfers are left")
         if calm.receiving._open or calm.receiving.lent or calm.receiving.scattering:
             raise Wrong("orders are left")
+        if calm.sending._open or calm.sending.moving:
+            raise Wrong("orders to send are left")
         if calm.outbound.offers:
             raise Wrong("offers are left")
 
 
 def _restarted(home: Home, number: int) -> Home:
     return replace(home, agent=changed(home.agent, boot=f"boot-{number}"))
+
+
+def _key_of(dispatch: Dispatch) -> object:
+    ready, leases = tuple(dispatch.ready), tuple(dispatch.leases)
+    doing = dispatch.next_chunk, dispatch.gathering, dispatch.writing, dispatch.is_broken, dispatch.stop is None
+    return dispatch.transfer, ready, leases, dispatch.turn, doing
+
+
+def _amount(order: SendingOrder) -> object:
+    match order:
+        case Credit(leases=leases):
+            return leases
+        case Progress(ready=ready):
+            return ready
+        case _:
+            return None
 
 
 def _chunks(wanted: Wanted) -> set[tuple[str, int]]:
@@ -478,13 +532,13 @@ class _Names:
         return self.count.to_bytes(16, "big")
 
 
-def begin(wants: int, tokens: int, slots: int, local: int, budget: dict[str, int], has_lag: bool = False) -> State:
+def begin(wants: int, tokens: int, slots: int, local: int, budget: dict[str, int], lag: str = "") -> State:
     """The first state: everything offered and wanted, nothing said yet."""
     world = World(slots=slots, local=local)
     sink, source = world.sinks[0], world.sources[0]
     names = _Names()
     inbound = Inbound(SlotPool(slots), names.name, names.token)
-    state = State(sink.home, source.home, inbound, Outbound(LocalSlots(local)), budget, has_lag)
+    state = State(sink.home, source.home, inbound, Outbound(), budget, lag, sending=Sending(local))
     for i in range(wants):
         state.offer(f"r{i}", tokens)
         state.want(f"r{i}", tokens)

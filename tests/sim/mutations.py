@@ -22,15 +22,16 @@ from kvbridge.agent.mover import Mover
 from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.receiving import Receiving
 from kvbridge.agent.relations import Lanes
+from kvbridge.agent.sending import Sending
 from kvbridge.agent.source import Source
-from kvbridge.agent.waiting import WaitWord
+from kvbridge.agent.waiting import WaitFence, WaitWord
 from kvbridge.device.porter import Moved
 from kvbridge.exchange import outbound
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.doubts import Doubts
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState, failed
-from kvbridge.exchange.orders import Landed, Quiet, Stop
+from kvbridge.exchange.orders import Gathered, Landed, Quiet, StopReceiving, StopSending
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.outlet import Offered, Outlet, OutState
 from kvbridge.exchange.reading import LEASE_S, Lease
@@ -115,16 +116,7 @@ def _twice(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _released_while_read(put: Callable[[Any, str, Any], None]) -> None:
-    right = Outbound._release_if_over
-
-    def release(self: Outbound, offered: Any) -> Any:
-        gathering, offered.gathering = offered.gathering, 0
-        try:
-            return right(self, offered)
-        finally:
-            offered.gathering = gathering
-
-    put(Outbound, "_release_if_over", release)
+    put(Outlet, "is_reading", property(lambda self: self.is_promised or self.digesting > 0))
 
 
 def _fence(put: Callable[[Any, str, Any], None]) -> None:
@@ -203,10 +195,31 @@ def _failed_while_scattering(put: Callable[[Any, str, Any], None]) -> None:
 def _quiet_at_once(put: Callable[[Any, str, Any], None]) -> None:
     """The data plane says that it is quiet when it is told to stop, and goes on."""
 
-    def stop(self: Receiving, stop: Stop) -> None:
+    def stop(self: Receiving, stop: StopReceiving) -> None:
         self._reports.append(Quiet(stop.transfer))
 
     put(Receiving, "stop", stop)
+
+
+def _quiet_while_sent(put: Callable[[Any, str, Any], None]) -> None:
+    """The same at the sender."""
+
+    def stop(self: Sending, stop: StopSending) -> None:
+        self._reports.append(Quiet(stop.transfer))
+
+    put(Sending, "stop", stop)
+
+
+def _gathered_at_once(put: Callable[[Any, str, Any], None]) -> None:
+    """It says that the blocks are read no more when it is told to stop, though a chunk is being gathered."""
+    right = Sending.stop
+
+    def stop(self: Sending, stop: StopSending) -> None:
+        if stop.transfer in self._open:
+            self._reports.append(Gathered(stop.transfer))
+        right(self, stop)
+
+    put(Sending, "stop", stop)
 
 
 def _drained_while_read(put: Callable[[Any, str, Any], None]) -> None:
@@ -348,7 +361,7 @@ def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
         return Moved(ticket, digests[mover._at_work.porter, ticket])
 
     put(SlotPorter, "gather", gather)
-    _over_at_once("ship", "_moving", ended)(put)
+    _over_at_once("send", "_moving", ended)(put)
 
 
 # The read lease (kvbridge/exchange/reading.py):
@@ -417,22 +430,16 @@ def _not_compared(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _released_while_digested(put: Callable[[Any, str, Any], None]) -> None:
-    right, over = Outbound._digest, Outbound.digested
+    put(Outlet, "is_reading", property(lambda self: self.is_gathering or self.is_promised))
 
-    def digest(self: Outbound, out: Outlet) -> Any:
-        action = right(self, out)
-        assert out.offered is not None
-        out.offered.gathering -= 1
-        return action
 
-    def digested(self: Outbound, transfer: str, *args: Any) -> Any:
-        offered = self.outlets[transfer].offered
-        assert offered is not None
-        offered.gathering += 1
-        return over(self, transfer, *args)
+def _unpromised(put: Callable[[Any, str, Any], None]) -> None:
+    put(Outlet, "is_promised", property(lambda self: False))
 
-    put(Outbound, "_digest", digest)
-    put(Outbound, "digested", digested)
+
+def _stopped_in_time(put: Callable[[Any, str, Any], None]) -> None:
+    """What waits for the fence is not looked at again when it is to stop."""
+    put(WaitFence, "is_over", property(lambda self: self.attachment.has_reached(self.count)))
 
 
 def _unfenced(put: Callable[[Any, str, Any], None]) -> None:
@@ -481,8 +488,10 @@ MUTATIONS: dict[str, Mutate] = {
     "an agent without an engine dials": _half_a_session,
     "slots in doubt are freed where they are": _freed_in_place,
     "whoever says Hello last has the session": lambda put: put(Accepting, "_may_replace", lambda *_: True),
-    "what has ended waits for a fence": _nothing(Mover, "recall"),
+    "what has ended waits for a fence": _stopped_in_time,
     "what a want that has ended was to receive is scattered": _quiet_at_once,
+    "what is to stop is sent": _quiet_while_sent,
+    "blocks are said to be read no more while they are": _gathered_at_once,
     "offers that have ended are forgotten": _nothing(Rooms, "remember"),
     "a route outlives its session": _nothing(Mover, "disconnect"),
     "a probe's lane is kept": _nothing(Lanes, "take_back"),
@@ -495,14 +504,14 @@ MUTATIONS: dict[str, Mutate] = {
     "of two addresses the slower does not wait": _slower_does_not_wait,
     "a chunk is written before it is gathered": _gather_unwaited,
     "a slot to gather into is used again before its write has ended": _over_at_once(
-        "ship", "_writing", lambda mover, key: Wrote(key[1])
+        "send", "_writing", lambda mover, key: Wrote(key[1])
     ),
     "what was read after its lease counts": lambda put: put(Lease, "counts", lambda self, now: True),
     "a lease begins when it is answered": _begins_when_answered,
     "a renewal counts that nobody answered": _renewed_unheard,
     "the clock is looked at before the read ends": _looks_before,
     "a sender promises what it has not listened for": lambda put: put(outbound, "HEARD_S", float("inf")),
-    "a promise is not waited for": _nothing(Outbound, "_promise"),
+    "a promise is not waited for": _unpromised,
     "an engine detaches while it is read": lambda put: put(Source, "unread", _at_once),
     "an engine whose agent died waits for no reader": lambda put: put(rank, "READERS_S", 0.0),
     "an engine takes back sooner than it may": lambda put: put(engine, "READERS_S", 0.1),

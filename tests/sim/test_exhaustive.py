@@ -62,34 +62,42 @@ def test_no_order_of_events_breaks_it(wants: int, slots: int, budget: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("slots", "budget", "at_least"),
+    ("lag", "slots", "budget", "at_least"),
     [
-        (1, {"abandon": 1}, 100),
-        (1, {"abandon": 1, "cut": 1}, 500),
-        (1, {"fails": 1, "remain": 1}, 70),
-        (1, {"repeat": 1, "withdraw": 1}, 500),
-        (2, {"abandon": 1}, 500),
+        ("sink", 1, {"abandon": 1}, 100),
+        ("sink", 1, {"abandon": 1, "cut": 1}, 500),
+        ("sink", 1, {"fails": 1, "remain": 1}, 70),
+        ("sink", 1, {"repeat": 1, "withdraw": 1}, 500),
+        ("sink", 2, {"abandon": 1}, 500),
+        ("source", 1, {"abandon": 1, "cut": 1}, 500),
+        ("source", 1, {"fails": 1, "remain": 1}, 100),
+        ("source", 1, {"withdraw": 1, "late": 1}, 100),
+        ("source", 2, {"abandon": 1, "restart": 1}, 1000),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value),
 )
 def test_no_order_of_events_breaks_it_when_the_data_plane_hears_and_is_heard_late(
-    slots: int, budget: dict[str, int], at_least: int
+    lag: str, slots: int, budget: dict[str, int], at_least: int
 ) -> None:
-    """Landings cross a stop, notices come between it and quiet, leases are taken back before they are heard of."""
-    states, rests = explore(begin(1, 8, slots=slots, local=1, budget=budget, has_lag=True))
+    """Landings cross a stop, notices come between it and quiet, leases are taken back before they are heard of; chunks
+    are begun after the exchange has stopped them."""
+    states, rests = explore(begin(1, 8, slots=slots, local=1, budget=budget, lag=lag))
     assert states >= at_least and rests
 
 
 @pytest.mark.parametrize(
-    "rule",
+    ("lag", "rule"),
     [
-        "what a want that has ended was to receive is scattered",
-        "failed is said while rows are scattered",
+        ("sink", "what a want that has ended was to receive is scattered"),
+        ("sink", "failed is said while rows are scattered"),
+        ("source", "what is to stop is sent"),
+        ("source", "blocks are said to be read no more while they are"),
+        ("source", "blocks are released while they are read"),
     ],
 )
-def test_the_search_misses_this_rule_between_exchange_and_data_plane(rule: str) -> None:
+def test_the_search_misses_this_rule_between_exchange_and_data_plane(lag: str, rule: str) -> None:
     with switched_off(rule), pytest.raises((Wrong, IllegalEvent)):
-        explore(begin(1, 8, slots=1, local=1, budget={"abandon": 1, "cut": 1}, has_lag=True))
+        explore(begin(1, 8, slots=1, local=1, budget={"abandon": 1, "cut": 1}, lag=lag))
 
 
 @pytest.mark.parametrize(
