@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.agent.equipment import ROOM_IN_HOST
 from kvbridge.config import AgentConfig, defaults, flag_of, load, options
+from kvbridge.dataplane.equipment import ROOM_IN_HOST
 from kvbridge.errors import OperatorError
 from kvbridge.failpoints import VARIABLE
 

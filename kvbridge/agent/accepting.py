@@ -25,16 +25,17 @@ from kvbridge_proto.peer import (
     Settled,
 )
 
+from ..dataplane.mover import Mover
+from ..dataplane.routes.choice import NOT_CONNECTED, Connected, to_be_read
+from ..dataplane.routes.staged import Landing
 from ..errors import FabricError
-from ..exchange.route import Routed, Site, is_pulled
+from ..exchange.route import Site
 from ..exchange.session import Home, answer, welcome
 from ..failpoints import failpoint
 from ..transport.link import Link
 from .doors import Doors
 from .metrics import Metrics
-from .mover import Mover
 from .relations import Accepted, SourceSide
-from .routes import NOT_CONNECTED, Connected, Landing
 from .words import described, warn_of_route
 
 log = logging.getLogger("kvbridge.peers")
@@ -184,7 +185,7 @@ class Accepting:
         if known is None or known.session.routed.route != session.routed.route:
             self.source.met(session)
         link.version = session.version
-        door = self._doors.let_in(session, link) if session.routed.route == "pull" else None
+        door = self._doors.let_in(session, link) if session.routed.is_pulled else None
         link.send(welcome(session, home, door))
         failpoint("source.welcome_sent")
 
@@ -244,8 +245,8 @@ class Accepting:
                 return None
             asyncio.get_running_loop().call_later(TURN_S, turn.close)
             site = Site.of(greeting)
-            if is_pulled(home.site, site):
-                return Connected(Routed("pull"), NOT_CONNECTED)
+            if (routed := to_be_read(home.site, site)) is not None:
+                return Connected(routed, NOT_CONNECTED)
             return await self._mover.connect(Landing(greeting.agent.boot, site, greeting.probe_lane))
 
     def _dismiss(self, boot: str, reason: str) -> None:

@@ -25,6 +25,9 @@ from kvbridge_proto.words import Agent as AgentCard
 from msgspec import structs
 
 from ..config import AgentConfig
+from ..dataplane.equipment import equip
+from ..dataplane.mover import Mover
+from ..dataplane.watchdog import STUCK_S
 from ..errors import OperatorError
 from ..exchange.inbound import Inbound
 from ..exchange.orders import ReceivingReport, SendingReport
@@ -43,15 +46,12 @@ from ..transport.lock import Lock
 from ..transport.trust import Trust
 from .doors import Doors, LocalDoors, NoDoors
 from .engines import Engines
-from .equipment import equip
 from .metrics import Gauges, Metrics
-from .mover import Mover
 from .peers import Peers
 from .rebuild import Rebuilder
 from .sink import Sink
 from .source import Source
 from .status import offers, readers, transfers
-from .stuck import STUCK_S
 from .words import PlainFormatter
 
 log = logging.getLogger("kvbridge.agent")

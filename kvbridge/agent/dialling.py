@@ -13,6 +13,7 @@ from kvbridge_proto.door import DoorCard
 from kvbridge_proto.peer import Body, Checked, Drained, Failing, Goodbye, Ready, Refuse, Tables, Welcome
 from msgspec import structs
 
+from ..dataplane.mover import Mover
 from ..errors import KVBridgeError, PeerError
 from ..exchange.lease import Deadlines
 from ..exchange.route import Rate
@@ -23,7 +24,6 @@ from ..transport.endpoint import canonical
 from ..transport.link import Link
 from .doors import Ended
 from .metrics import Metrics
-from .mover import Mover
 from .relations import Dialled, Lanes, SinkSide
 from .words import described, warn_of_route
 
@@ -138,9 +138,9 @@ class Dialling:
             if dialled.is_checked:
                 return self._metrics.rejected("unexpected_message")
             dialled.is_checked = True
-            if session.routed.route == "pull" and dialled.against_pull:
+            if session.routed.is_pulled and dialled.against_pull:
                 session = Refuse(code="route_mismatch", reasons=(f"route: pull, though {dialled.against_pull}"[:1024],))
-            elif session.routed.route == "pull":
+            elif session.routed.is_pulled:
                 readable = await self._open_memory(session, greeting.door, dialled)
                 session, is_greeted_again = readable or session, readable is None
             elif not await self._is_proved(session, dialled):

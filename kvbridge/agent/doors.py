@@ -10,14 +10,14 @@ from typing import Protocol
 
 from kvbridge_proto.door import DoorCard
 
+from ..dataplane.attachment import Attachment
+from ..dataplane.mover import Mover
 from ..errors import PeerError
 from ..exchange.route import Rate
 from ..exchange.session import Session
 from ..failpoints import failpoint
 from ..transport.door import Door, Handover, Holder, Shared, open_memory
 from ..transport.link import Link
-from .attachment import Attachment
-from .mover import Mover
 
 log = logging.getLogger("kvbridge.doors")
 

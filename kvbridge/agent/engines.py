@@ -42,6 +42,9 @@ from kvbridge_proto.pool import Pool
 from kvbridge_proto.status import EngineStatus, PoolQuery, PoolStatus, Status, StatusQuery
 from kvbridge_proto.words import OURS, Agent, Rank, negotiate
 
+from ..dataplane.attachment import Attachment, Word
+from ..dataplane.equipment import Docks
+from ..dataplane.mover import Mover
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..device.sharing import SharedHandles
@@ -51,11 +54,8 @@ from ..failpoints import failpoint
 from ..geometry.check import check_pool, rescaled
 from ..geometry.plan import Planner
 from ..transport.local import LocalConnection
-from .attachment import Attachment, Word
 from .doors import Doors
-from .equipment import Docks
 from .metrics import Metrics
-from .mover import Mover
 from .peers import Peers
 from .prompts import Prompts
 from .sink import Sink

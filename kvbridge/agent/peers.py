@@ -29,6 +29,7 @@ from kvbridge_proto.peer import (
 )
 from kvbridge_proto.status import PeerStatus
 
+from ..dataplane.mover import Mover
 from ..exchange.session import Home, SessionState
 from ..transport.control import Control
 from ..transport.events import Arrived, Lost, Reached, Rejected
@@ -37,7 +38,6 @@ from .accepting import Accepting
 from .dialling import Dialling
 from .doors import Doors
 from .metrics import Metrics
-from .mover import Mover
 from .status import peer_statuses
 
 log = logging.getLogger("kvbridge.peers")

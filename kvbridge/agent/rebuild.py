@@ -14,12 +14,13 @@ from collections.abc import Callable
 
 from kvbridge_proto.status import SlotCounts
 
+from ..dataplane.equipment import Docks
+from ..dataplane.mover import Mover
+from ..dataplane.slots import LocalSlots
 from ..errors import KVBridgeError
-from ..exchange.slots import LocalSlots, SlotPool
+from ..exchange.slots import SlotPool
 from .engines import Engines
-from .equipment import Docks
 from .metrics import Metrics
-from .mover import Mover
 
 log = logging.getLogger("kvbridge.agent")
 

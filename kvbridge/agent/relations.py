@@ -24,9 +24,9 @@ from kvbridge_proto.peer import (
     Tables,
 )
 
+from ..dataplane.routes.choice import Connected
 from ..exchange.session import SESSION_TABLE, Session, SessionEvent, SessionState, Whose
 from ..transport.link import Link
-from .routes import Connected
 
 
 class SinkSide(Protocol):

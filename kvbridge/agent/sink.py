@@ -26,6 +26,8 @@ from kvbridge_proto.peer import (
 )
 from msgspec import structs
 
+from ..dataplane.attachment import Attachment
+from ..dataplane.mover import Mover
 from ..exchange.actions import Action, Ask, Reach, Send, Tell
 from ..exchange.inbound import CHECK_S, Inbound
 from ..exchange.orders import (
@@ -42,10 +44,8 @@ from ..exchange.orders import (
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
 from ..transport.endpoint import canonical
-from .attachment import Attachment
 from .dialling import Dialling
 from .metrics import Metrics
-from .mover import Mover
 
 log = logging.getLogger("kvbridge.sink")
 
@@ -126,7 +126,7 @@ class Sink:
         if self.attached is None:
             return
         ours = session.planner.samples(session.slot_bytes, is_source=False)
-        if session.routed.route == "pull":
+        if session.routed.is_pulled:
             theirs = session.planner.samples(session.slot_bytes, is_source=True)
             pairs = list(zip(theirs, ours, strict=False))  # where one side cannot have such samples there are none
             self._mover.warm_pull(self.attached, session.whose, pairs, self._inbound.sampling.kinds)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from kvbridge_proto.engine import Offer, Released, ToEngine
 from kvbridge_proto.peer import Body, Cancel, Check, Claim, Drained, Grant, Hold, Refuse, Renew, Settled, Tables
 
+from ..dataplane.attachment import Attachment
+from ..dataplane.mover import Mover
 from ..exchange.actions import Action, Send, Tell
 from ..exchange.orders import (
     Broken,
@@ -32,9 +34,7 @@ from ..exchange.outbound import Outbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
 from .accepting import Accepting
-from .attachment import Attachment
 from .metrics import Metrics
-from .mover import Mover
 
 log = logging.getLogger("kvbridge.source")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ..dataplane.routes.rate import is_slow
 from ..exchange.session import Session
 from ..geometry.compat import Convertible
 from ..oneline import plain, plain_lines
-from .routes import is_slow
 
 log = logging.getLogger("kvbridge.peers")
 

@@ -510,7 +510,7 @@ class Inbound:
         if planned.chunks:
             wanted.intakes[intake.transfer] = intake
             self._wanted_by[intake.transfer] = wanted
-        if planned.chunks and session.routed.route == "pull":
+        if planned.chunks and session.routed.is_pulled:
             intake.reading = Reading(Lease(now), session)
         elif planned.chunks:
             intake.is_carried = True

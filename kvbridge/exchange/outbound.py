@@ -226,7 +226,7 @@ class Outbound:
         except KVBridgeError as error:
             return [refused(boot, claim, error.code, str(error))]
         out = Outlet(claim, boot, plan, session.digest, now)
-        if session.routed.route == "pull":
+        if session.routed.is_pulled:
             out.promise = Promise()
             if claim.leases:
                 return [refused(boot, claim, "bad_lease", f"leases: {len(claim.leases)} of a route without slots")]

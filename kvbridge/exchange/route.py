@@ -1,4 +1,4 @@
-"""Which ways there are between two agents' slots, the best first, and what stands against the others. Pure."""
+"""What agents tell each other of where their slots are, and by which route one reaches the other. Pure."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ class Site:
     @classmethod
     def of(cls, hello: Hello) -> Site:
         return cls(hello.fabric, hello.host, hello.device, hello.routes, hello.machine)
+
+    def routes_to(self, can_pull: bool) -> tuple[Route, ...]:
+        """What is allowed towards a peer that we may read ourselves, or may not."""
+        return tuple(route for route in self.routes if can_pull or not Routed(route).is_pulled)
 
     @property
     def dram(self) -> FabricCard | None:
@@ -53,6 +57,11 @@ class Routed:
     read: Rate | None = None
 
     @property
+    def is_pulled(self) -> bool:
+        """Whether the receiver reads the sender's blocks itself: no slots are lent."""
+        return self.route == "pull"
+
+    @property
     def rate(self) -> Rate | None:
         if self.probe is not None:
             return Rate(self.probe.size_bytes, self.probe.bytes_per_s)
@@ -60,34 +69,3 @@ class Routed:
 
 
 UNPROVED = Routed("nixl")
-
-
-def options(ours: Site, theirs: Site) -> list[tuple[Route, str]]:
-    """Every route in our order, with what stands against it as far as two cards can tell; nothing if it may be."""
-    return [(route, _against(route, ours, theirs)) for route in ours.routes]
-
-
-def is_pulled(ours: Site, theirs: Site) -> bool:
-    """Whether the best way that two cards allow is that the receiver reads the sender's blocks itself."""
-    return next((route for route, reason in options(ours, theirs) if not reason), None) == "pull"
-
-
-def _against(route: Route, ours: Site, theirs: Site) -> str:
-    if route not in theirs.routes:
-        return f"{route}: the peer allows {', '.join(theirs.routes)}"
-    memories = f"slots: ours {ours.fabric.memory}, theirs {theirs.fabric.memory}"
-    if route == "pull":
-        if not ours.machine or ours.machine != theirs.machine:
-            return f"pull: machine: ours {ours.machine or 'not shared'}, theirs {theirs.machine or 'not shared'}"
-        return "" if ours.fabric.memory == theirs.fabric.memory else f"pull: {memories}"
-    if route == "nixl":
-        return "" if ours.fabric.memory == theirs.fabric.memory else f"nixl: {memories}"
-    if route == "host":
-        if ours.dram is None or theirs.dram is None:
-            return "host: no slots in host memory on " + ("our side" if ours.dram is None else "the peer's side")
-        return "" if "vram" in (ours.fabric.memory, theirs.fabric.memory) else f"host: {memories}; that is nixl"
-    if ours.device is None or theirs.device is None:
-        return f"direct: {memories}"
-    if ours.device.machine != theirs.device.machine:
-        return f"direct: machine: ours {ours.device.machine}, theirs {theirs.device.machine}"
-    return ""

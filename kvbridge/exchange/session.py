@@ -125,7 +125,7 @@ def hello(
         digests=home.digests,
         host=site.host,
         device=site.device,
-        routes=tuple(route for route in site.routes if can_pull or route != "pull"),
+        routes=site.routes_to(can_pull),
         machine=site.machine,
         probe_lane=probe_lane,
         address=address,

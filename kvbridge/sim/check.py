@@ -10,7 +10,7 @@ from kvbridge_proto.peer import PROBE_LANES
 
 from ..agent.peers import Peers
 from ..agent.relations import Accepted, Dialled
-from ..agent.routes import NOT_CONNECTED
+from ..dataplane.routes.choice import NOT_CONNECTED
 from ..exchange.session import SessionState
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _kept(process: Process) -> Iterator[str]:
         ("waits for a fence", mover._fenced),
         ("targets that leave", mover._jobs._leaving),
         ("uses of targets", +mover._jobs._users),
-        ("memory that is left", mover._jobs._parting),
+        ("memory that is left", mover._pulling._parting),
         ("receivers that wait for an answer", outbound._owed),
     ):
         if left:
@@ -84,7 +84,7 @@ def _kept(process: Process) -> Iterator[str]:
     if process.engines._leaving is not None:
         yield "an engine that is still leaving"
     attached: Any = process.engines._attached
-    opened: dict[Any, Any] = dict(mover._jobs._peers)
+    opened: dict[Any, Any] = dict(mover._pulling._peers)
     for memory in process.mapped:
         is_read = any(memory is each for each, _ in opened.values())
         if memory.is_open and not is_read and (attached is None or memory is not attached.memory):
@@ -108,8 +108,8 @@ def _between_agents(process: Process) -> Iterator[str]:
         if fabric._peers != connected:
             yield f"{called}: connected to {fabric._peers}, for {connected}"
     opened = {each.opened for each in peers.dialling.sessions.values() if each.opened}
-    if opened != {*jobs._peers}:
-        yield f"memory of {set(jobs._peers)} is mapped, for {opened}"
+    if opened != (mapped := {*process.mover._pulling._peers}):
+        yield f"memory of {mapped} is mapped, for {opened}"
     for name, left in (
         ("lanes that are out", PROBE_LANES - len(peers.dialling._lanes)),
         ("sessions without a lane", peers.dialling._without_lane),

@@ -12,16 +12,16 @@ from kvbridge_proto.door import DoorCard
 from kvbridge_proto.engine import Attach
 from kvbridge_proto.words import Agent as AgentCard
 
-from ..agent.attachment import Attachment, Word
 from ..agent.daemon import IDLE_TICK_S, TICK_S, Agent
 from ..agent.engines import Engines
-from ..agent.equipment import Dock, Docks, Equipment
 from ..agent.metrics import Gauges, Metrics
-from ..agent.mover import IDLE_S, Mover
-from ..agent.receiving import Arrival
-from ..agent.sending import Dispatch
-from ..agent.waiting import WaitFence, WaitLease, WaitWord
 from ..config import AgentConfig
+from ..dataplane.attachment import Attachment, Word
+from ..dataplane.equipment import Dock, Docks, Equipment
+from ..dataplane.mover import IDLE_S, Mover
+from ..dataplane.receiving import Arrival
+from ..dataplane.sending import Dispatch
+from ..dataplane.waiting import WaitFence, WaitLease, WaitWord
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..device.porter import Porter
@@ -392,9 +392,9 @@ class SimDoors:
             raise PeerError("no_door", f"{door.path}: there is nobody, or not any more")
         read = Attached(memory.blocks, peer)
         process.mapped.append(read)
-        jobs = process.mover._jobs
+        pulling = process.mover._pulling
         mapped = lambda: cast(AttachedPool, read)  # noqa: E731
-        await process.mover._job(lambda settle: jobs.open_peer(session.whose, mapped, _nothing, settle))
+        await process.mover._job(lambda settle: pulling.open(session.whose, mapped, _nothing, settle))
         return None
 
 

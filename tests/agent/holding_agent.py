@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvbridge import cli
-from kvbridge.agent.attachment import Attachment
+from kvbridge.dataplane.attachment import Attachment
 
 
 def main() -> None:

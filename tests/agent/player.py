@@ -12,7 +12,8 @@ from kvbridge_proto.peer import Cancel, Hello, Probe, Refuse, Welcome
 from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
-from kvbridge.agent.routes import Connected, Landing
+from kvbridge.dataplane.routes.choice import Connected
+from kvbridge.dataplane.routes.staged import Landing
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Home, Session, answer, hello, welcome
 from kvbridge.transport.trust import Trust

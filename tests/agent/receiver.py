@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbridge.agent.receiving import Receiving
-from kvbridge.agent.sending import Sending
 from kvbridge.agent.sink import Sink
 from kvbridge.agent.source import Source
+from kvbridge.dataplane.receiving import Receiving
+from kvbridge.dataplane.sending import Sending
 from kvbridge.exchange.orders import ReceivingOrder, SendingOrder
 from tests.exchange.world import take_up
 

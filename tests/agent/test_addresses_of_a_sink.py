@@ -6,7 +6,7 @@ import asyncio
 
 from kvbridge_proto.peer import Cancel, Drained, Goodbye, Refuse, Settled, Welcome
 
-from kvbridge.agent.routes import Landing
+from kvbridge.dataplane.routes.staged import Landing
 from kvbridge.errors import FabricError
 from tests.exchange.world import World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvbridge_proto.engine import Failed
 from kvbridge_proto.peer import Lease, Notice
 
-from kvbridge.agent.receiving import Arrival
+from kvbridge.dataplane.receiving import Arrival
 from kvbridge.exchange.orders import Broken, Dropped, Landed, Lend, Quiet, StopReceiving
 from tests.exchange.world import Node, World
 

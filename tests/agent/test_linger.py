@@ -7,7 +7,7 @@ import time
 
 import uvloop
 
-from kvbridge.agent.linger import Linger
+from kvbridge.dataplane.linger import Linger
 
 
 async def _cpu_share(seconds: float) -> float:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvbridge.agent.daemon import Agent
-from kvbridge.agent.mover import Mover
 from kvbridge.config import AgentConfig
+from kvbridge.dataplane.mover import Mover
 from kvbridge.errors import OperatorError
 from kvbridge.transport.lock import KERNEL, Lock
 

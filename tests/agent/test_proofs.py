@@ -14,18 +14,20 @@ from kvbridge_proto.peer import PROBE_LANES, Hello, Refuse, Welcome
 
 from kvbridge.agent.accepting import MOST_GREETINGS, TURN_S
 from kvbridge.agent.doors import NoDoors
-from kvbridge.agent.equipment import Dock, Docks, Equipment
-from kvbridge.agent.jobs import Jobs
 from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.mover import Mover
 from kvbridge.agent.peers import Peers
-from kvbridge.agent.receiving import Receiving
-from kvbridge.agent.routes import PROBE_S, Connected, Landing, Routed
-from kvbridge.agent.sending import Sending
-from kvbridge.agent.waiting import Job, WaitWrite
+from kvbridge.dataplane.equipment import Dock, Docks, Equipment
+from kvbridge.dataplane.jobs import Jobs
+from kvbridge.dataplane.mover import Mover
+from kvbridge.dataplane.receiving import Receiving
+from kvbridge.dataplane.routes.choice import Connected
+from kvbridge.dataplane.routes.rate import PROBE_S
+from kvbridge.dataplane.routes.staged import Landing
+from kvbridge.dataplane.sending import Sending
+from kvbridge.dataplane.waiting import Job, WaitWrite
 from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.staging import Staging
-from kvbridge.exchange.route import Site
+from kvbridge.exchange.route import Routed, Site
 from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
 from tests.exchange.world import World
 
@@ -112,7 +114,7 @@ def resumed(network: Network, job: Job) -> WaitWrite | None:
 
 def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_meanwhile(network: Network) -> None:
     heard: list[Any] = []
-    jobs = Jobs(network.source, "a", lambda *_: None, Sending(0), Receiving(), 1.0)
+    jobs = Jobs(network.source, "a", Sending(0), Receiving(), 1.0)
     slow = network.equipment("slow")
     network.loopback.stall("slow")
     first = jobs.connect(Landing("slow", slow.site, 3), lambda found, error: heard.append(found or error))
@@ -138,7 +140,7 @@ def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_me
     except StopIteration:
         pass
     routed: Routed = heard[-1].routed
-    assert Jobs(slow, "slow", lambda *_: None, Sending(0), Receiving(), 1.0).is_proved(routed.route, 3, routed.probe)
+    assert Jobs(slow, "slow", Sending(0), Receiving(), 1.0).is_proved(routed.route, 3, routed.probe)
     assert len(network.source.dock.lanes) == PROBE_LANES, "all were given back"
 
 

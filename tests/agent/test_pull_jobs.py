@@ -7,11 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from kvbridge.agent.jobs import Jobs
-from kvbridge.agent.mover import Mover
-from kvbridge.agent.receiving import Receiving
-from kvbridge.agent.sending import Sending
-from kvbridge.agent.waiting import Job, WaitMove, WaitRoom
+from kvbridge.dataplane.mover import Mover
+from kvbridge.dataplane.receiving import Receiving
+from kvbridge.dataplane.routes.pull import Pulling
+from kvbridge.dataplane.waiting import Job, WaitMove, WaitRoom
 from kvbridge.device.porter import Moved
 from kvbridge.errors import EngineError
 from kvbridge.exchange.orders import Pulled
@@ -43,8 +42,8 @@ def told() -> Receiving:
 @pytest.fixture
 def job(told: Receiving) -> Job:
     equipment: Any = SimpleNamespace(porter=FullPorter())
-    jobs = Jobs(equipment, "us", lambda *args: None, Sending(0), told, 30.0, lambda: 0.0)
-    jobs._peers[WHOSE] = cast(Any, object()), lambda: None
+    pulling = Pulling(equipment, lambda *args: None, told, 30.0, lambda: 0.0)
+    pulling._peers[WHOSE] = cast(Any, object()), lambda: None
     lease = Lease(0.0)
     lease.answered(0)
     plan = SimpleNamespace(chunk=lambda index: index)
@@ -64,7 +63,7 @@ def job(told: Receiving) -> Job:
     attachment: Any = SimpleNamespace(
         memory=object(), word=SimpleNamespace(has_left=False), has_reached=lambda count: True
     )
-    return jobs.pull(pull, attachment)
+    return pulling.pull(pull, attachment)
 
 
 def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: Receiving) -> None:

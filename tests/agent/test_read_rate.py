@@ -13,11 +13,10 @@ import pytest
 import torch
 from kvbridge_kernels.segment import Span
 
-from kvbridge.agent.jobs import Jobs
-from kvbridge.agent.receiving import Receiving
-from kvbridge.agent.routes import MOST_ROUNDS, ROUNDS, SLOW_BYTES_PER_S, is_slow, read_rate
-from kvbridge.agent.sending import Sending
-from kvbridge.agent.waiting import Job, WaitMove
+from kvbridge.dataplane.receiving import Receiving
+from kvbridge.dataplane.routes.pull import Pulling, read_rate
+from kvbridge.dataplane.routes.rate import MOST_ROUNDS, ROUNDS, SLOW_BYTES_PER_S, is_slow
+from kvbridge.dataplane.waiting import Job, WaitMove
 from kvbridge.device.porter import Moved
 from kvbridge.errors import EngineError
 from kvbridge.exchange.route import Rate
@@ -88,7 +87,7 @@ class Peers(Memory):
 
 
 class Opening:
-    """Jobs that open memory, beside a porter whose copies end when they are told to."""
+    """Pulls that open memory, beside a porter whose copies end when they are told to."""
 
     def __init__(self) -> None:
         porter = SimpleNamespace(
@@ -97,20 +96,20 @@ class Opening:
         dock = SimpleNamespace(lanes=deque([7]), outbound=SimpleNamespace(lane=lambda number: Span(number, LANE_BYTES)))
         equipment: Any = SimpleNamespace(dock=dock, porter=porter)
         self.lanes = dock.lanes
-        self.jobs = Jobs(equipment, "us", lambda hear, *args: hear(*args), Sending(0), Receiving(), 30.0, lambda: 0.0)
+        self.pulling = Pulling(equipment, lambda hear, *args: hear(*args), Receiving(), 30.0, lambda: 0.0)
         self.closed: list[Peers] = []
         self.found: list[tuple[Rate | None, Exception | None]] = []
 
     def begin(self, memory: Peers) -> Job:
         closed, settle = partial(self.closed.append, memory), lambda *found: self.found.append(found)
-        return self.jobs.open_peer(WHOSE, lambda: cast(Any, memory), closed, settle)
+        return self.pulling.open(WHOSE, lambda: cast(Any, memory), closed, settle)
 
 
 def test_memory_that_is_given_up_while_it_is_measured_stays_mapped_until_then() -> None:
     opening, memory = Opening(), Peers(5000)
     job = opening.begin(memory)
     next(job)
-    opening.jobs.close_peer(WHOSE)
+    opening.pulling.close(WHOSE)
     for _ in range(ROUNDS - 1):
         job.send(Moved(1))
         assert not memory.is_closed
@@ -130,9 +129,9 @@ def test_of_one_memory_that_was_opened_twice_the_newest_is_read() -> None:
         while True:
             first.send(Moved(1))
     assert opening.closed == [old] and not new.is_closed
-    opening.jobs.close_peer(WHOSE)
+    opening.pulling.close(WHOSE)
     assert not new.is_closed
-    opening.jobs.close_peer(WHOSE)
+    opening.pulling.close(WHOSE)
     assert opening.closed == [old, new] and list(opening.lanes) == [7]
 
 
@@ -143,6 +142,6 @@ def test_memory_that_cannot_be_mapped_is_not_open() -> None:
         raise EngineError("handle_missing", "region 0")
 
     with pytest.raises(StopIteration):
-        next(opening.jobs.open_peer(WHOSE, broken, lambda: None, lambda *found: opening.found.append(found)))
+        next(opening.pulling.open(WHOSE, broken, lambda: None, lambda *found: opening.found.append(found)))
     ((_, error),) = opening.found
-    assert isinstance(error, EngineError) and not opening.jobs._peers and not opening.jobs._openings
+    assert isinstance(error, EngineError) and not opening.pulling._peers and not opening.pulling._openings

@@ -18,10 +18,11 @@ from kvbridge_proto.status import SlotCounts
 
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.rebuild import PAUSE_S, Patience, Rebuilder
+from kvbridge.dataplane.slots import LocalSlots
 from kvbridge.device.driver import CudaError
 from kvbridge.errors import FabricError
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.slots import LocalSlots, SlotPool
+from kvbridge.exchange.slots import SlotPool
 from tests.exchange.world import World
 from tests.oracle import Shape, build
 

@@ -14,14 +14,15 @@ from typing import Any, NoReturn
 import pytest
 from kvbridge_proto.peer import DeviceCard, Probe
 
-from kvbridge.agent.attachment import KEPT, Attachment, Word
-from kvbridge.agent.equipment import Dock, Docks, Equipment
-from kvbridge.agent.jobs import Jobs
-from kvbridge.agent.mover import Mover
-from kvbridge.agent.receiving import Receiving
-from kvbridge.agent.routes import Connected, Landing, Target, pattern, prove
-from kvbridge.agent.sending import Sending
-from kvbridge.agent.waiting import Job, WaitFence, WaitMove, WaitWord, WaitWrite
+from kvbridge.dataplane.attachment import KEPT, Attachment, Word
+from kvbridge.dataplane.equipment import Dock, Docks, Equipment
+from kvbridge.dataplane.jobs import Jobs
+from kvbridge.dataplane.mover import Mover
+from kvbridge.dataplane.receiving import Receiving
+from kvbridge.dataplane.routes.choice import Connected, pattern, prove
+from kvbridge.dataplane.routes.staged import Landing, Target
+from kvbridge.dataplane.sending import Sending
+from kvbridge.dataplane.waiting import Job, WaitFence, WaitMove, WaitWord, WaitWrite
 from kvbridge.device.porter import DeviceLost
 from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.staging import Staging
@@ -110,7 +111,7 @@ def proved(agents: Agents, clock: Callable[[], float] = time.monotonic, **site: 
 
 
 def is_there(agents: Agents, routed: Routed) -> bool:
-    jobs = Jobs(agents.sink, "b", lambda *_: None, Sending(0), Receiving(), 1.0)
+    jobs = Jobs(agents.sink, "b", Sending(0), Receiving(), 1.0)
     assert routed.probe is not None
     return jobs.is_proved(routed.route, routed.probe.lane, routed.probe)
 
@@ -175,7 +176,7 @@ def test_says_what_stood_against_every_route(stack: ExitStack) -> None:
 
 def test_an_old_target_that_ends_late_does_not_cut_the_new_one(stack: ExitStack) -> None:
     agents = Agents(stack)
-    jobs = Jobs(agents.source, "a", lambda *_: None, Sending(0), Receiving(), 1.0)
+    jobs = Jobs(agents.source, "a", Sending(0), Receiving(), 1.0)
     heard: list[Any] = []
 
     def connected() -> Connected:
@@ -382,7 +383,7 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
             attachment.word.withdrew("r", withdrawn_at)
             attachment.word.heard_at = heard
 
-    jobs = Jobs(Agents(stack).source, "a", lambda *_: None, Sending(0), Receiving(), 1.0, lambda: 100.0)
+    jobs = Jobs(Agents(stack).source, "a", Sending(0), Receiving(), 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
     attachment = Attachment(1, pool, None, Word(heard_at))
     story = jobs._taken_back(attachment, "r", asked_at=99.0)
@@ -432,7 +433,7 @@ def test_the_same_request_withdrawn_twice_may_have_been_taken_back_by_the_first(
 
 def test_who_has_left_is_not_waited_for(stack: ExitStack) -> None:
     """What was being read when it died may end after everybody has let go of it: its sink waits for that end."""
-    jobs = Jobs(Agents(stack).source, "a", lambda *_: None, Sending(0), Receiving(), 1.0, lambda: 100.0)
+    jobs = Jobs(Agents(stack).source, "a", Sending(0), Receiving(), 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
     with pytest.raises(StopIteration) as ended:
         next(jobs._taken_back(Attachment(1, pool, None, Word(99.9, has_left=True)), "r", asked_at=99.0))

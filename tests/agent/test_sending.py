@@ -7,7 +7,7 @@ from typing import Any
 from kvbridge_proto.engine import Done, Failed
 from kvbridge_proto.peer import Lease
 
-from kvbridge.agent.sending import Departure, Sending
+from kvbridge.dataplane.sending import Departure, Sending
 from kvbridge.exchange.orders import (
     Broken,
     Credit,
@@ -83,6 +83,18 @@ def test_each_chunk_waits_for_the_count_with_which_it_came() -> None:
     made.progress(Progress("a", {}, 1, 5), 0.0)
     made.progress(Progress("a", {}, 3, 9), 0.0)
     assert [departure.fence for departure in begun(made)] == [5, 9, 9]
+
+
+def test_a_chunk_is_asked_for_when_it_was_ordered_and_not_when_it_begins() -> None:
+    """A withdrawal that is heard in between may be of the blocks that it reads (`Jobs._taken_back`)."""
+    made = Sending(4)
+    made.order(SendOrder("a", "r", "D0", Plan(2), b"", 1, ""), NOTHING, 1.0)  # type: ignore[arg-type]
+    made.progress(Progress("a", {}, 2, 0), 2.0)
+    made.credit(Credit("a", (Lease(0, 1),)), 3.0)
+    (first,) = begun(made)
+    made.credit(Credit("a", (Lease(1, 1),)), 4.0)
+    (second,) = begun(made)
+    assert (first.asked_at, second.asked_at) == (3.0, 4.0)
 
 
 def test_who_had_a_slot_longest_ago_has_the_next_one() -> None:

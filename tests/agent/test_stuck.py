@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 from kvbridge_proto.engine import Detach
 
-from kvbridge.agent.stuck import STATUS, Watchdog
+from kvbridge.dataplane.watchdog import STATUS, Watchdog
 
 from ..oracle import Shape, build
 from .harness import AgentProcess, SyntheticEngine, agent

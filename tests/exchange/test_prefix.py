@@ -8,8 +8,8 @@ import pytest
 from kvbridge_proto.engine import Done, Failed, Offer
 from kvbridge_proto.words import Blocks
 
-from kvbridge.agent.receiving import Arrival
-from kvbridge.agent.sending import Departure
+from kvbridge.dataplane.receiving import Arrival
+from kvbridge.dataplane.sending import Departure
 from kvbridge.exchange.tables import extended
 from kvbridge.geometry.plan import Part
 

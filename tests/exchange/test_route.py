@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from kvbridge_proto.peer import DeviceCard, FabricCard
 
-from kvbridge.exchange.route import Site, options
+from kvbridge.dataplane.routes.choice import options
+from kvbridge.exchange.route import Site
 
 
 def card(memory: str) -> FabricCard:

@@ -31,8 +31,8 @@ from kvbridge_proto.peer import (
 from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
 from kvbridge_proto.words import Agent, Blocks, Rank
 
-from kvbridge.agent.receiving import Arrival, Receiving
-from kvbridge.agent.sending import Departure, Sending
+from kvbridge.dataplane.receiving import Arrival, Receiving
+from kvbridge.dataplane.sending import Departure, Sending
 from kvbridge.exchange.actions import Action, Ask, Reach, Send, Tell
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.orders import (

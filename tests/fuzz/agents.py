@@ -32,12 +32,13 @@ from msgspec import Meta, Struct
 from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
-from kvbridge.agent.receiving import Arrival
-from kvbridge.agent.routes import Connected, Landing
-from kvbridge.agent.sending import Departure
 from kvbridge.agent.sink import Sink
 from kvbridge.agent.source import Source
 from kvbridge.agent.status import transfers
+from kvbridge.dataplane.receiving import Arrival
+from kvbridge.dataplane.routes.choice import Connected
+from kvbridge.dataplane.routes.staged import Landing
+from kvbridge.dataplane.sending import Departure
 from kvbridge.errors import PeerError
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.outbound import Outbound

@@ -30,8 +30,8 @@ from kvbridge_proto.peer import (
 from kvbridge_proto.words import Agent, Blocks
 from msgspec import Meta, Struct
 
-from kvbridge.agent.receiving import Arrival
-from kvbridge.agent.sending import Departure
+from kvbridge.dataplane.receiving import Arrival
+from kvbridge.dataplane.sending import Departure
 from kvbridge.exchange.actions import Action, Ask, Reach, Send
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome

@@ -38,7 +38,6 @@ KNOWN = {
     "the fence is not waited for": (18, FOREIGN),
     "what was read while nobody listened counts": (560, FOREIGN),
     "what the engine has said is not waited for": (560, FOREIGN),
-    "a gather is asked for when it begins": (1945, FOREIGN),
     "drained is said while writes are under way": (1, LENT_TWICE),
     "drained is said of a lost session whatever it writes": (5, LENT_TWICE),
     "a lost link counts as a dead source": (140, LENT_TWICE),

@@ -19,8 +19,8 @@ from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Lease, N
 from kvbridge_proto.words import Blocks
 from msgspec.structs import replace as changed
 
-from kvbridge.agent.receiving import Arrival, Receiving
-from kvbridge.agent.sending import Departure, Dispatch, Sending
+from kvbridge.dataplane.receiving import Arrival, Receiving
+from kvbridge.dataplane.sending import Departure, Dispatch, Sending
 from kvbridge.exchange.actions import Ask, Reach, Send, Tell
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.intake import Wanted

@@ -11,27 +11,28 @@ import msgspec
 from kvbridge_proto.engine import Detached
 from kvbridge_proto.peer import Checked, Drained, Sum, Tables
 
-from kvbridge.agent import receiving
 from kvbridge.agent.accepting import Accepting
-from kvbridge.agent.attachment import Attachment
 from kvbridge.agent.dialling import Dialled, Dialling
 from kvbridge.agent.engines import Engines
-from kvbridge.agent.equipment import Docks
-from kvbridge.agent.jobs import Failure, Jobs
-from kvbridge.agent.mover import Mover
 from kvbridge.agent.rebuild import Rebuilder
-from kvbridge.agent.receiving import Receiving
 from kvbridge.agent.relations import Lanes
-from kvbridge.agent.sending import Sending
 from kvbridge.agent.source import Source
-from kvbridge.agent.waiting import WaitFence, WaitWord
+from kvbridge.dataplane import receiving
+from kvbridge.dataplane.attachment import Attachment
+from kvbridge.dataplane.equipment import Docks
+from kvbridge.dataplane.jobs import Jobs
+from kvbridge.dataplane.mover import Mover
+from kvbridge.dataplane.receiving import Receiving
+from kvbridge.dataplane.routes.pull import Pulling
+from kvbridge.dataplane.sending import Sending
+from kvbridge.dataplane.waiting import WaitFence, WaitWord
 from kvbridge.device.porter import Moved
 from kvbridge.exchange import outbound
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.doubts import Doubts
 from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState, failed
-from kvbridge.exchange.orders import Gathered, Landed, Quiet, StopReceiving, StopSending
+from kvbridge.exchange.orders import Failure, Gathered, Landed, Quiet, StopReceiving, StopSending
 from kvbridge.exchange.outbound import Outbound
 from kvbridge.exchange.outlet import Offered, Outlet, OutState
 from kvbridge.exchange.reading import LEASE_S, Lease
@@ -128,26 +129,6 @@ def _nobody_listens(put: Callable[[Any, str, Any], None]) -> None:
         yield from ()
         return None
 
-    put(Jobs, "_taken_back", taken_back)
-
-
-def _asked_when_it_began(put: Callable[[Any, str, Any], None]) -> None:
-    right, right_gather, right_digest = Jobs._taken_back, SlotPorter.gather, SlotPorter.digest
-    began: dict[Any, float] = {}
-
-    def gather(self: SlotPorter, pool: Any, *args: Any) -> int:
-        began[pool] = self._process.world.clock.now
-        return right_gather(self, pool, *args)
-
-    def digest(self: SlotPorter, pool: Any, *args: Any) -> int:
-        began[pool] = self._process.world.clock.now
-        return right_digest(self, pool, *args)
-
-    def taken_back(self: Jobs, attachment: Attachment, request: str, asked_at: float) -> Any:
-        return right(self, attachment, request, began[attachment.memory])
-
-    put(SlotPorter, "gather", gather)
-    put(SlotPorter, "digest", digest)
     put(Jobs, "_taken_back", taken_back)
 
 
@@ -396,21 +377,21 @@ def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
         begun[self] = self._process.world.clock.now
         return right(self, *args)
 
-    def counted(self: Jobs, pull: Any, attachment: Any) -> Generator[Any, Any, Failure]:
+    def counted(self: Pulling, pull: Any, attachment: Any) -> Generator[Any, Any, Failure]:
         at = begun.get(self._equipment.porter, float("inf"))
         return None if pull.lease.counts(at) else ("lease_over", "")
         yield
 
     put(SlotPorter, "pull", pull)
-    put(Jobs, "_counted", counted)
+    put(Pulling, "_counted", counted)
 
 
 def _unmapped_while_read(put: Callable[[Any, str, Any], None]) -> None:
-    def close_parting(self: Jobs) -> None:
+    def close_parting(self: Pulling) -> None:
         while self._parting:
             self._unmap(*self._parting.pop())
 
-    put(Jobs, "close_parting", close_parting)
+    put(Pulling, "close_parting", close_parting)
 
 
 def _not_compared(put: Callable[[Any, str, Any], None]) -> None:
@@ -473,7 +454,6 @@ MUTATIONS: dict[str, Mutate] = {
     "the fence is not waited for": _fence,
     "what was read while nobody listened counts": _nobody_listens,
     "what the engine has said is not waited for": lambda put: put(WaitWord, "is_over", property(lambda self: True)),
-    "a gather is asked for when it begins": _asked_when_it_began,
     "drained is said while writes are under way": _drained_too_soon,
     "drained is said of a lost session whatever it writes": _says_drained_always,
     "a lost link counts as a dead source": _lost_is_gone,

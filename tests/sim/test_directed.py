@@ -11,7 +11,7 @@ import pytest
 from kvbridge_proto.engine import ToEngine, Withdraw
 from kvbridge_proto.peer import Ping
 
-from kvbridge.agent.attachment import Attachment
+from kvbridge.dataplane.attachment import Attachment
 from kvbridge.sim.run import play, prepared
 from kvbridge.sim.scenario import OF_MESSAGES, Fault, FaultKind, make
 from kvbridge.sim.world import Outcome, World

@@ -316,7 +316,7 @@ class Conversation:
         For an engine that must compute on: a chunk gathered while its forward overwrites the blocks would hold another
         request's KV and nothing would tell. The agent answers when its reads have ended: a chunk's time. One that stays
         silent for READERS_S after it could hear us is given up, and what it reads from then on does not count
-        (agent/jobs.py: UNHEARD_S). One that is lost, for whatever reason, is waited for as long from the loss
+        (dataplane/jobs.py: UNHEARD_S). One that is lost, for whatever reason, is waited for as long from the loss
         (link.py: ReadsOver).
         """
         requests, ends, asked_at = list(requests), None, self._clock()

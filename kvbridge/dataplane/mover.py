@@ -53,13 +53,15 @@ from ..transport.fabric import Noticed
 from ..transport.framed import close_fds
 from .attachment import Attachment
 from .equipment import Docks, Equipment
-from .jobs import Jobs, Settle
+from .jobs import Jobs
 from .linger import Linger, nap_exactly
 from .receiving import Arrival, Receiving
-from .routes import Connected, Landing
+from .routes.choice import Connected
+from .routes.pull import Pulling
+from .routes.staged import Landing
 from .sending import Sending
-from .stuck import STUCK_S, Watchdog, end_process
-from .waiting import Event, Job, Wait, WaitFence, WaitLease, WaitMove, WaitOnLoop, WaitRoom, WaitWord, WaitWrite
+from .waiting import Event, Job, Settle, Wait, WaitFence, WaitLease, WaitMove, WaitOnLoop, WaitRoom, WaitWord, WaitWrite
+from .watchdog import STUCK_S, Watchdog, end_process
 
 log = logging.getLogger("kvbridge.mover")
 
@@ -120,6 +122,7 @@ class Mover:
         self._watchdog = Watchdog(self._thread, stuck_s, end)
         self._equipment: Equipment | None = None
         self._jobs: Jobs
+        self._pulling: Pulling
         self._loop: asyncio.AbstractEventLoop
 
     # On the loop:
@@ -183,12 +186,12 @@ class Mover:
             finally:
                 close_fds(kept)
 
-        rate: Rate | None = await self._job(lambda settle: self._jobs.open_peer(whose, mapped, closed, settle))
+        rate: Rate | None = await self._job(lambda settle: self._pulling.open(whose, mapped, closed, settle))
         return rate
 
     def close_peer(self, whose: Whose) -> None:
         """Give up what `open_peer` mapped, once nothing reads it any more."""
-        self._put(lambda: self._jobs.close_peer(whose))
+        self._put(lambda: self._pulling.close(whose))
 
     def warm(self, attachment: Attachment, parts: Sequence[Part]) -> None:
         """Get ready for parts like these."""
@@ -201,7 +204,7 @@ class Mover:
         """Get ready to pull parts like these, each as its sender and as its receiver see it; with a digest, or not."""
         for theirs, ours in parts:
             for has_digest in kinds:
-                self._put(partial(self._jobs.warm_pull, attachment, whose, theirs, ours, has_digest))
+                self._put(partial(self._pulling.warm, attachment, whose, theirs, ours, has_digest))
 
     async def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the source says it wrote."""
@@ -301,7 +304,7 @@ class Mover:
             self._say()
             if self._equipment is not None:
                 self._equipment.close()
-                self._jobs.close()
+                self._pulling.close_all()
 
     def _serve(self) -> None:
         last_move = 0.0
@@ -370,7 +373,7 @@ class Mover:
             case ReceiveOrder():
                 self.receiving.order(order, attachment)
             case Pull():
-                self._resume(self._jobs.pull(order, attachment), None)
+                self._resume(self._pulling.pull(order, attachment), None)
 
     def _send(self) -> None:
         """Gather what is ready to go out, while there are slots."""
@@ -382,9 +385,9 @@ class Mover:
         self.site, self.digests = equipment.site, equipment.porter.digests
         self.device, self.description = equipment.porter.device, equipment.porter.description
         self.sending.slots.make(equipment.dock.outbound.slots)
-        self._jobs = Jobs(
-            equipment, self._boot, self._tell, self.sending, self.receiving, self._write_timeout_s, self._clock
-        )
+        wait_s, clock = self._write_timeout_s, self._clock
+        self._jobs = Jobs(equipment, self._boot, self.sending, self.receiving, wait_s, clock)
+        self._pulling = Pulling(equipment, self._tell, self.receiving, wait_s, clock)
         self._equipment = equipment
         if self._linger_s is None:
             self._linger_s = LINGER_ON_GPU_S if equipment.porter.memory == "vram" else 0.0
@@ -412,7 +415,7 @@ class Mover:
             else:  # one of several that its job has begun
                 self._moved[moved.ticket] = moved
         if moves:
-            self._jobs.close_parting()
+            self._pulling.close_parting()
         self._say()  # slots to lend, before others are scattered
         is_moving = bool(moves) or len(self._fenced) < len(fenced)
         for dock in equipment.docks:

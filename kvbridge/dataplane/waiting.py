@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import logging
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import Any
 
 from ..device.porter import Moved, Porter
-from ..errors import EngineError
+from ..errors import EngineError, KVBridgeError
 from ..exchange.reading import Lease
 from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
 from .attachment import Attachment
 from .receiving import Receipt
 from .sending import Dispatch
+
+log = logging.getLogger("kvbridge.mover")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +106,19 @@ WaitOnLoop = WaitFence | WaitWord | WaitLease | WaitRoom  # looked at now and th
 Wait = WaitFence | WaitWord | WaitLease | WaitRoom | WaitMove | WaitWrite
 Event = Moved | Wrote | WriteFailed | WriteLate | None
 Job = Generator[Wait, Event, None]
+Settle = Callable[[Any, Exception | None], None]  # what a job found, or what went wrong
+
+
+def begun(attachment: Attachment, count: int, ends: float, what: Dispatch | Receipt) -> Generator[Wait, Event, None]:
+    """Wait until our engine is through with the blocks. Raises EngineError if the transfer is over by then."""
+    yield WaitFence(attachment, count, ends, what)
+    if (stop := what.stop) is not None:
+        raise EngineError(stop.code, stop.reason)
+
+
+def failure_of(code: str, error: Exception, transfer: str) -> tuple[str, str]:
+    """What a transfer's failure says: an error of ours in its own words, any other with its cause in the log."""
+    if isinstance(error, KVBridgeError):
+        return error.code, str(error)
+    log.error("%s: transfer=%s", code, transfer, exc_info=error)
+    return code, f"{type(error).__name__}: {error}"

@@ -21,10 +21,10 @@ from ..exchange.orders import (
     Shipped,
     StopSending,
 )
-from ..exchange.slots import LocalSlot, LocalSlots
 from ..exchange.turns import Turns
 from ..geometry.tokens import BlockTable
 from .attachment import Attachment
+from .slots import LocalSlot, LocalSlots
 
 
 @dataclass(slots=True, eq=False)

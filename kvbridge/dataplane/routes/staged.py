@@ -1,0 +1,94 @@
+"""What routes through slots have in common: the receiver lends slots of its staging, the sender writes them."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+
+from kvbridge_proto.peer import FabricCard, Lease, Route
+
+from ...device.staging import Span
+from ...errors import PeerError
+from ...exchange.route import Site
+from ..equipment import Dock, Equipment
+from ..slots import LocalSlot
+from ..waiting import Wait, WaitWrite
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Where a sink may be written to, as its Hello said."""
+
+    boot: str
+    site: Site
+    lane: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A sink's slots by one route. `name` is what `dock`'s fabric calls the peer, `serial` which connect it is of."""
+
+    serial: int
+    route: Route
+    name: str
+    base: int
+    slot_bytes: int
+    slots: int
+    equipment: Equipment = field(repr=False)
+    dock: Dock
+
+    def slot(self, lease: Lease, size_bytes: int) -> Span:
+        """The slot lent under this lease."""
+        return Span(self.base + lease.slot * self.slot_bytes, size_bytes)
+
+    def places(self, local: LocalSlot, lease: Lease, size_bytes: int) -> tuple[Span, Span | None]:
+        """Where a chunk is gathered to, and where it is copied to in host memory after that, if it is."""
+        return self.dock.outbound.span(local.index, size_bytes), None
+
+    def push(self, local: LocalSlot, lease: Lease, size_bytes: int, notice: bytes, deadline: float) -> Wait | None:
+        """Write our slot to the peer's, notice with it; what to wait for, if that is not over. Raises FabricError."""
+        ours, theirs = self.dock.outbound.address(local.index), self.slot(lease, size_bytes).address
+        return self.write(ours, theirs, size_bytes, notice, deadline)
+
+    def probe(self, ours: Span, lane: Span, deadline: float) -> Wait:
+        """Write a lane of ours to one of the peer's. Raises FabricError."""
+        return self.write(ours.address, lane.address, lane.size_bytes, b"", deadline)
+
+    def write(self, ours: int, theirs: int, size_bytes: int, notice: bytes, deadline: float) -> Wait:
+        fabric = self.dock.fabric
+        return WaitWrite(fabric, fabric.write(self.name, ours, theirs, size_bytes, notice, deadline))
+
+    def close(self) -> None:
+        """Nothing is written to these slots by this route any more."""
+        self.equipment.leave(self.dock, self.name)
+
+
+class Staged(abc.ABC):
+    """A route through slots."""
+
+    name: Route
+
+    @abc.abstractmethod
+    def against(self, ours: Site, theirs: Site) -> str:
+        """What stands against it, as far as two cards can tell; nothing if it may be."""
+
+    @abc.abstractmethod
+    def open(self, equipment: Equipment, landing: Landing, serial: int) -> Target:
+        """Connect. Raises KVBridgeError."""
+
+    def dock(self, equipment: Equipment) -> Dock:
+        """Whose slots of ours it leaves from and lands in."""
+        return equipment.dock
+
+    def join(self, equipment: Equipment, landing: Landing, card: FabricCard) -> Dock:
+        """Let our fabric know the peer's. Raises KVBridgeError; else `Equipment.leave` is owed."""
+        boot, dock = landing.boot, self.dock(equipment)
+        if card.name != boot and not card.name.startswith(f"{boot}."):  # another agent's is not this one's to give
+            raise PeerError("bad_card", f"name: {card.name}, of {boot}")
+        equipment.join(dock, card.name, card.descriptor)
+        return dock
+
+
+def memories(ours: Site, theirs: Site) -> str:
+    """In which memory two agents have their slots, for people."""
+    return f"slots: ours {ours.fabric.memory}, theirs {theirs.fabric.memory}"

@@ -1,0 +1,64 @@
+"""The slots that chunks are gathered into, on their way to others. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvbridge_proto.status import SlotCounts
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSlot:
+    """One slot that we gather into, of the slots that were made so many rebuilds ago."""
+
+    index: int
+    era: int
+
+
+class LocalSlots:
+    """The slots we gather into: only we write them, but a write out of one may stay under way for ever."""
+
+    def __init__(self, count: int) -> None:
+        self._era = 0
+        self._late: set[LocalSlot] = set()
+        self.turn = 0  # how many were taken so far
+        self.make(count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> LocalSlot | None:
+        if not self._free:
+            return None
+        self.turn += 1
+        return LocalSlot(self._free.popleft(), self._era)
+
+    def doubt(self, local: LocalSlot) -> None:
+        """The write out of it is late: nobody knows when it ends."""
+        if local.era == self._era:
+            self._late.add(local)
+
+    def give_back(self, local: LocalSlot) -> None:
+        """Nothing is written out of it any more."""
+        if local.era != self._era:
+            return
+        assert local.index not in self._free
+        self._late.discard(local)
+        self._free.append(local.index)
+
+    def make(self, count: int) -> None:
+        """There are so many from here on; those of before are left to what is written out of them."""
+        self._era += 1
+        self._count = count
+        self._free = deque(range(count))
+        self._late.clear()
+
+    def counts(self) -> SlotCounts:
+        """Of those that are quarantined a write is late. Any thread may ask."""
+        late, free = len(self._late), self.free
+        return SlotCounts(free=free, lent=max(0, self._count - free - late), landed=0, quarantined=late)
