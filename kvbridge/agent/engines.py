@@ -109,7 +109,8 @@ class Engines:
         try:
             while (received := await connection.receive()) is not None:
                 message, fds = received
-                self._mover.stir()
+                if connection is self._connection:
+                    self._mover.stir()
                 try:
                     await self._hear(connection, message, fds)
                 finally:

@@ -108,7 +108,8 @@ class Peers:
             elif isinstance(body, Welcome) and link.is_dialled:
                 tasks.create_task(self._welcome(link, body))
             else:
-                self._mover.stir()
+                if link.is_dialled or sender in self.accepting.sessions:
+                    self._mover.stir()
                 self._hear(link, sender, body)
         except Exception:
             self._fault(link, f"{type(body).__name__} of {sender}")

@@ -11,12 +11,13 @@ task per socket, and asyncio and uvloop serve alike. A descriptor is edge-trigge
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 
 import zmq
-from kvbridge_proto.codec import BadFrame, Limits, decode
+from kvbridge_proto.codec import BadFrame, Limits, decode, encode
 from kvbridge_proto.peer import Body, Envelope, Goodbye, Ping, Pong
 from kvbridge_proto.words import OURS
 
@@ -26,7 +27,7 @@ from .endpoint import is_ipv6
 from .events import Arrived, Event, Lost, Reached, Rejected, Settings
 from .framed import Connection
 from .link import Link
-from .sockets import AGAIN, GONE, REFUSED, UP, Port
+from .sockets import AGAIN, DRAIN_MESSAGES, GONE, REFUSED, UP, Port
 from .trust import Trust
 from .zap import Buckets, Door, guard, introduce
 
@@ -270,8 +271,12 @@ class Control:
     async def _hear_pipe(self, link: Link, pipe: Connection[Envelope, Envelope]) -> None:
         """All that comes by the link's pipe, to its end."""
         try:
-            while not link.is_lost and (received := await pipe.receive()) is not None:
+            for count in itertools.count(1):
+                if link.is_lost or (received := await pipe.receive()) is None:
+                    break
                 self._take_from_pipe(link, received[0])
+                if count % DRAIN_MESSAGES == 0:
+                    await asyncio.sleep(0)
                 while self._is_full and not link.is_lost:  # noqa: ASYNC110 - the sockets wait for the next tick, too
                     await asyncio.sleep(TICK_S)
         except BadFrame as error:
@@ -290,8 +295,10 @@ class Control:
         link.says_by_pipe = True
         if link.is_early(envelope):
             link.early[envelope.number] = envelope
-            if len(link.early) > BACKLOG:
-                self._lose(link, "messages_lost", f"number: {link.expected} is missing, {BACKLOG} came after it")
+            link.early_bytes += len(encode(envelope))
+            if len(link.early) > BACKLOG or link.early_bytes > self.settings.queue_bytes:
+                reason = f"number: {link.expected} is missing, {link.early_bytes} bytes came after it"
+                self._lose(link, "messages_lost", reason)
         else:
             self._count_in(link, envelope)
 
@@ -304,6 +311,8 @@ class Control:
                 return following is not envelope
             self._heard(link, following)
             following = link.early.pop(link.expected, None)
+        if not link.early:
+            link.early_bytes = 0
         return True
 
     def _serve_router(self) -> None:
@@ -452,7 +461,8 @@ class Control:
         link.outbox.clear()
         link.early.clear()
         if link.pipe is not None and linger_ms:
-            link.pipe.close()  # what was said leaves
+            link.pipe.close()  # what was said leaves, if the peer reads
+            self._loop.call_later(linger_ms / 1000, link.pipe.shut)
         elif link.pipe is not None:
             link.pipe.shut()
         port = self._ports.pop(link, None)

@@ -295,7 +295,7 @@ class Handover:
             raise PeerError("door_refused", f"pipe: {error}") from error
         if (pipe.family, pipe.type) != (socket.AF_UNIX, socket.SOCK_STREAM):
             pipe.close()
-            raise PeerError("door_refused", f"pipe: {pipe.family.name} {pipe.type.name}, must be a unix stream socket")
+            raise PeerError("door_refused", f"pipe: {pipe.family!r} {pipe.type!r}, must be a unix stream socket")
         return pipe
 
     def close_fds(self) -> None:

@@ -243,7 +243,8 @@ class _Piece:
         self._fds = fds
 
     def send(self, to: socket.socket) -> int:
-        sent = socket.send_fds(to, [self.rest], list(self._fds)) if self._fds else to.send(self.rest)
+        beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._fds))] if self._fds else []
+        sent = to.sendmsg([self.rest], beside, socket.MSG_DONTWAIT)
         self._fds = ()
         del self.rest[:sent]
         return sent
@@ -322,10 +323,13 @@ def _open_limit() -> int:
 
 
 def _receive(source: socket.socket) -> tuple[bytes, list[int], int]:
-    """Bytes, descriptors and flags of one recvmsg. The kernel drops descriptors beyond FRAME_FDS and says so."""
+    """Bytes, descriptors and flags of one recvmsg. The kernel drops descriptors beyond FRAME_FDS and says so.
+
+    Neither this nor what we send relies on O_NONBLOCK: that is the socket's, and another process may hold its end too.
+    """
     fds = array.array("i")
     space = socket.CMSG_SPACE(FRAME_FDS * fds.itemsize)
-    received, ancillary, flags, _ = source.recvmsg(RECEIVE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    received, ancillary, flags, _ = source.recvmsg(RECEIVE_BYTES, space, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])

@@ -72,6 +72,7 @@ class Link(Numbered):
         self.pipe: Connection[Envelope, Envelope] | None = None  # to a peer on this host, which has its other end
         self.says_by_pipe = False
         self.early: dict[int, Envelope] = {}  # heard by the pipe, while those before them come by the connection
+        self.early_bytes = 0
         self.made_at = now
         self.heard_at = now
         self.pinged_at = now

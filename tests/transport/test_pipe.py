@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import os
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 from kvbridge_proto.codec import encode
-from kvbridge_proto.peer import Cancel, Drained, Envelope, Goodbye, Ping
+from kvbridge_proto.peer import Cancel, Drained, Envelope, Goodbye, Hold, Ping
 from kvbridge_proto.stream import framed
 
 from kvbridge.errors import PeerError
 from kvbridge.transport import control as control_module
 from kvbridge.transport.control import Arrived, Control, Lost, Rejected
 from kvbridge.transport.door import Door, Shared, open_memory
+from kvbridge.transport.events import Settings
 from kvbridge.transport.link import Link
 from kvbridge.transport.lock import Lock
 
@@ -30,10 +34,15 @@ def accepted(control: Control) -> Link:
     return link
 
 
+Joined = tuple[Link, Ear, Link, Ear, socket.socket, socket.socket]
+
+
 @asynccontextmanager
-async def joined() -> AsyncIterator[tuple[Link, Ear, Link, Ear, socket.socket, socket.socket]]:
+async def joined(
+    settings: Settings | None = None,
+) -> AsyncIterator[tuple[Link, Ear, Link, Ear, socket.socket, socket.socket]]:
     """Two agents with a link, each end and its ear, and the ends of a pipe that neither has taken yet."""
-    async with two() as (sink, sink_ear, source, source_ear):
+    async with two(settings) as (sink, sink_ear, source, source_ear):
         dialled = sink.dial(source.address)
         dialled.send(cancel("first"))
         await source_ear.hear(Arrived)
@@ -185,6 +194,127 @@ def test_numbers_that_never_come_end_the_link(run: Run, monkeypatch: pytest.Monk
             assert (await source_ear.hear(Lost)).code == "messages_lost"
             assert not link.early
             ours.close()
+
+    run(story())
+
+
+def test_a_number_that_never_comes_ends_the_link_though_pings_do(run: Run) -> None:
+    async def story() -> None:
+        async with joined(Settings(silence_s=0.5)) as (dialled, _, link, source_ear, ours, theirs):
+            dialled.pinged_at = link.pinged_at = float("inf")  # they say nothing themselves
+            link.carry_by(theirs)
+            pings = (
+                Envelope(version=1, sender="sink", receiver="source", number=number, body=Ping(number=0))
+                for number in itertools.count(dialled._sent + 1)
+            )
+            began = time.monotonic()
+            while not link.is_lost and time.monotonic() - began < 5:
+                ours.sendall(framed(encode(next(pings))))
+                await asyncio.sleep(0.05)
+            assert (await source_ear.hear(Lost)).code == "peer_silent"
+            ours.close()
+
+    run(story())
+
+
+def test_a_second_pipe_is_closed(run: Run) -> None:
+    async def story() -> None:
+        async with joined() as (dialled, _, link, _, ours, theirs):
+            link.carry_by(theirs)
+            dialled.carry_by(ours)
+            first = link.pipe
+            one, other = socket.socketpair()
+            link.carry_by(other)
+            assert link.pipe is first and one.recv(1) == b""
+            one.close()
+
+    run(story())
+
+
+def test_what_came_early_is_bounded_by_its_bytes(run: Run) -> None:
+    async def story() -> None:
+        bound = Settings(queue_bytes=1 << 20)
+        async with joined(bound) as (dialled, _, link, source_ear, ours, theirs):
+            link.carry_by(theirs)
+            ours.setblocking(False)
+            rooms = Hold(rooms=tuple(f"{number:0200}" for number in range(300)))
+            for number in range(dialled._sent + 1, dialled._sent + 40):
+                body = Envelope(version=1, sender="sink", receiver="", number=number, body=rooms)
+                await asyncio.get_running_loop().sock_sendall(ours, framed(encode(body)))
+            assert (await source_ear.hear(Lost)).code == "messages_lost"
+            assert not link.early
+            ours.close()
+
+    run(story())
+
+
+async def longest_turn(seconds: float) -> float:
+    """How long the loop did not come round, at the longest."""
+    longest, ends = 0.0, time.monotonic() + seconds
+    while (before := time.monotonic()) < ends:
+        await asyncio.sleep(0.005)
+        longest = max(longest, time.monotonic() - before)
+    return longest
+
+
+def test_a_flood_by_the_pipe_leaves_the_loop_its_turns(run: Run) -> None:
+    """Of what is no event, so that no backlog slows it. The peer need not even read our pongs."""
+
+    async def story() -> None:
+        async with joined() as (dialled, _, link, _, ours, theirs):
+            link.carry_by(theirs)
+            pings = b"".join(
+                framed(encode(Envelope(version=1, sender="sink", receiver="", number=number, body=Ping(number=0))))
+                for number in range(dialled._sent, dialled._sent + 200_000)
+            )
+            flood = threading.Thread(target=_say, args=(ours, pings))
+            flood.start()
+            assert (longest := await longest_turn(2.0)) < 0.5, longest
+            ours.shutdown(socket.SHUT_RDWR)
+            flood.join()
+
+    run(story())
+
+
+def _say(to: socket.socket, all_of_it: bytes) -> None:
+    with contextlib.suppress(OSError):
+        to.sendall(all_of_it)
+
+
+def test_who_gave_a_pipe_cannot_make_its_other_end_block(run: Run) -> None:
+    """O_NONBLOCK is the socket's, and who made both ends may have kept one."""
+
+    async def story() -> None:
+        async with joined() as (dialled, _, _, _, ours, theirs):
+            kept = ours.dup()
+            dialled.carry_by(ours)
+            await asyncio.sleep(0.05)
+            fcntl.fcntl(kept, fcntl.F_SETFL, fcntl.fcntl(kept, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+            rescue = threading.Timer(1.5, theirs.shutdown, [socket.SHUT_RDWR])  # else for ever
+            rescue.start()
+            theirs.send(b"\0")
+            assert (longest := await longest_turn(1.0)) < 0.5, longest
+            for number in range(20_000):
+                dialled.send(Drained(transfer=f"{number}"))
+            assert (longest := await longest_turn(0.3)) < 0.25, longest
+            rescue.cancel()
+            kept.close()
+            theirs.close()
+
+    run(story())
+
+
+def test_a_pipe_that_nobody_reads_ends_with_its_link(run: Run) -> None:
+    async def story() -> None:
+        async with joined() as (dialled, _, _, _, ours, theirs):
+            dialled.carry_by(ours)
+            for number in range(20_000):
+                dialled.send(Drained(transfer=f"{number}"))
+            dialled.close()
+            assert dialled._control._pipes
+            await asyncio.sleep(1.0)
+            assert not dialled._control._pipes
+            theirs.close()
 
     run(story())
 
