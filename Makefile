@@ -95,6 +95,7 @@ bench-gpu: $(AGENT)
 golden: $(AGENT)
 	.venv/bin/python -m tests.proto.write_golden
 	.venv/bin/python -m tests.write_matrix
+	.venv/bin/python -m tests.write_configuration
 
 # torch first, with its dependencies (on a GPU machine those are CUDA's); the rest exactly as listed.
 $(AGENT): constraints.txt pyproject.toml

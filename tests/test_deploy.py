@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.agent.stuck import STUCK_S
-from kvbridge.config import ENVIRONMENT_PREFIX, AgentConfig, options
+from kvbridge.options import ENVIRONMENT_PREFIX, AgentConfig, options
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 UNIT = DEPLOY / "systemd" / "kvbridge-agent@.service"

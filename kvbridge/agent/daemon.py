@@ -24,7 +24,6 @@ from kvbridge_proto.status import SlotCounts, Status
 from kvbridge_proto.words import Agent as AgentCard
 from msgspec import structs
 
-from ..config import AgentConfig
 from ..errors import OperatorError
 from ..exchange.actions import Digest, Pull, Ship
 from ..exchange.inbound import Inbound
@@ -33,6 +32,7 @@ from ..exchange.outbound import Outbound
 from ..exchange.reading import CHECK_EVERY
 from ..exchange.slots import LocalSlots, SlotPool
 from ..failpoints import VARIABLE, arm_from_environment
+from ..options import AgentConfig
 from ..transport.control import Control
 from ..transport.descriptors import links, raised
 from ..transport.door import Door

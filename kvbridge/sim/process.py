@@ -20,7 +20,6 @@ from ..agent.metrics import Gauges, Metrics
 from ..agent.mover import IDLE_S, Mover
 from ..agent.receiving import Arrival
 from ..agent.waiting import WaitFence, WaitLease, WaitWord
-from ..config import AgentConfig
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..device.porter import Porter
@@ -32,6 +31,7 @@ from ..exchange.outlet import OutState
 from ..exchange.route import Rate, Site
 from ..exchange.session import Session
 from ..exchange.slots import LocalSlots, SlotPool
+from ..options import AgentConfig
 from ..transport.control import Control
 from ..transport.door import Holder
 from ..transport.local import LocalConnection

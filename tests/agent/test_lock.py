@@ -9,8 +9,8 @@ import pytest
 
 from kvbridge.agent.daemon import Agent
 from kvbridge.agent.mover import Mover
-from kvbridge.config import AgentConfig
 from kvbridge.errors import OperatorError
+from kvbridge.options import AgentConfig
 from kvbridge.transport.lock import KERNEL, Lock
 
 
