@@ -2,7 +2,7 @@
 # make demo-vllm    two real vLLM engines of other block sizes (2.4 GB of packages the first time)
 # make demo-cross    vLLM prefills and SGLang decodes, and the reverse (6 GB of packages the first time)
 # make test    lint, types and every test that needs no engine
-# make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time)
+# make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time; VLLM_TESTS names some)
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
 # make test-cross    the tests that drive a vLLM engine and an SGLang server against each other
 # make test-routers    the routers that people run, in front of two real vLLM servers, and two of SGLang (0.3 GB of packages more)
@@ -62,7 +62,7 @@ fuzz-guided: $(AGENT)
 	.venv/bin/python -m tests.fuzz.guided $(or $(GUIDED),agents -max_total_time=60)
 
 test-vllm: $(AGENT) $(ENGINE)
-	.venv-vllm/bin/python -m pytest -m vllm tests/adapters tests/engines
+	.venv-vllm/bin/python -m pytest -m vllm $(or $(VLLM_TESTS),tests/adapters tests/engines)
 
 test-sglang: $(AGENT) $(SGLANG)
 	.venv-sglang/bin/python -m pytest -m sglang $(or $(SGLANG_TESTS),tests/adapters tests/sglang tests/gpu/test_sglang_pools.py)
@@ -95,6 +95,7 @@ bench-gpu: $(AGENT)
 golden: $(AGENT)
 	.venv/bin/python -m tests.proto.write_golden
 	.venv/bin/python -m tests.write_matrix
+	.venv/bin/python -m tests.write_configuration
 
 # torch first, with its dependencies (on a GPU machine those are CUDA's); the rest exactly as listed.
 $(AGENT): constraints.txt pyproject.toml

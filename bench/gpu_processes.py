@@ -18,8 +18,8 @@ from typing import Any
 from kvbridge_proto.status import Status
 
 from kvbridge.commands.status import ask
-from kvbridge.config import flag_of
 from kvbridge.errors import KVBridgeError
+from kvbridge.options import flag_of
 
 HERE = Path(__file__).resolve().parent
 START_S = 60.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class KVBridgeError(Exception):
     """`code` is stable and short, `reasons` are sentences with both values in them."""
@@ -26,3 +29,10 @@ class PeerError(KVBridgeError):
 
 class FabricError(KVBridgeError):
     """The data side failed: a write, a registration, a connection."""
+
+
+def meant(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """What to say of a name that nobody knows: the nearest one, or all there are. `prefix` is common to all."""
+    bare = {each.removeprefix(prefix).lower(): each for each in known}
+    nearest = difflib.get_close_matches(name.removeprefix(prefix).lower(), bare, n=1)
+    return f"did you mean {bare[nearest[0]]}?" if nearest else f"there are {', '.join(bare.values())}"

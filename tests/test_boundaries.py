@@ -30,7 +30,8 @@ MAY: dict[str, set[str]] = {
     "kvbridge.oneline": set(),
     "kvbridge.prompt_share": set(),
     "kvbridge.failpoints": {"kvbridge.errors"},
-    "kvbridge.config": {"kvbridge_proto", "kvbridge.errors"},
+    "kvbridge.options": {"kvbridge_proto"},
+    "kvbridge.config": {"kvbridge_proto", "kvbridge.errors", "kvbridge.options"},
     "kvbridge.geometry": {"kvbridge_proto", "kvbridge.errors"},
     "kvbridge.exchange": {"kvbridge_proto", "kvbridge.errors", "kvbridge.geometry"},
     "kvbridge.device": {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"},
@@ -41,7 +42,7 @@ MAY: dict[str, set[str]] = {
     "kvbridge.adapters": set(),
     "kvbridge.dataplane": {
         "kvbridge_proto",
-        "kvbridge.config",
+        "kvbridge.options",
         "kvbridge.errors",
         "kvbridge.failpoints",
         "kvbridge.geometry",
@@ -51,7 +52,7 @@ MAY: dict[str, set[str]] = {
     },
     "kvbridge.agent": {
         "kvbridge_proto",
-        "kvbridge.config",
+        "kvbridge.options",
         "kvbridge.errors",
         "kvbridge.failpoints",
         "kvbridge.oneline",
@@ -65,7 +66,7 @@ MAY: dict[str, set[str]] = {
     "kvbridge.proxy": {"kvbridge.errors", "kvbridge.oneline"},
     "kvbridge.sim": {
         "kvbridge_proto",
-        "kvbridge.config",
+        "kvbridge.options",
         "kvbridge.errors",
         "kvbridge.geometry",
         "kvbridge.exchange",
@@ -85,6 +86,7 @@ THIRD: dict[str, set[str] | None] = {
     "kvbridge.oneline": set(),
     "kvbridge.prompt_share": set(),
     "kvbridge.failpoints": set(),
+    "kvbridge.options": {"msgspec"},
     "kvbridge.config": {"msgspec"},
     "kvbridge.geometry": {"numpy", "msgspec"},
     "kvbridge.exchange": {"numpy", "msgspec"},
@@ -100,7 +102,7 @@ THIRD: dict[str, set[str] | None] = {
     "kvbridge.adapters": set(),
 }
 PURE = (
-    *("kvbridge_proto", "kvbridge.geometry", "kvbridge.exchange"),
+    *("kvbridge_proto", "kvbridge.options", "kvbridge.geometry", "kvbridge.exchange"),
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs")),
 )
 IMPURE = {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,15 +16,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import typer
 from kvbridge_proto.codec import encode
 from kvbridge_proto.engine import ToAgent
 from kvbridge_proto.status import PeerStatus, PoolQuery, StatusQuery, TransferStatus
 from kvbridge_proto.stream import HEADER, StreamReader, pack
 
+from kvbridge.commands import app
 from kvbridge.commands.keygen import run as keygen
+from kvbridge.options import options
 from kvbridge.transport.keys import load_keys
 
 from .oracle import Shape, build_all, describe
@@ -66,6 +73,118 @@ def test_base_install_says_what_a_command_needs(package: str, command: tuple[str
     assert told.stderr == (
         f"kvbridge: this needs the packages of the agent: pip install 'kvbridge[agent]' (missing: {package})\n"
     )
+
+
+def test_config_show_says_where_each_value_came_from(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("connect_s = 1\nsilence_s = 2\ndrain_s = 3\n")
+    said = ("--config", tmp_path / "a.toml", "--drain-s", "6", "--no-share-memory")
+    environment = {"KVBRIDGE_SILENCE_S": "4", "KVBRIDGE_DRAIN_S": "5"}
+    told = kvbridge("config", "show", *said, **environment)
+    assert told.returncode == 0, told.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in told.stdout.splitlines()}
+    assert list(rows) == ["option", *options()]
+    assert rows["connect_s"] == ["1.0", str(tmp_path / "a.toml")]
+    assert rows["silence_s"] == ["4.0", "KVBRIDGE_SILENCE_S"]
+    assert (rows["drain_s"], rows["share_memory"]) == (["6.0", "--drain-s"], ["false", "--no-share-memory"])
+    assert (rows["slot_bytes"], rows["peers"]) == (["by", "device", "default"], ["empty", "default"])
+    found = json.loads(kvbridge("config", "show", "--json", *said, **environment).stdout)
+    assert (found["code"], found["reasons"], list(found["options"])) == ("", [], list(options()))
+    assert found["options"]["drain_s"] == {"value": 6.0, "default": 10.0, "origin": "flag", "place": "--drain-s"}
+    assert found["options"]["slot_bytes"] == {"value": None, "default": None, "origin": "default", "place": ""}
+
+
+def test_config_show_refuses_what_the_agent_would_with_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("slot_byte = 4096\n")
+    reason = f"slot_byte: no such option in {tmp_path}/a.toml; did you mean slot_bytes?"
+    for command in (("agent",), ("config", "show"), ("config", "show", "--json")):
+        told = kvbridge(*command, "--config", tmp_path / "a.toml")
+        assert (told.returncode, told.stderr) == (2, f"kvbridge {' '.join(command[:2])}: bad_option: {reason}\n")
+    assert json.loads(told.stdout) == {"code": "bad_option", "reasons": [reason], "options": {}}
+    told = kvbridge("agent", "--slot-byte", "4096")
+    assert told.returncode == 2 and "--slot-bytes" in told.stderr
+
+
+@pytest.mark.parametrize("option", ["key", "peers"])
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_config_show_shows_no_key_set_in_the_place_of_its_files_name(
+    option: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    kvbridge("keygen", tmp_path / "a.key")
+    secret = (tmp_path / "a.key").read_text().splitlines()[-1]
+    key = {"KVBRIDGE_KEY": str(tmp_path / "a.key")}
+    told = kvbridge("config", "show", *flags, **{**key, f"KVBRIDGE_{option.upper()}": secret})
+    assert told.returncode == 0 and secret[:8] not in told.stdout + told.stderr and "not shown" in told.stdout
+    assert str(tmp_path / "a.key") in kvbridge("config", "show", *flags, **key).stdout
+
+
+def examples(command: str) -> list[list[str]]:
+    """What `--help` of a command gives as examples, in words."""
+    told = kvbridge(*command.split(), "--help")
+    assert told.returncode == 0, told.stderr
+    shown = told.stdout.partition("Examples:")[2].partition("╭")[0]
+    lines = re.sub(r"\\\s*\n\s*", "", shown).splitlines()  # a line that goes on below
+    return [shlex.split(line.partition(" >")[0]) for line in lines if line.strip()]
+
+
+COMMANDS = ("agent", "status", "plan", "demo", "sim", "keygen", "proxy", "config show")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_that_the_command_takes(command: str) -> None:
+    shown = examples(command)
+    assert shown and all(words[: 1 + len(command.split())] == ["kvbridge", *command.split()] for words in shown)
+    for words in shown:
+        parse(words[1:])
+
+
+def parse(words: list[str]) -> None:
+    """Raises for a command line that kvbridge would refuse; runs nothing."""
+    command: Any = typer.main.get_command(app.build())
+    name, context = "kvbridge", None
+    while True:
+        context = command.make_context(name, words, parent=context)
+        if not hasattr(command, "commands"):
+            return
+        name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+
+
+@pytest.mark.parametrize("words", [["statsu"], ["agent", "--slot-byte", "1"], ["config", "show", "x"], ["plan", "a"]])
+def test_a_wrong_example_would_be_seen(words: list[str]) -> None:
+    with pytest.raises(Exception, match=r"No such|unexpected|Missing"):
+        parse(words)
+
+
+def test_every_command_has_its_examples_looked_at() -> None:
+    assert {command.split()[0] for command in COMMANDS} == set(typer.main.get_command(app.build()).commands)
+
+
+BASH = """
+eval "$(_KVBRIDGE_COMPLETE=source_bash kvbridge)"
+COMP_WORDS=({words}) COMP_CWORD={last}
+_kvbridge_completion kvbridge
+echo "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("kvbridge con", "config"),
+        ("kvbridge config ''", "show"),
+        ("kvbridge agent --sl", "--slot-bytes"),
+        ("kvbridge agent --no-s", "--no-share-memory"),
+        ("kvbridge agent --verify s", "sampled"),
+        ("kvbridge config show --routes ''", "direct host nixl pull"),
+    ],
+)
+def test_bash_completes_commands_flags_and_their_words(words: str, offered: str, tmp_path: Path) -> None:
+    (tmp_path / "kvbridge").write_text(f'#!/bin/sh\nexec {sys.executable} -m kvbridge.cli "$@"\n')
+    (tmp_path / "kvbridge").chmod(0o755)
+    script = BASH.format(words=words, last=len(shlex.split(words)) - 1)
+    paths = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    told = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, env=paths)
+    assert told.stdout.split() == offered.split(), told.stderr
 
 
 def test_agent_refuses_a_bad_option_naming_it() -> None:

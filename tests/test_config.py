@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from kvbridge.config import AgentConfig, defaults, flag_of, load, options
+from kvbridge.config import load, resolve
 from kvbridge.dataplane.equipment import ROOM_IN_HOST
 from kvbridge.errors import OperatorError
 from kvbridge.failpoints import VARIABLE
+from kvbridge.options import SECTIONS, AgentConfig, LogLevel, choices, defaults, flag_of, options
 
-DEPLOYED = Path(__file__).parents[1] / "deploy" / "kvbridge.toml"
+from .write_configuration import DEPLOYED, PAGE, page, toml
 
 
 def write(folder: Path, text: str) -> str:
@@ -31,6 +33,22 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     config = load(path, {"name": "flag", "socket": None}, environment)
     assert (config.name, config.inbound_slots, config.outbound_slots, config.drain_s) == ("flag", 3, 5, 1.0)
     assert config.socket == AgentConfig().socket
+
+
+def test_every_value_has_the_place_that_it_came_from(tmp_path: Path) -> None:
+    path = write(tmp_path, "connect_s = 1\nsilence_s = 2\ndrain_s = 3\n")
+    environment = {"KVBRIDGE_SILENCE_S": "4", "KVBRIDGE_DRAIN_S": "5"}
+    config, said = resolve(path, {"drain_s": "6", "share_memory": "False"}, environment)
+    assert (config.connect_s, config.silence_s, config.drain_s, config.share_memory) == (1, 4, 6, False)
+    assert list(said) == list(options())
+    places = {name: each[1:] for name, each in said.items() if each.origin != "default"}
+    assert places == {
+        "connect_s": ("file", path),
+        "silence_s": ("environment", "KVBRIDGE_SILENCE_S"),
+        "drain_s": ("flag", "--drain-s"),
+        "share_memory": ("flag", "--no-share-memory"),
+    }
+    assert said["name"] == ("agent-0", "default", "")
 
 
 def test_text_of_flags_and_environment_becomes_what_it_should_be() -> None:
@@ -127,11 +145,32 @@ def test_says_what_is_allowed_instead(name: str, value: str, allowed: str) -> No
     assert str(caught.value).endswith(f"must be {allowed}") and caught.value.code == "bad_option"
 
 
-def test_a_variable_that_is_no_option_is_named_like_an_unknown_key() -> None:
-    with pytest.raises(OperatorError, match=r"KVBRIDGE_SLOT_BYTE: no such option in the environment; .* KVBRIDGE_NAME"):
-        load(None, None, {"KVBRIDGE_SLOT_BYTE": "4096"})
-    with pytest.raises(OperatorError, match="KVBRIDGE_PORT"):
-        load(None, None, {"KVBRIDGE_PORT": "7700"})
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("slot_byte", "slot_bytes"), ("slot-bytes", "slot_bytes"), ("Devise", "device"), ("dial_patterns", "")],
+)
+def test_a_name_that_nobody_knows_is_refused_with_the_nearest_one(name: str, nearest: str, tmp_path: Path) -> None:
+    """In the environment the prefix, which all share, makes no name near."""
+    path, variable = write(tmp_path, f"{name} = 1\n"), f"KVBRIDGE_{name.upper()}"
+    for where, place, file, environment, meant in (
+        (name, path, path, {}, nearest),
+        (variable, "the environment", None, {variable: "1"}, nearest and f"KVBRIDGE_{nearest.upper()}"),
+    ):
+        with pytest.raises(OperatorError) as caught:
+            load(file, None, environment)
+        told = f"did you mean {meant}?" if nearest else f"there are {'KVBRIDGE_NAME' if environment else 'name'}, "
+        assert str(caught.value).startswith(f"{where}: no such option in {place}; {told}")
+        assert caught.value.code == "bad_option"
+
+
+def test_all_names_that_nobody_knows_are_said_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "slot_byte = 4096\nname = 'a'\n[agent]\nname = 'b'\n")
+    with pytest.raises(OperatorError) as caught:
+        load(path, None, {})
+    assert [reason.partition(":")[0] for reason in caught.value.reasons] == ["slot_byte", "agent"]
+    with pytest.raises(OperatorError) as caught:
+        load(None, None, {"KVBRIDGE_PORT": "7700", "KVBRIDGE_NAMES": "x"})
+    assert [reason.partition(":")[0] for reason in caught.value.reasons] == ["KVBRIDGE_PORT", "KVBRIDGE_NAMES"]
 
 
 def test_variables_of_tests_and_of_kubernetes_are_nobodys_options() -> None:
@@ -159,11 +198,6 @@ def test_a_relative_socket_is_relative_to_where_the_command_runs(
             load(file, None, said)
 
 
-def test_refuses_an_option_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(OperatorError, match="slot_byte: no such option"):
-        load(write(tmp_path, "slot_byte = 4096\n"), None, {})
-
-
 @pytest.mark.parametrize(
     "text", ["name = \n", "\x00", 'name = "a"\nname = "b"\n', f"drain_s = {'9' * 5000}\n", f"name = {'[' * 5000}\n"]
 )
@@ -188,6 +222,26 @@ def test_deployed_file_loads_and_names_every_option_with_its_default() -> None:
     assert depends == {"slot_bytes", "inbound_slots", "outbound_slots", "linger_s", "pull_ctas"}
     usual = {"slot_bytes": ROOM_IN_HOST.slot_bytes, "inbound_slots": ROOM_IN_HOST.inbound}
     assert shown == defaults() | usual | {"outbound_slots": ROOM_IN_HOST.outbound, "linger_s": 0, "pull_ctas": 33}
+
+
+def test_what_is_generated_is_fresh() -> None:
+    assert DEPLOYED.read_text() == toml() and PAGE.read_text() == page(), "python -m tests.write_configuration"
+
+
+def test_page_names_every_option_in_every_way() -> None:
+    for name in options():
+        entry = PAGE.read_text().split(f"### `{name}`\n\n")[1].splitlines()[0]
+        assert entry.startswith(f"`{flag_of(name)}`") and f" · `KVBRIDGE_{name.upper()}` · " in entry
+
+
+def test_every_section_begins_with_an_option() -> None:
+    assert list(SECTIONS) == [name for name in options() if name in SECTIONS]
+
+
+def test_words_of_an_option_are_those_of_its_type() -> None:
+    assert set(choices("log_level")) == set(get_args(LogLevel))
+    assert set(choices("routes")) == set(AgentConfig().routes)
+    assert choices("pull_ctas") == choices("name") == ()
 
 
 def test_every_option_says_what_it_is_for() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.config import ENVIRONMENT_PREFIX, AgentConfig, options
 from kvbridge.dataplane.watchdog import STUCK_S
+from kvbridge.options import ENVIRONMENT_PREFIX, AgentConfig, options
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 UNIT = DEPLOY / "systemd" / "kvbridge-agent@.service"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvbridge.config import options
+from kvbridge.options import options
 from tests.cited import ROOT, Cited, cited
 
 FILES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "proto/PROTOCOL.md"]

@@ -24,7 +24,6 @@ from kvbridge_proto.status import SlotCounts, Status
 from kvbridge_proto.words import Agent as AgentCard
 from msgspec import structs
 
-from ..config import AgentConfig
 from ..dataplane.equipment import equip
 from ..dataplane.mover import Mover
 from ..dataplane.watchdog import STUCK_S
@@ -35,6 +34,7 @@ from ..exchange.outbound import Outbound
 from ..exchange.reading import CHECK_EVERY
 from ..exchange.slots import SlotPool
 from ..failpoints import VARIABLE, arm_from_environment
+from ..options import AgentConfig
 from ..transport.control import Control
 from ..transport.descriptors import links, raised
 from ..transport.door import Door

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from ..cli import missing
-from ..config import AgentConfig, defaults, flag_of, load, options
+from ..config import load
 from ..errors import KVBridgeError, OperatorError
 from ..oneline import plain_lines
+from ..options import choices, defaults, flag_of, off_flag_of, options, section_of
 
 USAGE = (  # what only a change of the command line or the settings mends, however often it is tried again
     "bad_option",
@@ -40,7 +41,7 @@ JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 def build() -> typer.Typer:
-    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_root)
     commands: dict[str, Callable[..., None]] = {
         "agent": _agent_command(),
@@ -53,6 +54,7 @@ def build() -> typer.Typer:
     }
     for name, command in commands.items():
         app.command(name)(command)
+    app.add_typer(_config_command(), name="config")
     return app
 
 
@@ -79,33 +81,93 @@ def _told(command: str) -> Iterator[None]:
 
 
 def _agent_command() -> Callable[..., None]:
-    """`agent`, with a flag for every option that config.py spells."""
+    """`agent`, with a flag for every option."""
 
-    def agent(config: str | None = None, **flags: Any) -> None:
-        """Run one agent, until SIGTERM or Ctrl-C."""
+    def agent(config: Path | None = None, **flags: Any) -> None:
+        """Run one agent, until SIGTERM or Ctrl-C.
+
+        A flag beats KVBRIDGE_NAME in the environment, which beats the file. `kvbridge config show` says what holds.
+
+        \b
+        Examples:
+          kvbridge agent --config /etc/kvbridge/agent-0.toml
+          kvbridge agent --socket p0.sock --device cuda:0
+          kvbridge agent --socket p0.sock --key fleet.key --dial 10.0.0.0/24:7700
+        """
         with _told("agent"):
-            said = {name: None if value is None else str(value) for name, value in flags.items()}
-            loaded = load(config, said)
+            loaded = load(_path(config), _flags(flags))
             from ..agent.daemon import run
 
             run(loaded)
 
-    parameters = [_flag("config", str, typer.Option("--config", help="TOML file with any of the options below."))]
-    shown = defaults()
-    for name, meaning in options().items():
-        kind = bool if isinstance(shown[name], bool) else str
-        text = f"{meaning}. Default: {_shown(shown[name])}"
-        shape = None if kind is bool else "INT" if shown[name] is None else type(shown[name]).__name__.upper()
-        parameters.append(_flag(name, kind, typer.Option(flag_of(name), help=text, metavar=shape)))
-    assert len(parameters) == 1 + len(AgentConfig.__struct_fields__)
-    agent.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    agent.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return agent
+    return _with_options(agent)
 
 
-def _flag(name: str, kind: type, option: Any) -> inspect.Parameter:
-    annotation: Any = Annotated[kind | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _config_command() -> typer.Typer:
+    """`config show`, with the same flags."""
+
+    def show(config: Path | None = None, as_json: bool = False, **flags: Any) -> None:
+        """Show every option of an agent: its value, and where that came from.
+
+        Takes what `kvbridge agent` takes, and starts nothing. Ends with 2 if the agent would not start with it.
+
+        \b
+        Examples:
+          kvbridge config show
+          kvbridge config show --config /etc/kvbridge/agent-0.toml --log-level debug
+          kvbridge config show --config /etc/kvbridge/agent-0.toml --json
+        """
+        with _told("config show"):
+            from .config import show
+
+            show(_path(config), _flags(flags), as_json)
+
+    group = typer.Typer(no_args_is_help=True, help="The options of an agent.")
+    group.command("show")(_with_options(show, _parameter("as_json", JSON, default=False)))
+    return group
+
+
+def _with_options(command: Callable[..., None], *more: inspect.Parameter) -> Callable[..., None]:
+    """`command` with --config, a flag for every option that options.py spells, and `more`."""
+    file = typer.Option("--config", help="TOML file with any of the options below.", exists=False)
+    parameters = [_parameter("config", Annotated[Path | None, file]), *map(_option_flag, options()), *more]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _option_flag(name: str) -> inspect.Parameter:
+    default = defaults()[name]
+    text, panel = f"{options()[name]}. Default: {_shown(default)}", section_of(name)
+    if isinstance(default, bool):
+        flag = typer.Option(f"{flag_of(name)}/{off_flag_of(name)}", help=text, metavar=" ", rich_help_panel=panel)
+        return _parameter(name, Annotated[bool | None, flag])
+    words = list(choices(name))
+    flag = typer.Option(
+        flag_of(name), help=text, metavar=_shape(default), autocompletion=lambda: words, rich_help_panel=panel
+    )
+    return _parameter(name, Annotated[str | None, flag])
+
+
+def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _path(config: Path | None) -> str | None:
+    return None if config is None else str(config)
+
+
+def _flags(said: dict[str, Any]) -> dict[str, str | None]:
+    return {name: None if value is None else str(value) for name, value in said.items()}
+
+
+def _shape(default: Any) -> str:
+    match default:
+        case None | int() | float():
+            return "NUMBER"
+        case tuple():
+            return "A,B"
+    return "TEXT"
 
 
 def _shown(value: Any) -> str:
@@ -134,6 +196,12 @@ def status(
 
     Ends with 1 if one of them does not answer. With --json: the agent's message for one --socket, else a list of
     {socket, status} or {socket, code, reasons}.
+
+    \b
+    Examples:
+      kvbridge status
+      kvbridge status --socket /run/kvbridge/agent-0.sock --json
+      kvbridge status --pool > prefill.json
     """
     with _told("status"):
         from .status import show, show_pools
@@ -168,6 +236,11 @@ def plan(
 
     An engine on another host is named by a file: agents show their pool to processes of their own host only. There:
     kvbridge status --pool > prefill.json
+
+    \b
+    Examples:
+      kvbridge plan prefill.json /run/kvbridge/agent-0.sock --tokens 8192
+      kvbridge plan rank-0.json,rank-1.json decode.json --json
     """
     with _told("plan"):
         from .plan import show
@@ -189,7 +262,14 @@ def demo(
         Path | None, typer.Option(help="A Python that has SGLang and kvbridge. Default: .venv-sglang/bin/python.")
     ] = None,
 ) -> None:
-    """Two engines that disagree, two agents, real ZeroMQ and NIXL on this machine; every element is checked."""
+    """Two engines that disagree, two agents, real ZeroMQ and NIXL on this machine; every element is checked.
+
+    \b
+    Examples:
+      kvbridge demo
+      kvbridge demo --device cuda:0,cuda:1
+      kvbridge demo --vllm --vllm-python .venv-vllm/bin/python
+    """
     with _told("demo"):
         for each in device.split(","):
             load(flags={"device": each, "routes": routes}, environment={})
@@ -213,7 +293,13 @@ def keygen(
     path: Annotated[Path, typer.Argument(help="Where the secret key goes. Must not be there yet.")],
     name: Annotated[str, typer.Option(help="What others call the owner of this key.")] = "fleet",
 ) -> None:
-    """Make the key pair by which agents know each other."""
+    """Make the key pair by which agents know each other.
+
+    \b
+    Examples:
+      kvbridge keygen /etc/kvbridge/fleet.key
+      kvbridge keygen agent-0.key --name prefill-0 > prefill-0.pub
+    """
     with _told("keygen"):
         from .keygen import run
 
@@ -252,6 +338,12 @@ def proxy(
 
     A prefill and a decode engine each take their part of a request, in their own words; kvbridge's agents beside them
     carry the KV. An engine that fails its health check gets no requests; a failed prefill is tried on another one.
+
+    \b
+    Examples:
+      kvbridge proxy --prefill vllm=http://10.0.0.1:8000 --decode vllm=http://10.0.0.2:8000
+      kvbridge proxy --prefill sglang=http://10.0.0.1:30000,bootstrap=8998 \\
+        --decode vllm=http://10.0.0.2:8000 --listen 127.0.0.1:8081
     """
     with _told("proxy"):
         from ..proxy.fleet import Waits
@@ -266,7 +358,13 @@ def sim(
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     story: Annotated[int | None, typer.Option(min=0, help="Tell all that happens under this seed.")] = None,
 ) -> None:
-    """Play faults, delays and late writes against simulated agents; says what broke, if anything does."""
+    """Play faults, delays and late writes against simulated agents; says what broke, if anything does.
+
+    \b
+    Examples:
+      kvbridge sim --seeds 100000 --jobs 2
+      kvbridge sim --story 4711
+    """
     with _told("sim"):
         from .sim import run
         from .sim import story as tell

@@ -10,13 +10,13 @@ from functools import partial
 
 from kvbridge_proto.peer import PROBE_LANES, DeviceCard, FabricCard
 
-from ..config import AgentConfig
 from ..device import driver
 from ..device.porter import Porter
 from ..device.porter_cpu import CpuPorter
 from ..device.staging import Staging
 from ..errors import FabricError, OperatorError
 from ..exchange.route import Site
+from ..options import AgentConfig
 from ..transport.fabric import Fabric
 from ..transport.fabric_nixl import NixlFabric
 from ..transport.lock import KERNEL

@@ -19,8 +19,8 @@ from typing import Any
 from kvbridge_proto.status import Status
 
 from ..commands.status import ask
-from ..config import flag_of
 from ..errors import OperatorError
+from ..options import flag_of
 
 START_S = 40.0
 STOP_S = 15.0

@@ -15,7 +15,6 @@ from kvbridge_proto.words import Agent as AgentCard
 from ..agent.daemon import IDLE_TICK_S, TICK_S, Agent
 from ..agent.engines import Engines
 from ..agent.metrics import Gauges, Metrics
-from ..config import AgentConfig
 from ..dataplane.attachment import Attachment, Word
 from ..dataplane.equipment import Dock, Docks, Equipment
 from ..dataplane.mover import IDLE_S, Mover
@@ -32,6 +31,7 @@ from ..exchange.outlet import OutState
 from ..exchange.route import Rate, Site
 from ..exchange.session import Session
 from ..exchange.slots import SlotPool
+from ..options import AgentConfig
 from ..transport.control import Control
 from ..transport.door import Holder
 from ..transport.local import LocalConnection

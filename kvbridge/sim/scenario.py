@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from ..config import Verify
+from ..options import Verify
 
 FaultKind = Literal[
     "kill agent",

@@ -11,8 +11,8 @@ from typing import TypeVar
 from kvbridge_proto.peer import Body, Notice, Ping, Pong
 from kvbridge_proto.pool import Pool
 
-from ..config import AgentConfig
 from ..exchange.slots import SlotState
+from ..options import AgentConfig
 from .check import look_for_leaks
 from .engine import Decode, Engine, Held, Prefill, Rank
 from .fabric import DataNetwork

@@ -11,7 +11,7 @@ import pytest
 from kvbridge_proto.engine import Abandon, Done, Failed, Withdraw
 
 from ..oracle import Held, Shape, build_all, fill, mismatch
-from .harness import AgentProcess, SyntheticEngine, agent
+from .harness import AgentProcess, SyntheticEngine, agent, wait_for
 
 
 class Bench:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvbridge.agent.daemon import Agent
-from kvbridge.config import AgentConfig
 from kvbridge.dataplane.mover import Mover
 from kvbridge.errors import OperatorError
+from kvbridge.options import AgentConfig
 from kvbridge.transport.lock import KERNEL, Lock
 
 

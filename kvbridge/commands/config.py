@@ -1,0 +1,83 @@
+"""`kvbridge config show`: every option of an agent, its value, and where that came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..config import FILES_OF_KEYS, Said, resolve
+from ..errors import KVBridgeError
+from ..oneline import plain
+from ..options import AgentConfig, defaults
+
+HIDDEN = "(not shown: no such file, so it may be a key itself)"
+
+
+def show(path: str | None, flags: Mapping[str, str | None], as_json: bool) -> None:
+    """Print what an agent with this file, these flags and this environment would run with.
+
+    Raises OperatorError for what it would not start with; stdout has code and reasons too, as JSON.
+    """
+    try:
+        config, said = resolve(path, flags)
+    except KVBridgeError as error:
+        if as_json:
+            _write({"code": error.code, "reasons": error.reasons, "options": {}})
+        raise
+    if as_json:
+        _write({"code": "", "reasons": [], "options": described(config, said)})
+    else:
+        Console(markup=False, emoji=False, highlight=False).print(_table(config, said))
+
+
+def described(config: AgentConfig, said: Mapping[str, Said]) -> dict[str, dict[str, Any]]:
+    """Every option's value, its default, the value's origin, and the file, variable or flag that it was in."""
+    return {
+        name: {
+            "value": _value(config, name),
+            "default": default,
+            "origin": said[name].origin,
+            "place": said[name].place,
+        }
+        for name, default in defaults().items()
+    }
+
+
+def _value(config: AgentConfig, name: str) -> Any:
+    """What may be shown of it: who sets `key` to the key itself must not see it on a screen."""
+    value = getattr(config, name)
+    return HIDDEN if name in FILES_OF_KEYS and value and not os.path.exists(value) else value
+
+
+def _table(config: AgentConfig, said: Mapping[str, Said]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("option", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("from", overflow="fold")
+    for name, each in described(config, said).items():
+        is_default = each["origin"] == "default"
+        row = (name, _shown(each["value"]), "default" if is_default else each["place"])
+        table.add_row(*(Text(plain(cell)) for cell in row), style="dim" if is_default else "")
+    return table
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case None:
+            return "by device"
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return ", ".join(map(str, value)) or "empty"
+    return str(value) or "empty"
+
+
+def _write(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer, indent=2) + "\n")

@@ -1,0 +1,370 @@
+"""The agent's options, each spelled once: name, type, default, bounds and what it is for.
+
+Flags, variables, `deploy/kvbridge.toml` and `docs/configuration.md` are made from what is written here. Pure.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+from kvbridge_proto.peer import Route
+from msgspec import Meta
+from msgspec.inspect import (
+    FloatType,
+    IntType,
+    LiteralType,
+    Metadata,
+    NoneType,
+    StrType,
+    Type,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
+
+ENVIRONMENT_PREFIX = "KVBRIDGE_"
+DEVICE_WORDS = "auto, cpu, cuda, cuda:N or a GPU's UUID"
+DEVICES = r"^(auto|cpu|cuda(:[0-9]{1,3})?|GPU-[0-9a-fA-F-]{36})$"
+LogLevel = Literal["debug", "info", "warning", "error"]
+Verify = Literal["always", "sampled", "never"]
+
+# The first option of each part.
+SECTIONS = {
+    "name": "This agent",
+    "key": "Other agents",
+    "allowed_uids": "The engine and its memory",
+    "routes": "Routes and staging",
+    "connect_s": "Waiting",
+    "metrics": "What it says of itself",
+}
+
+
+def _option(meaning: str, about: str = "", *, sample: Any = None, **bounds: Any) -> Meta:
+    """`meaning`: the line of `--help`; `about`: what else there is to know; `sample`: shown for a default of None."""
+    return Meta(description=meaning, extra={"about": inspect.cleandoc(about), "sample": sample}, **bounds)
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything an operator may set."""
+
+    name: Annotated[
+        str, _option("What this agent is called in logs and in `kvbridge status`", min_length=1, max_length=64)
+    ] = "agent-0"
+    socket: Annotated[
+        str,
+        _option(
+            "Unix socket for the engine and `kvbridge status`",
+            """
+            Its folder should be private (0750). The socket itself is 0600, or 0666 where `allowed_uids` names
+            somebody, whatever the umask: who may speak is decided by the caller's uid.
+            """,
+        ),
+    ] = "/run/kvbridge/agent-0.sock"
+    listen: Annotated[
+        str,
+        _option(
+            "Where other agents reach us; port 0 takes any",
+            """
+            Loopback does for engines on one host. Across hosts name the address of one interface, and set `key`:
+            without one the agent refuses.
+            """,
+        ),
+    ] = "tcp://127.0.0.1:7700"
+    advertise: Annotated[
+        str,
+        _option(
+            "The address told to others; empty: the one we listen on",
+            "For an address that others do not see as it is (NAT, a name, a wildcard).",
+        ),
+    ] = ""
+    allow_wildcard: Annotated[
+        bool,
+        _option("Let `listen` name every interface (0.0.0.0, *, ::)", "Then `advertise` must be set as well."),
+    ] = False
+    key: Annotated[
+        str,
+        _option(
+            "File of our secret key (kvbridge keygen); empty: loopback only",
+            """
+            Only its owner may read the file. With one, everything that agents say to each other is encrypted, and
+            spoken only with who proves a key of `peers`. The simplest fleet has one key pair, the same file on every
+            host, and needs no `peers`. (The KV bytes themselves are not encrypted: SECURITY.md.)
+            """,
+            max_length=4096,
+        ),
+    ] = ""
+    peers: Annotated[
+        str,
+        _option(
+            "File or folder of public keys that may connect; empty: our own alone",
+            """
+            A file of lines `NAME PUBLICKEY` (what keygen prints), or a folder of *.pub files with such lines. Only
+            root or our user may be able to write it. `systemctl reload`, which is SIGHUP, reads it again; who is not
+            on it any more is cut off at once.
+            """,
+            max_length=4096,
+        ),
+    ] = ""
+    dial: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
+        _option(
+            "HOST:PORT patterns: what may be dialled, nothing else; empty: loopback only",
+            """
+            Requests name the agent to fetch from, so this says which ones they may name. Across hosts it must be set
+            where requests are decoded. HOST is an address, a network (10.1.0.0/16, [2001:db8::/32]), a name
+            (*.kv.internal) or * for any, and PORT a number or *. A network matches addresses only, never names. With
+            one pattern set, loopback too must be named to be dialled. ["10.1.0.0/16:7700"] are all agents of a pod
+            network; ["*:7700"] is any host, on that port. Beyond loopback it needs `key` as well (or
+            `allow_unauthenticated`), else the agent does not start.
+            """,
+            max_length=256,
+        ),
+    ] = ()
+    allow_unauthenticated: Annotated[
+        bool,
+        _option(
+            "Serve others, and dial those in `dial`, without keys: whoever reaches us may fetch KV",
+            "For isolated test networks.",
+        ),
+    ] = False
+    allowed_uids: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...],
+        _option(
+            "Users whose engines may attach; empty: our own and root",
+            "An engine of another user must name ours in its turn: `kvbridge_agent_uids`.",
+            max_length=64,
+        ),
+    ] = ()
+    share_memory: Annotated[
+        bool,
+        _option(
+            "Hand the engine's memory to agents of this host, which pull from it; off: to nobody",
+            """
+            Agents of one host read each other's engine memory where they can, which is the fastest way there is. Each
+            must prove a session first, and be of the same user. Whoever is handed a GPU's memory can read all of that
+            engine's KV cache, and by legacy CUDA IPC write it too (THREAT_MODEL.md). Off, rows go by slots.
+            """,
+        ),
+    ] = True
+    share_memory_uids: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...],
+        _option("Users whose agents it is handed to besides; empty: our own and root", max_length=64),
+    ] = ()
+    verify: Annotated[
+        Verify,
+        _option(
+            "Which pulled chunks are compared with the sender's: always, sampled (1 in 64), never",
+            """
+            A sample begins with the first. The digest is taken as the rows are read; the sender reads the same rows
+            again, which costs its processor or GPU that much. What differs fails its request with digest_mismatch.
+            """,
+        ),
+    ] = "sampled"
+    device: Annotated[
+        str,
+        _option(
+            f"Where the engine's memory is: {DEVICE_WORDS}",
+            """
+            "auto" is a GPU if there is one. A UUID means the same GPU whatever CUDA_VISIBLE_DEVICES says. One agent
+            serves one GPU.
+            """,
+            pattern=DEVICES,
+        ),
+    ] = "auto"
+    routes: Annotated[
+        tuple[Route, ...],
+        _option(
+            "Ways to a peer, the best first: pull, direct, nixl, host",
+            """
+            Each is tried and measured before it is used. "pull" reads the engine's blocks of an agent of the same
+            host and user (see `share_memory`), "direct" writes the peer's slots over NVLink, "nixl" copies slot to
+            slot, "host" goes through pinned host memory. Name one alone to force it.
+            """,
+            min_length=1,
+            max_length=4,
+        ),
+    ] = ("pull", "direct", "nixl", "host")
+    pull_ctas: Annotated[
+        Annotated[int, Meta(ge=1, le=65535)] | None,
+        _option(
+            "CTAs of a kernel that pulls, at most; unset: 33 under MPS, beside the engine's, else all",
+            """
+            Under MPS it runs beside the engine's own: 33 reach nearly all of NVLink and leave it the rest. Without
+            MPS the two take turns, and few would only make its turn longer.
+            """,
+            sample=33,
+        ),
+    ] = None
+    slot_bytes: Annotated[
+        Annotated[int, Meta(ge=1 << 16, le=1 << 30)] | None,
+        _option(
+            "Size of a staging slot, the largest piece in flight; unset: 128 MiB on a GPU, else 4 MiB",
+            """
+            A multiple of 4096. Staging takes (inbound_slots + outbound_slots + 2) * slot_bytes: 200 MiB of host memory
+            where there is no GPU. On one it takes 1.25 GiB of the GPU's memory and, unless `routes` leaves out "host",
+            as much pinned host memory. A plan's chunk never exceeds the smaller slot of the two agents. Larger slots
+            suit fast links; more slots suit many requests at once, and a slot that a stalled peer may still write is
+            set aside until the peer proves otherwise.
+            """,
+            sample=4 << 20,
+        ),
+    ] = None
+    inbound_slots: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        _option("Slots that other agents write into; unset: 6 on a GPU, else 32", sample=32),
+    ] = None
+    outbound_slots: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        _option("Slots that we send from; unset: 2 on a GPU, else 16", sample=16),
+    ] = None
+    net_devices: Annotated[
+        str,
+        _option(
+            "Network devices of the data, as UCX names them (a,b; all); empty: loopback, no other host",
+            """
+            Such as mlx5_0:1 or eth0. An agent that is to serve or dial other hosts refuses to start without: UCX
+            believes whoever reaches it, so name those of a network that only the fleet is on.
+            """,
+            max_length=256,
+        ),
+    ] = ""
+    connect_s: Annotated[float, _option("How long to try to reach another agent", gt=0, le=600)] = 5.0
+    silence_s: Annotated[float, _option("A peer silent for so long is lost", ge=1, le=600)] = 15.0
+    write_timeout_s: Annotated[
+        float,
+        _option(
+            "A write that takes longer fails its transfer; its slots stay locked",
+            "No deadline frees memory that may still be written; it only ends the waiting.",
+            gt=0,
+            le=600,
+        ),
+    ] = 30.0
+    rebuild_s: Annotated[
+        float,
+        _option(
+            "Once half the slots of one kind were quarantined so long, make all anew",
+            """
+            Quarantined is a slot that a peer may still write, or out of which a write is late. Where half of the
+            inbound or of the outbound ones are (a peer stands still, or went for good), the new ones are made beside
+            the engine, and the old ones are left behind.
+            """,
+            gt=0,
+            le=86400,
+        ),
+    ] = 60.0
+    linger_s: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        _option(
+            "How long threads look for more work before they sleep; unset: 0.03 on a GPU, else 0",
+            """
+            A thread that sleeps is late by the time its processor takes to wake. It costs up to two cores while
+            requests come, none when they do not; without a GPU the cores are the engine's.
+            """,
+            sample=0.0,
+        ),
+    ] = None
+    drain_s: Annotated[
+        float,
+        _option(
+            "How long transfers may go on after SIGTERM",
+            "Keep it below the service manager's own limit.",
+            ge=0,
+            le=3600,
+        ),
+    ] = 10.0
+    metrics: Annotated[
+        str,
+        _option("host:port for Prometheus; empty: off", "Keep it on loopback or behind something that authenticates."),
+    ] = "127.0.0.1:9400"
+    log_level: Annotated[LogLevel, _option("debug, info, warning or error")] = "info"
+
+
+def options() -> dict[str, str]:
+    """Every option's name and what it is for, in one line."""
+    return {name: _meta(name).description or "" for name in AgentConfig.__struct_fields__}
+
+
+def section_of(name: str) -> str:
+    """The part of the options that it is in."""
+    names = AgentConfig.__struct_fields__
+    first = max((each for each in SECTIONS if names.index(each) <= names.index(name)), key=names.index)
+    return SECTIONS[first]
+
+
+def about(name: str) -> str:
+    """What else there is to know of an option; often nothing."""
+    return str((_meta(name).extra or {})["about"])
+
+
+def sample(name: str) -> Any:
+    """The default, or what may stand for one that depends on the device."""
+    default = defaults()[name]
+    return (_meta(name).extra or {})["sample"] if default is None else default
+
+
+def defaults() -> dict[str, Any]:
+    """Every option's default; None where it depends on the device."""
+    return msgspec.structs.asdict(AgentConfig())
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def off_flag_of(name: str) -> str:
+    """The flag that says no to an option that is true or false."""
+    return "--no-" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def hint_of(name: str) -> Any:
+    """The option's type with its bounds, as msgspec reads it."""
+    return get_type_hints(AgentConfig, include_extras=True)[name]
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The words of an option that is one of a few, or a list of them; else nothing."""
+    kind = type_info(hint_of(name))
+    while isinstance(kind, Metadata | VarTupleType):
+        kind = kind.type if isinstance(kind, Metadata) else kind.item_type
+    return tuple(map(str, kind.values)) if isinstance(kind, LiteralType) else ()
+
+
+def allowed(name: str) -> str:
+    """What an option may be, for people: "a whole number, at least 1, at most 4096"."""
+    return _allowed(type_info(hint_of(name)))
+
+
+def _meta(name: str) -> Meta:
+    meta: Meta = get_args(hint_of(name))[-1]
+    return meta
+
+
+def _allowed(kind: Type) -> str:
+    match kind:
+        case Metadata(type=inner):
+            return _allowed(inner)
+        case UnionType(types=types):
+            return _allowed(next(each for each in types if not isinstance(each, NoneType)))
+        case LiteralType(values=values):
+            return f"one of {', '.join(map(str, values))}"
+        case VarTupleType(item_type=item, min_length=least, max_length=most):
+            return f"a list of {least or 0} to {most}, each {_allowed(item)}"
+        case StrType(pattern=str()):
+            return DEVICE_WORDS
+        case StrType(min_length=least, max_length=most):
+            return "text" if most is None else f"text of {least or 0} to {most} characters"
+        case IntType() | FloatType():
+            return ("a whole number" if isinstance(kind, IntType) else "a number") + _bounds(kind)
+    return "true or false"
+
+
+def _bounds(kind: IntType | FloatType) -> str:
+    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    said = [f"{word} {getattr(kind, name):.10g}" for name, word in words.items() if getattr(kind, name) is not None]
+    return f", {', '.join(said)}" if said else ""
