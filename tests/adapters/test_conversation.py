@@ -529,7 +529,7 @@ def test_waits_for_readers_from_when_the_agent_could_hear_of_it(
     if hears_at_s is not None:
         timer.start()
     expected_s = READERS_S + (READERS_S if hears_at_s is None else hears_at_s)
-    assert expected_s - 0.05 <= timed(talk, "r") < expected_s + 0.4
+    assert expected_s - 0.05 <= timed(talk, "r") < expected_s + 1.5  # a busy machine may wake us late
     assert talk.engine.attached is None and not talk.engine.is_open("r")
 
 

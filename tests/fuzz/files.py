@@ -16,7 +16,7 @@ from kvbridge_proto.pool import Pool
 from kvbridge_proto.status import Status
 from rich.console import Console
 
-from kvbridge import config
+from kvbridge import config, options
 from kvbridge.commands import plan
 from kvbridge.commands.status import rendered
 from kvbridge.errors import OperatorError
@@ -66,7 +66,7 @@ class ConfigText:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._path = Path(self._folder.name) / "c.toml"
-        self._names = list(config.options())
+        self._names = list(options.options())
         sample = (ROOT / "deploy" / "kvbridge.toml").read_text()
         self._lines = [line.lstrip("# ") for line in sample.splitlines() if "=" in line]
 
