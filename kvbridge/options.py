@@ -5,6 +5,7 @@ Flags, variables, `deploy/kvbridge.toml` and `docs/configuration.md` are made fr
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -324,7 +325,7 @@ def variable_of(name: str) -> str:
 
 def hint_of(name: str) -> Any:
     """The option's type with its bounds, as msgspec reads it."""
-    return get_type_hints(AgentConfig, include_extras=True)[name]
+    return _hints()[name]
 
 
 def choices(name: str) -> tuple[str, ...]:
@@ -338,6 +339,12 @@ def choices(name: str) -> tuple[str, ...]:
 def allowed(name: str) -> str:
     """What an option may be, for people: "a whole number, at least 1, at most 4096"."""
     return _allowed(type_info(hint_of(name)))
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    """Of all options: each is evaluated anew, which takes 5 ms."""
+    return get_type_hints(AgentConfig, include_extras=True)
 
 
 def _meta(name: str) -> Meta:
