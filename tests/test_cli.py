@@ -49,6 +49,12 @@ def test_version() -> None:
         assert (told.returncode, told.stdout) == (0, "kvbridge 0.1.0\n")
 
 
+def test_the_command_line_is_there_at_once() -> None:
+    before = os.times()
+    assert kvbridge("--help").returncode == 0
+    assert os.times().children_user - before.children_user < 1.5, "seconds of a processor, of which Python takes 0.3"
+
+
 def test_wrong_command_line_is_exit_code_2() -> None:
     told = kvbridge("statsu")
     assert told.returncode == 2
