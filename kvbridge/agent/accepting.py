@@ -26,7 +26,7 @@ from kvbridge_proto.peer import (
 )
 
 from ..dataplane.mover import Mover
-from ..dataplane.routes.choice import NOT_CONNECTED, Connected, to_be_read
+from ..dataplane.routes.choice import NOT_CONNECTED, Connected, may_be_written, options, to_be_read
 from ..dataplane.routes.staged import Landing
 from ..errors import FabricError
 from ..exchange.route import Site
@@ -219,6 +219,7 @@ class Accepting:
         """Prove a route to the sink's slots; None if there is none or it has become pointless meanwhile."""
         boot = greeting.agent.boot
         try:
+            home = await self._staged(greeting, home)
             connected = await self._proved(link, greeting, home)
         except FabricError as error:
             link.send(Refuse(code=error.code, reasons=tuple(reason[:1024] for reason in error.reasons[:64])))
@@ -235,6 +236,18 @@ class Accepting:
             link.send(Refuse(code=code, reasons=(f"the engine {what} during the handshake",)))
             return None
         return connected
+
+    async def _staged(self, greeting: Hello, home: Home) -> Home:
+        """We have slots, and so does the sink, if it can only be written to. Raises FabricError."""
+        site = Site.of(greeting)
+        if to_be_read(home.site, site) is not None or not may_be_written(home.site, site):
+            return home
+        if not site.has_slots:
+            against = (reason for _, reason in options(home.site, site) if reason)
+            raise FabricError("no_slots", "fabric.slots: 0, and they are what this agent would write to", *against)
+        await self._mover.stage()
+        current = self._home()
+        return home if current is None or current.epoch != home.epoch else current
 
     async def _proved(self, link: Link, greeting: Hello, home: Home) -> Connected | None:
         """When its turn comes; None if nobody waits for it any more. Raises FabricError."""

@@ -32,6 +32,7 @@ from ..exchange.inbound import Inbound
 from ..exchange.orders import ReceivingReport, SendingReport
 from ..exchange.outbound import Outbound
 from ..exchange.reading import CHECK_EVERY
+from ..exchange.route import Site
 from ..exchange.slots import SlotPool
 from ..failpoints import VARIABLE, arm_from_environment
 from ..options import AgentConfig
@@ -306,6 +307,10 @@ class Agent:
 
     def on_receiving(self, reports: Sequence[ReceivingReport]) -> None:
         self.sink.hear(reports)
+
+    def on_staged(self, site: Site) -> None:
+        self.slots.make(site.fabric.slots)
+        self.engines.staged(site)
 
     def on_mover_died(self, error: BaseException) -> None:
         self._failure = error

@@ -14,7 +14,7 @@ from kvbridge_proto.peer import Body, Checked, Drained, Failing, Goodbye, Ready,
 from msgspec import structs
 
 from ..dataplane.mover import Mover
-from ..errors import KVBridgeError, PeerError
+from ..errors import FabricError, KVBridgeError, PeerError
 from ..exchange.lease import Deadlines
 from ..exchange.route import Rate
 from ..exchange.session import Home, Session, SessionEvent, SessionState, accept, hello
@@ -94,6 +94,7 @@ class Dialling:
     def _greet(self, home: Home, dialled: Dialled, oldest: int) -> None:
         """What we have dialled before `oldest` we have given up, but for this one."""
         can_pull = not dialled.against_pull
+        dialled.names_slots = home.site.has_slots
         dialled.link.send(hello(home, dialled.lane, dialled.address, dialled.serial, oldest, can_pull))
 
     def reached(self, link: Link) -> None:
@@ -155,11 +156,32 @@ class Dialling:
             return
         if is_greeted_again:
             dialled.is_checked = False
-            return self._greet(current, dialled, min(each.serial for each in self.sessions.values()))
+            return await self.greet_with_slots(dialled)
         if dialled.against_pull:
             why = "; ".join(filter(None, (dialled.against_pull, session.routed.why)))
             session = replace(session, routed=replace(session.routed, why=why[:1024]))
         self._open(dialled, session)
+
+    def lacks_slots(self, link: Link) -> Dialled | None:
+        """Whom we greet by this link without naming slots: that may be all that stands against a session."""
+        dialled = self._of(link)
+        is_greeting = dialled is not None and dialled.state is SessionState.GREETING and dialled.session is None
+        return dialled if dialled is not None and is_greeting and not dialled.names_slots else None
+
+    async def greet_with_slots(self, dialled: Dialled) -> None:
+        """Greet once more, with slots of ours to write to: the source's blocks are not read by us."""
+        if (home := self._home()) is not None and home.site.routes_to(can_pull=False):
+            try:
+                await self._mover.stage()
+            except FabricError as error:
+                if self._of(dialled.link) is dialled:
+                    self._end(dialled.address, error.code, str(error))
+                return
+        home = self._home()
+        if home is None or self._of(dialled.link) is not dialled or dialled.state is not SessionState.GREETING:
+            return
+        self._deadlines.set(dialled.address, self._clock() + self._connect_s)
+        self._greet(home, dialled, min(each.serial for each in self.sessions.values()))
 
     def _open(self, dialled: Dialled, session: Session) -> None:
         address = dialled.address

@@ -49,6 +49,7 @@ from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..device.sharing import SharedHandles
 from ..errors import EngineError, KVBridgeError
+from ..exchange.route import Site
 from ..exchange.session import Home, engine_ranks
 from ..failpoints import failpoint
 from ..geometry.check import check_pool, rescaled
@@ -278,6 +279,11 @@ class Engines:
         """There will be no rebuild."""
         self.sink.resume()
         self.source.resume()
+
+    def staged(self, site: Site) -> None:
+        """There are slots now: sessions from here on name them, and those of before need none."""
+        if self._home is not None:
+            self._home = replace(self._home, site=site)
 
     def rebuild(self, docks: Docks, reason: str) -> None:
         """Other slots for the same engine and epoch: all sessions end, and new ones name these."""

@@ -38,6 +38,7 @@ from .accepting import Accepting
 from .dialling import Dialling
 from .doors import Doors
 from .metrics import Metrics
+from .relations import Dialled
 from .status import peer_statuses
 
 log = logging.getLogger("kvbridge.peers")
@@ -107,6 +108,8 @@ class Peers:
                 self.accepting.knocked(tasks, link, sender, body)
             elif isinstance(body, Welcome) and link.is_dialled:
                 tasks.create_task(self._welcome(link, body))
+            elif (dialled := self._to_greet_again(link, body)) is not None:
+                tasks.create_task(self._answer(link, "Refuse", self.dialling.greet_with_slots(dialled)))
             else:
                 if link.is_dialled or sender in self.accepting.sessions:
                     self._mover.stir()
@@ -114,15 +117,20 @@ class Peers:
         except Exception:
             self._fault(link, f"{type(body).__name__} of {sender}")
 
+    def _to_greet_again(self, link: Link, body: Body) -> Dialled | None:
+        """Who would write to slots of ours, where our greeting named none."""
+        is_of_hello = isinstance(body, Refuse) and body.code == "no_slots" and not body.about
+        return self.dialling.lacks_slots(link) if is_of_hello and link.is_dialled else None
+
     def _welcome(self, link: Link, greeting: Welcome) -> Coroutine[Any, Any, None]:
         """Answers whom we greet now: once this has its turn, that may be over, and the link greet for another."""
-        return self._welcomed(link, self.dialling.welcomed(link, greeting))
+        return self._answer(link, "Welcome", self.dialling.welcomed(link, greeting))
 
-    async def _welcomed(self, link: Link, answered: Coroutine[Any, Any, None]) -> None:
+    async def _answer(self, link: Link, what: str, answered: Coroutine[Any, Any, None]) -> None:
         try:
             await answered
         except Exception:
-            self._fault(link, f"Welcome of {link.address}")
+            self._fault(link, f"{what} of {link.address}")
 
     def _hear(self, link: Link, sender: str, body: Body) -> None:
         match body:

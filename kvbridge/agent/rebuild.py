@@ -40,7 +40,7 @@ class Patience:
     def is_over(self, counts: SlotCounts, now: float) -> bool:
         """Whether it has been too long. Wants to be asked now and then."""
         slots = counts.free + counts.lent + counts.landed + counts.quarantined
-        if 2 * counts.quarantined < slots:
+        if not counts.quarantined or 2 * counts.quarantined < slots:
             self._since = None
             return False
         if self._since is None:

@@ -60,6 +60,7 @@ class Dialled:
     session: Session | None = None
     lane: int = 0  # where the source proves its route
     has_lane: bool = False  # still: nobody else may use it
+    names_slots: bool = False  # our last Hello does
     is_checked: bool = False  # a Welcome is being looked at
     known_boot: str = ""  # the agent there says that it is this one, and has another session with us
     has_insisted: bool = False  # we have said that there is no other

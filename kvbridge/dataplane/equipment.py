@@ -1,4 +1,7 @@
-"""What the mover works with: a porter, slots, fabrics. Made and closed on the mover's thread, which owns all of it."""
+"""What the mover works with: a porter, slots, fabrics. Made and closed on the mover's thread, which owns all of it.
+
+Slots and fabrics are made when a peer needs them, at the start where every peer will: who reads and is read needs none.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvbridge_proto.peer import PROBE_LANES, DeviceCard, FabricCard
+from kvbridge_proto.peer import PROBE_LANES, DeviceCard, FabricCard, Route
 
 from ..device import driver
 from ..device.porter import Porter
 from ..device.porter_cpu import CpuPorter
-from ..device.staging import Staging
+from ..device.staging import Span, Staging, check_slots
 from ..errors import FabricError, OperatorError
 from ..exchange.route import Site
 from ..options import AgentConfig
@@ -21,6 +24,8 @@ from ..transport.fabric import Fabric
 from ..transport.fabric_nixl import NixlFabric
 from ..transport.lock import KERNEL
 
+PULL: Route = "pull"
+SCRATCH_BYTES = 4 << 20
 MOST_KEPT = 2  # stagings that rebuilds may keep: of a GPU for good, host memory while something is written out of it
 
 
@@ -74,28 +79,51 @@ class Docks:
 
 @dataclass(slots=True)
 class Equipment:
-    """A porter, and docks that can be made anew; those of before stay until what they write has ended."""
+    """A porter, and docks that can be made anew; those of before stay until what they write has ended.
+
+    `bare` is our site while there are no docks.
+    """
 
     porter: Porter
-    current: Docks
+    bare: Site
     _make: Callable[[int], Docks]  # the n-th
     _closing: ExitStack
+    current: Docks | None = None
     _retired: list[Docks] = field(default_factory=list)
     _made: int = 0
     _kept_bytes: int = 0
     _joined: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _scratch: Staging | None = None
 
     @property
     def dock(self) -> Dock:
+        assert self.current is not None, "no slots were made"
         return self.current.dock
 
     @property
     def host(self) -> Dock | None:
-        return self.current.host
+        return None if self.current is None else self.current.host
 
     @property
     def site(self) -> Site:
-        return self.current.site
+        return self.bare if self.current is None else self.current.site
+
+    @property
+    def scratch(self) -> Span:
+        """SCRATCH_BYTES that anything may be written to, by several at once: nobody reads them.
+
+        OperatorError if there is no room.
+        """
+        if self._scratch is None:
+            self._scratch = self.porter.staging(SCRATCH_BYTES, 1)
+        return self._scratch.span(0)
+
+    def stage(self) -> None:
+        """See to it that there are docks. Raises OperatorError or FabricError."""
+        if self.current is None:
+            docks = self._make(0)
+            self.porter.make_room(docks.dock.inbound.slots + docks.dock.outbound.slots)
+            self.current = docks
 
     def prepare(self) -> Docks:
         """Other docks, which nobody knows yet. Raises FabricError, `rebuild_refused` where it would keep too much."""
@@ -109,7 +137,8 @@ class Equipment:
 
     def switch(self, docks: Docks) -> None:
         """Work with these from here on."""
-        self._retired.append(self.current)
+        if self.current is not None:
+            self._retired.append(self.current)
         self.current = docks
 
     def close_retired(self) -> None:
@@ -137,12 +166,18 @@ class Equipment:
     @property
     def docks(self) -> tuple[Dock, ...]:
         """All whose fabrics want to be polled."""
-        return tuple(dock for docks in (self.current, *self._retired) for dock in docks.all)
+        return tuple(dock for docks in self._all for dock in docks.all)
+
+    @property
+    def _all(self) -> list[Docks]:
+        return self._retired if self.current is None else [self.current, *self._retired]
 
     def close(self) -> None:
         """The porter, then fabrics, then the memory they knew: all of it, whatever goes wrong with one."""
         with ExitStack() as last_first:
-            for docks in (self.current, *self._retired):
+            if self._scratch is not None:
+                last_first.callback(self._scratch.close)
+            for docks in self._all:
                 last_first.push(docks.closing)
             last_first.push(self._closing)
 
@@ -176,11 +211,30 @@ def equip(config: AgentConfig, boot: str) -> Equipment:
     """For the device that the operator chose. Raises OperatorError or FabricError."""
     gpu = chosen_gpu(config.device)
     size = room(config, gpu is not None)
+    check_slots(size.slot_bytes, min(size.inbound, size.outbound))
     with ExitStack() as closing:
         porter = _porter(gpu, size, config)
         closing.callback(porter.close)  # before anything that its streams may work on
         make = partial(_docks, boot, config, size, gpu, porter)
-        return Equipment(porter, make(0), make, closing.pop_all())
+        equipment = Equipment(porter, _bare(boot, config, size, porter), make, closing.pop_all())
+    if config.routes[0] != PULL or not config.share_memory:  # every peer will need slots
+        try:
+            equipment.stage()
+        except BaseException:
+            equipment.close()
+            raise
+    return equipment
+
+
+def _bare(boot: str, config: AgentConfig, size: Room, porter: Porter) -> Site:
+    """As long as there are no slots."""
+    kind, memory = NixlFabric.kind, porter.memory
+    card = FabricCard(kind=kind, name=boot, memory=memory, descriptor=b"", base=0, slot_bytes=size.slot_bytes, slots=0)
+    return Site(card, routes=config.routes, machine=_machine(config))
+
+
+def _machine(config: AgentConfig) -> str:
+    return KERNEL.read_text().strip() if PULL in config.routes and config.share_memory else ""
 
 
 def _docks(boot: str, config: AgentConfig, size: Room, gpu: driver.Gpu | None, porter: Porter, number: int) -> Docks:
@@ -191,8 +245,7 @@ def _docks(boot: str, config: AgentConfig, size: Room, gpu: driver.Gpu | None, p
         if gpu is not None and "host" in config.routes:
             host = _host_dock(f"{name}.host", config, size, closing)
         device = _device_card(gpu, dock) if gpu is not None and "direct" in config.routes else None
-        machine = KERNEL.read_text().strip() if "pull" in config.routes and config.share_memory else ""
-        site = Site(dock.card(), host.card() if host is not None else None, device, config.routes, machine)
+        site = Site(dock.card(), host.card() if host is not None else None, device, config.routes, _machine(config))
         return Docks(dock, host, site, closing.pop_all())
 
 
@@ -213,8 +266,8 @@ def _porter(gpu: driver.Gpu | None, size: Room, config: AgentConfig) -> Porter:
         return CpuPorter()
     from ..device.porter_gpu import GpuPorter
 
-    pulls, table_bytes = PULLS if "pull" in config.routes else 0, max(1 << 20, size.slot_bytes // 16)
-    return GpuPorter(gpu, size.inbound + size.outbound + 1, table_bytes, pulls, config.pull_ctas)
+    pulls, table_bytes = PULLS if PULL in config.routes else 0, max(1 << 20, size.slot_bytes // 16)
+    return GpuPorter(gpu, 1, table_bytes, pulls, config.pull_ctas)
 
 
 def _dock(

@@ -225,12 +225,18 @@ class Jobs:
         """Get ready for parts like this one, if the engine stays. What goes wrong now will be said when it matters."""
         if attachment.word.has_left:
             return
-        dock, porter = self._equipment.dock, self._equipment.porter
-        staging = dock.outbound if part.is_source else dock.inbound
         try:
-            porter.warm(attachment.memory, part, staging.span(0, part.chunk.size_bytes))
+            self._porter.warm(attachment.memory, part, self._any_slot(part))
         except Exception:
             log.exception("could not get ready for a peer")
+
+    def _any_slot(self, part: Part) -> Span | None:
+        """That such a part may be moved to or from, if there are slots: else what a session needs is warmed with it."""
+        docks = self._equipment.current
+        if docks is None:
+            return None
+        staging = docks.dock.outbound if part.is_source else docks.dock.inbound
+        return staging.span(0, part.chunk.size_bytes)
 
     # In:
 

@@ -81,6 +81,7 @@ class Listener(Protocol):
 
     def on_sending(self, reports: Sequence[SendingReport]) -> None: ...
     def on_receiving(self, reports: Sequence[ReceivingReport]) -> None: ...
+    def on_staged(self, site: Site) -> None: ...
     def on_mover_died(self, error: BaseException) -> None: ...
 
 
@@ -143,8 +144,23 @@ class Mover:
         await self._watchdog.until(asyncio.to_thread(self._thread.join))
         os.close(self._wake)
 
+    async def stage(self) -> None:
+        """Have slots, from the first call on. Raises FabricError `no_staging`; another call may do better.
+
+        It takes the data thread from others for as long as memory and fabric take to be made.
+        """
+        if self.site.has_slots:
+            return
+        site = await self._call(self._stage)
+        if not self.site.has_slots:
+            self.site = site
+            self._listener.on_staged(site)
+
     async def connect(self, landing: Landing) -> Connected:
-        """Choose and prove a route to a sink's slots; it takes the place of the one before. Raises FabricError."""
+        """Choose and prove a route to a sink's slots; it takes the place of the one before. Raises FabricError.
+
+        We have slots (`stage`), or none of these routes needs any.
+        """
         connected: Connected = await self._job(lambda settle: self._jobs.connect(landing, settle))
         return connected
 
@@ -219,6 +235,27 @@ class Mover:
         """Work with these slots. What was begun with those of before is finished; nobody may be connected to them."""
         self.site = docks.site
         self._put(lambda: self._switch(docks))
+
+    def _stage(self) -> Site:
+        equipment = self._at_work
+        if equipment.current is None:
+            began, card = time.monotonic(), equipment.bare.fabric
+            try:
+                equipment.stage()
+            except Exception as error:  # no memory, no fabric: nothing of it is kept
+                reason = f"staging: slots of {card.slot_bytes} bytes in {card.memory} cannot be made: {error}"
+                raise FabricError("no_staging", reason) from error
+            self.sending.slots.make(equipment.dock.outbound.slots)
+            inbound, outbound = equipment.dock.inbound, equipment.dock.outbound
+            log.info(
+                "made slots: inbound=%d outbound=%d slot_bytes=%d memory=%s s=%.3f",
+                inbound.slots,
+                outbound.slots,
+                inbound.slot_bytes,
+                inbound.memory,
+                time.monotonic() - began,
+            )
+        return equipment.site
 
     def _switch(self, docks: Docks) -> None:
         self._at_work.switch(docks)
@@ -384,7 +421,8 @@ class Mover:
         equipment = self._equip()
         self.site, self.digests = equipment.site, equipment.porter.digests
         self.device, self.description = equipment.porter.device, equipment.porter.description
-        self.sending.slots.make(equipment.dock.outbound.slots)
+        if equipment.current is not None:
+            self.sending.slots.make(equipment.dock.outbound.slots)
         wait_s, clock = self._write_timeout_s, self._clock
         self._jobs = Jobs(equipment, self._boot, self.sending, self.receiving, wait_s, clock)
         self._pulling = Pulling(equipment, self._tell, self.receiving, wait_s, clock)

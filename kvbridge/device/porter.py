@@ -54,6 +54,9 @@ class Porter(Protocol):
     def staging(self, slot_bytes: int, slots: int) -> Staging:
         """Slots of its own memory. OperatorError if there is no room."""
 
+    def make_room(self, moves: int) -> None:
+        """So many more may be under way at once that do not ask whether there is room."""
+
     def gather(
         self,
         pool: AttachedPool,
@@ -93,8 +96,11 @@ class Porter(Protocol):
         EngineError when either engine is gone or a part is not right: nothing was begun.
         """
 
-    def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
-        """Get ready for parts like this one, so that the first request does not wait for it. May take seconds once."""
+    def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
+        """Get ready for parts like this one, so that the first request does not wait for it. May take seconds once.
+
+        Without a slot for `digest` alone.
+        """
 
     def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
         """The same for `pull`."""

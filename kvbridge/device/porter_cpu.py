@@ -92,7 +92,10 @@ class CpuPorter:
             pull_rows(self._pulls.of(source, source_regions, theirs, pool, regions, ours), sums, self._work)
         return self._over(_word(int(sums.item())) if sums is not None else 0)
 
-    def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
+    def make_room(self, moves: int) -> None:
+        """A move is over when its call returns."""
+
+    def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
         """Nothing is compiled for a CPU."""
 
     def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:

@@ -1,7 +1,7 @@
 """The porter on a GPU: kernels on two streams, copies to and from host slots on two more, nobody waits for any.
 
-Gathers and scatters have a stream each, so that what comes in does not queue behind what goes out. Every buffer and
-event is made at the start; a move takes one bundle of them and gives it back when it is over.
+Gathers and scatters have a stream each, so that what comes in does not queue behind what goes out. Buffers and events
+are made beforehand; a move takes one bundle of them and gives it back when it is over.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from kvbridge_kernels.gather import digest as digest_rows
@@ -84,25 +84,34 @@ class GpuPorter:
         self._pull_ctas = pull_ctas or (ENOUGH_PROGRAMS if gpu.is_under_mps else None)
         self._kept = moves  # for moves that do not ask whether there is room
         self._has_pulls = pulls > 0
-        moves += pulls
+        self._table_bytes = table_bytes
         torch.cuda.set_device(gpu.ordinal)
         self.description = f"{torch.cuda.get_device_name(gpu.ordinal)} {gpu.uuid}" + " (MPS)" * gpu.is_under_mps
         self.device = gpu.device
         self._out, self._down, self._in, self._up = (torch.cuda.Stream(priority=-1) for _ in range(4))
-        device = torch.device("cuda", gpu.ordinal)
-        sums = torch.zeros(moves, dtype=torch.int64, device=device)
-        totals = torch.zeros(moves, dtype=torch.int64).pin_memory()
-        self._bundles = deque(
-            _Bundle(Work(device, table_bytes, copy=driver.copy_to_device), sums[i : i + 1], totals[i : i + 1])
-            for i in range(moves)
-        )
-        for bundle in self._bundles:  # what one has compiled serves all
-            bundle.work.kernels = self._bundles[0].work.kernels
-        torch.cuda.current_stream().synchronize()
+        self._torch_device = torch.device("cuda", gpu.ordinal)
+        self._kernels: dict[object, Any] = {}  # what one bundle's work has compiled serves all
+        self._bundles: deque[_Bundle] = deque()
+        self._make_bundles(moves + pulls)
         self._moves: deque[_Move] = deque()
         self._forms = Forms()
         self._pulls = Pulls()
         self._count = 0
+
+    def make_room(self, moves: int) -> None:
+        self._make_bundles(moves)
+        self._kept += moves
+
+    def _make_bundles(self, count: int) -> None:
+        """So many more."""
+        device = self._torch_device
+        sums = torch.zeros(count, dtype=torch.int64, device=device)
+        totals = torch.zeros(count, dtype=torch.int64).pin_memory()
+        for i in range(count):
+            work = Work(device, self._table_bytes, copy=driver.copy_to_device)
+            work.kernels = self._kernels
+            self._bundles.append(_Bundle(work, sums[i : i + 1], totals[i : i + 1]))
+        torch.cuda.current_stream().synchronize()
 
     def staging(self, slot_bytes: int, slots: int) -> Staging:
         return Staging.on_gpu(slot_bytes, slots)
@@ -176,14 +185,15 @@ class GpuPorter:
 
         return self._begin(enqueue, pool, None, has_digest, source)
 
-    def warm(self, pool: AttachedPool, part: Part, slot: Span) -> None:
-        slot = Span(slot.address, part.chunk.size_bytes)
-        work, warm = self._bundles[0].work, warm_gather if part.is_source else warm_scatter
+    def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
+        size_bytes, work = part.chunk.size_bytes, self._bundles[0].work
+        warm = warm_gather if part.is_source else warm_scatter
         with pool.hold() as regions, torch.cuda.stream(self._out):
-            chunk = self._chunk(pool, regions, part, slot.size_bytes)
-            warm(chunk, slot, True, work)
+            chunk = self._chunk(pool, regions, part, size_bytes)
+            if slot is not None:
+                warm(chunk, Span(slot.address, size_bytes), True, work)
             if part.is_source and self._has_pulls:  # receivers may ask what they have read
-                warm_digest(chunk, slot.size_bytes, work)
+                warm_digest(chunk, size_bytes, work)
         self._out.synchronize()  # nobody else waits for what this was for
 
     def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:

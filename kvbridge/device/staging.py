@@ -143,10 +143,15 @@ def lane_of(base: int, slot_bytes: int, slots: int, number: int) -> Span:
     return Span(base + slots * slot_bytes + number % PROBE_LANES * lane_bytes, lane_bytes)
 
 
-def _total(slot_bytes: int, slots: int) -> int:
+def check_slots(slot_bytes: int, slots: int) -> None:
+    """Raises OperatorError if a staging cannot have such slots."""
     if slot_bytes <= 0 or slot_bytes % SLOT_ALIGN or slots <= 0:
         raise OperatorError(
             "slot_bytes",
             f"slot_bytes: {slot_bytes}, must be a multiple of {SLOT_ALIGN}; slots: {slots}, at least 1",
         )
+
+
+def _total(slot_bytes: int, slots: int) -> int:
+    check_slots(slot_bytes, slots)
     return slot_bytes * (slots + 1)

@@ -13,7 +13,8 @@ ROUTES: tuple[Route, ...] = ("direct", "nixl", "host")
 class Site:
     """Where an agent's slots are. `host` is their twin in host memory, `routes` what its operator allows, in order.
 
-    `machine` is the boot id of its kernel, "" where its engine's memory is not shared.
+    `machine` is the boot id of its kernel, "" where its engine's memory is not shared. While all its peers are read, or
+    read it, an agent has no slots.
     """
 
     fabric: FabricCard
@@ -25,6 +26,10 @@ class Site:
     @classmethod
     def of(cls, hello: Hello) -> Site:
         return cls(hello.fabric, hello.host, hello.device, hello.routes, hello.machine)
+
+    @property
+    def has_slots(self) -> bool:
+        return self.fabric.slots > 0
 
     def routes_to(self, can_pull: bool) -> tuple[Route, ...]:
         """What is allowed towards a peer that we may read ourselves, or may not."""

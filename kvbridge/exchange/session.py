@@ -201,9 +201,12 @@ def accept(greeting: Welcome, home: Home, key: str = "") -> Session | Refuse:
     if greeting.slot_bytes > home.site.fabric.slot_bytes:
         reason = f"slot_bytes: ours {home.site.fabric.slot_bytes}, theirs {greeting.slot_bytes}"
         return Refuse(code="slot_mismatch", reasons=(reason,))
-    if greeting.route not in home.site.routes or (greeting.route == "host" and home.site.dram is None):
-        reason = f"route: ours {', '.join(home.site.routes)}, theirs {greeting.route}"
+    routed, site = Routed(greeting.route, greeting.why, greeting.probe), home.site
+    if greeting.route not in site.routes or (greeting.route == "host" and site.dram is None):
+        reason = f"route: ours {', '.join(site.routes)}, theirs {greeting.route}"
         return Refuse(code="route_mismatch", reasons=(reason,))
+    if not routed.is_pulled and not site.has_slots:
+        return Refuse(code="route_mismatch", reasons=(f"route: {greeting.route}, and our Hello named no slots",))
     found = verdict(greeting.pool, home.pool)
     if isinstance(found, Incompatible):
         return Refuse(code="incompatible", reasons=found.reasons)
@@ -217,7 +220,7 @@ def accept(greeting: Welcome, home: Home, key: str = "") -> Session | Refuse:
         slot_bytes=greeting.slot_bytes,
         verdict=found,
         ranks=greeting.ranks,
-        routed=Routed(greeting.route, greeting.why, greeting.probe),
+        routed=routed,
         key=key,
         planner=Planner(greeting.pool, home.pool),
     )

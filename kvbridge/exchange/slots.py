@@ -55,17 +55,24 @@ class _Slot:
 
 
 class SlotPool:
-    """The slots of one staging area that remote agents write."""
+    """The slots of one staging area that remote agents write. There may be none until `make` is called."""
 
     def __init__(self, count: int) -> None:
-        self._slots = [_Slot() for _ in range(count)]
-        self._free = deque(range(count))
+        self._slots: list[_Slot] = []
+        self._free: deque[int] = deque()
+        self.make(count)
         self._of_transfer: dict[str, set[int]] = {}
         self.turn = 0  # how many leases there have been
         self.lent = 0
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def make(self, count: int) -> None:
+        """There are so many from here on; before there were none."""
+        assert not self._slots, f"slots: {len(self._slots)} were made before"
+        self._slots = [_Slot() for _ in range(count)]
+        self._free = deque(range(count))
 
     @property
     def free(self) -> int:

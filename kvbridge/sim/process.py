@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from kvbridge_proto.door import DoorCard
 from kvbridge_proto.engine import Attach
+from kvbridge_proto.peer import FabricCard
 from kvbridge_proto.words import Agent as AgentCard
 
 from ..agent.daemon import IDLE_TICK_S, TICK_S, Agent
@@ -202,9 +203,19 @@ class Process(Agent):
             machine = "one" if "pull" in self.config.routes else ""
             return Docks(dock, None, Site(dock.card(), None, None, self.config.routes, machine), ExitStack())
 
-        self.stepped = SteppedMover(self, lambda: Equipment(porter, docks(0), docks, ExitStack()))
+        def equip() -> Equipment:
+            card = FabricCard(
+                kind=SlotFabric.kind, name=self.boot, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0
+            )
+            machine = "one" if "pull" in self.config.routes else ""
+            equipment = Equipment(porter, Site(card, None, None, self.config.routes, machine), docks, ExitStack())
+            if not machine:
+                equipment.stage()
+            return equipment
+
+        self.stepped = SteppedMover(self, equip)
         self.mover = self.stepped
-        self.slots = SlotPool(slots)
+        self.slots = SlotPool(self.mover.site.fabric.slots)
         self.doors = SimDoors(self)
         self.links = AgentLinks(self, world.address_of(name), self.config.connect_s)
         self.control = cast(Control, self.links)

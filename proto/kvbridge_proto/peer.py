@@ -27,7 +27,8 @@ class FabricCard(Struct, frozen=True, kw_only=True):
     """How to reach an agent's staging. `descriptor` is the fabric's own; slot i starts at `base + i * slot_bytes`.
 
     After the slots follows one more, cut into PROBE_LANES lanes: only probes are written there. `name` is what the
-    descriptor calls this staging: the agent's boot, or that with a dot and more behind it.
+    descriptor calls this staging: the agent's boot, or that with a dot and more behind it. An agent that has no slots
+    yet says of what kind, in which memory and how large they would be.
     """
 
     kind: Name
@@ -36,7 +37,7 @@ class FabricCard(Struct, frozen=True, kw_only=True):
     descriptor: Annotated[bytes, Meta(max_length=1 << 16)]
     base: Bytes
     slot_bytes: Positive
-    slots: Positive
+    slots: Count
 
 
 class DeviceCard(Struct, frozen=True, kw_only=True):

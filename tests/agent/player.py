@@ -51,6 +51,8 @@ class Player:
     def dial(self, address: str) -> Wire:
         return self.wires.setdefault(address, Wire(address, is_dialled=True))
 
+    async def stage(self) -> None: ...
+
     async def connect(self, landing: Landing) -> Connected:
         self.proving.append(landing)
         serial = len(self.proving)

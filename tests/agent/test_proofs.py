@@ -53,7 +53,7 @@ class Network:
         fabric.register(outbound.base, outbound.size_bytes, is_target=False)
         dock = Dock(boot, inbound, outbound, fabric, CpuPorter())
         docks = Docks(dock, None, Site(dock.card()), ExitStack())
-        return Equipment(CpuPorter(), docks, lambda _: docks, ExitStack())
+        return Equipment(CpuPorter(), docks.site, lambda _: docks, ExitStack(), docks)
 
 
 @pytest.fixture

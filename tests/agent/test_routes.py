@@ -61,7 +61,7 @@ class Agents:
             device = DeviceCard(machine="m", uuid="GPU-none", payload=bytes(64))
         site = Site(cards[0], cards[1] if vram else None, device)
         ours = Docks(docks[0], docks[1] if vram else None, site, ExitStack())
-        return Equipment(CpuPorter(), ours, lambda _: ours, ExitStack())
+        return Equipment(CpuPorter(), site, lambda _: ours, ExitStack(), ours)
 
     def dock(self, name: str) -> Dock:
         fabric = LoopbackFabric(self.network, name)
@@ -335,7 +335,7 @@ def test_docks_of_before_are_kept_while_they_write_and_refused_when_they_are_too
         made.append(Docks(dock, None, Site(dock.card()), ExitStack()))
         return made[-1]
 
-    equipment = Equipment(CpuPorter(), before, make, ExitStack())
+    equipment = Equipment(CpuPorter(), before.site, make, ExitStack(), before)
     equipment.join(before.dock, "b", agents.sink.dock.fabric.descriptor())
     address = before.dock.outbound.address(0), agents.sink.dock.inbound.address(0)
     before.dock.fabric.write("b", *address, 64, b"", deadline=1e9)
@@ -453,7 +453,7 @@ def test_a_porter_that_cannot_be_closed_keeps_no_fabric_open() -> None:
 
     closing = ExitStack()
     closing.callback(lost)
-    equipment = Equipment(CpuPorter(), docks("first"), lambda _: docks("second"), closing)
+    equipment = Equipment(CpuPorter(), None, lambda _: docks("second"), closing, docks("first"))  # type: ignore[arg-type]
     equipment.switch(docks("second"))
     with pytest.raises(DeviceLost):
         equipment.close()

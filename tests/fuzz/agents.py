@@ -166,6 +166,8 @@ class Besieged(Receiver):
 
     # As mover:
 
+    async def stage(self) -> None: ...
+
     async def connect(self, landing: Landing) -> Connected:
         await asyncio.sleep(0)
         self.serial += 1

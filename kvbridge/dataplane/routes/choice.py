@@ -18,7 +18,7 @@ from kvbridge_proto.peer import Probe, Route
 from ...device.staging import Span, lane_of
 from ...errors import FabricError
 from ...exchange.route import Routed, Site
-from ..equipment import Equipment
+from ..equipment import PULL, Equipment
 from ..waiting import Event, Wait
 from . import pull
 from .direct import Direct
@@ -30,13 +30,17 @@ from .staged import Landing, Staged, Target
 log = logging.getLogger("kvbridge.routes")
 
 STAGED: Mapping[Route, Staged] = {"direct": Direct(), "nixl": Nixl(), "host": Host()}
-PULL: Route = "pull"
 NOT_CONNECTED = 0  # the serial of a route that nothing is written by
 
 
 def options(ours: Site, theirs: Site) -> list[tuple[Route, str]]:
     """Every route in our order, with what stands against it as far as two cards can tell; nothing if it may be."""
     return [(route, _against(route, ours, theirs)) for route in ours.routes]
+
+
+def may_be_written(ours: Site, theirs: Site) -> bool:
+    """Whether a route to a sink's slots may do, as far as two cards can tell."""
+    return any(route in STAGED and not reason for route, reason in options(ours, theirs))
 
 
 def to_be_read(ours: Site, theirs: Site) -> Routed | None:
@@ -48,7 +52,10 @@ def to_be_read(ours: Site, theirs: Site) -> Routed | None:
 def _against(route: Route, ours: Site, theirs: Site) -> str:
     if route not in theirs.routes:
         return f"{route}: the peer allows {', '.join(theirs.routes)}"
-    reason = pull.against(ours, theirs) if route == PULL else STAGED[route].against(ours, theirs)
+    if route == PULL:
+        reason = pull.against(ours, theirs)
+    else:  # before there are slots on both sides nobody can tell
+        reason = STAGED[route].against(ours, theirs) if ours.has_slots and theirs.has_slots else ""
     return f"{route}: {reason}" if reason else ""
 
 

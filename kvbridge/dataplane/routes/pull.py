@@ -23,7 +23,7 @@ from ..attachment import Attachment
 from ..equipment import Equipment
 from ..receiving import Receiving
 from ..waiting import Event, Job, Settle, Wait, WaitLease, WaitMove, WaitRoom, begun, failure_of
-from .rate import MOST_BYTES, fastest
+from .rate import fastest
 from .staged import memories
 
 log = logging.getLogger("kvbridge.mover")
@@ -78,7 +78,7 @@ class Pulling:
         self._measured.append(memory)
         try:
             rate = yield from read_rate(self._equipment, memory, self._clock)
-        except Exception as error:  # such as no lane or no bundle that is free
+        except Exception as error:  # such as no memory, or no bundle that is free
             log.info("a peer's memory could not be measured: boot=%s %s", whose[0], error)
         finally:
             self._measured.remove(memory)
@@ -185,22 +185,14 @@ class Pulling:
 
 
 def read_rate(equipment: Equipment, memory: AttachedPool, clock: Callable[[], float]) -> Generator[Wait, Event, Rate]:
-    """How fast a peer's memory is read, into a lane that no proof has meanwhile.
+    """How fast a peer's memory is read. What is read is whatever lies there. Other jobs may make it look slow."""
+    with memory.hold() as regions:
+        theirs = max((span_of(each) for each in regions.memories), key=lambda span: span.size_bytes)
+    ours = equipment.scratch
+    size_bytes = min(ours.size_bytes, theirs.size_bytes)
 
-    What is read is whatever lies there; nothing else is written by it. Other jobs may make it look slow.
-    """
-    dock = equipment.dock
-    number = dock.lanes.popleft()
-    try:
-        ours = dock.outbound.lane(number)
-        with memory.hold() as regions:
-            theirs = max((span_of(each) for each in regions.memories), key=lambda span: span.size_bytes)
-        size_bytes = min(ours.size_bytes, theirs.size_bytes, MOST_BYTES)
+    def begin(deadline: float) -> Wait:
+        source, target = Span(theirs.address, size_bytes), Span(ours.address, size_bytes)
+        return WaitMove(equipment.porter.copy(source, target))
 
-        def begin(deadline: float) -> Wait:
-            source, target = Span(theirs.address, size_bytes), Span(ours.address, size_bytes)
-            return WaitMove(equipment.porter.copy(source, target))
-
-        return (yield from fastest(size_bytes, begin, clock))
-    finally:
-        dock.lanes.append(number)
+    return (yield from fastest(size_bytes, begin, clock))
