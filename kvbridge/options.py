@@ -205,9 +205,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             """
             A multiple of 4096. Staging takes (inbound_slots + outbound_slots + 2) * slot_bytes: 200 MiB of host memory
             where there is no GPU. On one it takes 1.25 GiB of the GPU's memory and, unless `routes` leaves out "host",
-            as much pinned host memory. A plan's chunk never exceeds the smaller slot of the two agents. Larger slots
-            suit fast links; more slots suit many requests at once, and a slot that a stalled peer may still write is
-            set aside until the peer proves otherwise.
+            as much pinned host memory. An agent whose first route is "pull" makes it when the first session needs it:
+            one that reads, or is read, never does. A plan's chunk never exceeds the smaller slot of the two agents.
+            Larger slots suit fast links; more slots suit many requests at once, and a slot that a stalled peer may
+            still write is set aside until the peer proves otherwise.
             """,
             sample=4 << 20,
         ),

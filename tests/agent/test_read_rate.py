@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +20,7 @@ from kvbridge.device.porter import Moved
 from kvbridge.errors import EngineError
 from kvbridge.exchange.route import Rate
 
-LANE_BYTES = 1 << 22
+SCRATCH = Span(7, 1 << 22)
 
 
 class Memory:
@@ -37,33 +36,30 @@ def measured(memory: Memory, took_s: list[float]) -> tuple[Rate, list[tuple[Span
     """The rate when each read takes so long, and what was copied where."""
     copied: list[tuple[Span, Span]] = []
     porter = SimpleNamespace(copy=lambda source, target: copied.append((source, target)) or len(copied))
-    dock = SimpleNamespace(lanes=deque([7]), outbound=SimpleNamespace(lane=lambda number: Span(number, LANE_BYTES)))
     now = [0.0]
-    job = read_rate(SimpleNamespace(dock=dock, porter=porter), memory, lambda: now[0])  # type: ignore[arg-type]
+    job = read_rate(SimpleNamespace(scratch=SCRATCH, porter=porter), memory, lambda: now[0])  # type: ignore[arg-type]
     waits = next(job)
     try:
         while True:
-            assert waits == WaitMove(len(copied)) and not dock.lanes
+            assert waits == WaitMove(len(copied))
             now[0] += took_s[min(len(copied), len(took_s)) - 1]
             waits = job.send(Moved(len(copied)))
     except StopIteration as over:
         return over.value, copied
-    finally:
-        assert dock.lanes == deque([7])
 
 
 def test_the_best_of_some_rounds_counts() -> None:
     memory = Memory(100, 5000)
     rate, copied = measured(memory, [0.5, 1e-6, 2e-6])
     assert rate == Rate(5000, pytest.approx(5000 / 1e-6))
-    assert copied == [(Span(memory.regions[1].data_ptr(), 5000), Span(7, 5000))] * ROUNDS
+    assert copied == [(Span(memory.regions[1].data_ptr(), 5000), Span(SCRATCH.address, 5000))] * ROUNDS
 
 
 def test_what_seems_too_slow_is_tried_for_longer() -> None:
-    memory = Memory(LANE_BYTES * 2)
-    slow_s = LANE_BYTES / SLOW_BYTES_PER_S * 1.1
+    memory = Memory(SCRATCH.size_bytes * 2)
+    slow_s = SCRATCH.size_bytes / SLOW_BYTES_PER_S * 1.1
     rate, copied = measured(memory, [slow_s] * (ROUNDS + 1) + [slow_s / 2])
-    assert rate.size_bytes == LANE_BYTES and len(copied) == ROUNDS + 2
+    assert rate.size_bytes == SCRATCH.size_bytes and len(copied) == ROUNDS + 2
     rate, copied = measured(memory, [slow_s])
     assert is_slow(rate) and len(copied) == MOST_ROUNDS
 
@@ -87,18 +83,19 @@ class Peers(Memory):
 
 
 class Opening:
-    """Pulls that open memory, beside a porter whose copies end when they are told to."""
+    """Pulls that open memory, beside a porter that copies one thing at a time, and ends it when it is told to."""
 
     def __init__(self) -> None:
-        porter = SimpleNamespace(
-            copy=lambda source, target: 1, is_using=lambda memory: False, forget=lambda memory: None
-        )
-        dock = SimpleNamespace(lanes=deque([7]), outbound=SimpleNamespace(lane=lambda number: Span(number, LANE_BYTES)))
-        equipment: Any = SimpleNamespace(dock=dock, porter=porter)
-        self.lanes = dock.lanes
+        porter = SimpleNamespace(copy=self._copy, is_using=lambda memory: False, forget=lambda memory: None)
+        equipment: Any = SimpleNamespace(scratch=SCRATCH, porter=porter)
         self.pulling = Pulling(equipment, lambda hear, *args: hear(*args), Receiving(), 30.0, lambda: 0.0)
         self.closed: list[Peers] = []
         self.found: list[tuple[Rate | None, Exception | None]] = []
+
+    def _copy(self, source: Span, target: Span) -> int:
+        if self.pulling._measured[0] is not self.pulling._measured[-1]:
+            raise EngineError("too_many_moves", "moves: 1 are under way")
+        return 1
 
     def begin(self, memory: Peers) -> Job:
         closed, settle = partial(self.closed.append, memory), lambda *found: self.found.append(found)
@@ -122,7 +119,7 @@ def test_of_one_memory_that_was_opened_twice_the_newest_is_read() -> None:
     opening, old, new = Opening(), Peers(5000), Peers(5000)
     first = opening.begin(old)
     next(first)
-    with pytest.raises(StopIteration):  # no lane is free: nobody knows how fast it is
+    with pytest.raises(StopIteration):  # no other move can begin: nobody knows how fast it is
         next(opening.begin(new))
     assert opening.found == [(None, None)] and not old.is_closed
     with pytest.raises(StopIteration):
@@ -132,7 +129,7 @@ def test_of_one_memory_that_was_opened_twice_the_newest_is_read() -> None:
     opening.pulling.close(WHOSE)
     assert not new.is_closed
     opening.pulling.close(WHOSE)
-    assert opening.closed == [old, new] and list(opening.lanes) == [7]
+    assert opening.closed == [old, new]
 
 
 def test_memory_that_cannot_be_mapped_is_not_open() -> None:
