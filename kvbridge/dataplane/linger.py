@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 NAP_S = 5e-6  # others have the interpreter meanwhile
 IDLE_TURN_S = 3e-5  # a turn of the loop that took longer did something, and what follows from that is due at once
@@ -18,7 +20,21 @@ PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
 def nap_exactly() -> None:
     """For the calling thread and those that it starts: naps end when they should, and not 50 us later."""
-    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
+    _set_slack(TIMER_SLACK_NS)
+
+
+@contextmanager
+def usual_naps() -> Iterator[None]:
+    """Threads that are started meanwhile, by one that naps exactly, do not."""
+    _set_slack(0)  # what this thread began with
+    try:
+        yield
+    finally:
+        nap_exactly()
+
+
+def _set_slack(nanoseconds: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, nanoseconds, 0, 0, 0)
 
 
 class Linger:

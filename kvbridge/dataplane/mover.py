@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -54,7 +55,7 @@ from ..transport.framed import close_fds
 from .attachment import Attachment
 from .equipment import Docks, Equipment
 from .jobs import Jobs
-from .linger import Linger, nap_exactly
+from .linger import Linger, nap_exactly, usual_naps
 from .receiving import Arrival, Receiving
 from .routes.choice import Connected
 from .routes.pull import Pulling
@@ -228,7 +229,7 @@ class Mover:
 
     async def prepare_docks(self) -> Docks:
         """Slots behind a fabric that nobody knows yet, for `switch`. Raises FabricError."""
-        docks: Docks = await self._call(lambda: self._at_work.prepare())
+        docks: Docks = await self._call(self._prepare)
         return docks
 
     def switch(self, docks: Docks) -> None:
@@ -236,12 +237,17 @@ class Mover:
         self.site = docks.site
         self._put(lambda: self._switch(docks))
 
+    def _prepare(self) -> Docks:
+        with self._starting_threads():
+            return self._at_work.prepare()
+
     def _stage(self) -> Site:
         equipment = self._at_work
         if equipment.current is None:
             began, card = time.monotonic(), equipment.bare.fabric
             try:
-                equipment.stage()
+                with self._starting_threads():
+                    equipment.stage()
             except Exception as error:  # no memory, no fabric: nothing of it is kept
                 reason = f"staging: slots of {card.slot_bytes} bytes in {card.memory} cannot be made: {error}"
                 raise FabricError("no_staging", reason) from error
@@ -433,7 +439,11 @@ class Mover:
         self._nap_exactly()
 
     def _nap_exactly(self) -> None:
-        nap_exactly()  # NIXL's threads are there already, and would inherit it
+        nap_exactly()
+
+    def _starting_threads(self) -> AbstractContextManager[None]:
+        """NIXL's would inherit how we nap."""
+        return usual_naps()
 
     def _poll(self, equipment: Equipment) -> bool:
         """Resume the jobs whose wait is over."""

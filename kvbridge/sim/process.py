@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from kvbridge_proto.door import DoorCard
@@ -99,6 +99,9 @@ class SteppedMover(Mover):
         self._open()
 
     def _nap_exactly(self) -> None: ...
+
+    def _starting_threads(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def turn(self) -> None:
         """What the thread does between two naps."""

@@ -105,6 +105,12 @@ def wait_for(claim: Any, seconds: float = 20.0) -> None:
         time.sleep(0.05)
 
 
+def is_at_rest(status: Status) -> bool:
+    """No transfer is under way, and no slot is anything but free."""
+    slots = (status.inbound, status.outbound)
+    return not status.transfers and not any(each.lent or each.landed or each.quarantined for each in slots)
+
+
 @dataclass
 class AgentProcess:
     """`kvbridge agent`, as an operator starts it."""

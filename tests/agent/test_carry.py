@@ -11,7 +11,7 @@ import pytest
 from kvbridge_proto.engine import Abandon, Done, Failed, Withdraw
 
 from ..oracle import Held, Shape, build_all, fill, mismatch
-from .harness import AgentProcess, SyntheticEngine, agent, wait_for
+from .harness import AgentProcess, SyntheticEngine, agent, is_at_rest, wait_for
 
 
 class Bench:
@@ -187,8 +187,7 @@ def test_many_requests_at_once(bench: Bench) -> None:
             bench.want(f"r{i}", wanted[: -(-len(tokens) // 64)], tokens)
     for i in range(32):
         bench.done(f"r{i}")
-    status = bench.sinks[0].agent.status
-    assert not status.transfers and status.inbound.free == 8
+    assert is_at_rest(bench.sinks[0].agent.status)
 
 
 def test_abandoned_and_withdrawn_requests_end_once_and_leave_nothing(bench: Bench) -> None:
@@ -204,9 +203,7 @@ def test_abandoned_and_withdrawn_requests_end_once_and_leave_nothing(bench: Benc
     bench.want("r", [9], range(16))
     bench.done("r")
     for engine in (*bench.sources, *bench.sinks):
-        wait_for(lambda engine=engine: not engine.agent.status.transfers)  # the sink may hear of it first
-        status = engine.agent.status
-        assert status.inbound.free == 8 and status.outbound.free == 4
+        wait_for(lambda engine=engine: is_at_rest(engine.agent.status))  # the sink may hear of it first
 
 
 def test_a_request_that_ends_as_it_should_is_no_line_at_info(bench: Bench) -> None:

@@ -17,6 +17,7 @@ from msgspec.structs import replace as replace_struct
 
 from kvbridge.agent.rebuild import Patience
 from kvbridge.dataplane.equipment import equip
+from kvbridge.dataplane.linger import TIMER_SLACK_NS
 from kvbridge.dataplane.mover import Mover
 from kvbridge.dataplane.routes.choice import may_be_written, to_be_read
 from kvbridge.errors import FabricError, OperatorError
@@ -37,6 +38,12 @@ TABLE = list(range(64))
 def slots_of(running: AgentProcess) -> tuple[SlotCounts, SlotCounts]:
     status = running.status
     return status.inbound, status.outbound
+
+
+def slacks_of(running: AgentProcess) -> list[int]:
+    """By how many ns each thread's sleep may be late."""
+    threads = sorted(Path(f"/proc/{running.process.pid}/task").iterdir())
+    return [int(Path(f"/proc/{thread.name}/timerslack_ns").read_text()) for thread in threads]
 
 
 def memory_of(running: AgentProcess) -> int:
@@ -97,6 +104,8 @@ def test_a_sink_that_can_only_be_written_to_makes_slots_and_its_other_sessions_s
     assert isinstance(three.carry("c", "read"), Done) and isinstance(three.carry("d", "private"), Done)
     assert three["sink"].text().count("session open") == 2 and "session over" not in three["sink"].text()
     assert slots_of(three["read"]) == (NONE, NONE)
+    for name in ("read", "sink", "private"):  # the data thread, and none of those that its fabric has started
+        assert [slack for slack in slacks_of(three[name]) if slack < 50_000] == [TIMER_SLACK_NS]
 
 
 def test_a_source_makes_slots_for_a_sink_that_does_not_read(tmp_path: Path) -> None:

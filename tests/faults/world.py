@@ -24,7 +24,8 @@ ROLES: tuple[Role, ...] = ("source", "sink")
 
 # Short, so that what waits for them does not last; long enough for two busy cores.
 LIMITS = {"silence_s": "1.5", "connect_s": "1.5", "write_timeout_s": "1.5", "drain_s": "1"}
-ROUTES: dict[Way, str] = {"slots": "nixl", "pull": "pull,direct,nixl,host"}
+# With "direct", which no CPU has, before "pull" an agent makes its slots at its start, and holds the same from then on.
+ROUTES: dict[Way, str] = {"slots": "nixl", "pull": "direct,pull,nixl,host"}
 # Of a row, in elements. Of the wider ones a chunk has half a prompt, which is read while the rest is computed.
 WIDTHS: dict[Way, int] = {"slots": 32, "pull": 64}
 FEW = {"slot_bytes": "65536", "inbound_slots": "6", "outbound_slots": "2", "device": "cpu"}
