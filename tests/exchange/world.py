@@ -435,11 +435,14 @@ class World:
 
     def _order(self, node: Node, is_all: bool = False) -> None:
         while node.orders:
-            take_up(node.orders.popleft(), node.sending, node.receiving)
+            self._take_up(node, node.orders.popleft())
             if not is_all:
                 break
         self._send(node)
         self._report(node)
+
+    def _take_up(self, node: Node, order: SendingOrder | ReceivingOrder) -> None:
+        take_up(order, node.sending, node.receiving)
 
     def _send(self, source: Node) -> None:
         while not source.orders and (departure := source.sending.begin()) is not None:

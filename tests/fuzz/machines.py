@@ -1,12 +1,14 @@
 """A hostile agent and a careless engine against the real exchange machines, while an honest transfer goes on.
 
 A frame is a script: messages that the wire allows, in any order. Names in it that mean nothing stand for things that
-the hostile agent has been told, so that it is a peer with a session, and not a stranger.
+the hostile agent has been told, so that it is a peer with a session, and not a stranger. It is written to and writes,
+or is read and reads, as its sessions say.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from random import Random
 from typing import Annotated, Any
 
@@ -15,6 +17,8 @@ from kvbridge_proto.codec import BadFrame, decode, encode
 from kvbridge_proto.engine import Abandon, Done, Failed, Offer, Want, Withdraw
 from kvbridge_proto.peer import (
     Cancel,
+    Check,
+    Checked,
     Claim,
     Drained,
     FabricCard,
@@ -24,16 +28,22 @@ from kvbridge_proto.peer import (
     Notice,
     Ready,
     Refuse,
+    Renew,
     Settled,
+    Sum,
+    Tables,
     Take,
 )
 from kvbridge_proto.words import Agent, Blocks
 from msgspec import Meta, Struct
 
-from kvbridge.dataplane.receiving import Arrival
+from kvbridge.dataplane.receiving import Arrival, Receipt
 from kvbridge.dataplane.sending import Departure
 from kvbridge.exchange.actions import Action, Ask, Reach, Send
-from kvbridge.exchange.route import Site
+from kvbridge.exchange.orders import Digest, Digested, FenceReached, Pull, Pulled, ReceivingOrder, SendingOrder, Watch
+from kvbridge.exchange.outlet import Offered
+from kvbridge.exchange.reading import LEASE_S
+from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
 
 from ..exchange.world import Node, World, make_pool
@@ -44,6 +54,7 @@ EVIL = "tcp://127.0.0.1:1"  # a name that scripts use
 ALL_ROWS = (Take(0, 2, 0, 4),)
 MOST_S = 40.0  # less than the honest want's deadline
 SLOTS = 4
+CLAIMED, OFFERED = "t1", "o"  # what it claims first, and of which request
 
 
 class Landed(Struct, frozen=True, tag="landed"):
@@ -55,7 +66,7 @@ class Landed(Struct, frozen=True, tag="landed"):
 class Do(Struct, frozen=True, tag="do"):
     """Something happens of itself: see `Siege.happen`."""
 
-    what: Annotated[int, Meta(ge=0, lt=8)]
+    what: Annotated[int, Meta(ge=0, lt=10)]
 
 
 class Flood(Struct, frozen=True, tag="flood"):
@@ -66,8 +77,8 @@ class Flood(Struct, frozen=True, tag="flood"):
     is_new: bool
 
 
-ToP = Claim | Grant | Cancel | Settled
-ToD = Ready | Failing | Drained | Refuse | Landed
+ToP = Claim | Grant | Cancel | Settled | Renew | Check
+ToD = Ready | Failing | Drained | Refuse | Landed | Tables | Checked
 Engine = Offer | Want | Withdraw | Abandon
 Step = Do | Flood | ToP | ToD | Engine
 Script = tuple[Step, ...]
@@ -79,10 +90,13 @@ class Siege(World):
     def __init__(self) -> None:
         super().__init__([POOLS["prefill"]], [POOLS["decode"]], slots=SLOTS)
         self.source, self.sink = self.nodes["P0"], self.nodes["D0"]
+        self.promised: dict[str, tuple[Offered, float]] = {}  # what it may read, and until when
+        self.fence = 0  # that the stream of our source's engine has reached
         self.heard: deque[Any] = deque(maxlen=64)  # by the hostile agent
         self.claims: list[Claim] = []
         self.leases: list[tuple[str, Lease]] = []
         self.boots = 0
+        self.routed = Routed("nixl")  # its sessions, from the next on
         self.taken: Session
         self.given: Session
         self.greet()
@@ -95,12 +109,17 @@ class Siege(World):
         home = Home(agent, 1, POOLS["evil"], Site(card), ("sum",))
         fetching, fetched = answer(hello(home), self.source.home), answer(hello(self.sink.home), home)
         assert isinstance(fetching, Session) and isinstance(fetched, Session)
-        self.taken = fetching
+        self.taken = replace(fetching, routed=self.routed)
         given = accept(welcome(fetched, home), self.sink.home)
         assert isinstance(given, Session)
-        self.given = given
+        self.given = replace(given, routed=self.routed)
 
     def do(self, node: Node, actions: list[Action]) -> None:
+        self._perform(node, actions)
+        if node.outbound.is_owing:
+            self._perform(node, node.outbound.answers(self.now, self.now, lambda fence: fence <= self.fence))
+
+    def _perform(self, node: Node, actions: list[Action]) -> None:
         """What concerns the hostile agent is told to it; all else is the honest world's."""
         honest: list[Action] = []
         for action in actions:
@@ -113,6 +132,10 @@ class Siege(World):
                     self._overhear(body)
                 case Send(peer=peer, body=body) if peer.startswith("evil"):
                     self.heard.append(body)
+                    if isinstance(body, Tables):
+                        offered = self.source.outbound.outlets[body.transfer].offered
+                        assert offered is not None
+                        self.promised[body.transfer] = offered, self.now + LEASE_S
                 case _:
                     honest.append(action)
         super().do(node, honest)
@@ -126,6 +149,36 @@ class Siege(World):
             self.claims = [*self.claims[-15:], body]
         if isinstance(body, Claim | Grant):
             self.leases = [*self.leases[-63:], *((body.transfer, lease) for lease in body.leases)]
+
+    def _take_up(self, node: Node, order: SendingOrder | ReceivingOrder) -> None:
+        match order:
+            case Pull():
+                receipt = node.receiving.begin_read(order.transfer)
+                self.later("read", lambda: self._was_read(node, order, receipt))
+            case Digest(transfer=transfer, read=read):
+                assert order.request in node.outbound.offers, "blocks that were given back are digested"
+                found = read if read.digest % 3 else Sum(read.chunk, read.digest + 1)
+                failure = ("gather_failed", "test") if read.digest % 7 == 6 else None
+                node.sending.report(Digested(transfer, found, read, failure))
+            case Watch(fence=fence):
+                self.later("fence", lambda: self._reached(node, fence))
+            case _:
+                super()._take_up(node, order)
+
+    def _was_read(self, node: Node, pull: Pull, receipt: Receipt) -> None:
+        """What a data plane says of a read that has ended now."""
+        failure: tuple[str, str] | None = None
+        if pull.lease.is_given_up or not pull.lease.counts(self.now):
+            failure = ("aborted", "test") if pull.lease.is_given_up else ("lease_over", "test")
+        read, digests = pull.end_chunk - pull.first_chunk, dict.fromkeys(pull.compared, 1)
+        node.receiving.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
+        node.receiving.end_read(receipt)
+        self._report(node)
+
+    def _reached(self, node: Node, fence: int) -> None:
+        self.fence = max(self.fence, fence)
+        node.sending.report(FenceReached())
+        self._report(node)
 
     def _begin(self, source: Node, departure: Departure) -> None:
         if not departure.order.boot.startswith("evil"):
@@ -162,9 +215,7 @@ class Siege(World):
                 self.do(self.sink, self.sink.inbound.abandon(_named(step).request, self.now))
             case Landed(notice=notice):
                 self._write(notice)
-            case Settled():
-                pass
-            case Claim() | Grant() | Cancel():
+            case Claim() | Grant() | Cancel() | Settled() | Renew() | Check():
                 self._to_source_of_ours(step)
             case _:
                 self._to_sink_of_ours(step)
@@ -184,8 +235,12 @@ class Siege(World):
                 self.greet()
             case 6:
                 self.do(self.sink, self.sink.inbound.opened(EVIL, self.given, self.now))
+            case 7:
+                self.leave()
             case _:
                 self.leave()
+                self.routed = Routed("pull" if what == 8 else "nixl")
+                self.greet()
 
     def leave(self) -> None:
         """The connections of the hostile agent end."""
@@ -197,7 +252,7 @@ class Siege(World):
             self.do(node, node.inbound.tick(self.now))
             self.do(node, node.outbound.tick(self.now))
 
-    def _to_source_of_ours(self, body: Claim | Grant | Cancel) -> None:
+    def _to_source_of_ours(self, body: ToP) -> None:
         boot, machine = self.taken.peer.boot, self.source.outbound
         match body:
             case Claim():
@@ -206,12 +261,22 @@ class Siege(World):
                 self.do(self.source, machine.grant(boot, body))
             case Cancel():
                 self.do(self.source, machine.cancel(boot, body))
+            case Settled():
+                self.promised.pop(body.transfer, None)
+                self.do(self.source, machine.settled(boot, body.transfer))
+            case Renew():
+                machine.renew(boot, body)
+                self.do(self.source, [])
+            case Check():
+                self.do(self.source, machine.check(boot, body))
 
     def _claim(self, claim: Claim) -> Claim:
         """Right in most of what must be right."""
         takes = claim.takes if len(claim.takes) == 3 else ALL_ROWS if len(claim.takes) else ()
         end = max(claim.first_token, claim.end_token)
         changes: dict[str, Any] = {"source_epoch": 1, "sink_epoch": 1, "takes": takes, "end_token": end}
+        if self.taken.routed.is_pulled and claim.token[0] % 4:
+            changes["leases"] = ()
         try:
             plan = self.taken.planner.plan(takes, claim.first_token, end, self.taken.slot_bytes)
             changes["plan"] = plan.digest
@@ -219,7 +284,7 @@ class Siege(World):
             pass
         return msgspec.structs.replace(claim, **changes)
 
-    def _to_sink_of_ours(self, body: Ready | Failing | Drained | Refuse) -> None:
+    def _to_sink_of_ours(self, body: Ready | Failing | Drained | Refuse | Tables | Checked) -> None:
         machine, boot, now = self.sink.inbound, self.given.peer.boot, self.now
         transfer = self._transfer(body.about if isinstance(body, Refuse) else body.transfer)
         match body:
@@ -231,6 +296,10 @@ class Siege(World):
                 self.do(self.sink, machine.drained(boot, transfer, code, reason, now))
             case Refuse(code=code, reasons=reasons):
                 self.do(self.sink, machine.drained(boot, transfer, code, "; ".join(reasons), now))
+            case Tables():
+                self.do(self.sink, machine.tables(boot, msgspec.structs.replace(body, transfer=transfer), now))
+            case Checked():
+                self.do(self.sink, machine.checked(boot, msgspec.structs.replace(body, transfer=transfer), now))
 
     def _transfer(self, name: str) -> str:
         """One that the hostile agent was told of, or an honest one's, which it may have guessed."""
@@ -284,6 +353,10 @@ class Siege(World):
         leases = sum(len(out.early) for out in outbound.outlets.values())
         leases += sum(len(each.leases) for each in open_orders)
         assert leases <= 8192, f"{leases} leases are kept for a peer"
+        for offered, ends in self.promised.values():
+            assert ends <= self.now or offered in outbound.offers.values(), "blocks that may be read were given back"
+        for out in outbound.outlets.values():
+            assert len(out.asked) <= out.plan.chunks and len(out.checked) <= out.plan.chunks
         assert sum(len(offered.served) for offered in outbound.offers.values()) <= 1024 * len(outbound.offers)
         for deadlines in (inbound._deadlines, outbound._deadlines):
             assert len(deadlines._heap) <= 2 * len(deadlines._at) + 64, "deadlines that are over are kept"
@@ -338,6 +411,8 @@ class Machines:
             steps.insert(random.randrange(len(steps)), self._flood(random))
         if random.random() < 0.5:  # its slots are lent to it from the start
             steps[:0] = [_want(random), Do(6)]
+        if random.random() < 0.5:  # it reads, and is read
+            steps[:0] = [Do(8), _want(random), Do(6), _tables(random), Do(0), _offer(random), _claim(random)]
         return encode(tuple(_plain(random, step) for step in steps))
 
     def run(self, frame: bytes) -> int:
@@ -370,8 +445,50 @@ def _want(random: Random) -> Want:
     )
 
 
+def _offer(random: Random) -> Offer:
+    blocks = (Blocks(0, 0, tuple(range(5))),)
+    tokens, fence = random.choice((8, 16, 16)), random.choice((0, 0, 1))
+    return Offer(
+        room="r1", request=OFFERED, tokens=tokens, blocks=blocks, is_last=tokens == 16, hold_s=30.0, fence=fence
+    )
+
+
+def _claim(random: Random) -> Claim:
+    return Claim(
+        transfer=CLAIMED,
+        want="w",
+        sink=0,
+        sinks=1,
+        room="r1",
+        source_epoch=1,
+        sink_epoch=1,
+        first_token=0,
+        end_token=16,
+        takes=ALL_ROWS,
+        plan="",
+        token=b"t" * 16,
+        leases=(),
+        deadline_s=30.0,
+    )
+
+
+def _tables(random: Random) -> Tables:
+    end, renewal = random.choice((2, 4, 4)), random.choice((0, 0, 1))
+    blocks = (Blocks(0, 0, tuple(range(end))),)
+    return Tables(transfer="a", tokens=16 * end, is_last=end == 4, renewal=renewal, blocks=blocks)
+
+
 def _plain(random: Random, step: Step) -> Step:
-    """Tables that fit, most times, so that a request gets as far as its claim."""
+    """Tables that fit, most times, so that a request gets as far as its claim, and a claim as far as being read."""
+    if isinstance(step, Tables) and random.random() < 0.7:
+        return _tables(random)
+    if isinstance(step, Check | Checked) and random.random() < 0.7:
+        chunk, digest = random.randrange(4), random.choice((1, 1, 1, 2, 6))
+        step = msgspec.structs.replace(step, digests=(Sum(chunk, digest),))
+    if isinstance(step, Withdraw) and random.random() < 0.5:
+        return msgspec.structs.replace(step, request=OFFERED)
+    if isinstance(step, Check | Renew | Settled) and random.random() < 0.7:
+        return msgspec.structs.replace(step, transfer=CLAIMED)
     if isinstance(step, Offer | Want) and random.random() < 0.7:
         first = random.choice((0, 16))
         blocks = (Blocks(0, first // 16, tuple(range(5))),)
