@@ -34,7 +34,7 @@ from kvbridge.transport.keys import load_keys
 from .oracle import Shape, build_all, describe
 from .proto.samples import TO_ENGINE
 
-STATUS, POOL_STATUS = TO_ENGINE[-2:]
+STATUS, POOL_STATUS, TRACE = TO_ENGINE[-3:]
 START_S = 30
 
 
@@ -132,7 +132,7 @@ def examples(command: str) -> list[list[str]]:
     return [shlex.split(line.partition(" >")[0]) for line in lines if line.strip()]
 
 
-COMMANDS = ("agent", "status", "plan", "demo", "sim", "keygen", "proxy", "config show")
+COMMANDS = ("agent", "status", "trace", "plan", "demo", "sim", "keygen", "proxy", "config show")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -47,6 +47,7 @@ from ..transport.lock import Lock
 from ..transport.trust import Trust
 from .doors import Doors, LocalDoors, NoDoors
 from .engines import Engines
+from .journal import Journal
 from .metrics import Gauges, Metrics
 from .peers import Peers
 from .rebuild import Rebuilder
@@ -103,6 +104,7 @@ class Agent:
         self.boot = entropy(8).hex()
         self.before: frozenset[str] = frozenset()  # starts of this agent that are dead
         self.metrics = metrics or Metrics()
+        self.journal = Journal(clock)
         self.state = "starting"
         self._started = clock()
         self._stop = asyncio.Event()
@@ -230,12 +232,15 @@ class Agent:
         self.engines.doors = self.doors
         home = lambda: self.engines.home  # noqa: E731
         self.peers = Peers(self.control, self.mover, home, self.metrics, config.connect_s, self.doors, clock)
-        self.sink = Sink(self.inbound, self.peers.dialling, self.mover, self.metrics, self.engines.tell, clock)
+        self.sink = Sink(
+            self.inbound, self.peers.dialling, self.mover, self.metrics, self.journal, self.engines.tell, clock
+        )
         self.source = Source(
             self.outbound,
             self.peers.accepting,
             self.mover,
             self.metrics,
+            self.journal,
             self.engines.tell,
             home,
             self.engines.listen,
@@ -268,7 +273,7 @@ class Agent:
         return structs.replace(counts, lent=counts.lent - landed, landed=landed)
 
     def _assemble_engines(self) -> Engines:
-        return Engines(lambda: self.card, self.mover, self.metrics, self.status, self._clock)
+        return Engines(lambda: self.card, self.mover, self.metrics, self.status, self.journal, self._clock)
 
     # Serve:
 

@@ -39,7 +39,7 @@ from kvbridge_proto.engine import (
 )
 from kvbridge_proto.engine import Failed as WantFailed
 from kvbridge_proto.pool import Pool
-from kvbridge_proto.status import EngineStatus, PoolQuery, PoolStatus, Status, StatusQuery
+from kvbridge_proto.status import EngineStatus, PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuery
 from kvbridge_proto.words import OURS, Agent, Rank, negotiate
 
 from ..dataplane.attachment import Attachment, Word
@@ -56,6 +56,7 @@ from ..geometry.check import check_pool, rescaled
 from ..geometry.plan import Planner
 from ..transport.local import LocalConnection
 from .doors import Doors
+from .journal import Journal
 from .metrics import Metrics
 from .peers import Peers
 from .prompts import Prompts
@@ -75,6 +76,7 @@ class Engines:
         mover: Mover,
         metrics: Metrics,
         status: Callable[[], Status],
+        journal: Journal,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.peers: Peers
@@ -87,6 +89,7 @@ class Engines:
         self._mover = mover
         self._metrics = metrics
         self._status = status
+        self._journal = journal
         self._clock = clock
         self._connection: LocalConnection | None = None
         self._attached: Attachment | None = None
@@ -181,6 +184,8 @@ class Engines:
                 connection.send(self._status())
             case PoolQuery():
                 connection.send(self._pool_status(home))
+            case TraceQuery(names=names):
+                connection.send(Trace(agent=self._agent(), entries=self._journal.about(names)))
             case Attach():
                 self._attach(connection, message, fds)
             case _ if home is None or connection is not self._connection:

@@ -31,6 +31,7 @@ from ..dataplane.mover import Mover
 from ..exchange.actions import Action, Ask, Reach, Send, Tell
 from ..exchange.inbound import CHECK_S, Inbound
 from ..exchange.orders import (
+    Broken,
     Dropped,
     Landed,
     Lend,
@@ -45,6 +46,7 @@ from ..exchange.session import Home, Session
 from ..failpoints import failpoint
 from ..transport.endpoint import canonical
 from .dialling import Dialling
+from .journal import Journal
 from .metrics import Metrics
 
 log = logging.getLogger("kvbridge.sink")
@@ -61,6 +63,7 @@ class Sink:
         peers: Dialling,
         mover: Mover,
         metrics: Metrics,
+        journal: Journal,
         tell: Callable[[ToEngine], None],
         clock: Callable[[], float],
     ) -> None:
@@ -69,6 +72,7 @@ class Sink:
         self._peers = peers
         self._mover = mover
         self._metrics = metrics
+        self._journal = journal
         self._tell = tell
         self._clock = clock
         self._warned = float("-inf")
@@ -89,6 +93,8 @@ class Sink:
             want.end_token,
             want.source,
         )
+        tokens = f"tokens [{want.first_token}, {want.end_token}) of {want.source}"
+        self._journal.note("wanted", tokens, request=want.request, room=want.room)
         failpoint("sink.want_heard")
         self._mover.get_up()
         self._do(self._inbound.want(want, home, self._clock()))
@@ -98,6 +104,7 @@ class Sink:
         return request in self._inbound.wants
 
     def abandon(self, request: str) -> None:
+        self._journal.note("abandoned", request=request)
         self._do(self._inbound.abandon(request, self._clock()))
 
     def rescaled(self, home: Home) -> None:
@@ -151,6 +158,7 @@ class Sink:
 
     def from_source(self, boot: str, key: str, body: Tables | Checked | Ready | Failing | Drained | Refuse) -> None:
         now, inbound = self._clock(), self._inbound
+        self._note_heard(body)
         match body:
             case Ready(transfer=transfer, chunks=chunks):
                 self._do(inbound.ready(boot, transfer, chunks, key))
@@ -169,22 +177,44 @@ class Sink:
             case Refuse(about=transfer, code=code, reasons=reasons):  # a refused claim is never written for
                 self._do(inbound.drained(boot, transfer, code, "; ".join(reasons), now, key))
 
+    def _note_heard(self, body: Tables | Checked | Ready | Failing | Drained | Refuse) -> None:
+        note = self._journal.note
+        match body:
+            case Tables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
+                note("readable", f"tokens up to {tokens}", transfer=transfer)
+            case Ready(transfer=transfer, chunks=chunks):
+                note("ready", f"{chunks} chunks can be written", transfer=transfer)
+            case Refuse(about=transfer, code=code, reasons=reasons):
+                note("refused", f"{code}: {'; '.join(reasons)}", transfer=transfer)
+            case (
+                Failing(transfer=transfer, code=code, reason=reason)
+                | Drained(transfer=transfer, code=code, reason=reason)
+            ) if code:
+                note("broken", f"{code}: {reason}", transfer=transfer)
+
     # The data plane:
 
     def hear(self, reports: Sequence[ReceivingReport]) -> None:
         """What the data plane reports."""
         for report in reports:
             match report:
-                case Landed(chunks=chunks, size_bytes=size_bytes):
+                case Landed(transfer=transfer, chunks=chunks, size_bytes=size_bytes):
                     failpoint("sink.scattered")
                     if chunks:
+                        self._journal.note("landed", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
                         self._metrics.chunks("sink", chunks, size_bytes)
                 case Dropped():
                     self._on_dropped(report)
                 case Malformed(code=code):
                     self._metrics.rejected(code)
-                case Pulled(chunks=chunks, size_bytes=size_bytes, failure=None):
+                case Pulled(transfer=transfer, chunks=chunks, size_bytes=size_bytes, failure=None):
+                    self._journal.note("read", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
                     self._metrics.chunks("sink", chunks, size_bytes)
+                case (
+                    Pulled(transfer=transfer, failure=(code, reason))
+                    | Broken(transfer=transfer, code=code, reason=reason)
+                ):
+                    self._journal.note("broken", f"{code}: {reason}", transfer=transfer)
         self._do(self._inbound.hear(reports, self._clock()))
 
     def _on_dropped(self, dropped: Dropped) -> None:
@@ -212,21 +242,31 @@ class Sink:
                     self._peers.ask(address)
                 case Send(peer=address, body=body):
                     self._peers.send(address, body)
+                    if isinstance(body, Claim):
+                        request = self._inbound.request_of(body.transfer)
+                        self._journal.note(
+                            "claimed", f"of {address}", request=request, room=body.room, transfer=body.transfer
+                        )
                     _pass_sent(body)
                 case Tell(message=message):
                     self._tell(message)
                     self._told(message)
                 case ReceiveOrder() | Lend() | StopReceiving() | Pull():
+                    if isinstance(action, Pull):
+                        chunks = f"chunks [{action.first_chunk}, {action.end_chunk}) of {action.plan.chunks}"
+                        self._journal.note("reading", chunks, transfer=action.transfer)
                     self._mover.give(action, self.attached)
 
     def _told(self, message: ToEngine) -> None:
         match message:
             case Done(request=request, moved_bytes=moved, seconds=seconds):
                 log.debug("done: request=%s bytes=%d ms=%.2f", request, moved, seconds * 1e3)
+                self._journal.note("done", f"{moved} bytes", request=request, seconds=seconds)
                 self._metrics.want_done(seconds)
                 failpoint("sink.done_told")
             case Failed(request=request, code=code, reason=reason):
                 log.warning("failed: request=%s code=%s %s", request, code, reason)
+                self._journal.note("failed", f"{code}: {reason}", request=request)
                 self._metrics.want_failed(code)
 
 

@@ -12,7 +12,20 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvbridge_proto.engine import Offer, Released, ToEngine
-from kvbridge_proto.peer import Body, Cancel, Check, Claim, Drained, Grant, Hold, Refuse, Renew, Settled, Tables
+from kvbridge_proto.peer import (
+    Body,
+    Cancel,
+    Check,
+    Claim,
+    Drained,
+    Failing,
+    Grant,
+    Hold,
+    Refuse,
+    Renew,
+    Settled,
+    Tables,
+)
 
 from ..dataplane.attachment import Attachment
 from ..dataplane.mover import Mover
@@ -34,6 +47,7 @@ from ..exchange.outbound import Outbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
 from .accepting import Accepting
+from .journal import Journal
 from .metrics import Metrics
 
 log = logging.getLogger("kvbridge.source")
@@ -50,6 +64,7 @@ class Source:
         peers: Accepting,
         mover: Mover,
         metrics: Metrics,
+        journal: Journal,
         tell: Callable[[ToEngine], None],
         home: Callable[[], Home | None],
         listen: Callable[[], None],
@@ -60,6 +75,7 @@ class Source:
         self._peers = peers
         self._mover = mover
         self._metrics = metrics
+        self._journal = journal
         self._tell = tell
         self._home = home
         self._listen = listen
@@ -77,6 +93,8 @@ class Source:
             offer.tokens,
             " (last)" if offer.is_last else "",
         )
+        tokens = f"tokens [{offer.first_token}, {offer.tokens}){', all there are' * offer.is_last}"
+        self._journal.note("offered", tokens, request=offer.request, room=offer.room)
         failpoint("source.offer_heard")
         self._do(self._outbound.offer(offer, home, self._clock()))
         if self._outbound.is_owing:  # its socket is not found empty before we have read what we are at
@@ -88,6 +106,7 @@ class Source:
 
     def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
         actions = self._outbound.withdraw(request, reason, self._clock(), comes_again)
+        self._journal.note("withdrawn", reason, request=request)
         if self.knows(request):  # it is being read
             failpoint("source.withdraw_heard")
         self._do(actions)
@@ -129,6 +148,8 @@ class Source:
                 assert home is not None
                 failpoint("source.claim_received")
                 log.debug("claim: transfer=%s want=%s room=%s", body.transfer, body.want, body.room)
+                tokens = f"tokens [{body.first_token}, {body.end_token}) by {session.peer.name}"
+                self._journal.note("claimed", tokens, room=body.room, transfer=body.transfer)
                 self._do(self._outbound.claim(body, session, home, self._clock()))
             case Grant():
                 self._do(self._outbound.grant(boot, body))
@@ -146,6 +167,7 @@ class Source:
             case Settled(transfer=transfer):
                 failpoint("source.settled_heard")
                 log.debug("settled: transfer=%s", transfer)
+                self._journal.note("settled", transfer=transfer)
                 self._metrics.transfer_settled()
                 if (read := self._outbound.read_by(boot, transfer)) is not None:
                     self._metrics.chunks("source", read.chunks, read.total_bytes)
@@ -164,12 +186,15 @@ class Source:
         """What the data plane reports."""
         for report in reports:
             match report:
-                case Shipped(chunks=chunks, size_bytes=size_bytes, gather_s=gather_s):
+                case Shipped(transfer=transfer, chunks=chunks, size_bytes=size_bytes, gather_s=gather_s):
+                    took = f"{chunks} chunks, {size_bytes} bytes, gathered in {sum(gather_s) * 1e3:.2f} ms"
+                    self._journal.note("written", took, transfer=transfer)
                     self._metrics.chunks("source", chunks, size_bytes)
                     for seconds in gather_s:
                         self._metrics.gathered(seconds)
                 case Broken(transfer=transfer, code=code, reason=reason):
                     log.warning("chunk not shipped: transfer=%s code=%s %s", transfer, code, reason)
+                    self._journal.note("broken", f"{code}: {reason}", transfer=transfer)
                 case Digested():
                     self._on_digested(report)
                 case FenceReached():  # our engine's stream is further on, or as far as we wait for it
@@ -224,18 +249,38 @@ class Source:
             match action:
                 case Send(peer=boot, body=body):
                     self._peers.send(boot, body)
+                    self._note_sent(body)
                     _pass_sent(body)
                 case Tell(message=message):
                     if isinstance(message, Released):
+                        why = f"{message.code} {message.reason}".strip()
+                        self._journal.note("released", why, request=message.request)
                         log.debug("released: request=%s %s %s", message.request, message.code, message.reason)
                         self._metrics.offer_released(message.code, message.is_declined)
                     self._tell(message)
                     if isinstance(message, Released):
                         failpoint("source.released_told")
-                case SendOrder() | Progress() | Credit() | StopSending() | Digest():
+                case SendOrder(transfer=transfer, plan=plan, request=request):
+                    size = f"{plan.chunks} chunks, {plan.total_bytes} bytes"
+                    self._journal.note("ordered", size, request=request, transfer=transfer)
+                    self._mover.give(action, self.attached)
+                case Progress() | Credit() | StopSending() | Digest():
                     self._mover.give(action, self.attached)
                 case Watch(fence=fence):
                     self._watch(fence)
+
+    def _note_sent(self, body: Body) -> None:
+        match body:
+            case Tables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
+                request = self._outbound.request_of(transfer)
+                self._journal.note("readable", f"tokens up to {tokens}", request=request, transfer=transfer)
+            case Refuse(about=transfer, code=code, reasons=reasons):
+                self._journal.note("refused", f"{code}: {'; '.join(reasons)}", transfer=transfer)
+            case (
+                Failing(transfer=transfer, code=code, reason=reason)
+                | Drained(transfer=transfer, code=code, reason=reason)
+            ) if code:
+                self._journal.note("failed", f"{code}: {reason}", transfer=transfer)
 
 
 def _pass_sent(body: Body) -> None:

@@ -46,6 +46,7 @@ def build() -> typer.Typer:
     commands: dict[str, Callable[..., None]] = {
         "agent": _agent_command(),
         "status": status,
+        "trace": trace,
         "plan": plan,
         "demo": demo,
         "sim": sim,
@@ -210,6 +211,40 @@ def status(
             show_pools(socket or [])
         else:
             show(socket or [], as_json)
+
+
+def trace(
+    request: Annotated[
+        str, typer.Argument(help="A request of either engine, its room or a transfer. Default: the slowest fetch.")
+    ] = "",
+    socket: Annotated[
+        list[str] | None, typer.Option(help="An agent's unix socket; may be repeated. Default: as `kvbridge status`.")
+    ] = None,
+    saved: Annotated[
+        list[Path] | None,
+        typer.Option("--with", help="What --json printed on another host; may be repeated.", dir_okay=False),
+    ] = None,
+    chrome: Annotated[
+        Path | None, typer.Option(help="Write a file for chrome://tracing or ui.perfetto.dev as well.", dir_okay=False)
+    ] = None,
+    as_json: JSON = False,
+) -> None:
+    """Show the life of a request: when it was offered, wanted, claimed, read or written, done; by both agents.
+
+    Agents remember some thousand things, the last ones. Times are of each host's clock: between hosts they are as
+    good as those agree. Ends with 1 if nothing is known of the request, or an agent does not answer.
+
+    \b
+    Examples:
+      kvbridge trace
+      kvbridge trace cmpl-8f2a-0
+      kvbridge trace cmpl-8f2a-0 --json > decode.json
+      kvbridge trace cmpl-8f2a-0 --with decode.json --chrome slow.json
+    """
+    with _told("trace"):
+        from .trace import show
+
+        show(request, socket or [], saved or [], as_json, chrome)
 
 
 def plan(

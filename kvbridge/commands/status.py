@@ -12,7 +12,17 @@ import msgspec
 from kvbridge_proto.codec import BadFrame
 from kvbridge_proto.engine import Refused, ToEngine
 from kvbridge_proto.pool import Pool
-from kvbridge_proto.status import PeerStatus, PoolQuery, PoolStatus, SlotCounts, Status, StatusQuery, TransferStatus
+from kvbridge_proto.status import (
+    PeerStatus,
+    PoolQuery,
+    PoolStatus,
+    SlotCounts,
+    Status,
+    StatusQuery,
+    Trace,
+    TraceQuery,
+    TransferStatus,
+)
 from kvbridge_proto.stream import StreamReader, pack
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -26,7 +36,7 @@ from ..oneline import plain
 ANSWER_S = 5.0
 RECEIVE_BYTES = 1 << 16
 
-Answer = TypeVar("Answer", Status, PoolStatus)
+Answer = TypeVar("Answer", Status, PoolStatus, Trace)
 
 
 def show(named: Sequence[str], as_json: bool) -> None:
@@ -92,6 +102,11 @@ def ask(path: str, answer_s: float = ANSWER_S) -> Status:
 def ask_pool(path: str, answer_s: float = ANSWER_S) -> PoolStatus:
     """The pool of the engine that is attached to the agent at `path`. Raises OperatorError as `ask` does."""
     return _asked(path, PoolQuery(), PoolStatus, answer_s)
+
+
+def ask_trace(path: str, names: Sequence[str], answer_s: float = ANSWER_S) -> Trace:
+    """What the agent at `path` remembers of these. Raises OperatorError as `ask` does."""
+    return _asked(path, TraceQuery(names=tuple(names)), Trace, answer_s)
 
 
 def _asked(path: str, query: msgspec.Struct, kind: type[Answer], answer_s: float) -> Answer:

@@ -594,6 +594,11 @@ class Inbound:
         if wanted and wanted.state is WantState.ENDED and wanted.intakes[transfer].state is IntakeState.ENDED:
             del self._wanted_by[transfer]
 
+    def request_of(self, transfer: str) -> str:
+        """Whose rows it brings; "" where nobody waits for it any more."""
+        wanted = self._wanted_by.get(transfer)
+        return wanted.want.request if wanted is not None else ""
+
     def _intake(self, boot: str, transfer: str, key: str) -> Intake | None:
         intake = self._known(transfer)
         is_its = intake is not None and (intake.session.peer.boot, intake.session.key) == (boot, key)

@@ -303,6 +303,11 @@ class Outbound:
             actions += self._stop(out, "peer_lost", "the sink's agent is gone")
         return actions
 
+    def request_of(self, transfer: str) -> str:
+        """Whose rows it takes; "" while nobody knows."""
+        out = self.outlets.get(transfer)
+        return out.offered.request if out is not None and out.offered is not None else ""
+
     # Receivers that read our engine's blocks themselves:
 
     def renew(self, boot: str, renew: Renew) -> None:

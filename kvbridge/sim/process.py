@@ -228,7 +228,7 @@ class Process(Agent):
         self.loop.create_task(self.peers.serve())
 
     def _assemble_engines(self) -> Engines:
-        return SimEngines(self, lambda: self.card, self.mover, self.metrics, self.status, self.clock_s)
+        return SimEngines(self, lambda: self.card, self.mover, self.metrics, self.status, self.journal, self.clock_s)
 
     # What the world does:
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from .pool import Count, Handle, Name, Pool, Positive
-from .status import PoolQuery, PoolStatus, Status, StatusQuery
+from .status import PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuery
 from .words import Address, Agent, Blocks, Code, Ranks, Reasons, Room, Seconds, VersionRange
 
 Request = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -279,5 +279,8 @@ ToAgent = (
     | Detach
     | StatusQuery
     | PoolQuery
+    | TraceQuery
 )
-ToEngine = Attached | Detached | Refused | Released | Held | Done | Failed | Rescaled | Adopt | Status | PoolStatus
+ToEngine = (
+    Attached | Detached | Refused | Released | Held | Done | Failed | Rescaled | Adopt | Status | PoolStatus | Trace
+)

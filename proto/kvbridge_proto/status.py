@@ -1,4 +1,4 @@
-"""What `kvbridge status` and `kvbridge plan` ask over the unix socket, and what they are told. Pure."""
+"""What `kvbridge status`, `plan` and `trace` ask over the unix socket, and what they are told. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from msgspec import Meta, Struct
 
 from .pool import Count, Name, Pool
 from .words import Agent, Seconds
+
+MAX_ENTRIES = 2048  # of a trace, in one answer
 
 
 class StatusQuery(Struct, frozen=True, kw_only=True, tag="status?"):
@@ -117,3 +119,34 @@ class PoolStatus(Struct, frozen=True, kw_only=True, tag="pool"):
 
     pool: Pool
     slot_bytes: Count
+
+
+class TraceQuery(Struct, frozen=True, kw_only=True, tag="trace?"):
+    """Answered by Trace on the same connection; needs no Attach.
+
+    `names` are requests, rooms or transfers; without any the agent chooses the want that took longest.
+    """
+
+    names: Annotated[tuple[Name, ...], Meta(max_length=MAX_ENTRIES)] = ()
+
+
+class TraceEntry(Struct, frozen=True, kw_only=True):
+    """One thing that happened to a request, at this time of day on its agent's host. `seconds` is how long a want took.
+
+    An entry has a request, a transfer of it, or both; the room where the agent was told it.
+    """
+
+    at_s: Annotated[float, Meta(ge=0, le=1 << 40)]
+    what: Name
+    request: Annotated[str, Meta(max_length=256)] = ""
+    room: Annotated[str, Meta(max_length=256)] = ""
+    transfer: Annotated[str, Meta(max_length=256)] = ""
+    text: Annotated[str, Meta(max_length=1024)] = ""
+    seconds: Seconds | None = None
+
+
+class Trace(Struct, frozen=True, kw_only=True, tag="trace"):
+    """What an agent remembers of some requests, in the order in which it happened."""
+
+    agent: Agent
+    entries: Annotated[tuple[TraceEntry, ...], Meta(max_length=MAX_ENTRIES)]

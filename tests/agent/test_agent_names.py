@@ -10,6 +10,7 @@ from kvbridge_proto.peer import Cancel, Claim, Drained
 from kvbridge_proto.words import Blocks, Rank
 
 from kvbridge.agent.dialling import MOST_NAMES
+from kvbridge.agent.journal import Journal
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.sink import Sink
 from kvbridge.exchange.inbound import Inbound
@@ -32,7 +33,7 @@ class Fetching(Player, Receiver):
         self.inbound = Inbound(SlotPool(4), lambda: f"t{next(numbers)}", lambda: next(numbers).to_bytes(16, "big"))
         dialling = self.peers.dialling
         clock = lambda: 0.0  # noqa: E731
-        self.sink = Sink(self.inbound, dialling, self, Metrics(), self.told.append, clock)  # type: ignore[arg-type]
+        self.sink = Sink(self.inbound, dialling, self, Metrics(), Journal(), self.told.append, clock)  # type: ignore[arg-type]
         self.sink.attached = NOTHING
         dialling.sink = self.sink
         self.may_prove.set()

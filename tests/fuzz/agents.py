@@ -30,6 +30,7 @@ from kvbridge_proto.words import OURS, Agent, Blocks, Rank
 from msgspec import Meta, Struct
 
 from kvbridge.agent.doors import NoDoors
+from kvbridge.agent.journal import Journal
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
 from kvbridge.agent.sink import Sink
@@ -125,9 +126,12 @@ class Besieged(Receiver):
         self.outbound = Outbound()
         self.peers = Watched(self, self, lambda: self.home, self.metrics, 5.0, NoDoors())  # type: ignore[arg-type]
         clock = lambda: self.now  # noqa: E731
-        self.sink = Sink(self.inbound, self.peers.dialling, self, self.metrics, self.tell, clock)  # type: ignore[arg-type]
+        journal = Journal()
+        self.sink = Sink(self.inbound, self.peers.dialling, self, self.metrics, journal, self.tell, clock)  # type: ignore[arg-type]
         home = lambda: self.home  # noqa: E731
-        source = Source(self.outbound, self.peers.accepting, self, self.metrics, self.tell, home, lambda: None, clock)  # type: ignore[arg-type]
+        source = Source(  # type: ignore[arg-type]
+            self.outbound, self.peers.accepting, self, self.metrics, journal, self.tell, home, lambda: None, clock
+        )
         self.source = source
         self.peers.dialling.sink, self.peers.accepting.source = self.sink, self.source
         self.sink.attached = self.source.attached = object()  # type: ignore[assignment]

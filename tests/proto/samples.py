@@ -101,6 +101,7 @@ TO_AGENT: tuple[Any, ...] = (
     engine.Detach(),
     status.StatusQuery(),
     status.PoolQuery(),
+    status.TraceQuery(names=("cmpl-1-b",)),
 )
 TO_ENGINE: tuple[Any, ...] = (
     engine.Attached(version=1, epoch=3, agent=AGENT),
@@ -165,6 +166,16 @@ TO_ENGINE: tuple[Any, ...] = (
         ),
     ),
     status.PoolStatus(pool=POOL, slot_bytes=4 << 20),
+    status.Trace(
+        agent=AGENT,
+        entries=(
+            status.TraceEntry(
+                at_s=1763900000.25, what="wanted", request="cmpl-1-b", room="cmpl-1", text="tokens [16, 40)"
+            ),
+            status.TraceEntry(at_s=1763900000.26, what="claimed", request="cmpl-1-b", transfer="t1"),
+            status.TraceEntry(at_s=1763900000.3, what="done", request="cmpl-1-b", text="49152 bytes", seconds=0.05),
+        ),
+    ),
 )
 
 

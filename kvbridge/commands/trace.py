@@ -1,0 +1,160 @@
+"""`kvbridge trace`: the life of a request, from what the agents of both sides remember of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from kvbridge_proto.status import MAX_ENTRIES, Trace, TraceEntry
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..agent.journal import belongs, names_in
+from ..errors import OperatorError
+from ..oneline import plain
+from .status import ask_trace, found
+
+MOST_ROUNDS = 8  # each agent tells others' names of the same request, of which more agents may know something
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An entry, and whose it is."""
+
+    agent: str
+    entry: TraceEntry
+
+
+def show(request: str, named: Sequence[str], saved: Sequence[Path], as_json: bool, chrome: Path | None) -> None:
+    """Print what became of `request`: a request, a room or a transfer; of the slowest want if it is "".
+
+    `saved` are what `--json` printed on other hosts. With `chrome` a file is written for Chrome's and Perfetto's
+    viewers. Raises OperatorError: `no_such_request`, `bad_trace_file`, or as `kvbridge status` does for an agent that
+    is silent.
+    """
+    others = [trace for path in saved for trace in _loaded(path)]
+    paths = named if named or saved else found()
+    answers: dict[str, Trace | OperatorError] = {path: _tried(path, [request] if request else []) for path in paths}
+    if not request:
+        request = _slowest(answers.values())
+    traces = _told(paths, answers, others, request)
+    events = sorted((Event(each.agent.name, entry) for each in traces for entry in each.entries), key=_at)
+    if as_json:
+        sys.stdout.write(json.dumps([msgspec.to_builtins(trace) for trace in traces], indent=2) + "\n")
+    if chrome is not None:
+        chrome.write_text(json.dumps(chrome_trace(events)) + "\n")
+    if not as_json and events:
+        Console(markup=False, emoji=False, highlight=False).print(_title(request, events), timeline(events), sep="\n")
+    failures = [answer for answer in answers.values() if isinstance(answer, OperatorError)]
+    if failures:
+        raise failures[0] if len(failures) == 1 else OperatorError(failures[0].code, *map(str, failures))
+    if not events:
+        reason = f"{request or 'want'}: nothing is remembered of it by {', '.join(map(str, (*paths, *saved)))}"
+        raise OperatorError("no_such_request", reason)
+
+
+def _tried(path: str, names: Sequence[str]) -> Trace | OperatorError:
+    try:
+        return ask_trace(path, names)
+    except OperatorError as error:
+        return error
+
+
+def _loaded(path: Path) -> list[Trace]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[Trace])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise OperatorError("bad_trace_file", f"{path}: {error}; it is written by kvbridge trace --json") from None
+
+
+def _slowest(answers: Iterable[Trace | OperatorError]) -> str:
+    """The request that took longest, of those that the agents have chosen."""
+    entries = [entry for each in answers if isinstance(each, Trace) for entry in each.entries]
+    timed = [entry for entry in entries if entry.seconds is not None]
+    return max(timed, key=lambda entry: entry.seconds or 0.0).request if timed else ""
+
+
+def _told(
+    paths: Sequence[str], answers: dict[str, Trace | OperatorError], others: Sequence[Trace], request: str
+) -> list[Trace]:
+    """All that is known of it, by all its names: both engines have one for it, and each transfer has one."""
+    names, count, traces = {request}, 0, list[Trace]()
+    for _ in range(MOST_ROUNDS):
+        if count == len(names):
+            break
+        count = len(names)
+        asked = sorted(names)[:MAX_ENTRIES]
+        living = [path for path in paths if isinstance(answers[path], Trace)]
+        answers.update({path: _tried(path, asked) for path in living})
+        kept = [
+            msgspec.structs.replace(each, entries=tuple(entry for entry in each.entries if belongs(entry, names)))
+            for each in others
+        ]
+        traces = [each for each in (*answers.values(), *kept) if isinstance(each, Trace) and each.entries]
+        names |= names_in(entry for each in traces for entry in each.entries)
+    return traces
+
+
+def _at(event: Event) -> float:
+    return event.entry.at_s
+
+
+def _title(request: str, events: Sequence[Event]) -> Text:
+    first, last = events[0].entry.at_s, events[-1].entry.at_s
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first)) + f".{int(first % 1 * 1000):03d}"
+    return Text(plain(f"{request}: {(last - first) * 1e3:.2f} ms from {began}"), style="bold")
+
+
+def timeline(events: Sequence[Event]) -> Table:
+    """A line for each event: milliseconds since the first, since the one before, who, what."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("ms", "+ms", "agent", "what", "of", ""):
+        table.add_column(name, justify="right" if "ms" in name else "left", no_wrap="ms" in name, overflow="fold")
+    before = first = events[0].entry.at_s
+    for event in events:
+        entry = event.entry
+        since, whose = entry.at_s - before, entry.request or f"transfer {entry.transfer}"
+        cells = (f"{(entry.at_s - first) * 1e3:.2f}", f"{since * 1e3:.2f}", event.agent, entry.what, whose, entry.text)
+        table.add_row(*(Text(plain(cell)) for cell in cells))
+        before = entry.at_s
+    return table
+
+
+def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
+    """The Trace Event Format: a process for each agent, a thread for each request and transfer."""
+    agents = {name: number for number, name in enumerate(dict.fromkeys(event.agent for event in events), 1)}
+    lines = {key: number for number, key in enumerate(dict.fromkeys(map(_line, events)), 1)}
+    named: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}} for name, number in agents.items()
+    ]
+    for (agent, name), number in lines.items():
+        named.append({"ph": "M", "name": "thread_name", "pid": agents[agent], "tid": number, "args": {"name": name}})
+    return {"displayTimeUnit": "ms", "traceEvents": [*named, *_slices(events, agents, lines)]}
+
+
+def _line(event: Event) -> tuple[str, str]:
+    return event.agent, event.entry.request or f"transfer {event.entry.transfer}"
+
+
+def _slices(
+    events: Sequence[Event], agents: dict[str, int], lines: dict[tuple[str, str], int]
+) -> Iterator[dict[str, Any]]:
+    """Each event lasts until the next of its line; the last one of a line is an instant."""
+    by_line: dict[tuple[str, str], list[TraceEntry]] = {}
+    for event in events:
+        by_line.setdefault(_line(event), []).append(event.entry)
+    for line, entries in by_line.items():
+        place = {"pid": agents[line[0]], "tid": lines[line]}
+        for entry, after in zip(entries, [*entries[1:], None], strict=True):
+            said = {"name": entry.what, "ts": entry.at_s * 1e6, "args": {"text": entry.text}, **place}
+            if after is None:
+                yield {"ph": "i", "s": "t", **said}
+            else:
+                yield {"ph": "X", "dur": (after.at_s - entry.at_s) * 1e6, **said}
