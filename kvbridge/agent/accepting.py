@@ -167,6 +167,8 @@ class Accepting:
         if known is not None and known.link is link and known.is_like(greeting):
             connected: Connected | None = known.connected
         else:  # it has forgotten what was proved before, or never knew
+            if known is not None and known.link is not link:  # what it lent may be other slots in those proved now
+                self.source.lost(boot)
             connected = await self._connect(link, greeting, home)
             if connected is None and known is not None and self.sessions.get(boot) is known:
                 self._dismiss(boot, "its route was given up for another that could not be had")

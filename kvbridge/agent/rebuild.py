@@ -65,8 +65,8 @@ class Rebuilder:
         self._engines = engines
         self._mover = mover
         self._metrics = metrics
-        self._patience = {kind: Patience(seconds) for kind in self._slots}
         self._seconds = seconds
+        self._patience = self._patient()
         self._clock = clock
         self.refused = ""  # why others cannot be had although it is time for them: a code
         self._again_at = float("-inf")
@@ -104,8 +104,12 @@ class Rebuilder:
         docks, self._docks = self._docks, None
         reason = f"rebuild_s: {' and '.join(reasons)} were quarantined for {self._seconds:g} s"
         self._engines.rebuild(docks, reason)
+        self._patience = self._patient()  # the mover's slots are as they were until its thread has heard of it
         self._metrics.rebuilt()
         log.warning("made the slots anew: %s", reason)
+
+    def _patient(self) -> dict[str, Patience]:
+        return {kind: Patience(self._seconds) for kind in self._slots}
 
     def _reasons(self) -> list[str]:
         """Of which slots so many have been in quarantine for so long that others are needed."""

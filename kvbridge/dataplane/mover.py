@@ -73,6 +73,7 @@ NAP_S = 2e-6
 SHORT_S = 0.002
 LONGEST_S = 0.001
 LINGER_ON_GPU_S = 0.03
+SEND_S = 5e-4  # a CPU gathers while it is asked to; what it has gathered leaves once that is polled for
 LINGER_NAP_S = 5e-5  # a task ends it; its processor does not sleep deeply meanwhile
 NOTICE = Limits(frame_bytes=4096)  # the fabric would bring notices of 16 MiB
 
@@ -418,10 +419,13 @@ class Mover:
             case Pull():
                 self._resume(self._pulling.pull(order, attachment), None)
 
-    def _send(self) -> None:
-        """Gather what is ready to go out, while there are slots."""
-        while (departure := self.sending.begin()) is not None:
+    def _send(self) -> bool:
+        """Gather what is ready to go out, while there are slots, for a while. Whether anything was begun."""
+        ends, has_begun = self._clock() + SEND_S, False
+        while (not has_begun or self._clock() < ends) and (departure := self.sending.begin()) is not None:
             self._resume(self._jobs.send(departure), None)
+            has_begun = True
+        return has_begun
 
     def _open(self) -> None:
         equipment = self._equip()
@@ -476,7 +480,7 @@ class Mover:
                     self._notice(event.payload)
                 elif (id(dock.fabric), event.id) in self._writing:  # else a probe's that was given up
                     self._resume(self._writing.pop((id(dock.fabric), event.id)), event)
-        self._send()
+        is_moving = self._send() or is_moving
         if equipment.has_retired and not self._moving and not self._fenced:
             equipment.close_retired()
         return is_moving

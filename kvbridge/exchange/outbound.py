@@ -629,7 +629,8 @@ class Outbound:
     def _release_if_over(self, offered: Offered) -> list[Action]:
         """Give the blocks back once nobody reads or will read them."""
         all_served = offered.want is not None and len(offered.served) == offered.sinks
-        if not (offered.over or all_served) or offered.request not in self.offers:
+        is_known = self.offers.get(offered.request) is offered  # else it was released, and may be offered again
+        if not (offered.over or all_served) or not is_known:
             return []
         if any(out.is_reading for out in offered.outlets.values()):
             return []

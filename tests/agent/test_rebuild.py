@@ -265,6 +265,23 @@ def test_slots_that_we_send_from_are_made_anew_as_well() -> None:
     assert played.local.free == 2
 
 
+def test_slots_that_the_mover_has_not_made_anew_yet_are_no_reason_for_others() -> None:
+    """Its thread may be at something that takes a second, and others would take as much memory again."""
+    played = Played()
+    played.slots.drain("t")
+    for _ in range(2):
+        local = played.local.take()
+        assert local is not None
+        played.local.doubt(local)
+    make, later = played.local.make, list[int]()
+    played.local.make = later.append  # type: ignore[method-assign]
+    played.look(0.0, 1.0, 1.5, 1.9)
+    assert played.rebuilt == [1.0] and played.tried == 1
+    make(*later)
+    played.look(2.5, 5.0)
+    assert played.rebuilt == [1.0] and played.tried == 1
+
+
 def test_a_sink_that_stands_still_costs_others_the_slots_that_we_send_from_for_a_while_only(tmp_path: Path) -> None:
     """Its writes stay under way as long as it stands still: nothing ends them, and nothing else may use their slots."""
     options: dict[str, Any] = {

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain, count
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
-from kvbridge_proto.peer import DeviceCard, Probe
+from kvbridge_proto.peer import DeviceCard, Lease, Probe
 
 from kvbridge.dataplane.attachment import KEPT, Attachment, Word
 from kvbridge.dataplane.equipment import Dock, Docks, Equipment
 from kvbridge.dataplane.jobs import Jobs
-from kvbridge.dataplane.mover import Mover
+from kvbridge.dataplane.mover import SEND_S, Mover
 from kvbridge.dataplane.receiving import Receiving
 from kvbridge.dataplane.routes.choice import Connected, pattern, prove
 from kvbridge.dataplane.routes.staged import Landing, Target
@@ -27,6 +29,7 @@ from kvbridge.device.porter import DeviceLost
 from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.staging import Staging
 from kvbridge.errors import FabricError
+from kvbridge.exchange.orders import Credit, Progress, SendOrder
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.geometry.plan import Planner
 from kvbridge.transport.fabric import WriteFailed, WriteLate, Wrote
@@ -289,6 +292,48 @@ def test_nothing_more_is_made_ready_for_an_engine_that_leaves(stack: ExitStack) 
         await mover.stop()
 
     asyncio.run(asyncio.wait_for(story(), 20))
+
+
+class Lengthy(CpuPorter):
+    """Each gather takes longer than the mover gathers for at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.done: list[str] = []
+
+    def gather(self, *args: Any, **more: Any) -> int:
+        self.now += 2 * SEND_S
+        self.done.append("gathered")
+        return self._over(0)
+
+
+def test_a_chunk_leaves_before_the_next_one_is_gathered(stack: ExitStack) -> None:
+    """On a CPU to begin a gather is to do it: with slots for all of a transfer nothing else would have its turn."""
+    agents, porter = Agents(stack), Lengthy()
+    target, _ = proved(agents)
+    mover = Mover(lambda: replace(agents.source, porter=porter), "a", Ears(), 1.0, clock=lambda: porter.now)
+    mover._open()
+    mover._say = lambda: None  # type: ignore[method-assign]
+    post = target.dock.fabric.write
+
+    def write(*args: Any) -> int:
+        porter.done.append("posted")
+        return post(*args)
+
+    plan: Any = SimpleNamespace(chunks=2, chunk=lambda index: SimpleNamespace(size_bytes=SLOT_BYTES))
+    attachment: Any = SimpleNamespace(epoch=1, memory=None, word=Word(0.0), has_reached=lambda count: True)
+    mover._jobs._targets["b"] = target
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(target.dock.fabric, "write", write)
+        mover.give(SendOrder("t", "r", "b", plan, b"", 1, "xxh3"), attachment)
+        mover.give(Progress("t", {}, 2, 0), attachment)
+        mover.give(Credit("t", (Lease(0, 1), Lease(1, 1))), attachment)
+        mover._do_tasks()
+        for _ in range(3):
+            mover._poll(mover._at_work)
+    assert porter.done == ["gathered", "posted", "gathered", "posted"]
+    os.close(mover._wake)
 
 
 def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:

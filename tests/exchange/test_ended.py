@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from kvbridge_proto.engine import Done, Failed, Offer
+from kvbridge_proto.engine import Done, Failed, Offer, Released
 from kvbridge_proto.words import Blocks
 
 from kvbridge.exchange.rooms import ENDED_S, Rooms
@@ -164,6 +164,28 @@ def test_a_preempted_prompt_is_waited_for() -> None:
     world.run()
     assert isinstance(world.answers()["r"], Done)
     world.check_rest()
+
+
+def test_the_end_of_a_write_gives_nothing_back_of_what_is_offered_under_that_name_since() -> None:
+    """Released comes when the blocks are read: what was gathered of them may be on its way, or late."""
+    world = World()
+    (source,) = world.sources
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"write"}
+    world.run()
+    world.withdraw("r", comes_again=True)
+    world.run()
+    assert "r" in world.released() and source.outbound.outlets
+    world.offer("r", 64, 16)
+    world.hold.clear()
+    world.run()
+    assert not source.outbound.outlets and "r" in world.released() and "r" in source.outbound.offers
+    world.want("next", 64, room="r")
+    world.run()
+    assert isinstance(world.answers()["next"], Done)
+    assert [told.code for told in source.told if isinstance(told, Released)] == ["withdrawn", ""]
+    assert not source.outbound.offers and source.sending.slots.free == len(source.sending.slots)
 
 
 @pytest.mark.parametrize("end", [64, 0])
