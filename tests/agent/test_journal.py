@@ -94,7 +94,7 @@ def carried(bench: Bench, source: str, sink: str) -> None:
 EXPECTED = {
     "nixl": (
         ["offered", "claimed", "ordered", "written", "released"],
-        ["wanted", "claimed", "ready", "landed", "done"],
+        ["wanted", "claimed", "landed", "done"],
     ),
     "pull": (
         ["offered", "claimed", "readable", "settled", "released"],
@@ -114,7 +114,7 @@ def test_both_sides_of_a_request_are_told_in_order(bench: Bench, tmp_path: Path)
         answers: list[dict[str, Any]] = json.loads(told.stdout)
         whats = {each["agent"]["name"]: [entry["what"] for entry in each["entries"]] for each in answers}
         sender, receiver = EXPECTED[bench.route]  # type: ignore[attr-defined]
-        assert list(dict.fromkeys(whats["d0"])) == receiver
+        assert [what for what in dict.fromkeys(whats["d0"]) if what != "ready"] == receiver  # where slots were short
         by_sender = list(dict.fromkeys(whats["p0"]))  # it may give its blocks back before it hears of the last write
         assert by_sender[:3] == sender[:3] and set(by_sender) - {"settled"} == set(sender) - {"settled"}
         times = [entry["at_s"] for each in answers for entry in each["entries"]]
