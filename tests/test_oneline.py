@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvbridge.agent import words
+from kvbridge.agent import logs
 from kvbridge.oneline import MOST, MOST_LINES, OneLine, plain, plain_lines
 
 FORGED = "left\nINFO 11-21 kvbridge: all is well\r\x1b[2J\x9b1m\u2028\u202e"
@@ -38,7 +38,7 @@ def test_an_exception_that_quotes_others_forges_no_line_of_ours() -> None:
         raise ValueError(FORGED)
     except ValueError as error:
         record = logging.LogRecord("kvbridge", logging.ERROR, "", 0, "failed", (), (type(error), error, None))
-    first, *more = words.PlainFormatter("%(levelname)s %(message)s").format(record).split("\n")
+    first, *more = logs.PlainFormatter("%(levelname)s %(message)s").format(record).split("\n")
     assert first == "ERROR failed" and all(line.startswith("  ") and line.isprintable() for line in more)
     assert plain_lines("one\ntwo\x1b[2J") == "one\n  two\\x1b[2J"
 

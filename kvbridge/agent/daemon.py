@@ -48,13 +48,13 @@ from ..transport.trust import Trust
 from .doors import Doors, LocalDoors, NoDoors
 from .engines import Engines
 from .journal import Journal
+from .logs import set_up
 from .metrics import Gauges, Metrics
 from .peers import Peers
 from .rebuild import Rebuilder
 from .sink import Sink
 from .source import Source
 from .status import offers, readers, transfers
-from .words import PlainFormatter
 
 log = logging.getLogger("kvbridge.agent")
 
@@ -69,10 +69,7 @@ def run(config: AgentConfig, stuck_s: float = STUCK_S) -> None:
 
     Does not return if the mover is stuck (stuck.py): the process ends with its STATUS.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    line = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
-    handler.setFormatter(PlainFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    set_up(config.log_level, config.log_format)
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
     uvloop.run(Agent(config, stuck_s=stuck_s).run())

@@ -241,12 +241,12 @@ class Sink:
                 case Ask(address=address):
                     self._peers.ask(address)
                 case Send(peer=address, body=body):
-                    self._peers.send(address, body)
                     if isinstance(body, Claim):
                         request = self._inbound.request_of(body.transfer)
                         self._journal.note(
                             "claimed", f"of {address}", request=request, room=body.room, transfer=body.transfer
                         )
+                    self._peers.send(address, body)
                     _pass_sent(body)
                 case Tell(message=message):
                     self._tell(message)

@@ -248,8 +248,8 @@ class Source:
         for action in actions:
             match action:
                 case Send(peer=boot, body=body):
+                    self._note_said(body)
                     self._peers.send(boot, body)
-                    self._note_sent(body)
                     _pass_sent(body)
                 case Tell(message=message):
                     if isinstance(message, Released):
@@ -269,7 +269,7 @@ class Source:
                 case Watch(fence=fence):
                     self._watch(fence)
 
-    def _note_sent(self, body: Body) -> None:
+    def _note_said(self, body: Body) -> None:
         match body:
             case Tables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
                 request = self._outbound.request_of(transfer)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from ..dataplane.routes.rate import is_slow
 from ..exchange.session import Session
 from ..geometry.compat import Convertible
-from ..oneline import plain, plain_lines
 
 log = logging.getLogger("kvbridge.peers")
 
@@ -33,14 +31,3 @@ def warn_of_route(name: str, session: Session) -> None:
 def verdict_of(session: Session) -> str:
     found = session.verdict
     return "converting " + "; ".join(found.changes) if isinstance(found, Convertible) else "same on both sides"
-
-
-class PlainFormatter(logging.Formatter):
-    """What is said is one line, whoever chose its words; of an exception every line is indented."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = plain(record.message)
-        return super().formatMessage(record)
-
-    def formatException(self, ei: Any) -> str:
-        return "  " + plain_lines(super().formatException(ei))

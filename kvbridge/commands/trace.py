@@ -26,10 +26,22 @@ MOST_ROUNDS = 8  # each agent tells others' names of the same request, of which 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An entry, and whose it is."""
+    """An entry, which agent's it is, and of which of that agent's requests, or transfers where nobody knows."""
 
     agent: str
     entry: TraceEntry
+    about: str
+
+
+def _events(traces: Sequence[Trace]) -> list[Event]:
+    """All of them in the order of their times."""
+    events = []
+    for trace in traces:
+        of_transfer = {each.transfer: each.request for each in trace.entries if each.transfer and each.request}
+        for entry in trace.entries:
+            request = entry.request or of_transfer.get(entry.transfer, "")
+            events.append(Event(trace.agent.name, entry, request or f"transfer {entry.transfer}"))
+    return sorted(events, key=lambda event: event.entry.at_s)
 
 
 def show(request: str, named: Sequence[str], saved: Sequence[Path], as_json: bool, chrome: Path | None) -> None:
@@ -45,7 +57,7 @@ def show(request: str, named: Sequence[str], saved: Sequence[Path], as_json: boo
     if not request:
         request = _slowest(answers.values())
     traces = _told(paths, answers, others, request)
-    events = sorted((Event(each.agent.name, entry) for each in traces for entry in each.entries), key=_at)
+    events = _events(traces)
     if as_json:
         sys.stdout.write(json.dumps([msgspec.to_builtins(trace) for trace in traces], indent=2) + "\n")
     if chrome is not None:
@@ -102,10 +114,6 @@ def _told(
     return traces
 
 
-def _at(event: Event) -> float:
-    return event.entry.at_s
-
-
 def _title(request: str, events: Sequence[Event]) -> Text:
     first, last = events[0].entry.at_s, events[-1].entry.at_s
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first)) + f".{int(first % 1 * 1000):03d}"
@@ -120,8 +128,8 @@ def timeline(events: Sequence[Event]) -> Table:
     before = first = events[0].entry.at_s
     for event in events:
         entry = event.entry
-        since, whose = entry.at_s - before, entry.request or f"transfer {entry.transfer}"
-        cells = (f"{(entry.at_s - first) * 1e3:.2f}", f"{since * 1e3:.2f}", event.agent, entry.what, whose, entry.text)
+        times = (f"{(entry.at_s - first) * 1e3:.2f}", f"{(entry.at_s - before) * 1e3:.2f}")
+        cells = (*times, event.agent, entry.what, event.about, entry.text)
         table.add_row(*(Text(plain(cell)) for cell in cells))
         before = entry.at_s
     return table
@@ -140,7 +148,7 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _line(event: Event) -> tuple[str, str]:
-    return event.agent, event.entry.request or f"transfer {event.entry.transfer}"
+    return event.agent, event.about
 
 
 def _slices(

@@ -15,9 +15,9 @@ from kvbridge_proto.codec import decode, encode
 from kvbridge_proto.peer import Cancel, Claim, Drained, Goodbye, Grant, Lease, Refuse
 from kvbridge_proto.status import PeerStatus, TransferStatus
 
+from kvbridge.agent.logs import PlainFormatter
 from kvbridge.agent.relations import Accepted
 from kvbridge.agent.status import peer_statuses, transfers
-from kvbridge.agent.words import PlainFormatter
 from kvbridge.dataplane.mover import Mover
 from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.exchange.orders import Dropped, Malformed
