@@ -23,6 +23,7 @@ AGENT = .venv/.ready
 ENGINE = .venv-vllm/.ready
 SGLANG = .venv-sglang/.ready
 ROUTERS = .venv-routers/.ready
+PROMETHEUS = .prometheus/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 
@@ -50,9 +51,17 @@ WAITING = tests/transport tests/proxy tests/agent tests/test_cli.py tests/test_a
 UNMARKED = -m "not vllm and not sglang and not cross and not routers and not gpu and not multi_gpu"
 
 unit: $(AGENT)
+	-$(MAKE) --no-print-directory $(PROMETHEUS)
 	.venv/bin/python -m pytest $(UNMARKED) -n 2 $(SYSTEM:%=--ignore=%) $(WAITING:%=--ignore=%)
 	.venv/bin/python -m pytest $(UNMARKED) -n 2 $(WAITING)
 	.venv/bin/python -m pytest $(UNMARKED) $(SYSTEM)
+
+# Debian's Prometheus, not installed: for the tests of metrics, alerts and dashboard, which skip without it.
+$(PROMETHEUS):
+	mkdir -p $(@D)
+	cd $(@D) && (apt-get -qq download prometheus || (apt-get -qq update && apt-get -qq download prometheus))
+	cd $(@D) && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+	touch $@
 
 fuzz: $(AGENT)
 	.venv/bin/python -m tests.fuzz $(or $(FUZZ),--each --jobs 2 --deep --frames 1000000000 --seconds 45)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 
 from kvbridge_proto.status import SlotCounts
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,7 +15,7 @@ from ..transport.door import Holder
 from . import scraping
 
 MAX_CODES = 200
-SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        Gauge("kvbridge_build_info", "1", ["version"], registry=registry).labels(version("kvbridge")).set(1)
         self._codes = set(CAUSES)  # which no peer can crowd out
         self._here: dict[str, Counter] = {}
         self._chunks = Counter("kvbridge_chunks", "Chunks moved", ["role"], registry=registry)
@@ -60,6 +62,9 @@ class Metrics:
         self._uncompared = Counter("kvbridge_chunks_uncompared", text, registry=registry)
         text = "Pulled chunks whose digest differed: what was read is not what the sender has"
         self._differing = Counter("kvbridge_digest_mismatches", text, ["role"], registry=registry)
+        for counter in (self._chunks, self._bytes, self._compared, self._differing):  # an alert needs a value before
+            for role in ("source", "sink"):
+                counter.labels(role)
         self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were made anew", registry=registry)
         self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)
         failpoints = "Armed: this agent was started to fail, for a test"
