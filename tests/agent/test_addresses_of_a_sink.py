@@ -45,7 +45,7 @@ def test_a_sink_whose_first_connection_is_lost_may_come_by_another_address() -> 
         first.is_lost = True
         other = Wire("D0 again", peer_boot="D")
         await says_hello(player, world, other, address="tcp://also:1", serial=1)
-        assert other.said(Welcome) and player.heard == [("D", "lost")]
+        assert other.said(Welcome) and set(player.heard) == {("D", "lost")}
 
     run(story)
 
@@ -55,7 +55,7 @@ def test_a_connection_that_its_sink_has_given_up_keeps_nobody_out() -> None:
         player, _ = await met(world)  # serial 0; we have not heard yet that it is no more
         other = Wire("D0 again", peer_boot="D")
         await says_hello(player, world, other, address="tcp://also:1", serial=2, oldest=1)
-        assert other.said(Welcome) and player.heard == [("D", "lost")]
+        assert other.said(Welcome) and set(player.heard) == {("D", "lost")}
 
     run(story)
 
@@ -113,7 +113,7 @@ def test_a_hello_of_a_connection_that_was_given_up_comes_too_late() -> None:
         player, old = await met(world)
         new = Wire("D0 again", peer_boot="D")
         await says_hello(player, world, new, serial=2)
-        assert new.said(Welcome) and player.heard == [("D", "lost")]
+        assert new.said(Welcome) and set(player.heard) == {("D", "lost")}
         await says_hello(player, world, old, serial=1)
         player.peers._hear(old, "D", Goodbye(reason="given up"))
         player.peers._lose(old, "given up")
