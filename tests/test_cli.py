@@ -132,7 +132,7 @@ def examples(command: str) -> list[list[str]]:
     return [shlex.split(line.partition(" >")[0]) for line in lines if line.strip()]
 
 
-COMMANDS = ("agent", "status", "plan", "demo", "sim", "keygen", "proxy", "config show")
+COMMANDS = ("agent", "status", "doctor", "plan", "demo", "sim", "keygen", "proxy", "config show")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

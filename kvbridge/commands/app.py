@@ -46,6 +46,7 @@ def build() -> typer.Typer:
     commands: dict[str, Callable[..., None]] = {
         "agent": _agent_command(),
         "status": status,
+        "doctor": _doctor_command(),
         "plan": plan,
         "demo": demo,
         "sim": sim,
@@ -125,6 +126,44 @@ def _config_command() -> typer.Typer:
     group = typer.Typer(no_args_is_help=True, help="The options of an agent.")
     group.command("show")(_with_options(show, _parameter("as_json", JSON, default=False)))
     return group
+
+
+def _doctor_command() -> Callable[..., None]:
+    """`doctor`, with the same flags."""
+
+    def doctor(
+        config: Path | None = None,
+        only: list[str] | None = None,
+        peer: str = "",
+        as_json: bool = False,
+        **flags: Any,
+    ) -> None:
+        """Look at this machine and at an agent's options, and move something by every route there is.
+
+        Takes what `kvbridge agent` takes. It starts agents of its own, beside one that runs, for up to a minute. Ends
+        with 0, with 1 if a check failed, with 2 if an agent would not start with these options. What the machine lacks
+        is "not here". docs/troubleshooting.md has an entry for every check.
+
+        \b
+        Examples:
+          kvbridge doctor
+          kvbridge doctor --config /etc/kvbridge/agent-0.toml --json
+          kvbridge doctor --only ptrace --only route-nixl
+          kvbridge doctor --config /etc/kvbridge/agent-0.toml --only peer --peer tcp://10.0.0.2:7700
+        """
+        with _told("doctor"):
+            from .doctor import run
+
+            run(_path(config), _flags(flags), only or [], peer, as_json)
+
+    names = typer.Option("--only", help="Do this check alone; may be repeated.")
+    address = typer.Option("--peer", help="Another agent, tcp://HOST:PORT[#PUBLICKEY]: dial and greet it.")
+    more = (
+        _parameter("only", Annotated[list[str] | None, names]),
+        _parameter("peer", Annotated[str, address], default=""),
+        _parameter("as_json", JSON, default=False),
+    )
+    return _with_options(doctor, *more)
 
 
 def _with_options(command: Callable[..., None], *more: inspect.Parameter) -> Callable[..., None]:
