@@ -229,23 +229,31 @@ def status(
     pool: Annotated[
         bool, typer.Option("--pool", help="Print the attached pools instead, as `kvbridge plan` reads them.")
     ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Draw it anew each second, until Ctrl-C.")] = False,
     as_json: JSON = False,
 ) -> None:
     """Show what the agents of this host are doing.
 
-    Ends with 1 if one of them does not answer. With --json: the agent's message for one --socket, else a list of
+    Ends with 0 if all of them answer, 1 if one does not or there is none, 2 if the command line is wrong. With --json:
+    the agent's message for one --socket, else a list of
     {socket, status} or {socket, code, reasons}.
 
     \b
     Examples:
       kvbridge status
       kvbridge status --socket /run/kvbridge/agent-0.sock --json
+      kvbridge status --watch
       kvbridge status --pool > prefill.json
     """
     with _told("status"):
         from .status import show, show_pools
+        from .status import watch as follow
 
-        if pool:
+        if watch + pool + as_json > 1:
+            raise OperatorError("bad_option", "--watch, --pool and --json: one of them")
+        if watch:
+            follow(socket or [])
+        elif pool:
             show_pools(socket or [])
         else:
             show(socket or [], as_json)
