@@ -328,6 +328,8 @@ def test_status_prints_what_the_agent_says(tmp_path: Path) -> None:
         "quarantined",
         "cmpl-1-a",
         "cannot be made anew",
+        "4 s ago",
+        "warning kvbridge.sink: failed: request=cmpl-1-b code=peer_lost",
     ):
         assert words in told.stdout
 

@@ -47,6 +47,7 @@ from ..transport.lock import Lock
 from ..transport.trust import Trust
 from .doors import Doors, LocalDoors, NoDoors
 from .engines import Engines
+from .last_errors import LastErrors
 from .metrics import Gauges, Metrics
 from .peers import Peers
 from .rebuild import Rebuilder
@@ -71,10 +72,10 @@ def run(config: AgentConfig, stuck_s: float = STUCK_S) -> None:
     handler = logging.StreamHandler(sys.stderr)
     line = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
     handler.setFormatter(PlainFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler, errors := LastErrors()])
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
-    uvloop.run(Agent(config, stuck_s=stuck_s).run())
+    uvloop.run(Agent(config, stuck_s=stuck_s, errors=errors).run())
 
 
 def trust_of(config: AgentConfig) -> Trust:
@@ -95,8 +96,10 @@ class Agent:
         entropy: Callable[[int], bytes] = secrets.token_bytes,
         metrics: Metrics | None = None,
         stuck_s: float = STUCK_S,
+        errors: LastErrors | None = None,
     ) -> None:
         self.config = config
+        self._errors = errors or LastErrors()
         self._stuck_s = stuck_s
         self._clock = clock
         self._entropy = entropy
@@ -351,4 +354,5 @@ class Agent:
             counters=self.metrics.values(),
             rebuild_refused=self.rebuilder.refused,
             readers=readers(self.doors.holders(), now),
+            errors=self._errors.statuses(),
         )

@@ -179,7 +179,7 @@ def _plain_answer(path: str, answer: Status | OperatorError) -> dict[str, Any]:
 
 
 def rendered(status: Status) -> RenderableType:
-    sections = (_failpoints, _agent, _slots, _peers, _transfers, _offers, _readers, _prompts, _counters)
+    sections = (_failpoints, _agent, _slots, _peers, _transfers, _offers, _readers, _prompts, _errors, _counters)
     return Group(*(part for section in sections for part in section(status)))
 
 
@@ -288,6 +288,15 @@ def _prompts(status: Status) -> list[RenderableType]:
         others = f"; {_each(released)}" if released else ""
         _add(rows, "offered", f"{taken + sum(released.values()):,.0f} prompts: {taken:,.0f} fetched{others}")
     return [_title("prompts"), _indented(rows)] if rows.row_count else []
+
+
+def _errors(status: Status) -> list[RenderableType]:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for error in reversed(status.errors):
+        _add(table, f"{error.age_s:,.0f} s ago", f"{error.level} {error.logger}: {error.text}")
+    return [_title("last errors"), _indented(table)] if status.errors else []
 
 
 def _labelled(status: Status, prefix: str) -> dict[str, float]:

@@ -9,6 +9,9 @@ from msgspec import Meta, Struct
 from .pool import Count, Name, Pool
 from .words import Agent, Seconds
 
+MAX_ERRORS = 16
+MAX_ERROR_TEXT = 512
+
 
 class StatusQuery(Struct, frozen=True, kw_only=True, tag="status?"):
     """Answered by Status on the same connection; needs no Attach."""
@@ -80,6 +83,15 @@ class ReaderStatus(Struct, frozen=True, kw_only=True):
     over_s: Seconds | None
 
 
+class ErrorStatus(Struct, frozen=True, kw_only=True):
+    """One line that the agent logged: `level` is warning, error or critical, `logger` the part that said it."""
+
+    level: Name
+    logger: Name
+    text: Annotated[str, Meta(max_length=MAX_ERROR_TEXT)]
+    age_s: Seconds
+
+
 class SlotCounts(Struct, frozen=True, kw_only=True):
     free: Count
     lent: Count
@@ -88,7 +100,10 @@ class SlotCounts(Struct, frozen=True, kw_only=True):
 
 
 class Status(Struct, frozen=True, kw_only=True, tag="status"):
-    """What an agent says of itself. `rebuild_refused` is why its slots cannot be made anew though they should."""
+    """What an agent says of itself. `rebuild_refused` is why its slots cannot be made anew though they should.
+
+    `errors` are the last ones that it logged, the latest one last.
+    """
 
     agent: Agent
     state: Name
@@ -106,6 +121,7 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     rebuild_refused: Name = ""
     offers: tuple[OfferStatus, ...] = ()
     readers: tuple[ReaderStatus, ...] = ()
+    errors: Annotated[tuple[ErrorStatus, ...], Meta(max_length=MAX_ERRORS)] = ()
 
 
 class PoolQuery(Struct, frozen=True, kw_only=True, tag="pool?"):
