@@ -10,20 +10,24 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from kvbridge_proto.status import Status
 
 from kvbridge.commands.doctor import CHECKS, looked
 from kvbridge.config import load
 from kvbridge.doctor import machine, neighbours, peer, settings
 from kvbridge.doctor.finding import Finding, Outcome, Subject
-from kvbridge.doctor.routes import written_by
+from kvbridge.doctor.routes import carried, written_by
 from kvbridge.errors import OperatorError
 from kvbridge.transport.keys import write_pair
 from tests.agent.harness import SyntheticEngine, agent
 from tests.oracle import Shape, build
+from tests.proto.samples import TO_ENGINE
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
@@ -77,6 +81,29 @@ def test_a_driver_without_a_gpu_is_no_machine_without_gpus(tmp_path: Path) -> No
 def test_expandable_segments_are_seen(tmp_path: Path) -> None:
     said = Subject(subject(tmp_path).config, None, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"})
     assert machine.allocator(said).outcome is Outcome.WARNING
+
+
+def beside(engine_pid: int, folder: Path) -> Subject:
+    """With an agent that has an engine of this PID."""
+    (status,) = (each for each in TO_ENGINE if isinstance(each, Status))
+    assert status.engine is not None
+    engine = msgspec.structs.replace(status.engine, pid=engine_pid)
+    return Subject(subject(folder).config, msgspec.structs.replace(status, engine=engine), {})
+
+
+@pytest.mark.skipif(not is_unshared(), reason="no user namespaces here")
+def test_an_engine_in_another_container_is_seen_and_so_is_its_allocator(tmp_path: Path) -> None:
+    assert machine.namespaces(beside(os.getpid(), tmp_path)).outcome is Outcome.OK
+    settings_of_engine = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    command = ["unshare", "-r", "--ipc", "sh", "-c", "echo; exec sleep 60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=settings_of_engine) as engine:
+        assert engine.stdout is not None and engine.stdout.readline()
+        there = beside(engine.pid, tmp_path)
+        found = machine.namespaces(there)
+        assert found.outcome is Outcome.WARNING and "other namespaces than this one: ipc" in found.text
+        assert "of the engine" in machine.allocator(there).text
+        engine.kill()
+    assert machine.namespaces(there).outcome is Outcome.WARNING, "it is gone"
 
 
 def test_memory_of_another_process_is_read_and_one_that_is_gone_fails(tmp_path: Path) -> None:
@@ -141,19 +168,29 @@ TABLE = """\
 
 def test_what_ucx_writes_with_is_read_off_its_tables_and_what_it_speaks_with_is_not() -> None:
     assert written_by(TABLE.format(small="cma/memory", large="cma/memory")) == {"cma/memory"}
-    assert written_by(TABLE.format(small="cma/memory", large="tcp/lo")) == {"cma/memory", "tcp/lo"}
+    assert written_by(TABLE.format(small="tcp/lo", large="cma/memory")) == {"cma/memory"}
+    assert written_by(TABLE.format(small="cma/memory", large="tcp/lo")) == {"tcp/lo"}
     assert written_by("") == frozenset()
 
 
-def test_ucx_that_falls_back_to_tcp_fails_and_is_ok_without(tmp_path: Path) -> None:
-    only = ("--only", "route-nixl", "--device", "cpu", "--json")
-    told = doctor(*only, UCX_TLS="tcp")
-    (found,) = json.loads(told.stdout)
-    assert told.returncode == 1 and found["outcome"] == "failed"
-    assert "by tcp/lo" in found["text"] and "UCX_TLS=tcp is set" in found["text"]
-    told = doctor(*only)
-    (found,) = json.loads(told.stdout)
-    assert (told.returncode, found["outcome"]) == (0, "ok") and "by cma/memory" in found["text"], told.stdout
+def test_ucx_that_falls_back_to_tcp_fails_and_is_ok_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = carried("nixl", subject(tmp_path))
+    assert found.outcome is Outcome.OK and "by cma/memory" in found.text, found
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    found = carried("nixl", replace(subject(tmp_path), environment={"UCX_TLS": "tcp"}))
+    assert found.outcome is Outcome.FAILED, found
+    assert "by tcp/lo" in found.text and "UCX_TLS=tcp is set" in found.text
+
+
+def test_what_failed_is_the_exit_code_and_json_names_every_check(tmp_path: Path) -> None:
+    only = ("--only", "route-host", "--only", "sockets", "--device", "cpu", "--json")
+    told = doctor(*only, "--socket", tmp_path / "none" / "a.sock")
+    assert told.returncode == 1 and "check_failed: 1 of 2 checks: sockets" in told.stderr
+    assert [(each["check"], each["outcome"], each["see"]) for each in json.loads(told.stdout)] == [
+        ("route-host", "not here", "docs/troubleshooting.md#route-host"),
+        ("sockets", "failed", "docs/troubleshooting.md#sockets"),
+    ]
+    assert doctor(*only, "--socket", tmp_path / "a.sock").returncode == 0
 
 
 def test_what_is_no_check_is_refused_with_the_nearest_name() -> None:
