@@ -47,7 +47,7 @@ lint: $(AGENT)
 
 # What starts many processes and looks at the clock runs alone; the rest two at a time, what mostly waits by itself.
 SYSTEM = tests/faults tests/test_demo.py
-WAITING = tests/transport tests/proxy tests/agent tests/test_cli.py tests/test_adapter_guide.py
+WAITING = tests/transport tests/proxy tests/agent tests/doctor tests/test_cli.py tests/test_adapter_guide.py
 UNMARKED = -m "not vllm and not sglang and not cross and not routers and not gpu and not multi_gpu"
 
 unit: $(AGENT)

@@ -28,6 +28,7 @@ SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 SOCKET_PATH_BYTES = 107  # what the kernel takes for a unix socket
 FILES_OF_KEYS = ("key", "peers")  # who sets one to the key itself must not find that in the log
 LISTS = ("allowed_uids", "share_memory_uids", "routes", "dial")
+OF_LIBRARIES = ("UCX_", "NIXL_", "PYTORCH_", "CUDA_")  # variables that change what our libraries do
 Origin = Literal["default", "file", "environment", "flag"]
 
 
@@ -78,6 +79,12 @@ def socket_folders(environment: Mapping[str, str] | None = None) -> list[Path]:
     environment = os.environ if environment is None else environment
     named = [AgentConfig().socket, environment.get(ENVIRONMENT_PREFIX + "SOCKET", "")]
     return list(dict.fromkeys(Path(path).parent for path in named if path.startswith("/")))
+
+
+def of_libraries(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the environment says to the libraries beneath us, for `kvbridge doctor`: these are no options of ours."""
+    environment = os.environ if environment is None else environment
+    return {name: value for name, value in environment.items() if name.startswith(OF_LIBRARIES)}
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:

@@ -76,7 +76,7 @@ MAY: dict[str, set[str]] = {
         "kvbridge.agent",
     },
 }
-TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.demo", "kvbridge")  # may import any room
+TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.demo", "kvbridge.doctor", "kvbridge")  # may import any room
 
 # Room -> what of others it may import; None: anything.
 THIRD: dict[str, set[str] | None] = {

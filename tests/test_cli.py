@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -132,7 +133,7 @@ def examples(command: str) -> list[list[str]]:
     return [shlex.split(line.partition(" >")[0]) for line in lines if line.strip()]
 
 
-COMMANDS = ("agent", "status", "trace", "plan", "demo", "sim", "keygen", "proxy", "config show")
+COMMANDS = ("agent", "status", "trace", "doctor", "plan", "demo", "sim", "keygen", "proxy", "config show")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -242,6 +243,37 @@ def test_status_without_an_agent_says_so(tmp_path: Path) -> None:
     assert told.stderr == (f"kvbridge status: no_agent: no agent at {tmp_path}/none.sock: No such file or directory\n")
 
 
+def test_status_watches_through_an_agents_absence_until_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvbridge.cli", "status", "--watch", "--socket", str(tmp_path / "a.sock")]
+    terminal, end = os.openpty()
+    watching = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env={**os.environ, "TERM": "xterm"})
+    os.close(end)
+    seen = b""
+    with watching, Scripted(tmp_path / "a.sock", pack(STATUS)):
+        try:
+            while b"prefill-0" not in seen:
+                seen += os.read(terminal, 65536)
+            while b"no agent at" not in seen:  # it answers once
+                (tmp_path / "a.sock").unlink(missing_ok=True)
+                seen += os.read(terminal, 65536)
+            watching.send_signal(signal.SIGINT)
+            assert watching.wait(10) == 0
+            with contextlib.suppress(OSError):  # of a terminal nobody has open any more
+                seen += os.read(terminal, 65536)
+        finally:
+            watching.kill()
+            os.close(terminal)
+    assert seen.index(b"\x1b[?1049h") < seen.index(b"prefill-0") < seen.index(b"\x1b[?1049l"), (
+        "the screen is given back"
+    )
+    assert b"Traceback" not in seen
+
+
+def test_status_takes_one_way_of_showing() -> None:
+    told = kvbridge("status", "--watch", "--json")
+    assert told.returncode == 2 and "--watch, --pool and --json: one of them" in told.stderr
+
+
 def test_status_of_a_stale_socket_says_that_nobody_listens(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / "stale.sock"))
@@ -296,6 +328,8 @@ def test_status_prints_what_the_agent_says(tmp_path: Path) -> None:
         "quarantined",
         "cmpl-1-a",
         "cannot be made anew",
+        "4 s ago",
+        "warning kvbridge.sink: failed: request=cmpl-1-b code=peer_lost",
     ):
         assert words in told.stdout
 

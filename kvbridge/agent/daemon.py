@@ -48,6 +48,7 @@ from ..transport.trust import Trust
 from .doors import Doors, LocalDoors, NoDoors
 from .engines import Engines
 from .journal import Journal
+from .last_errors import LastErrors
 from .logs import set_up
 from .metrics import Gauges, Metrics
 from .peers import Peers
@@ -69,10 +70,10 @@ def run(config: AgentConfig, stuck_s: float = STUCK_S) -> None:
 
     Does not return if the mover is stuck (stuck.py): the process ends with its STATUS.
     """
-    set_up(config.log_level, config.log_format)
+    set_up(config.log_level, config.log_format, errors := LastErrors())
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
-    uvloop.run(Agent(config, stuck_s=stuck_s).run())
+    uvloop.run(Agent(config, stuck_s=stuck_s, errors=errors).run())
 
 
 def trust_of(config: AgentConfig) -> Trust:
@@ -93,8 +94,10 @@ class Agent:
         entropy: Callable[[int], bytes] = secrets.token_bytes,
         metrics: Metrics | None = None,
         stuck_s: float = STUCK_S,
+        errors: LastErrors | None = None,
     ) -> None:
         self.config = config
+        self._errors = errors or LastErrors()
         self._stuck_s = stuck_s
         self._clock = clock
         self._entropy = entropy
@@ -353,4 +356,5 @@ class Agent:
             counters=self.metrics.values(),
             rebuild_refused=self.rebuilder.refused,
             readers=readers(self.doors.holders(), now),
+            errors=self._errors.statuses(),
         )

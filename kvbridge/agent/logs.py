@@ -19,13 +19,13 @@ MOST_KINDS = 1024
 FIELD = re.compile(r"%%|(?:(\w+)=)?%[-#0 +]*\d*(?:\.\d+)?[a-zA-Z]")
 
 
-def set_up(level: str, form: Literal["text", "json"]) -> None:
-    """Log to stderr from here on."""
+def set_up(level: str, form: Literal["text", "json"], *others: logging.Handler) -> None:
+    """Log to stderr and these from here on."""
     handler = logging.StreamHandler(sys.stderr)
     line = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
     handler.setFormatter(JsonFormatter() if form == "json" else PlainFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
     handler.addFilter(RateLimit())
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.basicConfig(level=level.upper(), handlers=[handler, *others])
 
 
 class PlainFormatter(logging.Formatter):

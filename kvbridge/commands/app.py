@@ -47,6 +47,7 @@ def build() -> typer.Typer:
         "agent": _agent_command(),
         "status": status,
         "trace": trace,
+        "doctor": _doctor_command(),
         "plan": plan,
         "demo": demo,
         "sim": sim,
@@ -128,6 +129,44 @@ def _config_command() -> typer.Typer:
     return group
 
 
+def _doctor_command() -> Callable[..., None]:
+    """`doctor`, with the same flags."""
+
+    def doctor(
+        config: Path | None = None,
+        only: list[str] | None = None,
+        peer: str = "",
+        as_json: bool = False,
+        **flags: Any,
+    ) -> None:
+        """Look at this machine and at an agent's options, and move something by every route there is.
+
+        Takes what `kvbridge agent` takes. It starts agents of its own, beside one that runs, for up to a minute. Ends
+        with 0, with 1 if a check failed, with 2 if an agent would not start with these options. What the machine lacks
+        is "not here". docs/troubleshooting.md has an entry for every check.
+
+        \b
+        Examples:
+          kvbridge doctor
+          kvbridge doctor --config /etc/kvbridge/agent-0.toml --json
+          kvbridge doctor --only ptrace --only route-nixl
+          kvbridge doctor --config /etc/kvbridge/agent-0.toml --only peer --peer tcp://10.0.0.2:7700
+        """
+        with _told("doctor"):
+            from .doctor import run
+
+            run(_path(config), _flags(flags), only or [], peer, as_json)
+
+    names = typer.Option("--only", help="Do this check alone; may be repeated.")
+    address = typer.Option("--peer", help="Another agent, tcp://HOST:PORT[#PUBLICKEY]: dial and greet it.")
+    more = (
+        _parameter("only", Annotated[list[str] | None, names]),
+        _parameter("peer", Annotated[str, address], default=""),
+        _parameter("as_json", JSON, default=False),
+    )
+    return _with_options(doctor, *more)
+
+
 def _with_options(command: Callable[..., None], *more: inspect.Parameter) -> Callable[..., None]:
     """`command` with --config, a flag for every option that options.py spells, and `more`."""
     file = typer.Option("--config", help="TOML file with any of the options below.", exists=False)
@@ -191,23 +230,31 @@ def status(
     pool: Annotated[
         bool, typer.Option("--pool", help="Print the attached pools instead, as `kvbridge plan` reads them.")
     ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Draw it anew each second, until Ctrl-C.")] = False,
     as_json: JSON = False,
 ) -> None:
     """Show what the agents of this host are doing.
 
-    Ends with 1 if one of them does not answer. With --json: the agent's message for one --socket, else a list of
+    Ends with 0 if all of them answer, 1 if one does not or there is none, 2 if the command line is wrong. With --json:
+    the agent's message for one --socket, else a list of
     {socket, status} or {socket, code, reasons}.
 
     \b
     Examples:
       kvbridge status
       kvbridge status --socket /run/kvbridge/agent-0.sock --json
+      kvbridge status --watch
       kvbridge status --pool > prefill.json
     """
     with _told("status"):
         from .status import show, show_pools
+        from .status import watch as follow
 
-        if pool:
+        if watch + pool + as_json > 1:
+            raise OperatorError("bad_option", "--watch, --pool and --json: one of them")
+        if watch:
+            follow(socket or [])
+        elif pool:
             show_pools(socket or [])
         else:
             show(socket or [], as_json)

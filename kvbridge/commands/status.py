@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,6 +27,7 @@ from kvbridge_proto.status import (
 )
 from kvbridge_proto.stream import StreamReader, pack
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -34,6 +37,7 @@ from ..errors import OperatorError
 from ..oneline import plain
 
 ANSWER_S = 5.0
+WATCH_S = 1.0
 RECEIVE_BYTES = 1 << 16
 
 Answer = TypeVar("Answer", Status, PoolStatus, Trace)
@@ -51,13 +55,47 @@ def show(named: Sequence[str], as_json: bool) -> None:
     if as_json:
         _write(json.dumps([_plain_answer(path, answer) for path, answer in answers.items()]).encode())
     else:
-        console = Console(markup=False, emoji=False, highlight=False)  # a key may look like markup
-        for path, answer in answers.items():
-            if isinstance(answer, Status):
-                console.print(Group(*([_title(path)] if len(paths) > 1 else []), rendered(answer)))
+        _console().print(*_answered(answers), sep="\n")
     failures = [answer for answer in answers.values() if isinstance(answer, OperatorError)]
     if failures:
         raise failures[0] if len(failures) == 1 else OperatorError(failures[0].code, *map(str, failures))
+
+
+def watch(named: Sequence[str], every_s: float = WATCH_S) -> None:
+    """The same again and again on one screen, until Ctrl-C. An agent that does not answer is said so, and asked again.
+
+    What is not a terminal gets one after the other.
+    """
+    console = _console()
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=console.is_terminal, auto_refresh=False) as live,
+    ):
+        while True:
+            live.update(Group(*_seen(named)), refresh=True)
+            time.sleep(every_s)
+
+
+def _seen(named: Sequence[str]) -> list[RenderableType]:
+    """What there is to see now, though it be nothing."""
+    try:
+        answers = {path: _tried(path) for path in named or found()}
+    except OperatorError as error:
+        return [_plain(str(error))]
+    failures = [_plain(str(answer)) for answer in answers.values() if isinstance(answer, OperatorError)]
+    return [*_answered(answers), *failures]
+
+
+def _answered(answers: Mapping[str, Status | OperatorError]) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    for path, answer in answers.items():
+        if isinstance(answer, Status):
+            parts += [*([_title(path)] if len(answers) > 1 else []), rendered(answer)]
+    return parts
+
+
+def _console() -> Console:
+    return Console(markup=False, emoji=False, highlight=False)  # a key may look like markup
 
 
 def show_pools(named: Sequence[str]) -> None:
@@ -156,7 +194,7 @@ def _plain_answer(path: str, answer: Status | OperatorError) -> dict[str, Any]:
 
 
 def rendered(status: Status) -> RenderableType:
-    sections = (_failpoints, _agent, _slots, _peers, _transfers, _offers, _readers, _prompts, _counters)
+    sections = (_failpoints, _agent, _slots, _peers, _transfers, _offers, _readers, _prompts, _errors, _counters)
     return Group(*(part for section in sections for part in section(status)))
 
 
@@ -265,6 +303,15 @@ def _prompts(status: Status) -> list[RenderableType]:
         others = f"; {_each(released)}" if released else ""
         _add(rows, "offered", f"{taken + sum(released.values()):,.0f} prompts: {taken:,.0f} fetched{others}")
     return [_title("prompts"), _indented(rows)] if rows.row_count else []
+
+
+def _errors(status: Status) -> list[RenderableType]:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for error in reversed(status.errors):
+        _add(table, f"{error.age_s:,.0f} s ago", f"{error.level} {error.logger}: {error.text}")
+    return [_title("last errors"), _indented(table)] if status.errors else []
 
 
 def _labelled(status: Status, prefix: str) -> dict[str, float]:

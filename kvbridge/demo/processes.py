@@ -35,9 +35,11 @@ SETTINGS = {
 
 
 class AgentProcess:
-    """One `kvbridge agent`."""
+    """One `kvbridge agent`; `settings` are for its environment, beside this one's."""
 
-    def __init__(self, folder: Path, name: str, options: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, name: str, options: dict[str, str], settings: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         self.options = options
         self.socket = str(folder / f"{name}.sock")
@@ -45,7 +47,8 @@ class AgentProcess:
         said = {"name": name, "socket": self.socket, "listen": "tcp://127.0.0.1:0", "metrics": "", **options}
         flags = [part for option, value in said.items() for part in (flag_of(option), value)]
         with self.log.open("wb") as log:
-            command = [sys.executable, "-m", "kvbridge.cli", "agent", *flags]
+            told = ["env", *(f"{key}={value}" for key, value in (settings or {}).items())]
+            command = [*told, sys.executable, "-m", "kvbridge.cli", "agent", *flags]
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         self.address = ""
 
@@ -185,13 +188,17 @@ def python_with(engine: str, chosen: Path | None) -> str:
 
 @contextmanager
 def agents(
-    folder: Path, names: Sequence[str], devices: Sequence[str] = ("cpu",), **options: str
+    folder: Path,
+    names: Sequence[str],
+    devices: Sequence[str] = ("cpu",),
+    settings: Mapping[str, str] | None = None,
+    **options: str,
 ) -> Iterator[list[AgentProcess]]:
     """Agents that serve, `devices` dealt out to them in turn; stopped at the end."""
     with ExitStack() as stack:
         started = []
         for i, name in enumerate(names):
-            started.append(AgentProcess(folder, name, {"device": devices[i % len(devices)], **options}))
+            started.append(AgentProcess(folder, name, {"device": devices[i % len(devices)], **options}, settings))
             stack.callback(end, started[-1].process)
         for agent in started:
             agent.wait_serving()

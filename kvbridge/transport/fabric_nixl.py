@@ -208,6 +208,11 @@ class NixlFabric:
         return events
 
     @property
+    def plugins(self) -> list[str]:
+        """What NIXL could load besides UCX."""
+        return list(self._agent.getAvailPlugins())
+
+    @property
     def known(self) -> list[str]:
         """The boots that NIXL knows, those that were left longest ago first."""
         return list(self._peers)

@@ -42,24 +42,13 @@ class Lock:
         if size > PATH_BYTES:
             raise OperatorError("socket_path_too_long", f"socket path: {size} bytes, limit {PATH_BYTES}")
         try:
-            self._check_folder()
+            check_folder(self.socket)
             self._take(boot)
         except OSError as error:
             raise OperatorError("socket_unavailable", f"socket {self.socket}: {error}") from error
 
     def close(self) -> None:
         os.close(self._fd)
-
-    def _check_folder(self) -> None:
-        """Who may write in the folder may put another socket there. Like /tmp, a sticky one keeps what is ours ours."""
-        folder = self.socket.parent
-        found = folder.stat()
-        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-            mode = f"{stat.S_IMODE(found.st_mode):04o}"
-            reason = f"{folder} has mode {mode}: anybody could replace it; chmod o-w (or +t) {folder}"
-            raise OperatorError("socket_unsafe", f"socket {self.socket}: {reason}")
-        if found.st_uid not in (0, os.geteuid()):
-            raise OperatorError("socket_unsafe", f"socket {self.socket}: {folder} belongs to uid {found.st_uid}")
 
     def _take(self, boot: str) -> None:
         path = f"{self.socket}.lock"
@@ -92,3 +81,18 @@ class Lock:
         except OSError as error:
             log.warning("our boot was not written down, our successor will not know us: %s", error)
         return frozenset(before)
+
+
+def check_folder(socket: Path) -> None:
+    """Who may write in the folder may put another socket there. Like /tmp, a sticky one keeps what is ours ours.
+
+    Raises OperatorError `socket_unsafe`, OSError for a folder that is not there.
+    """
+    folder = socket.parent
+    found = folder.stat()
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        mode = f"{stat.S_IMODE(found.st_mode):04o}"
+        reason = f"{folder} has mode {mode}: anybody could replace it; chmod o-w (or +t) {folder}"
+        raise OperatorError("socket_unsafe", f"socket {socket}: {reason}")
+    if found.st_uid not in (0, os.geteuid()):
+        raise OperatorError("socket_unsafe", f"socket {socket}: {folder} belongs to uid {found.st_uid}")

@@ -10,6 +10,8 @@ from .pool import Count, Name, Pool
 from .words import Agent, Seconds
 
 MAX_ENTRIES = 2048  # of a trace, in one answer
+MAX_ERRORS = 16
+MAX_ERROR_TEXT = 512
 
 
 class StatusQuery(Struct, frozen=True, kw_only=True, tag="status?"):
@@ -82,6 +84,15 @@ class ReaderStatus(Struct, frozen=True, kw_only=True):
     over_s: Seconds | None
 
 
+class ErrorStatus(Struct, frozen=True, kw_only=True):
+    """One line that the agent logged: `level` is warning, error or critical, `logger` the part that said it."""
+
+    level: Name
+    logger: Name
+    text: Annotated[str, Meta(max_length=MAX_ERROR_TEXT)]
+    age_s: Seconds
+
+
 class SlotCounts(Struct, frozen=True, kw_only=True):
     free: Count
     lent: Count
@@ -90,7 +101,10 @@ class SlotCounts(Struct, frozen=True, kw_only=True):
 
 
 class Status(Struct, frozen=True, kw_only=True, tag="status"):
-    """What an agent says of itself. `rebuild_refused` is why its slots cannot be made anew though they should."""
+    """What an agent says of itself. `rebuild_refused` is why its slots cannot be made anew though they should.
+
+    `errors` are the last ones that it logged, the latest one last.
+    """
 
     agent: Agent
     state: Name
@@ -108,6 +122,7 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     rebuild_refused: Name = ""
     offers: tuple[OfferStatus, ...] = ()
     readers: tuple[ReaderStatus, ...] = ()
+    errors: Annotated[tuple[ErrorStatus, ...], Meta(max_length=MAX_ERRORS)] = ()
 
 
 class PoolQuery(Struct, frozen=True, kw_only=True, tag="pool?"):

@@ -164,6 +164,11 @@ TO_ENGINE: tuple[Any, ...] = (
             status.ReaderStatus(agent="decode-0", pid=4711, uid=1000, epoch=3, age_s=61.5, over_s=None),
             status.ReaderStatus(agent="decode-1", pid=4712, uid=1000, epoch=2, age_s=90.0, over_s=0.5),
         ),
+        errors=(
+            status.ErrorStatus(
+                level="warning", logger="kvbridge.sink", text="failed: request=cmpl-1-b code=peer_lost", age_s=4.5
+            ),
+        ),
     ),
     status.PoolStatus(pool=POOL, slot_bytes=4 << 20),
     status.Trace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from .codes import ROOT, used
 
@@ -26,3 +27,14 @@ def test_every_documented_code_is_said_somewhere() -> None:
 
 def test_the_search_finds_codes() -> None:
     assert len(used()) > 80
+
+
+def test_every_code_has_an_entry_of_what_to_do_once() -> None:
+    """Those of the proxy have theirs beside its own options."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text().partition("\n## Error codes\n")[2]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    entries = Counter(code for row in rows for code in re.findall(r"`([a-z_]+)`", row))
+    proxy = set(re.findall(r"`([a-z_]+)`", PROXY))
+    assert entries.keys() - DOCUMENTED == set()
+    assert DOCUMENTED - proxy - entries.keys() == set()
+    assert [code for code, count in entries.items() if count > 1] == []

@@ -1,0 +1,109 @@
+"""`kvbridge doctor`: looks at the machine and at an agent's options, and moves something by every route it has."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from kvbridge_proto.status import Status
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..config import of_libraries, resolve
+from ..doctor import machine, peer, routes, settings
+from ..doctor.finding import Check, Finding, Outcome, Subject, failed
+from ..errors import KVBridgeError, OperatorError, meant
+from ..oneline import plain
+from .status import ask
+
+PAGE = "docs/troubleshooting.md"
+STYLES = {Outcome.OK: "green", Outcome.WARNING: "yellow", Outcome.FAILED: "bold red", Outcome.NOT_HERE: "dim"}
+CHECKS = (
+    Check("gpu", "GPU and driver", machine.gpu),
+    Check("gpu-ipc", "GPU memory between processes", machine.gpu_ipc),
+    Check("allocator", "allocator", machine.allocator),
+    Check("mps", "MPS", machine.mps),
+    Check("namespaces", "PID and IPC namespaces", machine.namespaces),
+    Check("shm", "shared memory", machine.shm),
+    Check("ptrace", "reading another process", machine.ptrace),
+    Check("clock", "clock", machine.clock),
+    Check("keys", "keys", settings.keys),
+    Check("sockets", "sockets", settings.sockets),
+    Check("listen", "address for other agents", settings.listen),
+    Check("metrics", "address for Prometheus", settings.metrics),
+    Check("nixl", "NIXL", routes.nixl),
+    *routes.checks(),
+    Check("peer", "another agent", peer.peer),
+)
+
+
+def run(path: str | None, flags: Mapping[str, str | None], only: Sequence[str], address: str, as_json: bool) -> None:
+    """Print what every check finds, as it is found.
+
+    Raises OperatorError for options that no agent starts with, and (`check_failed`) when a check failed.
+    """
+    config, _ = resolve(path, flags)
+    chosen = [_named(name) for name in only] or list(CHECKS)
+    subject = Subject(config, _status(config.socket), of_libraries(), address)
+    found = _shown(looked(chosen, subject)) if not as_json else list(looked(chosen, subject))
+    if as_json:
+        sys.stdout.write(json.dumps([_plain(check, finding) for check, finding in found], indent=2) + "\n")
+    if bad := [check.name for check, finding in found if finding.outcome is Outcome.FAILED]:
+        raise OperatorError("check_failed", f"{len(bad)} of {len(found)} checks: {', '.join(bad)}; see {PAGE}")
+
+
+def looked(checks: Iterable[Check], subject: Subject) -> Iterator[tuple[Check, Finding]]:
+    """What each check finds; one that cannot even look has failed."""
+    for check in checks:
+        try:
+            yield check, check.look(subject)
+        except KVBridgeError as error:
+            yield check, failed(f"{error.code}: {error}", f"see the entry of {error.code}")
+        except OSError as error:
+            yield check, failed(str(error), "see whether this user may do that")
+
+
+def _named(name: str) -> Check:
+    names = {check.name: check for check in CHECKS}
+    if name not in names:
+        raise OperatorError("bad_option", f"only: {name}: no such check; {meant(name, names)}")
+    return names[name]
+
+
+def _status(path: str) -> Status | None:
+    try:
+        return ask(path)
+    except OperatorError:
+        return None
+
+
+def _shown(found: Iterable[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
+    console = Console(markup=False, emoji=False, highlight=False)
+    kept = []
+    for check, finding in found:
+        kept.append((check, finding))
+        told = f"{check.title}: {plain(finding.text)}"
+        if finding.remedy:
+            told += f"\n{plain(finding.remedy)}\n{_link(check)}"
+        row = Table.grid(padding=(0, 1, 0, 0))
+        row.add_column(width=max(map(len, Outcome)), no_wrap=True)
+        row.add_column(overflow="fold")
+        row.add_row(Text(finding.outcome, style=STYLES[finding.outcome]), Text(told))
+        console.print(row)
+    return kept
+
+
+def _link(check: Check) -> str:
+    return f"{PAGE}#{check.name}"
+
+
+def _plain(check: Check, finding: Finding) -> dict[str, str]:
+    return {
+        "check": check.name,
+        "outcome": finding.outcome.value,
+        "text": finding.text,
+        "remedy": finding.remedy,
+        "see": _link(check),
+    }

@@ -1,0 +1,77 @@
+"""Another process of ours, which a check reads or is read by: `python -m kvbridge.doctor.neighbour WORD ...`.
+
+lend           says where a page of its memory is, and waits
+read PID AT    reads that page out of another process
+lend-gpu DEV   says the CUDA IPC handle of memory on this GPU, and waits
+nixl DEVICES   starts NIXL's UCX backend and says which plugins there are; an abort of UCX's ends this process only
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from importlib.metadata import version
+
+PAGE = b"kvbridge doctor "
+GPU_BYTES = 2 << 20
+PR_SET_PTRACER, ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
+
+
+class Piece(ctypes.Structure):
+    """The kernel's `struct iovec`."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["lend"]:
+            _lend()
+        case ["read", pid, address]:
+            _read(int(pid), int(address))
+        case ["lend-gpu", device]:
+            _lend_gpu(device)
+        case ["nixl", devices]:
+            _start_nixl(devices)
+        case words:
+            sys.exit(f"neighbour: {words}?")
+
+
+def _lend() -> None:
+    page = ctypes.create_string_buffer(PAGE)
+    ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY_PROCESS, 0, 0, 0)  # as UCX does where yama asks for it
+    print(ctypes.addressof(page), flush=True)
+    sys.stdin.readline()
+
+
+def _read(pid: int, address: int) -> None:
+    page = ctypes.create_string_buffer(len(PAGE))
+    ours, theirs = Piece(ctypes.addressof(page), len(PAGE)), Piece(address, len(PAGE))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    count = libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
+    if count < 0:
+        sys.exit(os.strerror(ctypes.get_errno()))
+    if page.raw != PAGE:
+        sys.exit(f"read {count} bytes, and not those that are there")
+
+
+def _lend_gpu(device: str) -> None:
+    from ..device import driver
+
+    with driver.Gpu.open(device).current():
+        print(driver.ipc_export(driver.allocate(GPU_BYTES)).hex(), flush=True)
+        sys.stdin.readline()
+
+
+def _start_nixl(devices: str) -> None:
+    from ..transport.fabric_nixl import NixlFabric
+
+    fabric = NixlFabric("doctor", net_devices=devices)
+    print(f"nixl {version('nixl')}, plugins {', '.join(sorted(fabric.plugins))}", flush=True)
+    fabric.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Checks that move something: two agents, two synthetic engines, as `kvbridge demo` runs them, a route at a time."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from kvbridge_proto.peer import Route
+from rich.console import Console
+from rich.progress import Progress
+
+from ..dataplane.equipment import chosen_gpu
+from ..dataplane.routes.rate import SLOW_BYTES_PER_S
+from ..demo.pools import Request, Shape
+from ..demo.processes import agents
+from ..demo.run import Outcome, carry, memcpy_bytes_per_s
+from ..errors import OperatorError
+from .finding import Check, Finding, Subject, failed, not_here, ok
+from .neighbours import told
+
+ON_GPU: tuple[Route, ...] = ("direct", "host")
+TITLES: dict[Route, str] = {"pull": "route pull", "direct": "route direct", "nixl": "route nixl", "host": "route host"}
+SOURCE, SINK = (Shape(name=name, axes="LPBHTE", block_tokens=32, blocks=64) for name in ("source", "sink"))  # 64 MiB
+REQUESTS = [Request(name="first", tokens=17, seed=1), Request(name="rest", tokens=1024, seed=2)]  # 32 MiB
+# Of memcpy, where there is no GPU. By pull and cma it was 0.5 to 0.8 GB/s of 6 beside other work (2 cores, Linux 6.18,
+# 2026-11-23).
+FLOOR_SHARE = 0.01
+UCX_SAYS = {"UCX_PROTO_INFO": "y"}  # one table for each way to move something that UCX has chosen
+UCX_TABLE = re.compile(r"\| (?P<what>[a-z][^|]*?) +\|$")
+UCX_ROW = re.compile(r"\| +(?P<range>\d[\w.]*) +\| (?P<how>[^|]+?) +\| (?P<by>[^|]+?) +\|$")
+UCX_WRITE = "remote memory write"
+
+
+def checks() -> Iterator[Check]:
+    """One for each route."""
+    for route, title in TITLES.items():
+        yield Check(f"route-{route}", title, partial(carried, route))
+
+
+def nixl(subject: Subject) -> Finding:
+    """Whether NIXL starts with UCX, and which plugins it has."""
+    try:
+        return ok(told("nixl", subject.config.net_devices or "lo"))
+    except OperatorError as error:
+        return failed(str(error), "install kvbridge[agent]; unset UCX_TLS and UCX_NET_DEVICES; look at net_devices")
+
+
+def carried(route: Route, subject: Subject) -> Finding:
+    """A real transfer by this route between two agents of this machine: every byte, its rate, by what it went."""
+    config = subject.config
+    if route not in config.routes:
+        return not_here(f"routes: {', '.join(config.routes)}")
+    if route == "pull" and not config.share_memory:
+        return not_here("share_memory: false")
+    gpu = chosen_gpu(config.device)
+    if gpu is None and route in ON_GPU:
+        return not_here("only GPUs have this route, and there is none")
+    options = {"routes": route, "net_devices": config.net_devices or "lo", "log_level": "info"}
+    device = gpu.device if gpu else "cpu"
+    with tempfile.TemporaryDirectory(prefix="kvbridge-doctor-") as folder:
+        with agents(Path(folder), ("source", "sink"), (device,), UCX_SAYS, **options) as running:
+            outcome = carry(Path(folder), running, SOURCE, SINK, REQUESTS, Progress(console=Console(quiet=True)))
+        transports = written_by("".join(agent.log.read_text(errors="replace") for agent in running))
+    return _judged(route, outcome, transports, floor(is_gpu=gpu is not None), subject.environment)
+
+
+def floor(is_gpu: bool) -> float:
+    """Bytes per second below which something is wrong."""
+    return SLOW_BYTES_PER_S if is_gpu else FLOOR_SHARE * memcpy_bytes_per_s()
+
+
+def _judged(
+    route: Route,
+    outcome: Outcome,
+    transports: frozenset[str],
+    floor_bytes_per_s: float,
+    environment: dict[str, str],
+) -> Finding:
+    rate = outcome.moved_bytes / outcome.seconds
+    text = f"{outcome.moved_bytes / 1e6:.0f} MB at {rate / 1e9:.2f} GB/s, floor {floor_bytes_per_s / 1e9:.2f}"
+    if transports:
+        text += f", by {', '.join(sorted(transports))}"
+    if outcome.wrong:
+        return failed(f"{text}: {outcome.wrong}", "report it: bytes landed that are not those that were sent")
+    if route in ("nixl", "host") and (slow := [each for each in transports if "tcp/" in each]):
+        forced = "".join(f"; {name}={value} is set" for name, value in environment.items() if name.startswith("UCX_"))
+        return failed(
+            f"{text}: UCX fell back to TCP ({', '.join(slow)}) between two processes of one host{forced}",
+            "unset UCX_TLS; see that ptrace (above) is ok, and on a GPU that the PID namespace is shared",
+        )
+    if route in ("nixl", "host") and not transports:
+        return failed(f"{text}: UCX does not say by what it wrote", "report it with the version of nixl")
+    if rate < floor_bytes_per_s:
+        return failed(text, "look for what else keeps the machine busy, for limits of CPU, and at the other checks")
+    return ok(text)
+
+
+def written_by(log: str) -> frozenset[str]:
+    """What UCX writes large pieces of remote memory with, such as "cma/memory", by its tables of UCX_PROTO_INFO.
+
+    A few bytes may well go by TCP.
+    """
+    found, is_write = set(), False
+    for line in log.splitlines():
+        if row := UCX_ROW.search(line):
+            if is_write and row["range"][-3:] == "inf":
+                found.add(row["by"])
+        elif (table := UCX_TABLE.search(line)) and table["what"] != "Range":
+            is_write = table["what"].startswith(UCX_WRITE)
+    return frozenset(found)
