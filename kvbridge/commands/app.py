@@ -158,7 +158,10 @@ def _doctor_command() -> Callable[..., None]:
             run(_path(config), _flags(flags), only or [], peer, as_json)
 
     names = typer.Option("--only", help="Do this check alone; may be repeated.")
-    address = typer.Option("--peer", help="Another agent, tcp://HOST:PORT[#PUBLICKEY]: dial and greet it.")
+    address = typer.Option(
+        "--peer",
+        help="Another agent to dial and greet: tcp://HOST:PORT, or tcp://HOST:PORT#PUBLICKEY.",
+    )
     more = (
         _parameter("only", Annotated[list[str] | None, names]),
         _parameter("peer", Annotated[str, address], default=""),
