@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 import secrets
@@ -35,7 +36,7 @@ from ..exchange.reading import CHECK_EVERY
 from ..exchange.route import Site
 from ..exchange.slots import SlotPool
 from ..failpoints import VARIABLE, arm_from_environment
-from ..options import AgentConfig
+from ..options import AgentConfig, Supervision
 from ..transport.control import Control
 from ..transport.descriptors import links, raised
 from ..transport.door import Door
@@ -53,6 +54,7 @@ from .rebuild import Rebuilder
 from .sink import Sink
 from .source import Source
 from .status import offers, readers, transfers
+from .supervisor import Supervisor
 from .words import PlainFormatter
 
 log = logging.getLogger("kvbridge.agent")
@@ -63,7 +65,7 @@ IDLE_TICK_S = 0.25
 SWITCH_S = 0.0002
 
 
-def run(config: AgentConfig, stuck_s: float = STUCK_S) -> None:
+def run(config: AgentConfig, stuck_s: float = STUCK_S, supervision: Supervision | None = None) -> None:
     """Run one agent until SIGTERM or SIGINT. Raises OperatorError or FabricError when it cannot start.
 
     Does not return if the mover is stuck (stuck.py): the process ends with its STATUS.
@@ -72,9 +74,10 @@ def run(config: AgentConfig, stuck_s: float = STUCK_S) -> None:
     line = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
     handler.setFormatter(PlainFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    faulthandler.enable()  # systemd's watchdog ends us by SIGABRT: the log says where each thread stood
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
-    uvloop.run(Agent(config, stuck_s=stuck_s).run())
+    uvloop.run(Agent(config, stuck_s=stuck_s, supervisor=Supervisor(supervision)).run())
 
 
 def trust_of(config: AgentConfig) -> Trust:
@@ -95,6 +98,7 @@ class Agent:
         entropy: Callable[[int], bytes] = secrets.token_bytes,
         metrics: Metrics | None = None,
         stuck_s: float = STUCK_S,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self.config = config
         self._stuck_s = stuck_s
@@ -103,6 +107,7 @@ class Agent:
         self.boot = entropy(8).hex()
         self.before: frozenset[str] = frozenset()  # starts of this agent that are dead
         self.metrics = metrics or Metrics()
+        self._supervisor = supervisor or Supervisor(None)
         self.state = "starting"
         self._started = clock()
         self._stop = asyncio.Event()
@@ -125,6 +130,8 @@ class Agent:
                     tasks.create_task(self.rebuilder.watch()),
                     tasks.create_task(self._serve_local(tasks)),
                 ]
+                if self._supervisor.look_s:
+                    serving.append(tasks.create_task(self._supervisor.feed(lambda: self.mover.turns)))
                 self.state = "serving"
                 self.control.trusts(self.trust)  # should the list have changed meanwhile
                 gc.collect()
@@ -138,6 +145,7 @@ class Agent:
                     self.mover.description,
                     self.trust.description,
                 )
+                self._supervisor.ready()
                 await self._stop.wait()
                 if self._failure is not None:
                     raise self._failure
@@ -321,6 +329,7 @@ class Agent:
     async def _drain(self) -> None:
         """Take nothing new, let what flows finish, then say goodbye."""
         self.state = "draining"
+        self._supervisor.stopping()
         self.engines.is_closing = self.peers.accepting.is_closing = True
         log.info("draining: wants=%d transfers=%d", len(self.inbound.wants), len(self.outbound.outlets))
         with contextlib.suppress(TimeoutError):
