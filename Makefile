@@ -6,6 +6,7 @@
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
 # make test-cross    the tests that drive a vLLM engine and an SGLang server against each other
 # make test-routers    the routers that people run, in front of two real vLLM servers, and two of SGLang (0.3 GB of packages more)
+# make test-systemd    the unit under a systemd that is booted in namespaces of its own (root, Linux with cgroups 2)
 # make test-faults    agents and engines killed and stopped at every failpoint, three times (an hour and a half on two cores)
 # make test-gpu    the tests that need a GPU, or two
 # make fuzz    every decoder and what is behind it, for twelve minutes (FUZZ="--frames 1000000 --target pools" for more)
@@ -27,7 +28,7 @@ PROMETHEUS = .prometheus/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 
-.PHONY: demo demo-vllm demo-cross test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-faults test-gpu bench bench-serving bench-gpu golden clean
+.PHONY: demo demo-vllm demo-cross test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -48,7 +49,7 @@ lint: $(AGENT)
 # What starts many processes and looks at the clock runs alone; the rest two at a time, what mostly waits by itself.
 SYSTEM = tests/faults tests/test_demo.py
 WAITING = tests/transport tests/proxy tests/agent tests/doctor tests/test_cli.py tests/test_adapter_guide.py
-UNMARKED = -m "not vllm and not sglang and not cross and not routers and not gpu and not multi_gpu"
+UNMARKED = -m "not vllm and not sglang and not cross and not routers and not systemd and not gpu and not multi_gpu"
 
 unit: $(AGENT)
 	-$(MAKE) --no-print-directory $(PROMETHEUS)
@@ -82,6 +83,9 @@ test-cross: $(AGENT) $(ENGINE) $(SGLANG)
 test-routers: $(AGENT) $(ENGINE) $(SGLANG) $(ROUTERS)
 	.venv/bin/python -m pytest -m routers tests/routers
 	.venv-sglang/bin/python -m pytest -m routers tests/routers/test_sglang.py
+
+test-systemd: $(AGENT)
+	.venv/bin/python -m pytest -m systemd tests/test_systemd.py
 
 test-faults: $(AGENT)
 	.venv/bin/python -m tests.faults --all --times 3 --workers 2

@@ -16,7 +16,17 @@ import msgspec
 from kvbridge_proto.door import DOOR_SUFFIX
 
 from .errors import OperatorError, meant
-from .options import ENVIRONMENT_PREFIX, AgentConfig, allowed, defaults, flag_of, hint_of, off_flag_of, variable_of
+from .options import (
+    ENVIRONMENT_PREFIX,
+    AgentConfig,
+    Supervision,
+    allowed,
+    defaults,
+    flag_of,
+    hint_of,
+    off_flag_of,
+    variable_of,
+)
 
 # Of failpoints.py, of adapters, of tests.
 NO_OPTIONS = ("KVBRIDGE_FAILPOINTS", "KVBRIDGE_ENGINE_", "KVBRIDGE_TEST_", "KVBRIDGE_SITE", "KVBRIDGE_COMMIT")
@@ -85,6 +95,15 @@ def of_libraries(environment: Mapping[str, str] | None = None) -> dict[str, str]
     """What the environment says to the libraries beneath us, for `kvbridge doctor`: these are no options of ours."""
     environment = os.environ if environment is None else environment
     return {name: value for name, value in environment.items() if name.startswith(OF_LIBRARIES)}
+
+
+def supervision(environment: Mapping[str, str] | None = None) -> Supervision | None:
+    """What systemd told this process; None if it did not start it, or does not listen."""
+    environment = os.environ if environment is None else environment
+    if not (address := environment.get("NOTIFY_SOCKET", "")):
+        return None
+    is_watched = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    return Supervision(address, int(environment.get("WATCHDOG_USEC", "0")) / 1e6 if is_watched else 0.0)
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from kvbridge_proto.peer import Route
@@ -46,6 +46,13 @@ SECTIONS = {
 def _option(meaning: str, about: str = "", *, sample: Any = None, **bounds: Any) -> Meta:
     """`meaning`: the line of `--help`; `about`: what else there is to know; `sample`: shown for a default of None."""
     return Meta(description=meaning, extra={"about": inspect.cleandoc(about), "sample": sample}, **bounds)
+
+
+class Supervision(NamedTuple):
+    """Where systemd hears of us, and within how many seconds again and again; 0: only of changes. No option."""
+
+    address: str
+    watchdog_s: float
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,5 +1,7 @@
 """The sandbox of the systemd unit without systemd: made of the unit's own directives, in a mount namespace.
 
+Where systemd itself can be had, booted.py has it make the whole of it.
+
 What it does not enact stands in OTHER; a directive that is neither there nor enacted is an error. Needs root.
 """
 
@@ -28,8 +30,9 @@ ENACTED = {
     "LimitMEMLOCK",
 }
 OTHER = {
-    *("Type", "EnvironmentFile", "ExecReload", "Restart", "RestartSec", "RestartPreventExitStatus", "KillSignal"),
-    *("TimeoutStopSec", "RuntimeDirectoryPreserve", "ProtectClock", "ProtectHostname", "ProtectKernelLogs"),
+    *("Type", "NotifyAccess", "TimeoutStartSec", "WatchdogSec", "EnvironmentFile", "ExecReload", "Restart"),
+    *("RestartSec", "RestartPreventExitStatus", "KillSignal", "TimeoutStopSec", "RuntimeDirectoryPreserve"),
+    *("PrivateMounts", "ProtectProc", "ProtectClock", "ProtectHostname", "ProtectKernelLogs"),
     *("ProtectKernelModules", "RestrictNamespaces", "RestrictRealtime", "RestrictSUIDSGID", "RestrictAddressFamilies"),
     *("LockPersonality", "RemoveIPC", "SystemCallArchitectures", "SystemCallFilter", "SystemCallErrorNumber"),
 }
@@ -109,7 +112,7 @@ class Sandbox:
     def _mounts(self) -> list[str]:
         """Commands: empty places for what it may write, homes hidden, all else read-only."""
         script = [f"mount -t tmpfs -o mode=0755 tmpfs {place}" for place in PLACES.values()]
-        script += _hidden(HOMES, _of_python())
+        script += _hidden(HOMES, of_python())
         for path, mode in self.directories():
             script.append(f"mkdir -p {path}; chmod {mode} {path}; chown {NOBODY}:{NOBODY} {path}")
         tops = [path for path, _ in self.directories() if str(Path(path).parent) in PLACES.values()]
@@ -129,7 +132,7 @@ def _specified(value: str) -> str:
     return value
 
 
-def _of_python() -> list[str]:
+def of_python() -> list[str]:
     """Where this Python and all that it imports lie: an operator would have put them where they can be read."""
     places = {Path(sys.base_prefix), Path(sys.prefix), ROOT, *map(Path, sys.path)}
     found = sorted({place.resolve() for place in places if place.is_dir()})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 import secrets
@@ -35,7 +36,7 @@ from ..exchange.reading import CHECK_EVERY
 from ..exchange.route import Site
 from ..exchange.slots import SlotPool
 from ..failpoints import VARIABLE, arm_from_environment
-from ..options import AgentConfig
+from ..options import AgentConfig, Supervision
 from ..transport.control import Control
 from ..transport.descriptors import links, raised
 from ..transport.door import Door
@@ -56,6 +57,7 @@ from .rebuild import Rebuilder
 from .sink import Sink
 from .source import Source
 from .status import offers, readers, transfers
+from .supervisor import Supervisor
 
 log = logging.getLogger("kvbridge.agent")
 
@@ -65,15 +67,16 @@ IDLE_TICK_S = 0.25
 SWITCH_S = 0.0002
 
 
-def run(config: AgentConfig, stuck_s: float = STUCK_S) -> None:
+def run(config: AgentConfig, stuck_s: float = STUCK_S, supervision: Supervision | None = None) -> None:
     """Run one agent until SIGTERM or SIGINT. Raises OperatorError or FabricError when it cannot start.
 
     Does not return if the mover is stuck (stuck.py): the process ends with its STATUS.
     """
     set_up(config.log_level, config.log_format, errors := LastErrors())
+    faulthandler.enable()  # systemd's watchdog ends us by SIGABRT: the log says where each thread stood
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
-    uvloop.run(Agent(config, stuck_s=stuck_s, errors=errors).run())
+    uvloop.run(Agent(config, stuck_s=stuck_s, errors=errors, supervisor=Supervisor(supervision)).run())
 
 
 def trust_of(config: AgentConfig) -> Trust:
@@ -95,6 +98,7 @@ class Agent:
         metrics: Metrics | None = None,
         stuck_s: float = STUCK_S,
         errors: LastErrors | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self.config = config
         self._errors = errors or LastErrors()
@@ -105,6 +109,7 @@ class Agent:
         self.before: frozenset[str] = frozenset()  # starts of this agent that are dead
         self.metrics = metrics or Metrics()
         self.journal = Journal(clock)
+        self._supervisor = supervisor or Supervisor(None)
         self.state = "starting"
         self._started = clock()
         self._stop = asyncio.Event()
@@ -127,6 +132,8 @@ class Agent:
                     tasks.create_task(self.rebuilder.watch()),
                     tasks.create_task(self._serve_local(tasks)),
                 ]
+                if self._supervisor.look_s:
+                    serving.append(tasks.create_task(self._supervisor.feed(lambda: self.mover.turns)))
                 self.state = "serving"
                 self.control.trusts(self.trust)  # should the list have changed meanwhile
                 gc.collect()
@@ -140,6 +147,7 @@ class Agent:
                     self.mover.description,
                     self.trust.description,
                 )
+                self._supervisor.ready()
                 await self._stop.wait()
                 if self._failure is not None:
                     raise self._failure
@@ -326,6 +334,7 @@ class Agent:
     async def _drain(self) -> None:
         """Take nothing new, let what flows finish, then say goodbye."""
         self.state = "draining"
+        self._supervisor.stopping()
         self.engines.is_closing = self.peers.accepting.is_closing = True
         log.info("draining: wants=%d transfers=%d", len(self.inbound.wants), len(self.outbound.outlets))
         with contextlib.suppress(TimeoutError):

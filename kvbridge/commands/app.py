@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..cli import missing
-from ..config import load
+from ..config import load, supervision
 from ..errors import KVBridgeError, OperatorError
 from ..oneline import plain_lines
 from ..options import choices, defaults, flag_of, off_flag_of, options, section_of
@@ -100,7 +100,7 @@ def _agent_command() -> Callable[..., None]:
             loaded = load(_path(config), _flags(flags))
             from ..agent.daemon import run
 
-            run(loaded)
+            run(loaded, supervision=supervision())
 
     return _with_options(agent)
 

@@ -166,6 +166,11 @@ class Mover:
         connected: Connected = await self._job(lambda settle: self._jobs.connect(landing, settle))
         return connected
 
+    @property
+    def turns(self) -> int:
+        """Grows as long as the thread comes round: at least once a second, or after the task that it has in hand."""
+        return self._watchdog.beats
+
     def stir(self) -> None:
         """Something was heard, and more will be: the loop looks again for a while before it sleeps."""
         self._linger.stir()

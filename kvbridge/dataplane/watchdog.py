@@ -38,11 +38,11 @@ class Watchdog:
         self.stuck_s = stuck_s
         self._thread = thread
         self._end = end
-        self._beats = 0
+        self.beats = 0
 
     def beat(self) -> None:
         """On the thread."""
-        self._beats += 1
+        self.beats += 1
 
     async def until(self, done: Awaitable[T]) -> T:
         """What this gives, once it is done. Ends the process if the thread shows no life for so long meanwhile.
@@ -50,10 +50,10 @@ class Watchdog:
         Looks are counted, not seconds: a process that was stopped has not given its thread the time.
         """
         waiting = asyncio.ensure_future(done)
-        beats, still = self._beats, 0
+        beats, still = self.beats, 0
         try:
             while not (await asyncio.wait({waiting}, timeout=LOOK_S))[0]:
-                beats, still = self._beats, still + 1 if beats == self._beats else 0
+                beats, still = self.beats, still + 1 if beats == self.beats else 0
                 if still * LOOK_S >= self.stuck_s:
                     self.end(f"no sign of life of its thread in {self.stuck_s:g} s")
             return waiting.result()
