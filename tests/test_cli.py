@@ -524,6 +524,21 @@ def test_status_prints_the_pool_that_plan_reads(tmp_path: Path) -> None:
     assert msgspec.json.decode(told.stdout, type=type(POOL_STATUS.pool)) == POOL_STATUS.pool
 
 
+def test_status_prints_labels_of_the_engine_for_schedulers(tmp_path: Path) -> None:
+    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
+        told = kvbridge("status", "--socket", agent.path, "--labels")
+    assert told.returncode == 0 and told.stdout.split() == [
+        "kvbridge.io/model-key=0123456789abcdef",
+        "kvbridge.io/engine=vllm",
+        "kvbridge.io/tp-size=2",
+        "kvbridge.io/block-tokens=16",
+        "kvbridge.io/dtype=bf16",
+    ]
+    with Scripted(tmp_path / "b.sock", pack(msgspec.structs.replace(STATUS, engine=None))) as agent:
+        told = kvbridge("status", "--socket", agent.path, "--labels")
+    assert told.returncode == 1 and "no engine is attached" in told.stderr and not told.stdout
+
+
 ANSWERS = {
     "closed": (b"", "closed without an answer"),
     "garbage": (HEADER.pack(3) + b"\xc1\xc1\xc1", "is no agent"),

@@ -54,6 +54,7 @@ from ..exchange.session import Home, engine_ranks
 from ..failpoints import failpoint
 from ..geometry.check import check_pool, rescaled
 from ..geometry.plan import Planner
+from ..geometry.traits import model_key, traits
 from ..transport.local import LocalConnection
 from .doors import Doors
 from .journal import Journal
@@ -160,6 +161,7 @@ class Engines:
         self.sink.engine_left()
         self.peers.end_all(reason)
         self._home = None
+        self._metrics.left()
         attached, self._attached = self._attached, None
         if attached is not None:
             self.doors.withdraw(attached, reason)
@@ -250,6 +252,7 @@ class Engines:
             len(pool.planes),
             ",".join(sorted({handle.kind for handle in attach.handles})),
         )
+        self._metrics.attached(model_key(pool), traits(pool))
         connection.send(Attached(version=version, epoch=self._epoch, agent=agent, is_shared=bool(site.machine)))
         failpoint("agent.attached")
         twin, slot_bytes = Planner(pool, pool), self._mover.site.fabric.slot_bytes
@@ -358,6 +361,8 @@ class Engines:
             shard=f"tp {pool.shard.tp_rank}/{pool.shard.tp_size} pp {pool.shard.pp_rank}/{pool.shard.pp_size}",
             pool_bytes=sum(region.size_bytes for region in pool.regions),
             planes=len(pool.planes),
+            model_key=model_key(pool),
+            traits=traits(pool),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -65,6 +65,9 @@ class Metrics:
         for counter in (self._chunks, self._bytes, self._compared, self._differing):  # an alert needs a value before
             for role in ("source", "sink"):
                 counter.labels(role)
+        text = "1 for the engine that is attached; of one model_key are engines between which rows can be carried"
+        labels = ["model_key", "engine", "tp_size", "pp_size", "cp_size", "block_tokens", "dtype"]
+        self._engine = Gauge("kvbridge_engine_info", text, labels, registry=registry)
         self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were made anew", registry=registry)
         self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)
         failpoints = "Armed: this agent was started to fail, for a test"
@@ -90,6 +93,16 @@ class Metrics:
             ("rebuild_refused", "1 while slots cannot be made anew", lambda: int(gauges.is_rebuild_refused())),
         ):
             Gauge(f"kvbridge_{name}", text, registry=self.registry).set_function(read)
+
+    def attached(self, model_key: str, traits: Mapping[str, str]) -> None:
+        """This engine, and no other."""
+        self._engine.clear()
+        said = {name.replace("-", "_"): value for name, value in traits.items()}
+        self._engine.labels(model_key=model_key, **said).set(1)
+
+    def left(self) -> None:
+        """No engine is attached any more."""
+        self._engine.clear()
 
     def warn_of_failpoints(self, said: tuple[str, ...]) -> None:
         """Show that this agent was told to fail, wherever anybody looks."""

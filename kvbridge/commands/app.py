@@ -233,6 +233,9 @@ def status(
     pool: Annotated[
         bool, typer.Option("--pool", help="Print the attached pools instead, as `kvbridge plan` reads them.")
     ] = False,
+    labels: Annotated[
+        bool, typer.Option("--labels", help="Print labels for the pod of the attached engine instead.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Draw it anew each second, until Ctrl-C.")] = False,
     as_json: JSON = False,
 ) -> None:
@@ -248,17 +251,20 @@ def status(
       kvbridge status --socket /run/kvbridge/agent-0.sock --json
       kvbridge status --watch
       kvbridge status --pool > prefill.json
+      kvbridge status --labels
     """
     with _told("status"):
-        from .status import show, show_pools
+        from .status import show, show_labels, show_pools
         from .status import watch as follow
 
-        if watch + pool + as_json > 1:
-            raise OperatorError("bad_option", "--watch, --pool and --json: one of them")
+        if watch + pool + labels + as_json > 1:
+            raise OperatorError("bad_option", "--watch, --pool, --labels and --json: one of them")
         if watch:
             follow(socket or [])
         elif pool:
             show_pools(socket or [])
+        elif labels:
+            show_labels(socket or [])
         else:
             show(socket or [], as_json)
 

@@ -37,6 +37,7 @@ from ..errors import OperatorError
 from ..oneline import plain
 
 ANSWER_S = 5.0
+LABELS = "kvbridge.io/"  # before the name of each label
 WATCH_S = 1.0
 RECEIVE_BYTES = 1 << 16
 
@@ -96,6 +97,25 @@ def _answered(answers: Mapping[str, Status | OperatorError]) -> list[RenderableT
 
 def _console() -> Console:
     return Console(markup=False, emoji=False, highlight=False)  # a key may look like markup
+
+
+def show_labels(named: Sequence[str]) -> None:
+    """Print what schedulers need to know of the attached engine, as labels for its pod: `name=value` in one line.
+
+    Raises OperatorError when an agent does not answer or has no engine, or when there are several engines.
+    """
+    found_labels = {_labels(path) for path in named or found()}
+    if len(found_labels) > 1:
+        raise OperatorError("bad_option", "engines: several that differ are attached here; name a --socket of one")
+    sys.stdout.write(found_labels.pop() + "\n")
+
+
+def _labels(path: str) -> str:
+    engine = ask(path).engine
+    if engine is None:
+        raise OperatorError("agent_refused", f"{path}: no_engine: no engine is attached to this agent")
+    said = {"model-key": engine.model_key, **engine.traits}
+    return " ".join(f"{LABELS}{name}={value}" for name, value in said.items())
 
 
 def show_pools(named: Sequence[str]) -> None:
@@ -219,6 +239,7 @@ def _agent(status: Status) -> list[RenderableType]:
         _add(rows, "engine", f"{engine.engine}, pid {engine.pid}, epoch {engine.epoch}")
         size = f"{engine.pool_bytes / 2**20:.1f} MiB in {engine.planes} planes"
         _add(rows, "pool", f"{engine.model}, {engine.shard}, {size}")
+        _add(rows, "model key", engine.model_key)
     return [_title("agent"), _indented(rows)]
 
 

@@ -158,7 +158,7 @@ def _other_form(source: Pool, sink: Pool) -> Iterator[Difference]:
             yield Difference("width", ours.codec.width, theirs.codec.width, place, SAME_MODEL)
             continue
         if not can_convert(ours.codec, theirs.codec):
-            yield from _if_other("codec", _form(ours), _form(theirs), place, SAME_CODEC)
+            yield from _if_other("codec", form_of(ours), form_of(theirs), place, SAME_CODEC)
             continue
         if not is_same_row(ours.codec, theirs.codec):
             if "fp8_ds_mla" in (ours.codec.name, theirs.codec.name) and not (_is_dense(ours) and _is_dense(theirs)):
@@ -167,7 +167,7 @@ def _other_form(source: Pool, sink: Pool) -> Iterator[Difference]:
             continue
         mine, yours = (each.get((ours.layer, f"{ours.part}_scale")) for each in (scales, theirs_of))
         if mine is not None and yours is not None and not is_same_row(mine.codec, yours.codec):
-            yield from _if_other("codec", _form(mine), _form(yours), f"{place}_scale", SAME_CODEC)
+            yield from _if_other("codec", form_of(mine), form_of(yours), f"{place}_scale", SAME_CODEC)
     parts = _parts(source)
     for layer, needed in _parts(sink).items():
         held = parts.get(layer, needed)
@@ -187,7 +187,7 @@ def _changes(source: Pool, sink: Pool) -> Iterator[Difference]:
         mine, yours = source.groups[ours.group], sink.groups[theirs.group]
         yield from _if_other("kind", _keeps(mine), _keeps(yours), place)
         yield from _if_other("block_tokens", mine.block_tokens, yours.block_tokens, place)
-        yield from _if_other("codec", _form(ours), _form(theirs), place)
+        yield from _if_other("codec", form_of(ours), form_of(theirs), place)
         if not is_same_scales(ours.codec.scales, theirs.codec.scales):
             yield Difference("scales", spelled(ours.codec.scales), spelled(theirs.codec.scales), place)
         yield from _if_other("layout", _layout(ours), _layout(theirs), place)
@@ -223,7 +223,8 @@ def _block(group: Group, shard: Shard) -> str:
     return f"{group.block_tokens} x {shard.cp_size} ranks" if shard.cp_size > 1 else str(group.block_tokens)
 
 
-def _form(plane: Plane) -> str:
+def form_of(plane: Plane) -> str:
+    """What rows are made of, for people."""
     codec = plane.codec
     return codec.name if codec.name in (*PLAIN, *ROW_SCALED) else f"{codec.name} of {codec.row_bytes} bytes"
 
@@ -234,7 +235,7 @@ def _is_dense(plane: Plane) -> bool:
 
 
 def _spread(plane: Plane) -> str:
-    return _form(plane) if _is_dense(plane) else f"{_form(plane)}, {plane.element_axis[-1].stride} bytes apart"
+    return form_of(plane) if _is_dense(plane) else f"{form_of(plane)}, {plane.element_axis[-1].stride} bytes apart"
 
 
 def spelled(scales: Sequence[float]) -> str:

@@ -19,6 +19,8 @@ class StatusQuery(Struct, frozen=True, kw_only=True, tag="status?"):
 
 
 class EngineStatus(Struct, frozen=True, kw_only=True):
+    """Engines of one `model_key` are of one model; `traits` are what may differ between them, and is converted then."""
+
     engine: Name
     epoch: Count
     pid: Count
@@ -26,6 +28,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     shard: Name
     pool_bytes: Count
     planes: Count
+    model_key: Annotated[str, Meta(max_length=64)] = ""
+    traits: dict[Name, Name] = {}
 
 
 class PeerStatus(Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from kvbridge_proto.words import VersionRange
 from msgspec.structs import replace
 
 from ..oracle import Shape, build, fill, mismatch
-from .harness import Client, SyntheticEngine, agent, is_at_rest
+from .harness import Client, SyntheticEngine, agent, is_at_rest, wait_for
 
 
 class Pair:
@@ -281,7 +281,13 @@ def test_metrics_are_served_on_loopback(tmp_path: Path) -> None:
         with closing(SyntheticEngine(running, build(Shape("nhd")))) as engine:
             engine.attach()
             text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+            info = {line.split()[0] for line in text.splitlines() if line.startswith("kvbridge_engine_info{")}
         assert "kvbridge_engine_attached 1.0" in text and 'kvbridge_inbound_slots{state="free"} 8.0' in text
+        (said,) = info
+        assert all(part in said for part in ('block_tokens="16"', 'dtype="bf16"', 'tp_size="1"', 'model_key="'))
+        wait_for(lambda: running.status.engine is None)
+        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+        assert "kvbridge_engine_info{" not in text
 
 
 def test_an_idle_agent_sleeps(pair: Pair) -> None:

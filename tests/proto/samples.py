@@ -123,7 +123,15 @@ TO_ENGINE: tuple[Any, ...] = (
         inbound=SLOTS,
         outbound=status.SlotCounts(free=16, lent=0, landed=0, quarantined=0),
         engine=status.EngineStatus(
-            engine="vllm 0.32.0", epoch=3, pid=4242, model="tiny", shard="tp 1/2", pool_bytes=1 << 20, planes=2
+            engine="vllm 0.32.0",
+            epoch=3,
+            pid=4242,
+            model="tiny",
+            shard="tp 1/2",
+            pool_bytes=1 << 20,
+            planes=2,
+            model_key="0123456789abcdef",
+            traits={"engine": "vllm", "tp-size": "2", "block-tokens": "16", "dtype": "bf16"},
         ),
         peers=(
             status.PeerStatus(
