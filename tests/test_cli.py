@@ -528,11 +528,11 @@ def test_status_prints_labels_of_the_engine_for_schedulers(tmp_path: Path) -> No
     with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
         told = kvbridge("status", "--socket", agent.path, "--labels")
     assert told.returncode == 0 and told.stdout.split() == [
-        "kvbridge.io/model-key=0123456789abcdef",
-        "kvbridge.io/engine=vllm",
-        "kvbridge.io/tp-size=2",
-        "kvbridge.io/block-tokens=16",
-        "kvbridge.io/dtype=bf16",
+        "kvbridge/model-key=0123456789abcdef",
+        "kvbridge/engine=vllm",
+        "kvbridge/tp-size=2",
+        "kvbridge/block-tokens=16",
+        "kvbridge/dtype=bf16",
     ]
     with Scripted(tmp_path / "b.sock", pack(msgspec.structs.replace(STATUS, engine=None))) as agent:
         told = kvbridge("status", "--socket", agent.path, "--labels")

@@ -37,7 +37,7 @@ from ..errors import OperatorError
 from ..oneline import plain
 
 ANSWER_S = 5.0
-LABELS = "kvbridge.io/"  # before the name of each label
+LABELS = "kvbridge/"  # before the name of each label
 WATCH_S = 1.0
 RECEIVE_BYTES = 1 << 16
 
