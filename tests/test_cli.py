@@ -532,6 +532,8 @@ def test_status_prints_labels_of_the_engine_for_schedulers(tmp_path: Path) -> No
         "kvbridge/model-key=0123456789abcdef",
         "kvbridge/engine=vllm",
         "kvbridge/tp-size=2",
+        "kvbridge/pp-size=1",
+        "kvbridge/cp-size=1",
         "kvbridge/block-tokens=16",
         "kvbridge/dtype=bf16",
     ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 
-from kvbridge_proto.status import SlotCounts
+from kvbridge_proto.status import SlotCounts, Traits
+from msgspec import structs
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ..prompt_share import CAUSES
@@ -66,7 +67,7 @@ class Metrics:
             for role in ("source", "sink"):
                 counter.labels(role)
         text = "1 for the engine that is attached; of one model_key are engines between which rows can be carried"
-        labels = ["model_key", "engine", "tp_size", "pp_size", "cp_size", "block_tokens", "dtype"]
+        labels = ["model_key", *Traits.__struct_fields__]
         self._engine = Gauge("kvbridge_engine_info", text, labels, registry=registry)
         self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were made anew", registry=registry)
         self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)
@@ -94,11 +95,10 @@ class Metrics:
         ):
             Gauge(f"kvbridge_{name}", text, registry=self.registry).set_function(read)
 
-    def attached(self, model_key: str, traits: Mapping[str, str]) -> None:
+    def attached(self, model_key: str, traits: Traits) -> None:
         """This engine, and no other."""
         self._engine.clear()
-        said = {name.replace("-", "_"): value for name, value in traits.items()}
-        self._engine.labels(model_key=model_key, **said).set(1)
+        self._engine.labels(model_key=model_key, **structs.asdict(traits)).set(1)
 
     def left(self) -> None:
         """No engine is attached any more."""

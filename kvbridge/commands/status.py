@@ -114,8 +114,8 @@ def _labels(path: str) -> str:
     engine = ask(path).engine
     if engine is None:
         raise OperatorError("agent_refused", f"{path}: no_engine: no engine is attached to this agent")
-    said = {"model-key": engine.model_key, **engine.traits}
-    return " ".join(f"{LABELS}{name}={value}" for name, value in said.items())
+    said = {"model_key": engine.model_key, **(msgspec.to_builtins(engine.traits) or {})}
+    return " ".join(f"{LABELS}{name.replace('_', '-')}={value}" for name, value in said.items())
 
 
 def show_pools(named: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 from kvbridge_proto.pool import Layer, Pool
+from kvbridge_proto.status import Traits
 
 from .compat import ATTENTION, form_of
 from .wire import is_scale
@@ -32,18 +33,18 @@ def _shape(layer: Layer) -> tuple[str, int, int, int, int]:
     return kind, layer.kv_heads, layer.key_width, layer.value_width, layer.rope_width
 
 
-def traits(pool: Pool) -> dict[str, str]:
-    """What may differ between two engines, and is converted then: names and values that a Kubernetes label can have."""
+def traits(pool: Pool) -> Traits:
+    """What may differ between two engines, and is converted then; all of it can be a label in Kubernetes."""
     shard = pool.shard
     rows = [plane for plane in pool.planes if not is_scale(plane.part)]
-    return {
-        "engine": pool.engine.kind,
-        "tp-size": str(shard.tp_size),
-        "pp-size": str(shard.pp_size),
-        "cp-size": str(shard.cp_size),
-        "block-tokens": _each(str(group.block_tokens) for group in pool.groups),
-        "dtype": _each(form_of(plane).replace(" ", "-") for plane in rows),
-    }
+    return Traits(
+        engine=pool.engine.kind,
+        tp_size=shard.tp_size,
+        pp_size=shard.pp_size,
+        cp_size=shard.cp_size,
+        block_tokens=_each(str(group.block_tokens) for group in pool.groups),
+        dtype=_each(form_of(plane).replace(" ", "-") for plane in rows),
+    )
 
 
 def _each(values: Iterable[str]) -> str:

@@ -18,8 +18,19 @@ class StatusQuery(Struct, frozen=True, kw_only=True, tag="status?"):
     """Answered by Status on the same connection; needs no Attach."""
 
 
+class Traits(Struct, frozen=True, kw_only=True):
+    """What may differ between two engines of one model, and is converted then. Several values are joined by "_"."""
+
+    engine: Name
+    tp_size: Count
+    pp_size: Count
+    cp_size: Count
+    block_tokens: Name
+    dtype: Name
+
+
 class EngineStatus(Struct, frozen=True, kw_only=True):
-    """Engines of one `model_key` are of one model; `traits` are what may differ between them, and is converted then."""
+    """Engines of one `model_key` are of one model."""
 
     engine: Name
     epoch: Count
@@ -29,7 +40,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     pool_bytes: Count
     planes: Count
     model_key: Annotated[str, Meta(max_length=64)] = ""
-    traits: dict[Name, Name] = {}
+    traits: Traits | None = None
 
 
 class PeerStatus(Struct, frozen=True, kw_only=True):

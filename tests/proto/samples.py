@@ -131,7 +131,7 @@ TO_ENGINE: tuple[Any, ...] = (
             pool_bytes=1 << 20,
             planes=2,
             model_key="0123456789abcdef",
-            traits={"engine": "vllm", "tp-size": "2", "block-tokens": "16", "dtype": "bf16"},
+            traits=status.Traits(engine="vllm", tp_size=2, pp_size=1, cp_size=1, block_tokens="16", dtype="bf16"),
         ),
         peers=(
             status.PeerStatus(
