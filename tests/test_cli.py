@@ -518,6 +518,15 @@ def test_status_is_readable_at_80_columns(tmp_path: Path) -> None:
     assert "…" not in told.stdout
 
 
+def test_status_shows_people_no_more_rows_than_they_read(tmp_path: Path) -> None:
+    transfers = tuple(msgspec.structs.replace(LONG.transfers[0], request=f"request-{n}") for n in range(1234))
+    with Scripted(tmp_path / "a.sock", pack(msgspec.structs.replace(LONG, transfers=transfers))) as agent:
+        told = kvbridge("status", "--socket", agent.path)
+    assert told.returncode == 0, told.stderr
+    assert "request-99," in told.stdout and "request-100," not in told.stdout
+    assert "and 1,134 more; --json has them all" in told.stdout
+
+
 def test_status_prints_the_pool_that_plan_reads(tmp_path: Path) -> None:
     with Scripted(tmp_path / "a.sock", pack(POOL_STATUS), PoolQuery()) as agent:
         told = kvbridge("status", "--socket", agent.path, "--pool")

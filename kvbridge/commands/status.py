@@ -7,7 +7,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,6 +39,7 @@ from ..oneline import plain
 ANSWER_S = 5.0
 LABELS = "kvbridge/"  # before the name of each label
 WATCH_S = 1.0
+ROWS = 100  # a section, at most: nobody reads more, and rich needs a second for a thousand
 RECEIVE_BYTES = 1 << 16
 
 Answer = TypeVar("Answer", Status, PoolStatus, Trace)
@@ -258,9 +259,9 @@ def _slots(status: Status) -> list[RenderableType]:
 
 def _peers(status: Status) -> list[RenderableType]:
     parts: list[RenderableType] = [_title("peers")] if status.peers else []
-    for peer in status.peers:
+    for peer in status.peers[:ROWS]:
         parts += _peer(peer)
-    return parts
+    return parts + _left_out(status.peers)
 
 
 def _peer(peer: PeerStatus) -> list[RenderableType]:
@@ -276,9 +277,9 @@ def _transfers(status: Status) -> list[RenderableType]:
     for name in ("role", "state", "chunks", "age", "request, peer"):
         is_number = name in ("chunks", "age")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
-    for each in status.transfers:
+    for each in status.transfers[:ROWS]:
         _add(table, each.role, each.state, f"{each.chunks_done}/{each.chunks}", f"{each.age_s:.1f} s", _whose(each))
-    return [_title("transfers"), _indented(table)] if status.transfers else []
+    return [_title("transfers"), _indented(table), *_left_out(status.transfers)] if status.transfers else []
 
 
 def _whose(transfer: TransferStatus) -> str:
@@ -291,10 +292,10 @@ def _offers(status: Status) -> list[RenderableType]:
     for name in ("state", "tokens", "blocks", "age", "request, who asked"):
         is_number = name in ("tokens", "blocks", "age")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
-    for each in status.offers:
+    for each in status.offers[:ROWS]:
         who = f"{each.request}, {each.peer or 'nobody'}"
         _add(table, each.state, str(each.tokens), str(each.blocks), f"{each.age_s:.1f} s", who)
-    return [_title("offers"), _indented(table)] if status.offers else []
+    return [_title("offers"), _indented(table), *_left_out(status.offers)] if status.offers else []
 
 
 def _readers(status: Status) -> list[RenderableType]:
@@ -302,10 +303,12 @@ def _readers(status: Status) -> list[RenderableType]:
     table = Table(box=None, pad_edge=False)
     for name in ("epoch", "age", "pid", "agent"):
         table.add_column(name, justify="right" if name != "agent" else "left", no_wrap=name != "agent", overflow="fold")
-    for each in status.readers:
+    for each in status.readers[:ROWS]:
         late = "" if each.over_s is None else f", to be closed for {each.over_s:.1f} s"
         _add(table, str(each.epoch), f"{each.age_s:.1f} s", str(each.pid), f"{each.agent} (uid {each.uid}){late}")
-    return [_title("readers of our engine's memory"), _indented(table)] if status.readers else []
+    if not status.readers:
+        return []
+    return [_title("readers of our engine's memory"), _indented(table), *_left_out(status.readers)]
 
 
 def _prompts(status: Status) -> list[RenderableType]:
@@ -333,6 +336,10 @@ def _errors(status: Status) -> list[RenderableType]:
     for error in reversed(status.errors):
         _add(table, f"{error.age_s:,.0f} s ago", f"{error.level} {error.logger}: {error.text}")
     return [_title("last errors"), _indented(table)] if status.errors else []
+
+
+def _left_out(rows: Sized) -> list[RenderableType]:
+    return [_indented(_plain(f"and {len(rows) - ROWS:,} more; --json has them all"))] if len(rows) > ROWS else []
 
 
 def _labelled(status: Status, prefix: str) -> dict[str, float]:
