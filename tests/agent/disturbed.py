@@ -26,6 +26,7 @@ from kvbridge_proto.status import Status
 from kvbridge.demo.engine import Job
 from kvbridge.demo.pools import Request, Shape
 from kvbridge.demo.processes import AgentProcess, EngineProcess, end
+from kvbridge.exchange.reading import LEASE_S
 
 from .rank import CALM_S, GONE, SEEDS
 
@@ -239,6 +240,28 @@ def stands_still_over_a_withdrawal(pair: Pair, seed: int, rounds: int) -> int:
         pair.source.engine.hear("take_back")
     pair.is_sound()
     return done
+
+
+READ_ENDED = f"sink.read_ended=pause:{1.5 * LEASE_S}@{UNDISTURBED + 3}"  # in the second of what follows
+
+
+def stands_still_for_a_while(pair: Pair) -> None:
+    """The source's agent is stopped while it is read, past the lease, and goes on: that costs time, and no transfer.
+
+    The sink's agent takes long over the second of them, so that the lease of the claim is over when it has read.
+    """
+    halt = {"hold_s": HOLD_S, "after_s": LEASE_S / 3, "stop": pair.source.agent.process.pid, "for_s": 3 * LEASE_S}
+    took = []
+    for _ in range(3):
+        room = pair.room()
+        pair.source.engine.say(json.dumps({"verb": "offer_past"} | halt | room))
+        pair.source.engine.hear("offered")
+        told = pair.sink.tell("want", source=pair.source.agent.address, **room)
+        assert (told["code"], told["wrong"]) == ("", ""), told
+        assert pair.source.engine.hear("offer_past")["code"] == ""
+        took.append(told["seconds"])
+    assert max(took) > 3 * LEASE_S, f"none of these waited for the agent that stood still: {took}"
+    pair.is_sound()
 
 
 def stands_still(pair: Pair, seed: int) -> int:

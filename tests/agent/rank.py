@@ -91,6 +91,18 @@ class Rank(SyntheticEngine):
         code, reason = self._end_of(room)
         return {"code": code, "reason": reason}
 
+    def do_offer_past(
+        self, seed: int, room: str, hold_s: float, after_s: float, stop: int, for_s: float
+    ) -> dict[str, Any]:
+        """Offer; after so long that process stands still for a while. How the offer ended."""
+        self._offer(seed, room, hold_s)
+        time.sleep(after_s)
+        os.kill(stop, signal.SIGSTOP)
+        time.sleep(for_s)
+        os.kill(stop, signal.SIGCONT)
+        code, reason = self._end_of(room)
+        return {"code": code, "reason": reason}
+
     # As sink:
 
     def do_want(self, seed: int, room: str, source: str) -> dict[str, Any]:

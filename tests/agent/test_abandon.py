@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from kvbridge.failpoints import VARIABLE
+
 from .disturbed import (
+    READ_ENDED,
     Pair,
     Scale,
     abandons,
     pair_of,
     sinks_agent_dies,
     sources_agent_dies,
+    stands_still_for_a_while,
     stands_still_over_a_withdrawal,
 )
 
@@ -41,3 +46,9 @@ def test_the_sinks_agent_dies(pair: Pair) -> None:
 
 def test_the_sources_agent_dies(pair: Pair) -> None:
     sources_agent_dies(pair, seed=3, times=2)
+
+
+def test_an_agent_that_stood_still_costs_time_and_no_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, READ_ENDED)
+    with pair_of(tmp_path, replace(SCALE, route="pull")) as pair:
+        stands_still_for_a_while(pair)

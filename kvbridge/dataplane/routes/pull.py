@@ -14,7 +14,6 @@ from ...device.porter import Moved
 from ...device.staging import Span
 from ...errors import EngineError, PeerError
 from ...exchange.orders import Failure, Pull, Pulled
-from ...exchange.reading import LEASE_S
 from ...exchange.route import Rate, Site
 from ...exchange.session import Whose
 from ...failpoints import failpoint
@@ -156,9 +155,10 @@ class Pulling:
             digests[chunk] = ended.digest
 
     def _counted(self, pull: Pull, attachment: Attachment) -> Generator[Wait, Event, Failure]:
-        """Whether what was read counts: if it ended before a lease does that was asked for by then, and is answered.
+        """Whether what was read counts: if a promise says so that ends later than the read did.
 
-        The clock is looked at after the end was seen: who was stopped in between finds it further on.
+        The clock is looked at after the end was seen: who was stopped in between finds it further on. A promise may
+        come late: it says that the blocks were never given back, too. So an agent that stood still costs time only.
         """
         now = self._clock()
         if pull.lease.is_given_up:
@@ -168,7 +168,7 @@ class Pulling:
         if attachment.word.has_left:  # nobody hears of it later
             return "engine_left", "the engine left while its blocks were written"
         try:
-            yield WaitLease(attachment, pull.lease, now, now + LEASE_S)
+            yield WaitLease(attachment, pull.lease, now, now + self._wait_s)
         except EngineError as error:
             return error.code, str(error)
         return ("aborted", "the transfer ended while it was read") if pull.lease.is_given_up else None
