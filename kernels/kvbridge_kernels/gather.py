@@ -30,7 +30,8 @@ def gather(
     """Fill the slot with the rows of a chunk and its gaps with zeros; the sum64 is added to `sums`, int64 [1].
 
     Enqueued on `stream`, or the current one of `work.device`; nothing is allocated or waited for. Places and scales are
-    read before this returns, `work` until the launch has run. ValueError before anything is enqueued.
+    read before this returns, `work` until the launch has run. ValueError, or NotCompiled as `work` says, before
+    anything is enqueued.
     """
     launch.run(gather_tiles, chunk, slot, sums, work, is_gather=True, stream=stream)
 
@@ -47,7 +48,7 @@ def digest(
 
 
 def warm(chunk: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work) -> None:
-    """Compile what `gather` would launch for these: seconds where it is new. How many places there are is all one."""
+    """Compile what `gather` would launch for these, or NotCompiled, as `work` says. Their number is no matter."""
     launch.warm(gather_tiles, chunk, slot, has_sums, work, is_gather=True)
 
 

@@ -31,7 +31,15 @@ ENOUGH_PROGRAMS = 33
 UINTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
-@dataclass(slots=True)
+class NotCompiled(Exception):
+    """Nothing was enqueued: kernels have to be compiled first, which `Work.compiles` leaves to the caller."""
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        super().__init__(f"kernels: {len(launches)} are not compiled")
+        self.launches = launches
+
+
+@dataclass(slots=True, eq=False)
 class Kernel:
     """One way to run a kernel: its constants in the order of its signature, and once it has run, what was compiled."""
 
@@ -57,6 +65,7 @@ class Kernel:
 class Launch:
     """All planes of one form: as few launches as may be, each of a part of the tiles."""
 
+    function: Any
     kernel: Kernel
     tiles: int
     arguments: tuple[int, ...]  # all but the first and the end tile
@@ -69,6 +78,10 @@ class Launch:
         count = -(-self.tiles // most)
         for part in range(count):
             yield part * self.tiles // count, (part + 1) * self.tiles // count
+
+    def compile(self, work: Work) -> None:
+        """Launch for no tiles at all: it is compiled and loaded, nothing is touched. On any thread."""
+        start(self, work, 0, 0)
 
 
 def run(
@@ -91,7 +104,7 @@ def run(
     ]
     gaps = tables.put(recipe.gaps) if is_gather and is_stored and len(recipe.gaps) else None
     last = None if gaps is None else lambda: clear.start(gaps, len(recipe.gaps) // 2, slot)
-    enqueue(function, launches, tables, work, stream, last=last)
+    enqueue(launches, tables, work, stream, last=last)
 
 
 def warm(
@@ -103,17 +116,31 @@ def warm(
     is_gather: bool,
     is_stored: bool = True,
 ) -> None:
-    """Launch for no tiles at all: all is compiled and loaded, nothing is touched."""
+    """Compile what `run` would launch, or raise NotCompiled, as `work` says."""
     recipe, _ = _checked(moved, slot, None, work)
     tables = Tables(work, slot.size_bytes)
     total = work.table.data_ptr() if has_sums else None  # zero is added to it
-    for packed in recipe.groups:
-        lists = [0] * len(recipe.lists.offsets)
-        start(function, _launch(function, packed, lists, slot, total, tables, work, is_gather, is_stored), work, 0, 0)
+    lists = [0] * len(recipe.lists.offsets)
+    compiled(
+        [_launch(function, packed, lists, slot, total, tables, work, is_gather, is_stored) for packed in recipe.groups],
+        work,
+    )
+
+
+def compiled(launches: Sequence[Launch], work: Work) -> None:
+    """Compile what is not yet, which may take seconds; or NotCompiled, as `work` says."""
+    for launch in _missing(launches, work):
+        launch.compile(work)
+
+
+def _missing(launches: Sequence[Launch], work: Work) -> list[Launch]:
+    missing = [launch for launch in launches if launch.kernel.compiled is None]
+    if missing and not work.compiles:
+        raise NotCompiled(missing)
+    return missing
 
 
 def enqueue(
-    function: Any,
     launches: Sequence[Launch],
     tables: Tables,
     work: Work,
@@ -121,25 +148,24 @@ def enqueue(
     programs: int | None = None,
     last: Callable[[], None] | None = None,
 ) -> None:
-    """The tables, all launches by at most `programs` programs each, and what comes last."""
-    is_known = all(launch.kernel.compiled is not None for launch in launches)
+    """The tables, all launches by at most `programs` programs each, and what comes last. NotCompiled as `compiled`."""
+    is_known = not _missing(launches, work)
     if stream is not None and is_known and last is None and (work.copy is not None or not tables.must_upload):
         tables.upload(stream.cuda_stream)
         for launch in launches:  # without making the stream current, which costs as much as a launch
             for first, end in launch.parts(programs):
-                start(function, launch, work, first, end, stream.cuda_stream, programs)
+                start(launch, work, first, end, stream.cuda_stream, programs)
         return
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         tables.upload()
         for launch in launches:
             for first, end in launch.parts(programs):
-                start(function, launch, work, first, end, None, programs)
+                start(launch, work, first, end, None, programs)
         if last is not None:
             last()
 
 
 def start(
-    function: Any,
     launch: Launch,
     work: Work,
     first: int,
@@ -153,7 +179,7 @@ def start(
     grid = (max(1, programs if most_programs is None else min(programs, most_programs)), 1, 1)
     arguments = (*launch.arguments, first, end)
     if kernel.compiled is None:
-        kernel.compiled = function[grid](*arguments, **kernel.constants, num_warps=kernel.warps)
+        kernel.compiled = launch.function[grid](*arguments, **kernel.constants, num_warps=kernel.warps)
     else:
         kernel.compiled[grid](*arguments, *kernel.constants.values(), stream=stream)
 
@@ -236,7 +262,7 @@ def _launch(
         put_scales(scales, tables),
     )
     sizes = (group.planes, group.places, form.heads, kernel.row)
-    return Launch(kernel, kernel.tiles_of(group), (*tables_at, slot.address, total or 0, *sizes))
+    return Launch(function, kernel, kernel.tiles_of(group), (*tables_at, slot.address, total or 0, *sizes))
 
 
 def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_gather: bool, work: Work) -> Kernel:

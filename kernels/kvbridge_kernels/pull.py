@@ -26,12 +26,12 @@ from .launch import (
     arithmetic,
     check_device,
     check_sums,
+    compiled,
     enqueue,
     offsets_of,
     put_columns,
     put_records,
     put_scales,
-    start,
 )
 from .pull_recipe import PullChunk, PulledGroup
 from .scales import Steps
@@ -54,24 +54,23 @@ def pull(
     `programs` programs (CTAs) at most; nothing is allocated or waited for. Places and scales are read before this
     returns, `work` until the launches have run. Both memories must be such as the device can reach: the source's may be
     a peer's, as `field.Mapped`. Places of the sink must not repeat, and no row may be read here that is written here.
-    ValueError before anything is enqueued.
+    ValueError, or NotCompiled as `work` says, before anything is enqueued.
     """
     check_sums(sums, work)
     tables = Tables(work, chunk.recipe.size_bytes)
     lists = _checked(chunk, work, tables)
     total = None if sums is None else sums.data_ptr()
     launches = [_launch(group, lists, total, tables, work) for group in chunk.recipe.groups]
-    enqueue(pull_tiles, launches, tables, work, stream, programs)
+    enqueue(launches, tables, work, stream, programs)
 
 
 def warm(chunk: PullChunk, has_sums: bool, work: Work) -> None:
-    """Compile what `pull` would launch for these: seconds where it is new. The number of places does not matter."""
+    """Compile what `pull` would launch for these, or NotCompiled, as `work` says. The number of places is no matter."""
     check_sums(None, work)
     tables = Tables(work, chunk.recipe.size_bytes)
     lists = _checked(chunk, work, tables)
     total = work.table.data_ptr() if has_sums else None  # zero is added to it
-    for group in chunk.recipe.groups:
-        start(pull_tiles, _launch(group, lists, total, tables, work), work, 0, 0)
+    compiled([_launch(group, lists, total, tables, work) for group in chunk.recipe.groups], work)
 
 
 def _checked(chunk: PullChunk, work: Work, tables: Tables) -> tuple[list[int], list[int]]:
@@ -100,7 +99,7 @@ def _launch(
         for address in (put_records(end, of, tables), put_columns(columns, tables), put_scales(scaled, tables))
     ]
     sizes = (groups[0].planes, groups[0].places, source.heads, kernel.row)
-    return Launch(kernel, kernel.tiles_of(groups[0]), (*tables_at, total or 0, *sizes))
+    return Launch(pull_tiles, kernel, kernel.tiles_of(groups[0]), (*tables_at, total or 0, *sizes))
 
 
 def _kernel(

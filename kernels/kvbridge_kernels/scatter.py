@@ -27,13 +27,14 @@ def scatter(
     """Write the rows in the slot to the places of a chunk; the slot's sum64 is added to `sums`, int64 [1].
 
     Enqueued on `stream`, or the current one of `work.device`; nothing is allocated or waited for. Places and scales are
-    read before this returns, `work` until the launch has run. ValueError before anything is enqueued.
+    read before this returns, `work` until the launch has run. ValueError, or NotCompiled as `work` says, before
+    anything is enqueued.
     """
     launch.run(scatter_tiles, chunk, slot, sums, work, is_gather=False, stream=stream)
 
 
 def warm(chunk: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work) -> None:
-    """Compile what `scatter` would launch for these: seconds where it is new. How many places there are is all one."""
+    """Compile what `scatter` would launch for these, or NotCompiled, as `work` says. Their number is no matter."""
     launch.warm(scatter_tiles, chunk, slot, has_sums, work, is_gather=False)
 
 

@@ -27,7 +27,8 @@ class Work:
     On a GPU `table_bytes` of pinned and as much device memory hold the tables of one chunk: 8 bytes a place, 32 a
     plane, 12 a plane and head where it converts. On the CPU it is scratch for the plain-torch twins. Not thread-safe.
     `copy` enqueues a copy from pinned memory, given target, source, bytes and stream: with one nothing has to make that
-    stream torch's current one, which costs its caller more than the copy.
+    stream torch's current one, which costs its caller more than the copy. Unless it `compiles`, a kernel that is new is
+    raised as NotCompiled, for its user to compile on another thread.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Work:
         tilings: Mapping[str, Tiling] = TILINGS,
         launch_us: float = LAUNCH_US,
         copy: Callable[[int, int, int, int], None] | None = None,
+        compiles: bool = True,
     ) -> None:
         device = torch.device(device)
         is_gpu = device.type == "cuda"
@@ -46,6 +48,7 @@ class Work:
         self.tilings = tilings
         self.launch_us = launch_us
         self.copy = copy
+        self.compiles = compiles
         self.scratch = Scratch()
         self.kernels: dict[object, Any] = {}  # launch.py's
         self.steps: dict[object, Any] = {}  # scales.py's

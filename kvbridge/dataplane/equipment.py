@@ -267,7 +267,7 @@ def _porter(gpu: driver.Gpu | None, size: Room, config: AgentConfig) -> Porter:
     from ..device.porter_gpu import GpuPorter
 
     pulls, table_bytes = PULLS if PULL in config.routes else 0, max(1 << 20, size.slot_bytes // 16)
-    return GpuPorter(gpu, 1, table_bytes, pulls, config.pull_ctas)
+    return GpuPorter(gpu, 1, table_bytes, pulls, config.pull_ctas, aside=True)
 
 
 def _dock(

@@ -26,7 +26,7 @@ from .routes.choice import STAGED, Connected, pattern, prove
 from .routes.rate import MOST_BYTES
 from .routes.staged import Landing, Target
 from .sending import Departure, Sending
-from .waiting import Event, Job, Settle, Wait, WaitFence, WaitMove, WaitRoom, WaitWord, begun, failure_of
+from .waiting import Event, Job, Settle, Wait, WaitFence, WaitMove, WaitRoom, WaitWord, begun, failure_of, started
 
 log = logging.getLogger("kvbridge.mover")
 
@@ -139,10 +139,14 @@ class Jobs:
         order, attachment, size = departure.order, departure.attachment, departure.size_bytes
         try:
             slot, host = target.places(departure.local, departure.lease, size)
-            yield from begun(attachment, departure.fence, self._ends, departure.dispatch)
-            failpoint("source.gather_begun")
-            part, porter = Part(order.plan, order.plan.chunk(departure.chunk), departure.tables, True), self._porter
-            moved = yield WaitMove(porter.gather(attachment.memory, part, slot, order.digest_kind, host))
+            part = Part(order.plan, order.plan.chunk(departure.chunk), departure.tables, True)
+
+            def begin() -> Generator[Wait, Event, int]:
+                yield from begun(attachment, departure.fence, self._ends, departure.dispatch)
+                failpoint("source.gather_begun")
+                return self._porter.gather(attachment.memory, part, slot, order.digest_kind, host)
+
+            moved = yield WaitMove((yield from self._started(begin, attachment)))
             assert isinstance(moved, Moved)
             failpoint("source.gathered")
             is_theirs = self._taken_back(attachment, order.request, departure.asked_at)
@@ -155,16 +159,25 @@ class Jobs:
         part, found = Part(digest.plan, digest.plan.chunk(digest.read.chunk), digest.tables, True), 0
         porter = self._porter
         failure: Failure
-        try:
+
+        def begin() -> Generator[Wait, Event, int]:
             if not porter.has_room:
                 yield WaitRoom(attachment, porter, self._ends)
-            ended = yield WaitMove(porter.digest(attachment.memory, part))
+            return porter.digest(attachment.memory, part)
+
+        try:
+            ended = yield WaitMove((yield from self._started(begin, attachment)))
             assert isinstance(ended, Moved)
             found = ended.digest
             failure = ended.failure or (yield from self._taken_back(attachment, digest.request, asked_at))
         except Exception as error:  # it costs this transfer, nobody else
             failure = failure_of("gather_failed", error, digest.transfer)
         self._sending.report(Digested(digest.transfer, Sum(digest.read.chunk, found), digest.read, failure))
+
+    def _started(
+        self, begin: Callable[[], Generator[Wait, Event, int]], attachment: Attachment
+    ) -> Generator[Wait, Event, int]:
+        return started(begin, attachment, self._write_timeout_s, self._clock)
 
     def _taken_back(self, attachment: Attachment, request: str, asked_at: float) -> Generator[Wait, Event, Failure]:
         """Whether the blocks may have been another request's while they were read: only if some of us stood still.
@@ -222,7 +235,7 @@ class Jobs:
         )
 
     def warm(self, attachment: Attachment, part: Part) -> None:
-        """Get ready for parts like this one, if the engine stays. What goes wrong now will be said when it matters."""
+        """Begin to compile for parts like this one, if the engine stays. What goes wrong is said when it matters."""
         if attachment.word.has_left:
             return
         try:
@@ -249,12 +262,15 @@ class Jobs:
         if dock is not self._equipment.dock:
             host = dock.inbound.span(notice.slot, chunk.size_bytes)
         failure: Failure
-        try:
+
+        def begin() -> Generator[Wait, Event, int]:
             yield from begun(attachment, order.fence, self._ends, arrival.receipt)
             failpoint("sink.scatter_begun")
             part = Part(order.plan, chunk, order.tables, False)
-            ticket = porter.scatter(attachment.memory, part, slot, order.digest_kind, notice.digest, host)
-            ended = yield WaitMove(ticket)
+            return porter.scatter(attachment.memory, part, slot, order.digest_kind, notice.digest, host)
+
+        try:
+            ended = yield WaitMove((yield from self._started(begin, attachment)))
             assert isinstance(ended, Moved)
             failure = ended.failure
         except Exception as error:  # it costs this transfer, nobody else

@@ -61,7 +61,20 @@ from .routes.choice import Connected
 from .routes.pull import Pulling
 from .routes.staged import Landing
 from .sending import Sending
-from .waiting import Event, Job, Settle, Wait, WaitFence, WaitLease, WaitMove, WaitOnLoop, WaitRoom, WaitWord, WaitWrite
+from .waiting import (
+    Event,
+    Job,
+    Settle,
+    Wait,
+    WaitFence,
+    WaitKernels,
+    WaitLease,
+    WaitMove,
+    WaitOnLoop,
+    WaitRoom,
+    WaitWord,
+    WaitWrite,
+)
 from .watchdog import STUCK_S, Watchdog, end_process
 
 log = logging.getLogger("kvbridge.mover")
@@ -217,14 +230,14 @@ class Mover:
         self._put(lambda: self._pulling.close(whose))
 
     def warm(self, attachment: Attachment, parts: Sequence[Part]) -> None:
-        """Get ready for parts like these."""
-        for part in parts:  # each may take a second; others have their turn between
+        """Begin to compile what parts like these need."""
+        for part in parts:
             self._put(partial(self._jobs.warm, attachment, part))
 
     def warm_pull(
         self, attachment: Attachment, whose: Whose, parts: Sequence[tuple[Part, Part]], kinds: Sequence[bool]
     ) -> None:
-        """Get ready to pull parts like these, each as its sender and as its receiver see it; with a digest, or not."""
+        """The same for pulls of parts like these, each as its sender and its receiver see it; with a digest, or not."""
         for theirs, ours in parts:
             for has_digest in kinds:
                 self._put(partial(self._pulling.warm, attachment, whose, theirs, ours, has_digest))
@@ -281,7 +294,6 @@ class Mover:
         """Return when no job given before touches this memory or will (writes out of slots may be under way).
 
         False if that is not known: the thread has died, and what it left to a GPU may still run.
-        What `warm` had yet to do for it is dropped: each part may take a second, and nobody could unmap meanwhile.
         Ends the process when that does not come about: to unmap under a running kernel would be worse.
         """
         attachment.word.has_left = True
@@ -500,10 +512,11 @@ class Mover:
         except StopIteration:
             return
         match wait:
-            case WaitFence() | WaitWord() | WaitLease() | WaitRoom() if wait.is_over:
-                self._resume(job, None)
-            case WaitFence() | WaitWord() | WaitLease() | WaitRoom():
-                self._fenced.append((wait, job))
+            case WaitFence() | WaitWord() | WaitLease() | WaitRoom() | WaitKernels():
+                if wait.is_over:
+                    self._resume(job, None)
+                else:
+                    self._fenced.append((wait, job))
             case WaitMove(ticket=ticket) if ticket in self._moved:
                 self._resume(job, self._moved.pop(ticket))
             case WaitMove(ticket=ticket):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from ..device.porter import Moved, Porter
+from ..device.porter import Compiling, Moved, Porter
 from ..errors import EngineError, KVBridgeError
 from ..exchange.reading import Lease
 from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
@@ -88,6 +88,22 @@ class WaitRoom:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitKernels:
+    """Until kernels are compiled, or what was wrong with them is known; resumed with None, or EngineError as above."""
+
+    attachment: Attachment
+    compiling: Compiling
+    deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        return self.compiling.is_over()
+
+    def late(self) -> EngineError:
+        return EngineError("not_compiled", "kernels were not compiled in time")
+
+
+@dataclass(frozen=True, slots=True)
 class WaitMove:
     """Until the porter's move is over; resumed with Moved."""
 
@@ -102,8 +118,8 @@ class WaitWrite:
     id: int
 
 
-WaitOnLoop = WaitFence | WaitWord | WaitLease | WaitRoom  # looked at now and then
-Wait = WaitFence | WaitWord | WaitLease | WaitRoom | WaitMove | WaitWrite
+WaitOnLoop = WaitFence | WaitWord | WaitLease | WaitRoom | WaitKernels  # looked at now and then
+Wait = WaitOnLoop | WaitMove | WaitWrite
 Event = Moved | Wrote | WriteFailed | WriteLate | None
 Job = Generator[Wait, Event, None]
 Settle = Callable[[Any, Exception | None], None]  # what a job found, or what went wrong
@@ -114,6 +130,18 @@ def begun(attachment: Attachment, count: int, ends: float, what: Dispatch | Rece
     yield WaitFence(attachment, count, ends, what)
     if (stop := what.stop) is not None:
         raise EngineError(stop.code, stop.reason)
+
+
+def started(
+    begin: Callable[[], Generator[Wait, Event, int]], attachment: Attachment, wait_s: float, clock: Callable[[], float]
+) -> Generator[Wait, Event, int]:
+    """The ticket of a move. Where its kernels have to be compiled it is begun anew after that, from its first wait."""
+    while True:
+        try:
+            return (yield from begin())
+        except Compiling as compiling:
+            wait = WaitKernels(attachment, compiling, clock() + wait_s)
+        yield wait
 
 
 def failure_of(code: str, error: Exception, transfer: str) -> tuple[str, str]:

@@ -1,11 +1,13 @@
 """Who moves rows between an engine's blocks and slots: a CPU, or a GPU's streams. The contract of both.
 
 Every call is made on the mover's thread. A move is begun by `gather`, `digest`, `scatter`, `pull` or `copy`, which
-return a ticket at once, and is over when `poll` says so; until then memory, slots and pool stay as they are.
+return a ticket at once, and is over when `poll` says so; until then memory, slots and pool stay as they are. All but
+`copy` may raise Compiling where kernels are new.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -30,6 +32,14 @@ class DeviceLost(BaseException):
 
     No Exception, so that no job takes it for its own failure.
     """
+
+
+class Compiling(Exception):
+    """Nothing was begun: kernels that the move needs are being compiled. Try again once it `is_over`."""
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        super().__init__("kernels are being compiled")
+        self.is_over = is_over
 
 
 class Porter(Protocol):
@@ -97,9 +107,8 @@ class Porter(Protocol):
         """
 
     def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
-        """Get ready for parts like this one, so that the first request does not wait for it. May take seconds once.
-
-        Without a slot for `digest` alone.
+        """Begin to compile for parts like this one, so that the first request does not wait. Without a slot for
+        `digest` alone.
         """
 
     def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:

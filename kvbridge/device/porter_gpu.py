@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from kvbridge_kernels.clear import warm as warm_clear
 from kvbridge_kernels.gather import digest as digest_rows
 from kvbridge_kernels.gather import gather as gather_rows
 from kvbridge_kernels.gather import warm as warm_gather
 from kvbridge_kernels.gather import warm_digest
-from kvbridge_kernels.launch import ENOUGH_PROGRAMS
+from kvbridge_kernels.launch import ENOUGH_PROGRAMS, NotCompiled
 from kvbridge_kernels.pull import pull as pull_rows
 from kvbridge_kernels.pull import warm as warm_pull_rows
 from kvbridge_kernels.recipe import Chunk, Recipe
@@ -28,6 +29,7 @@ from kvbridge_kernels.tables import Work
 from ..errors import EngineError
 from ..geometry.plan import Part
 from . import driver
+from .compiler import Compiler
 from .memory import AttachedPool, Regions
 from .moves import Forms
 from .porter import DeviceLost, Moved, compared
@@ -72,14 +74,22 @@ class GpuPorter:
     """Keeps the contract of `porter.Porter`. `moves` is how many may be under way at once, beside so many `pulls`.
 
     `table_bytes` a move, pinned and on the GPU, hold where its rows are: 8 bytes a token and list of places. A pull
-    takes `pull_ctas` at most; None: few where they run beside the engine's own (MPS), all where they take turns.
+    takes `pull_ctas` at most; None: few where they run beside the engine's own (MPS), all where they take turns. New
+    kernels are compiled by the caller, or `aside`: then a move that needs some raises Compiling.
     """
 
     memory: Literal["dram", "vram"] = "vram"
     digests = ("sum64",)
 
     def __init__(
-        self, gpu: driver.Gpu, moves: int, table_bytes: int = 1 << 20, pulls: int = 0, pull_ctas: int | None = None
+        self,
+        gpu: driver.Gpu,
+        moves: int,
+        table_bytes: int = 1 << 20,
+        pulls: int = 0,
+        pull_ctas: int | None = None,
+        *,
+        aside: bool = False,
     ) -> None:
         self._pull_ctas = pull_ctas or (ENOUGH_PROGRAMS if gpu.is_under_mps else None)
         self._kept = moves  # for moves that do not ask whether there is room
@@ -90,7 +100,9 @@ class GpuPorter:
         self.device = gpu.device
         self._out, self._down, self._in, self._up = (torch.cuda.Stream(priority=-1) for _ in range(4))
         self._torch_device = torch.device("cuda", gpu.ordinal)
-        self._kernels: dict[object, Any] = {}  # what one bundle's work has compiled serves all
+        self._kernels: dict[object, Any] = {}  # what one bundle's work needs serves all
+        self._compiles, self._compiler = not aside, Compiler(self._torch_device)
+        self._compiler.call(warm_clear)
         self._bundles: deque[_Bundle] = deque()
         self._make_bundles(moves + pulls)
         self._moves: deque[_Move] = deque()
@@ -108,7 +120,7 @@ class GpuPorter:
         sums = torch.zeros(count, dtype=torch.int64, device=device)
         totals = torch.zeros(count, dtype=torch.int64).pin_memory()
         for i in range(count):
-            work = Work(device, self._table_bytes, copy=driver.copy_to_device)
+            work = Work(device, self._table_bytes, copy=driver.copy_to_device, compiles=self._compiles)
             work.kernels = self._kernels
             self._bundles.append(_Bundle(work, sums[i : i + 1], totals[i : i + 1]))
         torch.cuda.current_stream().synchronize()
@@ -161,12 +173,13 @@ class GpuPorter:
         host: Span | None = None,
     ) -> int:
         def enqueue(bundle: _Bundle) -> None:
-            if host is not None:
-                driver.copy_to_device(slot.address, host.address, slot.size_bytes, self._up.cuda_stream)
-                bundle.halfway.record(self._up)
-                self._in.wait_event(bundle.halfway)
             with pool.hold() as regions:
                 chunk = self._chunk(pool, regions, part, slot.size_bytes)
+                if host is not None:
+                    warm_scatter(chunk, slot, True, bundle.work)  # or else NotCompiled, with nothing enqueued
+                    driver.copy_to_device(slot.address, host.address, slot.size_bytes, self._up.cuda_stream)
+                    bundle.halfway.record(self._up)
+                    self._in.wait_event(bundle.halfway)
                 scatter_rows(chunk, slot, bundle.sums, bundle.work, self._in)
             bundle.fetch(self._in)
             bundle.end.record(self._in)
@@ -186,21 +199,30 @@ class GpuPorter:
         return self._begin(enqueue, pool, None, has_digest, source)
 
     def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
-        size_bytes, work = part.chunk.size_bytes, self._bundles[0].work
+        size_bytes = part.chunk.size_bytes
         warm = warm_gather if part.is_source else warm_scatter
-        with pool.hold() as regions, torch.cuda.stream(self._out):
+        with pool.hold() as regions:
             chunk = self._chunk(pool, regions, part, size_bytes)
             if slot is not None:
-                warm(chunk, Span(slot.address, size_bytes), True, work)
+                span = Span(slot.address, size_bytes)
+                self._compile(lambda work: warm(chunk, span, True, work))
             if part.is_source and self._has_pulls:  # receivers may ask what they have read
-                warm_digest(chunk, size_bytes, work)
-        self._out.synchronize()  # nobody else waits for what this was for
+                self._compile(lambda work: warm_digest(chunk, size_bytes, work))
 
     def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
+        with source.hold() as source_regions, pool.hold() as regions:
+            chunk = self._pulls.of(source, source_regions, theirs, pool, regions, ours)
+            self._compile(lambda work: warm_pull_rows(chunk, has_digest, work))
+
+    def _compile(self, warm: Callable[[Work], None]) -> None:
+        """Begin to compile what this finds missing. While no bundle is free nobody could use it either."""
+        if not self._bundles:
+            return
         work = self._bundles[0].work
-        with source.hold() as source_regions, pool.hold() as regions, torch.cuda.stream(self._in):
-            warm_pull_rows(self._pulls.of(source, source_regions, theirs, pool, regions, ours), has_digest, work)
-        self._in.synchronize()
+        try:
+            warm(work)
+        except NotCompiled as missing:
+            self._compiler.begin(missing.launches, work)
 
     def copy(self, source: Span, target: Span) -> int:
         def enqueue(bundle: _Bundle) -> None:
@@ -245,6 +267,7 @@ class GpuPorter:
         self._pulls.forget(pool)
 
     def close(self) -> None:
+        self._compiler.close()
         for stream in (self._out, self._down, self._in, self._up):
             stream.synchronize()
         self._moves.clear()
@@ -269,6 +292,9 @@ class GpuPorter:
         bundle = self._bundles.popleft()
         try:
             enqueue(bundle)
+        except NotCompiled as missing:
+            self._bundles.append(bundle)
+            raise self._compiler.begin(missing.launches, bundle.work) from None
         except BaseException:
             # Part of it may be on a stream: what it works on is given back to others once this returns.
             try:

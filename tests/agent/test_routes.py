@@ -25,7 +25,7 @@ from kvbridge.dataplane.routes.choice import Connected, pattern, prove
 from kvbridge.dataplane.routes.staged import Landing, Target
 from kvbridge.dataplane.sending import Sending
 from kvbridge.dataplane.waiting import Job, WaitFence, WaitMove, WaitWord, WaitWrite
-from kvbridge.device.porter import DeviceLost
+from kvbridge.device.porter import Compiling, DeviceLost
 from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.staging import Staging
 from kvbridge.errors import FabricError
@@ -333,6 +333,43 @@ def test_a_chunk_leaves_before_the_next_one_is_gathered(stack: ExitStack) -> Non
         for _ in range(3):
             mover._poll(mover._at_work)
     assert porter.done == ["gathered", "posted", "gathered", "posted"]
+    os.close(mover._wake)
+
+
+class New(CpuPorter):
+    """The kernels of one engine's gathers are compiled for as long as a test likes."""
+
+    def __init__(self, engine: object) -> None:
+        super().__init__()
+        self.engine, self.is_compiled = engine, False
+        self.gathered: list[object] = []
+
+    def gather(self, pool: object, *args: Any, **more: Any) -> int:
+        if pool is self.engine and not self.is_compiled:
+            raise Compiling(lambda: self.is_compiled)
+        self.gathered.append(pool)
+        return self._over(0)
+
+
+def test_what_needs_new_kernels_keeps_nobody_else_waiting(stack: ExitStack) -> None:
+    agents, porter = Agents(stack), New("new")
+    target, _ = proved(agents)
+    mover = Mover(lambda: replace(agents.source, porter=porter), "a", Ears(), 1.0, clock=lambda: 0.0)
+    mover._open()
+    mover._say = lambda: None  # type: ignore[method-assign]
+    mover._jobs._targets["b"] = target
+    plan: Any = SimpleNamespace(chunks=1, chunk=lambda index: SimpleNamespace(size_bytes=SLOT_BYTES))
+    for slot, engine in enumerate(("new", "known")):
+        attachment: Any = SimpleNamespace(epoch=1, memory=engine, word=Word(0.0), has_reached=lambda count: True)
+        mover.give(SendOrder(engine, "r", "b", plan, b"", 1, "xxh3"), attachment)
+        mover.give(Progress(engine, {}, 1, 0), attachment)
+        mover.give(Credit(engine, (Lease(slot, 1),)), attachment)
+    mover._do_tasks()
+    mover._poll(mover._at_work)
+    assert porter.gathered == ["known"]
+    porter.is_compiled = True
+    mover._poll(mover._at_work)
+    assert porter.gathered == ["known", "new"]
     os.close(mover._wake)
 
 

@@ -1,4 +1,4 @@
-"""tests/agent/test_abandon.py on GPUs, by every route, with a GiB in 128 MiB slots: nobody writes where nobody may.
+"""tests/agent/test_abandon.py on GPUs, by every route, with some GiB in 128 MiB slots: nobody writes where nobody may.
 
 The stories of one route share a pair of agents and engines, so a run of the whole file starts few processes.
 """
@@ -17,7 +17,8 @@ ONE, TWO = ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")
 
 
 def scale(devices: tuple[str, str], route: str) -> Scale:
-    return Scale(devices, route, tokens=32768, slot_bytes=128 << 20, inbound_slots=6, outbound_slots=2)
+    tokens = 131072 if route == "pull" else 32768  # what is read in a few milliseconds is over before it is abandoned
+    return Scale(devices, route, tokens=tokens, slot_bytes=128 << 20, inbound_slots=6, outbound_slots=2)
 
 
 SCALES = [

@@ -83,9 +83,9 @@ def test_who_does_not_wait_is_found_out(tmp_path: Path, unfenced: str) -> None:
 
 
 @pytest.mark.gpu
-def test_takes_the_direct_route_by_itself(tmp_path: Path) -> None:
+def test_reads_the_other_engine_by_itself(tmp_path: Path) -> None:
     source, sink = PAIRS[2]
-    assert_exact(*carried(tmp_path, ["cuda:0"], source, sink), "direct")
+    assert_exact(*carried(tmp_path, ["cuda:0"], source, sink), "pull")
 
 
 @pytest.mark.gpu

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ import torch
 from kvbridge.device import driver
 from kvbridge.device.mapping import wrap
 from kvbridge.device.memory import Regions
-from kvbridge.device.porter import Moved
+from kvbridge.device.porter import Compiling, Moved
 from kvbridge.device.porter_gpu import GpuPorter
 from kvbridge.device.staging import Staging
 from kvbridge.geometry.plan import plan
@@ -119,6 +122,43 @@ def test_a_move_is_not_over_before_its_kernel(porter: GpuPorter) -> None:
         assert all(map(torch.equal, before, sink.memories)), "written already: then this test proves nothing"
         assert over(porter).failure is None
         assert not all(map(torch.equal, before, sink.memories))
+
+
+def test_new_kernels_are_compiled_beside_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, new = filled(), build(replace(SHAPE, layout="hnd"))
+    (moves, size), (other, _) = one_chunk(known), one_chunk(new)
+    source, sink, porter = OnGpu(known), OnGpu(new), GpuPorter(driver.Gpu.open("cuda:0"), 2, aside=True)
+    with porter.staging(1 << 20, 2) as slots, closing(porter):
+        slot, far = slots.span(0, size), slots.span(1, size)
+        wait_for(lambda: porter.gather(source, moves, slot, "sum64"))
+        digest, took = over(porter).digest, []
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        with pytest.raises(Compiling) as compiling:
+            porter.scatter(sink, other, far, "sum64", 0)
+        began = time.perf_counter()
+        while not compiling.value.is_over():
+            at = time.perf_counter()
+            porter.gather(source, moves, slot, "sum64")
+            assert over(porter).digest == digest
+            took.append(time.perf_counter() - at)
+        compiled_s = time.perf_counter() - began
+        print(f"{len(took)} moves, the longest {max(took) * 1e3:.1f} ms, while {compiled_s * 1e3:.0f} ms were compiled")
+        assert compiled_s > 0.1, "it was compiled already: then this test proves nothing"
+        assert max(took) < compiled_s / 4
+        porter.scatter(sink, other, far, "sum64", 0)
+        assert over(porter).failure is not None  # whatever lies there
+
+
+def wait_for(begin: Callable[[], int]) -> None:
+    """Begin this once its kernels are compiled."""
+    while True:
+        try:
+            begin()
+        except Compiling as compiling:
+            while not compiling.is_over():
+                time.sleep(0.001)
+        else:
+            return
 
 
 def test_slots_of_a_gpu_are_one_allocation_of_their_own(porter: GpuPorter) -> None:

@@ -13,6 +13,7 @@ import torch
 from kvbridge_kernels import gather_ref
 from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.gather import digest, gather, warm, warm_digest
+from kvbridge_kernels.launch import NotCompiled
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.recipe import Recipe
 from kvbridge_kernels.scatter import scatter
@@ -198,6 +199,20 @@ def test_warming_writes_nothing() -> None:
     warm(segments, span, True, Work("cpu"))
     warm_digest(segments, size, Work("cpu"))
     assert (whole == 0xA5).all()
+
+
+def test_who_does_not_compile_is_told_what_is_new_before_anything_is_written() -> None:
+    segments, size = chunk_of([Shape("nhd"), Shape("columns")], 3, 5)
+    whole, span = slot_on("cpu", size)
+    work = Work("cpu", compiles=False)
+    for move in (lambda: gather(segments, span, None, work), lambda: warm(segments, span, False, work)):
+        with pytest.raises(NotCompiled) as missing:
+            move()
+        assert [each.kernel.compiled for each in missing.value.launches] == [None, None]
+    assert (whole == 0xA5).all()
+    for launch in missing.value.launches:
+        launch.kernel.compiled = launch  # as if another thread had: the interpreter makes nothing to keep
+    warm(segments, span, False, work)
 
 
 def test_refuses_what_does_not_fit_before_anything_is_written() -> None:

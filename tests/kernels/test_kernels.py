@@ -166,7 +166,7 @@ def test_tiles_are_full_powers_of_two(width: int, heads: int, layout: str) -> No
 def test_launches_share_all_tiles_and_none_has_more_than_it_may(tiles: int, at_once: int) -> None:
     launch = pytest.importorskip("kvbridge_kernels.launch")  # needs triton
     kernel = launch.Kernel({}, 4, 1, at_once, 0, (1, 1, 1), ())
-    parts = list(launch.Launch(kernel, tiles, ()).parts())
+    parts = list(launch.Launch(None, kernel, tiles, ()).parts())
     assert [tile for first, end in parts for tile in range(first, end)] == list(range(tiles))
     assert max(end - first for first, end in parts) <= at_once and len(parts) == -(-tiles // at_once)
 

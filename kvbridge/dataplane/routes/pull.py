@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Generator
+from functools import partial
 
 from ...device.memory import AttachedPool, span_of
 from ...device.porter import Moved
@@ -21,12 +22,13 @@ from ...geometry.plan import Part
 from ..attachment import Attachment
 from ..equipment import Equipment
 from ..receiving import Receiving
-from ..waiting import Event, Job, Settle, Wait, WaitLease, WaitMove, WaitRoom, begun, failure_of
+from ..waiting import Event, Job, Settle, Wait, WaitLease, WaitMove, WaitRoom, begun, failure_of, started
 from .rate import fastest
 from .staged import memories
 
 log = logging.getLogger("kvbridge.mover")
 
+GIVEN_UP = -1  # no ticket
 MOST_AHEAD = 2  # chunks that are begun while one is being read: a stream must not run dry
 Opened = tuple[AttachedPool, Callable[[], None]]  # and who hears that it is unmapped again
 
@@ -115,24 +117,17 @@ class Pulling:
         tickets: deque[tuple[int, int]] = deque()  # with the chunk of each
         digests: dict[int, int] = {}
         failure: Failure = None
-        receiving, porter = self._receiving, self._equipment.porter
+        receiving = self._receiving
         receipt = receiving.begin_read(pull.transfer)
         try:
             yield from begun(attachment, pull.fence, self._clock() + self._wait_s, receipt)
             for index in range(pull.first_chunk, pull.end_chunk):
                 if len(tickets) == MOST_AHEAD:
                     yield from self._read(pull, tickets, digests)
-                if not porter.has_room:
-                    yield WaitRoom(attachment, porter, self._clock() + self._wait_s)
-                if pull.lease.is_given_up:
+                begin = partial(self._begun, pull, attachment, index)
+                ticket = yield from started(begin, attachment, self._wait_s, self._clock)
+                if ticket == GIVEN_UP:
                     break
-                if (opened := self._peers.get(pull.whose)) is None:
-                    raise PeerError("peer_lost", f"peer: the memory of {pull.whose[0]} is not open")
-                failpoint("sink.read_begun")
-                chunk = pull.plan.chunk(index)
-                theirs = Part(pull.plan, chunk, pull.peer_tables, True)
-                ours = Part(pull.plan, chunk, pull.tables, False)
-                ticket = porter.pull(opened[0], theirs, attachment.memory, ours, index in pull.compared)
                 tickets.append((index, ticket))
         except Exception as error:  # it costs this transfer, nobody else
             failure = failure_of("pull_failed", error, pull.transfer)
@@ -143,6 +138,21 @@ class Pulling:
         read = pull.end_chunk - pull.first_chunk
         receiving.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
         receiving.end_read(receipt)
+
+    def _begun(self, pull: Pull, attachment: Attachment, index: int) -> Generator[Wait, Event, int]:
+        """Begin to read a chunk as soon as there is room. GIVEN_UP if the transfer has ended by then."""
+        porter = self._equipment.porter
+        if not porter.has_room:
+            yield WaitRoom(attachment, porter, self._clock() + self._wait_s)
+        if pull.lease.is_given_up:
+            return GIVEN_UP
+        if (opened := self._peers.get(pull.whose)) is None:
+            raise PeerError("peer_lost", f"peer: the memory of {pull.whose[0]} is not open")
+        failpoint("sink.read_begun")
+        chunk = pull.plan.chunk(index)
+        theirs = Part(pull.plan, chunk, pull.peer_tables, True)
+        ours = Part(pull.plan, chunk, pull.tables, False)
+        return porter.pull(opened[0], theirs, attachment.memory, ours, index in pull.compared)
 
     def _read(
         self, pull: Pull, tickets: deque[tuple[int, int]], digests: dict[int, int]
@@ -174,7 +184,7 @@ class Pulling:
         return ("aborted", "the transfer ended while it was read") if pull.lease.is_given_up else None
 
     def warm(self, attachment: Attachment, whose: Whose, theirs: Part, ours: Part, has_digest: bool) -> None:
-        """Get ready for such a part, if both engines stay. What goes wrong now will be said when it matters."""
+        """Begin to compile for such a part, if both engines stay. What goes wrong will be said when it matters."""
         opened = self._peers.get(whose)
         if opened is None or attachment.word.has_left:
             return
