@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from kvbridge_proto.pool import Pool
 
-from ..device.porter import Moved, compared
+from ..device.porter import Compiling, Moved, compared
 from ..device.staging import Span, Staging
 from ..errors import EngineError
 from ..geometry.check import places_of
@@ -142,6 +142,19 @@ class SlotPorter:
         self._count = 0
         self._moving: dict[int, _Move] = {}
         self._moved: list[Moved] = []
+        self._compiled: dict[tuple[object, ...], float] = {}  # by what moves: when its kernels are there
+
+    def _compile(self, *what: object) -> None:
+        """Raise Compiling until the kernels are there of which this is the first use."""
+        world = self._process.world
+        if what not in self._compiled:
+            seconds = world.compile_s()
+            self._compiled[what] = world.clock.now + seconds
+            if seconds:
+                self._process.thread.post(seconds, self._process.rouse)
+        due = self._compiled[what]
+        if world.clock.now < due:
+            raise Compiling(lambda: world.clock.now >= due)
 
     def staging(self, slot_bytes: int, slots: int) -> Staging:
         raise NotImplementedError
@@ -149,6 +162,7 @@ class SlotPorter:
     def gather(self, pool: Attached, part: Part, slot: Span, digest_kind: str, host: Span | None = None) -> int:
         if not pool.is_open:
             raise EngineError("detached", "its memory is unmapped")
+        self._compile("gather", pool.blocks.name)
         cells = [NOTHING] * (slot.size_bytes // CELL_BYTES)
         todo = list(_spread_all(part))
         half = len(todo) // 2
@@ -167,6 +181,7 @@ class SlotPorter:
     def digest(self, pool: Attached, part: Part) -> int:
         if not pool.is_open:
             raise EngineError("detached", "its memory is unmapped")
+        self._compile("digest", pool.blocks.name)
         cells = [NOTHING] * (part.chunk.size_bytes // CELL_BYTES)
         todo = list(_spread_all(part))
         half = len(todo) // 2
@@ -186,6 +201,7 @@ class SlotPorter:
     ) -> int:
         if not pool.is_open:
             raise EngineError("detached", "its memory is unmapped")
+        self._compile("scatter", pool.blocks.name)
         count = slot.size_bytes // CELL_BYTES
         todo = list(_spread_all(part))
         half = len(todo) // 2
@@ -211,6 +227,7 @@ class SlotPorter:
     def pull(self, source: Attached, theirs: Part, pool: Attached, ours: Part, has_digest: bool = False) -> int:
         if not (source.is_open and pool.is_open):
             raise EngineError("detached", "its memory is unmapped")
+        self._compile("pull", source.blocks.name, pool.blocks.name, has_digest)
         at = {place + i: first + i for place, (first, count, _) in _spread_all(theirs) for i in range(count)}
         todo = list(_spread_all(ours))
         half = len(todo) // 2

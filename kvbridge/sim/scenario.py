@@ -66,6 +66,7 @@ OF_NETWORK: tuple[FaultKind, ...] = ("spoil", "repeat notice")
 OF_MESSAGES: tuple[FaultKind, ...] = ("drop", "duplicate", "reorder")
 STALLS_END_S = 19.0  # for an agent that stands still beyond all else
 PULLED = 1 << 20  # seeds with this bit are of agents that read each other's engines
+COMPILED = 1 << 21  # and with this one of agents that have to compile their kernels first
 LAST = 900  # the numbers of the last requests begin there
 MEANWHILE = 950  # and those of the requests that are made while an agent stands still for long
 
@@ -135,6 +136,7 @@ class Scenario:
     addresses: int = 1  # that each agent has; requests name one or another
     salt: int = 0  # other delays
     is_pulled: bool = False  # agents read the memory of each other's engines
+    is_compiled: bool = False  # what an agent has not moved before waits for its kernels
     verify: Verify = "never"
 
     def without(self, requests: frozenset[int] = frozenset(), faults: frozenset[Fault] = frozenset()) -> Scenario:
@@ -228,6 +230,7 @@ def make(seed: int) -> Scenario:
     if scenario.is_impatient:
         request = rng.choice(requests)
         faults.append(Fault(request.at, "preempt", (request.source,), round(rng.uniform(1.0, 1.7), 4)))
+    scenario = replace(scenario, is_compiled=bool(seed & COMPILED))
     if seed & PULLED:
         verify = random.Random(f"verify {seed}").choice(get_args(Verify))
         scenario = replace(scenario, is_pulled=True, verify=verify)

@@ -39,6 +39,7 @@ REST_S = 24.0  # so much later everybody has come to rest
 SLACK_S = 1.5
 KNOWN_S = 0.5  # a session is made and a claim refused in less
 LONGEST_PULL_S = 1.2
+LONGEST_COMPILE_S, CALM_COMPILE_S = 0.6, 0.1
 ENGINE_BLOCKS = 8
 
 
@@ -244,6 +245,12 @@ class World:
         """How long a read of another engine's blocks takes: now and then longer than its lease, until all is calm."""
         is_slow = self.clock.now < FAULTS_END_S and self.chance(0.15)
         return self.uniform(0.02, LONGEST_PULL_S) if is_slow else self.gather_s()
+
+    def compile_s(self) -> float:
+        """How long kernels take that are needed for the first time: longer than a move may wait, until all is calm."""
+        if not self.scenario.is_compiled:
+            return 0.0
+        return self.uniform(0.0, LONGEST_COMPILE_S if self.clock.now < FAULTS_END_S else CALM_COMPILE_S)
 
     # What is watched:
 
