@@ -79,7 +79,7 @@ class Launch:
         for part in range(count):
             yield part * self.tiles // count, (part + 1) * self.tiles // count
 
-    def compile(self, work: Work) -> None:
+    def prepare(self, work: Work) -> None:
         """Launch for no tiles at all: it is compiled and loaded, nothing is touched. On any thread."""
         start(self, work, 0, 0)
 
@@ -130,7 +130,7 @@ def warm(
 def compiled(launches: Sequence[Launch], work: Work) -> None:
     """Compile what is not yet, which may take seconds; or NotCompiled, as `work` says."""
     for launch in _missing(launches, work):
-        launch.compile(work)
+        launch.prepare(work)
 
 
 def _missing(launches: Sequence[Launch], work: Work) -> list[Launch]:

@@ -54,7 +54,7 @@ class Work:
         self.steps: dict[object, Any] = {}  # scales.py's
         words = table_bytes // 8
         self.host = torch.zeros(words, dtype=torch.int64, pin_memory=is_gpu)
-        self.table = torch.zeros(words, dtype=torch.int64, device=device) if is_gpu else self.host
+        self.table = torch.empty(words, dtype=torch.int64, device=device) if is_gpu else self.host
         self.words = self.host.numpy()
         self.index = device.index if is_gpu else -1  # as torch.Tensor.get_device says it
         self.is_native = is_gpu and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -12,14 +12,15 @@ import torch
 from kvbridge_kernels.launch import Kernel, Launch
 from kvbridge_kernels.tables import Work
 
+from . import driver
 from .porter import Compiling
 
 
 class Compiler:
-    """For one device. On the caller's thread, but for what it compiles."""
+    """For one GPU. On the caller's thread, but for what it compiles."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._thread = ThreadPoolExecutor(1, "kvbridge-compiler", lambda: _use(device))
+    def __init__(self, gpu: driver.Gpu) -> None:
+        self._thread = ThreadPoolExecutor(1, "kvbridge-compiler", lambda: _use(gpu))
         self._begun: dict[Kernel, Future[None]] = {}
 
     def begin(self, launches: Sequence[Launch], work: Work) -> Compiling:
@@ -33,7 +34,7 @@ class Compiler:
                     raise error
                 continue  # since it was found missing
             if begun is None:
-                begun = self._begun[launch.kernel] = self._thread.submit(launch.compile, work)
+                begun = self._begun[launch.kernel] = self._thread.submit(launch.prepare, work)
             under_way.append(begun)
         return Compiling(lambda: all(each.done() for each in under_way))
 
@@ -46,7 +47,7 @@ class Compiler:
         self._thread.shutdown(cancel_futures=True)
 
 
-def _use(device: torch.device) -> None:
+def _use(gpu: driver.Gpu) -> None:
     """What is launched for no tiles waits for nobody's stream."""
-    torch.cuda.set_device(device)
-    torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    torch.cuda.set_device(gpu.ordinal)
+    torch.cuda.set_stream(torch.cuda.ExternalStream(driver.new_stream(gpu), gpu.ordinal))  # type: ignore[no-untyped-call]

@@ -98,10 +98,12 @@ class GpuPorter:
         torch.cuda.set_device(gpu.ordinal)
         self.description = f"{torch.cuda.get_device_name(gpu.ordinal)} {gpu.uuid}" + " (MPS)" * gpu.is_under_mps
         self.device = gpu.device
-        self._out, self._down, self._in, self._up = (torch.cuda.Stream(priority=-1) for _ in range(4))
+        self._out, self._down, self._in, self._up = (
+            torch.cuda.ExternalStream(driver.new_stream(gpu, priority=-1), gpu.ordinal) for _ in range(4)
+        )
         self._torch_device = torch.device("cuda", gpu.ordinal)
         self._kernels: dict[object, Any] = {}  # what one bundle's work needs serves all
-        self._compiles, self._compiler = not aside, Compiler(self._torch_device)
+        self._compiles, self._compiler = not aside, Compiler(gpu)
         self._compiler.call(warm_clear)
         self._bundles: deque[_Bundle] = deque()
         self._make_bundles(moves + pulls)
@@ -117,8 +119,8 @@ class GpuPorter:
     def _make_bundles(self, count: int) -> None:
         """So many more."""
         device = self._torch_device
-        sums = torch.zeros(count, dtype=torch.int64, device=device)
         totals = torch.zeros(count, dtype=torch.int64).pin_memory()
+        sums = totals.to(device)  # torch's own kernels, one to clear memory among them, would take 92 MiB of the GPU
         for i in range(count):
             work = Work(device, self._table_bytes, copy=driver.copy_to_device, compiles=self._compiles)
             work.kernels = self._kernels

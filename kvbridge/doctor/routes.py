@@ -31,7 +31,7 @@ FLOOR_SHARE = 0.01
 UCX_SAYS = {"UCX_PROTO_INFO": "y"}  # one table for each way to move something that UCX has chosen
 UCX_TABLE = re.compile(r"\| (?P<what>[a-z][^|]*?) +\|$")
 UCX_ROW = re.compile(r"\| +(?P<range>\d[\w.]*) +\| (?P<how>[^|]+?) +\| (?P<by>[^|]+?) +\|$")
-UCX_WRITE = "remote memory write"
+UCX_WRITE = re.compile(r"remote memory write .* from (?P<ours>[a-z]+).* to (?P<theirs>[a-z]+)")
 
 
 def checks() -> Iterator[Check]:
@@ -101,7 +101,7 @@ def _judged(
 def written_by(log: str) -> frozenset[str]:
     """What UCX writes large pieces of remote memory with, such as "cma/memory", by its tables of UCX_PROTO_INFO.
 
-    A few bytes may well go by TCP.
+    A few bytes may well go by TCP, and what we never do: from host memory into a GPU's, or back.
     """
     found, is_write = set(), False
     for line in log.splitlines():
@@ -109,5 +109,6 @@ def written_by(log: str) -> frozenset[str]:
             if is_write and row["range"][-3:] == "inf":
                 found.add(row["by"])
         elif (table := UCX_TABLE.search(line)) and table["what"] != "Range":
-            is_write = table["what"].startswith(UCX_WRITE)
+            write = UCX_WRITE.match(table["what"])
+            is_write = write is not None and write["ours"] == write["theirs"]
     return frozenset(found)

@@ -156,7 +156,7 @@ def test_a_check_that_cannot_look_has_failed(tmp_path: Path) -> None:
 
 TABLE = """\
 [1.2] [vm:3:0]   | 051d intra-node cfg#1                    |
-[1.2] [vm:3:0]   | remote memory write by ucp_put*(multi) from host memory to host |
+[1.2] [vm:3:0]   | remote memory write by ucp_put*(multi) from {where} |
 [1.2] [vm:3:0]   +--------+-------------+------------------+
 [1.2] [vm:3:0]   | Range  | Description |      Config      |
 [1.2] [vm:3:0]   |  0..99 | short       | {small} |
@@ -167,9 +167,14 @@ TABLE = """\
 
 
 def test_what_ucx_writes_with_is_read_off_its_tables_and_what_it_speaks_with_is_not() -> None:
-    assert written_by(TABLE.format(small="cma/memory", large="cma/memory")) == {"cma/memory"}
-    assert written_by(TABLE.format(small="tcp/lo", large="cma/memory")) == {"cma/memory"}
-    assert written_by(TABLE.format(small="cma/memory", large="tcp/lo")) == {"tcp/lo"}
+    def found(small: str, large: str, where: str = "host memory to host") -> set[str]:
+        return set(written_by(TABLE.format(small=small, large=large, where=where)))
+
+    assert found("cma/memory", "cma/memory") == {"cma/memory"}
+    assert found("tcp/lo", "cma/memory") == {"cma/memory"}
+    assert found("cma/memory", "tcp/lo") == {"tcp/lo"}
+    assert found("cuda_ipc/cuda", "cuda_ipc/cuda", "cuda/GPU0 to cuda/dev[1]") == {"cuda_ipc/cuda"}
+    assert found("tcp/lo", "tcp/lo", "host memory to cuda/dev[1]") == set()
     assert written_by("") == frozenset()
 
 

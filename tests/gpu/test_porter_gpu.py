@@ -145,8 +145,8 @@ def test_new_kernels_are_compiled_beside_what_moves(tmp_path: Path, monkeypatch:
         print(f"{len(took)} moves, the longest {max(took) * 1e3:.1f} ms, while {compiled_s * 1e3:.0f} ms were compiled")
         assert compiled_s > 0.1, "it was compiled already: then this test proves nothing"
         assert max(took) < compiled_s / 4
-        porter.scatter(sink, other, far, "sum64", 0)
-        assert over(porter).failure is not None  # whatever lies there
+        porter.scatter(sink, other, far, "sum64", 1)  # of zeros
+        assert over(porter).failure == ("digest_mismatch", f"digest: sent {1:016x}, landed {0:016x}")
 
 
 def wait_for(begin: Callable[[], int]) -> None:
