@@ -358,7 +358,8 @@ def main() -> int:
             spent = time.monotonic() - began
             print(f"{spent:6.1f} s  {pair.name}: {results[-1].failure.strip()[-400:] or 'done'}", flush=True)
             kept = {**about, "seconds": round(spent, 1), "pairs": [vars(each) for each in results]}
-            (chosen.out / "vllm_pairs.json").write_text(json.dumps(kept, indent=1) + "\n")
+            name = "vllm_pairs_1.json" if len(about["gpus"]) == 1 else "vllm_pairs.json"
+            (chosen.out / name).write_text(json.dumps(kept, indent=1) + "\n")
     report(results)
     if any("NO" in str(value) for each in results for value in (each.kv_rows, *(r.get("decoded") for r in each.rows))):
         return 1
