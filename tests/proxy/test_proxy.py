@@ -647,3 +647,22 @@ async def test_an_engine_off_the_list_gets_nothing_new_and_finishes_what_it_has(
         await w.until(lambda: again.is_well)
         assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
         assert (len(leaving.got), len(staying.got)) == (2, 2)
+
+
+@bounded
+async def test_what_an_engine_says_of_one_prompt_comes_whole() -> None:
+    """Its usage too, with details that we do not know how to add up."""
+    usage = {
+        "prompt_tokens": 4,
+        "completion_tokens": 3,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    said = {"id": "x", "choices": [{"index": 0, "text": TEXT, "finish_reason": "length"}], "usage": usage, "more": 1}
+
+    async def answers(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response(said)
+
+    async with world("vllm", "vllm") as w:
+        w.decode.act = answers
+        assert await w.ask("/v1/completions", COMPLETION) == (200, said)
