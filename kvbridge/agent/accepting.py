@@ -103,6 +103,8 @@ class Accepting:
                     self._greeted_by[link] = None
                 if accepted is not None:
                     self._end(sender, body.reason)
+            case Claim() if accepted is not None and self.is_closing and self.source.is_hopeless(body):
+                link.send(Refuse(code="draining", reasons=("this agent is stopping",), about=body.transfer))
             case Claim() | Grant() | Renew() | Check() | Cancel() | Hold() | Settled() if accepted is not None:
                 self.source.from_sink(accepted.session, body)
             case Claim():

@@ -104,6 +104,14 @@ class Source:
         """Whether this offer is open."""
         return request in self._outbound.offers
 
+    def is_due(self, offer: Offer) -> bool:
+        """Whether it goes on with what was offered before, or somebody has claimed it already."""
+        return self.knows(offer.request) or self._outbound.is_awaited(offer.room)
+
+    def is_hopeless(self, claim: Claim) -> bool:
+        """Whether what it takes is not offered, and will not be if nothing new is."""
+        return not (self._outbound.is_awaited(claim.room) or self._outbound.has_offer(claim))
+
     def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
         actions = self._outbound.withdraw(request, reason, self._clock(), comes_again)
         self._lives.note("withdrawn", reason, request=request)

@@ -449,16 +449,23 @@ def keygen(
 
 def proxy(
     prefill: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             help="An engine that prefills: vllm=http://HOST:PORT, or sglang=http://HOST:PORT[,bootstrap=PORT] with the "
             "port of its bootstrap server (8998 unless told). May be repeated."
         ),
-    ],
+    ] = None,
     decode: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(help="An engine that decodes: vllm=http://HOST:PORT or sglang=http://HOST:PORT. May be repeated."),
-    ],
+    ] = None,
+    engines: Annotated[
+        Path | None,
+        typer.Option(
+            help="In place of both, a file: a line for each engine, as `prefill vllm=http://10.0.0.1:8000`. SIGHUP has "
+            "it read again: an engine that is not there any more gets nothing new, and finishes what it has."
+        ),
+    ] = None,
     listen: Annotated[str, typer.Option(help="Where clients ask, HOST:PORT. It asks nobody who he is.")] = (
         "127.0.0.1:8080"
     ),
@@ -485,12 +492,14 @@ def proxy(
       kvbridge proxy --prefill vllm=http://10.0.0.1:8000 --decode vllm=http://10.0.0.2:8000
       kvbridge proxy --prefill sglang=http://10.0.0.1:30000,bootstrap=8998 \\
         --decode vllm=http://10.0.0.2:8000 --listen 127.0.0.1:8081
+      kvbridge proxy --engines /etc/kvbridge/engines
     """
     with _told("proxy"):
         from ..proxy.fleet import Waits
         from ..proxy.server import run
 
-        run(prefill, decode, listen, Waits(prefill_s=prefill_timeout_s, answer_s=answer_timeout_s), log_level.value)
+        waits = Waits(prefill_s=prefill_timeout_s, answer_s=answer_timeout_s)
+        run(prefill or (), decode or (), engines, listen, waits, log_level.value)
 
 
 def sim(

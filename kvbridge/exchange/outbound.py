@@ -240,6 +240,14 @@ class Outbound:
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
         return self._bind_waiting(claim.room)
 
+    def is_awaited(self, room: str) -> bool:
+        """Whether claims wait for what is offered in this room."""
+        return room in self._waiting
+
+    def has_offer(self, claim: Claim) -> bool:
+        """Whether its rows are offered, or an offer ended that was its own."""
+        return self._rooms.place_of(claim) is not None
+
     def hold(self, boot: str, rooms: Sequence[str], now: float) -> list[Action]:
         """Requests of a sink wait for what is or will be offered in these rooms, one for each time a room is named."""
         held: list[str] = []
