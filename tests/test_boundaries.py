@@ -93,7 +93,7 @@ THIRD: dict[str, set[str] | None] = {
     "kvbridge.device": {"torch", "numpy", "cuda"},
     "kvbridge.transport": {"zmq", "nixl", "msgspec", "uvloop", "numpy"},
     "kvbridge.dataplane": set(),
-    "kvbridge.agent": {"torch", "uvloop", "msgspec", "prometheus_client", "numpy"},
+    "kvbridge.agent": {"torch", "uvloop", "msgspec", "prometheus_client", "numpy", "opentelemetry"},
     "kvbridge.proxy": {"aiohttp", "prometheus_client"},
     "kvbridge.sim": {"msgspec"},
     "kvbridge.adapters.engine": {"torch", "msgspec"},

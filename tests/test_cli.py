@@ -63,22 +63,30 @@ def test_wrong_command_line_is_exit_code_2() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "command"), [("typer", ("status",)), ("rich", ("status",)), ("torch", ("agent", "--metrics", ""))]
+    ("package", "command", "extra"),
+    [
+        ("typer", ("status",), "agent"),
+        ("rich", ("status",), "agent"),
+        ("torch", ("agent", "--metrics", ""), "agent"),
+        ("opentelemetry", ("agent", "--otlp-endpoint", "http://127.0.0.1:4318/v1/traces"), "otel"),
+    ],
 )
-def test_base_install_says_what_a_command_needs(package: str, command: tuple[str, ...], tmp_path: Path) -> None:
+def test_base_install_says_what_a_command_needs(
+    package: str, command: tuple[str, ...], extra: str, tmp_path: Path
+) -> None:
     """As in an engine's environment, where the package is not there: a finder that does not find it."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "class Absent:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name == {package!r}:\n"
+        f"        if name.partition('.')[0] == {package!r}:\n"
         "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
         "sys.meta_path.insert(0, Absent())\n"
     )
     told = kvbridge(*command, PYTHONPATH=str(tmp_path))
     assert told.returncode == 1
     assert told.stderr == (
-        f"kvbridge: this needs the packages of the agent: pip install 'kvbridge[agent]' (missing: {package})\n"
+        f"kvbridge: this needs the packages of the {extra}: pip install 'kvbridge[{extra}]' (missing: {package})\n"
     )
 
 

@@ -30,6 +30,7 @@ QUIET = {  # what a fleet that is well has no series of, or none above the thres
     "kvbridge_refused_total",
     "kvbridge_rejected_messages_total",
     "kvbridge_failpoints_total",
+    "kvbridge_spans_total",
 }
 LOOK_S = 30.0
 

@@ -116,13 +116,16 @@ def manager(role: str, told: list[Any]) -> Any:
     return made
 
 
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
 def req(prompt: str = "ab", told: dict[str, Any] | None = None) -> Any:
     """`told`: what a router says of another engine's half."""
     return SimpleNamespace(
         prompt=prompt,
         input_embeds=None,
         origin_input_ids=[0] * 48,
-        sampling_params=SimpleNamespace(custom_params={"kvbridge": told} if told else None),
+        sampling_params=SimpleNamespace(custom_params={"kvbridge": told, "traceparent": TRACE} if told else None),
         return_logprob=False,
     )
 
@@ -184,6 +187,7 @@ def test_a_prompt_that_another_engine_fetches_is_computed_without_being_asked_fo
     made.send(pages(3, 4, 5), [], 40)
     (offer,) = of.talk.said
     assert (offer.room, offer.tokens, offer.is_last) == (f"room/{ROOM}/ab", 40, True)
+    assert offer.traceparent == TRACE
     of.talk.end(str(ROOM), "offer")
     of._look_at = 0.0
     assert made.poll() == SUCCESS
@@ -505,6 +509,7 @@ def test_another_engines_prompt_is_fetched_where_the_router_says_and_goes_on_wit
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
     (want,) = of.talk.said
     assert (want.room, want.source, want.end_token) == (f"room/{ROOM}/ab", "tcp://10.0.0.7:7700", 40)
+    assert want.traceparent == TRACE
     assert listen(of, made) == WAITING and not of.buffers.bootstrap_room.any(), "the row comes last"
     of.talk.end(str(ROOM), "want")
     assert listen(of, made) == SUCCESS

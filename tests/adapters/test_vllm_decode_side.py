@@ -70,6 +70,30 @@ def test_asks_for_the_agent_that_has_the_key_that_was_told(world: World) -> None
     assert world.agents[0].one(Want).source == "tcp://10.0.0.1:7700#rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 
 
+TRACE, OTHER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "00-" + "1" * 32 + "-" + "2" * 16 + "-00"
+
+
+@pytest.mark.parametrize(
+    ("headers", "params", "traceparent"),
+    [
+        ({"traceparent": TRACE}, {"traceparent": OTHER}, TRACE),
+        (None, {"traceparent": OTHER}, OTHER),
+        ({"tracestate": "a=b"}, {}, ""),
+        (None, {"traceparent": TRACE + "0" * 300}, ""),
+        (None, {"traceparent": 7}, ""),
+    ],
+    ids=["vLLM's own", "the client's", "none", "too long", "a number"],
+)
+def test_both_sides_name_the_span_that_a_request_belongs_to(
+    world: World, headers: dict[str, str] | None, params: dict[str, Any], traceparent: str
+) -> None:
+    world.decode(40, kv={"trace_headers": headers}, **params)
+    world.prefill(40, kv={"trace_headers": headers}, **params)
+    world.steps(3)
+    (agent,) = world.agents
+    assert agent.one(Want).traceparent == agent.one(Offer).traceparent == traceparent
+
+
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
