@@ -1,6 +1,7 @@
 # make demo    two synthetic engines that disagree, two agents, real ZeroMQ and NIXL, checked bit for bit
 # make demo-vllm    two real vLLM engines of other block sizes (2.4 GB of packages the first time)
 # make demo-cross    vLLM prefills and SGLang decodes, and the reverse (6 GB of packages the first time)
+# make demo-upgrade    four vLLM engines and their agents brought from an older kvbridge to this one, under traffic (FROM=COMMIT)
 # make test    lint, types and every test that needs no engine
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time; VLLM_TESTS names some)
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
@@ -28,7 +29,7 @@ PROMETHEUS = .prometheus/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 
-.PHONY: demo demo-vllm demo-cross test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden clean
+.PHONY: demo demo-vllm demo-cross demo-upgrade test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -38,6 +39,15 @@ demo-vllm: $(AGENT) $(ENGINE)
 
 demo-cross: $(AGENT) $(ENGINE) $(SGLANG)
 	.venv/bin/kvbridge demo --cross --vllm-python .venv-vllm/bin/python --sglang-python .venv-sglang/bin/python
+
+# The last release; before there is one, the oldest commit whose agents understand today's.
+FROM ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),e0d8cae)
+
+demo-upgrade: $(AGENT) $(ENGINE)
+	rm -rf build/from && mkdir -p build/from/tree
+	git archive $(FROM) | tar -x -C build/from/tree
+	.venv/bin/$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/from build/from/tree
+	.venv/bin/kvbridge demo --upgrade-from build/from/*.whl --vllm-python .venv-vllm/bin/python
 
 test: lint unit
 

@@ -20,6 +20,8 @@ from kvbridge.demo.cross_engines import Engine
 from kvbridge.demo.engine import Job, SyntheticEngine
 from kvbridge.demo.pools import POISON, Request, Shape, describe, fill, first_difference, tables
 from kvbridge.demo.rows import write
+from kvbridge.demo.upgrade import Answer, Seen
+from kvbridge.demo.upgrade import conclude as conclude_upgrade
 from kvbridge.geometry.compat import check_pool
 
 from .test_cli import kvbridge
@@ -155,3 +157,22 @@ def _python(path: Path, code: int) -> Path:
     path.write_text(f"#!/bin/sh\nexit {code}\n")
     path.chmod(0o755)
     return path
+
+
+GOOD = Answer(0.3, tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("step", "is_good", "said"),
+    [
+        (Seen((GOOD, GOOD), 150.0), True, "25% of the prompts computed again"),
+        (Seen((GOOD, GOOD), 0.0), False, "62% of the prompts computed again"),  # nothing was carried after this step
+        (Seen((GOOD, replace(GOOD, is_wrong=True)), 200.0), False, "1 wrong"),
+        (Seen((GOOD, Answer(9.5, failure="502")), 100.0), False, "4 requests: 1 failed, 0 wrong, slowest 9.5 s"),
+    ],
+)
+def test_an_upgrade_is_good_if_nothing_failed_and_each_step_carried(step: Seen, is_good: bool, said: str) -> None:
+    out = StringIO()
+    with nullcontext() if is_good else pytest.raises(typer.Exit):
+        conclude_upgrade(Console(file=out), [Seen((GOOD, GOOD), 150.0), step])
+    assert said in out.getvalue()

@@ -124,6 +124,37 @@ def test_the_wheel_answers_and_carries(clean: Path, tmp_path: Path) -> None:
     assert told([clean / "python", "-c", TRANSFER], tmp_path, timeout_s=100).count("exact") == 1
 
 
+def test_doctor_of_the_wheel_moves_something_by_a_route(clean: Path, tmp_path: Path) -> None:
+    only = [part for name in ("shm", "nixl", "route-pull") for part in ("--only", name)]
+    found = json.loads(told([clean / "kvbridge", "doctor", *only, "--json"], tmp_path, timeout_s=100))
+    outcomes = {each["check"]: each["outcome"] for each in found}
+    assert outcomes["route-pull"] == "ok" and "failed" not in outcomes.values(), found
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_every_python_that_is_named_installs_the_wheel(version: str, wheel: Path, tmp_path: Path) -> None:
+    """Without what it needs: that is not here for other Pythons. Each of its files is Python to this one."""
+    assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+    python = python_of(version)
+    subprocess.run([python, "-m", "venv", "--without-pip", tmp_path / "clean"], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", tmp_path / "clean/bin/python", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", wheel], check=True)
+    assert told([tmp_path / "clean/bin/kvbridge", "--version"], tmp_path) == f"kvbridge {PROJECT['version']}\n"
+    told(
+        [tmp_path / "clean/bin/python", "-m", "compileall", "-q", "-f", *(tmp_path / "clean").glob("lib/*/*")], tmp_path
+    )
+
+
+def python_of(version: str) -> str:
+    """A Python of this version. Skips where there is none."""
+    for found in filter(None, (shutil.which(f"python{version}"), sys.executable)):
+        asked = [found, "-c", "import sys; print(sys.executable, *sys.version_info[:2])"]
+        path, *numbers = subprocess.run(asked, capture_output=True, text=True).stdout.split() or [""]
+        if ".".join(numbers) == version:
+            return path
+    pytest.skip(f"no Python {version} here")
+
+
 def test_the_base_install_is_what_an_engine_needs(wheel: Path, tmp_path: Path) -> None:
     base = environment(tmp_path / "base", wheel, "")
     assert sorted(needed("")) == ["msgpack", "msgspec"]
