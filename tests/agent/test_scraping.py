@@ -174,13 +174,13 @@ def test_sessions_may_come_and_go_while_they_are_counted() -> None:
     coming.start()
     try:
         while time.monotonic() < ends:
-            assert peers.count_open() == 0
+            assert not peers.count_dialled(SessionState.OPEN) and not peers.open_dialled()
     finally:
         coming.join()
         sys.setswitchinterval(before)
     for number, state in enumerate(SessionState):
         sessions[str(number)] = Dialled(str(number), Wire(str(number)), state=state)  # type: ignore[arg-type]
-    assert peers.count_open() == 1
+    assert [peers.count_dialled(state) for state in SessionState] == [1] * len(SessionState)
 
 
 ADDRESSES = [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6), ("[::1]", socket.AF_INET6)]
