@@ -40,6 +40,27 @@ def test_decodes_what_an_engine_with_other_blocks_prefilled(fleet: Fleet, source
     assert_same_as_alone(fleet, source, sink, prompt(length, seed=2 * length + (source == "large")))
 
 
+def test_engines_that_serve_both_roles_do_so_at_once_and_stay_attached(fleet: Fleet) -> None:
+    """Each prefills for the other and decodes what the other prefilled, side by side; no agent hears of a role."""
+    names = ("small", "large")
+    before = {name: [agent.status.engine for agent in fleet.agents[name]] for name in names}
+    tokens = {
+        name: [prompt(300 + seed, seed=60 + seed + 10 * (name == "large")) for seed in range(4)] for name in names
+    }
+    asked = {}
+    for source, sink in (names, names[::-1]):
+        for prefilled in [(each, fleet.prefill(source, each)[1]) for each in tokens[source]]:
+            asked[fleet.name(f"d-{sink}")] = (sink, *prefilled)
+    for request, (sink, each, prefilled) in asked.items():
+        fleet[sink].submit(request, each, 12, prefilled.params)
+    for request, (sink, each, _) in asked.items():
+        answer = fleet[sink].result(request)
+        assert answer.cached == len(each) - 1 and list(answer.tokens) == fleet.alone(each, 12)
+    after = {name: [agent.status.engine for agent in fleet.agents[name]] for name in names}
+    for name in names:
+        assert [(each.epoch, each.pid) for each in before[name]] == [(each.epoch, each.pid) for each in after[name]]
+
+
 @needs_fp8
 def test_narrows_bf16_to_fp8_by_the_reference_conversion(fleet: Fleet) -> None:
     tokens = prompt(500, seed=1)
