@@ -13,8 +13,8 @@ from typing import Any
 import msgpack
 import msgspec
 from kvbridge_proto.codec import decode, encode
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import ToAgent, Want
-from kvbridge_proto.words import Blocks
 from record import write
 
 BLOCKS = 4096

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from record import RESULTS, write
 
-from kvbridge.device.porter import Moved, Porter
-from kvbridge.device.porter_cpu import CpuPorter
+from kvbridge.device.copier import BlockCopier, Moved
+from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.geometry.plan import Part, Plan, plan
 from kvbridge.geometry.shard import assign
 from tests.support.carried import Mapped
@@ -72,7 +72,7 @@ class Side:
         return [Part(planned, planned.chunk(i), self._tables, is_source) for i in range(planned.chunks)]
 
 
-def measure(pair: Pair, tokens: int, rounds: int, porter: Porter, device: str) -> tuple[int, float, float]:
+def measure(pair: Pair, tokens: int, rounds: int, porter: BlockCopier, device: str) -> tuple[int, float, float]:
     """Wire bytes, and seconds of gathering and of scattering them: the medians."""
     slot_bytes = SLOT_BYTES[device.partition(":")[0]]
     source = Side(pair.source, ranks_of(pair.source)[0], tokens, device, 1)
@@ -99,20 +99,20 @@ def measure(pair: Pair, tokens: int, rounds: int, porter: Porter, device: str) -
     return planned.total_bytes, statistics.median(gathering[1:]), statistics.median(scattering[1:])
 
 
-def over(porter: Porter) -> Moved:
+def over(porter: BlockCopier) -> Moved:
     while not (moved := porter.poll()):
         pass
     assert moved[0].failure is None, moved[0].failure
     return moved[0]
 
 
-def porter_of(device: str) -> Porter:
+def porter_of(device: str) -> BlockCopier:
     if device == "cpu":
-        return CpuPorter()
+        return CpuBlockCopier()
+    from kvbridge.device.copier_gpu import GpuBlockCopier
     from kvbridge.device.driver import Gpu
-    from kvbridge.device.porter_gpu import GpuPorter
 
-    return GpuPorter(Gpu.open(device), 4)
+    return GpuBlockCopier(Gpu.open(device), 4)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

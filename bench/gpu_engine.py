@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import torch
 from gpu_shapes import Memory, Shape, describe
+from kvbridge_proto.common import OURS, Blocks, Rank
 from kvbridge_proto.engine import (
     Attach,
     Attached,
@@ -33,7 +34,6 @@ from kvbridge_proto.engine import (
 )
 from kvbridge_proto.pool import CodecName
 from kvbridge_proto.status import Status, StatusQuery
-from kvbridge_proto.words import OURS, Blocks, Rank
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.device.fence import EngineFence

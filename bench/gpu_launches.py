@@ -146,10 +146,10 @@ def _tokens_of(pair: Pair) -> int:
 
 def child(rounds: int) -> None:
     """Every pair, a line of JSON each."""
+    from kvbridge.device.copier_gpu import GpuBlockCopier
     from kvbridge.device.driver import Gpu
-    from kvbridge.device.porter_gpu import GpuPorter
 
-    porter = GpuPorter(Gpu.open("cuda:0"), 4, SLOT_BYTES["cuda"] // 16)
+    porter = GpuBlockCopier(Gpu.open("cuda:0"), 4, SLOT_BYTES["cuda"] // 16)
     watch = Stopwatch()
     with porter.staging(SLOT_BYTES["cuda"], 1) as slots:
         for pair in pairs():

@@ -26,7 +26,7 @@ from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.field import Axis, Field, Mapped
 from kvbridge_kernels.form import TILINGS, Tiling
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.pull_recipe import PullChunk, PullRecipe
+from kvbridge_kernels.prepared_pull import PlacedPull, PreparedPull
 from kvbridge_kernels.segment import Segment
 from kvbridge_kernels.tables import Work
 from record import RESULTS, write
@@ -99,14 +99,14 @@ def segments_of(
 
 def chunks_of(
     case: Case, sources: Sequence[torch.Tensor | Mapped], sink: torch.Tensor | Mapped, tokens: int
-) -> list[PullChunk]:
+) -> list[PlacedPull]:
     """A chunk from each rank."""
     wire = min(case.source.codec, case.sink.codec, key=lambda name: DTYPES[name].itemsize)
     found, count = [], case.source.heads
     for rank, memory in enumerate(sources):
         ours, size = segments_of(case.source, memory, tokens, wire, range(count), rank)
         theirs, _ = segments_of(case.sink, sink, tokens, wire, range(rank * count, (rank + 1) * count), 9)
-        found.append(PullRecipe(ours, theirs, size).chunk)
+        found.append(PreparedPull(ours, theirs, size).chunk)
     return found
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import Pool
-from kvbridge_proto.words import Blocks
 from record import write
 
 from kvbridge.demo.pools import Shape, describe
 from kvbridge.device import driver
+from kvbridge.device.copier_gpu import GpuBlockCopier
 from kvbridge.device.memory import Regions
-from kvbridge.device.porter_gpu import GpuPorter
 from kvbridge.device.staging import Span, Staging
 from kvbridge.geometry.plan import Part, Planner
 from kvbridge.geometry.shard import common
@@ -61,7 +61,7 @@ def parts(ours: Pool, theirs: Pool, is_source: bool, slot_bytes: int, chunks: in
     return [Part(planned, planned.chunk(i % planned.chunks), table, is_source) for i in range(chunks)]
 
 
-def rate(porter: GpuPorter, moves: Sequence[Callable[[], int]], size_bytes: int) -> float:
+def rate(porter: GpuBlockCopier, moves: Sequence[Callable[[], int]], size_bytes: int) -> float:
     """GB/s of all of them, IN_FLIGHT at a time; the best of three rounds after one that warms up."""
     best = 0.0
     for i in range(4):
@@ -79,7 +79,7 @@ def rate(porter: GpuPorter, moves: Sequence[Callable[[], int]], size_bytes: int)
 
 
 def measure(chunk_bytes: int, chunks: int) -> dict[str, Any]:
-    porter = GpuPorter(driver.Gpu.open("cuda:0"), IN_FLIGHT + 1)
+    porter = GpuBlockCopier(driver.Gpu.open("cuda:0"), IN_FLIGHT + 1)
     source, sink = OwnMemory(SOURCE), OwnMemory(SINK)
     with porter.staging(chunk_bytes, IN_FLIGHT) as slots, Staging.pinned(chunk_bytes, IN_FLIGHT) as host:
         found: dict[str, Any] = {"chunk_bytes": chunk_bytes, "chunks": chunks, "in_flight": IN_FLIGHT}

@@ -23,7 +23,7 @@ import torch
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.recipe import Recipe
+from kvbridge_kernels.prepared_copy import PreparedCopy
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
 from record import RESULTS, write
@@ -138,7 +138,7 @@ def one_block(room: torch.Tensor, case: Case) -> dict[str, float]:
     segments = chunk(case, 2 * LAYERS * BLOCK * HEADS * WIDTH * DTYPES[case.memory].itemsize, room[: 1 << 30])
     span = Span(room[1 << 30 :].data_ptr(), segments[-1].slot_end)
     sums, work = torch.zeros(1, dtype=torch.int64, device=room.device), Work(room.device)
-    recipe, found = Recipe(segments, span.size_bytes), {}
+    recipe, found = PreparedCopy(segments, span.size_bytes), {}
     for name, moved in (("segments", lambda: segments), ("recipe", lambda: recipe.at(recipe.places))):
         called, done = [], []
         for _ in range(300):

@@ -23,10 +23,10 @@ from kvbridge_kernels.digest_ref import digest
 from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
 from record import write
 
+from kvbridge.device.copier import Moved
+from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.handles import export
 from kvbridge.device.memory import AttachedPool
-from kvbridge.device.porter import Moved
-from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.geometry.plan import Move
 
 HEADS, WIDTH = 8, 128
@@ -153,7 +153,7 @@ def measure(layout: Layout, pool_bytes: int, chunk_bytes: int) -> tuple[float, f
     pool = pool_of(layout, pool_bytes)
     memory = torch.randint(0, 120, (pool_bytes,), dtype=torch.uint8)
     handle, fd = export(memory.untyped_storage(), 0, 0)
-    porter = CpuPorter()
+    porter = CpuBlockCopier()
     with porter.staging(chunk_bytes, 1) as staging, AttachedPool.open(pool, [handle], [fd]) as attached:
         os.close(fd)
         chunks = moves_of(layout, pool, chunk_bytes)
@@ -180,7 +180,7 @@ def measure(layout: Layout, pool_bytes: int, chunk_bytes: int) -> tuple[float, f
     return copied, gathered, scattered
 
 
-def over(porter: CpuPorter) -> Moved:
+def over(porter: CpuBlockCopier) -> Moved:
     (moved,) = porter.poll()
     assert moved.failure is None, moved.failure
     return moved

@@ -21,7 +21,7 @@ from record import RESULTS, machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kvbridge.sim.run import Tally, many
+from kvbridge.sim.run import SimTally, many
 
 PATH = RESULTS / "sim.json"
 WRITE_EVERY_S = 10.0
@@ -37,7 +37,7 @@ def is_counted(before: list[dict[str, Any]], commit: str, first: int, count: int
     return any(at < first + count and first < at + length for at, length in seeds)
 
 
-def entry(about: dict[str, str], total: Tally, seconds: float) -> dict[str, Any]:
+def entry(about: dict[str, str], total: SimTally, seconds: float) -> dict[str, Any]:
     return {
         **about,
         "seeds": total.seeds,
@@ -73,9 +73,9 @@ def keep(all_runs: list[dict[str, Any]]) -> None:
     os.replace(half, PATH)
 
 
-def run(first: int, count: int, jobs: int, about: dict[str, str], before: list[dict[str, Any]]) -> Tally:
+def run(first: int, count: int, jobs: int, about: dict[str, str], before: list[dict[str, Any]]) -> SimTally:
     """Play them all, or as many as we are let."""
-    total, began = Tally(), time.monotonic()
+    total, began = SimTally(), time.monotonic()
     written = began
 
     def write() -> None:

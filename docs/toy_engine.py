@@ -5,9 +5,9 @@ import sys
 import time
 
 import torch
+from kvbridge_proto.common import Blocks, Rank
 from kvbridge_proto.engine import Offer, Want
 from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
-from kvbridge_proto.words import Blocks, Rank
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.conversation import Conversation, Ended

@@ -14,14 +14,14 @@ import triton.language as tl
 from . import launch, tiles
 from .codecs import cast
 from .digest import sum_of, words_of
-from .recipe import Chunk
+from .prepared_copy import PlacedCopy
 from .segment import Segment, Span
 from .tables import Work
 from .tiles import ARGUMENTS
 
 
 def gather(
-    chunk: Sequence[Segment] | Chunk,
+    chunk: Sequence[Segment] | PlacedCopy,
     slot: Span,
     sums: torch.Tensor | None,
     work: Work,
@@ -37,7 +37,7 @@ def gather(
 
 
 def digest(
-    chunk: Sequence[Segment] | Chunk,
+    chunk: Sequence[Segment] | PlacedCopy,
     slot_bytes: int,
     sums: torch.Tensor,
     work: Work,
@@ -47,12 +47,12 @@ def digest(
     launch.run(gather_tiles, chunk, Span(0, slot_bytes), sums, work, is_gather=True, stream=stream, is_stored=False)
 
 
-def warm(chunk: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work) -> None:
+def warm(chunk: Sequence[Segment] | PlacedCopy, slot: Span, has_sums: bool, work: Work) -> None:
     """Compile what `gather` would launch for these, or NotCompiled, as `work` says. Their number is no matter."""
     launch.warm(gather_tiles, chunk, slot, has_sums, work, is_gather=True)
 
 
-def warm_digest(chunk: Sequence[Segment] | Chunk, slot_bytes: int, work: Work) -> None:
+def warm_digest(chunk: Sequence[Segment] | PlacedCopy, slot_bytes: int, work: Work) -> None:
     """The same as `warm`, for `digest`."""
     launch.warm(gather_tiles, chunk, Span(0, slot_bytes), True, work, is_gather=True, is_stored=False)
 

@@ -17,10 +17,10 @@ from .codecs_ref import DTYPES
 from .digest_ref import word_bytes
 from .form import Form, Offsets, low_bit, tile_of, tiles_at_once
 from .places import Places
-from .recipe import Chunk, Group, Lists, Packed, Recipe
+from .prepared_copy import LaunchGroup, Lists, Packed, PlacedCopy, PreparedCopy
 from .scales import Scaled, Steps
 from .segment import Segment, Span
-from .tables import Tables, Work
+from .tables import LaunchTables, Work
 
 # Tiles are counted in 32 bits, a step of the whole grid beyond the last one too.
 MOST_TILES = 1 << 30
@@ -52,7 +52,7 @@ class Kernel:
     columns: Sequence[Offsets | None]  # of each end in memory
     compiled: Any = None
 
-    def tiles_of(self, group: Group) -> int:
+    def tiles_of(self, group: LaunchGroup) -> int:
         """How many tiles a group takes. ValueError if they are too many to be counted."""
         places, heads, width = self.tile
         tiles = group.planes * -(-group.places // places) * (group.form.heads // heads) * -(-self.row // width)
@@ -86,7 +86,7 @@ class Launch:
 
 def run(
     function: Any,
-    moved: Sequence[Segment] | Chunk,
+    moved: Sequence[Segment] | PlacedCopy,
     slot: Span,
     sums: torch.Tensor | None,
     work: Work,
@@ -96,7 +96,7 @@ def run(
 ) -> None:
     """Check, pack, upload, launch. Unless `is_stored`, only `slot.size_bytes` matters: nothing is written there."""
     recipe, places = _checked(moved, slot, sums, work)
-    tables = Tables(work, slot.size_bytes)
+    tables = LaunchTables(work, slot.size_bytes)
     lists = offsets_of(recipe.lists, places, tables)
     total = None if sums is None else sums.data_ptr()
     launches = [
@@ -109,7 +109,7 @@ def run(
 
 def warm(
     function: Any,
-    moved: Sequence[Segment] | Chunk,
+    moved: Sequence[Segment] | PlacedCopy,
     slot: Span,
     has_sums: bool,
     work: Work,
@@ -118,7 +118,7 @@ def warm(
 ) -> None:
     """Compile what `run` would launch, or raise NotCompiled, as `work` says."""
     recipe, _ = _checked(moved, slot, None, work)
-    tables = Tables(work, slot.size_bytes)
+    tables = LaunchTables(work, slot.size_bytes)
     total = work.table.data_ptr() if has_sums else None  # zero is added to it
     lists = [0] * len(recipe.lists.offsets)
     compiled(
@@ -142,7 +142,7 @@ def _missing(launches: Sequence[Launch], work: Work) -> list[Launch]:
 
 def enqueue(
     launches: Sequence[Launch],
-    tables: Tables,
+    tables: LaunchTables,
     work: Work,
     stream: torch.cuda.Stream | None,
     programs: int | None = None,
@@ -184,12 +184,12 @@ def start(
         kernel.compiled[grid](*arguments, *kernel.constants.values(), stream=stream)
 
 
-def offsets_of(lists: Lists, places: Sequence[Places], tables: Tables) -> list[int]:
+def offsets_of(lists: Lists, places: Sequence[Places], tables: LaunchTables) -> list[int]:
     """The addresses of the offsets of all places, by the number of their list."""
     return [tables.offsets(places[which], stride, tokens) for which, stride, tokens in lists.offsets]
 
 
-def put_records(packed: Packed, lists: Sequence[int], tables: Tables) -> int:
+def put_records(packed: Packed, lists: Sequence[int], tables: LaunchTables) -> int:
     """The address of the records of a group."""
     room, address = tables.take(packed.records.size)
     room = room.reshape(packed.records.shape)
@@ -198,12 +198,12 @@ def put_records(packed: Packed, lists: Sequence[int], tables: Tables) -> int:
     return address
 
 
-def put_columns(columns: Offsets | None, tables: Tables) -> int:
+def put_columns(columns: Offsets | None, tables: LaunchTables) -> int:
     """The address of the offsets of a row's elements; of a dense row any, for nobody reads them."""
     return tables.address if columns is None else tables.put(columns)
 
 
-def put_scales(scales: Scaled, tables: Tables) -> int:
+def put_scales(scales: Scaled, tables: LaunchTables) -> int:
     """The address of the scales; any if there are none."""
     return tables.put(scales.table) if len(scales.table) else tables.address
 
@@ -222,11 +222,11 @@ def check_device(lists: Lists, work: Work) -> None:
         raise ValueError(f"fields are on device {lists.device}, work on {work.device}")
 
 
-def _checked(moved: Sequence[Segment] | Chunk, slot: Span, sums: torch.Tensor | None, work: Work) -> Chunk:
+def _checked(moved: Sequence[Segment] | PlacedCopy, slot: Span, sums: torch.Tensor | None, work: Work) -> PlacedCopy:
     check_sums(sums, work)
-    if not isinstance(moved, Chunk):
-        recipe = Recipe(moved, slot.size_bytes)
-        moved = Chunk(recipe, recipe.places)
+    if not isinstance(moved, PlacedCopy):
+        recipe = PreparedCopy(moved, slot.size_bytes)
+        moved = PlacedCopy(recipe, recipe.places)
     if moved.recipe.slot_bytes != slot.size_bytes:
         raise ValueError(f"the recipe is for a slot of {moved.recipe.slot_bytes} bytes, this one has {slot.size_bytes}")
     check_device(moved.recipe.lists, work)
@@ -239,7 +239,7 @@ def _launch(
     lists: Sequence[int],
     slot: Span,
     total: int | None,
-    tables: Tables,
+    tables: LaunchTables,
     work: Work,
     is_gather: bool,
     is_stored: bool = True,

@@ -33,16 +33,16 @@ from .launch import (
     put_records,
     put_scales,
 )
-from .pull_recipe import PullChunk, PulledGroup
+from .prepared_pull import PlacedPull, PulledGroup
 from .scales import Steps
-from .tables import Tables, Work
+from .tables import LaunchTables, Work
 
 ARGUMENTS = [f"{end}_{table}" for end in ("source", "sink") for table in ("records", "columns", "scales")]
 ARGUMENTS += ["sums", "planes", "places", "heads", "row", "first_tile", "end_tile"]
 
 
 def pull(
-    chunk: PullChunk,
+    chunk: PlacedPull,
     sums: torch.Tensor | None,
     work: Work,
     stream: torch.cuda.Stream | None = None,
@@ -57,23 +57,23 @@ def pull(
     ValueError, or NotCompiled as `work` says, before anything is enqueued.
     """
     check_sums(sums, work)
-    tables = Tables(work, chunk.recipe.size_bytes)
+    tables = LaunchTables(work, chunk.recipe.size_bytes)
     lists = _checked(chunk, work, tables)
     total = None if sums is None else sums.data_ptr()
     launches = [_launch(group, lists, total, tables, work) for group in chunk.recipe.groups]
     enqueue(launches, tables, work, stream, programs)
 
 
-def warm(chunk: PullChunk, has_sums: bool, work: Work) -> None:
+def warm(chunk: PlacedPull, has_sums: bool, work: Work) -> None:
     """Compile what `pull` would launch for these, or NotCompiled, as `work` says. The number of places is no matter."""
     check_sums(None, work)
-    tables = Tables(work, chunk.recipe.size_bytes)
+    tables = LaunchTables(work, chunk.recipe.size_bytes)
     lists = _checked(chunk, work, tables)
     total = work.table.data_ptr() if has_sums else None  # zero is added to it
     compiled([_launch(group, lists, total, tables, work) for group in chunk.recipe.groups], work)
 
 
-def _checked(chunk: PullChunk, work: Work, tables: Tables) -> tuple[list[int], list[int]]:
+def _checked(chunk: PlacedPull, work: Work, tables: LaunchTables) -> tuple[list[int], list[int]]:
     """The addresses of both ends' offsets."""
     recipe = chunk.recipe
     check_device(recipe.source, work)
@@ -82,7 +82,7 @@ def _checked(chunk: PullChunk, work: Work, tables: Tables) -> tuple[list[int], l
 
 
 def _launch(
-    packed: PulledGroup, lists: tuple[list[int], list[int]], total: int | None, tables: Tables, work: Work
+    packed: PulledGroup, lists: tuple[list[int], list[int]], total: int | None, tables: LaunchTables, work: Work
 ) -> Launch:
     groups = packed.source.group, packed.sink.group
     source, sink = (group.form for group in groups)

@@ -13,7 +13,7 @@ import torch
 from .digest_ref import as_int64, sum_of, word_bytes
 from .gather_ref import gather_rows
 from .places import Places
-from .pull_recipe import Pair, PullChunk, planes_of
+from .prepared_pull import Pair, PlacedPull, planes_of
 from .scatter_ref import scatter_rows
 from .segment import Segment
 from .tables import Work
@@ -30,7 +30,7 @@ class Cut(NamedTuple):
     sink: Places
 
 
-def pull(chunk: PullChunk, sums: torch.Tensor | None, work: Work) -> None:
+def pull(chunk: PlacedPull, sums: torch.Tensor | None, work: Work) -> None:
     """Write the sink's rows from the source's; the sum64 of the chunk's slot is added to `sums`, int64 [1]."""
     total = 0
     known: dict[object, list[Cut]] = {}

@@ -11,14 +11,14 @@ import triton.language as tl
 from . import launch, tiles
 from .codecs import cast
 from .digest import sum_of, words_of
-from .recipe import Chunk
+from .prepared_copy import PlacedCopy
 from .segment import Segment, Span
 from .tables import Work
 from .tiles import ARGUMENTS
 
 
 def scatter(
-    chunk: Sequence[Segment] | Chunk,
+    chunk: Sequence[Segment] | PlacedCopy,
     slot: Span,
     sums: torch.Tensor | None,
     work: Work,
@@ -33,7 +33,7 @@ def scatter(
     launch.run(scatter_tiles, chunk, slot, sums, work, is_gather=False, stream=stream)
 
 
-def warm(chunk: Sequence[Segment] | Chunk, slot: Span, has_sums: bool, work: Work) -> None:
+def warm(chunk: Sequence[Segment] | PlacedCopy, slot: Span, has_sums: bool, work: Work) -> None:
     """Compile what `scatter` would launch for these, or NotCompiled, as `work` says. Their number is no matter."""
     launch.warm(scatter_tiles, chunk, slot, has_sums, work, is_gather=False)
 

@@ -61,7 +61,7 @@ class Work:
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
 
 
-class Tables:
+class LaunchTables:
     """Fills a `Work` from its start."""
 
     def __init__(self, work: Work, slot_bytes: int) -> None:

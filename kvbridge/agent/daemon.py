@@ -23,26 +23,26 @@ from typing import TYPE_CHECKING
 
 import torch
 import uvloop
+from kvbridge_proto.common import AgentCard as AgentCard
 from kvbridge_proto.status import SlotCounts, Status
-from kvbridge_proto.words import Agent as AgentCard
 from msgspec import structs
 
-from ..dataplane.equipment import equip
-from ..dataplane.mover import Mover
+from ..dataplane.data_plane import DataPlane
+from ..dataplane.resources import equip
 from ..dataplane.watchdog import STUCK_S
 from ..errors import OperatorError
-from ..exchange.inbound import Inbound
+from ..exchange.leases import CHECK_EVERY
 from ..exchange.orders import ReceivingReport, SendingReport
-from ..exchange.outbound import Outbound
-from ..exchange.reading import CHECK_EVERY
+from ..exchange.receiver import Receiver
 from ..exchange.route import Site
+from ..exchange.sender import Sender
 from ..exchange.session import SessionState
 from ..exchange.slots import SlotPool
 from ..failpoints import VARIABLE, arm_from_environment
 from ..options import AgentConfig, Supervision
 from ..transport.control import Control
 from ..transport.descriptors import links, raised
-from ..transport.door import Door
+from ..transport.door import MemoryDoor
 from ..transport.endpoint import check_metrics, with_key
 from ..transport.events import Settings
 from ..transport.keys import load_keys
@@ -53,13 +53,13 @@ from .doors import Doors, LocalDoors, NoDoors
 from .engines import Engines
 from .journal import Journal
 from .last_errors import LastErrors
-from .lives import Life, Lives
 from .logs import set_up
 from .metrics import Gauges, Metrics
 from .peers import Peers
 from .rebuild import Rebuilder
-from .sink import Sink
-from .source import Source
+from .receiver_runner import ReceiverRunner
+from .request_records import RequestRecord, RequestRecords
+from .sender_runner import SenderRunner
 from .status import offers, readers, transfers
 from .supervisor import Supervisor
 
@@ -189,7 +189,7 @@ class Agent:
         devices = self.trust.data_devices(config.listen, config.advertise, config.net_devices)
         config = structs.replace(config, net_devices=devices)
         timeout_s, linger_s = config.write_timeout_s, config.linger_s
-        self.mover = Mover(lambda: equip(config, self.boot), self.boot, self, timeout_s, self._stuck_s, linger_s)
+        self.mover = DataPlane(lambda: equip(config, self.boot), self.boot, self, timeout_s, self._stuck_s, linger_s)
         stack.push_async_callback(self.mover.stop)
         await self.mover.start()
         self.slots = SlotPool(self.mover.site.fabric.slots)
@@ -197,7 +197,7 @@ class Agent:
         self.local = await stack.enter_async_context(LocalServer(self.lock, allowed_uids=config.allowed_uids or None))
         if self.mover.site.machine:
             uids = config.share_memory_uids
-            door = await stack.enter_async_context(Door(self.lock, allowed_uids=uids, clock=self._clock))
+            door = await stack.enter_async_context(MemoryDoor(self.lock, allowed_uids=uids, clock=self._clock))
             self.doors = LocalDoors(door, self.mover, config.name, uids)
         self.card = AgentCard(
             name=config.name,
@@ -248,15 +248,20 @@ class Agent:
     def _assemble(self) -> None:
         clock, entropy, config = self._clock, self._entropy, self.config
         check_every = CHECK_EVERY[config.verify]
-        self.inbound = Inbound(self.slots, lambda: entropy(8).hex(), lambda: entropy(16), check_every)
-        self.outbound = Outbound(before=self.before)
+        self.inbound = Receiver(self.slots, lambda: entropy(8).hex(), lambda: entropy(16), check_every)
+        self.outbound = Sender(before=self.before)
         self.engines = self._assemble_engines()
         self.engines.doors = self.doors
         home = lambda: self.engines.home  # noqa: E731
         self.peers = Peers(self.control, self.mover, home, self.metrics, config.connect_s, self.doors, clock)
-        sinks, sources = Lives("sink", self.journal, self._look_back), Lives("source", self.journal, self._look_back)
-        self.sink = Sink(self.inbound, self.peers.dialling, self.mover, self.metrics, sinks, self.engines.tell, clock)
-        self.source = Source(
+        sinks, sources = (
+            RequestRecords("sink", self.journal, self._look_back),
+            RequestRecords("source", self.journal, self._look_back),
+        )
+        self.sink = ReceiverRunner(
+            self.inbound, self.peers.dialling, self.mover, self.metrics, sinks, self.engines.tell, clock
+        )
+        self.source = SenderRunner(
             self.outbound,
             self.peers.accepting,
             self.mover,
@@ -299,7 +304,7 @@ class Agent:
             )
         )
 
-    def _look_back(self, life: Life) -> None:
+    def _look_back(self, life: RequestRecord) -> None:
         """A request is over."""
         self.metrics.lived(life)
         if self._spans is not None:

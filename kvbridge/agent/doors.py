@@ -10,13 +10,13 @@ from typing import Protocol
 
 from kvbridge_proto.door import DoorCard
 
-from ..dataplane.attachment import Attachment
-from ..dataplane.mover import Mover
+from ..dataplane.attached import AttachedMemory
+from ..dataplane.data_plane import DataPlane
 from ..errors import PeerError
 from ..exchange.route import Rate
 from ..exchange.session import Session
 from ..failpoints import failpoint
-from ..transport.door import Door, Handover, Holder, Shared, open_memory
+from ..transport.door import Handover, Holder, MemoryDoor, Shared, open_memory
 from ..transport.link import Link
 
 log = logging.getLogger("kvbridge.doors")
@@ -47,10 +47,10 @@ class Doors(Protocol):
         `ended` is called when its agent has it closed, or is gone; not once we have closed it ourselves.
         """
 
-    def share(self, attached: Attachment) -> None:
+    def share(self, attached: AttachedMemory) -> None:
         """Hand this over from now on."""
 
-    def withdraw(self, attached: Attachment, reason: str) -> None:
+    def withdraw(self, attached: AttachedMemory, reason: str) -> None:
         """Hand it over to nobody any more; who has it is to close it."""
 
     def holders(self) -> list[Holder]:
@@ -70,9 +70,9 @@ class NoDoors:
     async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
         raise PeerError("sharing_off", "share_memory is off, or routes do not name pull")
 
-    def share(self, attached: Attachment) -> None: ...
+    def share(self, attached: AttachedMemory) -> None: ...
 
-    def withdraw(self, attached: Attachment, reason: str) -> None: ...
+    def withdraw(self, attached: AttachedMemory, reason: str) -> None: ...
 
     def holders(self) -> list[Holder]:
         return []
@@ -81,7 +81,7 @@ class NoDoors:
 class LocalDoors:
     """Our door, and those of other agents of this host. `name` is ours, for their logs."""
 
-    def __init__(self, door: Door, mover: Mover, name: str, allowed_uids: Iterable[int]) -> None:
+    def __init__(self, door: MemoryDoor, mover: DataPlane, name: str, allowed_uids: Iterable[int]) -> None:
         self._door = door
         self._mover = mover
         self._name = name
@@ -113,11 +113,11 @@ class LocalDoors:
         self._listening.create_task(_listen(handover, ended))
         return rate
 
-    def share(self, attached: Attachment) -> None:
+    def share(self, attached: AttachedMemory) -> None:
         if attached.shared is not None:
             self._door.share(Shared(attached.epoch, attached.shared.handles, attached.shared.fds))
 
-    def withdraw(self, attached: Attachment, reason: str) -> None:
+    def withdraw(self, attached: AttachedMemory, reason: str) -> None:
         self._door.end(attached.epoch, reason)
 
     def holders(self) -> list[Holder]:

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from kvbridge_proto.codec import BadFrame
+from kvbridge_proto.common import OURS, AgentCard, Rank, negotiate
 from kvbridge_proto.engine import (
     Abandon,
     Attach,
@@ -40,17 +41,16 @@ from kvbridge_proto.engine import (
 from kvbridge_proto.engine import Failed as WantFailed
 from kvbridge_proto.pool import Pool
 from kvbridge_proto.status import EngineStatus, PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuery
-from kvbridge_proto.words import OURS, Agent, Rank, negotiate
 
-from ..dataplane.attachment import Attachment, Word
-from ..dataplane.equipment import Docks
-from ..dataplane.mover import Mover
+from ..dataplane.attached import AttachedMemory, EngineLiveness
+from ..dataplane.data_plane import DataPlane
+from ..dataplane.resources import StagingEndpoints
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..device.sharing import SharedHandles
 from ..errors import EngineError, KVBridgeError
 from ..exchange.route import Site
-from ..exchange.session import Home, engine_ranks
+from ..exchange.session import AttachedEngine, engine_ranks
 from ..failpoints import failpoint
 from ..geometry.check import check_pool, rescaled
 from ..geometry.plan import Planner
@@ -61,8 +61,8 @@ from .journal import Journal
 from .metrics import Metrics
 from .peers import Peers
 from .prompts import Prompts
-from .sink import Sink
-from .source import Source
+from .receiver_runner import ReceiverRunner
+from .sender_runner import SenderRunner
 
 log = logging.getLogger("kvbridge.engine")
 DETACHED = "detached"
@@ -73,8 +73,8 @@ class Engines:
 
     def __init__(
         self,
-        agent: Callable[[], Agent],
-        mover: Mover,
+        agent: Callable[[], AgentCard],
+        mover: DataPlane,
         metrics: Metrics,
         status: Callable[[], Status],
         journal: Journal,
@@ -82,8 +82,8 @@ class Engines:
     ) -> None:
         self.peers: Peers
         self.doors: Doors
-        self.sink: Sink
-        self.source: Source
+        self.sink: ReceiverRunner
+        self.source: SenderRunner
         self.is_closing = False
         self.prompts = Prompts(metrics)
         self._agent = agent
@@ -93,13 +93,13 @@ class Engines:
         self._journal = journal
         self._clock = clock
         self._connection: LocalConnection | None = None
-        self._attached: Attachment | None = None
-        self._home: Home | None = None
+        self._attached: AttachedMemory | None = None
+        self._home: AttachedEngine | None = None
         self._epoch = 0
         self._leaving: asyncio.Task[None] | None = None
 
     @property
-    def home(self) -> Home | None:
+    def home(self) -> AttachedEngine | None:
         """What sessions are about, while an engine is attached."""
         return self._home
 
@@ -243,7 +243,7 @@ class Engines:
         pool, agent = attach.pool, self._agent()
         own = Rank(tp_rank=pool.shard.tp_rank, pp_rank=pool.shard.pp_rank, address=agent.address)
         site, digests = self._mover.site, self._mover.digests
-        self._home = Home(agent, self._epoch, pool, site, digests, (own,), attach.policy)
+        self._home = AttachedEngine(agent, self._epoch, pool, site, digests, (own,), attach.policy)
         log.info(
             "attached: %s epoch=%d pid=%d planes=%d memory=%s",
             _name(attach),
@@ -259,7 +259,7 @@ class Engines:
         for is_source in (True, False):  # most peers will be alike; what others need is made ready when they come
             self._mover.warm(attached, twin.samples(slot_bytes, is_source))
 
-    def _rescale(self, connection: LocalConnection, message: Rescale, home: Home) -> None:
+    def _rescale(self, connection: LocalConnection, message: Rescale, home: AttachedEngine) -> None:
         """Rows come under other scales: another epoch of the same memory. What is under way ends as its end comes."""
         try:
             pool = _checked(message, home)
@@ -293,7 +293,7 @@ class Engines:
         if self._home is not None:
             self._home = replace(self._home, site=site)
 
-    def rebuild(self, docks: Docks, reason: str) -> None:
+    def rebuild(self, docks: StagingEndpoints, reason: str) -> None:
         """Other slots for the same engine and epoch: all sessions end, and new ones name these."""
         self.source.rebuilt(reason)  # while its sinks hear it: their wants need not wait for what is over
         self.peers.renew(reason)
@@ -308,7 +308,7 @@ class Engines:
         reasons = tuple(reason[:1024] for reason in error.reasons[:64])
         connection.send(Refused(code=error.code, reasons=reasons, about=about))
 
-    def _open(self, attach: Attach, fds: list[int]) -> Attachment:
+    def _open(self, attach: Attach, fds: list[int]) -> AttachedMemory:
         """Map what the engine sent. Raises KVBridgeError; nothing stays mapped then."""
         with ExitStack() as opened:
             memory = AttachedPool.open(attach.pool, attach.handles, fds, self._mover.device)
@@ -319,7 +319,7 @@ class Engines:
                 opened.callback(fence.close)
             shared = SharedHandles.keep(attach.handles, fds) if self._mover.site.machine else None
             opened.pop_all()
-        return Attachment(self._epoch + 1, memory, fence, Word(self._clock()), shared)
+        return AttachedMemory(self._epoch + 1, memory, fence, EngineLiveness(self._clock()), shared)
 
     def _has_no_fence(self) -> bool:
         return self._attached is None or self._attached.fence is None
@@ -340,10 +340,10 @@ class Engines:
             raise KVBridgeError("version_mismatch", reason)
         return version
 
-    def _directory(self, home: Home, ranks: tuple[Rank, ...]) -> None:
+    def _directory(self, home: AttachedEngine, ranks: tuple[Rank, ...]) -> None:
         self._home = replace(home, ranks=ranks)
 
-    def _pool_status(self, home: Home | None) -> PoolStatus | Refused:
+    def _pool_status(self, home: AttachedEngine | None) -> PoolStatus | Refused:
         if home is None:
             return Refused(code="no_engine", reasons=("no engine is attached to this agent",))
         return PoolStatus(pool=home.pool, slot_bytes=self._mover.site.fabric.slot_bytes)
@@ -372,7 +372,7 @@ def _fd(fds: list[int], index: int) -> int:
     return fds[index]
 
 
-def _checked(message: Rescale, home: Home) -> Pool:
+def _checked(message: Rescale, home: AttachedEngine) -> Pool:
     """The pool under its new scales. Raises EngineError."""
     if message.revision <= home.revision:
         raise EngineError("stale_revision", f"revision: {message.revision}, the last was {home.revision}")

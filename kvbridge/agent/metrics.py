@@ -18,7 +18,7 @@ from ..geometry.compat import conversion
 from ..prompt_share import CAUSES
 from ..transport.door import Holder
 from . import scraping
-from .lives import Life, Role
+from .request_records import RequestRecord, Role
 
 MAX_CODES = 200
 # fmt: off
@@ -167,7 +167,7 @@ class Metrics:
         self._bytes.labels(role).inc(size_bytes)
         self._routed.labels(role, session.routed.route, conversion(session.verdict)).inc(size_bytes)
 
-    def lived(self, life: Life) -> None:
+    def lived(self, life: RequestRecord) -> None:
         """A request is over."""
         for stage, began_at, ended_at in life.stages:
             self._stage_s.labels(life.role, stage).observe(ended_at - began_at)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvbridge_proto.peer import (
+    BlockTables,
     Body,
     Cancel,
     Check,
@@ -24,21 +25,20 @@ from kvbridge_proto.peer import (
     Refuse,
     Renew,
     Settled,
-    Tables,
     Welcome,
 )
 from kvbridge_proto.status import PeerStatus
 
-from ..dataplane.mover import Mover
-from ..exchange.session import Home, Session, SessionState
+from ..dataplane.data_plane import DataPlane
+from ..exchange.session import AttachedEngine, Session, SessionState
 from ..transport.control import Control
 from ..transport.events import Arrived, Lost, Reached, Rejected
 from ..transport.link import Link
-from .accepting import Accepting
-from .dialling import Dialling
 from .doors import Doors
+from .incoming_peers import IncomingPeers
 from .metrics import Metrics
-from .relations import Dialled
+from .outgoing_peers import OutgoingPeers
+from .peer_records import OutgoingPeer
 from .status import peer_statuses
 
 log = logging.getLogger("kvbridge.peers")
@@ -52,15 +52,15 @@ class Peers:
     def __init__(
         self,
         control: Control,
-        mover: Mover,
-        home: Callable[[], Home | None],
+        mover: DataPlane,
+        home: Callable[[], AttachedEngine | None],
         metrics: Metrics,
         connect_s: float,
         doors: Doors,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.dialling = Dialling(control, mover, home, metrics, connect_s, clock, doors.enter)
-        self.accepting = Accepting(mover, home, metrics, self._fault, doors)
+        self.dialling = OutgoingPeers(control, mover, home, metrics, connect_s, clock, doors.enter)
+        self.accepting = IncomingPeers(mover, home, metrics, self._fault, doors)
         self._control = control
         self._mover = mover
         self._metrics = metrics
@@ -129,7 +129,7 @@ class Peers:
         except Exception:
             self._fault(link, f"{type(body).__name__} of {sender}")
 
-    def _to_greet_again(self, link: Link, body: Body) -> Dialled | None:
+    def _to_greet_again(self, link: Link, body: Body) -> OutgoingPeer | None:
         """Who would write to slots of ours, where our greeting named none."""
         is_of_hello = isinstance(body, Refuse) and body.code == "no_slots" and not body.about
         return self.dialling.lacks_slots(link) if is_of_hello and link.is_dialled else None
@@ -146,7 +146,7 @@ class Peers:
 
     def _hear(self, link: Link, sender: str, body: Body) -> None:
         match body:
-            case Tables() | Checked() | Ready() | Failing() | Drained() | Refuse() | Goodbye() if link.is_dialled:
+            case BlockTables() | Checked() | Ready() | Failing() | Drained() | Refuse() | Goodbye() if link.is_dialled:
                 self.dialling.hear(link, sender, body)
             case Claim() | Grant() | Renew() | Check() | Cancel() | Hold() | Settled() | Goodbye():
                 self.accepting.hear(link, sender, body)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from kvbridge_proto.status import SlotCounts
 
-from ..dataplane.equipment import Docks
-from ..dataplane.mover import Mover
+from ..dataplane.data_plane import DataPlane
+from ..dataplane.resources import StagingEndpoints
 from ..dataplane.slots import LocalSlots
 from ..errors import KVBridgeError
 from ..exchange.slots import SlotPool
@@ -56,7 +56,7 @@ class Rebuilder:
         inbound: SlotPool,
         outbound: LocalSlots,
         engines: Engines,
-        mover: Mover,
+        mover: DataPlane,
         metrics: Metrics,
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
@@ -70,7 +70,7 @@ class Rebuilder:
         self._clock = clock
         self.refused = ""  # why others cannot be had although it is time for them: a code
         self._again_at = float("-inf")
-        self._docks: Docks | None = None  # made, and not worked with yet: what is under way comes to its end
+        self._docks: StagingEndpoints | None = None  # made, and not worked with yet: what is under way comes to its end
         self._pause_ends = 0.0
 
     async def watch(self) -> None:
@@ -123,7 +123,7 @@ class Rebuilder:
             self._mover.discard(self._docks)
             self._docks = None
 
-    async def _prepared(self) -> Docks | None:
+    async def _prepared(self) -> StagingEndpoints | None:
         """Other docks, if it is time for them and they can be had."""
         now = self._clock()
         if not self._reasons():

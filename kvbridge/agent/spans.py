@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from ..errors import OperatorError
-from .lives import BEGINS, ENDS, Life, Role
+from .request_records import BEGINS, ENDS, RequestRecord, Role
 
 log = logging.getLogger("kvbridge.spans")
 
@@ -51,12 +51,12 @@ class Spans:
         said = {"service.name": "kvbridge", "service.instance.id": agent, "service.version": version("kvbridge")}
         self._resource = Resource(said)
         self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S)
-        self._waiting: queue.Queue[Life | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[RequestRecord | None] = queue.Queue(MOST_WAITING)
         self._warned = float("-inf")
         self._thread = threading.Thread(target=self._run, name="kvbridge-spans", daemon=True)
         self._thread.start()
 
-    def ended(self, life: Life) -> None:
+    def ended(self, life: RequestRecord) -> None:
         """A request is over. Never blocks."""
         try:
             self._waiting.put_nowait(life)
@@ -96,7 +96,7 @@ class Spans:
             log.warning("spans are dropped: %s", error)
 
 
-def spans_of(life: Life, resource: Resource) -> Iterator[ReadableSpan]:
+def spans_of(life: RequestRecord, resource: Resource) -> Iterator[ReadableSpan]:
     """One of the request, with what the journal was told as events, and one of each stage. None if it is not sampled.
 
     Its parent is the engine's span, where it has said one; else both agents of a room make the same trace of it.
@@ -140,7 +140,7 @@ def spans_of(life: Life, resource: Resource) -> Iterator[ReadableSpan]:
         )
 
 
-def _names(life: Life) -> tuple[Iterator[str], Iterator[str]]:
+def _names(life: RequestRecord) -> tuple[Iterator[str], Iterator[str]]:
     entries = life.first.values()
     return (each.request for each in entries), (each.room for each in entries)
 

@@ -7,14 +7,14 @@ from itertools import islice
 
 from kvbridge_proto.status import OfferStatus, PeerStatus, ReaderStatus, TransferStatus
 
-from ..exchange.inbound import Inbound
-from ..exchange.outbound import Outbound
-from ..exchange.outlet import Offered
+from ..exchange.outgoing import OpenOffer
+from ..exchange.receiver import Receiver
+from ..exchange.sender import Sender
 from ..exchange.session import Session
 from ..transport.door import Holder
 from ..transport.link import Link
-from .relations import Accepted, Dialled
-from .words import route_of, verdict_of
+from .describe import route_of, verdict_of
+from .peer_records import IncomingPeer, OutgoingPeer
 
 # What a status may say at most (status.py of the protocol).
 MOST = 1 << 40
@@ -23,7 +23,7 @@ MOST_OFFERS = 1024  # the oldest; metrics count them all
 MOST_VERDICT, MOST_ROUTE = 4096, 2048  # two peers can differ in more than fits
 
 
-def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[TransferStatus, ...]:
+def transfers(inbound: Receiver, outbound: Sender, now: float) -> tuple[TransferStatus, ...]:
     """One line per want and per outgoing transfer."""
     wants = [
         TransferStatus(
@@ -54,7 +54,7 @@ def transfers(inbound: Inbound, outbound: Outbound, now: float) -> tuple[Transfe
     return tuple(wants + outlets)
 
 
-def offers(outbound: Outbound, name_of: Callable[[str], str], now: float) -> tuple[OfferStatus, ...]:
+def offers(outbound: Sender, name_of: Callable[[str], str], now: float) -> tuple[OfferStatus, ...]:
     """One line per prompt that is held for others, the oldest first; `name_of` tells whose a boot is."""
     unclaimed = {offered.request for offered in outbound.unclaimed(now)}
     claimed_by = {out.offered.request: out.boot for out in outbound.outlets.values() if out.offered is not None}
@@ -76,7 +76,7 @@ def _age(since: float, now: float) -> float:
     return min(DAY_S, max(0.0, now - since))
 
 
-def _state(offered: Offered, is_unclaimed: bool) -> str:
+def _state(offered: OpenOffer, is_unclaimed: bool) -> str:
     if offered.over is not None:
         return "ending"
     if offered.want is not None:
@@ -100,7 +100,7 @@ def readers(holders: Iterable[Holder], now: float) -> tuple[ReaderStatus, ...]:
 
 
 def peer_statuses(
-    dialled: Iterable[Dialled], accepted: Iterable[Accepted], name_of: Callable[[str], str | None]
+    dialled: Iterable[OutgoingPeer], accepted: Iterable[IncomingPeer], name_of: Callable[[str], str | None]
 ) -> list[PeerStatus]:
     """One line per agent that we fetch from and per agent that fetches from us."""
     return [

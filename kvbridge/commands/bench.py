@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..config import resolve
-from ..dataplane.equipment import chosen_gpu
+from ..dataplane.resources import chosen_gpu
 from ..doctor.pace import SINKS, Bench, Pace
 from ..doctor.routes import TITLES, why_not_here
 from ..errors import KVBridgeError, OperatorError, meant
@@ -27,7 +27,7 @@ PAGE = "docs/troubleshooting.md"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BenchOutcome:
     """What was found of a route: how fast it is, or what stands against it; `error` if it is this machine's to have."""
 
     route: Route
@@ -62,7 +62,7 @@ def run(
     lacks = {route: why_not_here(route, config, is_gpu=devices[0] != "cpu") for route in routes}
     here = [route for route in routes if not lacks[route]]
     measured = _measured(devices, here, config.net_devices or "lo", seconds, most_bytes) if here else {}
-    outcomes = [measured.get(route) or Outcome(route, lacks=lacks[route]) for route in routes]
+    outcomes = [measured.get(route) or BenchOutcome(route, lacks=lacks[route]) for route in routes]
     if as_json:
         sys.stdout.write(json.dumps([row for outcome in outcomes for row in _plain(outcome)], indent=2) + "\n")
     else:
@@ -88,7 +88,7 @@ def _devices(config: AgentConfig, to: str) -> tuple[str, str]:
 
 def _measured(
     devices: tuple[str, str], routes: Sequence[Route], net_devices: str, seconds: float, most_bytes: int
-) -> dict[Route, Outcome]:
+) -> dict[Route, BenchOutcome]:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     found = {}
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -109,11 +109,11 @@ def _measured(
                         paces.append(pace)
                 except KVBridgeError as failure:
                     error = f"{failure.code}: {failure}"
-                found[route] = Outcome(route, tuple(paces), error=error)
+                found[route] = BenchOutcome(route, tuple(paces), error=error)
     return found
 
 
-def _show(console: Console, devices: tuple[str, str], outcomes: Sequence[Outcome]) -> None:
+def _show(console: Console, devices: tuple[str, str], outcomes: Sequence[BenchOutcome]) -> None:
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # 80 columns hold it
     for name in ("route", "pools", "size", "times", "p50 ms", "p99 ms", "GB/s", "copy", "of it", ""):
         table.add_column(name, justify="left" if name in ("route", "pools", "") else "right", no_wrap=True)
@@ -141,7 +141,7 @@ def _show(console: Console, devices: tuple[str, str], outcomes: Sequence[Outcome
         console.print(plain(_said(outcome)))
 
 
-def _said(outcome: Outcome) -> str:
+def _said(outcome: BenchOutcome) -> str:
     if outcome.lacks:
         return f"{outcome.route}: not here: {outcome.lacks}"
     if outcome.error:
@@ -156,7 +156,7 @@ def _verdict(pace: Pace) -> str:
     return "SLOW" if pace.is_slow else "ok" if pace.floor else ""
 
 
-def _plain(outcome: Outcome) -> Iterator[dict[str, Any]]:
+def _plain(outcome: BenchOutcome) -> Iterator[dict[str, Any]]:
     """A row for each pace; one with what stands against the route where something does."""
     for pace in outcome.paces:
         yield {

@@ -13,29 +13,34 @@ from rich.text import Text
 
 from ..config import of_libraries, resolve
 from ..doctor import machine, peer, routes, settings
-from ..doctor.finding import Check, Finding, Outcome, Subject, failed
+from ..doctor.finding import CheckOutcome, DoctorCheck, Finding, Subject, failed
 from ..errors import KVBridgeError, OperatorError, meant
 from ..oneline import plain
 from .status import ask
 
 PAGE = "docs/troubleshooting.md"
-STYLES = {Outcome.OK: "green", Outcome.WARNING: "yellow", Outcome.FAILED: "bold red", Outcome.NOT_HERE: "dim"}
+STYLES = {
+    CheckOutcome.OK: "green",
+    CheckOutcome.WARNING: "yellow",
+    CheckOutcome.FAILED: "bold red",
+    CheckOutcome.NOT_HERE: "dim",
+}
 CHECKS = (
-    Check("gpu", "GPU and driver", machine.gpu),
-    Check("gpu-ipc", "GPU memory between processes", machine.gpu_ipc),
-    Check("allocator", "allocator", machine.allocator),
-    Check("mps", "MPS", machine.mps),
-    Check("namespaces", "PID and IPC namespaces", machine.namespaces),
-    Check("shm", "shared memory", machine.shm),
-    Check("ptrace", "reading another process", machine.ptrace),
-    Check("clock", "clock", machine.clock),
-    Check("keys", "keys", settings.keys),
-    Check("sockets", "sockets", settings.sockets),
-    Check("listen", "address for other agents", settings.listen),
-    Check("metrics", "address for Prometheus", settings.metrics),
-    Check("nixl", "NIXL", routes.nixl),
+    DoctorCheck("gpu", "GPU and driver", machine.gpu),
+    DoctorCheck("gpu-ipc", "GPU memory between processes", machine.gpu_ipc),
+    DoctorCheck("allocator", "allocator", machine.allocator),
+    DoctorCheck("mps", "MPS", machine.mps),
+    DoctorCheck("namespaces", "PID and IPC namespaces", machine.namespaces),
+    DoctorCheck("shm", "shared memory", machine.shm),
+    DoctorCheck("ptrace", "reading another process", machine.ptrace),
+    DoctorCheck("clock", "clock", machine.clock),
+    DoctorCheck("keys", "keys", settings.keys),
+    DoctorCheck("sockets", "sockets", settings.sockets),
+    DoctorCheck("listen", "address for other agents", settings.listen),
+    DoctorCheck("metrics", "address for Prometheus", settings.metrics),
+    DoctorCheck("nixl", "NIXL", routes.nixl),
     *routes.checks(),
-    Check("peer", "another agent", peer.peer),
+    DoctorCheck("peer", "another agent", peer.peer),
 )
 
 
@@ -50,11 +55,11 @@ def run(path: str | None, flags: Mapping[str, str | None], only: Sequence[str], 
     found = _shown(looked(chosen, subject)) if not as_json else list(looked(chosen, subject))
     if as_json:
         sys.stdout.write(json.dumps([_plain(check, finding) for check, finding in found], indent=2) + "\n")
-    if bad := [check.name for check, finding in found if finding.outcome is Outcome.FAILED]:
+    if bad := [check.name for check, finding in found if finding.outcome is CheckOutcome.FAILED]:
         raise OperatorError("check_failed", f"{len(bad)} of {len(found)} checks: {', '.join(bad)}; see {PAGE}")
 
 
-def looked(checks: Iterable[Check], subject: Subject) -> Iterator[tuple[Check, Finding]]:
+def looked(checks: Iterable[DoctorCheck], subject: Subject) -> Iterator[tuple[DoctorCheck, Finding]]:
     """What each check finds; one that cannot even look has failed."""
     for check in checks:
         try:
@@ -65,7 +70,7 @@ def looked(checks: Iterable[Check], subject: Subject) -> Iterator[tuple[Check, F
             yield check, failed(str(error), "see whether this user may do that")
 
 
-def _named(name: str) -> Check:
+def _named(name: str) -> DoctorCheck:
     names = {check.name: check for check in CHECKS}
     if name not in names:
         raise OperatorError("bad_option", f"only: {name}: no such check; {meant(name, names)}")
@@ -79,7 +84,7 @@ def _status(path: str) -> Status | None:
         return None
 
 
-def _shown(found: Iterable[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
+def _shown(found: Iterable[tuple[DoctorCheck, Finding]]) -> list[tuple[DoctorCheck, Finding]]:
     console = Console(markup=False, emoji=False, highlight=False)
     kept = []
     for check, finding in found:
@@ -88,18 +93,18 @@ def _shown(found: Iterable[tuple[Check, Finding]]) -> list[tuple[Check, Finding]
         if finding.remedy:
             told += f"\n{plain(finding.remedy)}\n{_link(check)}"
         row = Table.grid(padding=(0, 1, 0, 0))
-        row.add_column(width=max(map(len, Outcome)), no_wrap=True)
+        row.add_column(width=max(map(len, CheckOutcome)), no_wrap=True)
         row.add_column(overflow="fold")
         row.add_row(Text(finding.outcome, style=STYLES[finding.outcome]), Text(told))
         console.print(row)
     return kept
 
 
-def _link(check: Check) -> str:
+def _link(check: DoctorCheck) -> str:
     return f"{PAGE}#{check.name}"
 
 
-def _plain(check: Check, finding: Finding) -> dict[str, str]:
+def _plain(check: DoctorCheck, finding: Finding) -> dict[str, str]:
     return {
         "check": check.name,
         "outcome": finding.outcome.value,

@@ -19,10 +19,10 @@ from rich.table import Table
 from ..errors import KVBridgeError, OperatorError
 from ..geometry.check import shortened
 from ..geometry.compat import Difference, Incompatible, Verdict, changes, check_pool, obstacles, verdict
+from ..geometry.explain import sentence
 from ..geometry.overlap import overlaps
 from ..geometry.plan import Chunk, Plan, plan
 from ..geometry.shard import assign
-from ..geometry.words import sentence
 from ..oneline import plain
 from .status import ask_pool
 
@@ -31,7 +31,7 @@ SLOT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlannedPart:
     """What one rank of the source gives."""
 
     pool: Pool
@@ -53,7 +53,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class EngineSide:
     """All ranks of one engine that were named, and the smallest slot of the agents that were asked."""
 
     pools: Sequence[Pool]
@@ -80,7 +80,7 @@ def show(source: str, sink: str, tokens: int, slot_bytes: int | None, rank: int,
 def _judge(sources: Sequence[Pool], target: Pool, tokens: int, slot_bytes: int, as_json: bool) -> None:
     found, source_pool = _judged(sources, target)
     said = _changes(found, source_pool, target)
-    parts: list[Part] = []
+    parts: list[PlannedPart] = []
     failure: KVBridgeError | None = None
     try:
         if isinstance(found, Incompatible):
@@ -116,7 +116,7 @@ def _verdict(source: Pool, sink: Pool) -> Verdict:
     return Incompatible(shortened(reasons)) if reasons else found
 
 
-def side(said: str) -> Side:
+def side(said: str) -> EngineSide:
     """The pools of one engine: files and agents' sockets, with commas between. Raises OperatorError."""
     found: list[Pool] = []
     slots: list[int] = []
@@ -127,7 +127,7 @@ def side(said: str) -> Side:
             slots.append(answer.slot_bytes)
         else:
             found += pools(path)
-    return Side(found, min(slots, default=None))
+    return EngineSide(found, min(slots, default=None))
 
 
 def _is_socket(path: Path) -> bool:
@@ -149,7 +149,7 @@ def pools(path: Path) -> Sequence[Pool]:
     return found
 
 
-def parts_of(sources: Sequence[Pool], sink: Pool, tokens: int, slot_bytes: int) -> list[Part]:
+def parts_of(sources: Sequence[Pool], sink: Pool, tokens: int, slot_bytes: int) -> list[PlannedPart]:
     """Who gives what. Raises OperatorError (`rows_not_held`) when the sources are not the whole engine."""
     try:
         takes = assign(sources, sink)
@@ -157,7 +157,7 @@ def parts_of(sources: Sequence[Pool], sink: Pool, tokens: int, slot_bytes: int) 
         reason = f"{error}; name every rank of the source, with commas between, or as a JSON list"
         raise OperatorError(error.code, reason if len(sources) == 1 else str(error)) from None
     return [
-        Part(pool, taken, plan(pool, sink, taken, 0, tokens, slot_bytes))
+        PlannedPart(pool, taken, plan(pool, sink, taken, 0, tokens, slot_bytes))
         for pool, taken in zip(sources, takes, strict=True)
     ]
 
@@ -175,7 +175,7 @@ def _change(each: Difference, words: str) -> Change:
 
 
 def _plain(
-    found: Verdict, failure: KVBridgeError | None, said: Sequence[Change], sink: Pool, parts: Sequence[Part]
+    found: Verdict, failure: KVBridgeError | None, said: Sequence[Change], sink: Pool, parts: Sequence[PlannedPart]
 ) -> dict[str, Any]:
     """`code` is empty where rows can be moved; else the reasons are why they cannot."""
     return {
@@ -197,7 +197,7 @@ def _plain(
     }
 
 
-def _print(found: Verdict, said: Sequence[Change], sink: Pool, parts: Sequence[Part]) -> None:
+def _print(found: Verdict, said: Sequence[Change], sink: Pool, parts: Sequence[PlannedPart]) -> None:
     console = Console()
     console.print(f"[bold]{type(found).__name__}[/bold]")
     if not isinstance(found, Incompatible):  # its reasons are the error's text
@@ -213,7 +213,7 @@ def _print(found: Verdict, said: Sequence[Change], sink: Pool, parts: Sequence[P
         console.print(_chunks(part.plan))
 
 
-def _takes(part: Part) -> Table:
+def _takes(part: PlannedPart) -> Table:
     table = Table()
     for column in ("layers", "heads"):
         table.add_column(column)

@@ -7,13 +7,13 @@ import time
 import typer
 
 from ..sim.minimise import minimised, told
-from ..sim.run import Tally, many, play, prepared
+from ..sim.run import SimTally, many, play, prepared
 from ..sim.scenario import as_text, make
 
 
 def run(first: int, count: int, jobs: int) -> None:
     """Play seeds; exit 1 with the story of the first that fails."""
-    total, began = Tally(), time.monotonic()
+    total, began = SimTally(), time.monotonic()
     for tally in many(first, count, jobs):
         total.add(tally)
         if total.failures:

@@ -12,21 +12,33 @@ from kvbridge_proto.codec import encode
 from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.peer import Notice, Probe, Route, Sum
 
-from ..device.porter import Moved, Porter
+from ..device.copier import BlockCopier, Moved
 from ..device.staging import Span
 from ..errors import EngineError, FabricError, PeerError
 from ..exchange.orders import Digest, Digested, Failure, FenceReached
 from ..failpoints import failpoint
 from ..geometry.plan import Part
 from ..transport.fabric import WriteFailed, WriteLate
-from .attachment import Attachment
-from .equipment import Equipment
-from .receiving import Arrival, Receiving
+from .attached import AttachedMemory
+from .awaits import (
+    Event,
+    Job,
+    Settle,
+    Wait,
+    WaitCopier,
+    WaitEngineHeard,
+    WaitFence,
+    WaitMove,
+    begun,
+    failure_of,
+    started,
+)
+from .receive_orders import LandedChunk, ReceiveOrders
+from .resources import Resources
 from .routes.choice import STAGED, Connected, pattern, prove
 from .routes.rate import MOST_BYTES
 from .routes.staged import Landing, Target
-from .sending import Departure, Sending
-from .waiting import Event, Job, Settle, Wait, WaitFence, WaitMove, WaitRoom, WaitWord, begun, failure_of, started
+from .send_orders import LeavingChunk, SendOrders
 
 log = logging.getLogger("kvbridge.mover")
 
@@ -38,10 +50,10 @@ class Jobs:
 
     def __init__(
         self,
-        equipment: Equipment,
+        equipment: Resources,
         boot: str,
-        sending: Sending,
-        receiving: Receiving,
+        sending: SendOrders,
+        receiving: ReceiveOrders,
         write_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,7 +74,7 @@ class Jobs:
         return self._clock() + self._write_timeout_s
 
     @property
-    def _porter(self) -> Porter:
+    def _porter(self) -> BlockCopier:
         return self._equipment.porter
 
     # Sinks:
@@ -107,7 +119,7 @@ class Jobs:
 
     # Out:
 
-    def send(self, departure: Departure) -> Job:
+    def send(self, departure: LeavingChunk) -> Job:
         """Gather a chunk once the engine has computed it, and write it into the leased slot."""
         sending, began, is_late = self._sending, self._clock(), False
         try:
@@ -125,7 +137,7 @@ class Jobs:
         self._close_unused(target)
         sending.written(departure, gather_s, failure, is_late)
 
-    def _target(self, departure: Departure) -> Target:
+    def _target(self, departure: LeavingChunk) -> Target:
         target, lease, size = self._targets.get(departure.order.boot), departure.lease, departure.size_bytes
         if target is None:
             raise PeerError("peer_lost", f"peer: {departure.order.boot} is not connected")
@@ -134,7 +146,7 @@ class Jobs:
             raise PeerError("bad_lease", reason)
         return target
 
-    def _gathered(self, departure: Departure, target: Target) -> Generator[Wait, Event, tuple[int, Failure]]:
+    def _gathered(self, departure: LeavingChunk, target: Target) -> Generator[Wait, Event, tuple[int, Failure]]:
         """The digest of the chunk, which is in our slot now, or in the peer's on the direct route."""
         order, attachment, size = departure.order, departure.attachment, departure.size_bytes
         try:
@@ -154,7 +166,7 @@ class Jobs:
         except Exception as error:  # it costs this transfer, nobody else
             return 0, failure_of("gather_failed", error, order.transfer)
 
-    def digest(self, digest: Digest, attachment: Attachment, asked_at: float) -> Job:
+    def digest(self, digest: Digest, attachment: AttachedMemory, asked_at: float) -> Job:
         """Digest a chunk that its receiver has read, as it is in the engine's blocks now. Asked for at that time."""
         part, found = Part(digest.plan, digest.plan.chunk(digest.read.chunk), digest.tables, True), 0
         porter = self._porter
@@ -162,7 +174,7 @@ class Jobs:
 
         def begin() -> Generator[Wait, Event, int]:
             if not porter.has_room:
-                yield WaitRoom(attachment, porter, self._ends)
+                yield WaitCopier(attachment, porter, self._ends)
             return porter.digest(attachment.memory, part)
 
         try:
@@ -175,11 +187,11 @@ class Jobs:
         self._sending.report(Digested(digest.transfer, Sum(digest.read.chunk, found), digest.read, failure))
 
     def _started(
-        self, begin: Callable[[], Generator[Wait, Event, int]], attachment: Attachment
+        self, begin: Callable[[], Generator[Wait, Event, int]], attachment: AttachedMemory
     ) -> Generator[Wait, Event, int]:
         return started(begin, attachment, self._write_timeout_s, self._clock)
 
-    def _taken_back(self, attachment: Attachment, request: str, asked_at: float) -> Generator[Wait, Event, Failure]:
+    def _taken_back(self, attachment: AttachedMemory, request: str, asked_at: float) -> Generator[Wait, Event, Failure]:
         """Whether the blocks may have been another request's while they were read: only if some of us stood still.
 
         An engine uses them again READERS_S after it withdrew them or gave us up. It was sent after we last found the
@@ -189,14 +201,14 @@ class Jobs:
         if word.has_left:  # nobody will hear of it any more
             return "engine_left", "the engine left while its blocks were read"
         if now - word.heard_at >= UNHEARD_S:
-            yield WaitWord(attachment, now, now + self._write_timeout_s)
+            yield WaitEngineHeard(attachment, now, now + self._write_timeout_s)
         if not word.has_withdrawn(request, asked_at, now - UNHEARD_S):
             return None
         reason = "blocks were withdrawn while this agent stood still over a gather"
         return "blocks_taken_back", reason
 
     def _pushed(
-        self, departure: Departure, target: Target, digest: int
+        self, departure: LeavingChunk, target: Target, digest: int
     ) -> Generator[Wait, Event, tuple[bool, Failure]]:
         """Write our slot to the peer's, notice with it; on the direct route the notice is all that is left.
 
@@ -218,7 +230,7 @@ class Jobs:
         failpoint("source.write_ended")
         return is_late, ("write_failed", ended.reason) if isinstance(ended, WriteFailed) else None
 
-    def _notice(self, departure: Departure, digest: int) -> Notice:
+    def _notice(self, departure: LeavingChunk, digest: int) -> Notice:
         order, lease = departure.order, departure.lease
         return Notice(
             transfer=order.transfer,
@@ -234,7 +246,7 @@ class Jobs:
             digest=digest,
         )
 
-    def warm(self, attachment: Attachment, part: Part) -> None:
+    def warm(self, attachment: AttachedMemory, part: Part) -> None:
         """Begin to compile for parts like this one, if the engine stays. What goes wrong is said when it matters."""
         if attachment.word.has_left:
             return
@@ -253,7 +265,7 @@ class Jobs:
 
     # In:
 
-    def scatter(self, arrival: Arrival) -> Job:
+    def scatter(self, arrival: LandedChunk) -> Job:
         """Put a chunk that landed into the engine's blocks, once the engine is through with them."""
         order, notice, attachment = arrival.order, arrival.notice, arrival.attachment
         chunk = order.plan.chunk(notice.chunk)
@@ -277,7 +289,7 @@ class Jobs:
             failure = failure_of("scatter_failed", error, order.transfer)
         self._receiving.scattered(arrival, failure)
 
-    def watch(self, attachment: Attachment, fence: int) -> Job:
+    def watch(self, attachment: AttachedMemory, fence: int) -> Job:
         """Say when our engine's fence has reached this count, or that nobody can wait for it any more."""
         with contextlib.suppress(EngineError):
             yield WaitFence(attachment, fence, self._ends, None)

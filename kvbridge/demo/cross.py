@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .cross_engines import Engine, Fleet
+from .cross_engines import CrossFleet, DemoServer
 from .model import prompt
 from .processes import ServerProcess, python_with
 from .rows import difference, load, wait_room
@@ -29,9 +29,9 @@ PROMPTS = (40, 300, 1000)
 DECODED = 16
 SAMPLING = {"temperature": 0, "max_new_tokens": DECODED, "ignore_eos": True}
 # On a CPU vLLM's blocks are multiples of 32 tokens.
-VLLM, VLLM_TWO = Engine("vllm", 32), Engine("vllm", 64, ranks=2)
-PREFILL, DECODE, ALONE = (Engine("sglang", 32, role=role) for role in ("prefill", "decode", "alone"))
-DECODE_SMALL = Engine("sglang", 16, role="decode")
+VLLM, VLLM_TWO = DemoServer("vllm", 32), DemoServer("vllm", 64, ranks=2)
+PREFILL, DECODE, ALONE = (DemoServer("sglang", 32, role=role) for role in ("prefill", "decode", "alone"))
+DECODE_SMALL = DemoServer("sglang", 16, role="decode")
 PAIRS = {
     "vLLM prefills, SGLang decodes": ((VLLM, DECODE), (VLLM, DECODE_SMALL), (VLLM_TWO, DECODE_SMALL)),
     "SGLang prefills, vLLM decodes": ((PREFILL, VLLM), (PREFILL, VLLM_TWO)),
@@ -39,11 +39,11 @@ PAIRS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CrossOutcome:
     """One prompt through one pair. `difference` of the rows is empty if they are as they should be."""
 
-    source: Engine
-    sink: Engine
+    source: DemoServer
+    sink: DemoServer
     prompt_tokens: int
     moved_bytes: float
     alone: tuple[tuple[int, ...], tuple[int, ...]]  # vLLM's, SGLang's
@@ -72,7 +72,7 @@ def run(vllm_python: Path | None, sglang_python: Path | None) -> None:
     pythons = {"vllm": python_with("vllm", vllm_python), "sglang": python_with("sglang", sglang_python)}
     with tempfile.TemporaryDirectory(prefix="kvbridge-demo-") as folder, ExitStack() as stack:
         console.print("making a small model, and starting six real engines (3 minutes on two cores) ...")
-        fleet = Fleet(Path(folder), stack, pythons)
+        fleet = CrossFleet(Path(folder), stack, pythons)
         fleet.start(VLLM, VLLM_TWO, PREFILL, DECODE, DECODE_SMALL, ALONE)
         seeds, found = iter(range(1, 1000)), []  # prompts share no prefix
         for direction, pairs in PAIRS.items():
@@ -87,13 +87,15 @@ def _leave(number: int, _: Any) -> None:
     raise SystemExit(128 + number)
 
 
-def _carry_all(fleet: Fleet, seeds: Iterator[int], source: Engine, sink: Engine) -> list[Outcome]:
+def _carry_all(fleet: CrossFleet, seeds: Iterator[int], source: DemoServer, sink: DemoServer) -> list[CrossOutcome]:
     """Every prompt through this pair."""
     with fleet.proxy(source, sink) as proxy:
         return [_carry(fleet, proxy, source, sink, prompt(count, next(seeds))) for count in PROMPTS]
 
 
-def _carry(fleet: Fleet, proxy: ServerProcess, source: Engine, sink: Engine, tokens: list[int]) -> Outcome:
+def _carry(
+    fleet: CrossFleet, proxy: ServerProcess, source: DemoServer, sink: DemoServer, tokens: list[int]
+) -> CrossOutcome:
     """One prompt; the engines are asked alone afterwards, so that no memory has its rows before they come."""
     before, began = fleet.moved_bytes(sink), time.perf_counter()
     carried = _generate(proxy, tokens)
@@ -102,7 +104,7 @@ def _carry(fleet: Fleet, proxy: ServerProcess, source: Engine, sink: Engine, tok
     body = {"prompt": tokens, "max_tokens": DECODED, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     of_vllm = fleet.servers[VLLM].ask("/v1/completions", body, ANSWER_S)["choices"][0]["token_ids"]
     alone = (tuple(of_vllm), _generate(fleet.servers[ALONE], tokens))
-    return Outcome(source, sink, len(tokens), moved, alone, carried, wrong, seconds)
+    return CrossOutcome(source, sink, len(tokens), moved, alone, carried, wrong, seconds)
 
 
 def _generate(server: ServerProcess, tokens: list[int]) -> tuple[int, ...]:
@@ -110,7 +112,7 @@ def _generate(server: ServerProcess, tokens: list[int]) -> tuple[int, ...]:
     return tuple(answer["output_ids"])
 
 
-def compare(folder: Path, source: Engine, sink: Engine, tokens: int) -> str:
+def compare(folder: Path, source: DemoServer, sink: DemoServer, tokens: int) -> str:
     """Why the rows that the one request in this folder left are not what they should be; empty if they are.
 
     Takes the files away. Raises OperatorError (`no_rows`).
@@ -124,7 +126,7 @@ def compare(folder: Path, source: Engine, sink: Engine, tokens: int) -> str:
     return difference(given.first(travelled), taken.first(travelled), travelled)
 
 
-def report(console: Console, direction: str, outcomes: Sequence[Outcome]) -> None:
+def report(console: Console, direction: str, outcomes: Sequence[CrossOutcome]) -> None:
     """One direction's table, and below it what is wrong."""
     table = Table(title=f"{direction}, fp32", title_justify="left")
     for column in ("prefill", "decode", "prompt", "KB carried", "ms", "tokens", "KV rows"):
@@ -145,7 +147,7 @@ def report(console: Console, direction: str, outcomes: Sequence[Outcome]) -> Non
             console.print(f"{each.prompt_tokens} tokens, {each.source.shape} to {each.sink.shape}: {complaint}")
 
 
-def conclude(console: Console, outcomes: Sequence[Outcome]) -> None:
+def conclude(console: Console, outcomes: Sequence[CrossOutcome]) -> None:
     """Raises typer.Exit(1) unless all is as it should be."""
     console.print(
         f"{DECODED} tokens decoded of each prompt, compared with those of each engine alone; the KV rows in the "

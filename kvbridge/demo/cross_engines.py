@@ -19,7 +19,7 @@ SGLANG_SETTINGS = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class DemoServer:
     """How a server is started. vLLM's do both, SGLang's one of "prefill", "decode" and "alone"."""
 
     kind: str
@@ -46,22 +46,22 @@ class Engine:
         return 1 if self.kind == "vllm" else self.ranks
 
 
-class Fleet:
+class CrossFleet:
     """Servers, each rank beside an agent of its own; in `folder`, ended with `stack`."""
 
     def __init__(self, folder: Path, stack: ExitStack, pythons: dict[str, str]) -> None:
         self.folder = folder
         self.rows = folder / "rows"
         self.rows.mkdir()
-        self.servers: dict[Engine, ServerProcess] = {}
+        self.servers: dict[DemoServer, ServerProcess] = {}
         self._stack = stack
         self._pythons = pythons
         self._model = str(folder / "model")
-        self._agents: dict[Engine, list[AgentProcess]] = {}
-        self._places: dict[Engine, str] = {}  # as the proxy is told
+        self._agents: dict[DemoServer, list[AgentProcess]] = {}
+        self._places: dict[DemoServer, str] = {}  # as the proxy is told
         subprocess.run([pythons["vllm"], "-m", "kvbridge.demo.model", self._model], check=True, capture_output=True)
 
-    def start(self, *engines: Engine) -> None:
+    def start(self, *engines: DemoServer) -> None:
         """Have them ready; their start-ups overlap."""
         names = [f"{engine.name}-{rank}" for engine in engines for rank in range(engine.agents)]
         started = iter(self._stack.enter_context(agents(self.folder, names, slot_bytes=str(1 << 20))))
@@ -71,7 +71,7 @@ class Fleet:
         for server in self.servers.values():
             server.wait_well(START_S)
 
-    def _start(self, engine: Engine) -> ServerProcess:
+    def _start(self, engine: DemoServer) -> ServerProcess:
         port, bootstrap = free_port(), free_port()
         socket = str(self.folder / f"{engine.name}-{{rank}}.sock")
         if engine.kind == "vllm":
@@ -90,12 +90,12 @@ class Fleet:
         self._stack.callback(server.kill)
         return server
 
-    def moved_bytes(self, engine: Engine) -> float:
+    def moved_bytes(self, engine: DemoServer) -> float:
         """What its agents, as sinks, have taken over so far."""
         return sum(map(moved_bytes, self._agents[engine]))
 
     @contextmanager
-    def proxy(self, source: Engine, sink: Engine) -> Iterator[ServerProcess]:
+    def proxy(self, source: DemoServer, sink: DemoServer) -> Iterator[ServerProcess]:
         """In front of this pair."""
         port = free_port()
         command = [sys.executable, "-m", "kvbridge.cli", "proxy", "--listen", f"127.0.0.1:{port}"]
@@ -108,7 +108,7 @@ class Fleet:
             proxy.kill()
 
 
-def _vllm(engine: Engine, model: str, socket: str) -> list[str]:
+def _vllm(engine: DemoServer, model: str, socket: str) -> list[str]:
     transfer = {
         "kv_connector": "KVBridgeConnector",
         "kv_role": "kv_both",
@@ -123,7 +123,7 @@ def _vllm(engine: Engine, model: str, socket: str) -> list[str]:
     ]
 
 
-def _sglang(engine: Engine, model: str, bootstrap: int) -> list[str]:
+def _sglang(engine: DemoServer, model: str, bootstrap: int) -> list[str]:
     flags = [
         *("--model-path", model, "--dtype", "float32", "--skip-tokenizer-init", "--skip-server-warmup"),
         *("--page-size", str(engine.block_tokens), "--tp-size", str(engine.ranks), "--sleep-on-idle"),

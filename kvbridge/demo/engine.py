@@ -18,15 +18,15 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import torch
 import xxhash
+from kvbridge_proto.common import OURS, Blocks, Rank
 from kvbridge_proto.engine import Attach, Attached, Detach, Detached, Directory, Done, Failed, Offer, Refused, Released
 from kvbridge_proto.engine import Want as WantMessage
 from kvbridge_proto.pool import CodecName
-from kvbridge_proto.words import OURS, Blocks, Rank
 
 from ..adapters.engine.client import EngineClient
 from ..device.fence import EngineFence
 from ..device.handles import export_all
-from .pools import POISON, Request, Rows, Shape, describe, first_difference, prepare, tables
+from .pools import POISON, DemoRequest, DemoRows, Shape, describe, first_difference, prepare, tables
 
 PATIENCE_S = 60.0
 PIECE_TOKENS = 512
@@ -45,7 +45,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     socket: str
     ranks: tuple[str, ...]
-    requests: list[Request]
+    requests: list[DemoRequest]
     source: str = ""
     source_codec: CodecName = "bf16"
     device: str = "cpu"
@@ -53,7 +53,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     is_fenced: bool = True  # if not, it says that its stream has finished when it has not
 
 
-class Rejected(Exception):
+class RequestRejected(Exception):
     """The agent said no, or nothing."""
 
 
@@ -83,7 +83,7 @@ class SyntheticEngine:
         job = self.job
         handles, fds = export_all(region.untyped_storage() for region in self.regions)
         if not self.client.connect(PATIENCE_S):
-            raise Rejected(self.client.why)
+            raise RequestRejected(self.client.why)
         pool = describe(job.shape, job.rank, self.layers)
         fence_fd = len(fds) if self.fence else None
         attach = Attach(versions=OURS, pool=pool, handles=handles, fence_fd=fence_fd)
@@ -92,7 +92,7 @@ class SyntheticEngine:
             os.close(fd)
         answer = self.wait(lambda message: isinstance(message, Attached | Refused))
         if isinstance(answer, Refused):
-            raise Rejected(f"{answer.code}: {'; '.join(answer.reasons)}")
+            raise RequestRejected(f"{answer.code}: {'; '.join(answer.reasons)}")
         ranks = tuple(Rank(tp_rank=i, pp_rank=0, address=address) for i, address in enumerate(job.ranks))
         self.client.send(Directory(ranks=ranks))
 
@@ -120,7 +120,7 @@ class SyntheticEngine:
         for request in job.requests:
             self.ended(request.name, Released, Refused)
 
-    def want(self, requests: Sequence[Request]) -> tuple[float, int]:
+    def want(self, requests: Sequence[DemoRequest]) -> tuple[float, int]:
         """Seconds from the first want to the last done, and bytes moved."""
         job, began = self.job, time.perf_counter()
         for request in requests:
@@ -172,7 +172,7 @@ class SyntheticEngine:
             digest.update(region.cpu().numpy().data)
         return digest.hexdigest()
 
-    def _compute(self, request: Request, first_token: int, tokens: int) -> int:
+    def _compute(self, request: DemoRequest, first_token: int, tokens: int) -> int:
         """The fence behind which these tokens are there."""
         if self.job.late_cycles and tokens > request.first_token:
             first_token = max(first_token, request.first_token)
@@ -180,7 +180,7 @@ class SyntheticEngine:
             self._put_late(self._rows(self.regions, piece, self.job.shape.codec))
         return self._mark()
 
-    def _leave(self, request: Request) -> int:
+    def _leave(self, request: DemoRequest) -> int:
         """The fence behind which nobody else writes the wanted blocks."""
         if self.job.late_cycles:
             former = msgspec.structs.replace(request, seed=request.seed + 1)
@@ -190,14 +190,14 @@ class SyntheticEngine:
     def _mark(self) -> int:
         return self.fence.mark() if self.fence and self.job.is_fenced else 0
 
-    def _put_late(self, rows: Iterator[Rows]) -> None:
+    def _put_late(self, rows: Iterator[DemoRows]) -> None:
         ready = list(rows)  # all that copies from the host, and so would wait, is done before the kernel
         with torch.cuda.device(self.job.device):
             torch.cuda._sleep(self.job.late_cycles)  # type: ignore[no-untyped-call]
             for each in ready:
                 each.put()
 
-    def _rows(self, regions: Sequence[torch.Tensor], request: Request, codec: CodecName) -> Iterator[Rows]:
+    def _rows(self, regions: Sequence[torch.Tensor], request: DemoRequest, codec: CodecName) -> Iterator[DemoRows]:
         job, table = self.job, self.tables[request.name]
         for layer, region in zip(self.layers, regions, strict=True):
             yield from prepare(region, job.shape, job.rank, table, request, codec, layer)
@@ -212,9 +212,9 @@ class SyntheticEngine:
                     self._heard.remove(message)
                     return message
             if not self.client.is_connected:
-                raise Rejected(self.client.why)
+                raise RequestRejected(self.client.why)
             if time.monotonic() > end:
-                raise Rejected(f"no answer in {PATIENCE_S:g} s")
+                raise RequestRejected(f"no answer in {PATIENCE_S:g} s")
             select.select([self.client], [], [], 0.02)
 
     def ended(self, name: str, good: type[T], *bad: type) -> T:
@@ -228,7 +228,7 @@ class SyntheticEngine:
         code: str = getattr(message, "code", "")
         if code or not isinstance(message, good):
             reason = getattr(message, "reason", "") or "; ".join(getattr(message, "reasons", ()))
-            raise Rejected(f"{name}: {code}: {reason}")
+            raise RequestRejected(f"{name}: {code}: {reason}")
         return message
 
 
@@ -256,7 +256,7 @@ def main() -> None:
             wrong = engine.verify()
             engine.detach()
             _say("done", wrong=wrong, digest=engine.digest())
-    except Rejected as error:
+    except RequestRejected as error:
         _say("failed", reason=str(error))
         sys.exit(1)
 

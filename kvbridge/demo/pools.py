@@ -50,7 +50,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(range(self.layers)) if self.axes.startswith("L") else (None,)
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class DemoRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt. Tokens before `first_token` are there already on the sink's side."""
 
     name: str
@@ -60,7 +60,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DemoRows:
     """What `put` writes into one plane: [T, H, E], at [T] places."""
 
     plane: torch.Tensor
@@ -113,7 +113,7 @@ def describe(shape: Shape, rank: int, layers: tuple[int | None, ...] = (None,)) 
     )
 
 
-def tables(shape: Shape, requests: list[Request]) -> dict[str, list[int]]:
+def tables(shape: Shape, requests: list[DemoRequest]) -> dict[str, list[int]]:
     """Blocks for every request, scattered over the pool as after a day of serving. The same on every rank."""
     free = torch.randperm(shape.blocks, generator=torch.Generator().manual_seed(shape.block_tokens)).tolist()
     return {request.name: [free.pop() for _ in range(-(-request.tokens // shape.block_tokens))] for request in requests}
@@ -124,7 +124,7 @@ def fill(
     shape: Shape,
     rank: int,
     table: list[int],
-    request: Request,
+    request: DemoRequest,
     codec: CodecName,
     layer: int | None = None,
 ) -> None:
@@ -141,10 +141,10 @@ def prepare(
     shape: Shape,
     rank: int,
     table: list[int],
-    request: Request,
+    request: DemoRequest,
     codec: CodecName,
     layer: int | None = None,
-) -> Iterator[Rows]:
+) -> Iterator[DemoRows]:
     """What `fill` writes, plane by plane."""
     device = memory.device
     tokens = torch.arange(request.first_token, request.tokens, device=device)
@@ -153,7 +153,7 @@ def prepare(
     heads = torch.arange(rank * shape.local_heads, (rank + 1) * shape.local_heads, device=device)
     for of_layer, index, plane in _planes(memory, shape, layer):
         values = _values(of_layer, index, heads, tokens, shape.width, request.seed).to(DTYPES[codec])
-        yield Rows(plane, blocks, offsets, values if codec == shape.codec else _quantized(values, shape))
+        yield DemoRows(plane, blocks, offsets, values if codec == shape.codec else _quantized(values, shape))
 
 
 def rows_of(

@@ -21,21 +21,21 @@ APPEAR_S = 10.0
 
 
 @dataclass(frozen=True)
-class Rows:
+class SavedRows:
     """(layer, part) -> [tokens, heads of the whole model, row bytes], uint8; all of one codec."""
 
     rows: dict[tuple[int, str], np.ndarray]
     codec: str
 
-    def first(self, tokens: int) -> Rows:
+    def first(self, tokens: int) -> SavedRows:
         """Those of the first so many tokens."""
-        return Rows({key: rows[:tokens] for key, rows in self.rows.items()}, self.codec)
+        return SavedRows({key: rows[:tokens] for key, rows in self.rows.items()}, self.codec)
 
-    def converted(self, codec: str) -> Rows:
+    def converted(self, codec: str) -> SavedRows:
         """By the twin of the kernels, with scale 1."""
         if codec == self.codec:
             return self
-        return Rows({key: _convert(rows, self.codec, codec) for key, rows in self.rows.items()}, codec)
+        return SavedRows({key: _convert(rows, self.codec, codec) for key, rows in self.rows.items()}, codec)
 
 
 def write(folder: Path, side: str, room: int, rank: int, codec: str, rows: Mapping[str, np.ndarray]) -> None:
@@ -47,7 +47,7 @@ def write(folder: Path, side: str, room: int, rank: int, codec: str, rows: Mappi
     part_written.rename(path)
 
 
-def load(folder: Path, side: str, room: int, ranks: int, timeout_s: float = APPEAR_S) -> Rows:
+def load(folder: Path, side: str, room: int, ranks: int, timeout_s: float = APPEAR_S) -> SavedRows:
     """Heads side by side in the order of the ranks that have the layer; a latent must be the same on all of them.
 
     Raises OperatorError (`no_rows`, `ranks_differ`).
@@ -62,7 +62,7 @@ def load(folder: Path, side: str, room: int, ranks: int, timeout_s: float = APPE
                 raise OperatorError("ranks_differ", f"{side}: ranks differ in layer {layer}")
             parts = parts[:1]
         joined[layer, part] = np.concatenate(parts, axis=1)
-    return Rows(joined, codec)
+    return SavedRows(joined, codec)
 
 
 def wait_room(folder: Path, timeout_s: float = APPEAR_S) -> int:
@@ -75,7 +75,7 @@ def wait_room(folder: Path, timeout_s: float = APPEAR_S) -> int:
     return int(found[0].name.split("-")[1])
 
 
-def difference(given: Rows, taken: Rows, tokens: int) -> str:
+def difference(given: SavedRows, taken: SavedRows, tokens: int) -> str:
     """Why `taken` is not so many tokens of `given` in its own codec, bit for bit; empty if it is."""
     expected = given.converted(taken.codec)
     if not expected.rows or expected.rows.keys() != taken.rows.keys():
@@ -95,7 +95,7 @@ def difference(given: Rows, taken: Rows, tokens: int) -> str:
     return ""
 
 
-def _load(path: Path, timeout_s: float) -> Rows:
+def _load(path: Path, timeout_s: float) -> SavedRows:
     end = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > end:
@@ -104,7 +104,7 @@ def _load(path: Path, timeout_s: float) -> Rows:
     with np.load(path) as arrays:
         keys = [key for key in arrays.files if "." in key]
         rows = {(int(key.split(".")[0]), key.split(".")[1]): arrays[key] for key in keys}
-        return Rows(rows, str(arrays["codec"]))
+        return SavedRows(rows, str(arrays["codec"]))
 
 
 def _convert(rows: np.ndarray, old: str, new: str) -> np.ndarray:

@@ -22,14 +22,14 @@ from rich.table import Table
 from ..errors import KVBridgeError
 from ..geometry.compat import Convertible, verdict
 from .engine import Job
-from .pools import Request, Shape, describe
+from .pools import DemoRequest, Shape, describe
 from .processes import AgentProcess, EngineProcess, agents, end, moved_bytes, tail
 
 NAMES = ("a", "b", "c")
 REQUESTS = (
-    Request(name="short prompt", tokens=17, seed=1),
-    Request(name="long prompt", tokens=4096, seed=2),
-    Request(name="prefix already there", tokens=1777, first_token=1000, seed=3),
+    DemoRequest(name="short prompt", tokens=17, seed=1),
+    DemoRequest(name="long prompt", tokens=4096, seed=2),
+    DemoRequest(name="prefix already there", tokens=1777, first_token=1000, seed=3),
 )
 PAIRS = (
     (
@@ -48,7 +48,7 @@ PAIRS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoOutcome:
     """How one pair went; `wrong` is empty when every element was right."""
 
     source: Shape
@@ -63,7 +63,7 @@ class Outcome:
 
 def run(
     pairs: Sequence[tuple[Shape, Shape]] = PAIRS,
-    requests: Sequence[Request] = REQUESTS,
+    requests: Sequence[DemoRequest] = REQUESTS,
     devices: Sequence[str] = ("cpu",),
     routes: str = "direct,nixl,host",
 ) -> None:
@@ -94,11 +94,11 @@ def carry(
     running: Sequence[AgentProcess],
     source: Shape,
     sink: Shape,
-    requests: list[Request],
+    requests: list[DemoRequest],
     progress: Progress,
     late_cycles: int = 0,
     unfenced: str = "",
-) -> Outcome:
+) -> DemoOutcome:
     """One pair: start the engines, let the requests flow, hear what the sinks found in their memory.
 
     With `late_cycles` both sides are late (see Job); or only the `unfenced` one, which the other must not outlast.
@@ -126,7 +126,7 @@ def carry(
             engine.go()
             engine.hear("done")
     judged = verdict(describe(source, 0), describe(sink, 0))
-    return Outcome(
+    return DemoOutcome(
         source,
         sink,
         judged.changes if isinstance(judged, Convertible) else (),
@@ -139,7 +139,11 @@ def carry(
 
 
 def _jobs(
-    role: Literal["source", "sink"], shape: Shape, beside: Sequence[AgentProcess], requests: list[Request], **more: Any
+    role: Literal["source", "sink"],
+    shape: Shape,
+    beside: Sequence[AgentProcess],
+    requests: list[DemoRequest],
+    **more: Any,
 ) -> Iterator[Job]:
     ranks = tuple(agent.address for agent in beside)
     for rank, agent in enumerate(beside):
@@ -176,13 +180,13 @@ def _follow(
     progress.update(task, completed=total)
 
 
-def _wire_bytes(source: Shape, sink: Shape, requests: Sequence[Request]) -> int:
+def _wire_bytes(source: Shape, sink: Shape, requests: Sequence[DemoRequest]) -> int:
     """The narrower side's rows; each sink rank takes its own heads."""
     tokens = sum(request.tokens - request.first_token for request in requests)
     return tokens * min(source.token_bytes, sink.token_bytes)
 
 
-def _report(console: Console, outcomes: Sequence[Outcome], seconds: float) -> None:
+def _report(console: Console, outcomes: Sequence[DemoOutcome], seconds: float) -> None:
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # 80 columns hold it
     for column in ("from, to", "converted", "MB", "ms", "GB/s", "digest", "check"):
         is_number = column in ("MB", "ms", "GB/s")

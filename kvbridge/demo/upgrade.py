@@ -23,7 +23,7 @@ from rich.console import Console
 from ..errors import OperatorError
 from .model import prompt
 from .processes import ServerProcess, python_with
-from .upgrade_fleet import Fleet, Member
+from .upgrade_fleet import UpgradeFleet, UpgradeMember
 
 ANSWER_S = 60.0
 CLIENTS = 2
@@ -77,7 +77,7 @@ class Seen:
 class Traffic:
     """Clients that ask until they are told to stop. `alone` are the prompts, each with what one engine alone says."""
 
-    def __init__(self, fleet: Fleet, alone: Sequence[tuple[list[int], list[int]]]) -> None:
+    def __init__(self, fleet: UpgradeFleet, alone: Sequence[tuple[list[int], list[int]]]) -> None:
         self._fleet = fleet
         self._fetched = 0.0
         self._alone = alone
@@ -146,7 +146,7 @@ def run(wheel: Path, vllm_python: Path | None) -> None:
             f"starting four real vLLM engines and their agents, all with {wheel.name} (a minute or two) ...",
             soft_wrap=True,
         )
-        fleet = Fleet(Path(folder), stack, python, wheel)
+        fleet = UpgradeFleet(Path(folder), stack, python, wheel)
         fleet.start()
         prompts = [prompt(count, seed) for seed, count in enumerate(PROMPTS, 1)]
         alone = [(tokens, ask(fleet.members[0].engine, tokens)) for tokens in prompts]
@@ -163,7 +163,7 @@ def _leave(number: int, _: Any) -> None:
     raise SystemExit(128 + number)
 
 
-def _agent(fleet: Fleet, member: Member) -> Callable[[], str]:
+def _agent(fleet: UpgradeFleet, member: UpgradeMember) -> Callable[[], str]:
     def step() -> str:
         drained_s, attached_s = fleet.upgrade_agent(member)
         return f"drained in {drained_s:.1f} s, its engine attached {attached_s:.1f} s after that"
@@ -171,7 +171,7 @@ def _agent(fleet: Fleet, member: Member) -> Callable[[], str]:
     return step
 
 
-def _engine(fleet: Fleet, member: Member) -> Callable[[], str]:
+def _engine(fleet: UpgradeFleet, member: UpgradeMember) -> Callable[[], str]:
     def step() -> str:
         finished_s, absent_s = fleet.upgrade_engine(member)
         return f"finished what it had in {finished_s:.1f} s, was away for {absent_s:.0f} s"

@@ -25,7 +25,7 @@ BLOCKS = {"prefill": 32, "decode": 64}  # tokens; on a CPU vLLM's are multiples 
 THIS_VERSION = {"PYTHONSAFEPATH": "1"}
 
 
-class Member:
+class UpgradeMember:
     """One engine and its agent, on ports that they keep."""
 
     agent: AgentProcess
@@ -42,13 +42,13 @@ class Member:
         return f"{self.role} vllm=http://127.0.0.1:{self.port}"
 
 
-class Fleet:
+class UpgradeFleet:
     """In `folder`, ended with `stack`. It begins with the kvbridge in `wheel`; what is started anew is ours."""
 
     proxy: ServerProcess
 
     def __init__(self, folder: Path, stack: ExitStack, python: str, wheel: Path) -> None:
-        self.members = [Member(role, number) for role in ("decode", "prefill") for number in (1, 2)]
+        self.members = [UpgradeMember(role, number) for role in ("decode", "prefill") for number in (1, 2)]
         self._folder = folder
         self._stack = stack
         self._python = python
@@ -80,7 +80,7 @@ class Fleet:
         self.proxy.wait_well(STEP_S)
         wait("the proxy to take all engines", lambda: all(map(self._is_well, self.members)))
 
-    def upgrade_agent(self, member: Member) -> tuple[float, float]:
+    def upgrade_agent(self, member: UpgradeMember) -> tuple[float, float]:
         """Seconds until it had drained, and from then on until its engine was attached to its successor."""
         began = time.monotonic()
         self._fetched += fetched_by(member)  # what it fetches while it drains is not counted
@@ -92,7 +92,7 @@ class Fleet:
         wait(f"{member.name} to attach", lambda: member.agent.status().engine is not None)
         return drained - began, time.monotonic() - drained
 
-    def upgrade_engine(self, member: Member) -> tuple[float, float]:
+    def upgrade_engine(self, member: UpgradeMember) -> tuple[float, float]:
         """Seconds until it had nothing under way, and from then on until its successor got requests."""
         began = time.monotonic()
         self._list([each for each in self.members if each is not member])
@@ -121,12 +121,12 @@ class Fleet:
         if not found.startswith(self._version["PYTHONPATH"]):
             raise OperatorError("demo_engine", f"{python} finds kvbridge at {found!r}, not in the wheel")
 
-    def _start_agent(self, member: Member, version: dict[str, str]) -> None:
+    def _start_agent(self, member: UpgradeMember, version: dict[str, str]) -> None:
         options = {"device": "cpu", "slot_bytes": str(1 << 20), "listen": f"tcp://127.0.0.1:{member.agent_port}"}
         member.agent = AgentProcess(self._folder, member.name, options, version)
         self._stack.callback(end, member.agent.process)
 
-    def _start_engine(self, member: Member, version: dict[str, str]) -> None:
+    def _start_engine(self, member: UpgradeMember, version: dict[str, str]) -> None:
         transfer = {
             "kv_connector": "KVBridgeConnector",
             "kv_role": "kv_both",
@@ -145,16 +145,16 @@ class Fleet:
         member.engine = ServerProcess(self._folder, f"{member.name}-engine", command, member.port, settings)
         self._stack.callback(member.engine.kill)
 
-    def _list(self, members: Sequence[Member]) -> None:
+    def _list(self, members: Sequence[UpgradeMember]) -> None:
         self._listed.write_text("".join(f"{member.line}\n" for member in members))
 
-    def _is_well(self, member: Member) -> bool:
+    def _is_well(self, member: UpgradeMember) -> bool:
         return self._gauge("well", member) == 1
 
-    def _outstanding(self, member: Member) -> float:
+    def _outstanding(self, member: UpgradeMember) -> float:
         return self._gauge("outstanding", member)
 
-    def _gauge(self, name: str, member: Member) -> float:
+    def _gauge(self, name: str, member: UpgradeMember) -> float:
         role, _, engine = member.line.partition(" ")
         wanted = f'kvbridge_proxy_engine_{name}{{engine="{engine}",role="{role}"}} '
         values = [
@@ -163,7 +163,7 @@ class Fleet:
         return float(values[0]) if values else 0.0
 
 
-def fetched_by(member: Member) -> float:
+def fetched_by(member: UpgradeMember) -> float:
     return member.agent.status().counters.get("kvbridge_prompt_tokens_fetched_total", 0.0)
 
 

@@ -28,7 +28,7 @@ REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class VLLMOutcome:
     """One prompt: what the decoding engine said after the transfer, and what it says all alone."""
 
     prompt_tokens: int
@@ -87,7 +87,7 @@ def _start(stack: ExitStack, folder: Path, python: str, name: str, core: int, jo
     return engine
 
 
-def _carry(prefill: EngineProcess, decode: EngineProcess, sink: AgentProcess, count: int) -> Outcome:
+def _carry(prefill: EngineProcess, decode: EngineProcess, sink: AgentProcess, count: int) -> VLLMOutcome:
     """One prompt, once by the decoding engine alone, once prefilled elsewhere."""
     tokens = prompt(count)
     alone = _ask(decode, tokens, DECODED, None)
@@ -95,7 +95,7 @@ def _carry(prefill: EngineProcess, decode: EngineProcess, sink: AgentProcess, co
     prefilled = _ask(prefill, tokens, 1, REMOTE_DECODE)
     carried = _ask(decode, tokens, DECODED, prefilled["params"])
     moved, both = moved_bytes(sink) - before, (alone["seconds"], carried["seconds"])
-    return Outcome(count, moved, tuple(alone["tokens"]), tuple(carried["tokens"]), *both)
+    return VLLMOutcome(count, moved, tuple(alone["tokens"]), tuple(carried["tokens"]), *both)
 
 
 def _ask(engine: EngineProcess, tokens: Sequence[int], max_tokens: int, params: Any) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _ask(engine: EngineProcess, tokens: Sequence[int], max_tokens: int, params: 
     return engine.hear("answer", ANSWER_S)
 
 
-def _report(console: Console, outcomes: Sequence[Outcome]) -> None:
+def _report(console: Console, outcomes: Sequence[VLLMOutcome]) -> None:
     table = Table(title=f"prefill in blocks of {BLOCKS[0]}, decode in blocks of {BLOCKS[1]}", title_justify="left")
     for column in ("prompt", "KB carried", "alone ms", "carried ms", "tokens", "result"):
         table.add_column(column, justify="left" if column in ("tokens", "result") else "right")

@@ -13,7 +13,7 @@ from kvbridge_kernels.launch import Kernel, Launch
 from kvbridge_kernels.tables import Work
 
 from . import driver
-from .porter import Compiling
+from .copier import Compiling
 
 
 class Compiler:

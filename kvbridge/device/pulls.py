@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from kvbridge_kernels.pull_recipe import PullChunk, PullRecipe
+from kvbridge_kernels.prepared_pull import PlacedPull, PreparedPull
 
 from ..geometry.plan import Part
+from .copy_templates import CopyTemplate, CopyTemplates
 from .memory import AttachedPool, Regions
-from .moves import Form, Forms
 
 
 class Pulls:
     """The recipes of one data plane. Most chunks are like one before."""
 
     def __init__(self) -> None:
-        self._sources, self._sinks = Forms(), Forms()
-        self._kept: dict[tuple[Form, Form], PullRecipe] = {}
+        self._sources, self._sinks = CopyTemplates(), CopyTemplates()
+        self._kept: dict[tuple[CopyTemplate, CopyTemplate], PreparedPull] = {}
 
     def of(
         self,
@@ -24,7 +24,7 @@ class Pulls:
         sink: AttachedPool,
         sink_regions: Regions,
         theirs: Part,
-    ) -> PullChunk:
+    ) -> PlacedPull:
         """One chunk of a plan, as its source (`ours`) and its sink have it in their blocks.
 
         EngineError where something in one of them is not right, ValueError where the two do not meet.
@@ -39,8 +39,8 @@ class Pulls:
         recipe = self._kept.pop(forms, None)
         if recipe is None:
             segments = forms[0].segments(places[0]), forms[1].segments(places[1])
-            recipe = PullRecipe(*segments, size_bytes)
-            if len(self._kept) == Forms.KEPT:
+            recipe = PreparedPull(*segments, size_bytes)
+            if len(self._kept) == CopyTemplates.KEPT:
                 del self._kept[next(iter(self._kept))]
         self._kept[forms] = recipe  # the newest last
         return recipe.at(*places)

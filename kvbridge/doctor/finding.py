@@ -11,7 +11,7 @@ from kvbridge_proto.status import Status
 from ..options import AgentConfig
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     OK = "ok"
     WARNING = "warning"
     FAILED = "failed"
@@ -22,7 +22,7 @@ class Outcome(StrEnum):
 class Finding:
     """`text` is what was seen, with its values; `remedy` what to do about a warning or a failure."""
 
-    outcome: Outcome
+    outcome: CheckOutcome
     text: str
     remedy: str = ""
 
@@ -41,7 +41,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class DoctorCheck:
     """`name` is its anchor in docs/troubleshooting.md too. `look` may raise KVBridgeError or OSError: it failed."""
 
     name: str
@@ -50,16 +50,16 @@ class Check:
 
 
 def ok(text: str) -> Finding:
-    return Finding(Outcome.OK, text)
+    return Finding(CheckOutcome.OK, text)
 
 
 def warning(text: str, remedy: str) -> Finding:
-    return Finding(Outcome.WARNING, text, remedy)
+    return Finding(CheckOutcome.WARNING, text, remedy)
 
 
 def failed(text: str, remedy: str) -> Finding:
-    return Finding(Outcome.FAILED, text, remedy)
+    return Finding(CheckOutcome.FAILED, text, remedy)
 
 
 def not_here(text: str) -> Finding:
-    return Finding(Outcome.NOT_HERE, text)
+    return Finding(CheckOutcome.NOT_HERE, text)

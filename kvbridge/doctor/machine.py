@@ -6,7 +6,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from ..dataplane.equipment import chosen_gpu
+from ..dataplane.resources import chosen_gpu
 from ..device import driver
 from ..device.handles import SHM
 from ..errors import OperatorError

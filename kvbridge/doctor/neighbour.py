@@ -18,7 +18,7 @@ GPU_BYTES = 2 << 20
 PR_SET_PTRACER, ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
 
 
-class Piece(ctypes.Structure):
+class LentPiece(ctypes.Structure):
     """The kernel's `struct iovec`."""
 
     _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
@@ -47,7 +47,7 @@ def _lend() -> None:
 
 def _read(pid: int, address: int) -> None:
     page = ctypes.create_string_buffer(len(PAGE))
-    ours, theirs = Piece(ctypes.addressof(page), len(PAGE)), Piece(address, len(PAGE))
+    ours, theirs = LentPiece(ctypes.addressof(page), len(PAGE)), LentPiece(address, len(PAGE))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.process_vm_readv.restype = ctypes.c_ssize_t
     count = libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)

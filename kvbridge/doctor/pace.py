@@ -17,13 +17,13 @@ from statistics import median
 from typing import Literal
 
 import torch
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed, Offer, Refused, Released, Want
 from kvbridge_proto.peer import Route
-from kvbridge_proto.words import Blocks
 from msgspec import structs
 
-from ..demo.engine import PATIENCE_S, Job, Rejected, SyntheticEngine
-from ..demo.pools import Request, Shape, rows_of
+from ..demo.engine import PATIENCE_S, Job, RequestRejected, SyntheticEngine
+from ..demo.pools import DemoRequest, Shape, rows_of
 from ..demo.processes import AgentProcess, agents
 from ..device.handles import SHM
 from ..errors import OperatorError
@@ -141,8 +141,8 @@ class Bench:
                         begun(pools, size_bytes)
                         yield self._pace(route, pools, size_bytes, source, sink, seconds)
                     if wrong := _difference(source, sink):
-                        raise Rejected(wrong)
-            except Rejected as error:
+                        raise RequestRejected(wrong)
+            except RequestRejected as error:
                 raise OperatorError("demo_engine", f"{pools} pools: {error}") from None
 
     @contextmanager
@@ -166,7 +166,7 @@ class Bench:
             rank=0,
             socket=agent.socket,
             ranks=(agent.address,),
-            requests=[Request(name="all", tokens=self._tokens)],
+            requests=[DemoRequest(name="all", tokens=self._tokens)],
             device=agent.options["device"],
         )
 

@@ -8,17 +8,17 @@ import socket
 from importlib.metadata import version
 from typing import assert_never
 
+from kvbridge_proto.common import AgentCard
 from kvbridge_proto.peer import FabricCard, Refuse, Welcome
 from kvbridge_proto.pool import Pool
-from kvbridge_proto.words import Agent
 
 from ..agent.daemon import trust_of
 from ..commands.status import ask_pool
 from ..demo.pools import Shape, describe
-from ..device.porter_cpu import CpuPorter
+from ..device.copier_cpu import CpuBlockCopier
 from ..errors import KVBridgeError, OperatorError
 from ..exchange.route import Site
-from ..exchange.session import Home, hello
+from ..exchange.session import AttachedEngine, hello
 from ..geometry.compat import Convertible, Incompatible, verdict
 from ..oneline import plain
 from ..transport.control import Control
@@ -105,7 +105,7 @@ async def _greeted(subject: Subject, pool: Pool) -> tuple[Link, Welcome | Refuse
         return link, answer
 
 
-async def _heard(control: Control, link: Link, home: Home) -> Welcome | Refuse:
+async def _heard(control: Control, link: Link, home: AttachedEngine) -> Welcome | Refuse:
     async for event in control.events():
         match event:
             case Reached():
@@ -121,8 +121,10 @@ async def _heard(control: Control, link: Link, home: Home) -> Welcome | Refuse:
     raise OperatorError("peer_silent", "the link ended")
 
 
-def _home(boot: str, address: str, pool: Pool) -> Home:
+def _home(boot: str, address: str, pool: Pool) -> AttachedEngine:
     """An agent without slots: nothing can be written to it, whatever the other thinks of us."""
     card = FabricCard(kind="nixl", name=boot, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0)
-    agent = Agent(name="doctor", boot=boot, address=address, version=version("kvbridge"))
-    return Home(agent=agent, epoch=1, pool=pool, site=Site(card, routes=("nixl",)), digests=CpuPorter.digests)
+    agent = AgentCard(name="doctor", boot=boot, address=address, version=version("kvbridge"))
+    return AttachedEngine(
+        agent=agent, epoch=1, pool=pool, site=Site(card, routes=("nixl",)), digests=CpuBlockCopier.digests
+    )

@@ -12,20 +12,20 @@ from kvbridge_proto.peer import Route
 from rich.console import Console
 from rich.progress import Progress
 
-from ..dataplane.equipment import chosen_gpu
+from ..dataplane.resources import chosen_gpu
 from ..dataplane.routes.rate import SLOW_BYTES_PER_S
-from ..demo.pools import Request, Shape
+from ..demo.pools import DemoRequest, Shape
 from ..demo.processes import agents
-from ..demo.run import Outcome, carry, memcpy_bytes_per_s
+from ..demo.run import DemoOutcome, carry, memcpy_bytes_per_s
 from ..errors import OperatorError
 from ..options import AgentConfig
-from .finding import Check, Finding, Subject, failed, not_here, ok
+from .finding import DoctorCheck, Finding, Subject, failed, not_here, ok
 from .neighbours import told
 
 ON_GPU: tuple[Route, ...] = ("direct", "host")
 TITLES: dict[Route, str] = {"pull": "route pull", "direct": "route direct", "nixl": "route nixl", "host": "route host"}
 SOURCE, SINK = (Shape(name=name, axes="LPBHTE", block_tokens=32, blocks=64) for name in ("source", "sink"))  # 64 MiB
-REQUESTS = [Request(name="first", tokens=17, seed=1), Request(name="rest", tokens=1024, seed=2)]  # 32 MiB
+REQUESTS = [DemoRequest(name="first", tokens=17, seed=1), DemoRequest(name="rest", tokens=1024, seed=2)]  # 32 MiB
 # Of memcpy, where there is no GPU. By pull and cma it was 0.5 to 0.8 GB/s of 6 beside other work (2 cores, Linux 6.18,
 # 2026-11-23).
 FLOOR_SHARE = 0.01
@@ -36,10 +36,10 @@ UCX_ROW = re.compile(r"\| +(?P<range>\d[\w.]*) +\| (?P<how>[^|]+?) +\| (?P<by>[^
 UCX_WRITE = re.compile(r"remote memory write .* from (?P<ours>[a-z]+).* to (?P<theirs>[a-z]+)")
 
 
-def checks() -> Iterator[Check]:
+def checks() -> Iterator[DoctorCheck]:
     """One for each route."""
     for route, title in TITLES.items():
-        yield Check(f"route-{route}", title, partial(carried, route))
+        yield DoctorCheck(f"route-{route}", title, partial(carried, route))
 
 
 def nixl(subject: Subject) -> Finding:
@@ -86,7 +86,7 @@ def floor(is_gpu: bool) -> float:
 
 def _judged(
     route: Route,
-    outcome: Outcome,
+    outcome: DemoOutcome,
     transports: frozenset[str],
     floor_bytes_per_s: float,
     environment: dict[str, str],

@@ -10,7 +10,7 @@ from kvbridge_proto.pool import Pool
 from ..errors import EngineError
 from ..geometry.scales import other_scales, scales_there
 from .actions import Action, Tell
-from .session import Home, Session, are_same
+from .session import AttachedEngine, Session, are_same
 
 MOST_ANSWERS = 64  # kept; sources that calibrate anew at each start are strangers each time
 
@@ -24,7 +24,7 @@ class Adoption:
         self._last = 0
         self._agreed: dict[str, tuple[list[Session], Pool]] = {}
 
-    def question(self, source: str, sessions: Sequence[Session], home: Home) -> list[Action] | None:
+    def question(self, source: str, sessions: Sequence[Session], home: AttachedEngine) -> list[Action] | None:
         """What to ask before rows of these sessions are taken; nothing while an answer is awaited, None if all is well.
 
         Raises EngineError if the engine has other scales and will keep them.
@@ -57,7 +57,7 @@ class Adoption:
         """A session is over: keep none of its engine's."""
         self._agreed.clear()
 
-    def _is_known(self, source: str, sessions: Sequence[Session], home: Home) -> bool:
+    def _is_known(self, source: str, sessions: Sequence[Session], home: AttachedEngine) -> bool:
         """The very same sessions and pool: to compare scales costs more than all else of a want."""
         before, pool = self._agreed.get(source, ([], home.pool))
         return pool is home.pool and are_same(before, sessions)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbridge_proto.peer import Claim, Lease, Refuse
-from kvbridge_proto.words import MAX_RANKS
+from kvbridge_proto.common import MAX_RANKS
+from kvbridge_proto.peer import Claim, Refuse, SlotLease
 
 from ..errors import PeerError
 from ..geometry.plan import Plan
 from .actions import Send
-from .outlet import Outlet
-from .session import Home, Session
+from .outgoing import OutgoingTransfer
+from .session import AttachedEngine, Session
 
 MOST_LEASES = 4096  # unused, of one sink: as many slots as an agent can have
 
 
-def planned(claim: Claim, session: Session, home: Home) -> Plan:
+def planned(claim: Claim, session: Session, home: AttachedEngine) -> Plan:
     """What its sink takes, which must be what it says. Raises KVBridgeError."""
     epochs = (("source_epoch", home.epoch, claim.source_epoch), ("sink_epoch", session.peer_epoch, claim.sink_epoch))
     for name, ours, theirs in epochs:
@@ -30,7 +30,7 @@ def planned(claim: Claim, session: Session, home: Home) -> Plan:
     return plan
 
 
-def surplus(out: Outlet, leases: Sequence[Lease], unused: int) -> str:
+def surplus(out: OutgoingTransfer, leases: Sequence[SlotLease], unused: int) -> str:
     """Why these are more slots than a sink can have or has a use for; we keep them. It has lent `unused` already."""
     if not leases:
         return ""

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from kvbridge_proto.peer import Grant, Lease
+from kvbridge_proto.peer import Grant, SlotLease
 
 from .actions import Action, Send
-from .intake import Intake, IntakeState
+from .incoming import IncomingState, IncomingTransfer
 from .orders import Lend
 from .slots import SlotPool
 from .turns import Turns
 
 
-def lend_early(slots: SlotPool, intake: Intake) -> tuple[Lease, ...]:
+def lend_early(slots: SlotPool, intake: IncomingTransfer) -> tuple[SlotLease, ...]:
     """Slots for a transfer that is being claimed: saves the round trip of asking once chunks are ready."""
     plenty = slots.free - len(slots) // 2  # half stays for those that are ready for sure
     return _lend(slots, min(max(plenty, 0), intake.plan.chunks), intake)
 
 
-def queue(slots: SlotPool, hungry: Turns[Intake], intake: Intake) -> None:
+def queue(slots: SlotPool, hungry: Turns[IncomingTransfer], intake: IncomingTransfer) -> None:
     """It waits for a slot if it can use one."""
-    if intake.state is IntakeState.CLAIMED and _hunger(slots, intake) > 0:
+    if intake.state is IncomingState.CLAIMED and _hunger(slots, intake) > 0:
         hungry.add(intake.transfer, intake.turn, intake)
 
 
-def grants(slots: SlotPool, hungry: Turns[Intake]) -> list[Action]:
+def grants(slots: SlotPool, hungry: Turns[IncomingTransfer]) -> list[Action]:
     """Lend free slots to transfers whose chunks are ready, one each in turn from call to call; what to tell whom."""
-    lent: dict[tuple[str, str], tuple[Lease, ...]] = {}
+    lent: dict[tuple[str, str], tuple[SlotLease, ...]] = {}
     while slots.free and (intake := hungry.take()) is not None:
         whom = intake.address, intake.transfer
         lent[whom] = lent.get(whom, ()) + _lend(slots, 1, intake)
@@ -36,12 +36,12 @@ def grants(slots: SlotPool, hungry: Turns[Intake]) -> list[Action]:
     return actions
 
 
-def _lend(slots: SlotPool, count: int, intake: Intake) -> tuple[Lease, ...]:
+def _lend(slots: SlotPool, count: int, intake: IncomingTransfer) -> tuple[SlotLease, ...]:
     if leases := slots.lend(count, intake.transfer):
         intake.turn = slots.turn
     return leases
 
 
-def _hunger(slots: SlotPool, intake: Intake) -> int:
+def _hunger(slots: SlotPool, intake: IncomingTransfer) -> int:
     """How many chunks are ready and have no slot."""
     return intake.ready - intake.scattered - slots.lent_to(intake.transfer)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvbridge_proto.peer import Lease as SlotLease
 from kvbridge_proto.peer import Route, Sum
+from kvbridge_proto.peer import SlotLease as SlotLease
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
-from .reading import Lease
+from .leases import ReadLease
 from .session import Whose
 
 Failure = tuple[str, str] | None  # (code, reason)
@@ -141,7 +141,7 @@ class Pull:
     tables: Mapping[int, BlockTable]
     first_chunk: int
     end_chunk: int
-    lease: Lease
+    lease: ReadLease
     fence: int
     compared: frozenset[int] = frozenset()
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
 
+from kvbridge_proto.common import OURS, AgentCard, Rank, negotiate
 from kvbridge_proto.door import DoorCard
 from kvbridge_proto.peer import Hello, Refuse, Welcome
 from kvbridge_proto.pool import Pool
-from kvbridge_proto.words import OURS, Agent, Rank, negotiate
 
-from ..geometry.comb import Comb
 from ..geometry.compat import Incompatible, Verdict, verdict
 from ..geometry.plan import Planner
+from ..geometry.token_shard import TokenShard
 from .route import UNPROVED, Routed, Site
-from .table import Table
+from .states import StateTable
 
 
 class SessionState(Enum):
@@ -36,7 +36,7 @@ class SessionEvent(Enum):
     LOSE = auto()
 
 
-SESSION_TABLE = Table(
+SESSION_TABLE = StateTable(
     {
         (SessionState.NEW, SessionEvent.HELLO): SessionState.GREETING,
         (SessionState.NEW, SessionEvent.LOSE): SessionState.ENDED,
@@ -49,13 +49,13 @@ SESSION_TABLE = Table(
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class AttachedEngine:
     """Our side of every session: this start of the agent and what its engine attached.
 
     `policy` is what the engine wants done about other scales, `revision` that of its own.
     """
 
-    agent: Agent
+    agent: AgentCard
     epoch: int
     pool: Pool
     site: Site
@@ -63,10 +63,10 @@ class Home:
     ranks: tuple[Rank, ...] = ()
     policy: Literal["requantize", "adopt"] = "requantize"
     revision: int = 0
-    share: Comb = field(init=False, repr=False, compare=False)  # the tokens that our pool holds
+    share: TokenShard = field(init=False, repr=False, compare=False)  # the tokens that our pool holds
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "share", Comb.of(self.pool.shard))
+        object.__setattr__(self, "share", TokenShard.of(self.pool.shard))
 
 
 Whose = tuple[str, int, str]  # an engine's memory: boot of its agent, epoch, and the key that this agent proved
@@ -79,7 +79,7 @@ class Session:
     `key` is what a source proved to have at the link it was agreed by, "" where nobody proves anything.
     """
 
-    peer: Agent
+    peer: AgentCard
     version: int
     peer_epoch: int
     peer_pool: Pool
@@ -113,7 +113,12 @@ def rank_index(pool: Pool) -> int:
 
 
 def hello(
-    home: Home, probe_lane: int = 0, address: str = "", serial: int = 0, oldest: int = 0, can_pull: bool = True
+    home: AttachedEngine,
+    probe_lane: int = 0,
+    address: str = "",
+    serial: int = 0,
+    oldest: int = 0,
+    can_pull: bool = True,
 ) -> Hello:
     site = home.site
     return Hello(
@@ -134,7 +139,7 @@ def hello(
     )
 
 
-def answer(greeting: Hello, home: Home | None) -> Session | Refuse:
+def answer(greeting: Hello, home: AttachedEngine | None) -> Session | Refuse:
     """What a source makes of a Hello; a Session is told to the peer with `welcome`."""
     if home is None:
         return Refuse(code="no_engine", reasons=("no engine is attached to this agent",))
@@ -175,7 +180,7 @@ def version_reason(greeting: Hello) -> str:
     return f"versions: ours {ours.oldest}-{ours.newest}, theirs {theirs.oldest}-{theirs.newest}"
 
 
-def welcome(session: Session, home: Home, door: DoorCard | None = None) -> Welcome:
+def welcome(session: Session, home: AttachedEngine, door: DoorCard | None = None) -> Welcome:
     return Welcome(
         version=session.version,
         agent=home.agent,
@@ -191,7 +196,7 @@ def welcome(session: Session, home: Home, door: DoorCard | None = None) -> Welco
     )
 
 
-def accept(greeting: Welcome, home: Home, key: str = "") -> Session | Refuse:
+def accept(greeting: Welcome, home: AttachedEngine, key: str = "") -> Session | Refuse:
     """What a sink makes of a Welcome; Refuse says why it cannot go on, in the words it would tell its engine."""
     if not OURS.oldest <= greeting.version <= OURS.newest:
         reason = f"version: ours {OURS.oldest}-{OURS.newest}, theirs {greeting.version}"

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvbridge_proto.peer import Lease
+from kvbridge_proto.peer import SlotLease
 from kvbridge_proto.status import SlotCounts
 
-from .table import Table
+from .states import StateTable
 
 
 class SlotState(Enum):
@@ -34,7 +34,7 @@ class SlotEvent(Enum):
 _F, _L, _Q = SlotState.FREE, SlotState.LENT, SlotState.QUARANTINED
 # A chunk may have landed before its transfer was stopped and be reported after it: a lease is written once, so that is
 # proof enough for a slot that was quarantined meanwhile.
-SLOT_TABLE = Table(
+SLOT_TABLE = StateTable(
     {
         (_F, SlotEvent.LEND): _L,
         (_L, SlotEvent.LAND): _F,
@@ -87,7 +87,7 @@ class SlotPool:
             quarantined=states.count(_Q),
         )
 
-    def lend(self, count: int, transfer: str) -> tuple[Lease, ...]:
+    def lend(self, count: int, transfer: str) -> tuple[SlotLease, ...]:
         """Up to `count` leases, each under a new generation."""
         leases = []
         for _ in range(min(count, len(self._free))):
@@ -99,10 +99,10 @@ class SlotPool:
             self.turn += 1
             self.lent += 1
             self._of_transfer.setdefault(transfer, set()).add(index)
-            leases.append(Lease(index, slot.generation))
+            leases.append(SlotLease(index, slot.generation))
         return tuple(leases)
 
-    def land(self, leases: Iterable[Lease], transfer: str) -> None:
+    def land(self, leases: Iterable[SlotLease], transfer: str) -> None:
         """The data plane is through with what was written under them. Slots made anew since are none of theirs."""
         for lease in leases:
             slot = self._slots[lease.slot]

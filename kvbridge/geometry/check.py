@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from math import isfinite, prod
 
 import msgspec
+from kvbridge_proto.common import MAX_RANKS
 from kvbridge_proto.engine import Scales
 from kvbridge_proto.pool import Codec, Group, Plane, Pool, Step
-from kvbridge_proto.words import MAX_RANKS
 
-from .comb import MOST_PERIOD, period_of
+from .token_shard import MOST_PERIOD, period_of
 from .wire import PLAIN, ROW_SCALED, SCALED_ROWS, is_scale
 
 MOST_REASONS = 32

@@ -12,9 +12,9 @@ from kvbridge_proto.pool import Group, Layer, Plane, Pool, Shard
 from .check import check_pool as check_pool
 from .check import extent as extent
 from .check import shortened
-from .comb import MOST_PERIOD, period_of
+from .group_plan import whole_block
 from .layers import align
-from .leg import whole_block
+from .token_shard import MOST_PERIOD, period_of
 from .wire import PLAIN, ROW_SCALED, can_convert, is_same_row, is_same_scales, is_scale
 
 

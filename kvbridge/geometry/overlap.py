@@ -52,7 +52,7 @@ class Bytes:
         return Bytes(self.start + index * stride, self.strides[1:], self.run, self.cover - stride * (count - 1))
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """A plane and all its bytes."""
 
     plane: Plane
@@ -65,9 +65,9 @@ class _TooMany(Exception):
 
 def overlaps(pool: Pool) -> tuple[str, ...]:
     """The planes that share bytes, two by two, of a pool that `check_pool` has nothing against."""
-    regions: dict[int, list[Held]] = {}
+    regions: dict[int, list[HeldBytes]] = {}
     for plane in pool.planes:
-        held = Held(plane, _bytes(plane, range(pool.groups[plane.group].blocks)))
+        held = HeldBytes(plane, _bytes(plane, range(pool.groups[plane.group].blocks)))
         regions.setdefault(plane.region, []).append(held)
     search = _Search(pool)
     found = [each for _, members in sorted(regions.items()) for each in search.among(members)]
@@ -81,7 +81,7 @@ class _Search:
         self._pool = pool
         self._left = MOST_COMPARISONS
 
-    def among(self, members: Sequence[Held]) -> Iterator[str]:
+    def among(self, members: Sequence[HeldBytes]) -> Iterator[str]:
         """The planes of one region that share bytes."""
         one = other = members[0]
         try:
@@ -99,7 +99,7 @@ class _Search:
 
     # Which planes to compare:
 
-    def _near(self, members: Sequence[Held]) -> Iterator[tuple[Held, Held]]:
+    def _near(self, members: Sequence[HeldBytes]) -> Iterator[tuple[HeldBytes, HeldBytes]]:
         """Those without a gap of bytes between them, two by two."""
         ordered = sorted(members, key=lambda member: member.bytes.start)
         first = end = 0
@@ -110,9 +110,9 @@ class _Search:
             end = max(end, member.bytes.end)
         yield from self._near_within(ordered[first:])
 
-    def _near_within(self, members: Sequence[Held]) -> Iterator[tuple[Held, Held]]:
+    def _near_within(self, members: Sequence[HeldBytes]) -> Iterator[tuple[HeldBytes, HeldBytes]]:
         """Most lie interleaved at a stride that all have in common: of these only those that meet within it."""
-        alike: dict[int, list[Held]] = {}
+        alike: dict[int, list[HeldBytes]] = {}
         for member in members:
             alike.setdefault(member.bytes.grain, []).append(member)
         for grain, some in alike.items():
@@ -122,7 +122,9 @@ class _Search:
                 if one.bytes.grain != other.bytes.grain:
                     yield one, other
 
-    def _meeting(self, spans: Sequence[tuple[int, int, Held]], grain: int) -> Iterator[tuple[Held, Held]]:
+    def _meeting(
+        self, spans: Sequence[tuple[int, int, HeldBytes]], grain: int
+    ) -> Iterator[tuple[HeldBytes, HeldBytes]]:
         """Whose spans meet. One that reaches beyond the grain goes on at 0."""
         beyond = [(start - grain, end - grain, member) for start, end, member in spans if grain and end > grain]
         ordered = sorted([*beyond, *spans], key=lambda span: span[0])
@@ -136,7 +138,7 @@ class _Search:
 
     # Two planes:
 
-    def _shared(self, one: Held, other: Held) -> int | None:
+    def _shared(self, one: HeldBytes, other: HeldBytes) -> int | None:
         """A byte that both hold and must not."""
         if one.plane.group == other.plane.group or one.plane.block_stride != other.plane.block_stride:
             return self._met(one.bytes, other.bytes)
@@ -192,7 +194,7 @@ class _Search:
         return next((byte for byte in found if byte is not None), None)
 
 
-def _spell(held: Held) -> str:
+def _spell(held: HeldBytes) -> str:
     return f"layer {held.plane.layer} {held.plane.part}"
 
 

@@ -2,7 +2,7 @@
 
 Both agents derive the same plan from the two pools; they compare its digest, then speak of chunks by number.
 
-A plan is a list of legs, each a grid of chunks (see leg.py): first the full layers, then what keeps a window, then
+A plan is a list of legs, each a grid of chunks (see group_plan.py): first the full layers, then what keeps a window, then
 states. Nothing is listed: a chunk is arithmetic, and only its moves are spelled out when its turn comes.
 """
 
@@ -16,18 +16,18 @@ from math import lcm
 
 import msgspec
 import numpy as np
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Codec, Group, Plane, Pool
-from kvbridge_proto.words import Blocks
 
 from ..errors import KVBridgeError, OperatorError, PeerError
-from .comb import Comb
-from .fold import fold
+from .coalesce import fold
+from .group_plan import ALIGN as ALIGN
+from .group_plan import ORDER, GroupPlan, GroupTemplate, fitted
 from .layers import align
-from .leg import ALIGN as ALIGN
-from .leg import ORDER, Leg, Strand, fitted
+from .plane_pair import PlanePair, pair
 from .shard import common
-from .strip import Strip, pair
+from .token_shard import TokenShard
 from .tokens import BlockTable, Places
 from .wire import is_same_row, is_same_scales, scales_of
 
@@ -88,8 +88,8 @@ class Plan:
 
     first_token: int
     end_token: int
-    strips: tuple[Strip, ...]
-    legs: tuple[Leg, ...]
+    strips: tuple[PlanePair, ...]
+    legs: tuple[GroupPlan, ...]
     chunks: int
     digest: str
     _spelled: dict[int, Chunk] = field(default_factory=dict, init=False, repr=False)  # asked for many times each
@@ -188,15 +188,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Weave:
+class PlanTemplate:
     """What plans of the same rows share, whichever tokens they are of; `digest` is of all of it."""
 
-    strips: tuple[Strip, ...]
-    strands: tuple[Strand, ...]
+    strips: tuple[PlanePair, ...]
+    strands: tuple[GroupTemplate, ...]
     digest: bytes
 
 
-NOTHING = Weave((), (), b"")
+NOTHING = PlanTemplate((), (), b"")
 
 
 class Planner:
@@ -207,11 +207,11 @@ class Planner:
     def __init__(self, source: Pool, sink: Pool) -> None:
         self._source = align(source, sink)
         self._sink = sink
-        ours, theirs = Comb.of(source.shard), Comb.of(sink.shard)
+        ours, theirs = TokenShard.of(source.shard), TokenShard.of(sink.shard)
         self._comb = ours & theirs
         self._is_whole = self._comb == ours == theirs
         self._period = lcm(*(group.block_tokens for group in source.groups if group.kind != "state"))
-        self._woven: dict[object, Weave] = {}
+        self._woven: dict[object, PlanTemplate] = {}
 
     def plan(self, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
         """The plan by which the source gives the rows `takes` of tokens [first_token, end_token) to the sink.
@@ -242,7 +242,7 @@ class Planner:
             return []
         groups = [group for pool in (self._source, self._sink) for group in pool.groups if group.kind != "state"]
         end_token = self._comb.token(max((group.block_tokens for group in groups), default=1) - 1) + 1
-        share = Comb.of(own.shard)
+        share = TokenShard.of(own.shard)
         tables = {}
         for index, group in enumerate(own.groups):
             entries = -(-share.count(end_token + 1) // group.block_tokens)
@@ -259,9 +259,9 @@ class Planner:
             return []
         return [Part(each, each.chunk(index), tables, is_source) for each in plans for index in _first_of_legs(each)]
 
-    def _weave(self, takes: Sequence[Take], first_mark: int, slot_bytes: int) -> Weave:
+    def _weave(self, takes: Sequence[Take], first_mark: int, slot_bytes: int) -> PlanTemplate:
         usable, groups = slot_bytes // ALIGN * ALIGN, self._sink.groups
-        strands: list[Strand] = []
+        strands: list[GroupTemplate] = []
         sealed: list[object] = [self._comb.period, self._comb.marks]
         first_strip = 0
         for group, rows in _by_leg(pair(self._source, self._sink, takes), groups):
@@ -277,11 +277,11 @@ class Planner:
                     f"slot_bytes: {slot_bytes}, a row of layer {widest.sink.layer} {widest.sink.part} "
                     f"has {widest.wire.row_bytes} bytes",
                 )
-            strands.append(Strand.of(group, self._sink.shard, self._comb, strips, first_strip))
+            strands.append(GroupTemplate.of(group, self._sink.shard, self._comb, strips, first_strip))
             first_strip += len(strips)
             sealed += [*_leg_of(group), _seal(rows), _seal(strips)]
         digest = hashlib.blake2b(msgspec.msgpack.encode(sealed), digest_size=16).digest()
-        return Weave(tuple(strip for strand in strands for strip in strand.strips), tuple(strands), digest)
+        return PlanTemplate(tuple(strip for strand in strands for strip in strand.strips), tuple(strands), digest)
 
 
 def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
@@ -289,9 +289,9 @@ def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_
     return Planner(source, sink).plan(takes, first_token, end_token, slot_bytes)
 
 
-def _by_leg(strips: Sequence[Strip], groups: Sequence[Group]) -> list[tuple[Group, list[Strip]]]:
+def _by_leg(strips: Sequence[PlanePair], groups: Sequence[Group]) -> list[tuple[Group, list[PlanePair]]]:
     """The strips of each leg, in the order of the legs, with a group that is like all of its groups."""
-    legs: dict[tuple[int, int, int], tuple[Group, list[Strip]]] = {}
+    legs: dict[tuple[int, int, int], tuple[Group, list[PlanePair]]] = {}
     of = [legs.setdefault(_leg_of(group), (group, []))[1] for group in groups]
     for strip in strips:
         of[strip.sink.group].append(strip)
@@ -304,7 +304,7 @@ def _leg_of(group: Group) -> tuple[int, int, int]:
     return ORDER.index(group.kind), *((group.window, group.block_tokens) if is_window else (0, 0))
 
 
-def _seal(strips: Sequence[Strip]) -> list[object]:
+def _seal(strips: Sequence[PlanePair]) -> list[object]:
     """All of these strips that both sides must see alike."""
     return [
         (
@@ -319,7 +319,7 @@ def _seal(strips: Sequence[Strip]) -> list[object]:
     ]
 
 
-def _cut(weave: Weave, first_token: int, end_token: int, slot_bytes: int) -> Plan:
+def _cut(weave: PlanTemplate, first_token: int, end_token: int, slot_bytes: int) -> Plan:
     """The plan of some tokens, with its digest."""
     usable = slot_bytes // ALIGN * ALIGN
     found = [strand.cut(first_token, end_token, usable) for strand in weave.strands]

@@ -12,8 +12,8 @@ from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Pool
 
 from ..errors import PeerError
-from .comb import Comb
 from .layers import align, align_all
+from .token_shard import TokenShard
 from .wire import is_scale
 
 
@@ -135,7 +135,7 @@ def _shares(sources: Sequence[Pool], sink: Pool) -> list[Share]:
 
 def _ranks_of(size: int, interleave: int, sink: Pool) -> list[int]:
     """Which of `size` context-parallel ranks hold tokens that this sink holds too."""
-    share = Comb.of(sink.shard)
+    share = TokenShard.of(sink.shard)
     periods = lcm(size * interleave, share.period) // share.period
     tokens = share.tokens(0, periods * len(share.marks))
     return [int(rank) for rank in np.unique(tokens // interleave % size)]

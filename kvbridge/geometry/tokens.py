@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import Group
-from kvbridge_proto.words import Blocks
 
 from ..errors import EngineError
-from .comb import ALL, Comb
-from .comb import Places as Places
+from .token_shard import ALL, TokenShard
+from .token_shard import Places as Places
 
 
 def _nothing() -> Places:
@@ -28,10 +28,10 @@ class BlockTable:
     group: Group
     first_block: int = 0
     ids: Places = field(default_factory=_nothing)
-    share: Comb = ALL
+    share: TokenShard = ALL
 
     @classmethod
-    def of(cls, group: Group, *pieces: Blocks, share: Comb = ALL) -> BlockTable:
+    def of(cls, group: Group, *pieces: Blocks, share: TokenShard = ALL) -> BlockTable:
         """The table that these pieces make; it begins at the first piece's first entry. Raises EngineError."""
         table = cls(group, pieces[0].first if pieces else 0, share=share)
         for piece in pieces:
@@ -100,7 +100,7 @@ class BlockTable:
         whole: Places = (ids[:, np.newaxis] * units + np.arange(units)).reshape(-1)
         return whole[first - entry * units : end - entry * units]
 
-    def at(self, comb: Comb, first: int, end: int, unit_tokens: int = 1) -> Places:
+    def at(self, comb: TokenShard, first: int, end: int, unit_tokens: int = 1) -> Places:
         """The places of marks [first, end) of a comb whose tokens are all in this share.
 
         Units of more than a token need the whole share. Raises EngineError where a token has no block.

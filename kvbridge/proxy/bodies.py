@@ -42,7 +42,7 @@ class ClientError(KVBridgeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PromptAsk:
     """One prompt, one sample: what one prefill engine and one decode engine do together."""
 
     path: str
@@ -57,7 +57,7 @@ class Ask:
 class Asks:
     """All of one body. `is_list` where SGLang answers with a list of objects, `samples` of each prompt follow it."""
 
-    asks: tuple[Ask, ...]
+    asks: tuple[PromptAsk, ...]
     samples: int = 1
     is_list: bool = False
 
@@ -193,8 +193,10 @@ def _asks(path: str, bodies: Sequence[Body], samples: int, name: str, is_list: b
         what = f"{name} > 1" if samples > 1 else "several prompts"
         raise ClientError("not_supported", f"not supported here: {what} with stream")
     if samples == 1:
-        return Asks(tuple(Ask(path, body) for body in bodies), 1, is_list)
-    return Asks(tuple(Ask(path, _sample(path, body, i)) for body in bodies for i in range(samples)), samples, is_list)
+        return Asks(tuple(PromptAsk(path, body) for body in bodies), 1, is_list)
+    return Asks(
+        tuple(PromptAsk(path, _sample(path, body, i)) for body in bodies for i in range(samples)), samples, is_list
+    )
 
 
 def _sample(path: str, body: Body, index: int) -> Body:

@@ -14,14 +14,14 @@ import aiohttp
 
 from ..errors import EngineError
 from ..oneline import plain
-from .bodies import GENERATE, Ask, Body, ClientError, encode, parse
+from .bodies import GENERATE, Body, ClientError, PromptAsk, encode, parse
 from .events import DONE, FAILED, FINISH, Events
-from .fleet import Engine, Fleet, LegFailed, Role, Waits, bounded
+from .fleet import Backend, Fleet, LegFailed, Role, Waits, bounded
 from .generate import Answering, is_finished
 from .legs import (
     Kind,
     Leg,
-    Prefilled,
+    PrefilledLeg,
     read_prefilled,
     sglang_decode_after,
     sglang_decode_beside,
@@ -30,7 +30,7 @@ from .legs import (
     vllm_decode_beside,
     vllm_prefill,
 )
-from .metrics import Metrics
+from .metrics import ProxyMetrics
 
 T = TypeVar("T")
 
@@ -71,16 +71,16 @@ FAILURES = (LegFailed, ClientError, Refusal)
 
 
 class Carrier:
-    def __init__(self, fleet: Fleet, http: aiohttp.ClientSession, waits: Waits, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, http: aiohttp.ClientSession, waits: Waits, metrics: ProxyMetrics) -> None:
         self._fleet, self._http, self._waits, self._metrics = fleet, http, waits, metrics
 
     @asynccontextmanager
-    async def carried(self, ask: Ask, headers: Mapping[str, str]) -> AsyncIterator[Opened]:
+    async def carried(self, ask: PromptAsk, headers: Mapping[str, str]) -> AsyncIterator[Opened]:
         """The decode engine's answer, from its first word on. What is still under way is cut off at the end.
 
         Raises ClientError, Refusal, NoEngine, LegFailed.
         """
-        failed: list[Engine] = []
+        failed: list[Backend] = []
         async with AsyncExitStack() as stack:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
@@ -100,7 +100,7 @@ class Carrier:
                 raise
 
     async def _attempt(
-        self, outer: AsyncExitStack, ask: Ask, headers: Mapping[str, str], failed: list[Engine]
+        self, outer: AsyncExitStack, ask: PromptAsk, headers: Mapping[str, str], failed: list[Backend]
     ) -> Opened:
         """One pair, one room. What it holds is the caller's when it succeeds, and let go of when it does not."""
         async with AsyncExitStack() as stack:
@@ -122,11 +122,11 @@ class Carrier:
     # Prefill, then decode:
 
     async def _prefill_first(
-        self, prefill: Engine, decode: Engine, ask: Ask, headers: Mapping[str, str], room: int
+        self, prefill: Backend, decode: Backend, ask: PromptAsk, headers: Mapping[str, str], room: int
     ) -> Leg:
         """The decode leg that follows from what the prefill engine answered."""
         if decode.kind is Kind.VLLM:
-            vllm_decode_after(ask, Prefilled(None))  # what it cannot be asked is refused before anybody computes
+            vllm_decode_after(ask, PrefilledLeg(None))  # what it cannot be asked is refused before anybody computes
         leg = vllm_prefill(ask, room, decode.kind)
         answer = await self._whole(prefill, leg, headers, self._waits.prefill_s)
         try:
@@ -144,9 +144,9 @@ class Carrier:
     async def _both(
         self,
         stack: AsyncExitStack,
-        prefill: Engine,
-        decode: Engine,
-        ask: Ask,
+        prefill: Backend,
+        decode: Backend,
+        ask: PromptAsk,
         headers: Mapping[str, str],
         room: int,
     ) -> Opened:
@@ -169,7 +169,7 @@ class Carrier:
                 raise failure  # the decode engine had nothing to decode
         raise opened
 
-    async def _settled(self, prefill: Engine, leg: Leg, headers: Mapping[str, str]) -> Failure | None:
+    async def _settled(self, prefill: Backend, leg: Leg, headers: Mapping[str, str]) -> Failure | None:
         """A prefill leg whose answer says nothing but that it is over; what went wrong."""
         began = time.monotonic()
         try:
@@ -182,7 +182,7 @@ class Carrier:
     # One leg:
 
     async def _open(
-        self, stack: AsyncExitStack, engine: Engine, leg: Leg, ask: Ask, headers: Mapping[str, str]
+        self, stack: AsyncExitStack, engine: Backend, leg: Leg, ask: PromptAsk, headers: Mapping[str, str]
     ) -> Opened:
         if not ask.is_stream:
             answer = await self._whole(engine, leg, headers, self._waits.answer_s)
@@ -193,7 +193,7 @@ class Carrier:
         stack.push_async_callback(events.aclose)
         return Streamed(await anext(events), events)
 
-    def _checked(self, engine: Engine, ask: Ask, answer: Body) -> Whole:
+    def _checked(self, engine: Backend, ask: PromptAsk, answer: Body) -> Whole:
         """Raises LegFailed for an answer that is none."""
         try:
             if ask.path == GENERATE and engine.kind is Kind.VLLM:
@@ -210,7 +210,9 @@ class Carrier:
             raise LegFailed(engine, "bad_answer", reason, is_retryable=False) from None
         return Whole(answer)
 
-    async def _events(self, engine: Engine, reply: aiohttp.ClientResponse, ask: Ask) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, engine: Backend, reply: aiohttp.ClientResponse, ask: PromptAsk
+    ) -> AsyncGenerator[bytes, None]:
         """The events of a stream as the client is to have them, the last one `[DONE]`. Raises LegFailed, Refusal."""
         answering = Answering(_rid(ask)) if ask.path == GENERATE and engine.kind is Kind.VLLM else None
         is_said = is_finish = False
@@ -247,7 +249,7 @@ class Carrier:
             reason = f"the stream ended early: {type(error).__name__}"
             raise LegFailed(engine, "ended_early", reason, is_retryable=False) from None
 
-    async def _whole(self, engine: Engine, leg: Leg, headers: Mapping[str, str], timeout_s: float) -> Body:
+    async def _whole(self, engine: Backend, leg: Leg, headers: Mapping[str, str], timeout_s: float) -> Body:
         """The JSON object that an engine answers. Raises LegFailed, Refusal."""
         ends = time.monotonic() + timeout_s
         is_retryable = engine.role is Role.PREFILL
@@ -270,7 +272,7 @@ class Carrier:
         return answer
 
     async def _post(
-        self, engine: Engine, leg: Leg, headers: Mapping[str, str], timeout_s: float
+        self, engine: Backend, leg: Leg, headers: Mapping[str, str], timeout_s: float
     ) -> aiohttp.ClientResponse:
         """Open, with status 200. Raises LegFailed, Refusal."""
         is_prefill = engine.role is Role.PREFILL
@@ -314,7 +316,7 @@ def _translated(answering: Answering, event: bytes) -> bytes | None:
     return None if own is None else encode(own)
 
 
-def _rid(ask: Ask) -> str:
+def _rid(ask: PromptAsk) -> str:
     rid = ask.body.get("rid")
     return rid if isinstance(rid, str) else secrets.token_hex(16)
 

@@ -19,7 +19,7 @@ from ..errors import KVBridgeError, OperatorError
 from ..oneline import OneLine
 from .bodies import parse
 from .legs import AgentPlace, Kind, read_agent, read_replicas
-from .metrics import Metrics
+from .metrics import ProxyMetrics
 
 log = logging.getLogger("kvbridge.proxy")
 log.addFilter(OneLine())
@@ -53,7 +53,7 @@ class LegFailed(KVBridgeError):
     `said` are the engine's own words: they may quote the prompt, so they are for the client and not for the log.
     """
 
-    def __init__(self, engine: Engine, code: str, reason: str, is_retryable: bool = True, said: str = "") -> None:
+    def __init__(self, engine: Backend, code: str, reason: str, is_retryable: bool = True, said: str = "") -> None:
         super().__init__(code, f"{engine.role} engine {engine.name}: {reason}")
         self.engine = engine
         self.is_retryable = is_retryable
@@ -65,7 +65,7 @@ class LegFailed(KVBridgeError):
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
+class Backend:
     role: Role
     kind: Kind
     url: str
@@ -90,7 +90,7 @@ class Engine:
         return f"http://{host}:{self.bootstrap_port}"
 
 
-def read_engine(role: Role, said: str) -> Engine:
+def read_engine(role: Role, said: str) -> Backend:
     """`vllm=URL`, or `sglang=URL[,bootstrap=PORT]` of a prefill server. Raises OperatorError."""
     kind, _, rest = said.partition("=")
     url, *options = rest.split(",")
@@ -110,10 +110,10 @@ def read_engine(role: Role, said: str) -> Engine:
         if not (takes_port and name == "bootstrap" and value.isdecimal() and 0 < int(value) < 1 << 16):
             raise OperatorError("bad_option", f"{role}: got {option!r} in {said!r}, need bootstrap=PORT of an sglang")
         port = int(value)
-    return Engine(role, Kind(kind), f"{place.scheme}://{place.netloc}", port)
+    return Backend(role, Kind(kind), f"{place.scheme}://{place.netloc}", port)
 
 
-def read_engines(path: Path) -> list[Engine]:
+def read_engines(path: Path) -> list[Backend]:
     """A line for each, `prefill vllm=URL` or `decode sglang=URL`; empty ones and those with `#` say nothing.
 
     Raises OperatorError.
@@ -133,7 +133,7 @@ def read_engines(path: Path) -> list[Engine]:
     return checked(found)
 
 
-def checked(engines: list[Engine]) -> list[Engine]:
+def checked(engines: list[Backend]) -> list[Backend]:
     """The same. Raises OperatorError where one is named twice, or a side has none."""
     if len({(each.role, each.url) for each in engines}) < len(engines):
         raise OperatorError("bad_option", "prefill, decode: an engine is named twice")
@@ -144,14 +144,16 @@ def checked(engines: list[Engine]) -> list[Engine]:
 
 
 class Fleet:
-    def __init__(self, engines: Sequence[Engine], http: aiohttp.ClientSession, waits: Waits, metrics: Metrics) -> None:
-        self._engines: dict[Role, list[Engine]] = {role: [] for role in Role}
+    def __init__(
+        self, engines: Sequence[Backend], http: aiohttp.ClientSession, waits: Waits, metrics: ProxyMetrics
+    ) -> None:
+        self._engines: dict[Role, list[Backend]] = {role: [] for role in Role}
         self._http, self._waits, self._metrics = http, waits, metrics
         self._turns = count(1)
-        self._watches: dict[Engine, asyncio.Task[None]] = {}
+        self._watches: dict[Backend, asyncio.Task[None]] = {}
         self.replace(engines)
 
-    def replace(self, engines: Sequence[Engine]) -> None:
+    def replace(self, engines: Sequence[Backend]) -> None:
         """These from now on. One that is not among them gets nothing new; what it has under way goes on."""
         known = {(each.role, each.name, each.bootstrap_port): each for each in self._all()}
         kept = [known.get((each.role, each.name, each.bootstrap_port), each) for each in engines]
@@ -170,14 +172,14 @@ class Fleet:
             watch.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
 
-    def _all(self) -> list[Engine]:
+    def _all(self) -> list[Backend]:
         return [each for engines in self._engines.values() for each in engines]
 
-    def well(self, role: Role, without: Collection[Engine] = ()) -> list[Engine]:
+    def well(self, role: Role, without: Collection[Backend] = ()) -> list[Backend]:
         return [each for each in self._engines[role] if each.is_well and each not in without]
 
     @contextmanager
-    def lend(self, role: Role, without: Collection[Engine] = ()) -> Iterator[Engine]:
+    def lend(self, role: Role, without: Collection[Backend] = ()) -> Iterator[Backend]:
         """The well one with the fewest legs under way; of several the one that waited longest. Raises NoEngine."""
         able = self.well(role, without)
         if not able:
@@ -203,14 +205,14 @@ class Fleet:
         if failure.code == "unreachable":
             self._set_well(engine, False, "it cannot be reached")
 
-    async def _watch(self, engine: Engine) -> None:
+    async def _watch(self, engine: Backend) -> None:
         """Ask it how it is, until cancelled."""
         while True:
             why = await self._ails(engine)
             self._set_well(engine, not why, why)
             await asyncio.sleep(self._waits.health_every_s)
 
-    async def _ails(self, engine: Engine) -> str:
+    async def _ails(self, engine: Backend) -> str:
         """Why an engine gets no requests; empty if it is well."""
         try:
             async with asyncio.timeout(self._waits.health_s):
@@ -221,7 +223,7 @@ class Fleet:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"/health: {type(error).__name__}: {error}"
 
-    def _set_well(self, engine: Engine, is_well: bool, why: str) -> None:
+    def _set_well(self, engine: Backend, is_well: bool, why: str) -> None:
         self._metrics.well.labels(engine.role, engine.name).set(is_well)
         if is_well != engine.is_well:
             log.log(
@@ -233,7 +235,7 @@ class Fleet:
             )
         engine.is_well = is_well
 
-    async def agent_of(self, engine: Engine, room: int) -> AgentPlace:
+    async def agent_of(self, engine: Backend, room: int) -> AgentPlace:
         """The agent that offers what this prefill server of SGLang's computes under `room`. Raises LegFailed."""
         now = time.monotonic()
         try:
@@ -252,7 +254,7 @@ class Fleet:
             reason = f"its bootstrap server at {engine.bootstrap_url}: {error}"
         raise LegFailed(engine, "no_bootstrap", reason)
 
-    async def _ask(self, engine: Engine, path: str, query: dict[str, str]) -> object:
+    async def _ask(self, engine: Backend, path: str, query: dict[str, str]) -> object:
         async with self._http.get(f"{engine.bootstrap_url}{path}", params=query, allow_redirects=False) as answer:
             if answer.status != 200:
                 raise ValueError(f"{path} answered {answer.status}")

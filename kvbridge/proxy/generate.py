@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import EngineError
-from .bodies import Ask, Body, ClientError
+from .bodies import Body, ClientError, PromptAsk
 
 # sampling_params -> /v1/completions; what has another meaning there is in `_params`.
 SAME = {
@@ -26,7 +26,7 @@ KNOWN = ("text", "input_ids", "sampling_params", "stream", "rid", "log_metrics",
 LOGPROBS = ("return_logprob", "top_logprobs_num", "logprob_start_len", "return_text_in_logprobs")
 
 
-def completions(ask: Ask, with_logprobs: bool = False) -> Body:
+def completions(ask: PromptAsk, with_logprobs: bool = False) -> Body:
     """Raises ClientError, which names what vLLM has no word for.
 
     `with_logprobs` for a prefill leg, of which only the first token's are wanted: what is asked of prompt tokens is

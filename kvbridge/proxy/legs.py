@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import EngineError
-from .bodies import CHAT, COMPLETIONS, GENERATE, KEY, OURS, Ask, Body, ClientError
+from .bodies import CHAT, COMPLETIONS, GENERATE, KEY, OURS, Body, ClientError, PromptAsk
 from .generate import completions
 
 FOREIGN_HOST = "kvbridge"  # the `bootstrap_host` by which SGLang knows that no server of its own has prefilled
@@ -46,7 +46,7 @@ class AgentPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
+class PrefilledLeg:
     """What vLLM answered to a prefill leg. Without `params` it offered nothing."""
 
     params: Body | None
@@ -55,7 +55,7 @@ class Prefilled:
     top_logprobs: tuple[tuple[float, int], ...] = ()  # best first
 
 
-def vllm_prefill(ask: Ask, room: int, decode: Kind) -> Leg:
+def vllm_prefill(ask: PromptAsk, room: int, decode: Kind) -> Leg:
     """One token, not streamed. Where SGLang decodes, this token is the answer's first. Raises ClientError."""
     if decode is Kind.SGLANG and ask.path != GENERATE and (odd := [n for n in SGLANG_ONLY if ask.body.get(n)]):
         raise ClientError("not_supported", f"prefilled by vLLM and decoded by SGLang, not supported: {', '.join(odd)}")
@@ -89,7 +89,7 @@ def vllm_prefill(ask: Ask, room: int, decode: Kind) -> Leg:
     return Leg(_vllm_path(ask), body)
 
 
-def vllm_decode_after(ask: Ask, prefilled: Prefilled) -> Leg:
+def vllm_decode_after(ask: PromptAsk, prefilled: PrefilledLeg) -> Leg:
     """After vLLM's prefill, whose answer says where the KV is. If it offered nothing, the prompt is computed there."""
     body = _vllm_decode(ask)
     if prefilled.params is not None:
@@ -97,7 +97,7 @@ def vllm_decode_after(ask: Ask, prefilled: Prefilled) -> Leg:
     return Leg(_vllm_path(ask), body)
 
 
-def vllm_decode_beside(ask: Ask, room: int, agent: AgentPlace) -> Leg:
+def vllm_decode_beside(ask: PromptAsk, room: int, agent: AgentPlace) -> Leg:
     """While SGLang prefills."""
     params: Body = {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room}
     params |= {"remote_host": agent.host, "remote_port": agent.port}
@@ -105,7 +105,7 @@ def vllm_decode_beside(ask: Ask, room: int, agent: AgentPlace) -> Leg:
     return Leg(_vllm_path(ask), _vllm_decode(ask) | {"kv_transfer_params": params})
 
 
-def sglang_prefill(ask: Ask, room: int, host: str, port: int, decode: Kind) -> Leg:
+def sglang_prefill(ask: PromptAsk, room: int, host: str, port: int, decode: Kind) -> Leg:
     """The whole body: SGLang's prefill server stops after one token by itself. Nothing of its answer is used."""
     body = {name: value for name, value in _plain(ask).items() if name != "stream_options"}
     body |= {"stream": False, "bootstrap_host": host, "bootstrap_room": room}
@@ -116,12 +116,12 @@ def sglang_prefill(ask: Ask, room: int, host: str, port: int, decode: Kind) -> L
     return Leg(ask.path, _told(ask.path, body, {"fetched_by": "vllm"}))
 
 
-def sglang_decode_beside(ask: Ask, room: int, host: str, port: int) -> Leg:
+def sglang_decode_beside(ask: PromptAsk, room: int, host: str, port: int) -> Leg:
     """While a prefill server of SGLang's works at it: the two know each other."""
     return Leg(ask.path, _plain(ask) | {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room})
 
 
-def sglang_decode_after(ask: Ask, room: int, prefilled: Prefilled) -> Leg:
+def sglang_decode_after(ask: PromptAsk, room: int, prefilled: PrefilledLeg) -> Leg:
     """After vLLM's prefill. Raises EngineError: SGLang's decode side cannot compute a prompt itself."""
     if prefilled.params is None:
         raise EngineError("not_offered", "the prefill engine offered no KV: its answer has no kv_transfer_params")
@@ -138,15 +138,15 @@ def sglang_decode_after(ask: Ask, room: int, prefilled: Prefilled) -> Leg:
     return Leg(ask.path, _told(ask.path, body, told))
 
 
-def _vllm_path(ask: Ask) -> str:
+def _vllm_path(ask: PromptAsk) -> str:
     return COMPLETIONS if ask.path == GENERATE else ask.path
 
 
-def _vllm_decode(ask: Ask) -> Body:
+def _vllm_decode(ask: PromptAsk) -> Body:
     return completions(ask) if ask.path == GENERATE else _plain(ask)
 
 
-def _plain(ask: Ask) -> Body:
+def _plain(ask: PromptAsk) -> Body:
     """The client's body. What says null where only the proxy may speak is left out."""
     return {name: value for name, value in ask.body.items() if name not in OURS}
 
@@ -162,7 +162,7 @@ def _custom(body: Body, told: Body) -> Body:
     return body | {"custom_params": (body.get("custom_params") or {}) | {KEY: told}}
 
 
-def read_prefilled(ask: Ask, answer: Any, wants_token: bool) -> Prefilled:
+def read_prefilled(ask: PromptAsk, answer: Any, wants_token: bool) -> PrefilledLeg:
     """What vLLM answered to `vllm_prefill`. Raises EngineError."""
     try:
         choice = answer["choices"][0]
@@ -175,17 +175,17 @@ def read_prefilled(ask: Ask, answer: Any, wants_token: bool) -> Prefilled:
             raise EngineError("bad_answer", "the prefill engine's kv_transfer_params are no object")
         _place(params)
     if not wants_token or params is None:
-        return Prefilled(params)
+        return PrefilledLeg(params)
     if not (isinstance(tokens, list) and tokens and type(tokens[0]) is int):
         raise EngineError("bad_answer", "the prefill engine told no token_ids")
     if not said:
-        return Prefilled(params, tokens[0])
+        return PrefilledLeg(params, tokens[0])
     try:
         logprob, top = _chat_logprobs(said) if ask.path == CHAT else _logprobs(said)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         raise EngineError("bad_answer", "the prefill engine's logprobs cannot be read") from None
     best = sorted(((value, token) for token, value in top), reverse=True)[: _top_asked(ask)]
-    return Prefilled(params, tokens[0], logprob, tuple(best))
+    return PrefilledLeg(params, tokens[0], logprob, tuple(best))
 
 
 def _logprobs(said: Body) -> tuple[float, list[tuple[int, float]]]:
@@ -205,7 +205,7 @@ def _token(text: str) -> int:
     return int(text.removeprefix(TOKEN))
 
 
-def _top_asked(ask: Ask) -> int:
+def _top_asked(ask: PromptAsk) -> int:
     name = {COMPLETIONS: "logprobs", CHAT: "top_logprobs", GENERATE: "top_logprobs_num"}[ask.path]
     asked = ask.body.get(name)
     return asked if type(asked) is int else 0

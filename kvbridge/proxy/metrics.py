@@ -8,7 +8,7 @@ from prometheus_client.exposition import generate_latest
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
 
-class Metrics:
+class ProxyMetrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         self.requests = Counter("kvbridge_proxy_requests", "Clients' requests", ["path", "outcome"], registry=registry)

@@ -19,11 +19,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..errors import OperatorError
 from ..oneline import OneLine, plain_lines
-from .bodies import PATHS, Ask, Asks, Body, ClientError, encode, merge, read
+from .bodies import PATHS, Asks, Body, ClientError, PromptAsk, encode, merge, read
 from .carry import Carrier, Refusal, Streamed, Whole
 from .events import DONE, framed
-from .fleet import Engine, Fleet, LegFailed, NoEngine, Role, Waits, bounded, checked, read_engine, read_engines
-from .metrics import Metrics
+from .fleet import Backend, Fleet, LegFailed, NoEngine, Role, Waits, bounded, checked, read_engine, read_engines
+from .metrics import ProxyMetrics
 
 log = logging.getLogger("kvbridge.proxy")
 log.addFilter(OneLine())
@@ -77,7 +77,7 @@ def read_listen(said: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-async def _run(engines: Sequence[Engine], listed: Path | None, host: str, port: int, waits: Waits) -> None:
+async def _run(engines: Sequence[Backend], listed: Path | None, host: str, port: int, waits: Waits) -> None:
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
@@ -98,17 +98,17 @@ def _reload(fleet: Fleet, listed: Path) -> None:
     log.info("reloaded: %s", _sides(engines))
 
 
-def _sides(engines: Sequence[Engine]) -> str:
+def _sides(engines: Sequence[Backend]) -> str:
     return " ".join(f"{role}: {', '.join(e.name for e in engines if e.role is role)}" for role in Role)
 
 
 @asynccontextmanager
-async def serving(engines: Sequence[Engine], host: str, port: int, waits: Waits) -> AsyncIterator[tuple[str, Fleet]]:
+async def serving(engines: Sequence[Backend], host: str, port: int, waits: Waits) -> AsyncIterator[tuple[str, Fleet]]:
     """The proxy, from its first look at the engines on; yields its address and the engines. Raises OperatorError."""
     # A connection each: an engine that closes one that was kept open looks like one that failed.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=waits.connect_s)
-    metrics = Metrics()
+    metrics = ProxyMetrics()
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers={"Accept-Encoding": "identity"}, trust_env=False
     ) as http:
@@ -140,7 +140,7 @@ async def serving(engines: Sequence[Engine], host: str, port: int, waits: Waits)
 class Proxy:
     """The pages. A request's outcome is counted once, whatever becomes of it."""
 
-    def __init__(self, fleet: Fleet, http: aiohttp.ClientSession, waits: Waits, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, http: aiohttp.ClientSession, waits: Waits, metrics: ProxyMetrics) -> None:
         self._fleet, self._http, self._waits, self._metrics = fleet, http, waits, metrics
         self._carrier = Carrier(fleet, http, waits, metrics)
 
@@ -227,7 +227,7 @@ class Proxy:
         answers = await self._each(asked.asks, headers)
         return web.Response(body=encode(merge(asked, answers)), content_type="application/json"), "answered"
 
-    async def _each(self, asks: Sequence[Ask], headers: Mapping[str, str]) -> list[Body]:
+    async def _each(self, asks: Sequence[PromptAsk], headers: Mapping[str, str]) -> list[Body]:
         """Side by side, as many as there are places. The first that fails ends the others."""
         places = asyncio.Semaphore(AT_ONCE)
         tasks = [asyncio.create_task(self._one(ask, headers, places)) for ask in asks]
@@ -238,13 +238,13 @@ class Proxy:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _one(self, ask: Ask, headers: Mapping[str, str], places: asyncio.Semaphore) -> Body:
+    async def _one(self, ask: PromptAsk, headers: Mapping[str, str], places: asyncio.Semaphore) -> Body:
         async with places, self._carrier.carried(ask, headers) as opened:
             assert isinstance(opened, Whole)
             return opened.answer
 
     async def _stream(
-        self, request: web.Request, ask: Ask, headers: Mapping[str, str]
+        self, request: web.Request, ask: PromptAsk, headers: Mapping[str, str]
     ) -> tuple[web.StreamResponse, str]:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvbridge_proto.peer import PROBE_LANES
 
+from ..agent.peer_records import IncomingPeer, OutgoingPeer
 from ..agent.peers import Peers
-from ..agent.relations import Accepted, Dialled
 from ..dataplane.routes.choice import NOT_CONNECTED
 from ..exchange.session import SessionState
 
@@ -127,5 +127,5 @@ def _between_agents(process: Process) -> Iterator[str]:
             yield f"a session over the link with {session.link.address} that is none at its other end"
 
 
-def _sessions(peers: Peers) -> list[Dialled | Accepted]:
+def _sessions(peers: Peers) -> list[OutgoingPeer | IncomingPeer]:
     return [*peers.dialling.sessions.values(), *peers.accepting.sessions.values()]

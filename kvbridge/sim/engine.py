@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvbridge_proto.common import Blocks as Piece
+from kvbridge_proto.common import Rank as RankAddress
 from kvbridge_proto.engine import (
     READERS_S,
     Abandon,
@@ -21,26 +23,24 @@ from kvbridge_proto.engine import (
     Want,
     Withdraw,
 )
-from kvbridge_proto.words import Blocks as Piece
-from kvbridge_proto.words import Rank as RankAddress
 
 from .loop import ProcessLoop
-from .matter import Blocks
+from .matter import SimBlocks
 from .rank import RETRY_S
-from .rank import Rank as Rank
+from .rank import SimRank as SimRank
 
 if TYPE_CHECKING:
-    from .scenario import Request
+    from .scenario import SimRequest
     from .world import World
 
 ROOM_S = 3.0  # how long a request waits for blocks, or for all ranks to be attached
 
 
 @dataclass(slots=True)
-class Held:
+class HeldBlocks:
     """A request's blocks, and the ranks whose agents may still touch them."""
 
-    request: Request
+    request: SimRequest
     blocks: list[int]
     open: set[int] = field(default_factory=set)
     tokens: int = 0
@@ -48,7 +48,7 @@ class Held:
     said_at: float = 0.0
 
 
-class Engine:
+class SimEngine:
     """All ranks of one engine and its scheduler, in one process that may die or stand still."""
 
     is_prefill = True
@@ -60,10 +60,10 @@ class Engine:
         self.block_tokens = block_tokens
         self.agents = agents
         self.starts = 0
-        self.ranks = [Rank(self, number, agent) for number, agent in enumerate(agents)]
+        self.ranks = [SimRank(self, number, agent) for number, agent in enumerate(agents)]
         self.loop: ProcessLoop
-        self.held: dict[str, Held] = {}
-        self.waiting: dict[str, Request] = {}
+        self.held: dict[str, HeldBlocks] = {}
+        self.waiting: dict[str, SimRequest] = {}
         self.free: list[int] = []
         self.start()
 
@@ -105,7 +105,7 @@ class Engine:
             for rank in self.ranks:
                 rank.say(Directory(ranks=ranks))
 
-    def begin(self, request: Request, tries: int = 0) -> None:
+    def begin(self, request: SimRequest, tries: int = 0) -> None:
         """A request arrives; it waits a little for room."""
         needed = -(-request.tokens // self.block_tokens)
         self.waiting.pop(request.name, None)
@@ -118,33 +118,33 @@ class Engine:
                 self.waiting[request.name] = request
                 self.later(RETRY_S, lambda: self.begin(request, tries + 1))
             return
-        held = Held(request, [self.free.pop() for _ in range(needed)])
+        held = HeldBlocks(request, [self.free.pop() for _ in range(needed)])
         self.held[request.name] = held
         self.go_on(held)
 
-    def go_on(self, held: Held) -> None:
+    def go_on(self, held: HeldBlocks) -> None:
         raise NotImplementedError
 
     def short_of(self, blocks: int) -> None:
         """A request that came has to wait for so many."""
 
-    def turned_away(self, request: Request) -> None:
+    def turned_away(self, request: SimRequest) -> None:
         """It never had any."""
 
     def preempt(self) -> None:
         """Take back what agents may read."""
 
-    def answered(self, rank: Rank, message: ToEngine) -> None:
+    def answered(self, rank: SimRank, message: ToEngine) -> None:
         raise NotImplementedError
 
-    def unread(self, rank: Rank) -> None:
+    def unread(self, rank: SimRank) -> None:
         """What is read from here on of what was offered over this connection counts no more."""
 
-    def gone(self, rank: Rank) -> None:
+    def gone(self, rank: SimRank) -> None:
         """Nothing that was asked over this connection will be answered, nothing touches memory any more."""
         raise NotImplementedError
 
-    def stream(self, rank: Rank, work: Callable[[], None]) -> int:
+    def stream(self, rank: SimRank, work: Callable[[], None]) -> int:
         """Have the stream do something, behind all before it and whatever the engine's process does; the fence's count.
 
         Without fences it is done at once.
@@ -166,7 +166,7 @@ class Engine:
         world.clock.at(blocks.stream_at, reach)
         return mark
 
-    def release_if_over(self, held: Held, how: str) -> None:
+    def release_if_over(self, held: HeldBlocks, how: str) -> None:
         """The blocks are the engine's again once no agent may touch them; the next request overwrites them at once."""
         if held.open or not held.is_ended or held.request.name not in self.held:
             return
@@ -177,10 +177,10 @@ class Engine:
         self.world.ended(self.is_prefill, held.request, how)
 
 
-class Prefill(Engine):
+class Prefill(SimEngine):
     """Computes prompts piece by piece and offers them."""
 
-    def go_on(self, held: Held) -> None:
+    def go_on(self, held: HeldBlocks) -> None:
         request = held.request
         if held.is_ended or request.name not in self.held:
             return
@@ -216,7 +216,7 @@ class Prefill(Engine):
             if blocks > 0:
                 rank.say(Reclaim(blocks=blocks))
 
-    def _compute(self, rank: Rank, held: Held, before: int) -> int:
+    def _compute(self, rank: SimRank, held: HeldBlocks, before: int) -> int:
         """Have the rows of the new tokens written; which count of the fence says that they are."""
         request, tokens, blocks = held.request, range(before, held.tokens), rank.blocks
         ids = list(held.blocks)
@@ -226,7 +226,7 @@ class Prefill(Engine):
         for held in list(self.held.values()):
             self._withdraw(held)
 
-    def _withdraw(self, held: Held) -> None:
+    def _withdraw(self, held: HeldBlocks) -> None:
         if held.request.name not in self.held:
             return
         held.is_ended = True
@@ -237,7 +237,7 @@ class Prefill(Engine):
             self.later(READERS_S, lambda: self._lose_patience(held))
         self.release_if_over(held, "withdrawn")
 
-    def _lose_patience(self, held: Held) -> None:
+    def _lose_patience(self, held: HeldBlocks) -> None:
         """Take blocks that are perhaps still read; give their agents up, or stay."""
         if self.held.get(held.request.name) is not held:
             return
@@ -248,7 +248,7 @@ class Prefill(Engine):
         held.open.clear()
         self.release_if_over(held, "taken back")
 
-    def answered(self, rank: Rank, message: ToEngine) -> None:
+    def answered(self, rank: SimRank, message: ToEngine) -> None:
         match message:
             case Released(request=name, code=code):
                 held = self.held.get(name)
@@ -256,7 +256,7 @@ class Prefill(Engine):
                     held.open.discard(rank.number)
                     self.release_if_over(held, f"released {code}".strip())
 
-    def unread(self, rank: Rank) -> None:
+    def unread(self, rank: SimRank) -> None:
         for held in list(self.held.values()):
             held.open.discard(rank.number)
             self.release_if_over(held, "its agent was lost")
@@ -264,7 +264,7 @@ class Prefill(Engine):
     gone = unread
 
 
-class Decode(Engine):
+class Decode(SimEngine):
     """Wants prompts and looks at every row of what it is told is done."""
 
     is_prefill = False
@@ -273,7 +273,7 @@ class Decode(Engine):
         self._failed: dict[str, str] = {}
         super().__init__(*args)  # type: ignore[arg-type]
 
-    def begin(self, request: Request, tries: int = 0) -> None:
+    def begin(self, request: SimRequest, tries: int = 0) -> None:
         if not request.queued_s or tries:
             return super().begin(request, tries)
         self.waiting[request.name] = request
@@ -282,11 +282,11 @@ class Decode(Engine):
             rank.say(Expect(request=request.name, room=request.room, source=source))
         self.later(request.queued_s, lambda: super(Decode, self).begin(request))
 
-    def turned_away(self, request: Request) -> None:
+    def turned_away(self, request: SimRequest) -> None:
         for rank in self.ranks:
             rank.say(Abandon(request=request.name, reason="no room"))
 
-    def go_on(self, held: Held) -> None:
+    def go_on(self, held: HeldBlocks) -> None:
         request, world = held.request, self.world
         first_block = request.first_token // self.block_tokens
         ids = tuple(held.blocks[first_block:])
@@ -314,19 +314,19 @@ class Decode(Engine):
             self.later(request.abandon_s, lambda: self._abandon(held))
         self.release_if_over(held, "nobody was told")
 
-    def _hand_over(self, rank: Rank, blocks: Blocks, held: Held, ids: tuple[int, ...]) -> None:
+    def _hand_over(self, rank: SimRank, blocks: SimBlocks, held: HeldBlocks, ids: tuple[int, ...]) -> None:
         """An earlier forward has written its last into these blocks; from here on the agent may write them."""
         if rank.number in held.open and self.held.get(held.request.name) is held:
             rank.rows.waste(blocks, ids, self.world.waste())
             blocks.wanted.update(dict.fromkeys(ids, held.request.name))
 
-    def _abandon(self, held: Held) -> None:
+    def _abandon(self, held: HeldBlocks) -> None:
         if held.request.name in self.held:
             for rank in self.ranks:
                 if rank.number in held.open:
                     rank.say(Abandon(request=held.request.name, reason="aborted"))
 
-    def answered(self, rank: Rank, message: ToEngine) -> None:
+    def answered(self, rank: SimRank, message: ToEngine) -> None:
         match message:
             case Done(request=name) | Failed(request=name):
                 held = self.held.get(name)
@@ -348,17 +348,17 @@ class Decode(Engine):
                 self._take_back(rank, held)
                 self._over(held)
 
-    def _over(self, held: Held) -> None:
+    def _over(self, held: HeldBlocks) -> None:
         if not held.open:
             code = self._failed.pop(held.request.name, "")
             self.release_if_over(held, f"failed {code}" if code else "done")
 
-    def _take_back(self, rank: Rank, held: Held) -> None:
+    def _take_back(self, rank: SimRank, held: HeldBlocks) -> None:
         for block in held.blocks:
             rank.blocks.wanted.pop(block, None)
         rank.rows.forget(rank.blocks, held.blocks)
 
-    def gone(self, rank: Rank) -> None:
+    def gone(self, rank: SimRank) -> None:
         for held in list(self.held.values()):
             if rank.number in held.open:
                 held.open.discard(rank.number)

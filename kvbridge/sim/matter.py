@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from kvbridge_proto.pool import Pool
 
-from ..device.porter import Compiling, Moved, compared
+from ..device.copier import Compiling, Moved, compared
 from ..device.staging import Span, Staging
 from ..errors import EngineError
 from ..geometry.check import places_of
@@ -30,7 +30,7 @@ NOTHING = 0
 MOST_MOVES = 3  # of those that wait for room
 
 
-class Blocks:
+class SimBlocks:
     """The KV memory of one engine rank. `may_write` says whether a block is wanted now: nobody else may write it."""
 
     def __init__(self, name: str, pool: Pool, foul: Callable[[str], None]) -> None:
@@ -73,10 +73,10 @@ def written(prompt: int, token: int, row: int) -> int:
     return prompt << 20 | token << 8 | row
 
 
-class Attached:
+class SimAttached:
     """What `AttachedPool` is to the agent: open until closed."""
 
-    def __init__(self, blocks: Blocks, owner: Process | None = None) -> None:
+    def __init__(self, blocks: SimBlocks, owner: Process | None = None) -> None:
         self.blocks = blocks
         self.pool = blocks.pool
         self.is_open = True
@@ -92,7 +92,7 @@ class Attached:
 class Fence:
     """What `FencePage` is to the agent."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: SimBlocks) -> None:
         self._blocks = blocks
 
     def reached(self, count: int) -> bool:
@@ -121,15 +121,15 @@ def runs(part: Part) -> Iterator[tuple[int, list[Run]]]:
 
 
 @dataclass(slots=True)
-class _Move:
-    attached: Attached
+class _SimMove:
+    attached: SimAttached
     seconds: float
     ends_at: float
     end: Callable[[], int]
-    source: Attached | None = None  # a peer's that is read
+    source: SimAttached | None = None  # a peer's that is read
 
 
-class SlotPorter:
+class SimCopier:
     """Keeps the contract of `porter.Porter`. A move takes time: half of its cells go at once, half at its end."""
 
     memory: Literal["dram", "vram"] = "dram"
@@ -140,7 +140,7 @@ class SlotPorter:
         self.digests = (digest,)
         self._process = process
         self._count = 0
-        self._moving: dict[int, _Move] = {}
+        self._moving: dict[int, _SimMove] = {}
         self._moved: list[Moved] = []
         self._compiled: dict[tuple[object, ...], float] = {}  # by what moves: when its kernels are there
 
@@ -159,7 +159,7 @@ class SlotPorter:
     def staging(self, slot_bytes: int, slots: int) -> Staging:
         raise NotImplementedError
 
-    def gather(self, pool: Attached, part: Part, slot: Span, digest_kind: str, host: Span | None = None) -> int:
+    def gather(self, pool: SimAttached, part: Part, slot: Span, digest_kind: str, host: Span | None = None) -> int:
         if not pool.is_open:
             raise EngineError("detached", "its memory is unmapped")
         self._compile("gather", pool.blocks.name)
@@ -178,7 +178,7 @@ class SlotPorter:
         self._happens(self._process, ticket)
         return ticket
 
-    def digest(self, pool: Attached, part: Part) -> int:
+    def digest(self, pool: SimAttached, part: Part) -> int:
         if not pool.is_open:
             raise EngineError("detached", "its memory is unmapped")
         self._compile("digest", pool.blocks.name)
@@ -197,7 +197,7 @@ class SlotPorter:
         return ticket
 
     def scatter(
-        self, pool: Attached, part: Part, slot: Span, digest_kind: str, expected: int, host: Span | None = None
+        self, pool: SimAttached, part: Part, slot: Span, digest_kind: str, expected: int, host: Span | None = None
     ) -> int:
         if not pool.is_open:
             raise EngineError("detached", "its memory is unmapped")
@@ -224,7 +224,7 @@ class SlotPorter:
 
         return self._begin(pool, end, expected)
 
-    def pull(self, source: Attached, theirs: Part, pool: Attached, ours: Part, has_digest: bool = False) -> int:
+    def pull(self, source: SimAttached, theirs: Part, pool: SimAttached, ours: Part, has_digest: bool = False) -> int:
         if not (source.is_open and pool.is_open):
             raise EngineError("detached", "its memory is unmapped")
         self._compile("pull", source.blocks.name, pool.blocks.name, has_digest)
@@ -261,7 +261,9 @@ class SlotPorter:
             owner.on_gather = None
             owner.world.clock.after(self._moving[ticket].seconds * 0.5, happens)
 
-    def _begin(self, pool: Attached, end: Callable[[], int], expected: int | None, seconds: float | None = None) -> int:
+    def _begin(
+        self, pool: SimAttached, end: Callable[[], int], expected: int | None, seconds: float | None = None
+    ) -> int:
         self._count += 1
         ticket = self._count
 
@@ -271,7 +273,7 @@ class SlotPorter:
             self._process.rouse()
 
         seconds = self._process.world.gather_s() if seconds is None else seconds
-        self._moving[ticket] = _Move(pool, seconds, self._process.world.clock.now + seconds, end)
+        self._moving[ticket] = _SimMove(pool, seconds, self._process.world.clock.now + seconds, end)
         self._process.thread.post(seconds, over)
         return ticket
 
@@ -283,9 +285,9 @@ class SlotPorter:
 
     def make_room(self, moves: int) -> None: ...
 
-    def warm(self, pool: Attached, part: Part, slot: Span | None) -> None: ...
+    def warm(self, pool: SimAttached, part: Part, slot: Span | None) -> None: ...
 
-    def warm_pull(self, source: Attached, theirs: Part, pool: Attached, ours: Part, has_digest: bool) -> None: ...
+    def warm_pull(self, source: SimAttached, theirs: Part, pool: SimAttached, ours: Part, has_digest: bool) -> None: ...
 
     def copy(self, source: Span, target: Span) -> int:
         raise NotImplementedError
@@ -304,10 +306,10 @@ class SlotPorter:
         moved, self._moved = self._moved, []
         return moved
 
-    def is_using(self, pool: Attached) -> bool:
+    def is_using(self, pool: SimAttached) -> bool:
         return any(pool in (move.attached, move.source) for move in self._moving.values())
 
-    def forget(self, pool: Attached) -> None: ...
+    def forget(self, pool: SimAttached) -> None: ...
 
     def close(self) -> None: ...
 
@@ -342,6 +344,6 @@ def _copy_out(memory: list[int], slot: list[int], todo: list[tuple[int, Run]]) -
         slot[at : at + count] = memory[first : first + count]
 
 
-def _copy_in(blocks: Blocks, slot: list[int], todo: list[tuple[int, Run]]) -> None:
+def _copy_in(blocks: SimBlocks, slot: list[int], todo: list[tuple[int, Run]]) -> None:
     for at, (first, count, block) in todo:
         blocks.put(first, block, slot[at : at + count])

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from .run import Listener, play
+from .run import SimListener, play
 from .scenario import Scenario
-from .world import Outcome
+from .world import ScenarioOutcome
 
 MOST_RUNS = 2000
 PLAINER: tuple[dict[str, Any], ...] = (
@@ -21,7 +21,7 @@ PLAINER: tuple[dict[str, Any], ...] = (
 )
 
 
-def minimised(scenario: Scenario, listener: Listener) -> tuple[Scenario, Outcome]:
+def minimised(scenario: Scenario, listener: SimListener) -> tuple[Scenario, ScenarioOutcome]:
     """A scenario that fails (perhaps otherwise than the one given) and none of whose smaller ones does, with its story.
 
     Delays come from the seed as well, so every attempt has others: some are tried for each.
@@ -74,7 +74,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
                 yield replace(scenario, requests=tuple(others))
 
 
-def told(scenario: Scenario, outcome: Outcome) -> str:
+def told(scenario: Scenario, outcome: ScenarioOutcome) -> str:
     """The story of a run, for people."""
     engines = ", ".join(f"{name} with {' and '.join(agents)}" for name, agents in scenario.engines.items())
     lines = [

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
 
-from .matter import CELL_BYTES, Blocks, spelled, written
+from .matter import CELL_BYTES, SimBlocks, spelled, written
 
 HEADS = 2
 WIDTH = CELL_BYTES // 2
@@ -52,7 +52,7 @@ def make_pool(shape: tuple[int, int, int], identity: str, rank: int) -> Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SimRows:
     """The rows of a pool: (first cell, cells a block, cells a token, the row's number)."""
 
     rows: tuple[tuple[int, int, int, int], ...]
@@ -64,15 +64,15 @@ class Rows:
                 at = first + ids[token // block_tokens] * block_cells + token % block_tokens * token_cells
                 yield at, token, row
 
-    def compute(self, blocks: Blocks, ids: Sequence[int], block_tokens: int, prompt: int, tokens: range) -> None:
+    def compute(self, blocks: SimBlocks, ids: Sequence[int], block_tokens: int, prompt: int, tokens: range) -> None:
         for at, token, row in self._cells(ids, block_tokens, tokens):
             blocks.cells[at] = written(prompt, token, row)
 
-    def expect(self, blocks: Blocks, ids: Sequence[int], block_tokens: int, prompt: int, tokens: range) -> None:
+    def expect(self, blocks: SimBlocks, ids: Sequence[int], block_tokens: int, prompt: int, tokens: range) -> None:
         for at, token, row in self._cells(ids, block_tokens, tokens):
             blocks.expected[at] = written(prompt, token, row)
 
-    def check(self, blocks: Blocks, ids: Sequence[int], request: str) -> None:
+    def check(self, blocks: SimBlocks, ids: Sequence[int], request: str) -> None:
         """Everything that was wanted is there; asked when the engine was told so."""
         for at in self._all(ids):
             expected = blocks.expected.get(at)
@@ -80,11 +80,11 @@ class Rows:
                 blocks.foul(f"{request} is done, but has {spelled(blocks.cells[at])} instead of {spelled(expected)}")
                 return
 
-    def forget(self, blocks: Blocks, ids: Sequence[int]) -> None:
+    def forget(self, blocks: SimBlocks, ids: Sequence[int]) -> None:
         for at in self._all(ids):
             blocks.expected.pop(at, None)
 
-    def waste(self, blocks: Blocks, ids: Sequence[int], value: int) -> None:
+    def waste(self, blocks: SimBlocks, ids: Sequence[int], value: int) -> None:
         """Something else is written there."""
         for at in self._all(ids):
             blocks.cells[at] = value
@@ -96,7 +96,7 @@ class Rows:
 
 
 @lru_cache(maxsize=4096)
-def rows_of(pool: Pool) -> Rows:
+def rows_of(pool: Pool) -> SimRows:
     rows = []
     for plane in pool.planes:
         (step,) = plane.token_axis
@@ -104,4 +104,4 @@ def rows_of(pool: Pool) -> Rows:
             number = (plane.layer * len(PARTS) + PARTS.index(plane.part)) * HEADS + plane.first_head + head
             first = (plane.offset + head * plane.head_stride) // CELL_BYTES
             rows.append((first, plane.block_stride // CELL_BYTES, step.stride // CELL_BYTES, number))
-    return Rows(tuple(rows))
+    return SimRows(tuple(rows))

@@ -8,28 +8,28 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from kvbridge_proto.common import AgentCard as AgentCard
 from kvbridge_proto.door import DoorCard
 from kvbridge_proto.engine import Attach
 from kvbridge_proto.peer import FabricCard
-from kvbridge_proto.words import Agent as AgentCard
 
 from ..agent.daemon import IDLE_TICK_S, TICK_S, Agent
 from ..agent.engines import Engines
-from ..agent.lives import Life
 from ..agent.metrics import Gauges, Metrics
-from ..dataplane.attachment import Attachment, Word
-from ..dataplane.equipment import Dock, Docks, Equipment
-from ..dataplane.mover import IDLE_S, Mover
-from ..dataplane.receiving import Arrival
-from ..dataplane.sending import Dispatch
-from ..dataplane.waiting import WaitFence, WaitLease, WaitWord
+from ..agent.request_records import RequestRecord
+from ..dataplane.attached import AttachedMemory, EngineLiveness
+from ..dataplane.awaits import WaitEngineHeard, WaitFence, WaitLease
+from ..dataplane.data_plane import IDLE_S, DataPlane
+from ..dataplane.receive_orders import LandedChunk
+from ..dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
+from ..dataplane.send_orders import OrderedSend
+from ..device.copier import BlockCopier
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
-from ..device.porter import Porter
 from ..device.staging import Staging
 from ..errors import PeerError
-from ..exchange.intake import WantState
-from ..exchange.outlet import OutState
+from ..exchange.incoming import WantState
+from ..exchange.outgoing import OutgoingState
 from ..exchange.route import Rate, Site
 from ..exchange.session import Session
 from ..exchange.slots import SlotPool
@@ -41,7 +41,7 @@ from .fabric import SlotFabric
 from .links import AgentLinks
 from .local import EngineSocket, Hearer
 from .loop import ProcessLoop, Thread
-from .matter import SLOT_BYTES, Attached, Fence, SlotPorter
+from .matter import SLOT_BYTES, Fence, SimAttached, SimCopier
 
 if TYPE_CHECKING:
     from .world import World
@@ -59,7 +59,7 @@ class NoMetrics(Metrics):
 
     def watch(self, gauges: Gauges) -> None: ...
     def chunks(self, role: str, count: int, size_bytes: int, session: Session) -> None: ...
-    def lived(self, life: Life) -> None: ...
+    def lived(self, life: RequestRecord) -> None: ...
     def spans(self, outcome: str, count: int) -> None: ...
     def greeted(self, role: str, outcome: str) -> None: ...
     def leases_over(self, count: int) -> None: ...
@@ -92,10 +92,10 @@ class NoMetrics(Metrics):
         return {}
 
 
-class SteppedMover(Mover):
+class SteppedMover(DataPlane):
     """The real mover, whose thread has a turn whenever something may have moved."""
 
-    def __init__(self, process: Process, equip: Callable[[], Equipment]) -> None:
+    def __init__(self, process: Process, equip: Callable[[], Resources]) -> None:
         timeout_s = process.config.write_timeout_s
         super().__init__(equip, process.boot, process, timeout_s, clock=process.clock_s, end=_stuck)
         os.close(self._wake)
@@ -125,10 +125,10 @@ class SteppedMover(Mover):
     def next_look(self) -> float | None:
         """When a wait may be over although nobody rouses us: after a tick, which listens, or at its deadline."""
         tick = self._clock() + TICK_S
-        ticking = (WaitWord, WaitLease)
+        ticking = (WaitEngineHeard, WaitLease)
         return min((tick if isinstance(wait, ticking) else wait.deadline for wait, _ in self._fenced), default=None)
 
-    def _scatter(self, arrival: Arrival) -> None:
+    def _scatter(self, arrival: LandedChunk) -> None:
         self._process.world.on_landed(self._process, arrival.notice)
         super()._scatter(arrival)
 
@@ -137,11 +137,11 @@ class SteppedMover(Mover):
             self._tasks.append(task)
             self._process.rouse()
 
-    def warm(self, attachment: Attachment, parts: Any) -> None: ...
+    def warm(self, attachment: AttachedMemory, parts: Any) -> None: ...
 
-    def warm_pull(self, attachment: Attachment, whose: Any, parts: Any, kinds: Any) -> None: ...
+    def warm_pull(self, attachment: AttachedMemory, whose: Any, parts: Any, kinds: Any) -> None: ...
 
-    async def _may_use(self, attachment: Attachment) -> bool:
+    async def _may_use(self, attachment: AttachedMemory) -> bool:
         return False if self._process.is_dead else await super()._may_use(attachment)
 
 
@@ -163,12 +163,12 @@ class SimEngines(Engines):
         super().__init__(*args)
         self._process = process
 
-    def _open(self, attach: Attach, fds: list[int]) -> Attachment:
+    def _open(self, attach: Attach, fds: list[int]) -> AttachedMemory:
         blocks = self._process.world.blocks_of(attach.pool)
         fence = None if attach.fence_fd is None else cast(FencePage, Fence(blocks))
-        memory = Attached(blocks)
+        memory = SimAttached(blocks)
         self._process.mapped.append(memory)
-        return Attachment(self._epoch + 1, cast(AttachedPool, memory), fence, Word(self._clock()))
+        return AttachedMemory(self._epoch + 1, cast(AttachedPool, memory), fence, EngineLiveness(self._clock()))
 
 
 class Process(Agent):
@@ -185,7 +185,7 @@ class Process(Agent):
         self.ram: dict[int, list[int]] = {}
         self.lanes: dict[int, bytes] = {}
         self.clock_s = lambda: world.clock.now
-        self.mapped: list[Attached] = []  # all that ever was
+        self.mapped: list[SimAttached] = []  # all that ever was
         self._sockets: list[EngineSocket] = []
         self._is_roused = self._is_looking = False
         self._tick_at = float("inf")
@@ -199,25 +199,25 @@ class Process(Agent):
 
     def _put_together(self, slots: int, local: int, digest: str) -> None:
         world, name = self.world, self.name
-        self.porter = SlotPorter(self, digest)
-        porter = cast(Porter, self.porter)
+        self.porter = SimCopier(self, digest)
+        porter = cast(BlockCopier, self.porter)
 
-        def docks(number: int) -> Docks:
+        def docks(number: int) -> StagingEndpoints:
             called = f"{self.boot}.{number}" if number else self.boot
             base, fabric = world.next_base(), SlotFabric(self, called)
             inbound = SimStaging(SLOT_BYTES, slots, "dram", base, _nothing)
             outbound = SimStaging(SLOT_BYTES, local, "dram", base + OUTBOUND, _nothing)
-            dock = Dock(called, inbound, outbound, fabric, porter)
+            dock = StagingEndpoint(called, inbound, outbound, fabric, porter)
             self.fabrics[called] = fabric
             machine = "one" if "pull" in self.config.routes else ""
-            return Docks(dock, None, Site(dock.card(), None, None, self.config.routes, machine), ExitStack())
+            return StagingEndpoints(dock, None, Site(dock.card(), None, None, self.config.routes, machine), ExitStack())
 
-        def equip() -> Equipment:
+        def equip() -> Resources:
             card = FabricCard(
                 kind=SlotFabric.kind, name=self.boot, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0
             )
             machine = "one" if "pull" in self.config.routes else ""
-            equipment = Equipment(porter, Site(card, None, None, self.config.routes, machine), docks, ExitStack())
+            equipment = Resources(porter, Site(card, None, None, self.config.routes, machine), docks, ExitStack())
             if not machine:
                 equipment.stage()
             return equipment
@@ -348,10 +348,10 @@ class Process(Agent):
             if not isinstance(wait, WaitFence) or wait.what is None or wait.is_over:
                 continue
             transfer = wait.what.transfer
-            if isinstance(wait.what, Dispatch):
+            if isinstance(wait.what, OrderedSend):
                 out = self.outbound.outlets.get(transfer)
                 offered = out and out.offered
-                is_over = out is None or out.state is OutState.STOPPING or (offered and offered.over is not None)
+                is_over = out is None or out.state is OutgoingState.STOPPING or (offered and offered.over is not None)
             else:
                 wanted = self.inbound._wanted_by.get(transfer)
                 is_over = wanted is None or wanted.state is not WantState.FLOWING
@@ -386,7 +386,7 @@ class SimDoors:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._shared: dict[bytes, Attached] = {}
+        self._shared: dict[bytes, SimAttached] = {}
 
     async def serve(self) -> None: ...
 
@@ -397,9 +397,9 @@ class SimDoors:
 
     def see_off(self, session: Session) -> None: ...
 
-    def share(self, attached: Attachment) -> None: ...
+    def share(self, attached: AttachedMemory) -> None: ...
 
-    def withdraw(self, attached: Attachment, reason: str) -> None: ...
+    def withdraw(self, attached: AttachedMemory, reason: str) -> None: ...
     def holders(self) -> list[Holder]:
         return []
 
@@ -410,7 +410,7 @@ class SimDoors:
         memory = cast(SimDoors, peer.doors)._shared.get(door.token)
         if peer.is_dead or memory is None or not memory.is_open or world.chance(0.02):
             raise PeerError("no_door", f"{door.path}: there is nobody, or not any more")
-        read = Attached(memory.blocks, peer)
+        read = SimAttached(memory.blocks, peer)
         process.mapped.append(read)
         pulling = process.mover._pulling
         mapped = lambda: cast(AttachedPool, read)  # noqa: E731

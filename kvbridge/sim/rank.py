@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvbridge_proto.common import OURS
 from kvbridge_proto.engine import (
     READERS_S,
     Attach,
@@ -18,29 +19,28 @@ from kvbridge_proto.engine import (
     ToAgent,
     ToEngine,
 )
-from kvbridge_proto.words import OURS
 
 from .local import EngineSocket
-from .matter import Blocks
-from .pools import Rows, make_pool, rows_of
+from .matter import SimBlocks
+from .pools import SimRows, make_pool, rows_of
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .engine import SimEngine
 
 RETRY_S = 0.3
 GONE_S = 0.03  # after the end of its sockets a killed process is gone
 
 
-class Rank:
+class SimRank:
     """One rank: its memory and its connection to its agent, of which it thinks as adapters/engine/link.py does."""
 
-    def __init__(self, engine: Engine, number: int, agent: str) -> None:
+    def __init__(self, engine: SimEngine, number: int, agent: str) -> None:
         self.engine = engine
         self.number = number
         self.agent = agent
         self.is_here = False
-        self.blocks: Blocks
-        self.rows: Rows
+        self.blocks: SimBlocks
+        self.rows: SimRows
         self.marks = 0
         self.revision = 0
         self._socket: EngineSocket | None = None
@@ -50,7 +50,7 @@ class Rank:
     def begin(self) -> None:
         engine = self.engine
         pool = make_pool(engine.shape, engine.identity, self.number)
-        self.blocks = Blocks(f"{engine.identity}.{self.number}", pool, engine.world.foul)
+        self.blocks = SimBlocks(f"{engine.identity}.{self.number}", pool, engine.world.foul)
         self.rows = rows_of(pool)
         self.marks = self.revision = 0
         self.is_here, self._socket = False, None

@@ -17,13 +17,13 @@ import msgspec
 
 from .memo import remembered
 from .scenario import Scenario, make
-from .world import Outcome, World
+from .world import ScenarioOutcome, World
 
 COLLECT_EVERY = 200  # runs; what a world leaves behind is in circles
 BATCH = 500  # seeds that a process takes at a time
 
 
-class Listener(logging.Handler):
+class SimListener(logging.Handler):
     """What the agents log as an error."""
 
     def __init__(self) -> None:
@@ -38,9 +38,9 @@ class Listener(logging.Handler):
 
 
 @contextmanager
-def prepared() -> Iterator[Listener]:
+def prepared() -> Iterator[SimListener]:
     """No log but errors, no collection of garbage in the middle of a run, pure results kept."""
-    listener, log = Listener(), logging.getLogger("kvbridge")
+    listener, log = SimListener(), logging.getLogger("kvbridge")
     level, propagates, was_on = log.level, log.propagate, gc.isenabled()
     log.setLevel(logging.ERROR)
     log.propagate = False
@@ -59,7 +59,7 @@ def prepared() -> Iterator[Listener]:
             gc.enable()
 
 
-def play(scenario: Scenario, listener: Listener, is_told: bool = False) -> Outcome:
+def play(scenario: Scenario, listener: SimListener, is_told: bool = False) -> ScenarioOutcome:
     """One run; an error that was logged fails it as well, and says why it failed otherwise."""
     listener.heard.clear()
     outcome = World(scenario, is_told).run()
@@ -68,7 +68,7 @@ def play(scenario: Scenario, listener: Listener, is_told: bool = False) -> Outco
     return outcome
 
 
-def outcomes(first: int, count: int) -> Iterator[tuple[int, Outcome]]:
+def outcomes(first: int, count: int) -> Iterator[tuple[int, ScenarioOutcome]]:
     """How `count` seeds end."""
     with prepared() as listener:
         for seed in range(first, first + count):
@@ -78,7 +78,7 @@ def outcomes(first: int, count: int) -> Iterator[tuple[int, Outcome]]:
 
 
 @dataclass(slots=True)
-class Tally:
+class SimTally:
     """Many runs together."""
 
     seeds: list[tuple[int, int]] = field(default_factory=list)  # the first and how many, of each stretch of them
@@ -89,7 +89,7 @@ class Tally:
     ends: dict[str, int] = field(default_factory=dict)  # how wants ended, and how often
     faults: dict[str, int] = field(default_factory=dict)  # what went wrong, and how often
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: SimTally) -> None:
         self.seeds = _joined([*self.seeds, *other.seeds])
         self.runs += other.runs
         self.events += other.events
@@ -111,9 +111,9 @@ def _joined(seeds: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def tallied(batch: tuple[int, int]) -> Tally:
+def tallied(batch: tuple[int, int]) -> SimTally:
     """`count` seeds from the first on, in this process; processor time, so that a busy machine does not count."""
-    tally, began = Tally([batch]), time.process_time()
+    tally, began = SimTally([batch]), time.process_time()
     for seed, outcome in outcomes(*batch):
         tally.runs += 1
         tally.events += outcome.events
@@ -127,12 +127,12 @@ def tallied(batch: tuple[int, int]) -> Tally:
     return tally
 
 
-def many(first: int, count: int, jobs: int) -> Iterator[Tally]:
+def many(first: int, count: int, jobs: int) -> Iterator[SimTally]:
     """All of these seeds, batch by batch as they are through, in so many processes."""
     if jobs == 1:
         yield from map(tallied, batches(first, count))
         return
-    heard: queue.Queue[Tally | None] = queue.Queue()
+    heard: queue.Queue[SimTally | None] = queue.Queue()
     ours = [sys.executable, "-m", "kvbridge.sim.run", str(first), str(count), str(jobs)]
     workers = [subprocess.Popen([*ours, str(job)], stdout=subprocess.PIPE, text=True) for job in range(jobs)]
     listeners = [threading.Thread(target=_listen, args=(worker, heard), daemon=True) for worker in workers]
@@ -156,10 +156,10 @@ def batches(first: int, count: int) -> list[tuple[int, int]]:
     return [(at, min(BATCH, first + count - at)) for at in range(first, first + count, BATCH)]
 
 
-def _listen(worker: subprocess.Popen[str], heard: queue.Queue[Tally | None]) -> None:
+def _listen(worker: subprocess.Popen[str], heard: queue.Queue[SimTally | None]) -> None:
     assert worker.stdout is not None
     for line in worker.stdout:
-        heard.put(msgspec.json.decode(line, type=Tally))
+        heard.put(msgspec.json.decode(line, type=SimTally))
     heard.put(None)
 
 

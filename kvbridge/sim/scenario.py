@@ -72,7 +72,7 @@ MEANWHILE = 950  # and those of the requests that are made while an agent stands
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SimRequest:
     """A prompt that one engine computes and another one wants."""
 
     number: int
@@ -130,7 +130,7 @@ class Scenario:
     has_fences: bool
     is_impatient: bool  # engines wait only so long for the blocks that they take back
     write_timeout_s: float
-    requests: tuple[Request, ...]
+    requests: tuple[SimRequest, ...]
     faults: tuple[Fault, ...]
     block_tokens: tuple[int, int] = (2, 4)
     addresses: int = 1  # that each agent has; requests name one or another
@@ -146,20 +146,20 @@ class Scenario:
             faults=tuple(each for each in self.faults if each not in faults),
         )
 
-    def last(self) -> tuple[Request, ...]:
+    def last(self) -> tuple[SimRequest, ...]:
         """One more request of every decoding engine to every prefilling one, when all is well again."""
         return self._of_each_to_each(LAST, tuple(self.engines))
 
-    def meanwhile(self) -> tuple[Request, ...]:
+    def meanwhile(self) -> tuple[SimRequest, ...]:
         """The same while an agent stands still for long, but for its own engine; none if no agent does."""
         stalled = {name for fault in self.faults if fault.kind == "stall agent" for name in fault.who}
         well = tuple(name for name, agents in self.engines.items() if stalled.isdisjoint(agents))
         return self._of_each_to_each(MEANWHILE, well) if stalled else ()
 
-    def _of_each_to_each(self, first: int, engines: tuple[str, ...]) -> tuple[Request, ...]:
+    def _of_each_to_each(self, first: int, engines: tuple[str, ...]) -> tuple[SimRequest, ...]:
         pairs = [(p, d) for p in engines for d in engines if (p[0], d[0]) == ("P", "D")]
         return tuple(
-            Request(
+            SimRequest(
                 number=first + i,
                 prefill=p,
                 decode=d,
@@ -245,12 +245,12 @@ def make(seed: int) -> Scenario:
     return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
-def _request(rng: random.Random, scenario: Scenario, number: int) -> Request:
+def _request(rng: random.Random, scenario: Scenario, number: int) -> SimRequest:
     prefill = rng.randrange(len(scenario.prefills))
     tokens = rng.randint(1, 8)
     at = round(rng.uniform(0.0, 2.0), 4)
     ours = scenario.block_tokens[1]
-    return Request(
+    return SimRequest(
         number=number,
         prefill=f"P{prefill}",
         decode=f"D{rng.randrange(len(scenario.decodes))}",
@@ -270,7 +270,7 @@ def _request(rng: random.Random, scenario: Scenario, number: int) -> Request:
     )
 
 
-def _behind_a_prefix(rng: random.Random, request: Request) -> Request:
+def _behind_a_prefix(rng: random.Random, request: SimRequest) -> SimRequest:
     """What is wanted begins where the offer does, or later; now and then before, and comes to nothing."""
     offered = rng.choice((0, rng.randint(1, request.tokens), rng.randint(1, request.tokens)))
     first = rng.choice((offered, offered, rng.randint(offered, request.tokens)))

@@ -14,14 +14,14 @@ from kvbridge_proto.pool import Pool
 from ..exchange.slots import SlotState
 from ..options import AgentConfig
 from .check import look_for_leaks
-from .engine import Decode, Engine, Held, Prefill, Rank
+from .engine import Decode, HeldBlocks, Prefill, SimEngine, SimRank
 from .fabric import DataNetwork
 from .faults import FAULTS_END_S, Faults
 from .links import PING_S, SimLink
 from .loop import Clock
-from .matter import Blocks
+from .matter import SimBlocks
 from .process import Process
-from .scenario import LAST, MEANWHILE, OF_MESSAGES, STALLS_END_S, FaultKind, Request, Scenario
+from .scenario import LAST, MEANWHILE, OF_MESSAGES, STALLS_END_S, FaultKind, Scenario, SimRequest
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Foul(Exception):
 
 
 @dataclass(slots=True)
-class Outcome:
+class ScenarioOutcome:
     """How a run ended: `failure` is empty if nothing was foul. `story` is there if it was asked for."""
 
     failure: str = ""
@@ -68,8 +68,8 @@ class World:
         self.has_fences = scenario.has_fences
         self.processes: dict[str, Process] = {}
         self.by_boot: dict[str, Process] = {}
-        self.engines: dict[str, Engine] = {}
-        self.outcome = Outcome()
+        self.engines: dict[str, SimEngine] = {}
+        self.outcome = ScenarioOutcome()
         self.story: list[str] | None = [] if is_told else None
         self._random = random.Random((scenario.seed << 8) + scenario.salt)
         self.forged: set[Notice] = set()
@@ -94,7 +94,7 @@ class World:
 
     # The run:
 
-    def run(self) -> Outcome:
+    def run(self) -> ScenarioOutcome:
         try:
             self.begin()
             self.clock.run(FAULTS_END_S)
@@ -148,7 +148,7 @@ class World:
         self.processes[name] = self.by_boot[process.boot] = process
         self.say(name, f"starts, boot {process.boot}")
 
-    def _request(self, request: Request, name: str) -> None:
+    def _request(self, request: SimRequest, name: str) -> None:
         engine = self.engines[name]
         if engine.is_dead:
             self.ended(name[0] == "P", request, "no engine")
@@ -167,7 +167,7 @@ class World:
         if self.clock.now < self._look_until:
             self.clock.after(LOOK_S, self._look)
 
-    def _ask(self, requests: tuple[Request, ...]) -> None:
+    def _ask(self, requests: tuple[SimRequest, ...]) -> None:
         """Of those who can be asked; all of these must be answered."""
         for request in requests:
             if not {request.prefill, request.decode} & self.faults.gone:
@@ -177,11 +177,11 @@ class World:
 
     # What the parts ask:
 
-    def blocks_of(self, pool: Pool) -> Blocks:
+    def blocks_of(self, pool: Pool) -> SimBlocks:
         engine = self.engines[pool.engine.id.partition("/")[0]]
         rank = engine.ranks[pool.shard.tp_rank]
         if rank.blocks.pool is not pool:  # an engine that has died since it said so
-            return Blocks(pool.engine.id, pool, lambda text: None)
+            return SimBlocks(pool.engine.id, pool, lambda text: None)
         return rank.blocks
 
     def address_of(self, agent: str, number: int = 0) -> str:
@@ -299,7 +299,7 @@ class World:
         if self._differences[role] > self.data.wrongs:
             self.foul(f"a {role} found other rows than its peer, and nothing had spoiled what was read")
 
-    def ended(self, is_prefill: bool, request: Request, how: str) -> None:
+    def ended(self, is_prefill: bool, request: SimRequest, how: str) -> None:
         """A request is over on one side: once, and once only."""
         self.say(request.prefill if is_prefill else request.decode, f"{request.name}: {how}")
         self._said_at[is_prefill, request.number] = self.clock.now
@@ -319,14 +319,14 @@ class World:
             if side not in ends
         ]
 
-    def answered(self, engine: Engine, rank: Rank, held: Held) -> None:
+    def answered(self, engine: SimEngine, rank: SimRank, held: HeldBlocks) -> None:
         """A want's answer came: not later than its deadline, if everybody was well."""
         late = self.clock.now - held.said_at - held.request.deadline_s
         troubled = max(self.faults.troubled.get(rank.agent, 0.0), self.faults.troubled.get(engine.name, 0.0))
         if late > SLACK_S and troubled < held.said_at:
             self.foul(f"{held.request.name}: answered {late:.2f} s after its deadline")
 
-    def waited(self, held: Held) -> None:
+    def waited(self, held: HeldBlocks) -> None:
         """A want's deadline has passed: nobody knew any better, where nothing was to go wrong."""
         request = held.request
         ended_at = self._said_at.get((True, request.number))

@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator, Callable
 
 import zmq
 from kvbridge_proto.codec import BadFrame, Limits, decode, encode
+from kvbridge_proto.common import OURS
 from kvbridge_proto.peer import Body, Envelope, Goodbye, Ping, Pong
-from kvbridge_proto.words import OURS
 
 from ..errors import OperatorError, PeerError
 from .descriptors import are_short
@@ -29,7 +29,7 @@ from .framed import Connection
 from .link import Link
 from .sockets import AGAIN, DRAIN_MESSAGES, GONE, REFUSED, UP, Port
 from .trust import Trust
-from .zap import Buckets, Door, guard, introduce
+from .zap import AuthDoor, Buckets, guard, introduce
 
 TICK_S = 0.1
 AWAY_S = 5 * TICK_S
@@ -71,7 +71,7 @@ class Control:
         self._accepted: dict[bytes, Link] = {}
         self._ports: dict[Link, Port] = {}
         self._router: Port | None = None
-        self._door: Door | None = None
+        self._door: AuthDoor | None = None
         self._probe_at: float | None = None
         self._probed_at = 0.0
         self._is_closed = False
@@ -500,7 +500,7 @@ class Control:
         self.trust.check_listened(self._listen, allow_wildcard=self._allow_wildcard)
         buckets = Buckets(self.settings.handshakes_per_s, self.settings.handshakes_at_once)
         try:
-            self._door = Door(self._context, lambda: self.trust.keys, buckets, self._refused)
+            self._door = AuthDoor(self._context, lambda: self.trust.keys, buckets, self._refused)
             self._router = self._port(zmq.ROUTER, is_ipv6(self._listen), self._serve_router, self._watched_router)
             guard(self._router.socket, self.trust.keys)
             self._router.socket.bind(self._listen)

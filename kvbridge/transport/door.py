@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Self
 
 from kvbridge_proto.codec import LIMITS, BadFrame, Limits
+from kvbridge_proto.common import OURS, negotiate
 from kvbridge_proto.door import (
     DOOR_SUFFIX,
     TOKEN_BYTES,
@@ -34,7 +35,6 @@ from kvbridge_proto.door import (
 )
 from kvbridge_proto.engine import Refused
 from kvbridge_proto.pool import Handle
-from kvbridge_proto.words import OURS, negotiate
 from msgspec import structs
 
 from ..errors import PeerError
@@ -63,7 +63,7 @@ REFUSALS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """One epoch's memory, as it is handed over. The fds are its owner's, open until `Door.end` has returned."""
+    """One epoch's memory, as it is handed over. The fds are its owner's, open until `MemoryDoor.end` has returned."""
 
     epoch: int
     handles: tuple[Handle, ...]
@@ -83,7 +83,7 @@ class Holder:
     over_at: float | None = None
 
 
-class Door(Server["_Caller"]):
+class MemoryDoor(Server["_Caller"]):
     """Listens beside the lock's socket. Use as `async with`, then `serve` until cancelled; all on one loop.
 
     `allowed_uids` may call besides our own user and root. With `is_sharing` false every caller is refused. `clock` is

@@ -38,7 +38,7 @@ class LoopbackNetwork:
 
 
 @dataclass(slots=True)
-class _Write:
+class _LoopbackWrite:
     boot: str
     local_address: int
     remote_address: int
@@ -59,7 +59,7 @@ class LoopbackFabric:
         self._regions: list[tuple[int, int, bool]] = []
         self._peers: set[str] = set()
         self._lost: set[str] = set()
-        self._writes: dict[int, _Write] = {}
+        self._writes: dict[int, _LoopbackWrite] = {}
         self._count = 0
         self._notices: deque[bytes] = deque()
         with network.lock:
@@ -99,7 +99,7 @@ class LoopbackFabric:
         if not self._covers(local_address, size) or (target and not target._covers(remote_address, size, True)):
             raise not_registered(self._regions, local_address, size, boot)
         self._count += 1
-        self._writes[self._count] = _Write(boot, local_address, remote_address, size, notice, deadline)
+        self._writes[self._count] = _LoopbackWrite(boot, local_address, remote_address, size, notice, deadline)
         return self._count
 
     def notify(self, boot: str, notice: bytes) -> None:
@@ -131,7 +131,7 @@ class LoopbackFabric:
         self._writes.clear()
         self._notices.clear()
 
-    def _advance(self, number: int, write: _Write, now: float) -> FabricEvent | None:
+    def _advance(self, number: int, write: _LoopbackWrite, now: float) -> FabricEvent | None:
         if write.boot in self._network.stalled:
             if now < write.deadline or write.is_late:
                 return None

@@ -45,7 +45,7 @@ class _Peer:
 
 
 @dataclass(slots=True)
-class _Write:
+class _NixlWrite:
     boot: str
     handle: int
     deadline: float
@@ -84,7 +84,7 @@ class NixlFabric:
         self._regions: list[tuple[int, int, bool]] = []
         self._registered: list[Any] = []
         self._peers: dict[str, _Peer] = {}
-        self._writes: dict[int, _Write] = {}
+        self._writes: dict[int, _NixlWrite] = {}
         self._count = 0
         self._agent, self._backend = self._open(net_devices)
 
@@ -181,7 +181,7 @@ class NixlFabric:
         except _errors(nixl) as error:
             raise FabricError("write_refused", f"write to {boot}: {_text(error)}") from error
         self._count += 1
-        write = self._writes[self._count] = _Write(boot, handle, deadline)
+        write = self._writes[self._count] = _NixlWrite(boot, handle, deadline)
         peer.writes += 1
         try:
             if self._agent.postXferReq(handle, notice) == nixl.NIXL_SUCCESS:
@@ -238,7 +238,7 @@ class NixlFabric:
         self._registered.clear()
         self._agent = None
 
-    def _advance(self, number: int, write: _Write, now: float) -> FabricEvent | None:
+    def _advance(self, number: int, write: _NixlWrite, now: float) -> FabricEvent | None:
         event = write.ended or self._state(number, write.handle)
         if event is None:
             if now < write.deadline or write.is_late:

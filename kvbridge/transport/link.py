@@ -7,8 +7,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvbridge_proto.codec import encode
+from kvbridge_proto.common import OURS
 from kvbridge_proto.peer import Body, Envelope
-from kvbridge_proto.words import OURS
 
 if TYPE_CHECKING:
     from .control import Control

@@ -46,7 +46,7 @@ class Buckets:
         return is_granted
 
 
-class Door:
+class AuthDoor:
     """Answers ZeroMQ while open. `keys` is asked each time, so that a new list counts at once.
 
     `refused` hears a code and a reason: `key_not_allowed`, `handshakes_too_many`.

@@ -9,9 +9,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from .common import VersionRange
 from .engine import Descriptors, Refused
 from .pool import Count, Handle, Name
-from .words import VersionRange
 
 DOOR_SUFFIX = ".door"  # a receiver speaks to no socket of another name, whatever path it is told
 TOKEN_BYTES = 32

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from .common import Address, AgentCard, Blocks, Code, Ranks, Reasons, Room, Seconds, Traceparent, VersionRange
 from .pool import Count, Handle, Name, Pool, Positive
 from .status import PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuery
-from .words import Address, Agent, Blocks, Code, Ranks, Reasons, Room, Seconds, Traceparent, VersionRange
 
 Request = Annotated[str, Meta(min_length=1, max_length=256)]
 MAX_HELD = 1024  # in one message
@@ -190,7 +190,7 @@ class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
 
     version: int
     epoch: Count
-    agent: Agent
+    agent: AgentCard
     is_shared: bool = False
 
 

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from .common import AgentCard, Blocks, Boot, Code, Ranks, Reasons, Room, Seconds, VersionRange
 from .door import DoorCard
 from .pool import Bytes, Count, Name, Pool, Positive
-from .words import Agent, Blocks, Boot, Code, Ranks, Reasons, Room, Seconds, VersionRange
 
 TransferId = Annotated[str, Meta(min_length=1, max_length=64)]
 Digest = Annotated[str, Meta(max_length=64)]
@@ -62,7 +62,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     """
 
     versions: VersionRange
-    agent: Agent
+    agent: AgentCard
     epoch: Count
     pool: Pool
     fabric: FabricCard
@@ -95,7 +95,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     """
 
     version: int
-    agent: Agent
+    agent: AgentCard
     epoch: Count
     pool: Pool
     digest: Name
@@ -124,14 +124,14 @@ class Take(Struct, frozen=True, array_like=True):
     end_head: Count
 
 
-class Lease(Struct, frozen=True, array_like=True):
+class SlotLease(Struct, frozen=True, array_like=True):
     """A slot of the sink's staging, lent for one write under one generation."""
 
     slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
     generation: Annotated[int, Meta(ge=1, lt=1 << 62)]
 
 
-Leases = Annotated[tuple[Lease, ...], Meta(max_length=4096)]
+Leases = Annotated[tuple[SlotLease, ...], Meta(max_length=4096)]
 
 
 class Claim(Struct, frozen=True, kw_only=True, tag="claim"):
@@ -158,7 +158,7 @@ class Claim(Struct, frozen=True, kw_only=True, tag="claim"):
     deadline_s: Seconds
 
 
-class Tables(Struct, frozen=True, kw_only=True, tag="tables"):
+class BlockTables(Struct, frozen=True, kw_only=True, tag="tables"):
     """Sender to receiver, on the route `pull`: tokens up to `tokens` of this transfer lie in these blocks; read them.
 
     The answer to the claim (`renewal` 0) or to the renewal of that number, and said again when more tokens are there.
@@ -288,13 +288,13 @@ class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
 
 
 ToSource = Hello | Claim | Grant | Renew | Check | Cancel | Hold | Settled | Ping | Goodbye
-ToSink = Welcome | Refuse | Tables | Checked | Ready | Drained | Failing | Ping | Pong | Goodbye
+ToSink = Welcome | Refuse | BlockTables | Checked | Ready | Drained | Failing | Ping | Pong | Goodbye
 Body = (
     Hello
     | Welcome
     | Refuse
     | Claim
-    | Tables
+    | BlockTables
     | Renew
     | Check
     | Checked

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from .common import AgentCard, Seconds
 from .pool import Count, Name, Pool
-from .words import Agent, Seconds
 
 MAX_ENTRIES = 2048  # of a trace, in one answer
 MAX_ERRORS = 16
@@ -121,7 +121,7 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     `errors` are the last ones that it logged, the latest one last.
     """
 
-    agent: Agent
+    agent: AgentCard
     state: Name
     uptime_s: Annotated[float, Meta(ge=0)]
     fabric: Name
@@ -178,5 +178,5 @@ class TraceEntry(Struct, frozen=True, kw_only=True):
 class Trace(Struct, frozen=True, kw_only=True, tag="trace"):
     """What an agent remembers of some requests, in the order in which it happened."""
 
-    agent: Agent
+    agent: AgentCard
     entries: Annotated[tuple[TraceEntry, ...], Meta(max_length=MAX_ENTRIES)]

@@ -10,8 +10,8 @@ import torch
 from kvbridge_kernels.segment import Span
 from kvbridge_proto.pool import Pool
 
+from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.memory import Regions
-from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
@@ -42,7 +42,7 @@ class OnCpu:
     """By the CPU's porter, in the pools' own memory."""
 
     def __init__(self) -> None:
-        self._porter = CpuPorter()
+        self._porter = CpuBlockCopier()
         self._mapped: dict[int, Mapped] = {}
 
     def carry(self, source: Held, gather: Part, sink: Held, scatter: Part, slot_bytes: int) -> None:

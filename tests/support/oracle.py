@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import Group, Plane, Pool, Shard, Step
-from kvbridge_proto.words import Blocks
 
-from kvbridge.geometry.comb import Comb
 from kvbridge.geometry.plan import Move, Part, Plan, plan
 from kvbridge.geometry.shard import assign
+from kvbridge.geometry.token_shard import TokenShard
 from kvbridge.geometry.tokens import BlockTable
 from tests.support.pools import LAYOUTS as LAYOUTS
 from tests.support.pools import PARTS as PARTS
@@ -318,7 +318,7 @@ def block_table(pool: Pool, table: Table, first_block: int = 0, end_token: int =
             before = np.count_nonzero(is_own(pool.shard, np.arange(first_seen(group, end_token, pool.shard.cp_size))))
             first = max(first, before // group.block_tokens)
         piece = Blocks(index, first, tuple(ids[first:]))
-        tables[index] = BlockTable.of(group, piece, share=Comb.of(pool.shard))
+        tables[index] = BlockTable.of(group, piece, share=TokenShard.of(pool.shard))
     return tables
 
 

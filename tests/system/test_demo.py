@@ -15,10 +15,10 @@ from msgspec import structs
 from rich.console import Console
 
 from kvbridge.demo import run as synthetic
-from kvbridge.demo.cross import PAIRS, Outcome, compare, conclude, report
-from kvbridge.demo.cross_engines import Engine
+from kvbridge.demo.cross import PAIRS, CrossOutcome, compare, conclude, report
+from kvbridge.demo.cross_engines import DemoServer
 from kvbridge.demo.engine import Job, SyntheticEngine
-from kvbridge.demo.pools import POISON, Request, Shape, describe, fill, first_difference, tables
+from kvbridge.demo.pools import POISON, DemoRequest, Shape, describe, fill, first_difference, tables
 from kvbridge.demo.rows import write
 from kvbridge.demo.upgrade import Answer, Seen
 from kvbridge.demo.upgrade import conclude as conclude_upgrade
@@ -32,9 +32,9 @@ SHAPES = [
     Shape(name="packed", axes="LBHTPE", block_tokens=32, blocks=6, layers=2, kv_heads=4, width=8),
     Shape(name="cross", axes="BLPTHE", block_tokens=48, blocks=4, layers=2, kv_heads=4, width=8, codec="fp8_e4m3"),
 ]
-REQUESTS = [Request(name="one", tokens=40, seed=1), Request(name="two", tokens=33, first_token=16, seed=2)]
+REQUESTS = [DemoRequest(name="one", tokens=40, seed=1), DemoRequest(name="two", tokens=33, first_token=16, seed=2)]
 CROSSED = [pair for pairs in PAIRS.values() for pair in pairs]
-AS_ALONE = Outcome(*CROSSED[0], 40, 163840.0, ((5, 6), (5, 6)), (5, 6), "", 0.5)
+AS_ALONE = CrossOutcome(*CROSSED[0], 40, 163840.0, ((5, 6), (5, 6)), (5, 6), "", 0.5)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -46,7 +46,7 @@ def test_synthetic_pools_are_pools(shape: Shape) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_planes_of_a_synthetic_pool_cover_its_memory_once(shape: Shape) -> None:
     memory = torch.full((shape.rank_bytes,), POISON, dtype=torch.uint8)
-    whole = Request(name="whole", tokens=shape.blocks * shape.block_tokens)
+    whole = DemoRequest(name="whole", tokens=shape.blocks * shape.block_tokens)
     fill(memory, shape, 0, list(range(shape.blocks)), whole, "bf16")
     assert len(set(tables(shape, [whole])["whole"])) == shape.blocks
     again = memory.clone()
@@ -87,7 +87,7 @@ def test_a_slow_machine_does_not_push_the_verdict_out() -> None:
     names = ("K|V packed HND", "cross-layer NHD")
     shapes = [structs.replace(SMALL, name=name, codec="fp8_e4m3", tp_size=2) for name in names]
     changes = ("codec: source bf16, sink fp8_e4m3",)
-    outcome = synthetic.Outcome(*shapes, changes, 160 << 20, 1.0, 123.456, ("a" * 16,), "")
+    outcome = synthetic.DemoOutcome(*shapes, changes, 160 << 20, 1.0, 123.456, ("a" * 16,), "")
     screen = StringIO()
     synthetic._report(Console(file=screen, width=80), [outcome], 200.0)
     assert "exact" in screen.getvalue() and "123456" in screen.getvalue(), screen.getvalue()
@@ -112,7 +112,7 @@ def test_the_whole_demo() -> None:
     ],
     ids=["right", "token", "one engine alone", "row", "nothing"],
 )
-def test_cross_demo_ends_with_1_if_anything_is_wrong(outcome: Outcome, says: str) -> None:
+def test_cross_demo_ends_with_1_if_anything_is_wrong(outcome: CrossOutcome, says: str) -> None:
     console = Console(file=StringIO(), width=120)
     report(console, "both ways", [AS_ALONE, outcome])
     told = console.file.getvalue()
@@ -124,7 +124,7 @@ def test_cross_demo_ends_with_1_if_anything_is_wrong(outcome: Outcome, says: str
 
 
 @pytest.mark.parametrize(("source", "sink"), CROSSED, ids=lambda engine: engine.name)
-def test_cross_demo_sees_a_wrong_row(source: Engine, sink: Engine, tmp_path: Path) -> None:
+def test_cross_demo_sees_a_wrong_row(source: DemoServer, sink: DemoServer, tmp_path: Path) -> None:
     """Where vLLM decodes, the prompt's last token is its own."""
     values = np.random.default_rng(1).normal(0, 1, (40, 4, 8)).astype("<f4").view(np.uint8)
     changed, last_changed = values.copy(), values.copy()

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from kvbridge.config import load, resolve
-from kvbridge.dataplane.equipment import ROOM_IN_HOST
+from kvbridge.dataplane.resources import ROOM_IN_HOST
 from kvbridge.errors import OperatorError
 from kvbridge.failpoints import VARIABLE
 from kvbridge.options import SECTIONS, AgentConfig, LogLevel, choices, defaults, flag_of, options

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 import torch
+from kvbridge_proto.common import OURS, AgentCard, Rank
 from kvbridge_proto.engine import (
     READERS_S,
     Abandon,
@@ -41,7 +42,6 @@ from kvbridge_proto.engine import (
     Want,
     Withdraw,
 )
-from kvbridge_proto.words import OURS, Agent, Rank
 from msgspec.structs import replace
 
 from ...device.fence import EngineFence
@@ -78,10 +78,10 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Attachment:
+class AgentAttachment:
     """Who has our memory: one start of one agent (`agent.boot`). `epoch` counts its attachments and rescales."""
 
-    agent: Agent
+    agent: AgentCard
     epoch: int
 
 
@@ -173,10 +173,10 @@ class Conversation:
             self._listen()
 
     @property
-    def attached(self) -> Attachment | None:
+    def attached(self) -> AgentAttachment | None:
         """Who has our memory now, or None."""
         said = self._link.attached
-        return None if said is None else Attachment(said.agent, said.epoch)
+        return None if said is None else AgentAttachment(said.agent, said.epoch)
 
     @property
     def address(self) -> str:

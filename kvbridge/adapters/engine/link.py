@@ -40,7 +40,7 @@ LEFT_S = 0.01  # how long it leaves the link to an engine that rests
 PASSING = frozenset({"draining", "engine_present", "not_attached", "too_many_connections"})  # refusals that pass
 
 
-class Link(enum.Enum):
+class LinkState(enum.Enum):
     """AWAY: no connection. ASKING: attach sent. HERE: attached. ENDING: lost, and the agent may still touch memory."""
 
     AWAY = enum.auto()
@@ -79,7 +79,7 @@ class AgentLink:
         clock: Callable[[], float] = time.monotonic,
         first: Callable[[], Sequence[ToAgent]] = tuple,
     ) -> None:
-        self.state = Link.AWAY
+        self.state = LinkState.AWAY
         self.attached: Attached | None = None  # what the agent answered, while we are attached; the epoch of today
         self.why = "not connected yet"
         self._client = client
@@ -131,7 +131,7 @@ class AgentLink:
     @property
     def is_over(self) -> bool:
         """Whether no agent can touch our memory: none was attached, or the last one has let go or is gone."""
-        return self.state is Link.AWAY
+        return self.state is LinkState.AWAY
 
     @property
     def why_not(self) -> str:
@@ -141,7 +141,7 @@ class AgentLink:
     @property
     def is_attached(self) -> bool:
         """Whether what is said now is heard. Not before `turn` has told of the end of what was said before."""
-        return self.state is Link.HERE and not any(isinstance(each, ReadsOver | Over) for each in self._heard)
+        return self.state is LinkState.HERE and not any(isinstance(each, ReadsOver | Over) for each in self._heard)
 
     def start(self, wait_s: float) -> bool:
         """For start-up only: wait until attached or refused for good, at most `wait_s`. False leaves it to later.
@@ -174,7 +174,7 @@ class AgentLink:
     def tell(self, message: ToAgent) -> bool:
         """As `send`, of what `first` says or said: an agent that has come since the last `turn` is told, too."""
         with self._lock:
-            return self.state is Link.HERE and self._send(message)
+            return self.state is LinkState.HERE and self._send(message)
 
     def turn(self) -> list[ToEngine | ReadsOver | Over]:
         """Move what waits, both ways; return what concerns the engine. Never blocks."""
@@ -218,13 +218,13 @@ class AgentLink:
         """The engine is leaving."""
         with self._lock:
             self._client.close("engine shut down")
-            self.state, self.attached, self._is_closed = Link.AWAY, None, True
+            self.state, self.attached, self._is_closed = LinkState.AWAY, None, True
 
     def drop_copy(self) -> None:
         """In a forked child: let go of what it inherited, or the agent could not see the engine die. Says nothing."""
         self._client.drop_copy()
         self._lock = threading.RLock()
-        self.state, self.attached, self._is_closed = Link.AWAY, None, True
+        self.state, self.attached, self._is_closed = LinkState.AWAY, None, True
         self.why = "forked: the connection is the parent's"
 
     # Under the lock:
@@ -238,11 +238,11 @@ class AgentLink:
     def _drive(self) -> None:
         if self._is_closed:
             return
-        if self.state is Link.AWAY and self._clock() >= self._at:
+        if self.state is LinkState.AWAY and self._clock() >= self._at:
             self._try()
-        if self.state is not Link.AWAY:
+        if self.state is not LinkState.AWAY:
             self._listen()
-        if self.state is Link.ENDING:
+        if self.state is LinkState.ENDING:
             self._look_for_the_end()
 
     def _try(self) -> None:
@@ -250,7 +250,7 @@ class AgentLink:
             if self._client.is_foreign:
                 self._complain(self._client.why)
             return self._later(self._client.why)
-        self.state, self._at = Link.ASKING, self._clock() + ATTACH_S
+        self.state, self._at = LinkState.ASKING, self._clock() + ATTACH_S
         self._was_here, self._has_let_go, self._is_refused = False, True, False
         if not self._client.send(self._attach, self._fds):
             self._refused(f"attach cannot be sent: {self._client.why}")
@@ -258,7 +258,7 @@ class AgentLink:
     def _listen(self) -> None:
         for message in self._client.poll():
             match message:
-                case Attached() if self.state is Link.ASKING:
+                case Attached() if self.state is LinkState.ASKING:
                     self._here(message)
                 case Detached():
                     self._has_let_go = True
@@ -271,7 +271,7 @@ class AgentLink:
                     self._heard.append(message)
                 case _:
                     self._heard.append(message)
-        if self.state is Link.ASKING and self._clock() > self._at:
+        if self.state is LinkState.ASKING and self._clock() > self._at:
             self._lose(f"the agent did not answer within {ATTACH_S} s")
         elif not self._client.is_connected:
             self._lose(self._client.why)
@@ -279,7 +279,7 @@ class AgentLink:
             self._lose("the agent is gone")
 
     def _here(self, attached: Attached) -> None:
-        self.state, self.attached, self._told = Link.HERE, attached, ""
+        self.state, self.attached, self._told = LinkState.HERE, attached, ""
         self._was_here, self._has_let_go, self._is_shared = True, False, attached.is_shared
         self._log.info("kvbridge: attached to %s at %s", attached.agent.name, self.address)
         for message in self._first():
@@ -291,11 +291,11 @@ class AgentLink:
         self._lose(why)
 
     def _lose(self, why: str) -> None:
-        if self.state not in (Link.ASKING, Link.HERE):
+        if self.state not in (LinkState.ASKING, LinkState.HERE):
             return
-        what = "lost" if self.state is Link.HERE else "not attached to"
+        what = "lost" if self.state is LinkState.HERE else "not attached to"
         self._client.hang_up(why)
-        self.state, self.attached, self.why = Link.ENDING, None, why
+        self.state, self.attached, self.why = LinkState.ENDING, None, why
         self._unread_at, self._gone_at, self._is_unread = self._clock() + READERS_S, None, False
         self._complain(f"{what} the agent at {self._client.path}: {why}")
 
@@ -315,16 +315,16 @@ class AgentLink:
             self._heard.append(ReadsOver(self.why))
 
     def _later(self, why: str) -> None:
-        self.state, self.why = Link.AWAY, why
+        self.state, self.why = LinkState.AWAY, why
         self._at = self._clock() + (REFUSED_RETRY_S if self._is_refused else RETRY_S)
 
     def _next_at(self) -> float | None:
         """When something has to be done that no descriptor tells."""
-        if self.state is Link.ENDING:
+        if self.state is LinkState.ENDING:
             if not self._is_unread:
                 return self._unread_at if self._is_shared else min(self._unread_at, self._gone_at or self._unread_at)
             return self._gone_at
-        return None if self.state is Link.HERE else self._at
+        return None if self.state is LinkState.HERE else self._at
 
     def _complain(self, text: str) -> None:
         """The same once per absence: an engine steps a thousand times a second."""
@@ -339,7 +339,7 @@ class AgentLink:
         poll = select.poll()
         with self._lock:
             if (readable := self._client.fileno()) >= 0:
-                poll.register(readable, select.POLLRDHUP if self.state is Link.HERE else select.POLLIN)
+                poll.register(readable, select.POLLRDHUP if self.state is LinkState.HERE else select.POLLIN)
             if self._client.pidfd >= 0 and not self._client.is_agent_gone:
                 poll.register(self._client.pidfd, select.POLLIN)
         return poll

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from kvbridge_proto.words import Address
+from kvbridge_proto.common import Address
 
 from ...errors import EngineError
 

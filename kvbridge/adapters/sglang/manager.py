@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import requests
 import torch
 import zmq
+from kvbridge_proto.common import Rank
 from kvbridge_proto.pool import Shard
-from kvbridge_proto.words import Rank
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     AbortNotification,
@@ -40,7 +40,7 @@ from . import foreign
 from .bootstrap import AGENT, RANKS
 from .building import TESTED, building
 from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unknown, unpack
-from .options import Options
+from .options import SGLangOptions
 from .pool import describe, moved
 from .prompts import prompt_digest, stays_here
 from .rooms import OTHER_PROMPT, Rooms, endpoints
@@ -76,7 +76,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             raise OperatorError("hook_missing", f"{reason} ({TESTED})")
         _check_version()
         _check_parallel(disaggregation_mode)
-        self.options = Options.read(os.environ)
+        self.options = SGLangOptions.read(os.environ)
         self.rooms = Rooms()
         self._queue = queue
         self._watched: dict[str, Ended | None] = {}

@@ -15,7 +15,7 @@ SERVICE = re.compile(rf"{PREFIX}(\w+_)?(SERVICE_(HOST|PORT)|PORT)(_\w+)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SGLangOptions:
     """Spelled in capitals, with `KVBRIDGE_ENGINE_` in front. SGLang's own timeouts hold for all else.
 
     socket       the agent's unix socket, an absolute path; `{rank}` is the rank's number among this engine's ranks on
@@ -33,7 +33,7 @@ class Options:
     model_name: str = ""
 
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> Options:
+    def read(cls, environment: Mapping[str, str]) -> SGLangOptions:
         """Raises OperatorError for a name nobody knows or a value that makes no sense."""
         known = {PREFIX + field.name.upper(): field for field in fields(cls)}
         given: dict[str, Any] = {}

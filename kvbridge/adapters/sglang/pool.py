@@ -19,7 +19,7 @@ POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")  # these and no subclass: each 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerTensor:
     """One tensor of a layer: [slots, heads, width], or pages of heads before tokens: [pages, heads, tokens, width]."""
 
     layer: int
@@ -105,15 +105,15 @@ def _attentions(model: Any) -> dict[int, Any]:
     return {module.layer_id: module for module in model.modules() if type(module).__name__ == "RadixAttention"}
 
 
-def _parts(pool: Any, attentions: dict[int, Any]) -> Iterator[Part]:
+def _parts(pool: Any, attentions: dict[int, Any]) -> Iterator[LayerTensor]:
     for index in range(pool.layer_num):
         layer = pool.start_layer + index
         k_scale, v_scale = (_scale(attentions.get(layer), part) for part in "kv")
         if _is_latent(pool):
-            yield Part(layer, "latent", pool.kv_buffer[index], k_scale)
+            yield LayerTensor(layer, "latent", pool.kv_buffer[index], k_scale)
         else:
-            yield Part(layer, "k", pool.k_buffer[index], k_scale)
-            yield Part(layer, "v", pool.v_buffer[index], v_scale)
+            yield LayerTensor(layer, "k", pool.k_buffer[index], k_scale)
+            yield LayerTensor(layer, "v", pool.v_buffer[index], v_scale)
 
 
 def _scale(attention: Any, part: str) -> float:
@@ -124,7 +124,7 @@ def _scale(attention: Any, part: str) -> float:
     return 1.0 if said is None else float(said)
 
 
-def _plane(part: Part, region: int, pool: Any, heads: Heads) -> Plane:
+def _plane(part: LayerTensor, region: int, pool: Any, heads: Heads) -> Plane:
     tensor, size, page = part.tensor, part.tensor.element_size(), int(pool.page_size)
     strides = [stride * size for stride in tensor.stride()]
     if _is_hnd(pool):
@@ -152,7 +152,7 @@ def _plane(part: Part, region: int, pool: Any, heads: Heads) -> Plane:
 
 
 def _layers(
-    parts: list[Part], pool: Any, heads: Heads, attentions: dict[int, Any], config: Any, shard: Shard
+    parts: list[LayerTensor], pool: Any, heads: Heads, attentions: dict[int, Any], config: Any, shard: Shard
 ) -> tuple[Layer | None, ...]:
     """One record for each layer this rank has; None for those of other pipeline ranks."""
     mine: dict[int, Layer] = {}

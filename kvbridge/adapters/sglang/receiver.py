@@ -7,8 +7,8 @@ import logging
 import time
 from typing import Any
 
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Expect, Want
-from kvbridge_proto.words import Blocks
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import zmq
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Offer
-from kvbridge_proto.words import Blocks
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import GroupKind
-from kvbridge_proto.words import Blocks
 
 from .layers import kind_of, window_of
 from .versions import block_tokens, transfer_groups
@@ -46,13 +46,13 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class GroupTables:
     """The groups that travel, in the order of a request's tables."""
 
     groups: tuple[Kept, ...]
 
     @classmethod
-    def of(cls, cache: KVCacheConfig, parallel: Any) -> Tables:
+    def of(cls, cache: KVCacheConfig, parallel: Any) -> GroupTables:
         specs = [group.kv_cache_spec for group in transfer_groups(cache)]
         return cls(tuple(Kept(block_tokens(spec, parallel), kind_of(spec), window_of(spec)) for spec in specs))
 

@@ -18,9 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from .options import Options
+from .options import VLLMOptions
 from .scheduler import SchedulerSide
-from .step import AgentAddress, AgentAddresses, RankKey, Step
+from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
 from .versions import layers_of, transfer_ids
 from .worker import WorkerSide
 
@@ -47,7 +47,7 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._options = options = Options.read(self._kv_transfer_config.kv_connector_extra_config)
+        self._options = options = VLLMOptions.read(self._kv_transfer_config.kv_connector_extra_config)
         self._load_errors: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
@@ -117,7 +117,7 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, Step)
+        assert isinstance(connector_metadata, ConnectorStep)
         self.worker.before_forward(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

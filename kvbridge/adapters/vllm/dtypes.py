@@ -13,7 +13,7 @@ from ..engine.shards import PLAIN
 from .shapes import Cell, Spot
 
 if TYPE_CHECKING:
-    from .layers import Member
+    from .layers import KVLayer
 
 FP8: dict[str, CodecName] = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 # Each row of a head and token under a scale of its own, which stands behind it (`_ensure_scale_caches` of Triton's).
@@ -28,31 +28,31 @@ V4_SCALE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class RowForm:
     """The codec of a layer's rows, and what that makes of the tensor's cells."""
 
     name: CodecName
     cell: Cell
 
 
-def form_of(member: Member, heads: int) -> Form:
+def form_of(member: KVLayer, heads: int) -> RowForm:
     """Raises OperatorError for numbers that no codec of ours describes."""
     tensor, said = member.tensor, member.said
     size, (key, value) = tensor.element_size(), member.widths
     if said in ROW_SCALED and size == 1 and key == value:
         name = ROW_SCALED[said]
         row = key // 2 if name == "int4_row_scale" else key
-        return Form(name, Cell(heads, row, row, scale_bytes=4, scale_unit=1 if name == "int4_row_scale" else 4))
+        return RowForm(name, Cell(heads, row, row, scale_bytes=4, scale_unit=1 if name == "int4_row_scale" else 4))
     if member.is_latent and "ds_mla" in said and size == 1:
         row = tensor.shape[-1]
         if row in LATENT:
             if LATENT[row] == "fp8_ds_v4":
                 cell = Cell(heads, row - V4_SCALE_BYTES, 0, V4_SCALE_BYTES, scale_unit=1, is_apart=True)
-                return Form("fp8_ds_v4", cell)
-            return Form(LATENT[row], Cell(heads, row, 0))
+                return RowForm("fp8_ds_v4", cell)
+            return RowForm(LATENT[row], Cell(heads, row, 0))
     plain = FP8.get(said) if tensor.dtype == torch.uint8 else PLAIN.get(tensor.dtype)
     if plain is not None and member.quant_mode in ("NONE", "FP8_PER_TENSOR"):
-        return Form(plain, Cell(heads, key * size, value * size))
+        return RowForm(plain, Cell(heads, key * size, value * size))
     raise OperatorError(
         "codec_unknown",
         f"{member.name}: kv_cache_dtype {said} in {tensor.dtype} ({member.quant_mode}, {key} + {value} numbers) "
@@ -60,7 +60,7 @@ def form_of(member: Member, heads: int) -> Form:
     )
 
 
-def codec_of(member: Member, form: Form, spot: Spot) -> Codec:
+def codec_of(member: KVLayer, form: RowForm, spot: Spot) -> Codec:
     """The codec of one plane of the layer."""
     cell, size = form.cell, member.tensor.element_size()
     if spot.part.endswith("_scale"):
@@ -73,7 +73,7 @@ def codec_of(member: Member, form: Form, spot: Spot) -> Codec:
     return Codec(name=form.name, width=width, element_bytes=size, row_bytes=spot.width * size, scales=scales)
 
 
-def member_scales(member: Member) -> dict[str, tuple[float, ...]]:
+def member_scales(member: KVLayer) -> dict[str, tuple[float, ...]]:
     """The scales of a layer's parts: one each, or one a head in both where the checkpoint has them so in either."""
     if member.is_latent:
         return {"latent": _scales(member, "k")}
@@ -82,7 +82,7 @@ def member_scales(member: Member) -> dict[str, tuple[float, ...]]:
     return {"k": k * (count // len(k)), "v": v * (count // len(v))}
 
 
-def _scales(member: Member, part: str) -> tuple[float, ...]:
+def _scales(member: KVLayer, part: str) -> tuple[float, ...]:
     """Where there is one a head, vLLM's own float is no use."""
     scale = getattr(member.attention, f"_{part}_scale", None)
     if isinstance(scale, torch.Tensor) and scale.numel() > 1:

@@ -29,7 +29,7 @@ LATENTS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class KVLayer:
     """One layer's tensor with what vLLM says about it. `layer` is its number in the model's record."""
 
     name: str
@@ -77,7 +77,7 @@ class Member:
 
 def members_of(
     kv_caches: Mapping[str, torch.Tensor], config: VllmConfig, cache: KVCacheConfig, shard: Shard
-) -> list[Member]:
+) -> list[KVLayer]:
     """In the order of the groups that take part in transfers. Raises OperatorError naming what we do not know."""
     layers = config.compilation_config.static_forward_context
     parallel = config.parallel_config
@@ -99,7 +99,7 @@ def members_of(
             held, rope = Heads(0, 1, 1), _rope(attention, config) if is_latent else 0
             if not is_latent:
                 held = _heads(name, int(spec.num_kv_heads), config, shard.tp_rank % tp_size, tp_size)
-            found.append(Member(name, -1, index, tensor, spec, attention, held, said, rope))
+            found.append(KVLayer(name, -1, index, tensor, spec, attention, held, said, rope))
     return _numbered(found, config)
 
 
@@ -138,7 +138,7 @@ def _one_of(spec: Any) -> Any:
     return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
 
-def model_layers(members: list[Member], config: VllmConfig, shard: Shard) -> tuple[Layer | None, ...]:
+def model_layers(members: list[KVLayer], config: VllmConfig, shard: Shard) -> tuple[Layer | None, ...]:
     """One record for each layer this rank has; None for those of other pipeline ranks and those without KV."""
     mine = {member.layer: member.record for member in members}
     count = max(mine) + 1
@@ -178,7 +178,7 @@ def depth(config: VllmConfig) -> int:
     return int(config.model_config.hf_text_config.num_hidden_layers)
 
 
-def _numbered(members: list[Member], config: VllmConfig) -> list[Member]:
+def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:
     """Each under vLLM's own number. A draft model counts from 0 again: its layers get the next numbers after all."""
     from vllm.model_executor.models.utils import extract_layer_index
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from ...errors import EngineError
-from .options import Options
+from .options import VLLMOptions
 from .params import read_remote, read_room
 
 Message = MutableMapping[str, Any]
@@ -92,7 +92,7 @@ def _turned(text: bytes, path: str, engine: Any) -> bytes:
         body |= _one_token(body)
     else:
         if port is None:
-            port = Options.read(engine.kv_connector_extra_config).bootstrap_port
+            port = VLLMOptions.read(engine.kv_connector_extra_config).bootstrap_port
         if type(port) is not int or not 0 < port < 65536:
             raise EngineError("bad_params", f"bootstrap_port: {port!a:.40}, must be in [1, 65535]")
         params |= {"do_remote_prefill": True, "remote_host": host, "remote_port": port}

@@ -13,7 +13,7 @@ Policy = Literal["requantize", "adopt"]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class VLLMOptions:
     """Spelled with `kvbridge_` in front.
 
     socket       the agent's unix socket, an absolute path; `{rank}` is the rank's number among this engine's ranks on
@@ -49,7 +49,7 @@ class Options:
     cross_layer: bool = False
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any]) -> Options:
+    def read(cls, extra: Mapping[str, Any]) -> VLLMOptions:
         """Raises OperatorError for a name nobody knows or a value of the wrong kind."""
         known = {field.name: field for field in fields(cls)}
         ours = {name.removeprefix(PREFIX): value for name, value in extra.items() if name.startswith(PREFIX)}

@@ -13,7 +13,7 @@ from ...errors import OperatorError
 from ..engine.memory import Memory
 from .cpu import halves
 from .dtypes import codec_of, form_of
-from .layers import Member, depth, kind_of, members_of, model_layers, window_of
+from .layers import KVLayer, depth, kind_of, members_of, model_layers, window_of
 from .shapes import Spot, halves_of
 from .versions import check_groups, transfer_groups
 
@@ -80,7 +80,7 @@ def _groups(cache: KVCacheConfig) -> tuple[Group, ...]:
     )
 
 
-def _planes(member: Member, region: int, blocks: int) -> Iterator[Plane]:
+def _planes(member: KVLayer, region: int, blocks: int) -> Iterator[Plane]:
     """What one layer holds."""
     tensor, heads = member.tensor, member.held
     form = form_of(member, heads.count)
@@ -110,7 +110,7 @@ def _planes(member: Member, region: int, blocks: int) -> Iterator[Plane]:
         )
 
 
-def _laid_out(member: Member, spots: list[Spot]) -> list[Spot]:
+def _laid_out(member: KVLayer, spots: list[Spot]) -> list[Spot]:
     """The same, where the backend lays K and V out as the tensor's dimensions do not tell."""
     backend = member.attention.attn_backend.get_name()
     known = LATENT_BACKENDS if member.is_latent else ("CPU_ATTN", *PLAIN_BACKENDS)
@@ -121,7 +121,7 @@ def _laid_out(member: Member, spots: list[Spot]) -> list[Spot]:
     return _cpu(member, spots) if backend == "CPU_ATTN" else spots
 
 
-def _cpu(member: Member, spots: list[Spot]) -> list[Spot]:
+def _cpu(member: KVLayer, spots: list[Spot]) -> list[Spot]:
     """CPU attention takes each (block, head) for one run of memory: the K half, then the V half."""
     tensor, size, (key, value) = member.tensor, member.tensor.element_size(), member.widths
     is_dense = tensor.dim() == 4 and tensor.stride(3) == 1 and tensor.stride(2) == key + value
@@ -140,7 +140,7 @@ def _cpu(member: Member, spots: list[Spot]) -> list[Spot]:
     return found
 
 
-def _isa(member: Member) -> str:
+def _isa(member: KVLayer) -> str:
     """What vLLM chose for this machine; its metadata builders write it on the layers before memory is registered."""
     isa = getattr(member.attention, "isa", None)
     if isa is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from .block_tables import Tables
+from .block_tables import GroupTables
 
 AGAIN_S = 0.05  # an answer takes a step or two
 EASE_S = 0.2  # how long a running request may wait for blocks before it is preempted all the same
@@ -23,7 +23,7 @@ class Pressure:
     `free_blocks` asks vLLM's pool; `limits` are its scheduler's: `max_num_batched_tokens` and `max_num_seqs`.
     """
 
-    def __init__(self, tables: Tables, limits: Any) -> None:
+    def __init__(self, tables: GroupTables, limits: Any) -> None:
         self.free_blocks: Callable[[], int] | None = None
         self._tables = tables
         self._limits = limits

@@ -1,9 +1,9 @@
 """The scheduler's half of the vLLM connector: which requests are offered or wanted, and what the workers must say.
 
-It speaks only through `Step`: messages for the agents, in the order in which things happened. Prefill side: a request
-with `do_remote_decode` is offered piece by piece as its prompt is computed, and its blocks are kept until the workers
-report them sent. Decode side: a request with `do_remote_prefill` waits for its prompt, and is wanted once it has
-blocks. A request that will not fetch what it could still says so (an empty want), so that the other side may free.
+It speaks only through `ConnectorStep`: messages for the agents, in the order in which things happened. Prefill side: a
+request with `do_remote_decode` is offered piece by piece as its prompt is computed, and its blocks are kept until the
+workers report them sent. Decode side: a request with `do_remote_prefill` waits for its prompt, and is wanted once it
+has blocks. A request that will not fetch what it could still says so (an empty want), so that the other side may free.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from kvbridge_proto.common import Blocks, Rank
 from kvbridge_proto.engine import Abandon, Computed, Directory, Expect, Offer, Reclaim, Want, Withdraw
-from kvbridge_proto.words import Blocks, Rank
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
@@ -25,12 +25,12 @@ from ...oneline import OneLine
 from ...prompt_share import PromptShare
 from ..engine.prompts import is_in, rendezvous
 from ..engine.traces import traceparent
-from .block_tables import NULL_BLOCK, Tables
-from .options import Options
+from .block_tables import NULL_BLOCK, GroupTables
+from .options import VLLMOptions
 from .params import read_remote, read_room
 from .pressure import Pressure
 from .prompt_trim import can_be_short, shorten
-from .rooms import (
+from .rendezvous import (
     has_media_hashes,
     is_for,
     is_room,
@@ -42,7 +42,7 @@ from .rooms import (
     stays_here,
     wanted_room,
 )
-from .step import AgentAddress, AgentAddresses, RankKey, Step
+from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
 from .versions import transfer_tables
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 
 
 @dataclass(slots=True)
-class Sending:
+class PromptOffered:
     """A request whose prompt is offered. `name` is "" until the first offer; `attempt` counts preemptions.
 
     The other side wants tokens up to `end`, whether its last was taken off the prompt here or not. `tables` are its
@@ -103,7 +103,7 @@ class Sending:
 
 
 @dataclass(slots=True)
-class Receiving:
+class PromptWanted:
     """A request whose prompt is to be fetched; `first_token` is where the local prefix ends."""
 
     room: str
@@ -127,7 +127,7 @@ class SchedulerSide:
         self,
         config: VllmConfig,
         cache: KVCacheConfig,
-        options: Options,
+        options: VLLMOptions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         transfer, parallel = config.kv_transfer_config, config.parallel_config
@@ -141,22 +141,22 @@ class SchedulerSide:
         # Proxies that hand over no parameters tell the sides apart by role only.
         self._offers_all = transfer.kv_role == "kv_producer"
         self._wants_all = transfer.kv_role == "kv_consumer" and bool(options.prefill)
-        self._tables = Tables.of(cache, parallel)
+        self._tables = GroupTables.of(cache, parallel)
         self._has_media_hashes = has_media_hashes(config)
         if not self._has_media_hashes:
             log.warning(
                 "images, audio, video: fetched and offered only with prefix caching or mm_processor_cache_gb > 0"
             )
         self._agents: dict[RankKey, str] = {}
-        self._sending: dict[str, Sending] = {}
-        self._receiving: dict[str, Receiving] = {}
+        self._sending: dict[str, PromptOffered] = {}
+        self._receiving: dict[str, PromptWanted] = {}
         self._unfetched: dict[str, Unfetched] = {}
         self._share = PromptShare(knows_fetched=False)
         self._awaited: set[str] = set()
         self._pressure = Pressure(self._tables, config.scheduler_config)
         self._warned_at = float("-inf")
         self._rooms: deque[str] = deque(maxlen=ROOMS_KNOWN)
-        self._step = Step()
+        self._step = ConnectorStep()
         self._clock = clock
         self._known_at = clock()  # what the workers last said of their agents was so then
         self._asked_at: float | None = None  # when they were asked to say it again
@@ -245,7 +245,7 @@ class SchedulerSide:
                 if number:  # the other side may wait there already
                     self._step.before.append(self._nothing(room, message_name(request.request_id)))
                 return
-            self._sending[request.request_id] = Sending(request, room, True, end, number)
+            self._sending[request.request_id] = PromptOffered(request, room, True, end, number)
         elif params.get("do_remote_prefill"):
             self._expect(request, params)
         elif is_unnamed:
@@ -272,7 +272,7 @@ class SchedulerSide:
                 log.warning("%s: prefilled for another prompt (%a): computed here", name, remote.request)
                 self._unfetched[request.request_id] = Unfetched("other_prompt")
                 if is_in(remote.request, remote.room):
-                    self._decline(request.request_id, Receiving(remote.request, remote.source))
+                    self._decline(request.request_id, PromptWanted(remote.request, remote.source))
             return
         room = wanted_room(remote.request, request.request_id, digest)
         self._rooms.append(room or remote.request)
@@ -282,12 +282,12 @@ class SchedulerSide:
             )
             self._unfetched[request.request_id] = Unfetched("other_prompt")
             if is_for(remote.request, request.request_id):
-                self._decline(request.request_id, Receiving(remote.request, remote.source))
+                self._decline(request.request_id, PromptWanted(remote.request, remote.source))
             return
         self._receive(request, room, remote.source)
 
     def _receive(self, request: Request, room: str, source: str) -> None:
-        self._receiving[request.request_id] = Receiving(room, source, traceparent=_traceparent(request))
+        self._receiving[request.request_id] = PromptWanted(room, source, traceparent=_traceparent(request))
 
     def _refused(self, request: Request, params: dict[str, Any]) -> None:
         """A call with these params ended before all of it was admitted: nobody will fetch what they name.
@@ -302,14 +302,14 @@ class SchedulerSide:
         is_one = is_in(remote.request, remote.room) if remote.room else is_room(remote.request)
         if is_one and remote.request not in self._rooms:
             self._rooms.append(remote.request)
-            self._decline(request.request_id, Receiving(remote.request, remote.source))
+            self._decline(request.request_id, PromptWanted(remote.request, remote.source))
 
     def _new_unnamed(self, request: Request) -> None:
         room = prompt_room(prompt_digest(request))
         if self._wants_all:
             self._receive(request, room, self._options.prefill)
         elif request.max_tokens == 1 and self._tables.outlives(request.num_prompt_tokens):
-            self._sending[request.request_id] = Sending(request, room, False, request.num_prompt_tokens - 1)
+            self._sending[request.request_id] = PromptOffered(request, room, False, request.num_prompt_tokens - 1)
         elif request.max_tokens == 1:
             self._log_given_up(request)
             self._step.before.append(self._nothing(room, message_name(request.request_id)))
@@ -325,7 +325,7 @@ class SchedulerSide:
         """The other side waits in this room whatever we do: now it knows, and computes itself. Holds no block."""
         return Offer(room=room, request=name, tokens=0, blocks=(), is_last=True, hold_s=self._options.hold_s)
 
-    def _stay_away(self, request: Request, sending: Sending) -> None:
+    def _stay_away(self, request: Request, sending: PromptOffered) -> None:
         """Preempted, and not computed again: whoever waits for it, or comes yet, hears of that."""
         name = message_name(request.request_id, sending.attempt)
         reason = request.status.name.lower()
@@ -388,7 +388,7 @@ class SchedulerSide:
             self._step.before.append(Computed(tokens=tokens, reason=what.reason))
             self._share.compute(what.reason, tokens, self._clock())
 
-    def _want(self, name: str, what: Receiving, first: int, end: int, blocks: tuple[Blocks, ...]) -> Want:
+    def _want(self, name: str, what: PromptWanted, first: int, end: int, blocks: tuple[Blocks, ...]) -> Want:
         return Want(
             request=name,
             room=what.room,
@@ -400,7 +400,7 @@ class SchedulerSide:
             traceparent=what.traceparent,
         )
 
-    def _decline(self, request_id: str, receiving: Receiving) -> None:
+    def _decline(self, request_id: str, receiving: PromptWanted) -> None:
         """Nothing is needed; the other side may free. Nobody waits for the answer."""
         self._step.before.append(self._want(message_name(request_id), receiving, 0, 0, ()))
 
@@ -427,7 +427,7 @@ class SchedulerSide:
         self._step.before.append(Withdraw(request=sending.name, reason=request.status.name.lower()))
         return True, None
 
-    def _params(self, sending: Sending) -> dict[str, Any]:
+    def _params(self, sending: PromptOffered) -> dict[str, Any]:
         agent = urlsplit(self._agents.get((0, 0), ""))
         return {
             "do_remote_prefill": True,
@@ -446,7 +446,7 @@ class SchedulerSide:
 
     # A step:
 
-    def next_step(self, output: SchedulerOutput) -> Step:
+    def next_step(self, output: SchedulerOutput) -> ConnectorStep:
         for request_id in output.preempted_req_ids or ():
             self._withdraw(request_id)
         self._follow(output)
@@ -458,7 +458,7 @@ class SchedulerSide:
                 sending = self._sending.get(request_id)
                 if sending is not None and not sending.is_whole:
                     self._offer(sending, sending.request.num_computed_tokens + count)
-        step, self._step = self._step, Step()
+        step, self._step = self._step, ConnectorStep()
         step.is_used = self._is_used = self._is_used or output.total_num_scheduled_tokens > 0
         self._empty_steps = 0 if output.total_num_scheduled_tokens else self._empty_steps + 1
         if self._may_rest and self._empty_steps > self._busy_steps:
@@ -505,7 +505,7 @@ class SchedulerSide:
         sending.name, sending.tokens, sending.blocks = "", 0, []
         sending.attempt += 1
 
-    def _offer(self, sending: Sending, computed: int) -> None:
+    def _offer(self, sending: PromptOffered, computed: int) -> None:
         """What this step's forward will have computed, with the blocks that were not offered yet."""
         request = sending.request
         tokens = min(computed, request.num_prompt_tokens)

@@ -16,7 +16,7 @@ RankKey = tuple[int, int]
 
 
 @dataclass
-class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when types are checked
+class ConnectorStep(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when types are checked
     """Scheduler to every worker, once a step: messages for the agents, and what will be waited for.
 
     `before` goes out before the forward pass, `after` when it has written what the messages speak of. `awaited` maps

@@ -36,11 +36,11 @@ from ...oneline import OneLine
 from ..engine.client import EngineClient, pidfd_of
 from ..engine.conversation import Conversation, Ended
 from ..engine.memory import Memory
-from .ledger import Ledger, Receive, Reports
-from .options import Options
+from .options import VLLMOptions
+from .pending import Pending, Receive, Reports
 from .pool import describe
 from .scales import LayerScales
-from .step import AgentAddress, AgentAddresses, RankKey, Step
+from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
 from .versions import shard_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class WorkerSide:
         self,
         config: VllmConfig,
         cache: KVCacheConfig,
-        options: Options,
+        options: VLLMOptions,
         clock: Callable[[], float] = time.monotonic,
         fence_of: Callable[[torch.device], EngineFence | None] | None = None,
         pidfd_of: Callable[[socket.socket], int] = pidfd_of,
@@ -71,8 +71,8 @@ class WorkerSide:
         self._clock = clock
         self._fence_of = fence_of
         self._pidfd_of = pidfd_of
-        self._ledger = Ledger()
-        self._step = Step()  # of which the part after the forward is still to be done
+        self._ledger = Pending()
+        self._step = ConnectorStep()  # of which the part after the forward is still to be done
         self._told = ""  # the agent address that the scheduler knows
         self._is_asked = False  # where our agent is
         self._abandoned: set[str] = set()  # wants of requests that are gone, until they end
@@ -134,7 +134,7 @@ class WorkerSide:
 
     # A step:
 
-    def before_forward(self, step: Step) -> None:
+    def before_forward(self, step: ConnectorStep) -> None:
         """Say what need not wait for this step's forward. Withdrawals must leave before it overwrites blocks.
 
         Wanted blocks may still be written by an earlier forward, for a request that is gone: hence their fence.
@@ -158,7 +158,7 @@ class WorkerSide:
 
     def after_forward(self) -> None:
         """Offer what the forward writes; then what the scheduler keeps can be settled. Once a step, however called."""
-        step, self._step = self._step, Step()
+        step, self._step = self._step, ConnectorStep()
         if (conversation := self._conversation) is None:
             for name, request_id in step.held.items():
                 self._ledger.held(name, request_id, False)

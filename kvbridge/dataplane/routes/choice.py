@@ -1,6 +1,6 @@
 """Chooses the route to a sink's slots and proves it: a pattern is written where only probes go, and timed.
 
-Runs on the mover's thread as a generator that waits as the mover's other jobs do (see mover.py). What a route cannot
+Runs on the mover's thread as a generator that waits as the mover's other jobs do (see data_plane.py). What a route cannot
 do shows here, before a request depends on it: UCX, for one, falls back to a tenth of a percent of NVLink in silence.
 """
 
@@ -18,18 +18,18 @@ from kvbridge_proto.peer import Probe, Route
 from ...device.staging import Span, lane_of
 from ...errors import FabricError
 from ...exchange.route import Routed, Site
-from ..equipment import PULL, Equipment
-from ..waiting import Event, Wait
+from ..awaits import Event, Wait
+from ..resources import PULL, Resources
 from . import pull
-from .direct import Direct
-from .host import Host
-from .nixl import Nixl
+from .direct import DirectRoute
+from .host import HostRoute
+from .nixl import NixlRoute
 from .rate import MOST_BYTES, fastest, is_slow
-from .staged import Landing, Staged, Target
+from .staged import Landing, SlotRoute, Target
 
 log = logging.getLogger("kvbridge.routes")
 
-STAGED: Mapping[Route, Staged] = {"direct": Direct(), "nixl": Nixl(), "host": Host()}
+STAGED: Mapping[Route, SlotRoute] = {"direct": DirectRoute(), "nixl": NixlRoute(), "host": HostRoute()}
 NOT_CONNECTED = 0  # the serial of a route that nothing is written by
 
 
@@ -73,7 +73,7 @@ def pattern(seed: int, size_bytes: int) -> bytes:
 
 
 def prove(
-    equipment: Equipment, landing: Landing, serial: int = 0, clock: Callable[[], float] = time.monotonic
+    equipment: Resources, landing: Landing, serial: int = 0, clock: Callable[[], float] = time.monotonic
 ) -> Generator[Wait, Event, tuple[Target, Routed]]:
     """The best route that works. Raises FabricError `no_route` with what stood against each."""
     against: list[str] = []

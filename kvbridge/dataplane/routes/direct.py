@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from kvbridge_proto.peer import Lease, Route
+from kvbridge_proto.peer import Route, SlotLease
 
 from ...device import driver
 from ...device.mapping import open_ipc
 from ...device.staging import Span
 from ...errors import PeerError
 from ...exchange.route import Site
-from ..equipment import Equipment
+from ..awaits import Wait, WaitMove
+from ..resources import Resources
 from ..slots import LocalSlot
-from ..waiting import Wait, WaitMove
-from .staged import Landing, Staged, Target, memories
+from .staged import Landing, SlotRoute, Target, memories
 
 log = logging.getLogger("kvbridge.routes")
 
@@ -24,10 +24,10 @@ log = logging.getLogger("kvbridge.routes")
 class DirectTarget(Target):
     """`base` is where the peer's allocation is mapped here."""
 
-    def places(self, local: LocalSlot, lease: Lease, size_bytes: int) -> tuple[Span, Span | None]:
+    def places(self, local: LocalSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
         return self.slot(lease, size_bytes), None
 
-    def push(self, local: LocalSlot, lease: Lease, size_bytes: int, notice: bytes, deadline: float) -> None:
+    def push(self, local: LocalSlot, lease: SlotLease, size_bytes: int, notice: bytes, deadline: float) -> None:
         self.dock.fabric.notify(self.name, notice)
 
     def probe(self, ours: Span, lane: Span, deadline: float) -> Wait:
@@ -41,7 +41,7 @@ class DirectTarget(Target):
             log.warning("a peer's memory stays mapped: peer=%s %s", self.name, error)
 
 
-class Direct(Staged):
+class DirectRoute(SlotRoute):
     name: Route = "direct"
 
     def against(self, ours: Site, theirs: Site) -> str:
@@ -51,7 +51,7 @@ class Direct(Staged):
             return f"machine: ours {ours.device.machine}, theirs {theirs.device.machine}"
         return ""
 
-    def open(self, equipment: Equipment, landing: Landing, serial: int) -> Target:
+    def open(self, equipment: Resources, landing: Landing, serial: int) -> Target:
         card = landing.site.fabric
         dock = self.join(equipment, landing, card)
         try:
@@ -62,7 +62,7 @@ class Direct(Staged):
         return DirectTarget(serial, self.name, card.name, base, card.slot_bytes, card.slots, equipment, dock)
 
 
-def _map(equipment: Equipment, site: Site) -> int:
+def _map(equipment: Resources, site: Site) -> int:
     """The peer's slots in our address space. Raises KVBridgeError if they are out of reach, or not all there."""
     ours, theirs = equipment.site.device, site.device
     assert ours is not None and theirs is not None

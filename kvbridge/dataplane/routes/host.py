@@ -5,24 +5,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbridge_proto.peer import Lease, Route
+from kvbridge_proto.peer import Route, SlotLease
 
 from ...device.staging import Span
 from ...exchange.route import Site
-from ..equipment import Dock, Equipment
+from ..resources import Resources, StagingEndpoint
 from ..slots import LocalSlot
-from .staged import Landing, Staged, Target, memories
+from .staged import Landing, SlotRoute, Target, memories
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTarget(Target):
-    def places(self, local: LocalSlot, lease: Lease, size_bytes: int) -> tuple[Span, Span | None]:
+    def places(self, local: LocalSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
         host = self.dock.outbound.span(local.index, size_bytes)
         gathered = self.equipment.dock
         return (host, None) if gathered is self.dock else (gathered.outbound.span(local.index, size_bytes), host)
 
 
-class Host(Staged):
+class HostRoute(SlotRoute):
     name: Route = "host"
 
     def against(self, ours: Site, theirs: Site) -> str:
@@ -30,11 +30,11 @@ class Host(Staged):
             return "no slots in host memory on " + ("our side" if ours.dram is None else "the peer's side")
         return "" if "vram" in (ours.fabric.memory, theirs.fabric.memory) else f"{memories(ours, theirs)}; that is nixl"
 
-    def open(self, equipment: Equipment, landing: Landing, serial: int) -> Target:
+    def open(self, equipment: Resources, landing: Landing, serial: int) -> Target:
         card = landing.site.dram
         assert card is not None
         dock = self.join(equipment, landing, card)
         return HostTarget(serial, self.name, card.name, card.base, card.slot_bytes, card.slots, equipment, dock)
 
-    def dock(self, equipment: Equipment) -> Dock:
+    def dock(self, equipment: Resources) -> StagingEndpoint:
         return equipment.host or equipment.dock

@@ -5,17 +5,17 @@ from __future__ import annotations
 from kvbridge_proto.peer import Route
 
 from ...exchange.route import Site
-from ..equipment import Equipment
-from .staged import Landing, Staged, Target, memories
+from ..resources import Resources
+from .staged import Landing, SlotRoute, Target, memories
 
 
-class Nixl(Staged):
+class NixlRoute(SlotRoute):
     name: Route = "nixl"
 
     def against(self, ours: Site, theirs: Site) -> str:
         return "" if ours.fabric.memory == theirs.fabric.memory else memories(ours, theirs)
 
-    def open(self, equipment: Equipment, landing: Landing, serial: int) -> Target:
+    def open(self, equipment: Resources, landing: Landing, serial: int) -> Target:
         card = landing.site.fabric
         dock = self.join(equipment, landing, card)
         return Target(serial, self.name, card.name, card.base, card.slot_bytes, card.slots, equipment, dock)

@@ -1,6 +1,6 @@
 """The receiver reads the blocks of the sender's engine itself, and puts the rows where they belong in one move.
 
-What it reads counts while the sender's promise lasts (exchange/reading.py).
+What it reads counts while the sender's promise lasts (exchange/leases.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator
 from functools import partial
 
+from ...device.copier import Moved
 from ...device.memory import AttachedPool, span_of
-from ...device.porter import Moved
 from ...device.staging import Span
 from ...errors import EngineError, PeerError
 from ...exchange.orders import Failure, Pull, Pulled
@@ -19,10 +19,10 @@ from ...exchange.route import Rate, Site
 from ...exchange.session import Whose
 from ...failpoints import failpoint
 from ...geometry.plan import Part
-from ..attachment import Attachment
-from ..equipment import Equipment
-from ..receiving import Receiving
-from ..waiting import Event, Job, Settle, Wait, WaitLease, WaitMove, WaitRoom, begun, failure_of, started
+from ..attached import AttachedMemory
+from ..awaits import Event, Job, Settle, Wait, WaitCopier, WaitLease, WaitMove, begun, failure_of, started
+from ..receive_orders import ReceiveOrders
+from ..resources import Resources
 from .rate import fastest
 from .staged import memories
 
@@ -40,14 +40,14 @@ def against(ours: Site, theirs: Site) -> str:
     return "" if ours.fabric.memory == theirs.fabric.memory else memories(ours, theirs)
 
 
-class Pulling:
+class PullRoute:
     """The memory of other engines that we read, and the jobs that do. `tell` calls something on the loop."""
 
     def __init__(
         self,
-        equipment: Equipment,
+        equipment: Resources,
         tell: Callable[..., None],
-        receiving: Receiving,
+        receiving: ReceiveOrders,
         wait_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -112,7 +112,7 @@ class Pulling:
         for memory, _ in (*self._peers.values(), *self._parting):
             memory.close()
 
-    def pull(self, pull: Pull, attachment: Attachment) -> Job:
+    def pull(self, pull: Pull, attachment: AttachedMemory) -> Job:
         """Read chunks once our engine is through with the blocks they go to. They count while the lease lasts."""
         tickets: deque[tuple[int, int]] = deque()  # with the chunk of each
         digests: dict[int, int] = {}
@@ -139,11 +139,11 @@ class Pulling:
         receiving.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
         receiving.end_read(receipt)
 
-    def _begun(self, pull: Pull, attachment: Attachment, index: int) -> Generator[Wait, Event, int]:
+    def _begun(self, pull: Pull, attachment: AttachedMemory, index: int) -> Generator[Wait, Event, int]:
         """Begin to read a chunk as soon as there is room. GIVEN_UP if the transfer has ended by then."""
         porter = self._equipment.porter
         if not porter.has_room:
-            yield WaitRoom(attachment, porter, self._clock() + self._wait_s)
+            yield WaitCopier(attachment, porter, self._clock() + self._wait_s)
         if pull.lease.is_given_up:
             return GIVEN_UP
         if (opened := self._peers.get(pull.whose)) is None:
@@ -164,7 +164,7 @@ class Pulling:
         if chunk in pull.compared:
             digests[chunk] = ended.digest
 
-    def _counted(self, pull: Pull, attachment: Attachment) -> Generator[Wait, Event, Failure]:
+    def _counted(self, pull: Pull, attachment: AttachedMemory) -> Generator[Wait, Event, Failure]:
         """Whether what was read counts: if a promise says so that ends later than the read did.
 
         The clock is looked at after the end was seen: who was stopped in between finds it further on. A promise may
@@ -183,7 +183,7 @@ class Pulling:
             return error.code, str(error)
         return ("aborted", "the transfer ended while it was read") if pull.lease.is_given_up else None
 
-    def warm(self, attachment: Attachment, whose: Whose, theirs: Part, ours: Part, has_digest: bool) -> None:
+    def warm(self, attachment: AttachedMemory, whose: Whose, theirs: Part, ours: Part, has_digest: bool) -> None:
         """Begin to compile for such a part, if both engines stay. What goes wrong will be said when it matters."""
         opened = self._peers.get(whose)
         if opened is None or attachment.word.has_left:
@@ -194,7 +194,7 @@ class Pulling:
             log.exception("could not get ready for a peer")
 
 
-def read_rate(equipment: Equipment, memory: AttachedPool, clock: Callable[[], float]) -> Generator[Wait, Event, Rate]:
+def read_rate(equipment: Resources, memory: AttachedPool, clock: Callable[[], float]) -> Generator[Wait, Event, Rate]:
     """How fast a peer's memory is read. What is read is whatever lies there. Other jobs may make it look slow."""
     with memory.hold() as regions:
         theirs = max((span_of(each) for each in regions.memories), key=lambda span: span.size_bytes)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from ...errors import FabricError
 from ...exchange.route import Rate
 from ...transport.fabric import WriteFailed, WriteLate
-from ..waiting import Event, Wait
+from ..awaits import Event, Wait
 
 # Slower than this something is wrong with a route: another one is tried first. PCIe and 100 Gb/s are ten times that.
 SLOW_BYTES_PER_S = 1e9

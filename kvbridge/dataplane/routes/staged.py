@@ -5,14 +5,14 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass, field
 
-from kvbridge_proto.peer import FabricCard, Lease, Route
+from kvbridge_proto.peer import FabricCard, Route, SlotLease
 
 from ...device.staging import Span
 from ...errors import PeerError
 from ...exchange.route import Site
-from ..equipment import Dock, Equipment
+from ..awaits import Wait, WaitWrite
+from ..resources import Resources, StagingEndpoint
 from ..slots import LocalSlot
-from ..waiting import Wait, WaitWrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,18 @@ class Target:
     base: int
     slot_bytes: int
     slots: int
-    equipment: Equipment = field(repr=False)
-    dock: Dock
+    equipment: Resources = field(repr=False)
+    dock: StagingEndpoint
 
-    def slot(self, lease: Lease, size_bytes: int) -> Span:
+    def slot(self, lease: SlotLease, size_bytes: int) -> Span:
         """The slot lent under this lease."""
         return Span(self.base + lease.slot * self.slot_bytes, size_bytes)
 
-    def places(self, local: LocalSlot, lease: Lease, size_bytes: int) -> tuple[Span, Span | None]:
+    def places(self, local: LocalSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
         """Where a chunk is gathered to, and where it is copied to in host memory after that, if it is."""
         return self.dock.outbound.span(local.index, size_bytes), None
 
-    def push(self, local: LocalSlot, lease: Lease, size_bytes: int, notice: bytes, deadline: float) -> Wait | None:
+    def push(self, local: LocalSlot, lease: SlotLease, size_bytes: int, notice: bytes, deadline: float) -> Wait | None:
         """Write our slot to the peer's, notice with it; what to wait for, if that is not over. Raises FabricError."""
         ours, theirs = self.dock.outbound.address(local.index), self.slot(lease, size_bytes).address
         return self.write(ours, theirs, size_bytes, notice, deadline)
@@ -63,7 +63,7 @@ class Target:
         self.equipment.leave(self.dock, self.name)
 
 
-class Staged(abc.ABC):
+class SlotRoute(abc.ABC):
     """A route through slots."""
 
     name: Route
@@ -73,15 +73,15 @@ class Staged(abc.ABC):
         """What stands against it, as far as two cards can tell; nothing if it may be."""
 
     @abc.abstractmethod
-    def open(self, equipment: Equipment, landing: Landing, serial: int) -> Target:
+    def open(self, equipment: Resources, landing: Landing, serial: int) -> Target:
         """Connect. Raises KVBridgeError."""
 
-    def dock(self, equipment: Equipment) -> Dock:
+    def dock(self, equipment: Resources) -> StagingEndpoint:
         """Whose slots of ours it leaves from and lands in."""
         return equipment.dock
 
-    def join(self, equipment: Equipment, landing: Landing, card: FabricCard) -> Dock:
-        """Let our fabric know the peer's. Raises KVBridgeError; else `Equipment.leave` is owed."""
+    def join(self, equipment: Resources, landing: Landing, card: FabricCard) -> StagingEndpoint:
+        """Let our fabric know the peer's. Raises KVBridgeError; else `Resources.leave` is owed."""
         boot, dock = landing.boot, self.dock(equipment)
         if card.name != boot and not card.name.startswith(f"{boot}."):  # another agent's is not this one's to give
             raise PeerError("bad_card", f"name: {card.name}, of {boot}")

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvbridge_proto.common import AgentCard
 from kvbridge_proto.engine import Attach, Attached, Detached, Refused, Released, ToAgent, ToEngine, Withdraw
 from kvbridge_proto.stream import StreamReader, pack
-from kvbridge_proto.words import Agent
 
 from kvbridge.adapters.engine.client import pidfd_of
 from kvbridge.device.fence import FencePage
@@ -96,7 +96,7 @@ class FakeAgent:
         if self.refusal is not None:
             self.say(self.refusal)
         elif self.is_answering_attach:
-            agent = Agent(name="fake", boot=self.boot, address=self.address, version="1")
+            agent = AgentCard(name="fake", boot=self.boot, address=self.address, version="1")
             self.say(Attached(version=1, epoch=len(self.attaches), agent=agent))
 
     def say(self, message: ToEngine) -> None:

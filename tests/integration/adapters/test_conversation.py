@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kvbridge_proto.codec import Limits
+from kvbridge_proto.common import Blocks, Rank
 from kvbridge_proto.engine import (
     READERS_S,
     Abandon,
@@ -36,12 +37,11 @@ from kvbridge_proto.engine import (
     Want,
     Withdraw,
 )
-from kvbridge_proto.words import Blocks, Rank
 from msgspec.structs import replace
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.conversation import GRACE_S, Conversation, Ended
-from kvbridge.adapters.engine.link import RETRY_S, Link
+from kvbridge.adapters.engine.link import RETRY_S, LinkState
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.device.fence import EngineFence
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
@@ -403,7 +403,7 @@ def test_an_agent_that_came_since_the_last_turn_hears_what_every_agent_is_told(t
         talk.link._look()
         agent.pump()
     agent.heard.clear()
-    assert talk.link.state is Link.HERE and not talk.link.is_attached
+    assert talk.link.state is LinkState.HERE and not talk.link.is_attached
     talk.engine.share(RANKS)
     talk.engine.rescale(Rescale(revision=1, scales=SCALES))
     talk.engine.expect(replace(EXPECT, request="more"))
@@ -503,14 +503,14 @@ def test_waits_for_readers_whatever_became_of_the_agent(
         time.sleep(READERS_S / 2)
     elif loss == "away":
         talk.engine.turn()
-        assert talk.link.state is Link.AWAY
+        assert talk.link.state is LinkState.AWAY
     elif loss.endswith("has come"):
         talk.link._look()
         talk.clock.ahead += RETRY_S
         for _ in range(2):
             talk.link._look()
             agent.pump()
-        assert talk.link.state is Link.HERE
+        assert talk.link.state is LinkState.HERE
     assert least_s <= timed(talk, "r") < most_s
     assert not talk.engine.is_open("r")
 
@@ -554,7 +554,7 @@ def test_what_is_detached_nothing_touches_and_all_of_it_has_ended(talk: Talk, wh
     agent = None if when == "nobody came" else FakeAgent(talk.path)
     if agent is None or when == "asking":
         talk.engine.turn()
-        assert talk.link.state is (Link.AWAY if agent is None else Link.ASKING)
+        assert talk.link.state is (LinkState.AWAY if agent is None else LinkState.ASKING)
     else:
         talk.again(agent)
         talk.engine.want(WANT)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvbridge_proto.common import OURS, Rank
 from kvbridge_proto.engine import READERS_S, Attach, Detached, Directory, Done, Refused, Want
 from kvbridge_proto.pool import (
     Codec,
@@ -34,11 +35,10 @@ from kvbridge_proto.pool import (
     Shard,
     Step,
 )
-from kvbridge_proto.words import OURS, Rank
 from msgspec.structs import replace
 
 from kvbridge.adapters.engine.client import EngineClient
-from kvbridge.adapters.engine.link import RETRY_S, AgentLink, Link, Over, ReadsOver
+from kvbridge.adapters.engine.link import RETRY_S, AgentLink, LinkState, Over, ReadsOver
 from kvbridge.failpoints import VARIABLE, arm, armed
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd, squatter
 
@@ -147,7 +147,7 @@ def test_somebody_elses_socket_in_the_agents_place_is_no_agent_and_is_told_of(
             assert isinstance(link.turn()[0], Over)
             for _ in range(5):
                 clock.now += 60
-                assert link.turn() == [] and link.state is Link.AWAY and heard() == b""
+                assert link.turn() == [] and link.state is LinkState.AWAY and heard() == b""
         told = [record.getMessage() for record in caplog.records if "uid_not_allowed" in record.getMessage()]
         assert len(told) == 1, "once, not at every try"
         path.unlink()
@@ -185,7 +185,7 @@ def test_what_came_before_the_end_is_heard_before_it(link: AgentLink, agent: Fak
     agent.die()
     heard = link.turn()
     assert heard[0] == DONE and isinstance(heard[1], Over) and len(heard) == 2
-    assert link.state is Link.AWAY and link.address == ""
+    assert link.state is LinkState.AWAY and link.address == ""
 
 
 def test_tries_again_every_second(link: AgentLink, agent: FakeAgent, clock: Clock) -> None:
@@ -221,7 +221,7 @@ def test_reads_are_over_soon_after_a_loss_and_writes_when_the_agent_has_let_go(
     assert link.turn() == [ReadsOver("no answer")]
     for _ in range(5):
         clock.now += 100
-        assert link.turn() == [] and link.state is Link.ENDING
+        assert link.turn() == [] and link.state is LinkState.ENDING
     agent.pump()  # goes on, reads our end, lets go
     assert link.turn() == [Over("no answer")]
     clock.now += RETRY_S
@@ -236,7 +236,7 @@ def test_a_killed_agents_socket_ends_the_reads_and_its_process_the_writes(
     agent.hang_up()
     assert link.turn() == [ReadsOver("the agent is gone")]
     clock.now += 100
-    assert link.turn() == [] and link.state is Link.ENDING and not link.send(WANT)
+    assert link.turn() == [] and link.state is LinkState.ENDING and not link.send(WANT)
     agent.vanish()
     assert link.turn() == [Over("the agent is gone")]
 
@@ -317,9 +317,9 @@ def test_after_a_bad_frame_only_the_end_of_its_process_is_believed(link: AgentLi
     attach(link, agent)
     assert agent._engine is not None
     agent._engine.sendall(b"\xff\xff\xff\xff")
-    assert link.turn() == [] and link.state is Link.ENDING
+    assert link.turn() == [] and link.state is LinkState.ENDING
     agent.pump()
-    assert isinstance(link.turn()[0], ReadsOver) and link.state is Link.ENDING
+    assert isinstance(link.turn()[0], ReadsOver) and link.state is LinkState.ENDING
     agent.vanish()
     assert isinstance(link.turn()[0], Over)
 
@@ -334,7 +334,7 @@ def test_nothing_is_said_to_the_next_agent_before_the_end_of_the_last_was_told(
         clock.now += RETRY_S
         link._drive()
         agent.pump()
-    assert link.state is Link.HERE and len(agent.attaches) == 2
+    assert link.state is LinkState.HERE and len(agent.attaches) == 2
     assert not link.is_attached and not link.send(WANT)
     assert [type(each) for each in link.turn()] == [Over]
     assert link.is_attached and link.send(WANT)
@@ -458,7 +458,7 @@ def test_an_error_that_nobody_expects_does_not_end_the_links_thread(
     agent.die()
     successor = FakeAgent(agent.path)
     with successor.alive():
-        within(10.0, lambda: len(tries) > 3 and link.state is Link.HERE)
+        within(10.0, lambda: len(tries) > 3 and link.state is LinkState.HERE)
     link.close()
     assert all(later - earlier > 0.9 for earlier, later in pairwise(tries))
     (record,) = [record for record in caplog.records if "nobody expects" in record.getMessage()]
@@ -476,7 +476,7 @@ def test_an_error_while_attached_loses_the_agent_and_says_why(
     with monkeypatch.context() as patch:
         patch.setattr(link._client, "poll", fail)
         assert link._look() > 0.5
-    assert link.state is Link.ENDING and "nobody expects this" in link.why
+    assert link.state is LinkState.ENDING and "nobody expects this" in link.why
     agent.pump()
     assert isinstance(link.turn()[-1], Over)
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvbridge.adapters.engine.prompts import rendezvous
 from kvbridge.adapters.sglang.messages import MOST_BYTES, TAG, Asked, BadMessage, Row, pack, shares, unpack
-from kvbridge.adapters.sglang.options import Options
+from kvbridge.adapters.sglang.options import SGLangOptions
 from kvbridge.adapters.sglang.prompts import prompt_digest, prompt_tokens, stays_here
 from kvbridge.errors import OperatorError
 
@@ -24,7 +24,7 @@ ASKED = Asked(room=7, prompt="ab", first_token=16, endpoint="127.0.0.1", dst_por
 
 
 def test_options_are_read_from_the_environment() -> None:
-    options = Options.read(
+    options = SGLangOptions.read(
         {
             "KVBRIDGE_ENGINE_SOCKET": "/run/agent-{rank}-{gpu}.sock",
             "KVBRIDGE_ENGINE_AGENT_UIDS": "998, 1000",
@@ -50,7 +50,7 @@ def test_options_are_read_from_the_environment() -> None:
 )
 def test_what_makes_no_sense_in_the_environment_is_named(variable: str, value: str, code: str, said: str) -> None:
     with pytest.raises(OperatorError) as caught:
-        Options.read({variable: value})
+        SGLangOptions.read({variable: value})
     assert caught.value.code == code and variable in str(caught.value) and said in str(caught.value)
 
 

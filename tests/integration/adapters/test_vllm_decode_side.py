@@ -19,7 +19,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from kvbridge.adapters.engine.prompts import DIGEST_BYTES, PromptDigest, rendezvous
-from kvbridge.adapters.vllm.rooms import offered_room, prompt_digest
+from kvbridge.adapters.vllm.rendezvous import offered_room, prompt_digest
 from tests.integration.adapters.fake_agent import squatter
 from tests.integration.adapters.world import BLOCK, HOOKS, World
 

@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.request import Request
 
-from kvbridge.adapters.vllm.rooms import has_media_hashes, prompt_digest
+from kvbridge.adapters.vllm.rendezvous import has_media_hashes, prompt_digest
 from tests.integration.adapters.world import HOOKS, World
 
 pytestmark = pytest.mark.vllm

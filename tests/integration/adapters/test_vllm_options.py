@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.adapters.vllm.options import Options
+from kvbridge.adapters.vllm.options import VLLMOptions
 from kvbridge.errors import OperatorError
 
 
 def test_reads_its_own_names_and_leaves_others_alone() -> None:
-    options = Options.read({"kvbridge_socket": "/run/a-{rank}.sock", "kvbridge_hold_s": 5, "backends": ["UCX"]})
-    assert options == Options(socket="/run/a-{rank}.sock", hold_s=5)
+    options = VLLMOptions.read({"kvbridge_socket": "/run/a-{rank}.sock", "kvbridge_hold_s": 5, "backends": ["UCX"]})
+    assert options == VLLMOptions(socket="/run/a-{rank}.sock", hold_s=5)
     assert options.socket_of(3) == "/run/a-3.sock"
-    assert Options.read({"kvbridge_agent_uids": [998, 0]}) == Options(agent_uids=(998, 0))
+    assert VLLMOptions.read({"kvbridge_agent_uids": [998, 0]}) == VLLMOptions(agent_uids=(998, 0))
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_reads_its_own_names_and_leaves_others_alone() -> None:
 )
 def test_refuses_what_it_cannot_mean(extra: dict[str, object], text: str) -> None:
     with pytest.raises(OperatorError, match=text):
-        Options.read(extra)
+        VLLMOptions.read(extra)

@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvbridge_proto.common import Rank
 from kvbridge_proto.engine import Directory, Offer, Released, Withdraw
-from kvbridge_proto.words import Rank
 
 from kvbridge.adapters.engine.conversation import GRACE_S
-from kvbridge.adapters.vllm.rooms import prompt_digest
+from kvbridge.adapters.vllm.rendezvous import prompt_digest
 from kvbridge.adapters.vllm.scheduler import COMPUTING_S
 from tests.integration.adapters.fake_agent import FakeAgent
 from tests.integration.adapters.world import HOOKS, World

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvbridge.adapters.vllm.block_tables import Kept, Tables
+from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
 from kvbridge.adapters.vllm.pressure import AGAIN_S, EASE_S, REST_S, Pressure
 
-TABLES = Tables((Kept(16, "full", 0), Kept(32, "full", 0)))  # 3 blocks for 32 tokens
+TABLES = GroupTables((Kept(16, "full", 0), Kept(32, "full", 0)))  # 3 blocks for 32 tokens
 
 
 def limits(at_once: int = 16) -> SimpleNamespace:

@@ -38,7 +38,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.vllm.connector import KVBridgeConnector
-from kvbridge.adapters.vllm.options import Options
+from kvbridge.adapters.vllm.options import VLLMOptions
 from kvbridge.adapters.vllm.scheduler import SchedulerSide
 from kvbridge.adapters.vllm.worker import WorkerSide
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
@@ -108,7 +108,7 @@ class World:
             block_size=BLOCK,
         )
         self.connector = self.scheduler.connector
-        options = Options.read(self.config.kv_transfer_config.kv_connector_extra_config)
+        options = VLLMOptions.read(self.config.kv_transfer_config.kv_connector_extra_config)
         self.connector.scheduler = SchedulerSide(self.config, self.cache, options, self.clock)
         self.connector.bind_gpu_block_pool(self.scheduler.kv_cache_manager.block_pool)
         self.aggregator = KVOutputAggregator(tp)
@@ -120,7 +120,7 @@ class World:
 
     def _worker(self, rank: int, tp: int) -> KVBridgeConnector:
         worker = KVBridgeConnector(self.config, KVConnectorRole.WORKER, self.cache)
-        options = Options.read(self.config.kv_transfer_config.kv_connector_extra_config)
+        options = VLLMOptions.read(self.config.kv_transfer_config.kv_connector_extra_config)
         worker.worker = WorkerSide(self.config, self.cache, options, self.clock, self.fence_of, fake_pidfd)
         return worker
 

@@ -24,9 +24,9 @@ import msgspec
 from kvbridge_proto.status import Status
 
 from kvbridge.demo.engine import Job
-from kvbridge.demo.pools import Request, Shape
+from kvbridge.demo.pools import DemoRequest, Shape
 from kvbridge.demo.processes import AgentProcess, EngineProcess, end
-from kvbridge.exchange.reading import LEASE_S
+from kvbridge.exchange.leases import LEASE_S
 from tests.integration.agent.rank import CALM_S, GONE, SEEDS
 
 QUIET_S = 10.0
@@ -75,7 +75,7 @@ class Side:
             rank=0,
             socket=str(self._folder / f"{role}.sock"),
             ranks=("tcp://127.0.0.1:1",),  # nobody asks the only rank of an engine where it is
-            requests=[Request(name="prompt", tokens=pair.scale.tokens)],
+            requests=[DemoRequest(name="prompt", tokens=pair.scale.tokens)],
             device=device,
         )
         command = [sys.executable, "-m", "tests.integration.agent.rank", msgspec.json.encode(job).decode()]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kvbridge_proto.common import OURS, Blocks, Rank
 from kvbridge_proto.engine import (
     Attach,
     Attached,
@@ -34,7 +35,6 @@ from kvbridge_proto.engine import (
 from kvbridge_proto.pool import Handle
 from kvbridge_proto.status import Status, StatusQuery
 from kvbridge_proto.stream import FRAME_FDS, StreamReader, pack
-from kvbridge_proto.words import OURS, Blocks, Rank
 
 from tests.integration.agent.nursery import Child, Nursery
 from tests.support.oracle import Held

@@ -9,18 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from kvbridge import cli
-from kvbridge.dataplane.attachment import Attachment
+from kvbridge.dataplane.attached import AttachedMemory
 
 
 def main() -> None:
     kept: list[Any] = []
-    make = Attachment.__init__
+    make = AttachedMemory.__init__
 
-    def held(self: Attachment, *parts: Any, **named: Any) -> None:
+    def held(self: AttachedMemory, *parts: Any, **named: Any) -> None:
         make(self, *parts, **named)
         kept.append((self, self.memory, self.fence))
 
-    Attachment.__init__ = held  # type: ignore[method-assign]
+    AttachedMemory.__init__ = held  # type: ignore[method-assign]
     cli.main()
 
 

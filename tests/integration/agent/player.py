@@ -15,7 +15,7 @@ from kvbridge.agent.peers import Peers
 from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.dataplane.routes.staged import Landing
 from kvbridge.exchange.route import Routed
-from kvbridge.exchange.session import Home, Session, answer, hello, welcome
+from kvbridge.exchange.session import AttachedEngine, Session, answer, hello, welcome
 from kvbridge.transport.trust import Trust
 from tests.integration.agent.wire import Wire
 from tests.unit.exchange.world import World
@@ -26,8 +26,8 @@ class Player:
 
     trust = Trust()
 
-    def __init__(self, home: Home) -> None:
-        self.home: Home | None = home
+    def __init__(self, home: AttachedEngine) -> None:
+        self.home: AttachedEngine | None = home
         self.wires: dict[str, Wire] = {}
         self.may_prove = asyncio.Event()
         self.proving: list[Landing] = []

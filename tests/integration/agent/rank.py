@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 import torch
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import READERS_S, Abandon, Done, Failed, Offer, Refused, Released, Want, Withdraw
 from kvbridge_proto.status import Status, StatusQuery
-from kvbridge_proto.words import Blocks
 
-from kvbridge.demo.engine import Job, Rejected, SyntheticEngine
-from kvbridge.demo.pools import POISON, Request, first_difference
+from kvbridge.demo.engine import Job, RequestRejected, SyntheticEngine
+from kvbridge.demo.pools import POISON, DemoRequest, first_difference
 
 CALM_S = 0.1  # how long nobody may have written when we look
 GONE = "connection_ended"
@@ -44,7 +44,7 @@ class Rank(SyntheticEngine):
         self.tokens, self.table = request.tokens, tuple(self.tables[request.name])
         self.wholes = [self._whole(msgspec.structs.replace(request, seed=seed), codec) for seed in range(SEEDS)]
 
-    def _whole(self, request: Request, codec: Any) -> list[torch.Tensor]:
+    def _whole(self, request: DemoRequest, codec: Any) -> list[torch.Tensor]:
         """All of our memory as it is with this prompt in it."""
         regions = [torch.full_like(region, POISON) for region in self.regions]
         for rows in self._rows(regions, request, codec):
@@ -157,7 +157,7 @@ class Rank(SyntheticEngine):
         """Wait until our agent's end is heard."""
         try:
             self.wait(lambda message: False)
-        except Rejected as error:
+        except RequestRejected as error:
             return {"is_gone": not self.client.is_connected, "reason": str(error)}
         raise AssertionError
 
@@ -186,7 +186,7 @@ class Rank(SyntheticEngine):
 
         try:
             message = self.wait(is_the_end)
-        except Rejected as error:
+        except RequestRejected as error:
             return (GONE if not self.client.is_connected else "silent"), str(error)
         if isinstance(message, Refused):
             return message.code, "; ".join(message.reasons)

@@ -5,37 +5,37 @@ from __future__ import annotations
 from itertools import count, islice, product
 from typing import Any
 
+from kvbridge_proto.common import Blocks, Rank
 from kvbridge_proto.engine import Failed, Want
 from kvbridge_proto.peer import Cancel, Claim, Drained
-from kvbridge_proto.words import Blocks, Rank
 
-from kvbridge.agent.dialling import MOST_NAMES
 from kvbridge.agent.journal import Journal
-from kvbridge.agent.lives import Lives
 from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.sink import Sink
-from kvbridge.exchange.inbound import Inbound
-from kvbridge.exchange.session import Home
+from kvbridge.agent.outgoing_peers import MOST_NAMES
+from kvbridge.agent.receiver_runner import ReceiverRunner
+from kvbridge.agent.request_records import RequestRecords
+from kvbridge.exchange.receiver import Receiver
+from kvbridge.exchange.session import AttachedEngine
 from kvbridge.exchange.slots import SlotPool
+from tests.integration.agent.order_taker import OrderTaker
 from tests.integration.agent.player import Player, knows, replace_struct, run, welcomed
-from tests.integration.agent.receiver import Receiver
 from tests.unit.exchange.world import NOTHING, World
 
 
-class Fetching(Player, Receiver):
+class Fetching(Player, OrderTaker):
     """A real sink, whose engine's requests bring whatever address their clients say."""
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: AttachedEngine) -> None:
         super().__init__(home)
-        Receiver.__init__(self)
+        OrderTaker.__init__(self)
         self.told: list[Any] = []
         numbers = count()
-        self.inbound = Inbound(SlotPool(4), lambda: f"t{next(numbers)}", lambda: next(numbers).to_bytes(16, "big"))
+        self.inbound = Receiver(SlotPool(4), lambda: f"t{next(numbers)}", lambda: next(numbers).to_bytes(16, "big"))
         dialling = self.peers.dialling
         clock = lambda: 0.0  # noqa: E731
         metrics = Metrics()
-        lives = Lives("sink", Journal(), metrics.lived)
-        self.sink = Sink(self.inbound, dialling, self, metrics, lives, self.told.append, clock)  # type: ignore[arg-type]
+        lives = RequestRecords("sink", Journal(), metrics.lived)
+        self.sink = ReceiverRunner(self.inbound, dialling, self, metrics, lives, self.told.append, clock)  # type: ignore[arg-type]
         self.sink.attached = NOTHING
         dialling.sink = self.sink
         self.may_prove.set()

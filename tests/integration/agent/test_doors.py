@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from kvbridge_proto.common import VersionRange
 from kvbridge_proto.engine import Attached, Decline, Detached, Done, Failed, Refused, Rescale, Rescaled, Scales
-from kvbridge_proto.words import VersionRange
 from msgspec.structs import replace
 
 from tests.integration.agent.harness import Client, SyntheticEngine, agent, is_at_rest, wait_for

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvbridge_proto.common import OURS
 from kvbridge_proto.engine import Attach, Attached, Done, Failed
 from kvbridge_proto.pool import Handle
-from kvbridge_proto.words import OURS
 
 from kvbridge.device.fence import EngineFence
 from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent

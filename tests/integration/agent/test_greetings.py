@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvbridge_proto.peer import PROBE_LANES, Cancel, Claim, Goodbye, Hello, Refuse, Welcome
 
-from kvbridge.agent.accepting import MOST_GREETINGS, TURN_S
+from kvbridge.agent.incoming_peers import MOST_GREETINGS, TURN_S
 from tests.integration.agent.player import Player, greeting, met, run, settle, welcomed
 from tests.integration.agent.wire import Wire
 from tests.unit.exchange.world import World

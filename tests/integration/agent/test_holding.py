@@ -10,7 +10,7 @@ from kvbridge_proto.engine import Computed, Expect, Held, Reclaim
 from kvbridge_proto.status import OfferStatus
 
 from kvbridge.commands.status import rendered
-from kvbridge.exchange.outbound import FRESH_S
+from kvbridge.exchange.sender import FRESH_S
 from tests.integration.agent.harness import AgentProcess, wait_for
 from tests.integration.agent.test_carry import Bench
 from tests.support.oracle import Shape

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from kvbridge_proto.codec import decode, encode
-from kvbridge_proto.peer import Cancel, Claim, Drained, Goodbye, Grant, Lease, Refuse
+from kvbridge_proto.peer import Cancel, Claim, Drained, Goodbye, Grant, Refuse, SlotLease
 from kvbridge_proto.status import PeerStatus, TransferStatus
 
 from kvbridge.agent.logs import PlainFormatter
-from kvbridge.agent.relations import Accepted
+from kvbridge.agent.peer_records import IncomingPeer
 from kvbridge.agent.status import peer_statuses, transfers
-from kvbridge.dataplane.mover import Mover
+from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.exchange.orders import Dropped, Malformed
 from kvbridge.exchange.session import Session, hello
@@ -46,7 +46,7 @@ async def claimed() -> tuple[Siege, Claim]:
     [
         Goodbye(reason="not mine to say"),
         Cancel(transfer="honest", code="aborted"),
-        Grant(transfer="honest", leases=(Lease(0, 1),)),
+        Grant(transfer="honest", leases=(SlotLease(0, 1),)),
     ],
     ids=lambda body: type(body).__name__,
 )
@@ -82,7 +82,7 @@ def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
     assert isinstance(session, Session)
     long = replace(session, verdict=Convertible(("x" * 1024,) * 33))
     link = SimpleNamespace(key="", address="a" * 256, says_by_pipe=False)
-    accepted = Accepted(link, long, Connected(session.routed, 1), hello(world.sinks[0].home))  # type: ignore[arg-type]
+    accepted = IncomingPeer(link, long, Connected(session.routed, 1), hello(world.sinks[0].home))  # type: ignore[arg-type]
     (status,) = peer_statuses((), [accepted], {}.get)
     assert decode(encode(status), PeerStatus) == status and len(status.verdict) == 4096
 
@@ -113,7 +113,7 @@ def test_a_name_that_is_a_line_of_its_own_forges_no_line() -> None:
 
 
 def test_a_notice_that_is_larger_than_any_is_not_unpacked() -> None:
-    mover = Mover(lambda: pytest.fail("not started"), "us", None, 1.0)  # type: ignore[arg-type]
+    mover = DataPlane(lambda: pytest.fail("not started"), "us", None, 1.0)  # type: ignore[arg-type]
     try:
         mover._notice(encode(NOTICE))
         assert mover.receiving.take_reports() == [Dropped(NOTICE.transfer, NOTICE.slot)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.agent.daemon import Agent
-from kvbridge.dataplane.mover import Mover
+from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.errors import OperatorError
 from kvbridge.options import AgentConfig
 from kvbridge.transport.lock import KERNEL, Lock
@@ -18,7 +18,7 @@ def test_the_lock_is_taken_before_the_fabric_is_there_and_kept_until_it_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     socket, heard = tmp_path / "a.sock", []
-    start, stop = Mover.start, Mover.stop
+    start, stop = DataPlane.start, DataPlane.stop
 
     def is_held() -> bool:
         try:
@@ -27,16 +27,16 @@ def test_the_lock_is_taken_before_the_fabric_is_there_and_kept_until_it_is_gone(
             return error.code == "socket_in_use"
         return False
 
-    async def started(self: Mover) -> None:
+    async def started(self: DataPlane) -> None:
         heard.append(is_held())
         await start(self)
 
-    async def stopped(self: Mover) -> None:
+    async def stopped(self: DataPlane) -> None:
         await stop(self)
         heard.append(is_held())
 
-    monkeypatch.setattr(Mover, "start", started)
-    monkeypatch.setattr(Mover, "stop", stopped)
+    monkeypatch.setattr(DataPlane, "start", started)
+    monkeypatch.setattr(DataPlane, "stop", stopped)
     agents = [lived(socket) for _ in range(2)]
     assert heard == [True] * 4 and not is_held()
     assert agents[1].before == {agents[0].boot}

@@ -14,8 +14,8 @@ import pytest
 from kvbridge_proto.status import SlotCounts
 
 from kvbridge.agent.journal import Journal
-from kvbridge.agent.lives import Life, Lives
 from kvbridge.agent.metrics import MAX_CODES, Gauges, Metrics
+from kvbridge.agent.request_records import RequestRecord, RequestRecords
 from tests.integration.agent.harness import wait_for
 from tests.integration.agent.test_carry import Bench
 from tests.integration.agent.test_journal import TABLE, TOKENS, WANTED
@@ -65,12 +65,12 @@ def test_peers_cannot_make_outcomes_without_end() -> None:
     assert len(outcomes) <= MAX_CODES + 4 and any("outcome=other" in each for each in outcomes)
 
 
-def lives(role: Any, most: int = 10) -> tuple[Lives, list[float], list[Life]]:
-    now, ended = [5.0], list[Life]()
-    return Lives(role, Journal(lambda: now[0]), ended.append, most), now, ended
+def lives(role: Any, most: int = 10) -> tuple[RequestRecords, list[float], list[RequestRecord]]:
+    now, ended = [5.0], list[RequestRecord]()
+    return RequestRecords(role, Journal(lambda: now[0]), ended.append, most), now, ended
 
 
-def stages(life: Life) -> dict[str, float]:
+def stages(life: RequestRecord) -> dict[str, float]:
     return {stage: round(ended_at - began_at, 3) for stage, began_at, ended_at in life.stages}
 
 

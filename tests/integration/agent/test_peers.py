@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+from kvbridge_proto.common import Rank
 from kvbridge_proto.peer import Hello, Probe
-from kvbridge_proto.words import Rank
 
 from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.metrics import Metrics

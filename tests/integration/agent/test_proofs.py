@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 from kvbridge_proto.peer import PROBE_LANES, Hello, Refuse, Welcome
 
-from kvbridge.agent.accepting import MOST_GREETINGS, TURN_S
 from kvbridge.agent.doors import NoDoors
+from kvbridge.agent.incoming_peers import MOST_GREETINGS, TURN_S
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
-from kvbridge.dataplane.equipment import Dock, Docks, Equipment
+from kvbridge.dataplane.awaits import Job, WaitWrite
+from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.jobs import Jobs
-from kvbridge.dataplane.mover import Mover
-from kvbridge.dataplane.receiving import Receiving
+from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
 from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.dataplane.routes.rate import PROBE_S
 from kvbridge.dataplane.routes.staged import Landing
-from kvbridge.dataplane.sending import Sending
-from kvbridge.dataplane.waiting import Job, WaitWrite
-from kvbridge.device.porter_cpu import CpuPorter
+from kvbridge.dataplane.send_orders import SendOrders
+from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.staging import Staging
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
@@ -44,15 +44,15 @@ class Network:
         self._stack = stack
         self.source = self.equipment("a")
 
-    def equipment(self, boot: str) -> Equipment:
+    def equipment(self, boot: str) -> Resources:
         fabric = LoopbackFabric(self.loopback, boot)
         self._stack.callback(fabric.close)
         inbound, outbound = (self._stack.enter_context(Staging.pageable(SLOT_BYTES, 1)) for _ in range(2))
         fabric.register(inbound.base, inbound.size_bytes)
         fabric.register(outbound.base, outbound.size_bytes, is_target=False)
-        dock = Dock(boot, inbound, outbound, fabric, CpuPorter())
-        docks = Docks(dock, None, Site(dock.card()), ExitStack())
-        return Equipment(CpuPorter(), docks.site, lambda _: docks, ExitStack(), docks)
+        dock = StagingEndpoint(boot, inbound, outbound, fabric, CpuBlockCopier())
+        docks = StagingEndpoints(dock, None, Site(dock.card()), ExitStack())
+        return Resources(CpuBlockCopier(), docks.site, lambda _: docks, ExitStack(), docks)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def network() -> Iterator[Network]:
 @asynccontextmanager
 async def proving(network: Network, world: World) -> Any:
     player = Player(replace(world.sources[0].home, site=network.source.site))
-    mover = Mover(lambda: network.source, "a", player, 1.0)
+    mover = DataPlane(lambda: network.source, "a", player, 1.0)
     await mover.start()
     player.peers = Peers(player, mover, lambda: player.home, Metrics(), 5.0, NoDoors())
     player.peers.dialling.sink = player.peers.accepting.source = player
@@ -113,7 +113,7 @@ def resumed(network: Network, job: Job) -> WaitWrite | None:
 
 def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_meanwhile(network: Network) -> None:
     heard: list[Any] = []
-    jobs = Jobs(network.source, "a", Sending(0), Receiving(), 1.0)
+    jobs = Jobs(network.source, "a", SendOrders(0), ReceiveOrders(), 1.0)
     slow = network.equipment("slow")
     network.loopback.stall("slow")
     first = jobs.connect(Landing("slow", slow.site, 3), lambda found, error: heard.append(found or error))
@@ -139,7 +139,7 @@ def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_me
     except StopIteration:
         pass
     routed: Routed = heard[-1].routed
-    assert Jobs(slow, "slow", Sending(0), Receiving(), 1.0).is_proved(routed.route, 3, routed.probe)
+    assert Jobs(slow, "slow", SendOrders(0), ReceiveOrders(), 1.0).is_proved(routed.route, 3, routed.probe)
     assert len(network.source.dock.lanes) == PROBE_LANES, "all were given back"
 
 

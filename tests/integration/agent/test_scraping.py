@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 
 from kvbridge.agent import scraping
 from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.relations import Dialled
+from kvbridge.agent.peer_records import OutgoingPeer
 from kvbridge.agent.scraping import AT_ONCE, KEPT_S, serve
 from kvbridge.errors import OperatorError
 from kvbridge.exchange.session import SessionState
@@ -159,7 +159,7 @@ def test_who_asks_while_it_is_being_made_gets_that_very_page(monkeypatch: pytest
 def test_sessions_may_come_and_go_while_they_are_counted() -> None:
     peers = Player(World().sinks[0].home).peers
     sessions, ends = peers.dialling.sessions, time.monotonic() + 0.5
-    dialled = [Dialled(str(number), Wire(str(number), is_dialled=True)) for number in range(300)]  # type: ignore[arg-type]
+    dialled = [OutgoingPeer(str(number), Wire(str(number), is_dialled=True)) for number in range(300)]  # type: ignore[arg-type]
 
     def come_and_go() -> None:
         while time.monotonic() < ends:
@@ -178,7 +178,7 @@ def test_sessions_may_come_and_go_while_they_are_counted() -> None:
         coming.join()
         sys.setswitchinterval(before)
     for number, state in enumerate(SessionState):
-        sessions[str(number)] = Dialled(str(number), Wire(str(number)), state=state)  # type: ignore[arg-type]
+        sessions[str(number)] = OutgoingPeer(str(number), Wire(str(number)), state=state)  # type: ignore[arg-type]
     assert [peers.count_dialled(state) for state in SessionState] == [1] * len(SessionState)
 
 

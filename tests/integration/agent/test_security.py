@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from kvbridge_proto.engine import Done, Failed
 
-from kvbridge.agent.dialling import MOST_NAMES
+from kvbridge.agent.outgoing_peers import MOST_NAMES
 from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent, wait_for
 from tests.support.oracle import Shape, build, fill, mismatch
 

@@ -18,7 +18,7 @@ from kvbridge_proto.status import TraceEntry
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.resources import Resource
 
-from kvbridge.agent.lives import Life
+from kvbridge.agent.request_records import RequestRecord
 from kvbridge.agent.spans import MOST_WAITING, Spans, spans_of
 from kvbridge.errors import OperatorError
 from tests.integration.agent.harness import wait_for
@@ -141,8 +141,8 @@ def test_requests_go_on_where_nobody_takes_spans(tmp_path: Path) -> None:
             assert sink.agent.stop() == 0 and time.monotonic() - began < 10
 
 
-def life(traceparent: str = "") -> Life:
-    made = Life("sink", traceparent=traceparent)
+def life(traceparent: str = "") -> RequestRecord:
+    made = RequestRecord("sink", traceparent=traceparent)
     for at_s, what in ((1.0, "wanted"), (1.5, "claimed"), (2.0, "done")):
         made.add(TraceEntry(at_s=at_s, what=what, request="r", room="room"))
     return made

@@ -100,7 +100,7 @@ def test_ends_with_where_each_thread_stood(tmp_path: Path, systemd: Systemd) -> 
     with agent(tmp_path, "a") as running:
         running.process.send_signal(signal.SIGABRT)
         running.process.wait(10)
-        assert "Fatal Python error: Aborted" in running.text() and "mover.py" in running.text()
+        assert "Fatal Python error: Aborted" in running.text() and "data_plane.py" in running.text()
 
 
 def test_knows_who_listens() -> None:

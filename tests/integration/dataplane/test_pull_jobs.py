@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import pytest
 
-from kvbridge.dataplane.mover import Mover
-from kvbridge.dataplane.receiving import Receiving
-from kvbridge.dataplane.routes.pull import Pulling
-from kvbridge.dataplane.waiting import Job, WaitKernels, WaitMove, WaitRoom
-from kvbridge.device.porter import Compiling, Moved
+from kvbridge.dataplane.awaits import Job, WaitCopier, WaitKernels, WaitMove
+from kvbridge.dataplane.data_plane import DataPlane
+from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.dataplane.routes.pull import PullRoute
+from kvbridge.device.copier import Compiling, Moved
 from kvbridge.errors import EngineError
+from kvbridge.exchange.leases import ReadLease
 from kvbridge.exchange.orders import Pulled
-from kvbridge.exchange.reading import Lease
 
 WHOSE = ("boot", 1, "")
 
@@ -38,8 +38,8 @@ class FullPorter:
 
 
 @pytest.fixture
-def told() -> Receiving:
-    return Receiving()
+def told() -> ReceiveOrders:
+    return ReceiveOrders()
 
 
 @pytest.fixture
@@ -48,16 +48,16 @@ def porter() -> FullPorter:
 
 
 @pytest.fixture
-def lease() -> Lease:
-    lease = Lease(0.0)
+def lease() -> ReadLease:
+    lease = ReadLease(0.0)
     lease.answered(0)
     return lease
 
 
 @pytest.fixture
-def job(told: Receiving, porter: FullPorter, lease: Lease) -> Job:
+def job(told: ReceiveOrders, porter: FullPorter, lease: ReadLease) -> Job:
     equipment: Any = SimpleNamespace(porter=porter)
-    pulling = Pulling(equipment, lambda *args: None, told, 30.0, lambda: 0.0)
+    pulling = PullRoute(equipment, lambda *args: None, told, 30.0, lambda: 0.0)
     pulling._peers[WHOSE] = cast(Any, object()), lambda: None
     plan = SimpleNamespace(chunk=lambda index: index)
     pull: Any = SimpleNamespace(
@@ -79,9 +79,9 @@ def job(told: Receiving, porter: FullPorter, lease: Lease) -> Job:
     return pulling.pull(pull, attachment)
 
 
-def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: Receiving) -> None:
+def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: ReceiveOrders) -> None:
     job.send(None)  # the fence
-    assert isinstance(job.send(None), WaitRoom)
+    assert isinstance(job.send(None), WaitCopier)
     waits = job.throw(EngineError("engine_left", "the engine left"))
     assert waits == WaitMove(1) and not told.take_reports()
     with pytest.raises(StopIteration):
@@ -90,10 +90,10 @@ def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: Receiving)
 
 
 def test_a_read_whose_kernels_are_new_is_begun_once_they_are_compiled(
-    job: Job, told: Receiving, porter: FullPorter
+    job: Job, told: ReceiveOrders, porter: FullPorter
 ) -> None:
     porter.is_compiled = False
-    mover = Mover(lambda: cast(Any, None), "us", cast(Any, None), 30.0)
+    mover = DataPlane(lambda: cast(Any, None), "us", cast(Any, None), 30.0)
     mover._resume(job, None)
     ((wait, waiting),) = mover._fenced
     assert isinstance(wait, WaitKernels) and waiting is job and not wait.is_over and not porter.begun
@@ -101,11 +101,11 @@ def test_a_read_whose_kernels_are_new_is_begun_once_they_are_compiled(
     mover._fenced.clear()
     mover._go_on(job, lambda: job.send(None))
     ((wait, _),) = mover._fenced
-    assert isinstance(wait, WaitRoom) and porter.begun == 1 and not told.take_reports()
+    assert isinstance(wait, WaitCopier) and porter.begun == 1 and not told.take_reports()
 
 
 def test_a_transfer_that_ends_while_its_kernels_are_compiled_reads_nothing(
-    job: Job, told: Receiving, porter: FullPorter, lease: Lease
+    job: Job, told: ReceiveOrders, porter: FullPorter, lease: ReadLease
 ) -> None:
     porter.is_compiled = False
     job.send(None)  # the fence
@@ -118,7 +118,9 @@ def test_a_transfer_that_ends_while_its_kernels_are_compiled_reads_nothing(
     ]
 
 
-def test_kernels_that_are_not_compiled_in_time_cost_the_transfer(job: Job, told: Receiving, porter: FullPorter) -> None:
+def test_kernels_that_are_not_compiled_in_time_cost_the_transfer(
+    job: Job, told: ReceiveOrders, porter: FullPorter
+) -> None:
     porter.is_compiled = False
     job.send(None)
     wait = job.send(None)
@@ -128,11 +130,11 @@ def test_kernels_that_are_not_compiled_in_time_cost_the_transfer(job: Job, told:
     assert [each.failure for each in told.take_reports()] == [("not_compiled", "kernels were not compiled in time")]
 
 
-def test_the_mover_goes_on_with_a_job_that_waits_on_after_an_error(job: Job, told: Receiving) -> None:
-    mover = Mover(lambda: cast(Any, None), "us", cast(Any, None), 30.0)
+def test_the_mover_goes_on_with_a_job_that_waits_on_after_an_error(job: Job, told: ReceiveOrders) -> None:
+    mover = DataPlane(lambda: cast(Any, None), "us", cast(Any, None), 30.0)
     mover._resume(job, None)
     ((wait, waiting),) = mover._fenced
-    assert isinstance(wait, WaitRoom) and waiting is job
+    assert isinstance(wait, WaitCopier) and waiting is job
     mover._end_waits(lambda wait: True, EngineError("engine_left", "the engine left"))
     assert mover._moving == {1: job} and not mover._fenced and not told.take_reports()
     mover._resume(mover._moving.pop(1), Moved(1))

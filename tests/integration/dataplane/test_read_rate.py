@@ -12,11 +12,11 @@ import pytest
 import torch
 from kvbridge_kernels.segment import Span
 
-from kvbridge.dataplane.receiving import Receiving
-from kvbridge.dataplane.routes.pull import Pulling, read_rate
+from kvbridge.dataplane.awaits import Job, WaitMove
+from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.dataplane.routes.pull import PullRoute, read_rate
 from kvbridge.dataplane.routes.rate import MOST_ROUNDS, ROUNDS, SLOW_BYTES_PER_S, is_slow
-from kvbridge.dataplane.waiting import Job, WaitMove
-from kvbridge.device.porter import Moved
+from kvbridge.device.copier import Moved
 from kvbridge.errors import EngineError
 from kvbridge.exchange.route import Rate
 
@@ -88,7 +88,7 @@ class Opening:
     def __init__(self) -> None:
         porter = SimpleNamespace(copy=self._copy, is_using=lambda memory: False, forget=lambda memory: None)
         equipment: Any = SimpleNamespace(scratch=SCRATCH, porter=porter)
-        self.pulling = Pulling(equipment, lambda hear, *args: hear(*args), Receiving(), 30.0, lambda: 0.0)
+        self.pulling = PullRoute(equipment, lambda hear, *args: hear(*args), ReceiveOrders(), 30.0, lambda: 0.0)
         self.closed: list[Peers] = []
         self.found: list[tuple[Rate | None, Exception | None]] = []
 

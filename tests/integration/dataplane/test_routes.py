@@ -14,19 +14,19 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
-from kvbridge_proto.peer import DeviceCard, Lease, Probe
+from kvbridge_proto.peer import DeviceCard, Probe, SlotLease
 
-from kvbridge.dataplane.attachment import KEPT, Attachment, Word
-from kvbridge.dataplane.equipment import Dock, Docks, Equipment
+from kvbridge.dataplane.attached import KEPT, AttachedMemory, EngineLiveness
+from kvbridge.dataplane.awaits import Job, WaitEngineHeard, WaitFence, WaitMove, WaitWrite
+from kvbridge.dataplane.data_plane import SEND_S, DataPlane
 from kvbridge.dataplane.jobs import Jobs
-from kvbridge.dataplane.mover import SEND_S, Mover
-from kvbridge.dataplane.receiving import Receiving
+from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
 from kvbridge.dataplane.routes.choice import Connected, pattern, prove
 from kvbridge.dataplane.routes.staged import Landing, Target
-from kvbridge.dataplane.sending import Sending
-from kvbridge.dataplane.waiting import Job, WaitFence, WaitMove, WaitWord, WaitWrite
-from kvbridge.device.porter import Compiling, DeviceLost
-from kvbridge.device.porter_cpu import CpuPorter
+from kvbridge.dataplane.send_orders import SendOrders
+from kvbridge.device.copier import Compiling, DeviceLost
+from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.staging import Staging
 from kvbridge.errors import FabricError
 from kvbridge.exchange.orders import Credit, Progress, SendOrder
@@ -40,7 +40,7 @@ from tests.support.oracle import Shape, build
 SLOT_BYTES = 1 << 20
 
 
-class Busy(CpuPorter):
+class Busy(CpuBlockCopier):
     """A GPU that never finishes."""
 
     def is_using(self, pool: object) -> bool:
@@ -55,7 +55,7 @@ class Agents:
         self.stack = stack
         self.source, self.sink = self.equipment("a", vram), self.equipment("b", vram)
 
-    def equipment(self, boot: str, vram: bool) -> Equipment:
+    def equipment(self, boot: str, vram: bool) -> Resources:
         docks = [self.dock(boot)] + ([self.dock(f"{boot}.host")] if vram else [])
         cards = [dock.card() for dock in docks]
         device = None
@@ -63,16 +63,16 @@ class Agents:
             cards[0] = _vram(cards[0])
             device = DeviceCard(machine="m", uuid="GPU-none", payload=bytes(64))
         site = Site(cards[0], cards[1] if vram else None, device)
-        ours = Docks(docks[0], docks[1] if vram else None, site, ExitStack())
-        return Equipment(CpuPorter(), site, lambda _: ours, ExitStack(), ours)
+        ours = StagingEndpoints(docks[0], docks[1] if vram else None, site, ExitStack())
+        return Resources(CpuBlockCopier(), site, lambda _: ours, ExitStack(), ours)
 
-    def dock(self, name: str) -> Dock:
+    def dock(self, name: str) -> StagingEndpoint:
         fabric = LoopbackFabric(self.network, name)
         staging = [self.stack.enter_context(Staging.pageable(SLOT_BYTES, 2)) for _ in range(2)]
         self.stack.callback(fabric.close)
         fabric.register(staging[0].base, staging[0].size_bytes)
         fabric.register(staging[1].base, staging[1].size_bytes, is_target=False)
-        return Dock(name, staging[0], staging[1], fabric, CpuPorter())
+        return StagingEndpoint(name, staging[0], staging[1], fabric, CpuBlockCopier())
 
     def landing(self, lane: int = 3) -> Landing:
         return Landing("b", self.sink.site, lane)
@@ -90,7 +90,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def run(equipment: Equipment, job: Any) -> Any:
+def run(equipment: Resources, job: Any) -> Any:
     """Drive a generator as the mover does; what it returns."""
     answer = None
     while True:
@@ -114,7 +114,7 @@ def proved(agents: Agents, clock: Callable[[], float] = time.monotonic, **site: 
 
 
 def is_there(agents: Agents, routed: Routed) -> bool:
-    jobs = Jobs(agents.sink, "b", Sending(0), Receiving(), 1.0)
+    jobs = Jobs(agents.sink, "b", SendOrders(0), ReceiveOrders(), 1.0)
     assert routed.probe is not None
     return jobs.is_proved(routed.route, routed.probe.lane, routed.probe)
 
@@ -179,7 +179,7 @@ def test_says_what_stood_against_every_route(stack: ExitStack) -> None:
 
 def test_an_old_target_that_ends_late_does_not_cut_the_new_one(stack: ExitStack) -> None:
     agents = Agents(stack)
-    jobs = Jobs(agents.source, "a", Sending(0), Receiving(), 1.0)
+    jobs = Jobs(agents.source, "a", SendOrders(0), ReceiveOrders(), 1.0)
     heard: list[Any] = []
 
     def connected() -> Connected:
@@ -219,10 +219,10 @@ def test_memory_is_not_let_go_of_while_a_kernel_may_run(stack: ExitStack) -> Non
     busy = replace(agents.source, porter=Busy())
 
     async def story() -> None:
-        mover = Mover(lambda: busy, "a", Ears(), 1.0, stuck_s=0.05, end=ended)
+        mover = DataPlane(lambda: busy, "a", Ears(), 1.0, stuck_s=0.05, end=ended)
         await mover.start()
         with attached(build(Shape())) as (_, pool), pytest.raises(Ended, match="has not finished"):
-            await mover.let_go(Attachment(1, pool, None))
+            await mover.let_go(AttachedMemory(1, pool, None))
         await mover.stop()
 
     asyncio.run(story())
@@ -240,20 +240,20 @@ def test_a_mover_that_has_died_proves_nothing(stack: ExitStack) -> None:
         raise RuntimeError("broken on purpose")
 
     async def story() -> None:
-        mover = Mover(lambda: agents.source, "a", Broken(), 1.0)
+        mover = DataPlane(lambda: agents.source, "a", Broken(), 1.0)
         await mover.start()
         with attached(build(Shape())) as (_, pool):
-            assert await mover.let_go(Attachment(1, pool, None))
+            assert await mover.let_go(AttachedMemory(1, pool, None))
             mover._put(fail)
             await asyncio.to_thread(mover._thread.join)
-            assert not await mover.let_go(Attachment(2, pool, None))
+            assert not await mover.let_go(AttachedMemory(2, pool, None))
         await mover.stop()
 
     asyncio.run(asyncio.wait_for(story(), 20))
     assert died.is_set()
 
 
-class Slow(CpuPorter):
+class Slow(CpuBlockCopier):
     """Getting ready takes as long as a test likes."""
 
     def __init__(self) -> None:
@@ -270,11 +270,11 @@ def test_nothing_more_is_made_ready_for_an_engine_that_leaves(stack: ExitStack) 
     agents, slow = Agents(stack), Slow()
 
     async def story() -> None:
-        mover = Mover(lambda: replace(agents.source, porter=slow), "a", Ears(), 1.0)
+        mover = DataPlane(lambda: replace(agents.source, porter=slow), "a", Ears(), 1.0)
         await mover.start()
         with attached(build(Shape())) as (_, pool), attached(build(Shape())) as (_, next_pool):
             parts = Planner(pool.pool, pool.pool).samples(SLOT_BYTES, is_source=True)
-            before = Attachment(1, pool, None)
+            before = AttachedMemory(1, pool, None)
             mover.warm(before, parts * 3)
             now = replace(before, epoch=2)  # its scales changed
             mover.warm(now, parts * 3)
@@ -286,7 +286,7 @@ def test_nothing_more_is_made_ready_for_an_engine_that_leaves(stack: ExitStack) 
             slow.go_on.set()
             await leaving
             assert slow.warmed == [pool]
-            mover.warm(Attachment(3, next_pool, None), parts)
+            mover.warm(AttachedMemory(3, next_pool, None), parts)
             await mover._call(lambda: None)  # the thread is through with what came before
             assert slow.warmed == [pool] + [next_pool] * len(parts)
         await mover.stop()
@@ -294,7 +294,7 @@ def test_nothing_more_is_made_ready_for_an_engine_that_leaves(stack: ExitStack) 
     asyncio.run(asyncio.wait_for(story(), 20))
 
 
-class Lengthy(CpuPorter):
+class Lengthy(CpuBlockCopier):
     """Each gather takes longer than the mover gathers for at a time."""
 
     def __init__(self) -> None:
@@ -312,7 +312,7 @@ def test_a_chunk_leaves_before_the_next_one_is_gathered(stack: ExitStack) -> Non
     """On a CPU to begin a gather is to do it: with slots for all of a transfer nothing else would have its turn."""
     agents, porter = Agents(stack), Lengthy()
     target, _ = proved(agents)
-    mover = Mover(lambda: replace(agents.source, porter=porter), "a", Ears(), 1.0, clock=lambda: porter.now)
+    mover = DataPlane(lambda: replace(agents.source, porter=porter), "a", Ears(), 1.0, clock=lambda: porter.now)
     mover._open()
     mover._say = lambda: None  # type: ignore[method-assign]
     post = target.dock.fabric.write
@@ -322,13 +322,13 @@ def test_a_chunk_leaves_before_the_next_one_is_gathered(stack: ExitStack) -> Non
         return post(*args)
 
     plan: Any = SimpleNamespace(chunks=2, chunk=lambda index: SimpleNamespace(size_bytes=SLOT_BYTES))
-    attachment: Any = SimpleNamespace(epoch=1, memory=None, word=Word(0.0), has_reached=lambda count: True)
+    attachment: Any = SimpleNamespace(epoch=1, memory=None, word=EngineLiveness(0.0), has_reached=lambda count: True)
     mover._jobs._targets["b"] = target
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(target.dock.fabric, "write", write)
         mover.give(SendOrder("t", "r", "b", plan, b"", 1, "xxh3"), attachment)
         mover.give(Progress("t", {}, 2, 0), attachment)
-        mover.give(Credit("t", (Lease(0, 1), Lease(1, 1))), attachment)
+        mover.give(Credit("t", (SlotLease(0, 1), SlotLease(1, 1))), attachment)
         mover._do_tasks()
         for _ in range(3):
             mover._poll(mover._at_work)
@@ -336,7 +336,7 @@ def test_a_chunk_leaves_before_the_next_one_is_gathered(stack: ExitStack) -> Non
     os.close(mover._wake)
 
 
-class New(CpuPorter):
+class New(CpuBlockCopier):
     """The kernels of one engine's gathers are compiled for as long as a test likes."""
 
     def __init__(self, engine: object) -> None:
@@ -354,16 +354,18 @@ class New(CpuPorter):
 def test_what_needs_new_kernels_keeps_nobody_else_waiting(stack: ExitStack) -> None:
     agents, porter = Agents(stack), New("new")
     target, _ = proved(agents)
-    mover = Mover(lambda: replace(agents.source, porter=porter), "a", Ears(), 1.0, clock=lambda: 0.0)
+    mover = DataPlane(lambda: replace(agents.source, porter=porter), "a", Ears(), 1.0, clock=lambda: 0.0)
     mover._open()
     mover._say = lambda: None  # type: ignore[method-assign]
     mover._jobs._targets["b"] = target
     plan: Any = SimpleNamespace(chunks=1, chunk=lambda index: SimpleNamespace(size_bytes=SLOT_BYTES))
     for slot, engine in enumerate(("new", "known")):
-        attachment: Any = SimpleNamespace(epoch=1, memory=engine, word=Word(0.0), has_reached=lambda count: True)
+        attachment: Any = SimpleNamespace(
+            epoch=1, memory=engine, word=EngineLiveness(0.0), has_reached=lambda count: True
+        )
         mover.give(SendOrder(engine, "r", "b", plan, b"", 1, "xxh3"), attachment)
         mover.give(Progress(engine, {}, 1, 0), attachment)
-        mover.give(Credit(engine, (Lease(slot, 1),)), attachment)
+        mover.give(Credit(engine, (SlotLease(slot, 1),)), attachment)
     mover._do_tasks()
     mover._poll(mover._at_work)
     assert porter.gathered == ["known"]
@@ -385,17 +387,17 @@ def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
     ended: list[str] = []
     chunk: Any = None
 
-    def job(attachment: Attachment, deadline: float) -> Job:
+    def job(attachment: AttachedMemory, deadline: float) -> Job:
         try:
             yield WaitFence(attachment, 7, deadline, chunk)
         except Exception as error:
             ended.append(error.code)
 
     async def story() -> None:
-        mover = Mover(lambda: agents.source, "a", Ears(), 1.0)
+        mover = DataPlane(lambda: agents.source, "a", Ears(), 1.0)
         await mover.start()
         with attached(build(Shape())) as (_, pool):
-            attachment = Attachment(1, pool, Never())
+            attachment = AttachedMemory(1, pool, Never())
             mover._put(lambda: mover._resume(job(attachment, 0.0), None))
             mover._put(lambda: mover._resume(job(attachment, 1e12), None))
             while not ended:  # noqa: ASYNC110 - the mover's thread ends it
@@ -410,14 +412,14 @@ def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
 def test_docks_of_before_are_kept_while_they_write_and_refused_when_they_are_too_many(stack: ExitStack) -> None:
     agents = Agents(stack)
     before = agents.source.current
-    made: list[Docks] = []
+    made: list[StagingEndpoints] = []
 
-    def make(number: int) -> Docks:
+    def make(number: int) -> StagingEndpoints:
         dock = agents.dock(f"a.{number}")
-        made.append(Docks(dock, None, Site(dock.card()), ExitStack()))
+        made.append(StagingEndpoints(dock, None, Site(dock.card()), ExitStack()))
         return made[-1]
 
-    equipment = Equipment(CpuPorter(), before.site, make, ExitStack(), before)
+    equipment = Resources(CpuBlockCopier(), before.site, make, ExitStack(), before)
     equipment.join(before.dock, "b", agents.sink.dock.fabric.descriptor())
     address = before.dock.outbound.address(0), agents.sink.dock.inbound.address(0)
     before.dock.fabric.write("b", *address, 64, b"", deadline=1e9)
@@ -465,15 +467,15 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
             attachment.word.withdrew("r", withdrawn_at)
             attachment.word.heard_at = heard
 
-    jobs = Jobs(Agents(stack).source, "a", Sending(0), Receiving(), 1.0, lambda: 100.0)
+    jobs = Jobs(Agents(stack).source, "a", SendOrders(0), ReceiveOrders(), 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
-    attachment = Attachment(1, pool, None, Word(heard_at))
+    attachment = AttachedMemory(1, pool, None, EngineLiveness(heard_at))
     story = jobs._taken_back(attachment, "r", asked_at=99.0)
     if withdrawn_at < 100:
         withdraw()
     try:
         wait = next(story)
-        assert isinstance(wait, WaitWord) and heard_at < 99.5 and not wait.is_over
+        assert isinstance(wait, WaitEngineHeard) and heard_at < 99.5 and not wait.is_over
         attachment.word.heard_at = 99.99
         assert not wait.is_over
         if withdrawn_at > 100:
@@ -487,7 +489,7 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
 
 
 def test_a_withdrawal_of_another_request_changes_nothing() -> None:
-    word = Word(99.1)
+    word = EngineLiveness(99.1)
     word.withdrew("other", 99.2)
     assert not word.has_withdrawn("r", since=99.0, before=99.5)
     word.withdrew("r", 99.3)
@@ -496,7 +498,7 @@ def test_a_withdrawal_of_another_request_changes_nothing() -> None:
 
 
 def test_withdrawals_that_are_not_kept_may_have_been_any() -> None:
-    word = Word(99.1)
+    word = EngineLiveness(99.1)
     word.withdrew("r", 99.2)
     for i in range(KEPT):
         word.withdrew(f"other{i}", 99.3)
@@ -506,7 +508,7 @@ def test_withdrawals_that_are_not_kept_may_have_been_any() -> None:
 
 
 def test_the_same_request_withdrawn_twice_may_have_been_taken_back_by_the_first() -> None:
-    word = Word(99.1)
+    word = EngineLiveness(99.1)
     word.withdrew("r", 99.2)
     word.heard_at = 99.8
     word.withdrew("r", 99.9)
@@ -515,27 +517,27 @@ def test_the_same_request_withdrawn_twice_may_have_been_taken_back_by_the_first(
 
 def test_who_has_left_is_not_waited_for(stack: ExitStack) -> None:
     """What was being read when it died may end after everybody has let go of it: its sink waits for that end."""
-    jobs = Jobs(Agents(stack).source, "a", Sending(0), Receiving(), 1.0, lambda: 100.0)
+    jobs = Jobs(Agents(stack).source, "a", SendOrders(0), ReceiveOrders(), 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
     with pytest.raises(StopIteration) as ended:
-        next(jobs._taken_back(Attachment(1, pool, None, Word(99.9, has_left=True)), "r", asked_at=99.0))
+        next(jobs._taken_back(AttachedMemory(1, pool, None, EngineLiveness(99.9, has_left=True)), "r", asked_at=99.0))
     assert ended.value.value[0] == "engine_left"
 
 
 def test_a_porter_that_cannot_be_closed_keeps_no_fabric_open() -> None:
     closed: list[str] = []
 
-    def docks(name: str) -> Docks:
+    def docks(name: str) -> StagingEndpoints:
         closing = ExitStack()
         closing.callback(closed.append, name)
-        return Docks(None, None, None, closing)  # type: ignore[arg-type]
+        return StagingEndpoints(None, None, None, closing)  # type: ignore[arg-type]
 
     def lost() -> None:
         raise DeviceLost("the GPU is gone")
 
     closing = ExitStack()
     closing.callback(lost)
-    equipment = Equipment(CpuPorter(), None, lambda _: docks("second"), closing, docks("first"))  # type: ignore[arg-type]
+    equipment = Resources(CpuBlockCopier(), None, lambda _: docks("second"), closing, docks("first"))  # type: ignore[arg-type]
     equipment.switch(docks("second"))
     with pytest.raises(DeviceLost):
         equipment.close()

@@ -16,9 +16,9 @@ from kvbridge_proto.status import SlotCounts
 from msgspec.structs import replace as replace_struct
 
 from kvbridge.agent.rebuild import Patience
-from kvbridge.dataplane.equipment import equip
+from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.linger import TIMER_SLACK_NS
-from kvbridge.dataplane.mover import Mover
+from kvbridge.dataplane.resources import equip
 from kvbridge.dataplane.routes.choice import may_be_written, to_be_read
 from kvbridge.errors import FabricError, OperatorError
 from kvbridge.exchange.route import Routed, Site
@@ -264,7 +264,7 @@ class Equipped:
             return real(number)
 
         self.equipment._make = docks
-        self.mover = Mover(lambda: self.equipment, "boot", self, 5.0)  # type: ignore[arg-type]
+        self.mover = DataPlane(lambda: self.equipment, "boot", self, 5.0)  # type: ignore[arg-type]
 
     def on_staged(self, site: Site) -> None:
         self.made.append(site)

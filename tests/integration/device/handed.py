@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from kvbridge_kernels.pull_recipe import PullChunk
+from kvbridge_kernels.prepared_pull import PlacedPull
 from kvbridge_kernels.pull_ref import pull as pull_on_cpu
 from kvbridge_kernels.tables import Work
 from kvbridge_proto.codec import decode, encode
@@ -29,7 +29,7 @@ from kvbridge.device.pulls import Pulls
 from kvbridge.device.sharing import SharedHandles
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
-from kvbridge.transport.door import Door, Shared
+from kvbridge.transport.door import MemoryDoor, Shared
 from kvbridge.transport.lock import Lock
 from tests.support.carried import Mapped
 from tests.support.oracle import Shape, block_table, fill, tables_of, tail_of
@@ -42,7 +42,7 @@ HND64 = Shape(layout="hnd", layers=2, block_tokens=64, blocks=6, key_width=16, v
 PACKED = Shape(layout="packed", layers=2, block_tokens=8, blocks=48, key_width=16, value_width=16)
 FP8 = Shape(layout="hnd", layers=2, block_tokens=32, blocks=12, key_width=16, value_width=16, codec="fp8_e4m3")
 SHAPES = {"nhd16": NHD16, "hnd64": HND64, "packed": PACKED, "fp8": FP8}
-PullRows = Callable[[PullChunk, "torch.Tensor | None", Work], None]
+PullRows = Callable[[PlacedPull, "torch.Tensor | None", Work], None]
 
 
 class Sender:
@@ -126,7 +126,7 @@ async def _serve(path: str, name: str, device: str, slack_bytes: str) -> None:
         tensors, handles, fds = stack.enter_context(shared_on(held, device, int(slack_bytes)))
         kept = stack.enter_context(SharedHandles.keep(handles, fds))
         lock = stack.enter_context(contextlib.closing(Lock(path, "0123456789abcdef")))
-        async with Door(lock) as door:
+        async with MemoryDoor(lock) as door:
             door.share(Shared(1, kept.handles, kept.fds))
             serving = asyncio.create_task(door.serve())
             sessions = 0

@@ -12,9 +12,9 @@ from kvbridge_kernels.pull_ref import pull as pull_rows
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 
+from kvbridge.device.copier import Moved
+from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.memory import AttachedPool
-from kvbridge.device.porter import Moved
-from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.pulls import Pulls
 from kvbridge.geometry.plan import Chunk, Move, Part, Plan
 from kvbridge.geometry.tokens import BlockTable
@@ -57,7 +57,7 @@ def pull(
 
 def gather(pool: AttachedPool, moves: Sequence[Move], slot: torch.Tensor, kind: str = "xxh3") -> int:
     """Fill the slot; its digest."""
-    porter = CpuPorter()
+    porter = CpuBlockCopier()
     ticket = porter.gather(pool, Moves(moves), Span(slot.data_ptr(), slot.numel()), kind)
     (moved,) = porter.poll()
     assert (moved.ticket, moved.failure) == (ticket, None)
@@ -68,7 +68,7 @@ def scatter(
     pool: AttachedPool, moves: Sequence[Move], slot: torch.Tensor, digest: int | None = None, kind: str = "xxh3"
 ) -> Moved:
     """Empty the slot into the blocks, if its digest is this one (any, if None)."""
-    porter = CpuPorter()
+    porter = CpuBlockCopier()
     if digest is None:
         digest = xxh3(slot)
     porter.scatter(pool, Moves(moves), Span(slot.data_ptr(), slot.numel()), kind, digest)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from kvbridge_kernels.segment import Span
 
+from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.memory import AttachedPool
-from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.device.pulls import Pulls
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
@@ -83,7 +83,7 @@ def test_what_is_pulled_has_the_digest_that_its_sender_finds(case: str) -> None:
             planned = plan(source.pool, sink.pool, taken, 0, end, 1 << 14)
             for chunk in (planned.chunk(index) for index in range(planned.chunks)):
                 its = Part(planned, chunk, block_table(source.pool, source_table, 0, end), True)
-                receiver, sender = CpuPorter(), CpuPorter()
+                receiver, sender = CpuBlockCopier(), CpuBlockCopier()
                 receiver.pull(source, its, pool, Part(planned, chunk, table, False), has_digest=True)
                 (read,) = receiver.poll()
                 found = [_gathered(sender, source, its, slot)]
@@ -99,7 +99,7 @@ def test_what_is_pulled_has_the_digest_that_its_sender_finds(case: str) -> None:
         assert compared
 
 
-def _gathered(porter: CpuPorter, source: AttachedPool, part: Part, slot: torch.Tensor) -> int:
+def _gathered(porter: CpuBlockCopier, source: AttachedPool, part: Part, slot: torch.Tensor) -> int:
     porter.gather(source, part, Span(slot.data_ptr(), part.chunk.size_bytes), "sum64")
     (moved,) = porter.poll()
     return moved.digest

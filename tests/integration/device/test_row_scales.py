@@ -20,7 +20,7 @@ from kvbridge.geometry.plan import Move, plan
 from kvbridge.geometry.wire import PLAIN, ROW_SCALED
 from tests.integration.device.attached import attached
 from tests.integration.device.moving import gather, scatter
-from tests.integration.device.test_porter_cpu import carry
+from tests.integration.device.test_copier_cpu import carry
 from tests.support.oracle import POISON, Held, Shape, describe, places_of, put_rows
 from tests.unit.geometry.scaled import latent_pool, poisoned, rows_at, scaled_pool, table_of, without_rows
 from tests.unit.kernels import slow_codecs as slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.commands.bench import Outcome, _said, _verdict
+from kvbridge.commands.bench import BenchOutcome, _said, _verdict
 from kvbridge.doctor.pace import SINKS, USUAL_BYTES, Bench, Pace
 from kvbridge.errors import OperatorError
 
@@ -68,10 +68,11 @@ def test_a_route_is_slow_whose_largest_requests_are_below_the_floor() -> None:
     small, good, bad = pace(0.001, 0.0), pace(0.5, 0.05), pace(0.04, 0.05)
     assert [_verdict(each) for each in (small, good, bad)] == ["", "ok", "SLOW"]
     assert (bad.p50_s, bad.p99_s) == (0.25, 0.5)
-    assert not Outcome("nixl", (small, good)).is_bad
+    assert not BenchOutcome("nixl", (small, good)).is_bad
     assert (
-        _said(Outcome("nixl", (small, good))) == "nixl: ok: 128 MiB at 0.500 of a copy or more, should be 0.05 or more"
+        _said(BenchOutcome("nixl", (small, good)))
+        == "nixl: ok: 128 MiB at 0.500 of a copy or more, should be 0.05 or more"
     )
-    slow = Outcome("nixl", (small, good, bad))
+    slow = BenchOutcome("nixl", (small, good, bad))
     assert slow.is_bad and _said(slow).startswith("nixl: SLOW: 128 MiB at 0.040")
-    assert Outcome("nixl", (good,), error="demo_engine: gone").is_bad
+    assert BenchOutcome("nixl", (good,), error="demo_engine: gone").is_bad

@@ -21,7 +21,7 @@ from kvbridge_proto.status import Status
 from kvbridge.commands.doctor import CHECKS, looked
 from kvbridge.config import load
 from kvbridge.doctor import machine, neighbours, peer, settings
-from kvbridge.doctor.finding import Finding, Outcome, Subject
+from kvbridge.doctor.finding import CheckOutcome, Finding, Subject
 from kvbridge.doctor.routes import carried, written_by
 from kvbridge.errors import OperatorError
 from kvbridge.transport.keys import write_pair
@@ -52,9 +52,9 @@ def test_every_check_has_its_anchor_and_every_anchor_its_check() -> None:
 
 
 def test_too_little_shared_memory_fails(tmp_path: Path) -> None:
-    assert machine.shm(subject(tmp_path), str(tmp_path), 1).outcome is Outcome.OK
+    assert machine.shm(subject(tmp_path), str(tmp_path), 1).outcome is CheckOutcome.OK
     found = machine.shm(subject(tmp_path), str(tmp_path), 1 << 60)
-    assert found.outcome is Outcome.FAILED and "--shm-size" in found.remedy
+    assert found.outcome is CheckOutcome.FAILED and "--shm-size" in found.remedy
 
 
 def is_unshared() -> bool:
@@ -73,14 +73,14 @@ def test_a_driver_without_a_gpu_is_no_machine_without_gpus(tmp_path: Path) -> No
     (tmp_path / "version").write_text("NVRM version: 1\n")
     any_device = subject(tmp_path, device="auto")
     if machine.chosen_gpu("auto") is None:
-        assert machine.gpu(any_device, tmp_path / "version").outcome is Outcome.FAILED
-        assert machine.gpu(any_device, tmp_path / "none").outcome is Outcome.NOT_HERE
-    assert machine.gpu(subject(tmp_path)).outcome is Outcome.NOT_HERE
+        assert machine.gpu(any_device, tmp_path / "version").outcome is CheckOutcome.FAILED
+        assert machine.gpu(any_device, tmp_path / "none").outcome is CheckOutcome.NOT_HERE
+    assert machine.gpu(subject(tmp_path)).outcome is CheckOutcome.NOT_HERE
 
 
 def test_expandable_segments_are_seen(tmp_path: Path) -> None:
     said = Subject(subject(tmp_path).config, None, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"})
-    assert machine.allocator(said).outcome is Outcome.WARNING
+    assert machine.allocator(said).outcome is CheckOutcome.WARNING
 
 
 def beside(engine_pid: int, folder: Path) -> Subject:
@@ -93,21 +93,21 @@ def beside(engine_pid: int, folder: Path) -> Subject:
 
 @pytest.mark.skipif(not is_unshared(), reason="no user namespaces here")
 def test_an_engine_in_another_container_is_seen_and_so_is_its_allocator(tmp_path: Path) -> None:
-    assert machine.namespaces(beside(os.getpid(), tmp_path)).outcome is Outcome.OK
+    assert machine.namespaces(beside(os.getpid(), tmp_path)).outcome is CheckOutcome.OK
     settings_of_engine = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     command = ["unshare", "-r", "--ipc", "sh", "-c", "echo; exec sleep 60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=settings_of_engine) as engine:
         assert engine.stdout is not None and engine.stdout.readline()
         there = beside(engine.pid, tmp_path)
         found = machine.namespaces(there)
-        assert found.outcome is Outcome.WARNING and "other namespaces than this one: ipc" in found.text
+        assert found.outcome is CheckOutcome.WARNING and "other namespaces than this one: ipc" in found.text
         assert "of the engine" in machine.allocator(there).text
         engine.kill()
-    assert machine.namespaces(there).outcome is Outcome.WARNING, "it is gone"
+    assert machine.namespaces(there).outcome is CheckOutcome.WARNING, "it is gone"
 
 
 def test_memory_of_another_process_is_read_and_one_that_is_gone_fails(tmp_path: Path) -> None:
-    assert machine.ptrace(subject(tmp_path)).outcome is Outcome.OK
+    assert machine.ptrace(subject(tmp_path)).outcome is CheckOutcome.OK
     with neighbours.lender("lend") as (pid, address):
         pass
     with pytest.raises(OperatorError, match="No such process"):
@@ -117,23 +117,23 @@ def test_memory_of_another_process_is_read_and_one_that_is_gone_fails(tmp_path: 
 def test_a_key_that_others_may_read_fails_and_one_that_is_ours_does_not(tmp_path: Path) -> None:
     key = tmp_path / "a.key"
     write_pair(key)
-    assert settings.keys(subject(tmp_path, key=key)).outcome is Outcome.OK
+    assert settings.keys(subject(tmp_path, key=key)).outcome is CheckOutcome.OK
     key.chmod(0o644)
     found = settings.keys(subject(tmp_path, key=key))
-    assert found.outcome is Outcome.FAILED and "mode 0644" in found.text and "chmod 600" in found.text
+    assert found.outcome is CheckOutcome.FAILED and "mode 0644" in found.text and "chmod 600" in found.text
 
 
 def test_modes_of_the_socket_and_its_folder(tmp_path: Path) -> None:
     ours = subject(tmp_path)
-    assert settings.sockets(ours).outcome is Outcome.OK
+    assert settings.sockets(ours).outcome is CheckOutcome.OK
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(ours.config.socket)
     os.chmod(ours.config.socket, 0o600)
-    assert settings.sockets(ours).outcome is Outcome.OK
+    assert settings.sockets(ours).outcome is CheckOutcome.OK
     os.chmod(ours.config.socket, 0o666)
     assert "mode 0666, should be 0600" in settings.sockets(ours).text
     tmp_path.chmod(0o777)
-    assert settings.sockets(ours).outcome is Outcome.FAILED
+    assert settings.sockets(ours).outcome is CheckOutcome.FAILED
     tmp_path.chmod(0o700)
     assert "No such file" in settings.sockets(subject(tmp_path / "none")).text
 
@@ -143,15 +143,15 @@ def test_a_port_that_is_taken_fails(tmp_path: Path) -> None:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         ours = subject(tmp_path, listen=f"tcp://{place}", metrics=place)
         for look in (settings.listen, settings.metrics):
-            assert look(ours).outcome is Outcome.FAILED and "Address already in use" in look(ours).text
-    assert settings.listen(ours).outcome is settings.metrics(ours).outcome is Outcome.OK
+            assert look(ours).outcome is CheckOutcome.FAILED and "Address already in use" in look(ours).text
+    assert settings.listen(ours).outcome is settings.metrics(ours).outcome is CheckOutcome.OK
 
 
 def test_a_check_that_cannot_look_has_failed(tmp_path: Path) -> None:
     ours = subject(tmp_path, device="cuda:0")
     if machine.chosen_gpu("auto") is None:
         ((_, found),) = looked([check for check in CHECKS if check.name == "gpu"], ours)
-        assert found.outcome is Outcome.FAILED and "cuda_unavailable" in found.text
+        assert found.outcome is CheckOutcome.FAILED and "cuda_unavailable" in found.text
 
 
 TABLE = """\
@@ -180,10 +180,10 @@ def test_what_ucx_writes_with_is_read_off_its_tables_and_what_it_speaks_with_is_
 
 def test_ucx_that_falls_back_to_tcp_fails_and_is_ok_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = carried("nixl", subject(tmp_path))
-    assert found.outcome is Outcome.OK and "by cma/memory" in found.text, found
+    assert found.outcome is CheckOutcome.OK and "by cma/memory" in found.text, found
     monkeypatch.setenv("UCX_TLS", "tcp")
     found = carried("nixl", replace(subject(tmp_path), environment={"UCX_TLS": "tcp"}))
-    assert found.outcome is Outcome.FAILED, found
+    assert found.outcome is CheckOutcome.FAILED, found
     assert "by tcp/lo" in found.text and "UCX_TLS=tcp is set" in found.text
 
 
@@ -212,16 +212,16 @@ def test_a_peer_is_reached_and_judged_and_one_that_is_stopped_or_gone_is_told_ap
     with agent(tmp_path, "other", key=key) as other:
         address = other.address
         found = look(tmp_path, address, key)
-        assert found.outcome is Outcome.FAILED and "refuses: no_engine" in found.text
+        assert found.outcome is CheckOutcome.FAILED and "refuses: no_engine" in found.text
         engine = SyntheticEngine(other, build(Shape()))
         engine.attach()
         found = look(tmp_path, address, key)
-        assert found.outcome is Outcome.WARNING and "its engine is attached; no engine of ours" in found.text
+        assert found.outcome is CheckOutcome.WARNING and "its engine is attached; no engine of ours" in found.text
         with agent(tmp_path, "ours", key=key) as ours:
             same = SyntheticEngine(ours, build(Shape(layout="hnd", block_tokens=64)))
             same.attach()
             found = look(tmp_path, address, key)
-            assert found.outcome is Outcome.OK and "its engine's pool fits ours" in found.text, found
+            assert found.outcome is CheckOutcome.OK and "its engine's pool fits ours" in found.text, found
             same.close()
         stranger, known = tmp_path / "stranger.key", tmp_path / "known"
         known.write_text(f"other {address.partition('#')[2]}\nus {write_pair(stranger)}\n")
@@ -234,7 +234,7 @@ def test_a_peer_is_reached_and_judged_and_one_that_is_stopped_or_gone_is_told_ap
         other.process.send_signal(signal.SIGCONT)
         engine.close()
     gone = look(tmp_path, address, key)
-    assert gone.outcome is Outcome.FAILED and "peer_unreachable" in gone.text and "takes" not in gone.text
+    assert gone.outcome is CheckOutcome.FAILED and "peer_unreachable" in gone.text and "takes" not in gone.text
     assert "peer_not_allowed" in look(tmp_path, "tcp://192.0.2.1:7700", key).text
 
 
@@ -243,4 +243,4 @@ def look(folder: Path, address: str, key: Path, **options: Path) -> Finding:
 
 
 def test_no_peer_is_not_here(tmp_path: Path) -> None:
-    assert peer.peer(subject(tmp_path)).outcome is Outcome.NOT_HERE
+    assert peer.peer(subject(tmp_path)).outcome is CheckOutcome.NOT_HERE

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.common import OURS, AgentCard, Blocks, Rank
 from kvbridge_proto.engine import Done, Failed, Offer, ToEngine, Want
 from kvbridge_proto.peer import (
     Body,
@@ -26,29 +27,28 @@ from kvbridge_proto.peer import (
     Welcome,
 )
 from kvbridge_proto.status import PeerStatus, TransferStatus
-from kvbridge_proto.words import OURS, Agent, Blocks, Rank
 from msgspec import Meta, Struct
 
 from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.journal import Journal
-from kvbridge.agent.lives import Lives
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
-from kvbridge.agent.sink import Sink
-from kvbridge.agent.source import Source
+from kvbridge.agent.receiver_runner import ReceiverRunner
+from kvbridge.agent.request_records import RequestRecords
+from kvbridge.agent.sender_runner import SenderRunner
 from kvbridge.agent.status import transfers
-from kvbridge.dataplane.receiving import Arrival
+from kvbridge.dataplane.receive_orders import LandedChunk
 from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.dataplane.routes.staged import Landing
-from kvbridge.dataplane.sending import Departure
+from kvbridge.dataplane.send_orders import LeavingChunk
 from kvbridge.errors import PeerError
-from kvbridge.exchange.inbound import Inbound
-from kvbridge.exchange.outbound import Outbound
+from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.route import Routed, Site
-from kvbridge.exchange.session import Home
+from kvbridge.exchange.sender import Sender
+from kvbridge.exchange.session import AttachedEngine
 from kvbridge.exchange.slots import SlotPool
 from kvbridge.transport.trust import Trust
-from tests.integration.agent.receiver import Receiver
+from tests.integration.agent.order_taker import OrderTaker
 from tests.integration.fuzz.machines import ALL_ROWS, POOLS
 from tests.integration.fuzz.typed import TEXTS, drawer
 from tests.integration.fuzz.vary import varied
@@ -108,7 +108,7 @@ class Watched(Peers):
         raise  # noqa: PLE0704 - called where the exception is handled
 
 
-class Besieged(Receiver):
+class Besieged(OrderTaker):
     """Our agent. It plays its own control and mover."""
 
     trust = Trust()
@@ -118,19 +118,22 @@ class Besieged(Receiver):
         self.told: list[Any] = []
         self.wires: dict[str, Wire] = {}
         super().__init__()
-        self.moves: deque[Departure | Arrival] = deque()
+        self.moves: deque[LeavingChunk | LandedChunk] = deque()
         self.tasks: list[asyncio.Task[None]] = []
         self.metrics = Metrics()
-        self.home = Home(self.agent("us"), 1, OUR_POOL, Site(CARD), ("sum",), (self.rank("us"),))
-        self.inbound = Inbound(SlotPool(8), self.new_id, lambda: self.new_id().encode().rjust(16))
-        self.outbound = Outbound()
+        self.home = AttachedEngine(self.agent("us"), 1, OUR_POOL, Site(CARD), ("sum",), (self.rank("us"),))
+        self.inbound = Receiver(SlotPool(8), self.new_id, lambda: self.new_id().encode().rjust(16))
+        self.outbound = Sender()
         self.peers = Watched(self, self, lambda: self.home, self.metrics, 5.0, NoDoors())  # type: ignore[arg-type]
         clock = lambda: self.now  # noqa: E731
         journal = Journal()
-        sinks, sources = Lives("sink", journal, self.metrics.lived), Lives("source", journal, self.metrics.lived)
-        self.sink = Sink(self.inbound, self.peers.dialling, self, self.metrics, sinks, self.tell, clock)  # type: ignore[arg-type]
+        sinks, sources = (
+            RequestRecords("sink", journal, self.metrics.lived),
+            RequestRecords("source", journal, self.metrics.lived),
+        )
+        self.sink = ReceiverRunner(self.inbound, self.peers.dialling, self, self.metrics, sinks, self.tell, clock)  # type: ignore[arg-type]
         home = lambda: self.home  # noqa: E731
-        source = Source(  # type: ignore[arg-type]
+        source = SenderRunner(  # type: ignore[arg-type]
             self.outbound, self.peers.accepting, self, self.metrics, sources, self.tell, home, lambda: None, clock
         )
         self.source = source
@@ -138,8 +141,8 @@ class Besieged(Receiver):
         self.sink.attached = self.source.attached = object()  # type: ignore[assignment]
 
     @staticmethod
-    def agent(boot: str) -> Agent:
-        return Agent(name=boot, boot=boot, address="tcp://127.0.0.1:3", version="1")
+    def agent(boot: str) -> AgentCard:
+        return AgentCard(name=boot, boot=boot, address="tcp://127.0.0.1:3", version="1")
 
     @staticmethod
     def rank(address: str) -> Rank:
@@ -197,7 +200,7 @@ class Besieged(Receiver):
         self.begin()
         while self.moves:
             move = self.moves.popleft()
-            if isinstance(move, Departure):
+            if isinstance(move, LeavingChunk):
                 self.sending.gathered(move)
                 self.sending.written(move, 0.0, None)
             else:
@@ -214,7 +217,7 @@ class Besieged(Receiver):
     def check(self) -> None:
         counts = self.inbound.slots.counts()
         assert counts.free + counts.lent + counts.landed + counts.quarantined == 8
-        departures = sum(isinstance(move, Departure) for move in self.moves)
+        departures = sum(isinstance(move, LeavingChunk) for move in self.moves)
         assert self.sending.slots.free + departures == 2
         assert len(self.peers.accepting.sessions) <= 3
         statuses = tuple(self.peers.statuses())

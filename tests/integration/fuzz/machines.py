@@ -14,8 +14,10 @@ from typing import Annotated, Any
 
 import msgspec
 from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.common import AgentCard, Blocks
 from kvbridge_proto.engine import Abandon, Done, Failed, Offer, Want, Withdraw
 from kvbridge_proto.peer import (
+    BlockTables,
     Cancel,
     Check,
     Checked,
@@ -24,27 +26,25 @@ from kvbridge_proto.peer import (
     FabricCard,
     Failing,
     Grant,
-    Lease,
     Notice,
     Ready,
     Refuse,
     Renew,
     Settled,
+    SlotLease,
     Sum,
-    Tables,
     Take,
 )
-from kvbridge_proto.words import Agent, Blocks
 from msgspec import Meta, Struct
 
-from kvbridge.dataplane.receiving import Arrival, Receipt
-from kvbridge.dataplane.sending import Departure
+from kvbridge.dataplane.receive_orders import LandedChunk, OrderedReceive
+from kvbridge.dataplane.send_orders import LeavingChunk
 from kvbridge.exchange.actions import Action, Ask, Reach, Send
+from kvbridge.exchange.leases import LEASE_S
 from kvbridge.exchange.orders import Digest, Digested, FenceReached, Pull, Pulled, ReceivingOrder, SendingOrder, Watch
-from kvbridge.exchange.outlet import Offered
-from kvbridge.exchange.reading import LEASE_S
+from kvbridge.exchange.outgoing import OpenOffer
 from kvbridge.exchange.route import Routed, Site
-from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
+from kvbridge.exchange.session import AttachedEngine, Session, accept, answer, hello, welcome
 from tests.integration.fuzz.typed import TEXTS, drawer
 from tests.unit.exchange.world import Node, World, make_pool
 
@@ -77,7 +77,7 @@ class Flood(Struct, frozen=True, tag="flood"):
 
 
 ToP = Claim | Grant | Cancel | Settled | Renew | Check
-ToD = Ready | Failing | Drained | Refuse | Landed | Tables | Checked
+ToD = Ready | Failing | Drained | Refuse | Landed | BlockTables | Checked
 Engine = Offer | Want | Withdraw | Abandon
 Step = Do | Flood | ToP | ToD | Engine
 Script = tuple[Step, ...]
@@ -89,11 +89,11 @@ class Siege(World):
     def __init__(self) -> None:
         super().__init__([POOLS["prefill"]], [POOLS["decode"]], slots=SLOTS)
         self.source, self.sink = self.nodes["P0"], self.nodes["D0"]
-        self.promised: dict[str, tuple[Offered, float]] = {}  # what it may read, and until when
+        self.promised: dict[str, tuple[OpenOffer, float]] = {}  # what it may read, and until when
         self.fence = 0  # that the stream of our source's engine has reached
         self.heard: deque[Any] = deque(maxlen=64)  # by the hostile agent
         self.claims: list[Claim] = []
-        self.leases: list[tuple[str, Lease]] = []
+        self.leases: list[tuple[str, SlotLease]] = []
         self.boots = 0
         self.routed = Routed("nixl")  # its sessions, from the next on
         self.taken: Session
@@ -103,9 +103,9 @@ class Siege(World):
     def greet(self) -> None:
         """A new start of the hostile agent."""
         self.boots += 1
-        agent = Agent(name="[/x]", boot=f"evil-{self.boots}", address=EVIL, version="1")
+        agent = AgentCard(name="[/x]", boot=f"evil-{self.boots}", address=EVIL, version="1")
         card = FabricCard(kind="world", name="boot", descriptor=b"", base=0, slot_bytes=1024, slots=SLOTS)
-        home = Home(agent, 1, POOLS["evil"], Site(card), ("sum",))
+        home = AttachedEngine(agent, 1, POOLS["evil"], Site(card), ("sum",))
         fetching, fetched = answer(hello(home), self.source.home), answer(hello(self.sink.home), home)
         assert isinstance(fetching, Session) and isinstance(fetched, Session)
         self.taken = replace(fetching, routed=self.routed)
@@ -131,7 +131,7 @@ class Siege(World):
                     self._overhear(body)
                 case Send(peer=peer, body=body) if peer.startswith("evil"):
                     self.heard.append(body)
-                    if isinstance(body, Tables):
+                    if isinstance(body, BlockTables):
                         offered = self.source.outbound.outlets[body.transfer].offered
                         assert offered is not None
                         self.promised[body.transfer] = offered, self.now + LEASE_S
@@ -164,7 +164,7 @@ class Siege(World):
             case _:
                 super()._take_up(node, order)
 
-    def _was_read(self, node: Node, pull: Pull, receipt: Receipt) -> None:
+    def _was_read(self, node: Node, pull: Pull, receipt: OrderedReceive) -> None:
         """What a data plane says of a read that has ended now."""
         failure: tuple[str, str] | None = None
         if pull.lease.is_given_up or not pull.lease.counts(self.now):
@@ -179,7 +179,7 @@ class Siege(World):
         node.sending.report(FenceReached())
         self._report(node)
 
-    def _begin(self, source: Node, departure: Departure) -> None:
+    def _begin(self, source: Node, departure: LeavingChunk) -> None:
         if not departure.order.boot.startswith("evil"):
             return super()._begin(source, departure)
         offered = source.outbound.offers[departure.order.request]
@@ -187,7 +187,7 @@ class Siege(World):
         assert first >= offered.first_token, "a token before the offer is read"
         self.later("gather", lambda: self._read(source, departure))
 
-    def _read(self, source: Node, departure: Departure) -> None:
+    def _read(self, source: Node, departure: LeavingChunk) -> None:
         """The hostile agent gets it, or its slot cannot be written."""
         source.sending.gathered(departure)
         self._report(source)
@@ -283,7 +283,7 @@ class Siege(World):
             pass
         return msgspec.structs.replace(claim, **changes)
 
-    def _to_sink_of_ours(self, body: Ready | Failing | Drained | Refuse | Tables | Checked) -> None:
+    def _to_sink_of_ours(self, body: Ready | Failing | Drained | Refuse | BlockTables | Checked) -> None:
         machine, boot, now = self.sink.inbound, self.given.peer.boot, self.now
         transfer = self._transfer(body.about if isinstance(body, Refuse) else body.transfer)
         match body:
@@ -295,7 +295,7 @@ class Siege(World):
                 self.do(self.sink, machine.drained(boot, transfer, code, reason, now))
             case Refuse(code=code, reasons=reasons):
                 self.do(self.sink, machine.drained(boot, transfer, code, "; ".join(reasons), now))
-            case Tables():
+            case BlockTables():
                 self.do(self.sink, machine.tables(boot, msgspec.structs.replace(body, transfer=transfer), now))
             case Checked():
                 self.do(self.sink, machine.checked(boot, msgspec.structs.replace(body, transfer=transfer), now))
@@ -333,7 +333,7 @@ class Siege(World):
             self.later("scatter", lambda: self._moved(arrival, failure))
         self._report(self.sink)
 
-    def _moved(self, arrival: Arrival, failure: tuple[str, str] | None) -> None:
+    def _moved(self, arrival: LandedChunk, failure: tuple[str, str] | None) -> None:
         self.sink.receiving.scattered(arrival, failure)
         self._report(self.sink)
 
@@ -471,15 +471,15 @@ def _claim(random: Random) -> Claim:
     )
 
 
-def _tables(random: Random) -> Tables:
+def _tables(random: Random) -> BlockTables:
     end, renewal = random.choice((2, 4, 4)), random.choice((0, 0, 1))
     blocks = (Blocks(0, 0, tuple(range(end))),)
-    return Tables(transfer="a", tokens=16 * end, is_last=end == 4, renewal=renewal, blocks=blocks)
+    return BlockTables(transfer="a", tokens=16 * end, is_last=end == 4, renewal=renewal, blocks=blocks)
 
 
 def _plain(random: Random, step: Step) -> Step:
     """Tables that fit, most times, so that a request gets as far as its claim, and a claim as far as being read."""
-    if isinstance(step, Tables) and random.random() < 0.7:
+    if isinstance(step, BlockTables) and random.random() < 0.7:
         return _tables(random)
     if isinstance(step, Check | Checked) and random.random() < 0.7:
         chunk, digest = random.randrange(4), random.choice((1, 1, 1, 2, 6))

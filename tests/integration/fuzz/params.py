@@ -12,7 +12,7 @@ from kvbridge_proto.engine import Offer, ToAgent, Want
 from kvbridge_proto.stream import HEADER, pack
 
 from kvbridge.adapters.vllm.params import read_remote
-from kvbridge.adapters.vllm.rooms import message_name, named, offered_room, prompt_digest, wanted_room
+from kvbridge.adapters.vllm.rendezvous import message_name, named, offered_room, prompt_digest, wanted_room
 from kvbridge.errors import EngineError
 
 NAMES = ("remote_request_id", "remote_host", "remote_port", "remote_key")

@@ -6,15 +6,15 @@ from random import Random
 
 import msgspec
 from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Count, Pool
-from kvbridge_proto.words import Blocks
 
 from kvbridge.errors import KVBridgeError
-from kvbridge.geometry.comb import Comb
 from kvbridge.geometry.compat import Incompatible, check_pool, verdict
 from kvbridge.geometry.plan import Part, Plan, Planner
 from kvbridge.geometry.shard import assign, common
+from kvbridge.geometry.token_shard import TokenShard
 from kvbridge.geometry.tokens import BlockTable
 from tests.integration.fuzz.mutate import Mutator
 from tests.integration.fuzz.typed import drawer
@@ -123,7 +123,7 @@ def _check_chunks(plan: Plan, slot_bytes: int) -> None:
 
 def _check_parts(plan: Plan, ours: Pool, is_source: bool) -> None:
     """Where our blocks are enough for the tokens, nothing outside them is named."""
-    share = Comb.of(ours.shard)
+    share = TokenShard.of(ours.shard)
     entries = [-(-share.count(plan.end_token) // group.block_tokens) for group in ours.groups]
     if max(entries) > 1000:
         return

@@ -13,10 +13,10 @@ from random import Random
 
 import pytest
 from kvbridge_proto.codec import encode
+from kvbridge_proto.common import Blocks, Rank
 from kvbridge_proto.engine import Directory, Offer, Refused, ToAgent, Want
 from kvbridge_proto.peer import Envelope, Ping
 from kvbridge_proto.stream import pack
-from kvbridge_proto.words import Blocks, Rank
 
 from tests.integration.agent.harness import AgentProcess
 from tests.integration.agent.test_doors import Pair

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvbridge.proxy.fleet import Engine, Fleet, Role, Waits, read_engine
+from kvbridge.proxy.fleet import Backend, Fleet, Role, Waits, read_engine
 from kvbridge.proxy.server import serving
 
 WAITS = Waits(prefill_s=3, answer_s=3, connect_s=1, health_every_s=0.05, health_s=0.5, client_s=3)
@@ -238,4 +238,4 @@ async def world(prefill: str, decode: str, waits: Waits = WAITS) -> AsyncIterato
 
 
 def named(engine: StandIn) -> str:
-    return Engine(Role(engine.role), engine.kind, engine.url).name  # type: ignore[arg-type]
+    return Backend(Role(engine.role), engine.kind, engine.url).name  # type: ignore[arg-type]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from kvbridge.errors import EngineError, OperatorError
-from kvbridge.proxy.bodies import Ask, ClientError, read
+from kvbridge.proxy.bodies import ClientError, PromptAsk, read
 from kvbridge.proxy.events import EVENT_BYTES, FINISH, Events
 from kvbridge.proxy.fleet import Role, read_engine
 from kvbridge.proxy.generate import Answering, completions
 from kvbridge.proxy.legs import (
     AgentPlace,
     Kind,
-    Prefilled,
+    PrefilledLeg,
     read_agent,
     read_prefilled,
     read_replicas,
@@ -32,16 +32,16 @@ ROOM = 77
 PARAMS = {"remote_host": "::1", "remote_port": 7700, "remote_request_id": "room/77/d", "remote_key": "K"}
 
 
-def ask(path: str, **body: Any) -> Ask:
+def ask(path: str, **body: Any) -> PromptAsk:
     (one,) = read(path, json.dumps(body).encode()).asks
     return one
 
 
-def completion(**more: Any) -> Ask:
+def completion(**more: Any) -> PromptAsk:
     return ask("/v1/completions", prompt="a", **more)
 
 
-def generate(**params: Any) -> Ask:
+def generate(**params: Any) -> PromptAsk:
     return ask("/generate", text="a", sampling_params=params)
 
 
@@ -83,7 +83,7 @@ def test_vllm_is_not_asked_for_a_first_token_under_a_rule_it_does_not_know(name:
 
 
 def test_legs_keep_the_clients_own_custom_params() -> None:
-    prefilled = Prefilled(PARAMS, 5, -0.25, ((-0.25, 5), (-2.0, 9)))
+    prefilled = PrefilledLeg(PARAMS, 5, -0.25, ((-0.25, 5), (-2.0, 9)))
     told = {
         "source": "tcp://[::1]:7700#K",
         "first_token": 5,
@@ -116,8 +116,8 @@ def test_sglangs_legs() -> None:
 
 
 def test_vllms_decode_legs() -> None:
-    assert vllm_decode_after(completion(), Prefilled(PARAMS)).body == {"prompt": "a", "kv_transfer_params": PARAMS}
-    assert vllm_decode_after(completion(), Prefilled(None)).body == {"prompt": "a"}
+    assert vllm_decode_after(completion(), PrefilledLeg(PARAMS)).body == {"prompt": "a", "kv_transfer_params": PARAMS}
+    assert vllm_decode_after(completion(), PrefilledLeg(None)).body == {"prompt": "a"}
     params = vllm_decode_beside(completion(), ROOM, AgentPlace("h", 7, "")).body["kv_transfer_params"]
     assert params == {
         "do_remote_prefill": True,

@@ -18,15 +18,15 @@ from pathlib import Path
 import msgspec
 import pytest
 from kvbridge_proto.codec import encode
+from kvbridge_proto.common import OURS, VersionRange
 from kvbridge_proto.door import DoorCard, MemoryOpened, OpenMemory
 from kvbridge_proto.engine import Refused
 from kvbridge_proto.pool import Handle
 from kvbridge_proto.stream import pack
-from kvbridge_proto.words import OURS, VersionRange
 
 from kvbridge.errors import OperatorError, PeerError
 from kvbridge.transport import door as doors
-from kvbridge.transport.door import Door, Holder, Shared, open_memory
+from kvbridge.transport.door import Holder, MemoryDoor, Shared, open_memory
 from kvbridge.transport.framed import close_fds
 from kvbridge.transport.lock import Lock
 from tests.integration.transport.ears import Run
@@ -69,10 +69,10 @@ print(s.accept()[0].recv(9999), flush=True)
 @contextlib.asynccontextmanager
 async def opened(
     path: Path, fds: Iterable[int] = (), allowed_uids: Iterable[int] = (), is_sharing: bool = True
-) -> AsyncIterator[Door]:
+) -> AsyncIterator[MemoryDoor]:
     """A door that shares epoch 3: CUDA memory, and a region for each descriptor."""
     with contextlib.closing(Lock(path, BOOT)) as lock:
-        async with Door(lock, allowed_uids=allowed_uids, is_sharing=is_sharing) as door:
+        async with MemoryDoor(lock, allowed_uids=allowed_uids, is_sharing=is_sharing) as door:
             door.share(shared(3, fds))
             serving = asyncio.create_task(door.serve())
             try:
@@ -89,7 +89,7 @@ def shared(epoch: int, fds: Iterable[int] = ()) -> Shared:
     return Shared(epoch, tuple(handles), tuple(fds))
 
 
-def card_of(door: Door, session: str = "decode-0/1") -> DoorCard:
+def card_of(door: MemoryDoor, session: str = "decode-0/1") -> DoorCard:
     card = door.admit(session)
     assert card is not None
     return card
@@ -102,7 +102,7 @@ async def refused(card: DoorCard) -> str:
     return raised.value.code
 
 
-async def until_held_by(door: Door, count: int) -> list[Holder]:
+async def until_held_by(door: MemoryDoor, count: int) -> list[Holder]:
     async with asyncio.timeout(5):
         while len(door.holders()) != count:  # noqa: ASYNC110 - the door has no event for it
             await asyncio.sleep(0.001)
@@ -114,7 +114,7 @@ def speech(card: DoorCard, **other: object) -> bytes:
     return pack(change(said, **other))
 
 
-def caller(door: Door) -> socket.socket:
+def caller(door: MemoryDoor) -> socket.socket:
     """A raw one, that blocks for 5 s at most; read from it in a thread."""
     connected = socket.socket(socket.AF_UNIX)
     connected.settimeout(5)
@@ -296,7 +296,7 @@ def test_hands_over_to_a_user_who_is_named_and_proves_the_session(run: Run) -> N
         run(story(Path(folder) / "agent.sock"))
 
 
-async def spoken_by(uid: int, door: Door, said: bytes) -> bytes:
+async def spoken_by(uid: int, door: MemoryDoor, said: bytes) -> bytes:
     """What a process of this user hears when it says that."""
     command = ["/usr/bin/env", "python3", "-c", SPEAKER, str(door.path), said.hex()]
 

@@ -21,7 +21,7 @@ from kvbridge_proto.stream import framed
 from kvbridge.errors import PeerError
 from kvbridge.transport import control as control_module
 from kvbridge.transport.control import Arrived, Control, Lost, Rejected
-from kvbridge.transport.door import Door, Shared, open_memory
+from kvbridge.transport.door import MemoryDoor, Shared, open_memory
 from kvbridge.transport.events import Settings
 from kvbridge.transport.link import Link
 from kvbridge.transport.lock import Lock
@@ -350,7 +350,7 @@ def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(run: Run, tmp_path: ob
     async def story() -> None:
         ends: list[socket.socket] = []
         with contextlib.closing(Lock(f"{tmp_path}/a.sock", "boot")) as lock:
-            async with Door(lock) as door:
+            async with MemoryDoor(lock) as door:
                 serving = asyncio.create_task(door.serve())
                 door.share(Shared(3, (), ()))
                 card = door.admit("decode-0", ends.append)
@@ -375,7 +375,7 @@ def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(run: Run, tmp_path: ob
 def test_another_descriptor_is_no_pipe(run: Run, tmp_path: object) -> None:
     async def story() -> None:
         with contextlib.closing(Lock(f"{tmp_path}/a.sock", "boot")) as lock:
-            async with Door(lock) as door:
+            async with MemoryDoor(lock) as door:
                 serving = asyncio.create_task(door.serve())
                 door.share(Shared(3, (), ()))
                 card = door.admit("decode-0", lambda end: end.close())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.adapters.vllm.options import Options
+from kvbridge.adapters.vllm.options import VLLMOptions
 from tests.integration.agent.harness import PYTHON
 from tests.system.engines.model import HEAD_WIDTH, KV_HEADS, LAYERS
 
@@ -107,10 +107,10 @@ def test_either_kind_of_machine_sets_what_both_kinds_run(begins: str) -> None:
 def test_the_engines_are_given_options_that_exist() -> None:
     (said,) = re.findall(r"--kv-transfer-config '(\{.*?\}\})'", block("agent()"), re.DOTALL)
     config = json.loads(re.sub(r"'\$PWD/\$1\.sock'", "/run/agent.sock", said))
-    assert Options.read(config["kv_connector_extra_config"]).socket == "/run/agent.sock"
+    assert VLLMOptions.read(config["kv_connector_extra_config"]).socket == "/run/agent.sock"
 
 
 @pytest.mark.parametrize("option", ["deadline_s", "hold_s"])
 def test_the_times_that_are_said_are_the_defaults(option: str) -> None:
     said = re.search(rf"(\d+) s[^.;]*?\(`kvbridge_{option}`\)", SECTION)
-    assert said and float(said[1]) == getattr(Options(), option)
+    assert said and float(said[1]) == getattr(VLLMOptions(), option)

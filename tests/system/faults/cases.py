@@ -21,7 +21,7 @@ from typing import Literal
 
 from kvbridge_proto.engine import READERS_S
 
-from kvbridge.exchange.reading import COUNTED_S
+from kvbridge.exchange.leases import COUNTED_S
 from kvbridge.failpoints import PLACES, Way
 from tests.system.faults.processes import Agent, Engine
 from tests.system.faults.world import LIMITS, ROLES, Role, Side, World

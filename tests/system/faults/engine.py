@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from kvbridge_proto.common import OURS, Blocks
 from kvbridge_proto.engine import (
     Abandon,
     Attach,
@@ -35,7 +36,6 @@ from kvbridge_proto.engine import (
     Withdraw,
 )
 from kvbridge_proto.pool import Handle
-from kvbridge_proto.words import OURS, Blocks
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.link import AgentLink, Over, ReadsOver

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress
 
-from kvbridge.demo.pools import Request, Shape
+from kvbridge.demo.pools import DemoRequest, Shape
 from kvbridge.demo.processes import agents
-from kvbridge.demo.run import PAIRS, Outcome, carry
+from kvbridge.demo.run import PAIRS, DemoOutcome, carry
 
 REQUESTS = [
-    Request(name="short", tokens=17, seed=1),
-    Request(name="long", tokens=4096, seed=2),
-    Request(name="prefix there", tokens=1777, first_token=1000, seed=3),
+    DemoRequest(name="short", tokens=17, seed=1),
+    DemoRequest(name="long", tokens=4096, seed=2),
+    DemoRequest(name="prefix there", tokens=1777, first_token=1000, seed=3),
 ]
 ROUTES = ("pull", "direct", "nixl", "host")
 LATE_CYCLES = 40_000_000  # about 20 ms on an H200
@@ -35,7 +35,7 @@ def carried(
     late_cycles: int = 0,
     unfenced: str = "",
     **options: str,
-) -> tuple[Outcome, list[str]]:
+) -> tuple[DemoOutcome, list[str]]:
     """How the transfers of one pair went, and what the agents logged when their sessions opened."""
     with ExitStack() as stack:
         count = source.tp_size + sink.tp_size
@@ -46,7 +46,7 @@ def carried(
     return outcome, [line.partition("session open: ")[2] for line in logs.splitlines() if "session open" in line]
 
 
-def assert_exact(outcome: Outcome, routes: Sequence[str], route: str) -> None:
+def assert_exact(outcome: DemoOutcome, routes: Sequence[str], route: str) -> None:
     assert outcome.wrong == ""
     assert routes and all(f" {route} " in said.replace(",", " ,") for said in routes), routes
 

@@ -92,10 +92,13 @@ def test_counts_go_up_and_the_last_is_reached_when_the_engine_closes() -> None:
 def test_a_synthetic_engine_keeps_a_region_for_each_layer() -> None:
     """What it fills it finds again, on a GPU as on a CPU, to the byte."""
     from kvbridge.demo.engine import Job, SyntheticEngine
-    from kvbridge.demo.pools import Request
+    from kvbridge.demo.pools import DemoRequest
 
     shape = msgspec.structs.replace(SHAPE, codec="fp8_e4m3", scale=0.03125)
-    requests = [Request(name="one", tokens=700, seed=1), Request(name="two", tokens=333, first_token=100, seed=2)]
+    requests = [
+        DemoRequest(name="one", tokens=700, seed=1),
+        DemoRequest(name="two", tokens=333, first_token=100, seed=2),
+    ]
     jobs = [
         Job(role="source", shape=shape, rank=0, socket="", ranks=(), requests=requests, device=device, late_cycles=late)
         for device, late in (("cpu", 0), ("cuda:0", 0), ("cuda:0", LATE // 10))

@@ -10,7 +10,7 @@ from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.digest_ref import sum64
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.recipe import Recipe
+from kvbridge_kernels.prepared_copy import PreparedCopy
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
 
@@ -251,7 +251,7 @@ def test_work_and_recipe_are_used_again_on_another_stream() -> None:
         copied = on(segments, "cuda")
         sums = torch.zeros(1, dtype=torch.int64, device="cuda")
         if recipe is None:
-            memory, recipe = copied[0].field.memory, Recipe(copied, size)
+            memory, recipe = copied[0].field.memory, PreparedCopy(copied, size)
         memory.copy_(copied[0].field.memory)
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvbridge.device import driver
-from kvbridge.device.porter import Moved
-from kvbridge.device.porter_gpu import GpuPorter
+from kvbridge.device.copier import Moved
+from kvbridge.device.copier_gpu import GpuBlockCopier
 from kvbridge.device.staging import Staging
 from kvbridge.geometry.compat import Incompatible, verdict
 from kvbridge.geometry.plan import Part
@@ -25,7 +25,7 @@ MOST_SLOT_BYTES = 1 << 20
 class OnGpu:
     """By a GPU's porter, in copies of the pools' memory; what it writes is copied back."""
 
-    def __init__(self, porter: GpuPorter, slots: Staging) -> None:
+    def __init__(self, porter: GpuBlockCopier, slots: Staging) -> None:
         self._porter = porter
         self._slots = slots
         self._mapped: dict[int, tuple[Held, Mapped]] = {}
@@ -59,15 +59,15 @@ class OnGpu:
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[tuple[GpuPorter, Staging]]:
-    porter = GpuPorter(driver.Gpu.open("cuda:0"), 4)
+def gpu() -> Iterator[tuple[GpuBlockCopier, Staging]]:
+    porter = GpuBlockCopier(driver.Gpu.open("cuda:0"), 4)
     with porter.staging(MOST_SLOT_BYTES, 1) as slots:
         yield porter, slots
     porter.close()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_gpu_writes_the_bytes_that_a_cpu_writes(row: Row, gpu: tuple[GpuPorter, Staging]) -> None:
+def test_a_gpu_writes_the_bytes_that_a_cpu_writes(row: Row, gpu: tuple[GpuBlockCopier, Staging]) -> None:
     for number, case in enumerate(row.cases()):
         if isinstance(verdict(*pools_of(case, number)), Incompatible):
             continue  # tests/unit/test_matrix.py shows that nothing can be carried

@@ -9,7 +9,7 @@ import torch
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.field import Axis, Field, Mapped
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.pull_recipe import PullRecipe
+from kvbridge_kernels.prepared_pull import PreparedPull
 from kvbridge_kernels.segment import Segment
 from kvbridge_kernels.tables import Work
 
@@ -75,7 +75,7 @@ def test_any_number_of_programs_walks_all_tiles(programs: int) -> None:
 def test_a_recipe_is_used_again_on_another_stream() -> None:
     sources, sinks, size = ends_of([Shape("nhd", planes=4)], [Shape("hnd", planes=4)], 9, 21)
     ours, theirs, work = on(sources, "cuda"), on(sinks, "cuda"), Work("cuda")
-    recipe, stream = PullRecipe(ours, theirs, size), torch.cuda.Stream()
+    recipe, stream = PreparedPull(ours, theirs, size), torch.cuda.Stream()
     warm(recipe.chunk, False, work)
     torch.cuda.synchronize()
     assert torch.equal(theirs[0].field.memory.cpu(), sinks[0].field.memory)
@@ -104,10 +104,10 @@ def test_rows_of_another_gpu_are_read_where_they_are(programs: int | None) -> No
         far = [replace(each, field=replace(each.field, memory=foreign)) for each in sources]
         torch.cuda.synchronize(0)
         sums = torch.full((1,), 77, dtype=torch.int64, device="cuda:1")
-        pull(PullRecipe(far, theirs, size).chunk, sums, Work("cuda:1"), None, programs)
+        pull(PreparedPull(far, theirs, size).chunk, sums, Work("cuda:1"), None, programs)
         found = theirs[0].field.memory.cpu()
     wanted, near = on(sinks, "cuda:0"), on(sources, "cuda:0")
     again = torch.full((1,), 77, dtype=torch.int64, device="cuda:0")
-    pull(PullRecipe(near, wanted, size).chunk, again, Work("cuda:0"))
+    pull(PreparedPull(near, wanted, size).chunk, again, Work("cuda:0"))
     assert_same_memory(sinks, found, wanted[0].field.memory.cpu())
     assert int(sums) == int(again) and not torch.equal(found, sinks[0].field.memory)

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Offer, Want
 from kvbridge_proto.pool import Shard
-from kvbridge_proto.words import Blocks
 
 from kvbridge.demo.sglang_rows import DTYPES
 from tests.integration.agent.harness import agent

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvbridge.demo.rows import Rows, difference, load
+from kvbridge.demo.rows import SavedRows, difference, load
 
-__all__ = ["Rows", "assert_carried", "load"]
+__all__ = ["SavedRows", "assert_carried", "load"]
 
 
-def assert_carried(given: Rows, taken: Rows) -> None:
+def assert_carried(given: SavedRows, taken: SavedRows) -> None:
     """`taken` is `given` in its own codec, bit for bit."""
     assert not (wrong := difference(given, taken, len(next(iter(given.rows.values()))))), wrong

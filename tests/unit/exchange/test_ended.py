@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed, Offer, Released
-from kvbridge_proto.words import Blocks
 
-from kvbridge.exchange.rooms import ENDED_S, Rooms
+from kvbridge.exchange.rendezvous import ENDED_S, Rendezvous
 from tests.unit.exchange.world import World
 
 SOON_S = 1.0
@@ -58,7 +58,7 @@ def failure(world: World, request: str, sink: int = 0) -> str:
 
 @pytest.mark.parametrize("code", ENDS)
 def test_a_claim_on_an_offer_that_has_ended_hears_at_once_why(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.exchange.outbound.MOST_OFFERS", 2)
+    monkeypatch.setattr("kvbridge.exchange.sender.MOST_OFFERS", 2)
     world = World()
     ENDS[code](world)
     world.want("r", 64)
@@ -216,9 +216,9 @@ def test_of_two_equal_prompts_the_one_that_is_open_goes_first() -> None:
 
 
 def test_ends_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.exchange.rooms.MOST_ENDED", 3)
+    monkeypatch.setattr("kvbridge.exchange.rendezvous.MOST_ENDED", 3)
     world = World()
-    rooms: Rooms = world.nodes["P0"].outbound._rooms
+    rooms: Rendezvous = world.nodes["P0"].outbound._rooms
     for number in range(5):
         world.offer(f"r{number}", 64, 16)
         world.withdraw(f"r{number}")

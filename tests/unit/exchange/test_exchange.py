@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed, Offer, Refused, Released
 from kvbridge_proto.peer import Cancel
-from kvbridge_proto.words import Blocks
 from msgspec.structs import replace
 
 from kvbridge.exchange.actions import Send, Tell

@@ -6,9 +6,9 @@ import pytest
 from kvbridge_proto.engine import Done, Held
 from kvbridge_proto.peer import Hold
 
-from kvbridge.exchange.awaited import HOLD_EVERY_S
-from kvbridge.exchange.outbound import FRESH_S
-from kvbridge.exchange.rooms import AWAITED_S
+from kvbridge.exchange.expected import HOLD_EVERY_S
+from kvbridge.exchange.rendezvous import AWAITED_S
+from kvbridge.exchange.sender import FRESH_S
 from tests.unit.exchange.world import World
 
 HOLD_S = 100.0  # of the world's offers
@@ -233,7 +233,7 @@ def test_what_is_said_of_unknown_rooms_and_requests_is_nothing() -> None:
 
 
 def test_expected_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.exchange.inbound.MOST_WANTS", 3)
+    monkeypatch.setattr("kvbridge.exchange.receiver.MOST_WANTS", 3)
     world = World()
     for number in range(5):
         world.expect(f"r{number}")
@@ -241,7 +241,7 @@ def test_expected_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_rooms_are_said_in_several_messages() -> None:
-    from kvbridge.exchange.awaited import holds
+    from kvbridge.exchange.expected import holds
 
     said = holds([f"room {number}" for number in range(2500)])
     assert [len(hold.rooms) for hold in said] == [1024, 1024, 452]

@@ -7,13 +7,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 from kvbridge_proto.engine import Done
-from kvbridge_proto.peer import Cancel, Drained, Grant, Lease, Refuse
+from kvbridge_proto.peer import Cancel, Drained, Grant, Refuse, SlotLease
 
 from kvbridge.exchange.actions import Action, Send
 from kvbridge.exchange.claims import MOST_LEASES
-from kvbridge.exchange.intake import IntakeState
-from kvbridge.exchange.lease import Deadlines
-from kvbridge.exchange.outbound import MOST_RENOUNCED, Outbound
+from kvbridge.exchange.deadlines import Deadlines
+from kvbridge.exchange.incoming import IncomingState
+from kvbridge.exchange.sender import MOST_RENOUNCED, Sender
 from kvbridge.exchange.session import Session
 from tests.unit.exchange.world import World
 
@@ -42,8 +42,8 @@ def refusal(actions: list[Action]) -> str:
     return action.body.code
 
 
-def leases(count: int, generation: int = 1) -> tuple[Lease, ...]:
-    return tuple(Lease(slot, generation) for slot in range(count))
+def leases(count: int, generation: int = 1) -> tuple[SlotLease, ...]:
+    return tuple(SlotLease(slot, generation) for slot in range(count))
 
 
 def test_a_claim_with_more_slots_than_chunks_is_refused() -> None:
@@ -119,7 +119,7 @@ def test_open_claims_of_one_sink_are_bounded() -> None:
     peer = Claimant()
     nothing: dict[str, object] = {"takes": (), "leases": (), "end_token": peer.first.first_token, "room": "nobody's"}
     plan = peer.session.planner.plan((), peer.first.first_token, peer.first.first_token, peer.session.slot_bytes)
-    peer.machine = Outbound(most_claims=3)
+    peer.machine = Sender(most_claims=3)
     for number in range(3):
         assert peer.claim(transfer=f"claim {number}", plan=plan.digest, **nothing) == []
     assert refusal(peer.claim(transfer="more", plan=plan.digest, **nothing)) == "too_many_claims"
@@ -128,7 +128,7 @@ def test_open_claims_of_one_sink_are_bounded() -> None:
 
 
 def test_open_claims_of_all_sinks_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.exchange.outbound.MOST_CLAIMS_OF_ALL", 4)
+    monkeypatch.setattr("kvbridge.exchange.sender.MOST_CLAIMS_OF_ALL", 4)
     peer = Claimant()
     for number in range(3):
         peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, boot=f"sink {number}"))
@@ -165,7 +165,7 @@ def test_transfers_without_slots_are_forgotten_though_their_source_never_says_dr
         world.settle()
     held = [intake for each in machine._wanted_by.values() for intake in each.intakes.values()]
     assert len(held) <= 1 + len(machine.slots)
-    assert all(intake.state is not IntakeState.ENDED for intake in held)
+    assert all(intake.state is not IncomingState.ENDED for intake in held)
     world.hold = set()
     world.offer("first", tokens=32, blocks=8)
     world.run()

@@ -9,13 +9,25 @@ from typing import Any
 
 import pytest
 from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Failed, Released, ToAgent, Want
-from kvbridge_proto.peer import Cancel, Claim, Drained, Envelope, Failing, Grant, Lease, Refuse, Renew, Tables, Take
-from kvbridge_proto.words import Blocks
+from kvbridge_proto.peer import (
+    BlockTables,
+    Cancel,
+    Claim,
+    Drained,
+    Envelope,
+    Failing,
+    Grant,
+    Refuse,
+    Renew,
+    SlotLease,
+    Take,
+)
 
 from kvbridge.exchange.actions import Action, Send, Tell
+from kvbridge.exchange.leases import HEARD_S, LEASE_S
 from kvbridge.exchange.orders import SendOrder, Watch
-from kvbridge.exchange.reading import HEARD_S, LEASE_S
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session
 from tests.unit.exchange.world import BLOCKS, HEADS, LAYERS, Node, World
@@ -96,8 +108,8 @@ BAD_CLAIMS: dict[str, tuple[str, dict[str, Any]]] = {
     "another plan for all tokens there could be": ("plan_mismatch", {"end_token": HUGE, "plan": "0" * 16}),
     "another engine's epoch": ("stale_epoch", {"source_epoch": 2}),
     "another epoch of its own": ("stale_epoch", {"sink_epoch": 2}),
-    "leases for chunks that are none": ("bad_lease", {"leases": tuple(Lease(0, i + 1) for i in range(4096))}),
-    "leases for nothing": ("bad_lease", {"takes": (), "leases": (Lease(0, 1),)}),
+    "leases for chunks that are none": ("bad_lease", {"leases": tuple(SlotLease(0, i + 1) for i in range(4096))}),
+    "leases for nothing": ("bad_lease", {"takes": (), "leases": (SlotLease(0, 1),)}),
 }
 
 
@@ -115,12 +127,12 @@ def test_slots_that_are_lent_where_blocks_are_read_are_refused() -> None:
     """A sender that shipped as well would lose count of who still reads."""
     scene = Scene()
     scene.session = replace(scene.session, routed=Routed("pull"))
-    assert scene.refusal(scene.claim(leases=(Lease(0, 1),))) == "bad_lease"
+    assert scene.refusal(scene.claim(leases=(SlotLease(0, 1),))) == "bad_lease"
     scene.say(scene.claim())
     outbound, boot = scene.source.outbound, scene.sink.home.agent.boot
     (told,) = outbound.answers(scene.world.now, scene.world.now, lambda count: True)
-    assert isinstance(told, Send) and isinstance(told.body, Tables) and told.body.is_last
-    (failing,) = outbound.grant(boot, Grant(transfer="x", leases=(Lease(0, 1),)))
+    assert isinstance(told, Send) and isinstance(told.body, BlockTables) and told.body.is_last
+    (failing,) = outbound.grant(boot, Grant(transfer="x", leases=(SlotLease(0, 1),)))
     assert isinstance(failing, Send) and isinstance(failing.body, Failing) and failing.body.code == "bad_lease"
     ended = outbound.cancel(boot, Cancel(transfer="x", code="bad_lease"))
     kinds = [type(each.body if isinstance(each, Send) else each.message) for each in ended]
@@ -175,8 +187,8 @@ def test_more_slots_than_chunks_end_the_transfer() -> None:
     scene.say(scene.claim(room="nothing here yet"))
     boot, chunks = scene.sink.home.agent.boot, scene.source.outbound.outlets["x"].plan.chunks
     for generation in range(chunks):
-        assert scene.source.outbound.grant(boot, Grant(transfer="x", leases=(Lease(0, generation + 1),))) == []
-    (ended,) = scene.source.outbound.grant(boot, Grant(transfer="x", leases=(Lease(0, 99),)))
+        assert scene.source.outbound.grant(boot, Grant(transfer="x", leases=(SlotLease(0, generation + 1),))) == []
+    (ended,) = scene.source.outbound.grant(boot, Grant(transfer="x", leases=(SlotLease(0, 99),)))
     assert isinstance(ended, Send) and isinstance(ended.body, Drained) and ended.body.code == "bad_lease"
     assert not scene.source.outbound.outlets
     scene.still_works()
@@ -186,7 +198,7 @@ def test_another_sink_cannot_touch_a_transfer() -> None:
     scene = Scene()
     scene.say(scene.claim(room="nothing here yet"))
     out = scene.source.outbound.outlets["x"]
-    assert scene.source.outbound.grant("another boot", Grant(transfer="x", leases=(Lease(0, 1),))) == []
+    assert scene.source.outbound.grant("another boot", Grant(transfer="x", leases=(SlotLease(0, 1),))) == []
     assert scene.source.outbound.cancel("another boot", Cancel(transfer="x", code="c")) == []
     assert not out.early and "x" in scene.source.outbound.outlets
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Want
 from kvbridge_proto.peer import Cancel, Claim
-from kvbridge_proto.words import Blocks
 from msgspec import structs
 
 from kvbridge.exchange.actions import Send

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Failed
-from kvbridge_proto.words import Blocks
 
 from tests.unit.exchange.world import World
 
@@ -68,8 +68,8 @@ def test_a_name_of_which_its_engine_has_said_all_may_come_again(end: Callable[[W
 
 
 def test_open_offers_and_wants_of_an_engine_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.exchange.outbound.MOST_OFFERS", 3)
-    monkeypatch.setattr("kvbridge.exchange.inbound.MOST_WANTS", 3)
+    monkeypatch.setattr("kvbridge.exchange.sender.MOST_OFFERS", 3)
+    monkeypatch.setattr("kvbridge.exchange.receiver.MOST_WANTS", 3)
     world = World()
     for number in range(5):
         world.offer(f"o{number}", 16, 4)

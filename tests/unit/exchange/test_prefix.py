@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed, Offer
-from kvbridge_proto.words import Blocks
 
-from kvbridge.dataplane.receiving import Arrival
-from kvbridge.dataplane.sending import Departure
-from kvbridge.exchange.tables import extended
+from kvbridge.dataplane.receive_orders import LandedChunk
+from kvbridge.dataplane.send_orders import LeavingChunk
+from kvbridge.exchange.block_tables import extended
 from kvbridge.geometry.plan import Part
 from tests.unit.exchange.test_shares import ranks
 from tests.unit.exchange.test_windows import FULL, LATE, blocks, hybrid, late_entries
@@ -234,13 +234,13 @@ class Watched(World):
         self.read: dict[tuple[str, str], set[int]] = {}  # source, request
         self.written: dict[tuple[str, str], set[int]] = {}  # sink, request
 
-    def _gathered(self, source: Node, departure: Departure) -> None:
+    def _gathered(self, source: Node, departure: LeavingChunk) -> None:
         plan = departure.order.plan
         part = Part(plan, plan.chunk(departure.chunk), departure.tables, is_source=True)
         self.read.setdefault((source.name, departure.order.request), set()).update(_tokens(part))
         super()._gathered(source, departure)
 
-    def _scattered(self, sink: Node, arrival: Arrival) -> None:
+    def _scattered(self, sink: Node, arrival: LandedChunk) -> None:
         order = arrival.order
         part = Part(order.plan, order.plan.chunk(arrival.notice.chunk), order.tables, is_source=False)
         request = sink.inbound._wanted_by[order.transfer].want.request

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed, Offer, Want
 from kvbridge_proto.pool import Pool, Shard
-from kvbridge_proto.words import Blocks
 from msgspec.structs import replace
 
 from kvbridge.errors import EngineError
-from kvbridge.exchange.tables import tables_of
-from kvbridge.geometry.comb import Comb
+from kvbridge.exchange.block_tables import tables_of
+from kvbridge.geometry.token_shard import TokenShard
 from tests.unit.exchange.world import World, make_pool
 
 INTERLEAVE = 4
@@ -96,7 +96,7 @@ def test_a_rank_offers_blocks_for_its_own_tokens_only() -> None:
 
 def pieces_of(pool: Pool, first: int, end: int) -> tuple[Blocks, ...]:
     """The entries that hold this rank's own of tokens [first, end); no word of a group in which there are none."""
-    own, size = Comb.of(pool.shard), pool.groups[0].block_tokens
+    own, size = TokenShard.of(pool.shard), pool.groups[0].block_tokens
     begin, stop = own.count(first), own.count(end)
     if begin == stop:
         return ()
@@ -143,7 +143,7 @@ def test_a_wants_table_counts_the_tokens_that_its_rank_keeps(first: int, end: in
     tables = tables_of(home, right, first, end)
     for token in range(first | 1, end, 2):
         entry, offset = divmod(token // 2, 16)
-        place = tables[0].at(Comb.of(pool.shard), token // 2, token // 2 + 1)
+        place = tables[0].at(TokenShard.of(pool.shard), token // 2, token // 2 + 1)
         assert place.tolist() == [(40 + entry) * 16 + offset]
     for lacking in (right[1:], right[:-1]) if entries else ():
         with pytest.raises(EngineError):

@@ -7,17 +7,17 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed, Released, Want
-from kvbridge_proto.peer import MAX_SUMS, Cancel, Check, Checked, Claim, Failing, Renew, Settled, Sum, Tables
-from kvbridge_proto.words import Blocks
+from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, Claim, Failing, Renew, Settled, Sum
 
 from kvbridge.exchange import outbound as sending
 from kvbridge.exchange.actions import Action, Send, Tell
-from kvbridge.exchange.inbound import CHECK_S, Inbound
+from kvbridge.exchange.leases import LEASE_S, Sampling
 from kvbridge.exchange.orders import Digest, Digested, Failure, Pull, Pulled
-from kvbridge.exchange.outbound import Outbound
-from kvbridge.exchange.reading import LEASE_S, Sampling
+from kvbridge.exchange.receiver import CHECK_S, Receiver
 from kvbridge.exchange.route import Routed
+from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import SlotPool
 from tests.unit.exchange.test_hostile_peer import Scene
@@ -51,14 +51,14 @@ def test_one_in_so_many_is_compared_the_first_among_them(every: int, chosen: lis
     assert found == chosen
 
 
-class Sender:
+class PromisingSender:
     """One that has promised the blocks of all chunks of transfer "x"."""
 
     def __init__(self) -> None:
         scene = Scene()
         scene.session = replace(scene.session, routed=Routed("pull"))
         scene.say(scene.claim())
-        self.outbound: Outbound = scene.source.outbound
+        self.outbound: Sender = scene.source.outbound
         self.boot, self.now = scene.sink.home.agent.boot, scene.world.now
         self.outbound.answers(self.now, self.now, lambda count: True)
         self.chunks = self.outbound.outlets["x"].plan.chunks
@@ -76,7 +76,7 @@ class Sender:
 
 
 def test_a_sender_digests_what_it_is_asked_and_answers_once() -> None:
-    sender = Sender()
+    sender = PromisingSender()
     assert sender.chunks > 3
     first, second, third = sender.check(0, 1, 2)
     assert isinstance(first, Digest) and isinstance(second, Digest)
@@ -90,7 +90,7 @@ def test_a_sender_digests_what_it_is_asked_and_answers_once() -> None:
 
 def test_few_chunks_are_digested_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "MOST_DIGESTS", 2)
-    sender = Sender()
+    sender = PromisingSender()
     first, second = sender.check(0, 1, 2)
     (third,) = sender.digested(first)
     assert sender.digested(second) == []
@@ -101,7 +101,7 @@ def test_few_chunks_are_digested_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the transfer ends meanwhile, at the sender or at its receiver."""
     monkeypatch.setattr(sending, "MOST_DIGESTS", 1)
-    sender = Sender()
+    sender = PromisingSender()
     outbound, boot, now = sender.outbound, sender.boot, sender.now
     (digest,) = sender.check(0, 1)
     match end:
@@ -135,7 +135,7 @@ def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pyte
 
 def test_who_asks_for_what_it_was_not_told_fails_its_transfer() -> None:
     for chunks in ([99], [0, 0], [1 << 40]):
-        sender = Sender()
+        sender = PromisingSender()
         said = sender.check(*chunks)
         assert [each.code for each in sent(said) if isinstance(each, Failing)] == ["bad_check"]
         assert not any(isinstance(each, Digest) for each in said)
@@ -144,7 +144,7 @@ def test_who_asks_for_what_it_was_not_told_fails_its_transfer() -> None:
 
 
 def test_who_asks_again_fails_its_transfer() -> None:
-    sender = Sender()
+    sender = PromisingSender()
     (digest,) = sender.check(0)
     assert [each.code for each in sent(sender.check(0))] == ["bad_check"]
     sender.digested(digest)
@@ -153,7 +153,7 @@ def test_who_asks_again_fails_its_transfer() -> None:
 
 
 def test_nobody_is_answered_about_a_transfer_that_is_not_its_own_or_has_slots() -> None:
-    sender = Sender()
+    sender = PromisingSender()
     assert sender.check(0, transfer="y") == [] and sender.check(0, boot="another") == []
     assert not sender.outbound.outlets["x"].asked
     scene = Scene()
@@ -162,13 +162,13 @@ def test_nobody_is_answered_about_a_transfer_that_is_not_its_own_or_has_slots() 
     assert scene.source.outbound.check(scene.sink.home.agent.boot, check) == []
 
 
-class Receiver:
+class PullingReceiver:
     """One that wants 64 tokens of P0, was told of all their blocks and is to read them."""
 
     def __init__(self, check_every: int = 1) -> None:
         world = World()
         home, theirs = world.sinks[0].home, world.sources[0].home
-        self.inbound = Inbound(SlotPool(4), lambda: "x", lambda: b"t" * 16, check_every)
+        self.inbound = Receiver(SlotPool(4), lambda: "x", lambda: b"t" * 16, check_every)
         self.boot = theirs.agent.boot
         session = answer(hello(home), theirs)
         assert isinstance(session, Session)
@@ -179,7 +179,7 @@ class Receiver:
         want = Want(request="r", room="r", source="P0", first_token=0, end_token=64, blocks=blocks, deadline_s=50.0)
         (claim,) = sent(self.inbound.want(want, home, NOW))
         assert isinstance(claim, Claim)
-        told = Tables(transfer="x", tokens=64, is_last=True, renewal=0, blocks=(Blocks(0, 0, tuple(range(16))),))
+        told = BlockTables(transfer="x", tokens=64, is_last=True, renewal=0, blocks=(Blocks(0, 0, tuple(range(16))),))
         *_, pull = self.inbound.tables(self.boot, told, NOW)
         assert isinstance(pull, Pull)
         self.pull = pull
@@ -193,7 +193,7 @@ class Receiver:
 
 
 def test_done_is_said_once_the_sender_has_the_same() -> None:
-    receiver = Receiver()
+    receiver = PullingReceiver()
     said = receiver.pulled()
     (check,) = [each for each in sent(said) if isinstance(each, Check)]
     assert check.digests == tuple(Sum(chunk, 100 + chunk) for chunk in range(receiver.pull.plan.chunks))
@@ -207,7 +207,7 @@ def test_done_is_said_once_the_sender_has_the_same() -> None:
 
 
 def test_what_is_not_the_senders_fails_with_both_values() -> None:
-    receiver = Receiver()
+    receiver = PullingReceiver()
     receiver.pulled()
     said = receiver.checked(Sum(0, 100), Sum(1, 0xBAD))
     (failed,) = told(said)
@@ -220,7 +220,7 @@ def test_what_is_not_the_senders_fails_with_both_values() -> None:
 
 @pytest.mark.parametrize(("every", "is_patient"), [(64, False), (1, True)])
 def test_a_sample_that_the_sender_cannot_digest_does_not_cost_the_request(every: int, is_patient: bool) -> None:
-    receiver = Receiver(check_every=every)
+    receiver = PullingReceiver(check_every=every)
     receiver.pulled()
     asked = len(receiver.pull.compared)
     said = receiver.inbound.tick(NOW + CHECK_S / 2)
@@ -235,7 +235,7 @@ def test_a_sample_that_the_sender_cannot_digest_does_not_cost_the_request(every:
 
 
 def test_nothing_is_asked_where_nothing_is_compared() -> None:
-    receiver = Receiver(check_every=0)
+    receiver = PullingReceiver(check_every=0)
     assert not receiver.pull.compared
     said = receiver.pulled()
     assert [type(each) for each in (*told(said), *sent(said))] == [Done, Settled]
@@ -243,7 +243,7 @@ def test_nothing_is_asked_where_nothing_is_compared() -> None:
 
 def test_the_lease_is_kept_while_the_sender_compares() -> None:
     """Or the sender would say that its receivers do not come back."""
-    receiver = Receiver()
+    receiver = PullingReceiver()
     receiver.pulled()
     assert not [each for each in sent(receiver.inbound.tick(NOW + LEASE_S / 4)) if isinstance(each, Renew)]
     assert [each for each in sent(receiver.inbound.tick(NOW + LEASE_S / 2)) if isinstance(each, Renew)]
@@ -251,7 +251,7 @@ def test_the_lease_is_kept_while_the_sender_compares() -> None:
 
 def test_digests_that_nobody_asked_for_change_nothing() -> None:
     """Before the read has ended, of other chunks, of another's transfer, twice."""
-    receiver = Receiver()
+    receiver = PullingReceiver()
     assert receiver.checked(Sum(0, 5)) == []
     receiver.pulled()
     assert receiver.checked(Sum(99, 5), Sum(1 << 62, 5)) == []
@@ -262,7 +262,7 @@ def test_digests_that_nobody_asked_for_change_nothing() -> None:
 
 @pytest.mark.parametrize("end", ["abandon", "lost", "failing", "deadline", "left"])
 def test_no_want_waits_for_a_sender_that_does_not_answer(end: str) -> None:
-    receiver = Receiver()
+    receiver = PullingReceiver()
     receiver.pulled()
     inbound, boot = receiver.inbound, receiver.boot
     match end:
@@ -281,7 +281,7 @@ def test_no_want_waits_for_a_sender_that_does_not_answer(end: str) -> None:
 
 
 def test_many_digests_go_in_several_messages() -> None:
-    receiver = Receiver()
+    receiver = PullingReceiver()
     intake = receiver.inbound.wants["r"].intakes["x"]
     assert intake.reading is not None
     checks = sent(receiver.inbound._check(intake, intake.reading, {i: i for i in range(MAX_SUMS + 1)}, NOW))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed
 from kvbridge_proto.pool import Group, Pool, Region, Step
-from kvbridge_proto.words import Blocks
 from msgspec.structs import replace
 
 from kvbridge.geometry.check import extent

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from kvbridge_proto.common import AgentCard, Blocks, Rank
 from kvbridge_proto.engine import Done, Expect, Failed, Offer, Released, Scales, Want
 from kvbridge_proto.peer import (
     Cancel,
@@ -29,12 +30,10 @@ from kvbridge_proto.peer import (
     Settled,
 )
 from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
-from kvbridge_proto.words import Agent, Blocks, Rank
 
-from kvbridge.dataplane.receiving import Arrival, Receiving
-from kvbridge.dataplane.sending import Departure, Sending
+from kvbridge.dataplane.receive_orders import LandedChunk, ReceiveOrders
+from kvbridge.dataplane.send_orders import LeavingChunk, SendOrders
 from kvbridge.exchange.actions import Action, Ask, Reach, Send, Tell
-from kvbridge.exchange.inbound import Inbound
 from kvbridge.exchange.orders import (
     Credit,
     Dropped,
@@ -48,13 +47,14 @@ from kvbridge.exchange.orders import (
     StopReceiving,
     StopSending,
 )
-from kvbridge.exchange.outbound import Outbound
+from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.route import Site
-from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
+from kvbridge.exchange.sender import Sender
+from kvbridge.exchange.session import AttachedEngine, Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import SlotPool
 from kvbridge.geometry.check import rescaled
 from kvbridge.geometry.plan import Part
-from kvbridge.geometry.strip import Strip
+from kvbridge.geometry.plane_pair import PlanePair
 
 LAYERS, HEADS, WIDTH, BLOCKS = 2, 4, 8, 64
 SLOT_BYTES = 1024
@@ -104,7 +104,7 @@ def make_pool(
     )
 
 
-def notice_of(departure: Departure, source: Home) -> Notice:
+def notice_of(departure: LeavingChunk, source: AttachedEngine) -> Notice:
     """What comes with a chunk that this source has written."""
     order, lease = departure.order, departure.lease
     return Notice(
@@ -122,7 +122,7 @@ def notice_of(departure: Departure, source: Home) -> Notice:
     )
 
 
-def take_up(order: SendingOrder | ReceivingOrder, sending: Sending, receiving: Receiving) -> None:
+def take_up(order: SendingOrder | ReceivingOrder, sending: SendOrders, receiving: ReceiveOrders) -> None:
     """What a data plane does with an order of a transfer that is not pulled."""
     match order:
         case SendOrder():
@@ -148,11 +148,11 @@ class Node:
     """One agent: both machines and what its shell would hold."""
 
     name: str
-    home: Home
-    inbound: Inbound
-    outbound: Outbound
-    sending: Sending
-    receiving: Receiving = field(default_factory=Receiving)
+    home: AttachedEngine
+    inbound: Receiver
+    outbound: Sender
+    sending: SendOrders
+    receiving: ReceiveOrders = field(default_factory=ReceiveOrders)
     orders: deque[SendingOrder | ReceivingOrder] = field(default_factory=deque)  # that its data plane has not heard
     dropped: list[Dropped] = field(default_factory=list)
     told: list[object] = field(default_factory=list)
@@ -179,13 +179,15 @@ class World:
         self.random = random.Random(seed)
         self.events: list[tuple[str, Callable[[], None]]] = []
         self.numbers = count(1)
-        self.writing: dict[tuple[str, int], Departure] = {}  # (sink boot, slot) -> the write under way
+        self.writing: dict[tuple[str, int], LeavingChunk] = {}  # (sink boot, slot) -> the write under way
         self._goodbyes: set[tuple[str, str]] = set()  # on their way, to whom and of whom
         self.scatters: Counter[tuple[str, int]] = Counter()
         self.notices: list[Notice] = []
         self.holds: list[Hold] = []
         self.refused: list[Refuse] = []
-        self.moved: list[tuple[tuple[Strip, ...], bool, Pool]] = []  # begun: by which plan, gathers, under which pool
+        self.moved: list[
+            tuple[tuple[PlanePair, ...], bool, Pool]
+        ] = []  # begun: by which plan, gathers, under which pool
         self.hold: set[str] = set()  # kinds of events that do not happen now
         self.nodes: dict[str, Node] = {}
         for letter, engine, block_tokens, pools in (("P", "prefill", 4, sources), ("D", "decode", 16, sinks)):
@@ -196,13 +198,13 @@ class World:
                 self._add(f"{letter}{r}", pool, ranks, slots, local)
 
     def _add(self, name: str, pool: Pool, ranks: tuple[Rank, ...], slots: int, local: int) -> None:
-        agent = Agent(name=name, boot=f"boot-{name}-{next(self.numbers)}", address=name, version="1")
+        agent = AgentCard(name=name, boot=f"boot-{name}-{next(self.numbers)}", address=name, version="1")
         card = FabricCard(kind="world", name=agent.boot, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=slots)
-        inbound = Inbound(
+        inbound = Receiver(
             SlotPool(slots), lambda: f"t{next(self.numbers)}", lambda: next(self.numbers).to_bytes(16, "big")
         )
-        home = Home(agent, 1, pool, Site(card), ("sum",), ranks)
-        self.nodes[name] = Node(name, home, inbound, Outbound(), Sending(local))
+        home = AttachedEngine(agent, 1, pool, Site(card), ("sum",), ranks)
+        self.nodes[name] = Node(name, home, inbound, Sender(), SendOrders(local))
 
     @property
     def sources(self) -> list[Node]:
@@ -448,14 +450,14 @@ class World:
         while not source.orders and (departure := source.sending.begin()) is not None:
             self._begin(source, departure)
 
-    def _begin(self, source: Node, departure: Departure) -> None:
+    def _begin(self, source: Node, departure: LeavingChunk) -> None:
         transfer = departure.order.transfer
         offered = source.outbound.outlets[transfer].offered
         assert offered in source.outbound.offers.values(), f"{transfer} reads blocks that were given back"
         self.moved.append((departure.order.plan.strips, True, source.home.pool))
         self.later("gather", lambda: self._gathered(source, departure))
 
-    def _gathered(self, source: Node, departure: Departure) -> None:
+    def _gathered(self, source: Node, departure: LeavingChunk) -> None:
         if source.is_dead:
             return
         plan, boot = departure.order.plan, departure.order.boot
@@ -467,7 +469,7 @@ class World:
         source.sending.gathered(departure)
         self._report(source)
 
-    def _written(self, source: Node, departure: Departure) -> None:
+    def _written(self, source: Node, departure: LeavingChunk) -> None:
         """The write has landed: the sink may see the notice before or after the source sees the end."""
         boot = departure.order.boot
         del self.writing[boot, departure.lease.slot]
@@ -477,7 +479,7 @@ class World:
         self.later("notice", lambda: self._landed(sink, notice))
         self.later("end", lambda: self._ended(source, departure, None))
 
-    def _ended(self, source: Node, departure: Departure, failure: Failure) -> None:
+    def _ended(self, source: Node, departure: LeavingChunk, failure: Failure) -> None:
         if not source.is_dead:
             source.sending.written(departure, 0.0, failure)
             self._send(source)
@@ -494,7 +496,7 @@ class World:
             self.later("scatter", lambda: None if sink.is_dead else self._scattered(sink, arrival))
         self._report(sink)
 
-    def _scattered(self, sink: Node, arrival: Arrival) -> None:
+    def _scattered(self, sink: Node, arrival: LandedChunk) -> None:
         order, notice = arrival.order, arrival.notice
         assert Part(order.plan, order.plan.chunk(notice.chunk), order.tables, is_source=False).moves()
         self.scatters[order.transfer, notice.chunk] += 1

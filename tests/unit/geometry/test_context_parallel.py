@@ -12,10 +12,10 @@ import pytest
 from kvbridge_proto.pool import Pool, Shard
 
 from kvbridge.errors import PeerError
-from kvbridge.geometry.comb import Comb
 from kvbridge.geometry.compat import Convertible, verdict
 from kvbridge.geometry.plan import Planner, plan
 from kvbridge.geometry.shard import assign
+from kvbridge.geometry.token_shard import TokenShard
 from tests.support.oracle import Shape, build_all, is_own, transfer
 from tests.support.pools import Held
 
@@ -168,7 +168,7 @@ def test_the_split_of_tokens_is_in_the_digest() -> None:
 def test_an_interleave_says_nothing_where_there_is_one_rank() -> None:
     pool = engine(REPLICATED, 1, 1)[0].pool
     other = msgspec.structs.replace(pool, shard=Shard(cp_interleave=16))
-    assert Comb.of(other.shard) == Comb.of(pool.shard)
+    assert TokenShard.of(other.shard) == TokenShard.of(pool.shard)
     assert len(assign([other], pool)) == 1 and len(assign([pool, other], pool)) == 2
 
 

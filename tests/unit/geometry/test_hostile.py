@@ -6,9 +6,9 @@ import time
 
 import pytest
 from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.common import MAX_RANKS, Rank
 from kvbridge_proto.engine import Directory, ToAgent
 from kvbridge_proto.pool import Group, Pool
-from kvbridge_proto.words import MAX_RANKS, Rank
 from msgspec.structs import replace
 
 from kvbridge.geometry.compat import Convertible, Same, check_pool, verdict

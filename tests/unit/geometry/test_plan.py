@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.peer import Take
-from kvbridge_proto.words import Blocks
 
 from kvbridge.errors import OperatorError, PeerError
 from kvbridge.geometry.plan import ALIGN, Plan, plan

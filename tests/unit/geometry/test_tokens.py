@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import Group
-from kvbridge_proto.words import Blocks
 
 from kvbridge.errors import EngineError
 from kvbridge.geometry.tokens import BlockTable

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from kvbridge_proto.pool import Group, Region, Shard, Step
 
-from kvbridge.geometry.leg import kept
+from kvbridge.geometry.group_plan import kept
 from kvbridge.geometry.plan import ALIGN, Part, Plan, Planner, plan
 from kvbridge.geometry.shard import assign
 from tests.support.oracle import (

@@ -16,7 +16,7 @@ from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.gather import digest, gather, warm, warm_digest
 from kvbridge_kernels.launch import NotCompiled
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.recipe import Recipe
+from kvbridge_kernels.prepared_copy import PreparedCopy
 from kvbridge_kernels.scatter import scatter
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
@@ -175,7 +175,7 @@ def test_a_recipe_is_used_with_other_places() -> None:
         segments, size = chunk_of(shapes, 3, 5, seed=seed)
         memory = segments[0].field.memory
         if recipe is None:
-            kept, recipe = memory, Recipe(segments, size)
+            kept, recipe = memory, PreparedCopy(segments, size)
         kept.copy_(memory)
         places = [*{id(segment.places): segment.places for segment in segments}.values()]
         found, span = slot_on("cpu", size)

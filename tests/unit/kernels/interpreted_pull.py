@@ -9,8 +9,8 @@ import torch
 from kvbridge_kernels import pull_ref
 from kvbridge_kernels.codecs_ref import Number
 from kvbridge_kernels.places import Places
+from kvbridge_kernels.prepared_pull import PreparedPull
 from kvbridge_kernels.pull import pull, warm
-from kvbridge_kernels.pull_recipe import PullRecipe
 from kvbridge_kernels.segment import Segment
 from triton.runtime.interpreter import GridExecutor
 
@@ -115,7 +115,7 @@ def test_any_number_of_programs_walks_all_tiles(programs: int, monkeypatch: pyte
 def test_a_recipe_is_used_with_other_places() -> None:
     shapes = [Shape("nhd", planes=2), Shape("folded")], [Shape("hnd", planes=2), Shape("folded")]
     sources, sinks, size = ends_of(*shapes, 3, 2)
-    recipe, work, memory = PullRecipe(sources, sinks, size), work_on("cpu"), sinks[0].field.memory
+    recipe, work, memory = PreparedPull(sources, sinks, size), work_on("cpu"), sinks[0].field.memory
     before = memory.clone()
     for step in range(3):
         chunk = recipe.at(
@@ -134,5 +134,5 @@ def test_a_recipe_is_used_with_other_places() -> None:
 def test_warming_writes_nothing() -> None:
     sources, sinks, size = ends_of([Shape("nhd")], [Shape("columns")], 3, 5)
     before = on(sinks, "cpu")[0].field.memory
-    warm(PullRecipe(sources, sinks, size).chunk, True, work_on("cpu"))
+    warm(PreparedPull(sources, sinks, size).chunk, True, work_on("cpu"))
     assert torch.equal(sinks[0].field.memory, before)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from kvbridge_kernels import gather_ref, scatter_ref
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
-from kvbridge_kernels.pull_recipe import PullChunk, PullRecipe
+from kvbridge_kernels.prepared_pull import PlacedPull, PreparedPull
 from kvbridge_kernels.segment import Segment
 from kvbridge_kernels.tables import Work
 
@@ -26,7 +26,7 @@ from tests.unit.kernels.chunks import (
     work_on,
 )
 
-Pull = Callable[[PullChunk, torch.Tensor | None, Work], None]
+Pull = Callable[[PlacedPull, torch.Tensor | None, Work], None]
 Ends = tuple[list[Segment], list[Segment], int]
 
 # Every pair of layouts that rows can have at once, and every odd row with another layout and block at its other end.
@@ -95,7 +95,7 @@ def check_pull(
 
     ours, theirs = on(sources, device), on(sinks, device)
     sums = torch.full((1,), 77, dtype=torch.int64, device=device)
-    pull(PullRecipe(ours, theirs, size).chunk, sums if has_sums else None, work_on(device))
+    pull(PreparedPull(ours, theirs, size).chunk, sums if has_sums else None, work_on(device))
     named = [replace(sink, cast=Cast(Number(name), Number(name))) for sink in sinks] if name else sinks
     assert_same_memory(named, theirs[0].field.memory.cpu(), twins[0].field.memory)
     assert torch.equal(ours[0].field.memory.cpu(), sources[0].field.memory)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kvbridge_kernels import pull_ref
 from kvbridge_kernels.codecs_ref import Cast, Number
-from kvbridge_kernels.pull_recipe import PullRecipe
+from kvbridge_kernels.prepared_pull import PreparedPull
 
 from tests.unit.kernels.chunks import Shape, chunk_of
 from tests.unit.kernels.pulls import PULLS, WIRES, check_pull, converted, ends_of
@@ -70,13 +70,13 @@ def test_what_does_not_meet_is_refused() -> None:
         ([replace(sinks[0], places=fewer[0].places)], r"\(2, 5, 128\) of the source, \(2, 4, 128\) of the sink"),
     ]:
         with pytest.raises(ValueError, match=reason):
-            PullRecipe(sources, theirs, 4 * size)
+            PreparedPull(sources, theirs, 4 * size)
     one = replace(sources[0], cast=fp16)
     with pytest.raises(ValueError, match=r"on the way: \['bf16', 'fp16'\], the source's and the sink's must be one"):
-        PullRecipe([one], [replace(sinks[0], cast=Cast(Number("fp16"), Number("bf16")))], size)
+        PreparedPull([one], [replace(sinks[0], cast=Cast(Number("fp16"), Number("bf16")))], size)
     narrow = replace(sources[0], field=replace(sources[0].field, offset=sources[0].field.memory.numel()))
     with pytest.raises(ValueError, match="field ends at byte"):
-        PullRecipe([narrow], sinks, size)
+        PreparedPull([narrow], sinks, size)
 
 
 def test_no_places_are_fine() -> None:

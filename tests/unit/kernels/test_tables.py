@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvbridge_kernels.tables import IN_PLACE_BYTES, Tables, Work
+from kvbridge_kernels.tables import IN_PLACE_BYTES, LaunchTables, Work
 
 
 def apart(copied: list[tuple[int, int, int, int]]) -> Work:
@@ -16,7 +16,7 @@ def apart(copied: list[tuple[int, int, int, int]]) -> Work:
 def test_what_is_used_is_copied_on_the_stream_that_is_named() -> None:
     copied: list[tuple[int, int, int, int]] = []
     work = apart(copied)
-    tables = Tables(work, IN_PLACE_BYTES + 1)
+    tables = LaunchTables(work, IN_PLACE_BYTES + 1)
     address = tables.put(torch.arange(5).numpy())
     assert address == work.table.data_ptr()
     tables.upload(77)
@@ -28,7 +28,7 @@ def test_what_is_used_is_copied_on_the_stream_that_is_named() -> None:
 def test_small_slots_are_read_in_place() -> None:
     copied: list[tuple[int, int, int, int]] = []
     work = apart(copied)
-    tables = Tables(work, IN_PLACE_BYTES)
+    tables = LaunchTables(work, IN_PLACE_BYTES)
     assert tables.put(torch.arange(5).numpy()) == work.host.data_ptr()
     tables.upload(77)
     assert not copied

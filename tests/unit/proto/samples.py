@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvbridge_proto import door, engine, peer, status
+from kvbridge_proto.common import OURS, AgentCard, Blocks, Rank
 from kvbridge_proto.pool import Codec, Engine, Group, Handle, Layer, Model, Plane, Pool, Region, Shard, Step
-from kvbridge_proto.words import OURS, Agent, Blocks, Rank
 
 BF16 = Codec(name="bf16", width=64, element_bytes=2, row_bytes=128)
 FP8 = Codec(name="fp8_e4m3", width=64, element_bytes=1, row_bytes=64, scales=(0.5, 0.25))
@@ -50,7 +50,7 @@ POOL = Pool(
         _plane(0, "v", 8192, (Step(2, 8), Step(8, 16)), FP8),
     ),
 )
-AGENT = Agent(name="prefill-0", boot="b00d5eed", address="tcp://127.0.0.1:7700", version="0.1.0")
+AGENT = AgentCard(name="prefill-0", boot="b00d5eed", address="tcp://127.0.0.1:7700", version="0.1.0")
 RANKS = (
     Rank(tp_rank=0, pp_rank=0, address="tcp://127.0.0.1:7700"),
     Rank(tp_rank=1, pp_rank=0, address="tcp://127.0.0.1:7701"),
@@ -235,15 +235,15 @@ BODIES: tuple[Any, ...] = (
         takes=(peer.Take(0, 2, 2, 4),),
         plan="9f86d081",
         token=TOKEN,
-        leases=(peer.Lease(5, 12), peer.Lease(6, 1)),
+        leases=(peer.SlotLease(5, 12), peer.SlotLease(6, 1)),
         deadline_s=29.5,
     ),
-    peer.Tables(transfer="2f6c1d", tokens=32, is_last=False, renewal=1, blocks=(Blocks(0, 1, (7, 3)),)),
+    peer.BlockTables(transfer="2f6c1d", tokens=32, is_last=False, renewal=1, blocks=(Blocks(0, 1, (7, 3)),)),
     peer.Renew(transfer="2f6c1d", number=1),
     peer.Check(transfer="2f6c1d", digests=(peer.Sum(0, 0x1F2E3D4C5B6A7988), peer.Sum(64, (1 << 64) - 1))),
     peer.Checked(transfer="2f6c1d", digests=(peer.Sum(0, 0x1F2E3D4C5B6A7988), peer.Sum(64, (1 << 64) - 1))),
     peer.Ready(transfer="2f6c1d", chunks=2),
-    peer.Grant(transfer="2f6c1d", leases=(peer.Lease(7, 3),)),
+    peer.Grant(transfer="2f6c1d", leases=(peer.SlotLease(7, 3),)),
     peer.Cancel(transfer="2f6c1d", code="aborted", reason="abandoned by the engine"),
     peer.Drained(transfer="2f6c1d"),
     peer.Failing(transfer="2f6c1d", code="write_failed", reason="the peer disconnected"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from kvbridge_proto import door, engine, peer, words
+from kvbridge_proto import common, door, engine, peer
 
 SCHEMA = Path(__file__).parents[3] / "proto" / "schema"
 
@@ -19,7 +19,7 @@ def _schema(title: str, roots: dict[str, Any]) -> str:
     document = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": title,
-        "$comment": f"versions {words.OURS.oldest}-{words.OURS.newest}; base64 strings are bin on the wire",
+        "$comment": f"versions {common.OURS.oldest}-{common.OURS.newest}; base64 strings are bin on the wire",
         "oneOf": [{"$ref": f"#/$defs/{name}"} for name in found],
         "$defs": {**{name: shape for name, shape in found.items() if name not in components}, **components},
     }

@@ -8,13 +8,13 @@ from typing import get_args
 
 import msgspec
 import pytest
-from kvbridge_proto import codec, door, engine, peer, words
+from kvbridge_proto import codec, common, door, engine, peer
 
 from tests.unit.proto.samples import BODIES, FROM_DOOR, TO_AGENT, TO_DOOR, TO_ENGINE, frames
 from tests.unit.proto.schemas import SCHEMA, schema_texts
 
 GOLDEN = Path(__file__).parents[3] / "proto" / "golden"
-NEWEST = GOLDEN / f"v{words.OURS.newest}"
+NEWEST = GOLDEN / f"v{common.OURS.newest}"
 FRAMES = frames()
 
 
@@ -50,7 +50,7 @@ def test_no_golden_frame_is_left_over() -> None:
 
 def test_every_version_we_speak_has_golden_frames_that_decode() -> None:
     kinds = {name: kind for name, (_, kind) in FRAMES.items()}
-    for version in range(words.OURS.oldest, words.OURS.newest + 1):
+    for version in range(common.OURS.oldest, common.OURS.newest + 1):
         paths = sorted((GOLDEN / f"v{version}").rglob("*.msgpack"))
         assert paths
         for path in paths:

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvbridge_proto import engine, peer
 from kvbridge_proto.codec import BadFrame, Limits, decode, encode, unpack
-from kvbridge_proto.words import MAX_BLOCKS, Blocks
+from kvbridge_proto.common import MAX_BLOCKS, Blocks
 
 from tests.unit.proto.samples import BODIES, TO_AGENT, enveloped, frames
 

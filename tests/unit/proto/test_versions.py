@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvbridge_proto.words import VersionRange, negotiate
+from kvbridge_proto.common import VersionRange, negotiate
 
 CASES = [
     ((1, 1), (1, 1), 1),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from kvbridge_proto import codec, words
+from kvbridge_proto import codec, common
 
 from tests.unit.proto.samples import frames
 from tests.unit.proto.schemas import SCHEMA, schema_texts
 
-GOLDEN = Path(__file__).parents[3] / "proto" / "golden" / f"v{words.OURS.newest}"
+GOLDEN = Path(__file__).parents[3] / "proto" / "golden" / f"v{common.OURS.newest}"
 
 
 def main() -> None:

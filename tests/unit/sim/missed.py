@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbridge.sim.run import play, prepared
-from kvbridge.sim.scenario import PULLED, Fault, FaultKind, Request, Scenario, from_text, make
+from kvbridge.sim.scenario import PULLED, Fault, FaultKind, Scenario, SimRequest, from_text, make
 from tests.unit.sim.mutations import MUTATIONS, switched_off
 
 LENT_TWICE = "a slot that is free, .* was written"
@@ -109,7 +109,7 @@ def _as_once(name: str) -> Callable[[Scenario], Scenario]:
 Shape = Callable[[Scenario], Scenario]
 
 
-def _asked(scenario: Scenario, after_s: float, withdraw_s: float | None) -> tuple[Request, ...]:
+def _asked(scenario: Scenario, after_s: float, withdraw_s: float | None) -> tuple[SimRequest, ...]:
     """Its requests far from each other: each offered whole, wanted so long after that, and withdrawn."""
     return tuple(
         replace(
@@ -131,7 +131,9 @@ def _asked(scenario: Scenario, after_s: float, withdraw_s: float | None) -> tupl
     )
 
 
-def _troubled(scenario: Scenario, requests: tuple[Request, ...], faults: list[Fault], is_impatient: bool) -> Scenario:
+def _troubled(
+    scenario: Scenario, requests: tuple[SimRequest, ...], faults: list[Fault], is_impatient: bool
+) -> Scenario:
     faults = sorted(faults, key=lambda fault: fault.at)
     scenario = replace(scenario, requests=requests, faults=tuple(faults), is_impatient=is_impatient)
     return _uncompared(scenario)
@@ -142,7 +144,7 @@ def _uncompared(scenario: Scenario) -> Scenario:
     return replace(scenario, verify="never")
 
 
-def _pairs(scenario: Scenario, request: Request) -> list[tuple[str, str]]:
+def _pairs(scenario: Scenario, request: SimRequest) -> list[tuple[str, str]]:
     senders, receivers = scenario.engines[request.prefill], scenario.engines[request.decode]
     return [(sender, receiver) for sender in senders for receiver in receivers]
 

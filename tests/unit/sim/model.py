@@ -14,16 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Abandon, Done, Failed, Offer, Released, Want, Withdraw
-from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Lease, Notice, Ready, Refuse, Settled
-from kvbridge_proto.words import Blocks
+from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Notice, Ready, Refuse, Settled, SlotLease
 from msgspec.structs import replace as changed
 
-from kvbridge.dataplane.receiving import Arrival, Receiving
-from kvbridge.dataplane.sending import Departure, Dispatch, Sending
+from kvbridge.dataplane.receive_orders import LandedChunk, ReceiveOrders
+from kvbridge.dataplane.send_orders import LeavingChunk, OrderedSend, SendOrders
 from kvbridge.exchange.actions import Ask, Reach, Send, Tell
-from kvbridge.exchange.inbound import Inbound
-from kvbridge.exchange.intake import Wanted
+from kvbridge.exchange.incoming import OpenWant
 from kvbridge.exchange.orders import (
     Credit,
     Failure,
@@ -34,8 +33,9 @@ from kvbridge.exchange.orders import (
     SendingOrder,
     SendingReport,
 )
-from kvbridge.exchange.outbound import Outbound
-from kvbridge.exchange.session import Home, Session, accept, answer, hello, welcome
+from kvbridge.exchange.receiver import Receiver
+from kvbridge.exchange.sender import Sender
+from kvbridge.exchange.session import AttachedEngine, Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import SlotPool, SlotState
 from tests.unit.exchange.world import NOTHING, World, notice_of, take_up
 
@@ -48,7 +48,7 @@ REST = "the rest of a write that failed"
 class Flight:
     """A chunk on its way: gathering, writing, or written and not yet known to be."""
 
-    departure: Departure
+    departure: LeavingChunk
     state: str = "gather"
     is_late: bool = False
     has_landed: bool = False
@@ -68,10 +68,10 @@ class Wrong(AssertionError):
 class State:
     """Where both machines and everything between them are."""
 
-    sink_home: Home
-    source_home: Home
-    inbound: Inbound
-    outbound: Outbound
+    sink_home: AttachedEngine
+    source_home: AttachedEngine
+    inbound: Receiver
+    outbound: Sender
     budget: dict[str, int]
     lag: str = ""  # whose exchange and data plane hear each other later: "sink", "source"
     boots: int = 1
@@ -81,13 +81,13 @@ class State:
     to_sink: deque[Any] = field(default_factory=deque)
     flights: list[Flight] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
-    sending: Sending = field(default_factory=lambda: Sending(0))
+    sending: SendOrders = field(default_factory=lambda: SendOrders(0))
     to_send: deque[SendingOrder] = field(default_factory=deque)
     sent: deque[SendingReport] = field(default_factory=deque)
-    receiving: Receiving = field(default_factory=Receiving)
+    receiving: ReceiveOrders = field(default_factory=ReceiveOrders)
     orders: deque[ReceivingOrder] = field(default_factory=deque)
     reports: deque[ReceivingReport] = field(default_factory=deque)
-    scatters: list[Arrival] = field(default_factory=list)
+    scatters: list[LandedChunk] = field(default_factory=list)
     slots: dict[int, object] = field(default_factory=dict)
     remains: list[int] = field(default_factory=list)  # slots of writes that failed, the rest of which may land yet
     rows: set[tuple[str, int]] = field(default_factory=set)  # chunks that were scattered
@@ -292,7 +292,7 @@ class State:
         self.boots += 1
         before = {*self.outbound._before, self.source_home.agent.boot}
         self.source_home = _restarted(self.source_home, self.boots)
-        self.outbound, self.sending = Outbound(before=before), Sending(len(self.sending.slots))
+        self.outbound, self.sending = Sender(before=before), SendOrders(len(self.sending.slots))
         self.to_send.clear()
         self.sent.clear()
         self.sink(self.inbound.unreachable(ADDRESS, "peer_lost", "dead", 0.0))
@@ -354,7 +354,7 @@ class State:
         flight.has_landed = True
         self._put(flight.departure)
 
-    def _put(self, departure: Departure) -> None:
+    def _put(self, departure: LeavingChunk) -> None:
         transfer, lease = departure.order.transfer, departure.lease
         slot = self.inbound.slots._slots[lease.slot]
         is_out = slot.state in (SlotState.LENT, SlotState.QUARANTINED)
@@ -394,7 +394,7 @@ class State:
     def _repeat(self) -> None:
         self.notices.append(self.notices[0])
 
-    def _unused(self, flight: Flight) -> deque[Lease]:
+    def _unused(self, flight: Flight) -> deque[SlotLease]:
         """Leases of its transfer under which nothing has left."""
         return flight.departure.dispatch.leases
 
@@ -494,11 +494,11 @@ class State:
             raise Wrong("offers are left")
 
 
-def _restarted(home: Home, number: int) -> Home:
+def _restarted(home: AttachedEngine, number: int) -> AttachedEngine:
     return replace(home, agent=changed(home.agent, boot=f"boot-{number}"))
 
 
-def _key_of(dispatch: Dispatch) -> object:
+def _key_of(dispatch: OrderedSend) -> object:
     ready, leases = tuple(dispatch.ready), tuple(dispatch.leases)
     doing = dispatch.next_chunk, dispatch.gathering, dispatch.writing, dispatch.is_broken, dispatch.stop is None
     return dispatch.transfer, ready, leases, dispatch.turn, doing
@@ -514,7 +514,7 @@ def _amount(order: SendingOrder) -> object:
             return None
 
 
-def _chunks(wanted: Wanted) -> set[tuple[str, int]]:
+def _chunks(wanted: OpenWant) -> set[tuple[str, int]]:
     return {(name, chunk) for name, intake in wanted.intakes.items() for chunk in range(intake.plan.chunks)}
 
 
@@ -537,8 +537,8 @@ def begin(wants: int, tokens: int, slots: int, local: int, budget: dict[str, int
     world = World(slots=slots, local=local)
     sink, source = world.sinks[0], world.sources[0]
     names = _Names()
-    inbound = Inbound(SlotPool(slots), names.name, names.token)
-    state = State(sink.home, source.home, inbound, Outbound(), budget, lag, sending=Sending(local))
+    inbound = Receiver(SlotPool(slots), names.name, names.token)
+    state = State(sink.home, source.home, inbound, Sender(), budget, lag, sending=SendOrders(local))
     for i in range(wants):
         state.offer(f"r{i}", tokens)
         state.want(f"r{i}", tokens)

@@ -9,38 +9,38 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 from kvbridge_proto.engine import Detached
-from kvbridge_proto.peer import Checked, Drained, Sum, Tables
+from kvbridge_proto.peer import BlockTables, Checked, Drained, Sum
 
-from kvbridge.agent.accepting import Accepting
-from kvbridge.agent.dialling import Dialled, Dialling
 from kvbridge.agent.engines import Engines
+from kvbridge.agent.incoming_peers import IncomingPeers
+from kvbridge.agent.outgoing_peers import Dialled, OutgoingPeers
+from kvbridge.agent.peer_records import ProbeLanes
 from kvbridge.agent.rebuild import Rebuilder
-from kvbridge.agent.relations import Lanes
-from kvbridge.agent.source import Source
-from kvbridge.dataplane import receiving
-from kvbridge.dataplane.attachment import Attachment
-from kvbridge.dataplane.equipment import Docks
+from kvbridge.agent.sender_runner import SenderRunner
+from kvbridge.dataplane import receive_orders
+from kvbridge.dataplane.attached import AttachedMemory
+from kvbridge.dataplane.awaits import WaitEngineHeard, WaitFence
+from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.jobs import Jobs
-from kvbridge.dataplane.mover import Mover
-from kvbridge.dataplane.receiving import Receiving
-from kvbridge.dataplane.routes.pull import Pulling
-from kvbridge.dataplane.sending import Sending
-from kvbridge.dataplane.waiting import WaitFence, WaitWord
-from kvbridge.device.porter import Moved
-from kvbridge.exchange import outbound
+from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.dataplane.resources import StagingEndpoints
+from kvbridge.dataplane.routes.pull import PullRoute
+from kvbridge.dataplane.send_orders import SendOrders
+from kvbridge.device.copier import Moved
+from kvbridge.exchange import sender
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.doubts import Doubts
-from kvbridge.exchange.inbound import Inbound
-from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState, failed
+from kvbridge.exchange.incoming import IncomingEvent, IncomingState, WantState, failed
+from kvbridge.exchange.leases import LEASE_S, ReadLease
 from kvbridge.exchange.orders import Failure, Gathered, Landed, Quiet, StopReceiving, StopSending
-from kvbridge.exchange.outbound import Outbound
-from kvbridge.exchange.outlet import Offered, Outlet, OutState
-from kvbridge.exchange.reading import LEASE_S, Lease
-from kvbridge.exchange.rooms import Rooms
+from kvbridge.exchange.outgoing import OpenOffer, OutgoingState, OutgoingTransfer
+from kvbridge.exchange.receiver import Receiver
+from kvbridge.exchange.rendezvous import Rendezvous
+from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
+from kvbridge.exchange.undrained import UndrainedTransfers
 from kvbridge.sim import engine, matter, rank
 from kvbridge.sim.local import EngineSocket
-from kvbridge.sim.matter import SlotPorter
+from kvbridge.sim.matter import SimCopier
 from kvbridge.sim.process import Process
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
@@ -49,13 +49,13 @@ Mutate = Callable[[Callable[[Any, str, Any], None]], None]
 
 
 def _generation(put: Callable[[Any, str, Any], None]) -> None:
-    right = receiving.matches
+    right = receive_orders.matches
 
     def matches(notice: Any, receipt: Any, order: Any) -> bool:
         known = receipt.leases.get(notice.slot, notice.generation)
         return right(msgspec.structs.replace(notice, generation=known), receipt, order)
 
-    put(receiving, "matches", matches)
+    put(receive_orders, "matches", matches)
 
 
 def _quarantine(put: Callable[[Any, str, Any], None]) -> None:
@@ -63,7 +63,7 @@ def _quarantine(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _freed_in_place(put: Callable[[Any, str, Any], None]) -> None:
-    def rebuild(self: Engines, docks: Docks, reason: str) -> None:
+    def rebuild(self: Engines, docks: StagingEndpoints, reason: str) -> None:
         self.peers.renew(reason)
         self.sink.rebuilt(self._home)
 
@@ -90,7 +90,7 @@ def _matches(*dropped: str) -> Mutate:
     """`matches` without looking at these fields."""
 
     def mutate(put: Callable[[Any, str, Any], None]) -> None:
-        right = receiving.matches
+        right = receive_orders.matches
 
         def matches(notice: Any, receipt: Any, order: Any) -> bool:
             truth = {name: getattr(order, name) for name in dropped if name != "chunk_bytes"}
@@ -98,13 +98,13 @@ def _matches(*dropped: str) -> Mutate:
                 truth["chunk_bytes"] = order.plan.chunk(notice.chunk).size_bytes
             return right(msgspec.structs.replace(notice, **truth), receipt, order)
 
-        put(receiving, "matches", matches)
+        put(receive_orders, "matches", matches)
 
     return mutate
 
 
 def _twice(put: Callable[[Any, str, Any], None]) -> None:
-    right = receiving.matches
+    right = receive_orders.matches
 
     def matches(notice: Any, receipt: Any, order: Any) -> bool:
         missing, receipt.missing = receipt.missing, set(range(order.plan.chunks))
@@ -113,19 +113,21 @@ def _twice(put: Callable[[Any, str, Any], None]) -> None:
         finally:
             receipt.missing = missing
 
-    put(receiving, "matches", matches)
+    put(receive_orders, "matches", matches)
 
 
 def _released_while_read(put: Callable[[Any, str, Any], None]) -> None:
-    put(Outlet, "is_reading", property(lambda self: self.is_promised or self.digesting > 0))
+    put(OutgoingTransfer, "is_reading", property(lambda self: self.is_promised or self.digesting > 0))
 
 
 def _fence(put: Callable[[Any, str, Any], None]) -> None:
-    put(Attachment, "has_reached", lambda self, count: True)
+    put(AttachedMemory, "has_reached", lambda self, count: True)
 
 
 def _nobody_listens(put: Callable[[Any, str, Any], None]) -> None:
-    def taken_back(self: Jobs, attachment: Attachment, request: str, asked_at: float) -> Generator[Any, Any, Failure]:
+    def taken_back(
+        self: Jobs, attachment: AttachedMemory, request: str, asked_at: float
+    ) -> Generator[Any, Any, Failure]:
         yield from ()
         return None
 
@@ -133,85 +135,85 @@ def _nobody_listens(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _drained_too_soon(put: Callable[[Any, str, Any], None]) -> None:
-    right = Outbound._stop
+    right = Sender._stop
 
-    def stop(self: Outbound, out: Any, code: str, reason: str) -> Any:
+    def stop(self: Sender, out: Any, code: str, reason: str) -> Any:
         actions = right(self, out, code, reason)
-        if actions and out.state is OutState.STOPPING:
+        if actions and out.state is OutgoingState.STOPPING:
             actions.append(Send(out.boot, Drained(transfer=out.transfer, code=code, reason=reason)))
         return actions
 
-    put(Outbound, "_stop", stop)
+    put(Sender, "_stop", stop)
 
 
 def _says_drained_always(put: Callable[[Any, str, Any], None]) -> None:
-    put(Outbound, "renounce", lambda self, boot, cancel: True)
+    put(Sender, "renounce", lambda self, boot, cancel: True)
 
 
 def _lost_is_gone(put: Callable[[Any, str, Any], None]) -> None:
-    right = Inbound._lose
+    right = Receiver._lose
 
-    def lose(self: Inbound, address: str, now: float) -> Any:
+    def lose(self: Receiver, address: str, now: float) -> Any:
         hurt = right(self, address, now)
         for transfer in [transfer for transfer, (at, *_) in self._doubts._of.items() if at == address]:
             self.slots.drain(transfer)
         return hurt
 
-    put(Inbound, "_lose", lose)
+    put(Receiver, "_lose", lose)
 
 
 def _failed_while_scattering(put: Callable[[Any, str, Any], None]) -> None:
-    right = Inbound._fail
+    right = Receiver._fail
 
-    def fail(self: Inbound, wanted: Any, code: str, reason: str, now: float) -> Any:
+    def fail(self: Receiver, wanted: Any, code: str, reason: str, now: float) -> Any:
         is_open = wanted.state in (WantState.REACHING, WantState.FLOWING)
         actions = right(self, wanted, code, reason, now)
         if is_open and wanted.state is WantState.ENDING:
             actions.append(failed(wanted.want.request, code, reason))
         return actions
 
-    put(Inbound, "_fail", fail)
+    put(Receiver, "_fail", fail)
 
 
 def _quiet_at_once(put: Callable[[Any, str, Any], None]) -> None:
     """The data plane says that it is quiet when it is told to stop, and goes on."""
 
-    def stop(self: Receiving, stop: StopReceiving) -> None:
+    def stop(self: ReceiveOrders, stop: StopReceiving) -> None:
         self._reports.append(Quiet(stop.transfer))
 
-    put(Receiving, "stop", stop)
+    put(ReceiveOrders, "stop", stop)
 
 
 def _quiet_while_sent(put: Callable[[Any, str, Any], None]) -> None:
     """The same at the sender."""
 
-    def stop(self: Sending, stop: StopSending) -> None:
+    def stop(self: SendOrders, stop: StopSending) -> None:
         self._reports.append(Quiet(stop.transfer))
 
-    put(Sending, "stop", stop)
+    put(SendOrders, "stop", stop)
 
 
 def _gathered_at_once(put: Callable[[Any, str, Any], None]) -> None:
     """It says that the blocks are read no more when it is told to stop, though a chunk is being gathered."""
-    right = Sending.stop
+    right = SendOrders.stop
 
-    def stop(self: Sending, stop: StopSending) -> None:
+    def stop(self: SendOrders, stop: StopSending) -> None:
         if stop.transfer in self._open:
             self._reports.append(Gathered(stop.transfer))
         right(self, stop)
 
-    put(Sending, "stop", stop)
+    put(SendOrders, "stop", stop)
 
 
 def _drained_while_read(put: Callable[[Any, str, Any], None]) -> None:
-    put(Inbound, "_drain", lambda self, transfer: self.slots.drain(transfer))
+    put(Receiver, "_drain", lambda self, transfer: self.slots.drain(transfer))
 
 
 def _leave_at_once(put: Callable[[Any, str, Any], None]) -> None:
-    async def let_go(self: Mover, attachment: Attachment) -> bool:
+    async def let_go(self: DataPlane, attachment: AttachedMemory) -> bool:
         return True
 
-    put(Mover, "let_go", let_go)
+    put(DataPlane, "let_go", let_go)
 
 
 def _leaves_without_a_word(put: Callable[[Any, str, Any], None]) -> None:
@@ -225,47 +227,47 @@ def _leaves_without_a_word(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _done_too_soon(put: Callable[[Any, str, Any], None]) -> None:
-    right = Inbound._landed
+    right = Receiver._landed
 
-    def landed(self: Inbound, report: Landed, now: float) -> Any:
+    def landed(self: Receiver, report: Landed, now: float) -> Any:
         wanted = self._wanted_by[report.transfer]
         intake = wanted.intakes[report.transfer]
         if intake.scattered + report.chunks == intake.plan.chunks - 1 and wanted.state is WantState.FLOWING:
             intake.scattered += 1  # one is counted that has not come
         return right(self, report, now)
 
-    put(Inbound, "_landed", landed)
+    put(Receiver, "_landed", landed)
 
 
 def _lost_leaves_no_doubt(put: Callable[[Any, str, Any], None]) -> None:
     """A transfer whose link was lost is forgotten: its slots stay quarantined for ever."""
-    right = Inbound._end_intake
+    right = Receiver._end_intake
 
-    def end(self: Inbound, intake: Any, event: IntakeEvent, now: float) -> None:
+    def end(self: Receiver, intake: Any, event: IncomingEvent, now: float) -> None:
         right(self, intake, event, now)
-        if event is IntakeEvent.LOSE and intake.state is IntakeState.ENDED:
+        if event is IncomingEvent.LOSE and intake.state is IncomingState.ENDED:
             self._doubts.settle(intake.transfer)
 
-    put(Inbound, "_end_intake", end)
+    put(Receiver, "_end_intake", end)
 
 
 def _refusal_is_the_end(put: Callable[[Any, str, Any], None]) -> None:
-    put(Inbound, "refused", lambda self, address, boot, key="": [])
+    put(Receiver, "refused", lambda self, address, boot, key="": [])
 
 
 def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
-    def dial(self: Dialling, address: str) -> None:
+    def dial(self: OutgoingPeers, address: str) -> None:
         self._serial += 1
         self.sessions[address] = Dialled(address, self._control.dial(address), self._serial)
         self.ask(address)
 
-    put(Dialling, "_dial", dial)
+    put(OutgoingPeers, "_dial", dial)
 
 
 def _silent(put: Callable[[Any, str, Any], None]) -> None:
-    right = Dialling._end
+    right = OutgoingPeers._end
 
-    def end(self: Dialling, address: str, *args: Any, **more: Any) -> None:
+    def end(self: OutgoingPeers, address: str, *args: Any, **more: Any) -> None:
         link: Any = dialled.link if (dialled := self.sessions.get(address)) else None
         if link is not None:
             send, link.send = link.send, lambda body: None
@@ -274,21 +276,21 @@ def _silent(put: Callable[[Any, str, Any], None]) -> None:
             finally:
                 link.send = send
 
-    put(Dialling, "_end", end)
+    put(OutgoingPeers, "_end", end)
 
 
 def _own_start_only(put: Callable[[Any, str, Any], None]) -> None:
-    put(Doubts, "can_settle", lambda self, transfer, boot, key: self._of.get(transfer, ("", ""))[1] == boot)
+    put(UndrainedTransfers, "can_settle", lambda self, transfer, boot, key: self._of.get(transfer, ("", ""))[1] == boot)
 
 
 def _slower_does_not_wait(put: Callable[[Any, str, Any], None]) -> None:
-    def sort_out(self: Dialling) -> None:
+    def sort_out(self: OutgoingPeers) -> None:
         for dialled in [each for each in self.sessions.values() if each.known_boot]:
             others = [own for own in self.sessions.values() if not own.known_boot and own.link.key == dialled.link.key]
             same = [own for own in others if own.link.peer_boot == dialled.known_boot]
             self._merge(dialled, same[0]) if same else self._insist(dialled)
 
-    put(Dialling, "_sort_out", sort_out)
+    put(OutgoingPeers, "_sort_out", sort_out)
 
 
 def _unnumbered(put: Callable[[Any, str, Any], None]) -> None:
@@ -302,16 +304,16 @@ def _over_at_once(job: str, waits: str, ended: Callable[[Any, Any], Any]) -> Mut
     """A job of that name does not wait in `waits` of the mover, but goes on with what `ended` says of mover and key."""
 
     def mutate(put: Callable[[Any, str, Any], None]) -> None:
-        right = Mover._resume
+        right = DataPlane._resume
 
-        def resume(self: Mover, going: Any, event: Any) -> None:
+        def resume(self: DataPlane, going: Any, event: Any) -> None:
             right(self, going, event)
             left = getattr(self, waits)
             for key in [key for key, each in left.items() if each is going and going.__name__ == job]:
                 left[key] = _heedless()
                 self._resume(going, ended(self, key))
 
-        put(Mover, "_resume", resume)
+        put(DataPlane, "_resume", resume)
 
     return mutate
 
@@ -329,76 +331,76 @@ def _heedless() -> Generator[Any, Any, None]:
 
 def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
     """The digest is then that of what lies in the slot already."""
-    right, digests = SlotPorter.gather, dict[tuple[Any, int], int]()
+    right, digests = SimCopier.gather, dict[tuple[Any, int], int]()
 
-    def gather(self: SlotPorter, pool: Any, part: Any, slot: Any, *args: Any) -> int:
+    def gather(self: SimCopier, pool: Any, part: Any, slot: Any, *args: Any) -> int:
         count = slot.size_bytes // matter.CELL_BYTES
         before = [*self._process.ram.get(slot.address, []), *[matter.NOTHING] * count][:count]
         ticket = right(self, pool, part, slot, *args)
         digests[self, ticket] = matter.digest_of(before)
         return ticket
 
-    def ended(mover: Mover, ticket: int) -> Moved:
+    def ended(mover: DataPlane, ticket: int) -> Moved:
         return Moved(ticket, digests[mover._at_work.porter, ticket])
 
-    put(SlotPorter, "gather", gather)
+    put(SimCopier, "gather", gather)
     _over_at_once("send", "_moving", ended)(put)
 
 
-# The read lease (kvbridge/exchange/reading.py):
+# The read lease (kvbridge/exchange/leases.py):
 
 
 def _begins_when_answered(put: Callable[[Any, str, Any], None]) -> None:
-    right = Inbound.tables
+    right = Receiver.tables
 
-    def tables(self: Inbound, boot: str, told: Tables, now: float, key: str = "") -> Any:
+    def tables(self: Receiver, boot: str, told: BlockTables, now: float, key: str = "") -> Any:
         if (intake := self._intake(boot, told.transfer, key)) is not None and intake.reading is not None:
             intake.reading.lease.ends = now + LEASE_S
         return right(self, boot, told, now, key)
 
-    put(Inbound, "tables", tables)
+    put(Receiver, "tables", tables)
 
 
 def _renewed_unheard(put: Callable[[Any, str, Any], None]) -> None:
-    right = Lease.renew
+    right = ReadLease.renew
 
-    def renew(self: Lease, now: float) -> int:
+    def renew(self: ReadLease, now: float) -> int:
         self.ends = now + LEASE_S
         return right(self, now)
 
-    put(Lease, "renew", renew)
+    put(ReadLease, "renew", renew)
 
 
 def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
     """As if the clock were looked at when the read was begun."""
-    right, begun = SlotPorter.pull, WeakKeyDictionary[Any, float]()
+    right, begun = SimCopier.pull, WeakKeyDictionary[Any, float]()
 
-    def pull(self: SlotPorter, *args: Any) -> int:
+    def pull(self: SimCopier, *args: Any) -> int:
         begun[self] = self._process.world.clock.now
         return right(self, *args)
 
-    def counted(self: Pulling, pull: Any, attachment: Any) -> Generator[Any, Any, Failure]:
+    def counted(self: PullRoute, pull: Any, attachment: Any) -> Generator[Any, Any, Failure]:
         at = begun.get(self._equipment.porter, float("inf"))
         return None if pull.lease.counts(at) else ("lease_over", "")
         yield
 
-    put(SlotPorter, "pull", pull)
-    put(Pulling, "_counted", counted)
+    put(SimCopier, "pull", pull)
+    put(PullRoute, "_counted", counted)
 
 
 def _unmapped_while_read(put: Callable[[Any, str, Any], None]) -> None:
-    def close_parting(self: Pulling) -> None:
+    def close_parting(self: PullRoute) -> None:
         while self._parting:
             self._unmap(*self._parting.pop())
 
-    put(Pulling, "close_parting", close_parting)
+    put(PullRoute, "close_parting", close_parting)
 
 
 def _not_compared(put: Callable[[Any, str, Any], None]) -> None:
     """Whatever the sender finds is taken for what was read."""
-    right = Inbound.checked
+    right = Receiver.checked
 
-    def checked(self: Inbound, boot: str, told: Checked, now: float, key: str = "") -> Any:
+    def checked(self: Receiver, boot: str, told: Checked, now: float, key: str = "") -> Any:
         intake = self._intake(boot, told.transfer, key)
         if intake is not None and intake.reading is not None:
             read = intake.reading.unchecked
@@ -407,15 +409,15 @@ def _not_compared(put: Callable[[Any, str, Any], None]) -> None:
             )
         return right(self, boot, told, now, key)
 
-    put(Inbound, "checked", checked)
+    put(Receiver, "checked", checked)
 
 
 def _released_while_digested(put: Callable[[Any, str, Any], None]) -> None:
-    put(Outlet, "is_reading", property(lambda self: self.is_gathering or self.is_promised))
+    put(OutgoingTransfer, "is_reading", property(lambda self: self.is_gathering or self.is_promised))
 
 
 def _unpromised(put: Callable[[Any, str, Any], None]) -> None:
-    put(Outlet, "is_promised", property(lambda self: False))
+    put(OutgoingTransfer, "is_promised", property(lambda self: False))
 
 
 def _stopped_in_time(put: Callable[[Any, str, Any], None]) -> None:
@@ -424,14 +426,14 @@ def _stopped_in_time(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _unfenced(put: Callable[[Any, str, Any], None]) -> None:
-    def look(self: Offered, has_reached: Any) -> None:
+    def look(self: OpenOffer, has_reached: Any) -> None:
         self.steps.clear()
         self.readable = self.tokens
 
-    put(Offered, "look", look)
+    put(OpenOffer, "look", look)
 
 
-async def _at_once(self: Source) -> None: ...
+async def _at_once(self: SenderRunner) -> None: ...
 
 
 def _nothing(owner: Any, method: str) -> Mutate:
@@ -450,10 +452,12 @@ MUTATIONS: dict[str, Mutate] = {
     "a notice's sink epoch is not looked at": _matches("sink_epoch"),
     "a notice's size is not looked at": _matches("chunk_bytes"),
     "blocks are released while they are read": _released_while_read,
-    "tokens before an offer are given": _nothing(outbound, "check_begin"),
+    "tokens before an offer are given": _nothing(sender, "check_begin"),
     "the fence is not waited for": _fence,
     "what was read while nobody listened counts": _nobody_listens,
-    "what the engine has said is not waited for": lambda put: put(WaitWord, "is_over", property(lambda self: True)),
+    "what the engine has said is not waited for": lambda put: put(
+        WaitEngineHeard, "is_over", property(lambda self: True)
+    ),
     "drained is said while writes are under way": _drained_too_soon,
     "drained is said of a lost session whatever it writes": _says_drained_always,
     "a lost link counts as a dead source": _lost_is_gone,
@@ -467,15 +471,15 @@ MUTATIONS: dict[str, Mutate] = {
     "a source that refuses is not asked": _refusal_is_the_end,
     "an agent without an engine dials": _half_a_session,
     "slots in doubt are freed where they are": _freed_in_place,
-    "whoever says Hello last has the session": lambda put: put(Accepting, "_may_replace", lambda *_: True),
+    "whoever says Hello last has the session": lambda put: put(IncomingPeers, "_may_replace", lambda *_: True),
     "what has ended waits for a fence": _stopped_in_time,
     "what a want that has ended was to receive is scattered": _quiet_at_once,
     "what is to stop is sent": _quiet_while_sent,
     "blocks are said to be read no more while they are": _gathered_at_once,
-    "offers that have ended are forgotten": _nothing(Rooms, "remember"),
-    "a route outlives its session": _nothing(Mover, "disconnect"),
-    "a probe's lane is kept": _nothing(Lanes, "take_back"),
-    "memory of an engine that left stays mapped": _nothing(Attachment, "close"),
+    "offers that have ended are forgotten": _nothing(Rendezvous, "remember"),
+    "a route outlives its session": _nothing(DataPlane, "disconnect"),
+    "a probe's lane is kept": _nothing(ProbeLanes, "take_back"),
+    "memory of an engine that left stays mapped": _nothing(AttachedMemory, "close"),
     "slots in doubt stay so while their source stands still": _never_rebuilt,
     "slots to gather into stay stuck while their sink stands still": _stuck_outbound,
     "messages are not counted": _unnumbered,
@@ -486,13 +490,13 @@ MUTATIONS: dict[str, Mutate] = {
     "a slot to gather into is used again before its write has ended": _over_at_once(
         "send", "_writing", lambda mover, key: Wrote(key[1])
     ),
-    "what was read after its lease counts": lambda put: put(Lease, "counts", lambda self, now: True),
+    "what was read after its lease counts": lambda put: put(ReadLease, "counts", lambda self, now: True),
     "a lease begins when it is answered": _begins_when_answered,
     "a renewal counts that nobody answered": _renewed_unheard,
     "the clock is looked at before the read ends": _looks_before,
-    "a sender promises what it has not listened for": lambda put: put(outbound, "HEARD_S", float("inf")),
+    "a sender promises what it has not listened for": lambda put: put(sender, "HEARD_S", float("inf")),
     "a promise is not waited for": _unpromised,
-    "an engine detaches while it is read": lambda put: put(Source, "unread", _at_once),
+    "an engine detaches while it is read": lambda put: put(SenderRunner, "unread", _at_once),
     "an engine whose agent died waits for no reader": lambda put: put(rank, "READERS_S", 0.0),
     "an engine takes back sooner than it may": lambda put: put(engine, "READERS_S", 0.1),
     "readers do not wait for the fence": _unfenced,

@@ -11,10 +11,10 @@ import pytest
 from kvbridge_proto.engine import ToEngine, Withdraw
 from kvbridge_proto.peer import Ping
 
-from kvbridge.dataplane.attachment import Attachment
+from kvbridge.dataplane.attached import AttachedMemory
 from kvbridge.sim.run import play, prepared
 from kvbridge.sim.scenario import OF_MESSAGES, Fault, FaultKind, make
-from kvbridge.sim.world import Outcome, World
+from kvbridge.sim.world import ScenarioOutcome, World
 from kvbridge.transport.events import Event, Lost
 from tests.unit.sim.mutations import switched_off
 
@@ -49,7 +49,7 @@ def test_an_agent_that_lets_go_refuses_only_when_it_touches_nothing_more() -> No
         rank.engine.answered = lambda rank, message: heard.append(message)  # type: ignore[method-assign]
         done = process.loop.create_future()
 
-        async def let_go(attachment: Attachment) -> bool:
+        async def let_go(attachment: AttachedMemory) -> bool:
             await done  # a gather is under way
             return True
 
@@ -112,7 +112,7 @@ def test_the_rest_of_a_failed_write_meets_the_digest_of_whoever_has_the_slot() -
                 assert re.search(r"prompt \d.* where prompt \d", play(make(seed), listener).failure)
 
 
-def _is_met(outcome: Outcome) -> bool:
+def _is_met(outcome: ScenarioOutcome) -> bool:
     """Whether a digest was wrong, and nothing but the rest of a write can be why."""
     return "spoil" not in outcome.faults and any(end == "failed digest_mismatch" for _, end in outcome.ends.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kvbridge_proto.peer import Lease
+from kvbridge_proto.peer import SlotLease
 
 from kvbridge.exchange.slots import SlotPool
 from tests.unit.sim.model import begin
@@ -69,7 +69,7 @@ class Slots(RuleBasedStateMachine):
     def land(self, slot: int, generation: int, transfer: str) -> None:
         if (held := self.out.get(slot)) is not None and held[:2] == (generation, transfer):
             del self.out[slot]
-        self.pool.land([Lease(slot, generation)], transfer)
+        self.pool.land([SlotLease(slot, generation)], transfer)
 
     @rule(transfer=st.sampled_from("ab"))
     def doubt(self, transfer: str) -> None:

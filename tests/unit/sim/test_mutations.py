@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.exchange.outbound import Outbound
+from kvbridge.exchange.sender import Sender
 from kvbridge.sim.scenario import PULLED
 from tests.unit.sim.missed import KNOWN, Broken, missed
 from tests.unit.sim.mutations import MUTATIONS
@@ -20,6 +20,6 @@ def test_the_simulator_misses_this_rule(rule: str) -> None:
 
 
 def test_code_that_does_not_fit_is_no_rule_that_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MUTATIONS, "broken", lambda put: put(Outbound, "claim", lambda self: []))
+    monkeypatch.setitem(MUTATIONS, "broken", lambda put: put(Sender, "claim", lambda self: []))
     with pytest.raises(Broken, match="TypeError"):
         missed("broken", 5)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvbridge.sim.minimise import minimised, told
-from kvbridge.sim.run import Listener, outcomes, play, prepared
+from kvbridge.sim.run import SimListener, outcomes, play, prepared
 from kvbridge.sim.scenario import PULLED, Scenario, as_text, from_text, make
 from tests.unit.sim.missed import missed
 from tests.unit.sim.mutations import switched_off
@@ -24,7 +24,7 @@ PULLED_SLICE = 400
 
 
 @pytest.fixture(scope="module")
-def listener() -> Iterator[Listener]:
+def listener() -> Iterator[SimListener]:
     with prepared() as heard:
         yield heard
 
@@ -46,7 +46,7 @@ CORPUS = [msgspec.json.decode(line, type=Kept) for line in Path(__file__).with_n
 
 
 @pytest.mark.parametrize("kept", CORPUS, ids=lambda kept: str(kept.scenario.seed))
-def test_what_failed_once_does_not_fail_again(listener: Listener, kept: Kept) -> None:
+def test_what_failed_once_does_not_fail_again(listener: SimListener, kept: Kept) -> None:
     """And would without the rule: it is still about what it was kept for."""
     assert not play(kept.scenario, listener).failure
     with switched_off(kept.without):
@@ -94,7 +94,7 @@ def test_a_seed_is_all_there_is_to_a_run() -> None:
     assert stories[0] == stories[1] and "Claim" in stories[0]
 
 
-def test_a_failure_is_made_small_and_told(listener: Listener) -> None:
+def test_a_failure_is_made_small_and_told(listener: SimListener) -> None:
     rule = "doubtful slots are free at once"
     failing = missed(rule, 500)
     assert failing is not None

@@ -1,0 +1,78 @@
+"""What one worker owes its scheduler: each awaited receive and each held send is reported once, and nothing else. Pure.
+
+vLLM asserts on a report that it does not expect, and such an assertion ends the engine. So whatever ends is looked up
+here first; names that nobody waits for are dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """A request that waits for so many tokens of its prompt, and the blocks that they come into."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(slots=True)
+class Reports:
+    """What to tell the scheduler now. A failed receive is in `received` as well."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+
+
+class Pending:
+    """Receives and sends that the scheduler waits for, by the names that messages give them."""
+
+    def __init__(self) -> None:
+        self.receives: dict[str, Receive] = {}
+        self.sends: dict[str, str] = {}  # request ids
+        self._reports = Reports()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a request goes on, or its blocks are free, by what is to be told."""
+        return bool(self._reports.sent or self._reports.received)
+
+    def take(self) -> Reports:
+        """What came since the last time."""
+        reports, self._reports = self._reports, Reports()
+        return reports
+
+    def awaited(self, name: str, receive: Receive) -> None:
+        self.receives[name] = receive
+
+    def refused(self, receive: Receive) -> None:
+        """Not asked for at all: reported as failed, whatever else is under way."""
+        self._reports.received.add(receive.request_id)
+        self._reports.failed.add(receive.request_id)
+        self._reports.failed_blocks.update(receive.blocks)
+
+    def received(self, name: str) -> None:
+        receive = self.receives.pop(name, None)
+        if receive is not None:
+            self._reports.received.add(receive.request_id)
+
+    def failed(self, name: str) -> None:
+        receive = self.receives.pop(name, None)
+        if receive is not None:
+            self.refused(receive)
+
+    def held(self, name: str, request_id: str, is_open: bool) -> None:
+        """The scheduler keeps this offer's blocks until it is over. One that is not open is over already."""
+        if is_open:
+            self.sends[name] = request_id
+        else:
+            self._reports.sent.add(request_id)
+
+    def sent(self, name: str) -> None:
+        request_id = self.sends.pop(name, None)
+        if request_id is not None:
+            self._reports.sent.add(request_id)

@@ -1,0 +1,387 @@
+"""Sessions that we opened, with the agents that we fetch from. By address, for that is what a want names."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kvbridge_proto.door import DoorCard
+from kvbridge_proto.peer import BlockTables, Body, Checked, Drained, Failing, Goodbye, Ready, Refuse, Welcome
+from msgspec import structs
+
+from ..dataplane.data_plane import DataPlane
+from ..errors import FabricError, KVBridgeError, PeerError
+from ..exchange.deadlines import Deadlines
+from ..exchange.route import Rate
+from ..exchange.session import AttachedEngine, Session, SessionEvent, SessionState, accept, hello
+from ..failpoints import failpoint
+from ..transport.control import Control
+from ..transport.endpoint import canonical
+from ..transport.link import Link
+from .describe import described, warn_of_route
+from .doors import Ended
+from .metrics import Metrics
+from .peer_records import OutgoingPeer, ProbeLanes, ReceiverEvents
+
+log = logging.getLogger("kvbridge.peers")
+
+NOT_OPEN = ("no_session", "no_engine", "stale_epoch")
+LATE_S = 0.1  # of a tick: not worth a thought
+REST_S = 60.0  # what is in doubt is asked about much more often, and keeps its link
+MOST_NAMES = 16  # of one session: requests bring them, and a host may have any number
+
+
+class OutgoingPeers:
+    """The sink's half of `Peers`.
+
+    One agent may have several addresses, as a name and as a number for instance; it has one session all the same. The
+    one it was dialled at first is its own, the others are other names of it for as long as that session lasts.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        mover: DataPlane,
+        home: Callable[[], AttachedEngine | None],
+        metrics: Metrics,
+        connect_s: float,
+        clock: Callable[[], float],
+        open_door: Callable[[Session, DoorCard, Link, Ended], Awaitable[Rate | None]],
+    ) -> None:
+        self.sink: ReceiverEvents
+        self.sessions: dict[str, OutgoingPeer] = {}
+        self._control = control
+        self._mover = mover
+        self._home = home
+        self._metrics = metrics
+        self._connect_s = connect_s
+        self._clock = clock
+        self._open_door = open_door
+        self._also: dict[str, str] = {}  # other names -> the address of the session
+        self._serial = 0
+        self._deadlines: Deadlines[str] = Deadlines()
+        self._resting: Deadlines[Link] = Deadlines()  # links without a session, kept for what is still to be heard
+        self._lanes = ProbeLanes()
+        self._without_lane: deque[str] = deque()
+
+    def reach(self, address: str) -> None:
+        """See to it that `opened` or `unreachable` is heard for this address."""
+        dialled = self._at(address)
+        if dialled is not None and dialled.state is SessionState.OPEN and dialled.session is not None:
+            self.sink.opened(address, dialled.session)
+        elif dialled is None:
+            try:
+                self._dial(address)
+            except PeerError as error:
+                self.sink.unreachable(address, error.code, str(error))
+
+    def ask(self, address: str) -> None:
+        """Say Hello, the first time or again. A lane is lent only to who can be spoken to."""
+        home, dialled = self._home(), self._at(address)
+        if home is None or dialled is None or not dialled.link.is_up or dialled.state is SessionState.GREETING:
+            return
+        self._deadlines.set(dialled.address, self._clock() + self._connect_s)
+        if dialled.session is None and not self._lanes.lend(dialled):
+            self._without_lane.append(dialled.address)
+            return
+        dialled.step(SessionEvent.HELLO)
+        self._greet(home, dialled, min(each.serial for each in self.sessions.values()))
+
+    def _greet(self, home: AttachedEngine, dialled: OutgoingPeer, oldest: int) -> None:
+        """What we have dialled before `oldest` we have given up, but for this one."""
+        can_pull = not dialled.against_pull
+        dialled.names_slots = home.site.has_slots
+        dialled.link.send(hello(home, dialled.lane, dialled.address, dialled.serial, oldest, can_pull))
+
+    def reached(self, link: Link) -> None:
+        """Somebody is there."""
+        if (dialled := self._of(link)) is not None and dialled.state is SessionState.NEW:
+            self.ask(link.address)
+
+    def send(self, address: str, body: Body) -> None:
+        if (dialled := self._at(address)) is not None:
+            dialled.link.send(body)
+
+    def tick(self, now: float, late_s: float = 0.0) -> None:
+        """Time has passed, during which we stood still for so long: that is no silence of others."""
+        if late_s > LATE_S:
+            self._deadlines.put_off(late_s)
+        for address in self._deadlines.due(now):
+            reason = f"connect_s: no Welcome from {address} in {self._connect_s}"
+            self._end(address, "peer_unreachable", reason, is_deaf=True)
+        for link in self._resting.due(now):
+            if self._of(link) is None and not link.is_lost:
+                link.close()
+
+    def welcomed(self, link: Link, greeting: Welcome) -> Coroutine[Any, Any, None]:
+        """The source agrees, with what this link greets for now. Its route counts once we have seen that it works."""
+        return self._welcomed(link, self._of(link), greeting)
+
+    async def _welcomed(self, link: Link, dialled: OutgoingPeer | None, greeting: Welcome) -> None:
+        failpoint("sink.welcome_received")
+        home = self._home()
+        if home is None or dialled is None or self._of(link) is not dialled:
+            return
+        if dialled.state is not SessionState.GREETING:
+            return
+        if greeting.probe is not None and greeting.probe.lane != dialled.lane:
+            return  # the answer to a Hello that we gave up
+        ranks = tuple(structs.replace(rank, address=canonical(rank.address)) for rank in greeting.ranks)
+        session: Session | Refuse = accept(structs.replace(greeting, ranks=ranks), home, link.key)
+        if greeting.agent.boot != link.peer_boot:
+            session = Refuse(code="bad_welcome", reasons=("agent.boot: not the one on the envelope",))
+        is_greeted_again = False
+        if dialled.session is None and isinstance(session, Session):
+            if dialled.is_checked:
+                return self._metrics.rejected("unexpected_message")
+            dialled.is_checked = True
+            if session.routed.is_pulled and dialled.against_pull:
+                session = Refuse(code="route_mismatch", reasons=(f"route: pull, though {dialled.against_pull}"[:1024],))
+            elif session.routed.is_pulled:
+                readable = await self._open_memory(session, greeting.door, dialled)
+                session, is_greeted_again = readable or session, readable is None
+            elif not await self._is_proved(session, dialled):
+                session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
+        current = self._home()  # looking took a while; the engine may have named more ranks, or left
+        if current is None or current.epoch != home.epoch or self._of(link) is not dialled:
+            return
+        if dialled.state is not SessionState.GREETING:
+            return
+        if isinstance(session, Refuse):
+            self._end(dialled.address, session.code, "; ".join(session.reasons))
+            return
+        if is_greeted_again:
+            dialled.is_checked = False
+            return await self.greet_with_slots(dialled)
+        if dialled.against_pull:
+            why = "; ".join(filter(None, (dialled.against_pull, session.routed.why)))
+            session = replace(session, routed=replace(session.routed, why=why[:1024]))
+        self._open(dialled, session)
+
+    def lacks_slots(self, link: Link) -> OutgoingPeer | None:
+        """Whom we greet by this link without naming slots: that may be all that stands against a session."""
+        dialled = self._of(link)
+        is_greeting = dialled is not None and dialled.state is SessionState.GREETING and dialled.session is None
+        return dialled if dialled is not None and is_greeting and not dialled.names_slots else None
+
+    async def greet_with_slots(self, dialled: OutgoingPeer) -> None:
+        """Greet once more, with slots of ours to write to: the source's blocks are not read by us."""
+        if (home := self._home()) is not None and home.site.routes_to(can_pull=False):
+            try:
+                await self._mover.stage()
+            except FabricError as error:
+                if self._of(dialled.link) is dialled:
+                    self._end(dialled.address, error.code, str(error))
+                return
+        home = self._home()
+        if home is None or self._of(dialled.link) is not dialled or dialled.state is not SessionState.GREETING:
+            return
+        self._deadlines.set(dialled.address, self._clock() + self._connect_s)
+        self._greet(home, dialled, min(each.serial for each in self.sessions.values()))
+
+    def _open(self, dialled: OutgoingPeer, session: Session) -> None:
+        address = dialled.address
+        self._deadlines.clear(address)
+        dialled.step(SessionEvent.WELCOME)
+        if dialled.session is None:
+            self._give_up_lane(dialled)
+            self._metrics.greeted("sink", "open")
+            log.info("session open: peer=%s boot=%s %s", address, session.peer.boot, described(session))
+            warn_of_route(address, session)
+            self.sink.met(session)
+        dialled.session = session
+        dialled.link.version = session.version
+        for name in self._names(address):
+            self.sink.opened(name, session)
+        self._sort_out()
+
+    def hear(
+        self, link: Link, sender: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse | Goodbye
+    ) -> None:
+        """A source says something else than Welcome."""
+        address = link.address
+        if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):
+            self.sink.from_source(sender, link.key, body)  # Drained is of use when the session is over, too
+        if (dialled := self._of(link)) is None:
+            return
+        match body:
+            case Goodbye():
+                self._end(address, "peer_left", body.reason)
+            case Refuse(about="", code="already_open") if not dialled.has_insisted:
+                dialled.known_boot = sender
+                self._sort_out()
+            case Refuse(about=""):
+                self.sink.refused(address, sender, link.key)  # while there is a way to ask it
+                self._end(address, body.code, "; ".join(filter(None, (dialled.against_pull, *body.reasons))))
+            case Refuse() if body.code in NOT_OPEN and dialled.session is not None:  # or it was of the one before
+                self._end(address, body.code, "; ".join(body.reasons))  # what we think is open is not
+
+    def lose(self, link: Link, reason: str) -> None:
+        if (dialled := self._of(link)) is not None:
+            code = "peer_lost" if dialled.session else "peer_unreachable"
+            self._end(link.address, code, f"{link.address}: {reason}")
+
+    def renew(self, reason: str) -> list[str]:
+        """All sessions end, and the sources hear it; the sink is not told. Returns all addresses that had one."""
+        addresses = [*self.sessions, *self._also]
+        self._also.clear()
+        self._without_lane.clear()
+        while self.sessions:
+            address, dialled = self.sessions.popitem()
+            self._deadlines.clear(address)
+            self._lanes.take_back(dialled)
+            self._close_memory(dialled)
+            dialled.step(SessionEvent.LOSE)
+            self._part(dialled.link, reason)
+        return addresses
+
+    def _at(self, address: str) -> OutgoingPeer | None:
+        return self.sessions.get(self._also.get(address, address))
+
+    def _of(self, link: Link) -> OutgoingPeer | None:
+        """The session that this link carries now."""
+        dialled = self.sessions.get(link.address)
+        return dialled if dialled is not None and dialled.link is link else None
+
+    def _sort_out(self) -> None:
+        """What agents have refused because they have a session with us by another address becomes a name of that one.
+
+        It may not have been heard of yet: its Welcome is on its way by another connection, and waited for. If we have
+        no such session, or none any more, we say so.
+        """
+        refused = [each for each in self.sessions.values() if each.known_boot]
+        for dialled in refused:
+            if self.sessions.get(dialled.address) is not dialled:  # merged meanwhile, or over
+                continue
+            others = [own for own in self.sessions.values() if not own.known_boot and own.link.key == dialled.link.key]
+            same = [own for own in others if own.link.peer_boot == dialled.known_boot]
+            if same:
+                self._merge(dialled, same[0])
+            elif not any(own.state is SessionState.GREETING and not own.link.peer_boot for own in others):
+                self._insist(dialled)
+
+    def _insist(self, dialled: OutgoingPeer) -> None:
+        """Greet once more: what that agent takes for a session with us we have given up."""
+        dialled.known_boot, dialled.has_insisted = "", True
+        if (home := self._home()) is not None:
+            self._greet(home, dialled, self._serial + 1)
+
+    def _names(self, address: str) -> list[str]:
+        return [address, *(name for name, own in self._also.items() if own == address)]
+
+    def _dial(self, address: str) -> None:
+        """Raises PeerError."""
+        if self._home() is None:  # nobody could say Hello then
+            raise PeerError("not_attached", "no engine is attached to this agent")
+        link = self._control.dial(address)
+        self._serial += 1
+        self.sessions[address] = OutgoingPeer(address, link, self._serial)
+        self._deadlines.set(address, self._clock() + self._connect_s)
+        self.ask(address)
+
+    def _merge(self, dialled: OutgoingPeer, own: OutgoingPeer) -> None:
+        """What we dialled becomes another name of a session that we have, with all its names."""
+        names = self._names(dialled.address)
+        self._drop(dialled)
+        dialled.link.close()
+        self._also |= dict.fromkeys(names, own.address)
+        for name in names:
+            if name in self._also:
+                self._named(name, own)
+
+    def _named(self, name: str, own: OutgoingPeer) -> None:
+        """A session has one name more; where that is too many, an idle one goes for it."""
+        if (count := len(self._names(own.address))) > MOST_NAMES and not self._give_up_name(name, own):
+            # What is in doubt by this name is asked for all the same.
+            self.sink.refused(name, own.link.peer_boot, own.link.key)
+            del self._also[name]
+            reason = f"{name} is {own.address}, by a name too many: got {count}, limit {MOST_NAMES}"
+            return self.sink.unreachable(name, "too_many_names", reason)
+        log.info("one agent: %s is %s as well", name, own.address)
+        if own.state is SessionState.OPEN and own.session is not None:
+            self.sink.opened(name, own.session)
+
+    def _give_up_name(self, new: str, own: OutgoingPeer) -> bool:
+        """Whether there was another name, the oldest, that no want and no engine's rank has now. It may come again."""
+        ranks = {rank.address for each in self.sessions.values() if each.session for rank in each.session.ranks}
+        others = [name for name in self._names(own.address)[1:] if name != new and name not in ranks]
+        if (idle := next((name for name in others if not self.sink.is_wanted(name)), None)) is None:
+            return False
+        del self._also[idle]
+        self.sink.unreachable(idle, "too_many_names", f"{idle}: {new} is another name of this agent")
+        return True
+
+    def _give_up_lane(self, dialled: OutgoingPeer) -> None:
+        """Its turn is over; who waits for a lane comes next."""
+        self._lanes.take_back(dialled)
+        while self._without_lane and len(self._lanes):
+            waiting = self.sessions.get(self._without_lane.popleft())
+            if waiting is not None and waiting.state is SessionState.NEW:
+                self.ask(waiting.address)
+
+    def _end(self, address: str, code: str, reason: str, is_deaf: bool = False) -> None:
+        """A session is over, by all names. Its source may see it otherwise, or a Hello of ours be on the way to it.
+
+        By a link that is deaf it may have given it up long ago without our noticing: next time another one is made.
+        """
+        if (dialled := self.sessions.get(address)) is None:
+            return
+        self._drop(dialled)
+        self._part(dialled.link, code)
+        if is_deaf:
+            dialled.link.close()
+        if dialled.session is None:
+            self._metrics.greeted("sink", code)
+        log.info("session over: peer=%s code=%s %s", address, code, reason)
+        names = self._names(address)
+        for name in names:
+            self._also.pop(name, None)
+        for name in names:
+            self.sink.unreachable(name, code, reason)
+        self._sort_out()
+
+    def _part(self, link: Link, reason: str) -> None:
+        """Its session is over; it stays for a while, for what is still to be heard by it."""
+        link.send(Goodbye(reason=reason))
+        self._resting.set(link, self._clock() + REST_S)
+
+    def _drop(self, dialled: OutgoingPeer) -> None:
+        del self.sessions[dialled.address]
+        self._close_memory(dialled)
+        self._deadlines.clear(dialled.address)
+        self._give_up_lane(dialled)
+        dialled.step(SessionEvent.LOSE)
+
+    async def _open_memory(self, session: Session, door: DoorCard | None, dialled: OutgoingPeer) -> Session | None:
+        """Be ready to read the blocks of its engine; with the rate. None, and noted why, if we cannot."""
+        try:
+            if door is None:
+                raise PeerError("bad_welcome", "door: none, and the route is pull")
+            rate = await self._open_door(session, door, dialled.link, partial(self._memory_ended, dialled))
+        except (KVBridgeError, OSError) as error:
+            log.info("route does not work: boot=%s route=pull %s", session.peer.boot, error)
+            dialled.against_pull = f"pull: {error}"[:1024]
+            return None
+        if self._of(dialled.link) is dialled:
+            dialled.opened = session.whose
+        else:  # it is over meanwhile
+            self._mover.close_peer(session.whose)
+        return replace(session, routed=replace(session.routed, read=rate))
+
+    def _memory_ended(self, dialled: OutgoingPeer, code: str, reason: str) -> None:
+        """Its owner wants closed what was opened for this session, whatever our link with it has heard."""
+        if self._of(dialled.link) is dialled:
+            self._end(dialled.address, code, f"{dialled.address}: {reason}")
+
+    def _close_memory(self, dialled: OutgoingPeer) -> None:
+        if dialled.opened is not None:
+            self._mover.close_peer(dialled.opened)
+            dialled.opened = None
+
+    async def _is_proved(self, session: Session, dialled: OutgoingPeer) -> bool:
+        probe = session.routed.probe
+        return probe is not None and await self._mover.is_proved(session.routed.route, dialled.lane, probe)

@@ -1,0 +1,120 @@
+"""What we keep of other agents: those we fetch from, those that fetch from us, and who of us hears of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvbridge_proto.peer import (
+    PROBE_LANES,
+    BlockTables,
+    Cancel,
+    Check,
+    Checked,
+    Claim,
+    Drained,
+    Failing,
+    Grant,
+    Hello,
+    Hold,
+    Ready,
+    Refuse,
+    Renew,
+    Settled,
+)
+
+from ..dataplane.routes.choice import Connected
+from ..exchange.session import SESSION_TABLE, Session, SessionEvent, SessionState, Whose
+from ..transport.link import Link
+
+
+class ReceiverEvents(Protocol):
+    """What the sink hears of sessions and sources."""
+
+    def met(self, session: Session) -> None: ...
+    def opened(self, address: str, session: Session) -> None: ...
+    def is_wanted(self, address: str) -> bool: ...
+    def refused(self, address: str, boot: str, key: str) -> None: ...
+    def unreachable(self, address: str, code: str, reason: str) -> None: ...
+    def from_source(
+        self, boot: str, key: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse
+    ) -> None: ...
+
+
+class SenderEvents(Protocol):
+    """What the source hears of sessions and sinks."""
+
+    def met(self, session: Session) -> None: ...
+    def from_sink(self, session: Session, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled) -> None: ...
+    def renounce(self, boot: str, cancel: Cancel) -> bool: ...
+    def lost(self, boot: str) -> None: ...
+    def is_hopeless(self, claim: Claim) -> bool: ...
+
+
+@dataclass(slots=True)
+class OutgoingPeer:
+    """An agent we fetch from."""
+
+    address: str
+    link: Link
+    serial: int = 0  # among all that we dialled
+    state: SessionState = SessionState.NEW
+    session: Session | None = None
+    lane: int = 0  # where the source proves its route
+    has_lane: bool = False  # still: nobody else may use it
+    names_slots: bool = False  # our last Hello does
+    is_checked: bool = False  # a Welcome is being looked at
+    known_boot: str = ""  # the agent there says that it is this one, and has another session with us
+    has_insisted: bool = False  # we have said that there is no other
+    opened: Whose | None = None  # its engine's memory is mapped
+    against_pull: str = ""  # why we cannot read its engine's memory ourselves
+
+    def step(self, event: SessionEvent) -> None:
+        self.state = SESSION_TABLE.after(self.state, event)
+
+
+@dataclass(slots=True)
+class IncomingPeer:
+    """An agent that fetches from us."""
+
+    link: Link
+    session: Session
+    connected: Connected
+    greeting: Hello
+
+    @property
+    def address(self) -> str:
+        """By which it reached us."""
+        return self.greeting.address
+
+    @property
+    def serial(self) -> int:
+        return self.greeting.serial
+
+    def is_like(self, greeting: Hello) -> bool:
+        """Whether the route that was proved is the one to prove for this Hello."""
+        return (greeting.probe_lane, greeting.routes) == (self.greeting.probe_lane, self.greeting.routes)
+
+
+class ProbeLanes:
+    """The lanes of our probe slot. Two proofs at once never share one; the longest unused is taken first."""
+
+    def __init__(self) -> None:
+        self._free = deque(range(PROBE_LANES))
+
+    def __len__(self) -> int:
+        """How many are free."""
+        return len(self._free)
+
+    def lend(self, dialled: OutgoingPeer) -> bool:
+        """Whether it has one now."""
+        if not dialled.has_lane and self._free:
+            dialled.lane, dialled.has_lane = self._free.popleft(), True
+        return dialled.has_lane
+
+    def take_back(self, dialled: OutgoingPeer) -> None:
+        """Its proof was seen, or is of no interest any more."""
+        if dialled.has_lane:
+            dialled.has_lane = False
+            self._free.append(dialled.lane)

@@ -1,0 +1,157 @@
+"""Jobs of the mover's thread: generators that say what they wait for and are resumed with how it ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from ..device.copier import BlockCopier, Compiling, Moved
+from ..errors import EngineError, KVBridgeError
+from ..exchange.leases import ReadLease
+from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
+from .attached import AttachedMemory
+from .receive_orders import OrderedReceive
+from .send_orders import OrderedSend
+
+log = logging.getLogger("kvbridge.mover")
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFence:
+    """Until the engine's stream has finished what it counted as `count`, or `what` is to stop; resumed with None.
+
+    EngineError is thrown instead when the engine leaves (`engine_left`) or the deadline passes (`fence_late`).
+    """
+
+    attachment: AttachedMemory
+    count: int
+    deadline: float
+    what: OrderedSend | OrderedReceive | None  # waits for it
+
+    @property
+    def is_over(self) -> bool:
+        return (self.what is not None and self.what.stop is not None) or self.attachment.has_reached(self.count)
+
+    def late(self) -> EngineError:
+        return EngineError("fence_late", f"fence: {self.count} was not reached in time")
+
+
+@dataclass(frozen=True, slots=True)
+class WaitEngineHeard:
+    """Until the loop has heard all that the engine had said by `at`; resumed with None, or EngineError as above."""
+
+    attachment: AttachedMemory
+    at: float
+    deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        return self.attachment.word.heard_at >= self.at
+
+    def late(self) -> EngineError:
+        return EngineError("engine_unheard", "what the engine said was not heard in time")
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLease:
+    """Until a renewal was answered by which the lease holds at `at`, or the transfer has ended; as WaitFence else."""
+
+    attachment: AttachedMemory
+    lease: ReadLease
+    at: float
+    deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        return self.lease.is_given_up or self.lease.counts(self.at)
+
+    def late(self) -> EngineError:
+        return EngineError("lease_over", "the sender did not say in time that its blocks were still there")
+
+
+@dataclass(frozen=True, slots=True)
+class WaitCopier:
+    """Until the porter may begin another move; resumed with None, or EngineError as WaitFence is."""
+
+    attachment: AttachedMemory
+    porter: BlockCopier
+    deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        return self.porter.has_room
+
+    def late(self) -> EngineError:
+        return EngineError("too_many_moves", "other moves did not end in time")
+
+
+@dataclass(frozen=True, slots=True)
+class WaitKernels:
+    """Until kernels are compiled, or what was wrong with them is known; resumed with None, or EngineError as above."""
+
+    attachment: AttachedMemory
+    compiling: Compiling
+    deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        return self.compiling.is_over()
+
+    def late(self) -> EngineError:
+        return EngineError("not_compiled", "kernels were not compiled in time")
+
+
+@dataclass(frozen=True, slots=True)
+class WaitMove:
+    """Until the porter's move is over; resumed with Moved."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitWrite:
+    """Until the write has ended, or once it is late; resumed with what happened. Wait again after WriteLate."""
+
+    fabric: Fabric
+    id: int
+
+
+WaitOnLoop = WaitFence | WaitEngineHeard | WaitLease | WaitCopier | WaitKernels  # looked at now and then
+Wait = WaitOnLoop | WaitMove | WaitWrite
+Event = Moved | Wrote | WriteFailed | WriteLate | None
+Job = Generator[Wait, Event, None]
+Settle = Callable[[Any, Exception | None], None]  # what a job found, or what went wrong
+
+
+def begun(
+    attachment: AttachedMemory, count: int, ends: float, what: OrderedSend | OrderedReceive
+) -> Generator[Wait, Event, None]:
+    """Wait until our engine is through with the blocks. Raises EngineError if the transfer is over by then."""
+    yield WaitFence(attachment, count, ends, what)
+    if (stop := what.stop) is not None:
+        raise EngineError(stop.code, stop.reason)
+
+
+def started(
+    begin: Callable[[], Generator[Wait, Event, int]],
+    attachment: AttachedMemory,
+    wait_s: float,
+    clock: Callable[[], float],
+) -> Generator[Wait, Event, int]:
+    """The ticket of a move. Where its kernels have to be compiled it is begun anew after that, from its first wait."""
+    while True:
+        try:
+            return (yield from begin())
+        except Compiling as compiling:
+            wait = WaitKernels(attachment, compiling, clock() + wait_s)
+        yield wait
+
+
+def failure_of(code: str, error: Exception, transfer: str) -> tuple[str, str]:
+    """What a transfer's failure says: an error of ours in its own words, any other with its cause in the log."""
+    if isinstance(error, KVBridgeError):
+        return error.code, str(error)
+    log.error("%s: transfer=%s", code, transfer, exc_info=error)
+    return code, f"{type(error).__name__}: {error}"

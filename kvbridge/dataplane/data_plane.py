@@ -1,0 +1,599 @@
+"""The one thread that touches memory: it gathers, pushes, scatters, and owns the porter and the fabrics.
+
+The loop gives it orders, one or a few for each transfer, and hears reports, in the order in which things happened
+(orders.py). What goes out next and whether what lands counts is found here (send_orders.py, receive_orders.py), so that rows do
+not wait for the loop. A job is a generator (see awaits.py), so that each reads as a story while many are under way.
+The thread sleeps on an eventfd while nothing is in flight, and polls while something is, with naps between: one that
+spins keeps the interpreter from the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+from kvbridge_proto.codec import BadFrame, Limits, decode
+from kvbridge_proto.peer import Notice, Probe, Route
+from kvbridge_proto.pool import Handle, Pool
+
+from ..device.copier import DeviceLost, Moved
+from ..device.memory import AttachedPool
+from ..errors import EngineError, FabricError
+from ..exchange.orders import (
+    Credit,
+    Digest,
+    Lend,
+    Malformed,
+    Progress,
+    Pull,
+    ReceiveOrder,
+    ReceivingOrder,
+    ReceivingReport,
+    SendingOrder,
+    SendingReport,
+    SendOrder,
+    StopReceiving,
+    StopSending,
+    Watch,
+)
+from ..exchange.route import Rate, Site
+from ..exchange.session import Whose
+from ..failpoints import failpoint
+from ..geometry.plan import Part
+from ..transport.fabric import Noticed
+from ..transport.framed import close_fds
+from .attached import AttachedMemory
+from .awaits import (
+    Event,
+    Job,
+    Settle,
+    Wait,
+    WaitCopier,
+    WaitEngineHeard,
+    WaitFence,
+    WaitKernels,
+    WaitLease,
+    WaitMove,
+    WaitOnLoop,
+    WaitWrite,
+)
+from .jobs import Jobs
+from .linger import Linger, nap_exactly, usual_naps
+from .receive_orders import LandedChunk, ReceiveOrders
+from .resources import Resources, StagingEndpoints
+from .routes.choice import Connected
+from .routes.pull import PullRoute
+from .routes.staged import Landing
+from .send_orders import SendOrders
+from .watchdog import STUCK_S, Watchdog, end_process
+
+log = logging.getLogger("kvbridge.mover")
+
+IDLE_S = 1.0
+ALIVE_S = 1.0
+# A nap takes some 7 us more than it says (H200 machine, 2026-11), once the kernel does not round it up to 50.
+NAP_S = 2e-6
+SHORT_S = 0.002
+LONGEST_S = 0.001
+LINGER_ON_GPU_S = 0.03
+SEND_S = 5e-4  # a CPU gathers while it is asked to; what it has gathered leaves once that is polled for
+LINGER_NAP_S = 5e-5  # a task ends it; its processor does not sleep deeply meanwhile
+NOTICE = Limits(frame_bytes=4096)  # the fabric would bring notices of 16 MiB
+
+
+class DataPlaneListener(Protocol):
+    """Who hears what the mover did, on the loop."""
+
+    def on_sending(self, reports: Sequence[SendingReport]) -> None: ...
+    def on_receiving(self, reports: Sequence[ReceivingReport]) -> None: ...
+    def on_staged(self, site: Site) -> None: ...
+    def on_mover_died(self, error: BaseException) -> None: ...
+
+
+class DataPlane:
+    """Start with `start`, end with `stop`; everything else may be called from the loop at any time between."""
+
+    def __init__(
+        self,
+        equip: Callable[[], Resources],
+        boot: str,
+        listener: DataPlaneListener,
+        write_timeout_s: float,
+        stuck_s: float = STUCK_S,
+        linger_s: float | None = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        end: Callable[[str], NoReturn] = end_process,
+    ) -> None:
+        self._clock = clock
+        self.site: Site  # from `start` on
+        self.digests: tuple[str, ...] = ()
+        self.device = self.description = ""
+        self._equip = equip
+        self._boot = boot
+        self._listener = listener
+        self._write_timeout_s = write_timeout_s
+        self._linger_s = linger_s  # None until the device is known
+        self._linger: Linger  # from `start` on
+        self.sending = SendOrders(0)  # knows its slots from `start` on
+        self.receiving = ReceiveOrders()
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._moving: dict[int, Job] = {}  # by ticket
+        self._moved: dict[int, Moved] = {}  # what is over and not waited for yet
+        self._writing: dict[tuple[int, int], Job] = {}
+        self._fenced: list[tuple[WaitOnLoop, Job]] = []
+        self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvbridge-mover", daemon=True)
+        self._watchdog = Watchdog(self._thread, stuck_s, end)
+        self._equipment: Resources | None = None
+        self._jobs: Jobs
+        self._pulling: PullRoute
+        self._loop: asyncio.AbstractEventLoop
+
+    # On the loop:
+
+    async def start(self) -> None:
+        """Start the thread and what it works with. Raises OperatorError or FabricError."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        await self._call(self._open)
+
+    async def stop(self) -> None:
+        """End the thread and the fabrics; jobs that were not begun are dropped."""
+
+        def last() -> None:
+            self._stopping = True
+
+        self._put(last)
+        await self._watchdog.until(asyncio.to_thread(self._thread.join))
+        os.close(self._wake)
+
+    async def stage(self) -> None:
+        """Have slots, from the first call on. Raises FabricError `no_staging`; another call may do better.
+
+        It takes the data thread from others for as long as memory and fabric take to be made.
+        """
+        if self.site.has_slots:
+            return
+        site = await self._call(self._stage)
+        if not self.site.has_slots:
+            self.site = site
+            self._listener.on_staged(site)
+
+    async def connect(self, landing: Landing) -> Connected:
+        """Choose and prove a route to a sink's slots; it takes the place of the one before. Raises FabricError.
+
+        We have slots (`stage`), or none of these routes needs any.
+        """
+        connected: Connected = await self._job(lambda settle: self._jobs.connect(landing, settle))
+        return connected
+
+    @property
+    def turns(self) -> int:
+        """Grows as long as the thread comes round: at least once a second, or after the task that it has in hand."""
+        return self._watchdog.beats
+
+    def stir(self) -> None:
+        """Something was heard, and more will be: the loop looks again for a while before it sleeps."""
+        self._linger.stir()
+
+    def get_up(self) -> None:
+        """There will be something to move soon."""
+        if self._linger_s:
+            os.eventfd_write(self._wake, 1)
+
+    def disconnect(self, boot: str, serial: int) -> None:
+        """Give up what `connect` made under this serial; another one since stays."""
+        self._put(lambda: self._jobs.disconnect(boot, serial))
+
+    def give(self, order: SendingOrder | ReceivingOrder, attachment: AttachedMemory | None) -> None:
+        """Orders are taken up one after the other. `attachment` is our engine's, None once it has left."""
+        self._put(partial(self._take_up, order, attachment, self._clock()))
+
+    async def open_peer(
+        self,
+        whose: Whose,
+        pool: Pool,
+        handles: Sequence[Handle],
+        fds: Sequence[int],
+        closed: Callable[[], None],
+    ) -> Rate | None:
+        """Map the memory of a peer's engine, for `pull`; how fast it is read, None if that could not be measured.
+
+        `closed` is called once it is unmapped again. The fds stay the caller's. Raises KVBridgeError, and `closed` is
+        not called then. Who is cancelled leaves it mapped: that happens where the agent ends.
+        """
+        kept = [os.dup(fd) for fd in fds]
+
+        def mapped() -> AttachedPool:
+            try:
+                return AttachedPool.open_peer(pool, handles, kept, self.device)
+            finally:
+                close_fds(kept)
+
+        rate: Rate | None = await self._job(lambda settle: self._pulling.open(whose, mapped, closed, settle))
+        return rate
+
+    def close_peer(self, whose: Whose) -> None:
+        """Give up what `open_peer` mapped, once nothing reads it any more."""
+        self._put(lambda: self._pulling.close(whose))
+
+    def warm(self, attachment: AttachedMemory, parts: Sequence[Part]) -> None:
+        """Begin to compile what parts like these need."""
+        for part in parts:
+            self._put(partial(self._jobs.warm, attachment, part))
+
+    def warm_pull(
+        self, attachment: AttachedMemory, whose: Whose, parts: Sequence[tuple[Part, Part]], kinds: Sequence[bool]
+    ) -> None:
+        """The same for pulls of parts like these, each as its sender and its receiver see it; with a digest, or not."""
+        for theirs, ours in parts:
+            for has_digest in kinds:
+                self._put(partial(self._pulling.warm, attachment, whose, theirs, ours, has_digest))
+
+    async def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
+        """Whether our lane holds what the source says it wrote."""
+        return bool(await self._call(lambda: self._jobs.is_proved(route, lane, probe)))
+
+    async def prepare_docks(self) -> StagingEndpoints:
+        """Slots behind a fabric that nobody knows yet, for `switch`. Raises FabricError."""
+        docks: StagingEndpoints = await self._call(self._prepare)
+        return docks
+
+    def switch(self, docks: StagingEndpoints) -> None:
+        """Work with these slots. What was begun with those of before is finished; nobody may be connected to them."""
+        self.site = docks.site
+        self._put(lambda: self._switch(docks))
+
+    def _prepare(self) -> StagingEndpoints:
+        with self._starting_threads():
+            return self._at_work.prepare()
+
+    def _stage(self) -> Site:
+        equipment = self._at_work
+        if equipment.current is None:
+            began, card = time.monotonic(), equipment.bare.fabric
+            try:
+                with self._starting_threads():
+                    equipment.stage()
+            except Exception as error:  # no memory, no fabric: nothing of it is kept
+                reason = f"staging: slots of {card.slot_bytes} bytes in {card.memory} cannot be made: {error}"
+                raise FabricError("no_staging", reason) from error
+            self.sending.slots.make(equipment.dock.outbound.slots)
+            inbound, outbound = equipment.dock.inbound, equipment.dock.outbound
+            log.info(
+                "made slots: inbound=%d outbound=%d slot_bytes=%d memory=%s s=%.3f",
+                inbound.slots,
+                outbound.slots,
+                inbound.slot_bytes,
+                inbound.memory,
+                time.monotonic() - began,
+            )
+        return equipment.site
+
+    def _switch(self, docks: StagingEndpoints) -> None:
+        self._at_work.switch(docks)
+        self.sending.slots.make(docks.dock.outbound.slots)
+
+    def discard(self, docks: StagingEndpoints) -> None:
+        """Close docks that were prepared and are not switched to."""
+        self._put(docks.closing.close)
+
+    async def let_go(self, attachment: AttachedMemory) -> bool:
+        """Return when no job given before touches this memory or will (writes out of slots may be under way).
+
+        False if that is not known: the thread has died, and what it left to a GPU may still run.
+        Ends the process when that does not come about: to unmap under a running kernel would be worse.
+        """
+        attachment.word.has_left = True
+        await self._watchdog.until(self._unused(attachment))
+        return self._thread.is_alive()
+
+    async def _unused(self, attachment: AttachedMemory) -> None:
+        ends = self._loop.time() + self._watchdog.stuck_s
+        while True:
+            is_late = self._loop.time() > ends  # asked before: if we were stopped, the GPU was not
+            if not await self._may_use(attachment):
+                return
+            if is_late:
+                self._watchdog.end(f"the GPU has not finished a move in {self._watchdog.stuck_s:g} s")
+            await asyncio.sleep(0.001)
+
+    @property
+    def _at_work(self) -> Resources:
+        assert self._equipment is not None
+        return self._equipment
+
+    async def _may_use(self, attachment: AttachedMemory) -> bool:
+        try:
+            return bool(await self._call(lambda: self._is_using(attachment)))
+        except FabricError:  # a mover that has died begins nothing more either
+            return False
+
+    def _put(self, task: Callable[[], None]) -> None:
+        self._tasks.append(task)
+        os.eventfd_write(self._wake, 1)
+
+    async def _job(self, job: Callable[[Settle], Job]) -> Any:
+        """What a job settles with, or raises."""
+        done: asyncio.Future[Any] = self._loop.create_future()
+        settle = lambda found, error: self._tell(_settle, done, found, error)  # noqa: E731
+        self._put(lambda: self._resume(job(settle), None))
+        return await self._settled(done)
+
+    async def _call(self, task: Callable[[], Any]) -> Any:
+        """What `task` returns or raises, on the thread."""
+        done: asyncio.Future[Any] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                found = task()
+            except Exception as error:
+                self._tell(_settle, done, None, error)
+            else:
+                self._tell(_settle, done, found, None)
+
+        self._put(run)
+        return await self._settled(done)
+
+    async def _settled(self, done: asyncio.Future[Any]) -> Any:
+        while not (await asyncio.wait({done}, timeout=ALIVE_S))[0]:
+            if not self._thread.is_alive():
+                raise FabricError("mover_died", "the mover's thread has ended")
+        return await done
+
+    # On the thread:
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except (Exception, DeviceLost) as error:  # nobody else can move anything: the agent must end
+            log.exception("the mover died")
+            self._tell(self._listener.on_mover_died, error)
+        finally:
+            self._say()
+            if self._equipment is not None:
+                self._equipment.close()
+                self._pulling.close_all()
+
+    def _serve(self) -> None:
+        last_move = 0.0
+        while not self._stopping:
+            self._watchdog.beat()
+            moved = self._do_tasks()
+            if self._equipment is None:
+                self._sleep(IDLE_S)
+                continue
+            moved = self._poll(self._equipment) or moved
+            self._say()
+            now = self._clock()
+            if moved:
+                last_move = now
+                continue
+            waits = self._writing or self._moving or self._fenced or self.receiving.lent
+            if waits:
+                pause_s = _pause(now - last_move)
+            else:
+                pause_s = LINGER_NAP_S if now - last_move < (self._linger_s or 0.0) else IDLE_S
+            if self._sleep(pause_s):
+                last_move = now
+
+    def _sleep(self, seconds: float) -> bool:
+        """True if the loop woke us: there is a task, or something to expect."""
+        if not select.select([self._wake], [], [], seconds)[0]:
+            return False
+        os.eventfd_read(self._wake)
+        return True
+
+    def _do_tasks(self) -> bool:
+        moved = bool(self._tasks)
+        while self._tasks and not self._stopping:
+            self._tasks.popleft()()
+            self._watchdog.beat()
+            self._say()
+        self._send()  # what is to stop has been heard
+        return moved
+
+    def _take_up(
+        self, order: SendingOrder | ReceivingOrder, attachment: AttachedMemory | None, asked_at: float
+    ) -> None:
+        match order:
+            case Progress():
+                self.sending.progress(order, asked_at)
+            case Credit():
+                self.sending.credit(order, asked_at)
+            case StopSending():
+                self.sending.stop(order)
+            case Lend():
+                self.receiving.lend(order)
+            case StopReceiving():
+                self.receiving.stop(order)
+            case _:
+                assert attachment is not None
+                self._begin(order, attachment, asked_at)
+
+    def _begin(
+        self, order: SendOrder | Digest | Watch | ReceiveOrder | Pull, attachment: AttachedMemory, asked_at: float
+    ) -> None:
+        match order:
+            case SendOrder():
+                self.sending.order(order, attachment, asked_at)
+            case Digest():
+                self._resume(self._jobs.digest(order, attachment, asked_at), None)
+            case Watch(fence=fence):
+                self._resume(self._jobs.watch(attachment, fence), None)
+            case ReceiveOrder():
+                self.receiving.order(order, attachment)
+            case Pull():
+                self._resume(self._pulling.pull(order, attachment), None)
+
+    def _send(self) -> bool:
+        """Gather what is ready to go out, while there are slots, for a while. Whether anything was begun."""
+        ends, has_begun = self._clock() + SEND_S, False
+        while (not has_begun or self._clock() < ends) and (departure := self.sending.begin()) is not None:
+            self._resume(self._jobs.send(departure), None)
+            has_begun = True
+        return has_begun
+
+    def _open(self) -> None:
+        equipment = self._equip()
+        self.site, self.digests = equipment.site, equipment.porter.digests
+        self.device, self.description = equipment.porter.device, equipment.porter.description
+        if equipment.current is not None:
+            self.sending.slots.make(equipment.dock.outbound.slots)
+        wait_s, clock = self._write_timeout_s, self._clock
+        self._jobs = Jobs(equipment, self._boot, self.sending, self.receiving, wait_s, clock)
+        self._pulling = PullRoute(equipment, self._tell, self.receiving, wait_s, clock)
+        self._equipment = equipment
+        if self._linger_s is None:
+            self._linger_s = LINGER_ON_GPU_S if equipment.porter.memory == "vram" else 0.0
+        self._linger = Linger(self._linger_s)
+        self._nap_exactly()
+
+    def _nap_exactly(self) -> None:
+        nap_exactly()
+
+    def _starting_threads(self) -> AbstractContextManager[None]:
+        """NIXL's would inherit how we nap."""
+        return usual_naps()
+
+    def _poll(self, equipment: Resources) -> bool:
+        """Resume the jobs whose wait is over."""
+        fenced, self._fenced = self._fenced, []
+        now = self._clock()
+        for wait, job in fenced:
+            if wait.is_over:
+                self._resume(job, None)
+            elif now > wait.deadline:
+                self._fail(job, wait.late())
+            else:
+                self._fenced.append((wait, job))
+        moves = equipment.porter.poll()
+        for moved in moves:
+            if moved.ticket in self._moving:
+                self._resume(self._moving.pop(moved.ticket), moved)
+            else:  # one of several that its job has begun
+                self._moved[moved.ticket] = moved
+        if moves:
+            self._pulling.close_parting()
+        self._say()  # slots to lend, before others are scattered
+        is_moving = bool(moves) or len(self._fenced) < len(fenced)
+        for dock in equipment.docks:
+            events = dock.fabric.poll(self._clock())
+            if any(isinstance(event, Noticed) for event in events):
+                self._do_tasks()  # a receive order is given before its notices can come, perhaps since we looked last
+            for event in events:
+                is_moving = True
+                if isinstance(event, Noticed):
+                    self._notice(event.payload)
+                elif (id(dock.fabric), event.id) in self._writing:  # else a probe's that was given up
+                    self._resume(self._writing.pop((id(dock.fabric), event.id)), event)
+        is_moving = self._send() or is_moving
+        if equipment.has_retired and not self._moving and not self._fenced:
+            equipment.close_retired()
+        return is_moving
+
+    def _resume(self, job: Job, event: Event) -> None:
+        """Go on with a job up to its next wait, or its end."""
+        self._go_on(job, lambda: job.send(event))
+
+    def _go_on(self, job: Job, step: Callable[[], Wait]) -> None:
+        try:
+            wait = step()
+        except StopIteration:
+            return
+        match wait:
+            case WaitFence() | WaitEngineHeard() | WaitLease() | WaitCopier() | WaitKernels():
+                if wait.is_over:
+                    self._resume(job, None)
+                else:
+                    self._fenced.append((wait, job))
+            case WaitMove(ticket=ticket) if ticket in self._moved:
+                self._resume(job, self._moved.pop(ticket))
+            case WaitMove(ticket=ticket):
+                self._moving[ticket] = job
+            case WaitWrite(fabric=fabric, id=number):
+                self._writing[id(fabric), number] = job
+
+    def _notice(self, payload: bytes) -> None:
+        try:
+            notice: Notice = decode(payload, Notice, NOTICE)
+        except BadFrame as error:
+            return self.receiving.report(Malformed(error.code))
+        if (arrival := self.receiving.landed(notice)) is not None:
+            failpoint("sink.notice_landed")
+            self._scatter(arrival)
+
+    def _scatter(self, arrival: LandedChunk) -> None:
+        self._resume(self._jobs.scatter(arrival), None)
+        self._say()
+
+    def _fail(self, job: Job, error: EngineError) -> None:
+        """Go on with a job that waits for what will not come; it tells so itself, once what it has begun is over."""
+        self._go_on(job, lambda: job.throw(error))
+
+    def _is_using(self, attachment: AttachedMemory) -> bool:
+        """Also ends the jobs that wait for this engine's fence: it may never come."""
+        memory = attachment.memory  # of all its epochs: scales may have changed since a job began
+        error = EngineError("engine_left", "the engine left before its forward had finished")
+        self._end_waits(lambda wait: wait.attachment.memory is memory, error)
+        porter = self._at_work.porter
+        if porter.is_using(memory):
+            return True
+        porter.forget(memory)
+        return False
+
+    def _end_waits(self, is_over: Callable[[WaitOnLoop], bool], error: EngineError) -> None:
+        left = [job for wait, job in self._fenced if is_over(wait)]
+        self._fenced = [(wait, job) for wait, job in self._fenced if not is_over(wait)]
+        for job in left:
+            self._fail(job, error)
+
+    def _tell(self, hear: Callable[..., None], *args: object) -> None:
+        self._telling.append((hear, args))
+
+    def _say(self) -> None:
+        """Let the loop hear all there is to tell: to wake it costs more than what it is told."""
+        if sent := self.sending.take_reports():
+            self._tell(self._listener.on_sending, sent)
+        if received := self.receiving.take_reports():
+            self._tell(self._listener.on_receiving, received)
+        if self._telling:
+            telling, self._telling = self._telling, []
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+                self._loop.call_soon_threadsafe(_hear, telling)
+
+
+def _hear(told: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
+    """Everything in order; a fault of one hearer costs the others nothing."""
+    for hear, args in told:
+        try:
+            hear(*args)
+        except Exception as error:
+            context = {"message": f"{hear.__qualname__} failed", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+
+def _pause(still_s: float) -> float:
+    """How long to look away when nothing has moved for so long: hardly at first, then longer and longer."""
+    return NAP_S if still_s < SHORT_S else min(still_s / 20, LONGEST_S)
+
+
+def _settle(done: asyncio.Future[Any], found: Any, error: Exception | None) -> None:
+    if done.cancelled():
+        return
+    if error is None:
+        done.set_result(found)
+    else:
+        done.set_exception(error)

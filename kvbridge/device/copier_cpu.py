@@ -1,0 +1,150 @@
+"""The porter without a GPU: rows are moved by this thread, at once.
+
+What peers may write to is read once: a chunk is copied out of its slot, and only the copy is checked and scattered, so
+that a write which comes late cannot change what was found right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Literal
+
+import torch
+from kvbridge_kernels.digest_ref import digest as xxh3
+from kvbridge_kernels.digest_ref import sum64
+from kvbridge_kernels.gather_ref import digest as digest_rows
+from kvbridge_kernels.gather_ref import gather as gather_rows
+from kvbridge_kernels.pull_ref import pull as pull_rows
+from kvbridge_kernels.scatter_ref import scatter as scatter_rows
+from kvbridge_kernels.scratch import Scratch
+from kvbridge_kernels.segment import Segment, Span
+from kvbridge_kernels.tables import Work
+
+from ..geometry.plan import Part
+from .copier import Moved, compared
+from .copy_templates import CopyTemplates
+from .memory import AttachedPool, Regions
+from .pulls import Pulls
+from .staging import Staging
+
+
+class CpuBlockCopier:
+    """Keeps the contract of `porter.Porter`. The copies release the GIL."""
+
+    memory: Literal["dram", "vram"] = "dram"
+    device = "cpu"
+    digests = ("xxh3", "sum64")
+    description = "cpu"
+
+    def __init__(self) -> None:
+        self._work = Work("cpu")
+        self._copies = Scratch()
+        self._forms = CopyTemplates()
+        self._pulls = Pulls()
+        self._count = 0
+        self._moved: list[Moved] = []
+
+    def staging(self, slot_bytes: int, slots: int) -> Staging:
+        return Staging.pageable(slot_bytes, slots)
+
+    def gather(
+        self,
+        pool: AttachedPool,
+        part: Part,
+        slot: Span,
+        digest_kind: str,
+        host: Span | None = None,
+    ) -> int:
+        assert host is None, "the slots are in host memory already"
+        sums = _sums(digest_kind)
+        with pool.hold() as regions:
+            gather_rows(self._segments(pool, regions, part, slot.size_bytes), slot, sums, self._work)
+        return self._over(_word(int(sums.item())) if sums is not None else xxh3(slot.on_cpu()))
+
+    def digest(self, pool: AttachedPool, part: Part) -> int:
+        sums, size_bytes = torch.zeros(1, dtype=torch.int64), part.chunk.size_bytes
+        with pool.hold() as regions:
+            digest_rows(self._segments(pool, regions, part, size_bytes), size_bytes, sums, self._work)
+        return self._over(_word(int(sums.item())))
+
+    def scatter(
+        self,
+        pool: AttachedPool,
+        part: Part,
+        slot: Span,
+        digest_kind: str,
+        expected: int,
+        host: Span | None = None,
+    ) -> int:
+        assert host is None, "the slots are in host memory already"
+        copy = self._copies.take("chunk", slot.size_bytes, torch.device("cpu"))
+        ctypes.memmove(copy.data_ptr(), slot.address, slot.size_bytes)
+        with pool.hold() as regions:
+            segments = self._segments(pool, regions, part, slot.size_bytes)
+            found = _word(sum64(segments, copy)) if digest_kind == "sum64" else xxh3(copy)
+            if found == expected:
+                scatter_rows(segments, Span(copy.data_ptr(), slot.size_bytes), None, self._work)
+        return self._over(found, expected)
+
+    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
+        sums = _sums("sum64") if has_digest else None
+        with source.hold() as source_regions, pool.hold() as regions:
+            pull_rows(self._pulls.of(source, source_regions, theirs, pool, regions, ours), sums, self._work)
+        return self._over(_word(int(sums.item())) if sums is not None else 0)
+
+    def make_room(self, moves: int) -> None:
+        """A move is over when its call returns."""
+
+    def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
+        """Nothing is compiled for a CPU."""
+
+    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
+        """Nothing is compiled for a CPU."""
+
+    def copy(self, source: Span, target: Span) -> int:
+        ctypes.memmove(target.address, source.address, min(source.size_bytes, target.size_bytes))
+        return self._over(0)
+
+    def fill(self, span: Span, content: bytes) -> None:
+        ctypes.memmove(span.address, content, min(span.size_bytes, len(content)))
+
+    def read(self, span: Span) -> bytes:
+        return ctypes.string_at(span.address, span.size_bytes)
+
+    @property
+    def has_room(self) -> bool:
+        return True
+
+    def poll(self) -> list[Moved]:
+        moved, self._moved = self._moved, []
+        return moved
+
+    def is_using(self, pool: AttachedPool) -> bool:
+        return False
+
+    def forget(self, pool: AttachedPool) -> None:
+        self._forms.forget(pool)
+        self._pulls.forget(pool)
+
+    def close(self) -> None:
+        self._moved.clear()
+        self._copies = Scratch()
+
+    def _segments(self, pool: AttachedPool, regions: Regions, part: Part, size_bytes: int) -> list[Segment]:
+        form = self._forms.of(pool, regions, part, size_bytes)
+        return form.segments(form.places(part))
+
+    def _over(self, digest: int, expected: int | None = None) -> int:
+        self._count += 1
+        self._moved.append(compared(self._count, digest, expected))
+        return self._count
+
+
+def _sums(digest_kind: str) -> torch.Tensor | None:
+    """What the kernels add the digest to, or None where it is made of the finished slot."""
+    return torch.zeros(1, dtype=torch.int64) if digest_kind == "sum64" else None
+
+
+def _word(total: int) -> int:
+    """A sum64 as it is on the wire."""
+    return total & (2**64 - 1)

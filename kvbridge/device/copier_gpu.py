@@ -1,0 +1,312 @@
+"""The porter on a GPU: kernels on two streams, copies to and from host slots on two more, nobody waits for any.
+
+Gathers and scatters have a stream each, so that what comes in does not queue behind what goes out. Buffers and events
+are made beforehand; a move takes one bundle of them and gives it back when it is over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from kvbridge_kernels.clear import warm as warm_clear
+from kvbridge_kernels.gather import digest as digest_rows
+from kvbridge_kernels.gather import gather as gather_rows
+from kvbridge_kernels.gather import warm as warm_gather
+from kvbridge_kernels.gather import warm_digest
+from kvbridge_kernels.launch import ENOUGH_PROGRAMS, NotCompiled
+from kvbridge_kernels.prepared_copy import PlacedCopy, PreparedCopy
+from kvbridge_kernels.pull import pull as pull_rows
+from kvbridge_kernels.pull import warm as warm_pull_rows
+from kvbridge_kernels.scatter import scatter as scatter_rows
+from kvbridge_kernels.scatter import warm as warm_scatter
+from kvbridge_kernels.segment import Span
+from kvbridge_kernels.tables import Work
+
+from ..errors import EngineError
+from ..geometry.plan import Part
+from . import driver
+from .compiler import Compiler
+from .copier import DeviceLost, Moved, compared
+from .copy_templates import CopyTemplates
+from .memory import AttachedPool, Regions
+from .pulls import Pulls
+from .staging import Staging
+
+
+@dataclass(slots=True)
+class _Bundle:
+    """What one move needs besides its slot."""
+
+    work: Work
+    sums: torch.Tensor  # int64 [1] on the GPU: the digests of all its moves so far, added up
+    total: torch.Tensor  # the same, pinned
+    before: int = 0  # what it was when the last move was over
+    halfway: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    end: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+    def fetch(self, stream: torch.cuda.Stream) -> None:
+        """Enqueue: the total as it is then."""
+        size_bytes = self.total.itemsize
+        driver.copy_to_host(self.total.data_ptr(), self.sums.data_ptr(), size_bytes, stream.cuda_stream)
+
+    def digest(self) -> int:
+        """Of the move that is over now. Sums are never set back: a launch less, and it would have to come first."""
+        total = int(self.total)
+        found, self.before = (total - self.before) % (1 << 64), total
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _GpuMove:
+    ticket: int
+    pool: AttachedPool | None
+    bundle: _Bundle
+    expected: int | None
+    has_digest: bool
+    source: AttachedPool | None = None  # the peer's that is read
+
+
+class GpuBlockCopier:
+    """Keeps the contract of `porter.Porter`. `moves` is how many may be under way at once, beside so many `pulls`.
+
+    `table_bytes` a move, pinned and on the GPU, hold where its rows are: 8 bytes a token and list of places. A pull
+    takes `pull_ctas` at most; None: few where they run beside the engine's own (MPS), all where they take turns. New
+    kernels are compiled by the caller, or `aside`: then a move that needs some raises Compiling.
+    """
+
+    memory: Literal["dram", "vram"] = "vram"
+    digests = ("sum64",)
+
+    def __init__(
+        self,
+        gpu: driver.Gpu,
+        moves: int,
+        table_bytes: int = 1 << 20,
+        pulls: int = 0,
+        pull_ctas: int | None = None,
+        *,
+        aside: bool = False,
+    ) -> None:
+        self._pull_ctas = pull_ctas or (ENOUGH_PROGRAMS if gpu.is_under_mps else None)
+        self._kept = moves  # for moves that do not ask whether there is room
+        self._has_pulls = pulls > 0
+        self._table_bytes = table_bytes
+        torch.cuda.set_device(gpu.ordinal)
+        self.description = f"{torch.cuda.get_device_name(gpu.ordinal)} {gpu.uuid}" + " (MPS)" * gpu.is_under_mps
+        self.device = gpu.device
+        self._out, self._down, self._in, self._up = (
+            torch.cuda.ExternalStream(driver.new_stream(gpu, priority=-1), gpu.ordinal) for _ in range(4)
+        )
+        self._torch_device = torch.device("cuda", gpu.ordinal)
+        self._kernels: dict[object, Any] = {}  # what one bundle's work needs serves all
+        self._compiles, self._compiler = not aside, Compiler(gpu)
+        self._compiler.call(warm_clear)
+        self._bundles: deque[_Bundle] = deque()
+        self._make_bundles(moves + pulls)
+        self._moves: deque[_GpuMove] = deque()
+        self._forms = CopyTemplates()
+        self._pulls = Pulls()
+        self._count = 0
+
+    def make_room(self, moves: int) -> None:
+        self._make_bundles(moves)
+        self._kept += moves
+
+    def _make_bundles(self, count: int) -> None:
+        """So many more."""
+        device = self._torch_device
+        totals = torch.zeros(count, dtype=torch.int64).pin_memory()
+        sums = totals.to(device)  # torch's own kernels, one to clear memory among them, would take 92 MiB of the GPU
+        for i in range(count):
+            work = Work(device, self._table_bytes, copy=driver.copy_to_device, compiles=self._compiles)
+            work.kernels = self._kernels
+            self._bundles.append(_Bundle(work, sums[i : i + 1], totals[i : i + 1]))
+        torch.cuda.current_stream().synchronize()
+
+    def staging(self, slot_bytes: int, slots: int) -> Staging:
+        return Staging.on_gpu(slot_bytes, slots)
+
+    def gather(
+        self,
+        pool: AttachedPool,
+        part: Part,
+        slot: Span,
+        digest_kind: str,
+        host: Span | None = None,
+    ) -> int:
+        def enqueue(bundle: _Bundle) -> None:
+            with pool.hold() as regions:
+                gather_rows(
+                    self._chunk(pool, regions, part, slot.size_bytes), slot, bundle.sums, bundle.work, self._out
+                )
+            bundle.fetch(self._out)
+            if host is None:
+                bundle.end.record(self._out)
+                return
+            bundle.halfway.record(self._out)
+            self._down.wait_event(bundle.halfway)
+            driver.copy_to_host(host.address, slot.address, slot.size_bytes, self._down.cuda_stream)
+            bundle.end.record(self._down)
+
+        return self._begin(enqueue, pool, None, True)
+
+    def digest(self, pool: AttachedPool, part: Part) -> int:
+        def enqueue(bundle: _Bundle) -> None:
+            size_bytes = part.chunk.size_bytes
+            with pool.hold() as regions:
+                chunk = self._chunk(pool, regions, part, size_bytes)
+                digest_rows(chunk, size_bytes, bundle.sums, bundle.work, self._out)
+            bundle.fetch(self._out)
+            bundle.end.record(self._out)
+
+        return self._begin(enqueue, pool, None, True)
+
+    def scatter(
+        self,
+        pool: AttachedPool,
+        part: Part,
+        slot: Span,
+        digest_kind: str,
+        expected: int,
+        host: Span | None = None,
+    ) -> int:
+        def enqueue(bundle: _Bundle) -> None:
+            with pool.hold() as regions:
+                chunk = self._chunk(pool, regions, part, slot.size_bytes)
+                if host is not None:
+                    warm_scatter(chunk, slot, True, bundle.work)  # or else NotCompiled, with nothing enqueued
+                    driver.copy_to_device(slot.address, host.address, slot.size_bytes, self._up.cuda_stream)
+                    bundle.halfway.record(self._up)
+                    self._in.wait_event(bundle.halfway)
+                scatter_rows(chunk, slot, bundle.sums, bundle.work, self._in)
+            bundle.fetch(self._in)
+            bundle.end.record(self._in)
+
+        return self._begin(enqueue, pool, expected, True)
+
+    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
+        def enqueue(bundle: _Bundle) -> None:
+            with source.hold() as source_regions, pool.hold() as regions:
+                chunk = self._pulls.of(source, source_regions, theirs, pool, regions, ours)
+                sums = bundle.sums if has_digest else None
+                pull_rows(chunk, sums, bundle.work, self._in, self._pull_ctas)
+            if has_digest:
+                bundle.fetch(self._in)
+            bundle.end.record(self._in)
+
+        return self._begin(enqueue, pool, None, has_digest, source)
+
+    def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
+        size_bytes = part.chunk.size_bytes
+        warm = warm_gather if part.is_source else warm_scatter
+        with pool.hold() as regions:
+            chunk = self._chunk(pool, regions, part, size_bytes)
+            if slot is not None:
+                span = Span(slot.address, size_bytes)
+                self._compile(lambda work: warm(chunk, span, True, work))
+            if part.is_source and self._has_pulls:  # receivers may ask what they have read
+                self._compile(lambda work: warm_digest(chunk, size_bytes, work))
+
+    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
+        with source.hold() as source_regions, pool.hold() as regions:
+            chunk = self._pulls.of(source, source_regions, theirs, pool, regions, ours)
+            self._compile(lambda work: warm_pull_rows(chunk, has_digest, work))
+
+    def _compile(self, warm: Callable[[Work], None]) -> None:
+        """Begin to compile what this finds missing. While no bundle is free nobody could use it either."""
+        if not self._bundles:
+            return
+        work = self._bundles[0].work
+        try:
+            warm(work)
+        except NotCompiled as missing:
+            self._compiler.begin(missing.launches, work)
+
+    def copy(self, source: Span, target: Span) -> int:
+        def enqueue(bundle: _Bundle) -> None:
+            size_bytes = min(source.size_bytes, target.size_bytes)
+            driver.copy_on_device(target.address, source.address, size_bytes, self._out.cuda_stream)
+            bundle.end.record(self._out)
+
+        return self._begin(enqueue, None, None, False)
+
+    def fill(self, span: Span, content: bytes) -> None:
+        held = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        driver.copy_to_device(span.address, held.data_ptr(), min(span.size_bytes, len(content)), self._up.cuda_stream)
+        self._up.synchronize()
+
+    def read(self, span: Span) -> bytes:
+        held = torch.empty(span.size_bytes, dtype=torch.uint8)
+        driver.copy_to_host(held.data_ptr(), span.address, span.size_bytes, self._down.cuda_stream)
+        self._down.synchronize()
+        return held.numpy().tobytes()
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._bundles) > self._kept
+
+    def poll(self) -> list[Moved]:
+        over: list[Moved] = []
+        for _ in range(len(self._moves)):
+            move = self._moves.popleft()
+            if not move.bundle.end.query():
+                self._moves.append(move)
+                continue
+            digest = move.bundle.digest() if move.has_digest else 0
+            over.append(compared(move.ticket, digest, move.expected))
+            self._bundles.append(move.bundle)
+        return over
+
+    def is_using(self, pool: AttachedPool) -> bool:
+        return any(pool in (move.pool, move.source) for move in self._moves)
+
+    def forget(self, pool: AttachedPool) -> None:
+        self._forms.forget(pool)
+        self._pulls.forget(pool)
+
+    def close(self) -> None:
+        self._compiler.close()
+        for stream in (self._out, self._down, self._in, self._up):
+            stream.synchronize()
+        self._moves.clear()
+
+    def _chunk(self, pool: AttachedPool, regions: Regions, part: Part, size_bytes: int) -> PlacedCopy:
+        form = self._forms.of(pool, regions, part, size_bytes)
+        places = form.places(part)
+        if form.recipe is None:
+            form.recipe = PreparedCopy(form.segments(places), size_bytes)
+        return form.recipe.at(places)
+
+    def _begin(
+        self,
+        enqueue: Callable[[_Bundle], None],
+        pool: AttachedPool | None,
+        expected: int | None,
+        has_digest: bool,
+        source: AttachedPool | None = None,
+    ) -> int:
+        if not self._bundles:
+            raise EngineError("too_many_moves", f"moves: {len(self._moves)} are under way")
+        bundle = self._bundles.popleft()
+        try:
+            enqueue(bundle)
+        except NotCompiled as missing:
+            self._bundles.append(bundle)
+            raise self._compiler.begin(missing.launches, bundle.work) from None
+        except BaseException:
+            # Part of it may be on a stream: what it works on is given back to others once this returns.
+            try:
+                for stream in (self._out, self._down, self._in, self._up):
+                    stream.synchronize()
+                bundle.before = int(bundle.sums)
+            except RuntimeError as error:
+                raise DeviceLost(str(error)) from error
+            self._bundles.append(bundle)
+            raise
+        self._count += 1
+        self._moves.append(_GpuMove(self._count, pool, bundle, expected, has_digest, source))
+        return self._count

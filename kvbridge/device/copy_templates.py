@@ -1,0 +1,184 @@
+"""Turns a part of a plan into what the kernels work on, everything checked before the first byte is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number, RowScale
+from kvbridge_kernels.field import Axis, Field
+from kvbridge_kernels.places import Places
+from kvbridge_kernels.prepared_copy import PreparedCopy
+from kvbridge_kernels.segment import Segment
+from kvbridge_proto.pool import Codec, Plane, Pool
+
+from ..errors import EngineError
+from ..geometry.check import places_of
+from ..geometry.plan import Move, Part
+from ..geometry.wire import ROW_SCALED, base_name, scales_of
+from .batch import Batch, batches
+from .memory import AttachedPool, Regions, check_plane
+
+
+@dataclass(frozen=True, slots=True)
+class _SegmentTemplate:
+    """A segment but for its places, which are `unit_tokens` long units of a group and below `limit`."""
+
+    field: Field
+    slot_offset: int
+    slot_pitch: int
+    cast: Cast | None
+    group: int
+    unit_tokens: int
+    limit: int
+
+    def fill(self, places: Places) -> Segment:
+        return Segment(self.field, places, self.slot_offset, self.slot_pitch, self.cast)
+
+    def check(self, places: Places) -> None:
+        if places.lowest < 0 or places.highest >= self.limit:
+            raise EngineError(
+                "place_outside_plane",
+                f"places: from {places.lowest} to {places.highest}, a plane of group {self.group} has {self.limit}",
+            )
+
+
+class CopyTemplate:
+    """What the segments of parts alike have in common: all but the contents of their places. Compared by identity."""
+
+    def __init__(self, attached: AttachedPool, strips: object, moulds: Sequence[_SegmentTemplate]) -> None:
+        self.attached = attached
+        self.strips = strips
+        self.recipe: PreparedCopy | None = None  # for a porter that keeps one
+        self._moulds = moulds
+        first: dict[tuple[int, int], _SegmentTemplate] = {}
+        for mould in moulds:
+            first.setdefault((mould.group, mould.unit_tokens), mould)
+        self._first = list(first.values())
+
+    def places(self, part: Part) -> list[Places]:
+        """Where the part's rows are, each list once in the order of the segments. EngineError if one is outside."""
+        found: list[Places] = []
+        for mould in self._first:
+            places = Places(torch.from_numpy(part.places(mould.group, mould.unit_tokens)))
+            mould.check(places)
+            found.append(places)
+        return found
+
+    def segments(self, places: Sequence[Places]) -> list[Segment]:
+        """With these places, as `places` gave them."""
+        of = {(mould.group, mould.unit_tokens): each for mould, each in zip(self._first, places, strict=True)}
+        return [mould.fill(of[mould.group, mould.unit_tokens]) for mould in self._moulds]
+
+
+class CopyTemplates:
+    """The forms of one porter. Most parts are like one before."""
+
+    KEPT = 256
+
+    def __init__(self) -> None:
+        self._kept: dict[object, CopyTemplate] = {}
+
+    def of(self, attached: AttachedPool, regions: Regions, part: Part, slot_bytes: int) -> CopyTemplate:
+        """The form of a part in a slot of `slot_bytes`. EngineError when something in it is not right."""
+        key, strips = (part.form, slot_bytes), part.plan.strips
+        form = self._kept.pop(key, None)
+        if form is None or form.attached is not attached or form.strips is not strips:
+            form = CopyTemplate(attached, strips, _moulds(attached, regions, part.moves(), slot_bytes))
+            if len(self._kept) == self.KEPT:
+                del self._kept[next(iter(self._kept))]
+        self._kept[key] = form  # the newest last
+        return form
+
+    def forget(self, attached: AttachedPool) -> None:
+        """Keep nothing of this pool any more."""
+        self._kept = {key: form for key, form in self._kept.items() if form.attached is not attached}
+
+
+def _moulds(attached: AttachedPool, regions: Regions, moves: Sequence[Move], slot_bytes: int) -> list[_SegmentTemplate]:
+    for move in moves:
+        _check(attached.pool, move, slot_bytes)
+    return [_mould(attached, regions, batch) for batch in batches(moves)]
+
+
+def _check(pool: Pool, move: Move, slot_bytes: int) -> None:
+    plane = move.plane
+    check_plane(pool, plane)
+    if not 0 <= move.first_head < move.first_head + move.heads <= plane.heads:
+        raise EngineError(
+            "heads_outside_plane",
+            f"heads: {move.heads} from {move.first_head} on, layer {plane.layer} {plane.part} has {plane.heads}",
+        )
+    end = move.slot_offset + move.size_bytes
+    if move.slot_offset < 0 or end > slot_bytes:
+        raise EngineError("move_outside_slot", f"move: ends at byte {end}, the slot has {slot_bytes}")
+    if move.scale is not None:
+        _check_scale(pool, plane, move.scale)
+    elif move.is_bitwise:
+        return
+    name = plane.codec.name if move.scale is None else base_name(plane.codec)
+    if not {name, move.wire.name} <= DTYPES.keys():
+        raise EngineError("codec_not_convertible", f"codec: {plane.codec.name}, on the wire {move.wire.name}")
+
+
+def _check_scale(pool: Pool, plane: Plane, scale: Plane) -> None:
+    """A row and its scale must lie at one place of one region, and the rows must be such."""
+    check_plane(pool, scale)
+    ours, theirs = ((each.region, each.group, each.block_stride, each.token_axis) for each in (plane, scale))
+    if plane.codec.name not in ROW_SCALED or scale.codec.name != "fp32" or scale.codec.width != 1 or ours != theirs:
+        raise EngineError(
+            "bad_plane",
+            f"layer {plane.layer} {plane.part}: {plane.codec.name} at {ours}, "
+            f"its scales {scale.codec.name} of width {scale.codec.width} at {theirs}",
+        )
+    if scale.heads != plane.heads:
+        raise EngineError("bad_plane", f"heads: {plane.heads} of {plane.part}, {scale.heads} of {scale.part}")
+
+
+def _mould(attached: AttachedPool, regions: Regions, batch: Batch) -> _SegmentTemplate:
+    move = batch.moves[0]
+    plane = move.plane
+    blocks = attached.pool.groups[plane.group].blocks
+    field = Field(
+        memory=regions.memories[plane.region],
+        offset=plane.offset + move.first_head * plane.head_stride,
+        planes=Axis(len(batch.moves), batch.pitch),
+        blocks=Axis(blocks, plane.block_stride),
+        tokens=tuple(Axis(step.count, step.stride) for step in plane.token_axis),
+        heads=Axis(move.heads, plane.head_stride),
+        elements=tuple(Axis(step.count, step.stride) for step in plane.element_axis),
+        element_bytes=plane.codec.element_bytes,
+    )
+    return _SegmentTemplate(
+        field,
+        move.slot_offset,
+        batch.slot_pitch,
+        _conversion(batch),
+        plane.group,
+        move.unit_tokens,
+        blocks * places_of(plane.token_axis),
+    )
+
+
+def _conversion(batch: Batch) -> Cast | None:
+    first = batch.moves[0]
+    if first.is_bitwise:
+        return None
+    wire = _number(first.wire, [move.wire.scales for move in batch.moves])
+    if first.scale is not None:
+        at, stride = first.scale.offset - first.plane.offset, first.scale.head_stride
+        at += first.first_head * (stride - first.plane.head_stride)
+        return Cast(Number(base_name(first.plane.codec), RowScale(at, stride)), wire)
+    memory = [scales_of(move.plane.codec, move.first_head, move.heads) for move in batch.moves]
+    return Cast(_number(first.plane.codec, memory), wire)
+
+
+def _number(codec: Codec, scales: Sequence[tuple[float, ...]]) -> Number:
+    """The codec with the scales of all planes: none if they are all 1, one where they are all equal."""
+    distinct = {scale for each in scales for scale in each}
+    if distinct <= {1.0}:
+        return Number(codec.name)
+    if len(distinct) == 1:
+        scales = [(distinct.pop(),)]
+    return Number(codec.name, torch.tensor(scales, dtype=torch.float32))

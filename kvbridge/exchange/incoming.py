@@ -1,0 +1,228 @@
+"""One want as the sink keeps it: its states, and those of the transfers that satisfy it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvbridge_proto.engine import Failed, Refused, Want
+from kvbridge_proto.peer import Claim, SlotLease, Take
+
+from ..geometry.plan import Plan
+from ..geometry.tokens import BlockTable
+from .actions import Action, Tell
+from .leases import Reading
+from .orders import Pull, ReceiveOrder
+from .session import AttachedEngine, Session, engine_ranks, rank_index
+from .states import StateTable
+
+
+class WantState(Enum):
+    REACHING = auto()  # sessions with all ranks of the source engine are being opened
+    FLOWING = auto()  # claimed; the data plane has its orders
+    RETURNING = auto()  # its session ended; it reaches again once the data plane is quiet
+    ENDING = auto()  # failed, but the data plane is not quiet
+    ENDED = auto()
+
+
+class WantEvent(Enum):
+    CLAIM = auto()
+    FINISH = auto()
+    FAIL_BUSY = auto()  # failed while the data plane had orders
+    FAIL = auto()
+    QUIET = auto()  # nothing of it is moved any more
+    AGAIN = auto()  # its session ended before anything came, and the peer goes on
+    AGAIN_BUSY = auto()  # the same, while the data plane had orders
+
+
+WANT_TABLE = StateTable(
+    {
+        (WantState.REACHING, WantEvent.CLAIM): WantState.FLOWING,
+        (WantState.REACHING, WantEvent.FAIL): WantState.ENDED,
+        (WantState.FLOWING, WantEvent.AGAIN): WantState.REACHING,
+        (WantState.FLOWING, WantEvent.AGAIN_BUSY): WantState.RETURNING,
+        (WantState.RETURNING, WantEvent.QUIET): WantState.REACHING,
+        (WantState.RETURNING, WantEvent.FAIL): WantState.ENDED,
+        (WantState.RETURNING, WantEvent.FAIL_BUSY): WantState.ENDING,
+        (WantState.FLOWING, WantEvent.FINISH): WantState.ENDED,
+        (WantState.FLOWING, WantEvent.FAIL): WantState.ENDED,
+        (WantState.FLOWING, WantEvent.FAIL_BUSY): WantState.ENDING,
+        (WantState.ENDING, WantEvent.QUIET): WantState.ENDED,
+    }
+)
+
+# How sessions end with a peer that may go on, under another epoch. If it does not, the next greeting tells.
+GOES_ON = ("peer_left", "stale_epoch")
+
+
+class IncomingState(Enum):
+    CLAIMED = auto()
+    STOPPING = auto()  # cancelled; the source has not said Drained yet
+    ENDED = auto()
+
+
+class IncomingEvent(Enum):
+    FINISH = auto()
+    STOP = auto()
+    DRAIN = auto()
+    LOSE = auto()  # the source is gone; what it may still write stays quarantined
+
+
+INCOMING_TABLE = StateTable(
+    {
+        (IncomingState.CLAIMED, IncomingEvent.FINISH): IncomingState.ENDED,
+        (IncomingState.CLAIMED, IncomingEvent.STOP): IncomingState.STOPPING,
+        (IncomingState.CLAIMED, IncomingEvent.DRAIN): IncomingState.ENDED,
+        (IncomingState.CLAIMED, IncomingEvent.LOSE): IncomingState.ENDED,
+        (IncomingState.STOPPING, IncomingEvent.DRAIN): IncomingState.ENDED,
+        (IncomingState.STOPPING, IncomingEvent.LOSE): IncomingState.ENDED,
+    }
+)
+
+
+@dataclass(slots=True)
+class IncomingTransfer:
+    """One transfer as the sink sees it: what one source gives to one want."""
+
+    transfer: str
+    address: str
+    session: Session
+    plan: Plan
+    token: bytes
+    state: IncomingState = IncomingState.CLAIMED
+    ready: int = 0
+    turn: int = 0  # when it came, or was lent a slot last
+    scattered: int = 0  # chunks that are in the blocks
+    is_carried: bool = False  # the data plane has an order for it, or reads
+    is_drained: bool = False  # its sender writes no more, but the data plane may still read what it wrote
+    reading: Reading | None = None  # on the route `pull`
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it was claimed, and neither did a chunk come nor was one said to be ready."""
+        return self.state is IncomingState.CLAIMED and not self.ready and not self.scattered
+
+
+@dataclass(slots=True)
+class OpenWant:
+    """One want and how far it is."""
+
+    want: Want
+    home: AttachedEngine
+    tables: Mapping[int, BlockTable]
+    started: float
+    state: WantState = WantState.REACHING
+    intakes: dict[str, IncomingTransfer] = field(default_factory=dict)
+    parting: list[Action] = field(default_factory=list)  # what senders hear once nothing is read any more
+    failure: tuple[str, str] = ("", "")
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in (WantState.REACHING, WantState.FLOWING, WantState.RETURNING)
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether the data plane may touch its blocks."""
+        return any(intake.is_carried for intake in self.intakes.values())
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any have come, as far as the data plane has said, or are being read."""
+        intakes = self.intakes.values()
+        return any(each.scattered or (each.reading is not None and each.reading.is_busy) for each in intakes)
+
+
+def claim_of(
+    wanted: OpenWant, intake: IncomingTransfer, takes: tuple[Take, ...], leases: tuple[SlotLease, ...], now: float
+) -> Claim:
+    """What the source of an intake is asked for."""
+    want, home = wanted.want, wanted.home
+    return Claim(
+        transfer=intake.transfer,
+        want=f"{home.pool.engine.id}/{want.request}"[:256],
+        sink=rank_index(home.pool),
+        sinks=engine_ranks(home.pool),
+        room=want.room,
+        source_epoch=intake.session.peer_epoch,
+        sink_epoch=home.epoch,
+        first_token=want.first_token,
+        end_token=want.end_token,
+        takes=takes,
+        plan=intake.plan.digest,
+        token=intake.token,
+        leases=leases,
+        deadline_s=max(0.0, wanted.started + want.deadline_s - now),
+    )
+
+
+def order_of(wanted: OpenWant, intake: IncomingTransfer) -> ReceiveOrder:
+    """What the data plane is to do with chunks of an intake."""
+    session = intake.session
+    return ReceiveOrder(
+        intake.transfer,
+        intake.plan,
+        wanted.tables,
+        intake.token,
+        session.peer.boot,
+        wanted.home.agent.boot,
+        session.peer_epoch,
+        wanted.home.epoch,
+        session.digest,
+        session.routed.route,
+        wanted.want.fence,
+    )
+
+
+def pull_of(
+    wanted: OpenWant, intake: IncomingTransfer, reading: Reading, end_chunk: int, compared: frozenset[int]
+) -> Pull:
+    """What is to be read, from the first chunk that has not been, up to `end_chunk`; some of it is `compared`."""
+    return Pull(
+        intake.transfer,
+        intake.session.whose,
+        intake.plan,
+        dict(reading.tables),
+        wanted.tables,
+        reading.begun,
+        end_chunk,
+        reading.lease,
+        wanted.want.fence,
+        compared,
+    )
+
+
+def can_begin_again(wanted: OpenWant, code: str) -> bool:
+    """Whether a want may go back to reaching after its session ended with `code`.
+
+    Else it has to fail: its source may not go on or may still hold its claim, rows have come, or another rank's claim
+    stands.
+    """
+    if wanted.state is WantState.REACHING:
+        return code in GOES_ON
+    if wanted.state is not WantState.FLOWING or code != "peer_left":
+        return False
+    intakes = wanted.intakes.values()
+    return not wanted.has_rows and all(intake.state is IncomingState.ENDED for intake in intakes)
+
+
+def why_late(wanted: OpenWant, lacks: str) -> str:
+    """What a want had come to when its time was over; `lacks` says which ranks were not reached."""
+    passed = f"deadline_s: {wanted.want.deadline_s} passed"
+    if wanted.state is WantState.REACHING:
+        return f"{passed} while reaching {lacks}" if lacks else f"{passed} while agreeing with the source"
+    intakes = wanted.intakes.values()
+    done, total = sum(intake.scattered for intake in intakes), sum(intake.plan.chunks for intake in intakes)
+    silent = ", ".join(intake.address for intake in intakes if intake.is_silent)
+    return f"{passed} with {done} of {total} chunks" + (f"; nothing came from {silent}" if silent else "")
+
+
+def duplicate(want: Want) -> Tell:
+    """Another want under a name that is open: the first goes on, so this must not read like the answer to it."""
+    reasons = (f"request: {want.request} is wanted already, with other words",)
+    return Tell(Refused(code="duplicate_request", reasons=reasons, about=f"want {want.request}"[:256]))
+
+
+def failed(request: str, code: str, reason: str) -> Tell:
+    """The answer to a want that ended without its rows."""
+    return Tell(Failed(request=request, code=code[:64], reason=reason[:1024]))

@@ -1,0 +1,637 @@
+"""The sink's half: wants of our engine, satisfied by chunks that land in our slots. Pure.
+
+A want needs every rank of the prefilling engine. It reaches them, orders the data plane to receive and claims its rows
+from each, lends slots as chunks become ready, and ends once: Done when all rows are in the blocks, Failed otherwise,
+and never before the data plane is quiet. Slots whose lease is still out when a transfer ends are quarantined (see
+slots.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from kvbridge_proto.engine import Done, Expect, Refused, Want
+from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, Renew, Settled, Sum, Take
+from kvbridge_proto.peer import SlotLease as SlotLease
+
+from ..errors import KVBridgeError
+from ..geometry.plan import Plan
+from .actions import Action, Ask, Reach, Send, Tell
+from .adoption import Adoption
+from .block_tables import ready_chunks, tables_of
+from .deadlines import Deadlines
+from .expected import ExpectedRequests, holds
+from .incoming import (
+    INCOMING_TABLE,
+    WANT_TABLE,
+    IncomingEvent,
+    IncomingState,
+    IncomingTransfer,
+    OpenWant,
+    WantEvent,
+    WantState,
+    can_begin_again,
+    claim_of,
+    duplicate,
+    failed,
+    order_of,
+    pull_of,
+    why_late,
+)
+from .leases import LEASE_S, Reading, ReadLease, Sampling
+from .lending import grants, lend_early, queue
+from .orders import Broken, Landed, Lend, Pulled, Quiet, ReceivingReport, StopReceiving
+from .sender_sessions import SenderSessions
+from .session import AttachedEngine, Session
+from .shard_assignment import ShardAssignment
+from .slots import SlotPool
+from .turns import Turns
+from .undrained import UndrainedTransfers
+
+ASK_AGAIN_S = 0.1  # for ranks that the source's engine has not named yet
+MOST_WANTS = 16384
+CHECK_S = 2.0  # that a request waits for the digests of a sample, once it has its rows
+DOUBT_AGAIN_S = 5.0  # for slots that only the source's agent can give back
+
+
+class Receiver:
+    """All wants of this agent's engine.
+
+    Of the chunks that it pulls one in `check_every` is compared with the sender's, none if that is 0.
+    """
+
+    def __init__(
+        self, slots: SlotPool, new_id: Callable[[], str], new_token: Callable[[], bytes], check_every: int = 0
+    ) -> None:
+        self.slots = slots
+        self.sampling = Sampling(check_every)
+        self.compared = self.differing = 0  # pulled chunks, and those of them that were not the sender's
+        self.uncompared = 0  # of which the sender did not say its digest in time
+        self.wants: dict[str, OpenWant] = {}
+        self.awaited = ExpectedRequests()
+        self._is_paused = False
+        self._new_id = new_id
+        self._new_token = new_token
+        self._givers = ShardAssignment()
+        self._sources = SenderSessions()
+        self._adoption = Adoption()
+        self._wanted_by: dict[str, OpenWant] = {}  # transfer -> its want
+        self._hungry: Turns[IncomingTransfer] = Turns()  # of which chunks are ready that have no slot
+        self._doubts = UndrainedTransfers()
+        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
+
+    # From our engine:
+
+    def expect(self, expect: Expect, now: float) -> list[Action]:
+        """A request queues in our engine: its source is reached, and asked to hold the offer."""
+        if expect.request in self.wants or len(self.awaited) >= MOST_WANTS:
+            return []
+        self.awaited.add(expect, now)
+        return [Reach(address) for address in self._sources.missing(expect.source)]
+
+    def want(self, want: Want, home: AttachedEngine, now: float) -> list[Action]:
+        """Our engine wants these tokens."""
+        self.awaited.end(want.request)
+        if (twin := self.wants.get(want.request)) is not None:
+            return [] if twin.want == want else [duplicate(want)]
+        if len(self.wants) >= MOST_WANTS:
+            return [failed(want.request, "too_many_wants", f"wants: {MOST_WANTS} are open")]
+        try:
+            if want.end_token < want.first_token:
+                reason = f"end_token: got {want.end_token}, first_token {want.first_token}"
+                return [failed(want.request, "bad_range", reason)]
+            tables = tables_of(home, want.blocks, want.first_token, want.end_token)
+        except KVBridgeError as error:
+            return [failed(want.request, error.code, str(error))]
+        wanted = OpenWant(want, home, tables, now)
+        self.wants[want.request] = wanted
+        self._deadlines.set(("want", want.request), now + want.deadline_s)
+        return self._advance(wanted, now)
+
+    def abandon(self, request: str, now: float) -> list[Action]:
+        """Our engine no longer wants it."""
+        self.awaited.end(request)
+        wanted = self.wants.get(request)
+        return [] if wanted is None else self._fail(wanted, "aborted", "abandoned by the engine", now)
+
+    def engine_left(self, now: float) -> list[Action]:
+        """Our engine is gone, and so is everything it wanted."""
+        actions: list[Action] = []
+        for wanted in list(self.wants.values()):
+            actions += self._fail(wanted, "engine_left", "the engine left", now)
+        self._adoption = Adoption()
+        self.awaited.clear()
+        return [action for action in actions if not isinstance(action, Tell)]
+
+    def rescaled(self, home: AttachedEngine, now: float) -> list[Action]:
+        """Our rows come under other scales from here on, and all sessions are over: they were planned with the old."""
+        return self._end_sessions(home, "rescaled", "scales of our engine changed", now)
+
+    def pause(self) -> bool:
+        """Claim nothing until `rebuilt`. Whether nothing is under way any more: until then it had better wait."""
+        self._is_paused = True
+        return not (self.slots.lent or len(self._in(WantState.REACHING)) < len(self.wants))
+
+    def resume(self, now: float) -> list[Action]:
+        """There will be no rebuild."""
+        self._is_paused = False
+        return self._advance_all(now)
+
+    def rebuilt(self, home: AttachedEngine | None, now: float) -> list[Action]:
+        """Our slots are others from here on, and all sessions are over: theirs were the old ones. So is every doubt."""
+        self._is_paused = False
+        actions = [] if home is None else self._end_sessions(home, "rebuilt", "the agent made its slots anew", now)
+        self._doubts.clear()
+        self.slots.rebuilt()
+        return actions + self._pump()
+
+    def _end_sessions(self, home: AttachedEngine, code: str, reason: str, now: float) -> list[Action]:
+        """All sessions are over. Wants that have not claimed anything yet go on, by new ones."""
+        actions: list[Action] = []
+        for wanted in list(self.wants.values()):
+            if wanted.state in (WantState.REACHING, WantState.RETURNING):
+                wanted.home = home
+            else:
+                actions += self._fail(wanted, code, reason, now)
+        for address in list(self._sources.open):
+            self._lose(address, now)
+        return actions + self._advance_all(now)
+
+    def declined(self, revision: int, reason: str, now: float) -> list[Action]:
+        """Our engine does not take the scales that it was asked to take: wants that wait for them fail."""
+        if not self._adoption.declined(revision, reason):
+            reasons = (f"revision: {revision}, you were not asked",)
+            return [Tell(Refused(code="stale_revision", reasons=reasons, about=f"decline {revision}"))]
+        return self._advance_all(now)
+
+    # Sessions:
+
+    def opened(self, address: str, session: Session, now: float) -> list[Action]:
+        """A session with the agent at `address` is open (or open again, knowing more ranks)."""
+        actions = self._met(address, session.peer.boot, session.key)
+        self._sources.open[address] = session
+        if address in self.awaited.sources:
+            actions += [Reach(other) for other in self._sources.missing(address)]
+        return actions + self._advance_all(now) + self._pump()
+
+    def refused(self, address: str, boot: str, key: str = "") -> list[Action]:
+        """The agent at `address` is there but will have no session; what it may still write it can say all the same."""
+        return self._met(address, boot, key) + self._pump()
+
+    def _met(self, address: str, boot: str, key: str) -> list[Action]:
+        """This start of an agent answers there: it is asked for what is in doubt.
+
+        It proves nothing about the start before it, unless it knows that one to be dead: an address may lead elsewhere.
+        """
+        return [
+            Send(address, Cancel(transfer=transfer, code="forgotten", boot="" if of == boot else of))
+            for transfer, of in self._doubts.meet(address, boot, key)
+            if (intake := self._known(transfer)) is None or intake.state is IncomingState.ENDED
+        ]
+
+    def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
+        """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
+        reaching = self._in(WantState.REACHING)
+        waiting = [each for each in reaching if address in self._sources.needed(each.want.source)]
+        hurt = {wanted.want.request: wanted for wanted in [*waiting, *self._lose(address, now)]}
+        actions: list[Action] = [  # perhaps that rank has moved: ask who knows
+            Ask(other) for other, s in self._sources.open.items() if any(rank.address == address for rank in s.ranks)
+        ]
+        for wanted in hurt.values():
+            if not can_begin_again(wanted, code):
+                actions += self._fail(wanted, code, reason, now)
+            elif wanted.state is WantState.REACHING:
+                actions += self._advance(wanted, now)
+            else:
+                actions += self._begin_again(wanted, code, reason, now)
+        return actions
+
+    def _begin_again(self, wanted: OpenWant, code: str, reason: str, now: float) -> list[Action]:
+        """By another session, once nothing is put into its blocks that came by this one."""
+        wanted.failure = (code, reason)  # if rows turn out to have come
+        if not wanted.is_carried:
+            return self._reach_again(wanted, WantEvent.AGAIN, now)
+        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.AGAIN_BUSY)
+        return self._stops(wanted)
+
+    def _reach_again(self, wanted: OpenWant, event: WantEvent, now: float) -> list[Action]:
+        wanted.state = WANT_TABLE.after(wanted.state, event)
+        for transfer in wanted.intakes:
+            self._wanted_by.pop(transfer, None)
+        wanted.intakes.clear()
+        return self._advance(wanted, now)
+
+    def _lose(self, address: str, now: float) -> list[OpenWant]:
+        """The session with `address` is over: so is all that comes from there. Whose transfers that were."""
+        self._sources.open.pop(address, None)
+        self._givers.forget()
+        self._adoption.forget()
+        hurt = []
+        for transfer, wanted in list(self._wanted_by.items()):
+            intake = wanted.intakes[transfer]
+            if intake.address == address and intake.state is not IncomingState.ENDED:
+                self._end_intake(intake, IncomingEvent.LOSE, now)
+                hurt.append(wanted)
+                self._forget_if_over(transfer)
+        return hurt
+
+    # From a source, named by its boot and its key: it may say at one of its addresses what it was asked at another.
+
+    def ready(self, boot: str, transfer: str, chunks: int, key: str = "") -> list[Action]:
+        """The source could gather this many chunks."""
+        intake = self._intake(boot, transfer, key)
+        if intake is None or intake.state is not IncomingState.CLAIMED or intake.reading is not None:
+            return []
+        intake.ready = max(intake.ready, min(chunks, intake.plan.chunks))
+        queue(self.slots, self._hungry, intake)
+        return self._pump()
+
+    def tables(self, boot: str, told: BlockTables, now: float, key: str = "") -> list[Action]:
+        """Where the sender's rows lie, as far as they are computed: read them."""
+        intake = self._intake(boot, told.transfer, key)
+        if intake is None or intake.state is not IncomingState.CLAIMED or (reading := intake.reading) is None:
+            return []
+        reading.lease.answered(told.renewal)
+        try:
+            reading.learn(told, intake.plan)
+        except KVBridgeError as error:
+            return self._fail(self._wanted_by[told.transfer], error.code, str(error), now)
+        intake.ready = max(intake.ready, ready_chunks(intake.plan, told.tokens, told.is_last))
+        return self._read(intake, reading, now)
+
+    def _read(self, intake: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
+        """Read what is there, one read after another."""
+        if reading.is_busy or reading.begun >= intake.ready:
+            return []
+        wanted = self._wanted_by[intake.transfer]
+        compared = self.sampling.choose(reading.begun, intake.ready)
+        pull = pull_of(wanted, intake, reading, intake.ready, compared)
+        reading.begun, reading.is_busy, intake.is_carried = intake.ready, True, True
+        return [*self._renew(intake, reading, now), pull]
+
+    def _renew(self, intake: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
+        """Ask for the lease again where it ends soon."""
+        due = reading.lease.asked_at + LEASE_S / 2
+        if now < due:
+            self._deadlines.set(("lease", intake.transfer), due)
+            return []
+        self._deadlines.set(("lease", intake.transfer), now + LEASE_S / 2)
+        return [Send(intake.address, Renew(transfer=intake.transfer, number=reading.lease.renew(now)))]
+
+    def _renew_if_read(self, intake: IncomingTransfer, now: float) -> list[Action]:
+        reading = intake.reading
+        if reading is None or intake.state is not IncomingState.CLAIMED:
+            return []
+        return self._renew(intake, reading, now) if reading.is_busy or reading.unchecked else []
+
+    def _pulled(self, pulled: Pulled, now: float) -> list[Action]:
+        """A read has ended."""
+        transfer, end_chunk = pulled.transfer, pulled.end_chunk
+        wanted = self._wanted_by[transfer]
+        intake = wanted.intakes[transfer]
+        reading = intake.reading
+        assert reading is not None
+        reading.is_busy = False
+        self._deadlines.clear(("lease", transfer))
+        if wanted.state is not WantState.FLOWING:  # it was told to stop, and will be quiet
+            return []
+        intake.is_carried = False
+        if pulled.failure is not None:
+            return self._fail(wanted, *pulled.failure, now)
+        intake.scattered = end_chunk
+        actions = self._check(intake, reading, pulled.digests, now)
+        if end_chunk < intake.plan.chunks:
+            return actions + self._read(intake, reading, now)
+        return actions + self._settle_if_read(intake, reading, now)
+
+    def _check(
+        self, intake: IncomingTransfer, reading: Reading, digests: Mapping[int, int], now: float
+    ) -> list[Action]:
+        """Ask the sender for its digests of these chunks. It keeps their blocks meanwhile."""
+        if not digests and not reading.unchecked:
+            return []
+        reading.unchecked.update(digests)
+        sums = [Sum(chunk, digest) for chunk, digest in sorted(digests.items())]
+        pieces = [tuple(sums[at : at + MAX_SUMS]) for at in range(0, len(sums), MAX_SUMS)]
+        asked = [Send(intake.address, Check(transfer=intake.transfer, digests=piece)) for piece in pieces]
+        return [*self._renew(intake, reading, now), *asked]
+
+    def checked(self, boot: str, told: Checked, now: float, key: str = "") -> list[Action]:
+        """What the sender finds in its blocks. Chunks that it was not asked for are nothing to us."""
+        intake = self._intake(boot, told.transfer, key)
+        if intake is None or intake.state is not IncomingState.CLAIMED or (reading := intake.reading) is None:
+            return []
+        for each in told.digests:
+            if (read := reading.unchecked.pop(each.chunk, None)) is None:
+                continue
+            self.compared += 1
+            if each.digest != read:
+                self.differing += 1
+                reason = f"chunk {each.chunk}: the sender has digest {each.digest:016x}, read was {read:016x}"
+                return self._fail(self._wanted_by[told.transfer], "digest_mismatch", reason, now)
+        return self._settle_if_read(intake, reading, now)
+
+    def _settle_if_read(self, intake: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
+        """All was read, and nothing of it waits to be compared."""
+        if intake.scattered < intake.plan.chunks:
+            return []
+        if reading.unchecked:
+            if not self.sampling.is_all:
+                self._deadlines.set(("check", intake.transfer), now + CHECK_S)
+            return []
+        self._deadlines.clear(("lease", intake.transfer))
+        self._end_intake(intake, IncomingEvent.FINISH, now)
+        settled = Send(intake.address, Settled(transfer=intake.transfer))
+        return [*self._finish_if_complete(self._wanted_by[intake.transfer], now), settled]
+
+    def _compare_no_more(self, intake: IncomingTransfer, now: float) -> list[Action]:
+        """Its sender does not say its digests, for long: a sample is not worth the request."""
+        reading = intake.reading
+        if reading is None or intake.state is not IncomingState.CLAIMED:
+            return []
+        self.uncompared += len(reading.unchecked)
+        reading.unchecked.clear()
+        return self._settle_if_read(intake, reading, now)
+
+    def hear(self, reports: Iterable[ReceivingReport], now: float) -> list[Action]:
+        """What the data plane reports."""
+        actions: list[Action] = []
+        for report in reports:
+            match report:
+                case Landed():
+                    actions += self._landed(report, now)
+                case Pulled():
+                    actions += self._pulled(report, now)
+                case Broken(transfer=transfer, code=code, reason=reason):
+                    actions += self._fail(self._wanted_by[transfer], code, reason, now)
+                case Quiet(transfer=transfer):
+                    actions += self._quiet(transfer, now)
+        return actions + self._pump()
+
+    def _landed(self, landed: Landed, now: float) -> list[Action]:
+        transfer = landed.transfer
+        wanted = self._wanted_by[transfer]
+        intake = wanted.intakes[transfer]
+        self.slots.land(landed.leases, transfer)
+        intake.scattered += landed.chunks
+        if intake.state is not IncomingState.CLAIMED:
+            if not self.slots.has_out(transfer):
+                self._doubts.settle(transfer)
+            return []
+        if intake.scattered < intake.plan.chunks:
+            return []
+        self._end_intake(intake, IncomingEvent.FINISH, now)
+        settled = Send(intake.address, Settled(transfer=transfer))
+        return [*self._finish_if_complete(wanted, now), settled]  # our engine waits: it hears first
+
+    def _quiet(self, transfer: str, now: float) -> list[Action]:
+        wanted = self._wanted_by[transfer]
+        intake = wanted.intakes[transfer]
+        intake.is_carried = False
+        if intake.is_drained:
+            self.slots.drain(transfer)
+        if intake.state is IncomingState.STOPPING and not self.slots.has_out(transfer):
+            self._end_intake(intake, IncomingEvent.DRAIN, now)  # all it was lent has landed
+        if wanted.is_carried:
+            return []
+        if wanted.state is WantState.ENDING:
+            return self._end_failed(wanted, WantEvent.QUIET)
+        if wanted.has_rows:
+            return self._fail(wanted, *wanted.failure, now)
+        return self._reach_again(wanted, WantEvent.QUIET, now)
+
+    def failing(self, boot: str, transfer: str, code: str, reason: str, now: float, key: str = "") -> list[Action]:
+        """The source gives up; writes may still be under way."""
+        intake = self._intake(boot, transfer, key)
+        if intake is None or intake.state is not IncomingState.CLAIMED:
+            return []
+        return self._fail(self._wanted_by[transfer], code or "source_failed", reason, now)
+
+    def drained(self, boot: str, transfer: str, code: str, reason: str, now: float, key: str = "") -> list[Action]:
+        """The source will not write anything of this transfer any more: its slots are free again."""
+        intake = self._intake(boot, transfer, key)
+        if intake is None and not self._doubts.can_settle(transfer, boot, key):
+            return []
+        self._doubts.settle(transfer)
+        self._drain(transfer)
+        actions: list[Action] = []
+        if intake is not None and intake.state is not IncomingState.ENDED:
+            was_claimed = intake.state is IncomingState.CLAIMED
+            self._end_intake(intake, IncomingEvent.DRAIN, now)
+            if was_claimed:
+                actions = self._fail(self._wanted_by[transfer], code or "source_failed", reason, now)
+        self._forget_if_over(transfer)
+        return actions + self._pump()
+
+    def _drain(self, transfer: str) -> None:
+        """Its slots are free once the data plane is through with them as well."""
+        intake = self._known(transfer)
+        if intake is not None and intake.is_carried:
+            intake.is_drained = True
+        else:
+            self.slots.drain(transfer)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        actions: list[Action] = []
+        for kind, key in self._deadlines.due(now):
+            if kind == "want" and key in self.wants:
+                wanted = self.wants[key]
+                reason = why_late(wanted, self._sources.lacks(wanted.want.source))
+                actions += self._fail(wanted, "deadline", reason, now)
+            elif kind == "ask" and key in self._sources.open:
+                actions.append(Ask(key))
+            elif kind == "lease" and key in self._wanted_by:
+                actions += self._renew_if_read(self._wanted_by[key].intakes[key], now)
+            elif kind == "check" and key in self._wanted_by:
+                actions += self._compare_no_more(self._wanted_by[key].intakes[key], now)
+            elif kind == "doubt" and self._doubts.is_any(key):
+                self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
+                actions.append(Reach(key))
+        return actions + self._hold(now)
+
+    def _hold(self, now: float) -> list[Action]:
+        """Tell sources what is waited for here; reach those that requests in the queue will need."""
+        wanted = ((each.want.source, each.want.room) for each in self.wants.values() if each.is_open)
+        actions: list[Action] = []
+        can_hear = lambda source: not self._sources.missing(source)  # noqa: E731
+        for source, rooms in self.awaited.due(now, wanted, can_hear).items():
+            for address in self._sources.needed(source):
+                if address in self._sources.open:
+                    actions += [Send(address, hold) for hold in holds(rooms)]
+                elif source in self.awaited.sources:
+                    actions.append(Reach(address))
+        return actions
+
+    # How a want goes on:
+
+    def _advance_all(self, now: float) -> list[Action]:
+        return [action for wanted in self._in(WantState.REACHING) for action in self._advance(wanted, now)]
+
+    def _advance(self, wanted: OpenWant, now: float) -> list[Action]:
+        source = wanted.want.source
+        if missing := self._sources.missing(source):
+            return [Reach(address) for address in missing]
+        if not self._sources.is_whole(source):
+            self._deadlines.set(("ask", source), now + ASK_AGAIN_S)
+            return []
+        if self._is_paused:
+            return []
+        sessions = self._sources.reached(source)
+        try:
+            if wanted.want.first_token < wanted.want.end_token:
+                question = self._adoption.question(source, list(sessions.values()), wanted.home)
+                if question is not None:
+                    return question
+            return self._claim(wanted, sessions, now)
+        except KVBridgeError as error:
+            return self._fail(wanted, error.code, str(error), now)
+
+    def _claim(self, wanted: OpenWant, sessions: Mapping[str, Session], now: float) -> list[Action]:
+        """Everybody is there: say who gives what. Raises KVBridgeError before anything has changed."""
+        want, home = wanted.want, wanted.home
+        takes = self._givers.takes(want.source, list(sessions.values()), home.pool)
+        if want.first_token == want.end_token:
+            takes = tuple(() for _ in takes)
+        plans = [
+            session.planner.plan(taken, want.first_token, want.end_token, session.slot_bytes)
+            for session, taken in zip(sessions.values(), takes, strict=True)
+        ]
+        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.CLAIM)
+        actions: list[Action] = []
+        for (address, session), taken, planned in zip(sessions.items(), takes, plans, strict=True):
+            actions += self._claim_from(wanted, address, session, taken, planned, now)
+        return actions + self._finish_if_complete(wanted, now)
+
+    def _claim_from(
+        self, wanted: OpenWant, address: str, session: Session, takes: tuple[Take, ...], planned: Plan, now: float
+    ) -> list[Action]:
+        intake = IncomingTransfer(self._new_id(), address, session, planned, self._new_token(), turn=self.slots.turn)
+        actions: list[Action] = []
+        leases: tuple[SlotLease, ...] = ()
+        if planned.chunks:
+            wanted.intakes[intake.transfer] = intake
+            self._wanted_by[intake.transfer] = wanted
+        if planned.chunks and session.routed.is_pulled:
+            intake.reading = Reading(ReadLease(now), session)
+        elif planned.chunks:
+            intake.is_carried = True
+            leases = lend_early(self.slots, intake)
+            actions = [order_of(wanted, intake), *([Lend(intake.transfer, leases)] if leases else [])]
+        return [*actions, Send(address, claim_of(wanted, intake, takes, leases, now))]
+
+    def _finish_if_complete(self, wanted: OpenWant, now: float) -> list[Action]:
+        if wanted.state is not WantState.FLOWING:
+            return []
+        if any(intake.state is not IncomingState.ENDED for intake in wanted.intakes.values()):
+            return []
+        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FINISH)
+        moved = sum(intake.plan.total_bytes for intake in wanted.intakes.values())
+        self._forget(wanted)
+        want, seconds = wanted.want, max(0.0, now - wanted.started)
+        tokens = want.end_token - want.first_token
+        return [Tell(Done(request=want.request, moved_bytes=moved, seconds=seconds, tokens=tokens))]
+
+    def _fail(self, wanted: OpenWant, code: str, reason: str, now: float) -> list[Action]:
+        """End the want without its rows: cancel what flows, doubt what is lent."""
+        if wanted.state in (WantState.ENDING, WantState.ENDED):
+            return []
+        wanted.failure = (code, reason)
+        actions: list[Action] = self._waive(wanted) if wanted.state is WantState.REACHING else []
+        if wanted.state is WantState.FLOWING:
+            actions += self._stops(wanted)
+        for intake in wanted.intakes.values():
+            if intake.state is IncomingState.CLAIMED:
+                self._end_intake(intake, IncomingEvent.STOP, now)
+                cancel = Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024]))
+                (actions if intake.reading is None else wanted.parting).append(cancel)
+        if wanted.is_carried:
+            wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
+            return actions
+        return actions + self._end_failed(wanted, WantEvent.FAIL)
+
+    def _stops(self, wanted: OpenWant) -> list[Action]:
+        """Nothing more is put into its blocks. What waits for our engine's own stream does not hold up its end."""
+        return [StopReceiving(each.transfer, *wanted.failure) for each in wanted.intakes.values() if each.is_carried]
+
+    def _waive(self, wanted: OpenWant) -> list[Action]:
+        """Tell the ranks we did reach that nothing will be taken, or they keep their blocks until the hold ends."""
+        want = wanted.want
+        actions: list[Action] = []
+        for address, session in self._sources.reached(want.source).items():
+            nothing = session.planner.plan((), want.first_token, want.end_token, session.slot_bytes)
+            actions += self._claim_from(wanted, address, session, (), nothing, wanted.started)
+        return actions
+
+    def _end_failed(self, wanted: OpenWant, event: WantEvent) -> list[Action]:
+        wanted.state = WANT_TABLE.after(wanted.state, event)
+        self._forget(wanted)
+        return [failed(wanted.want.request, *wanted.failure), *wanted.parting]
+
+    def _end_intake(self, intake: IncomingTransfer, event: IncomingEvent, now: float) -> None:
+        """Move an intake on; leases that are still out when it stops or is lost become doubtful."""
+        intake.state = INCOMING_TABLE.after(intake.state, event)
+        if intake.reading is not None:
+            intake.reading.lease.is_given_up = True
+        self._hungry.discard(intake.transfer)
+        if event in (IncomingEvent.STOP, IncomingEvent.LOSE):
+            doubted = self.slots.doubt(intake.transfer)
+            if doubted:
+                self._doubts.add(intake.transfer, intake.address, intake.session.peer.boot, intake.session.key)
+                self._deadlines.set(("doubt", intake.address), now + DOUBT_AGAIN_S)
+            elif event is IncomingEvent.STOP:  # no slot is out: nothing that the source could say is waited for
+                intake.state = INCOMING_TABLE.after(intake.state, IncomingEvent.DRAIN)
+        elif event is IncomingEvent.FINISH:
+            intake.is_carried = False
+            self.slots.drain(intake.transfer)  # leases it never used: the source has written every chunk it will
+
+    def _forget(self, wanted: OpenWant) -> None:
+        del self.wants[wanted.want.request]
+        self._deadlines.clear(("want", wanted.want.request))
+        for transfer in wanted.intakes:
+            self._forget_if_over(transfer)
+
+    def _forget_if_over(self, transfer: str) -> None:
+        wanted = self._wanted_by.get(transfer)
+        if wanted and wanted.state is WantState.ENDED and wanted.intakes[transfer].state is IncomingState.ENDED:
+            del self._wanted_by[transfer]
+
+    def request_of(self, transfer: str) -> str:
+        """Whose rows it brings; "" where nobody waits for it any more."""
+        wanted = self._wanted_by.get(transfer)
+        return wanted.want.request if wanted is not None else ""
+
+    def session_of(self, transfer: str) -> Session:
+        """By which it comes, while the data plane may report something of it."""
+        return self._wanted_by[transfer].intakes[transfer].session
+
+    @property
+    def moving(self) -> int:
+        """Transfers that are under way. Any thread may ask."""
+        return len(self._wanted_by)
+
+    @property
+    def without_session(self) -> int:
+        """Wants that have not claimed anything yet. Any thread may ask: the list is made without a step of Python."""
+        return sum(wanted.state is WantState.REACHING for wanted in list(self.wants.values()))
+
+    @property
+    def without_slot(self) -> int:
+        """Transfers of which chunks are ready that have no slot. Any thread may ask."""
+        return len(self._hungry)
+
+    def _intake(self, boot: str, transfer: str, key: str) -> IncomingTransfer | None:
+        intake = self._known(transfer)
+        is_its = intake is not None and (intake.session.peer.boot, intake.session.key) == (boot, key)
+        return intake if is_its else None
+
+    def _known(self, transfer: str) -> IncomingTransfer | None:
+        wanted = self._wanted_by.get(transfer)
+        return wanted.intakes.get(transfer) if wanted else None
+
+    def _pump(self) -> list[Action]:
+        """Lend what is free to whom it serves."""
+        return grants(self.slots, self._hungry)
+
+    def _in(self, state: WantState) -> list[OpenWant]:
+        return [wanted for wanted in self.wants.values() if wanted.state is state]

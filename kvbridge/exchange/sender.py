@@ -1,0 +1,731 @@
+"""The source's half: what our engine offers, and the transfers that carry it away. Pure.
+
+An offer and the claims on it may come in either order; they meet in a room, and the data plane gets one order for the
+transfer (orders.py). It ships chunks as soon as we say that their tokens are computed and the sink has lent a slot;
+windows and states once the offer is whole, for an engine that goes on computing gives their blocks to other tokens. The
+engine's blocks are its own again when nobody reads them or will; that does not wait for the network.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from kvbridge_proto.engine import MAX_HELD, Held, Offer, Released
+from kvbridge_proto.peer import (
+    MAX_SUMS,
+    Cancel,
+    Check,
+    Checked,
+    Claim,
+    Drained,
+    Failing,
+    Grant,
+    Ready,
+    Renew,
+    SlotLease,
+)
+
+from ..errors import EngineError, KVBridgeError
+from ..geometry.plan import Plan
+from .actions import Action, Send, Tell
+from .block_tables import check_begin, check_late, extended, ready_chunks
+from .claims import planned, refused, surplus
+from .deadlines import Deadlines
+from .leases import HEARD_S, LEASE_S, Promise
+from .orders import (
+    Broken,
+    Credit,
+    Digest,
+    Digested,
+    Gathered,
+    Progress,
+    Quiet,
+    SendingReport,
+    SendOrder,
+    Sent,
+    Shipped,
+    StopSending,
+    Watch,
+)
+from .outgoing import OUTGOING_TABLE, OpenOffer, OutgoingEvent, OutgoingState, OutgoingTransfer, ReceiverClaims
+from .recent import Recent
+from .rendezvous import ENDED_S, EndedOffer, Rendezvous
+from .session import AttachedEngine, Session
+
+MOST_OFFERS = 16384
+MOST_CLAIMS = 2048  # open at once, of one sink
+MOST_CLAIMS_OF_ALL = 32768  # of all sinks together: 16 that claim all they may
+# An offer that is so young may be wanted in a moment: who asked for the prefill has only just heard that it is done.
+FRESH_S = 0.25
+MOST_DIGESTS = 4  # at once, of all transfers: other moves have their turn between
+MOST_RENOUNCED = 16384  # of all sinks together; the link that brings such a claim is lost within silence_s
+
+
+class Sender:
+    """All offers of this agent's engine and all transfers out of them.
+
+    `before` are the starts of our agent that are dead.
+    """
+
+    def __init__(self, most_claims: int = MOST_CLAIMS, before: Collection[str] = ()) -> None:
+        self._before = before
+        self._renounced: Recent[tuple[str, str]] = Recent(MOST_RENOUNCED)  # (boot, transfer)
+        self._most_claims = most_claims
+        self.offers: dict[str, OpenOffer] = {}
+        self.outlets: dict[str, OutgoingTransfer] = {}
+        self._of_sink: dict[str, ReceiverClaims] = {}  # by boot
+        self._waiting: dict[str, dict[str, OutgoingTransfer]] = {}  # by room
+        self._comparing: dict[
+            str, OutgoingTransfer
+        ] = {}  # of which chunks are to be digested, in the order of their turns
+        self._digesting = 0
+        self._rooms = Rendezvous()
+        self._is_paused = False
+        self._owed: dict[str, OutgoingTransfer] = {}  # receivers that wait for an answer, or for the fence, by transfer
+        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
+        self.leases_over = 0  # for whose end blocks were kept, since no receiver said that it was through
+
+    # From our engine:
+
+    def offer(self, offer: Offer, home: AttachedEngine, now: float) -> list[Action]:
+        """Tokens are ready, the first time or more of them."""
+        offered = self.offers.get(offer.request)
+        if offered is not None and offered.over is not None:
+            offered.is_told_out |= offer.is_last
+            return []
+        if offer.request in self._rooms.cut_short:
+            if offer.is_last:
+                self._rooms.cut_short.discard(offer.request)
+            return [Tell(Released(request=offer.request, code="offer_over"))]
+        if offered is None:
+            if len(self.offers) >= MOST_OFFERS:
+                if not offer.is_last:
+                    self._rooms.cut_short.add(offer.request)
+                code, reason = "too_many_offers", f"offers: {MOST_OFFERS} are open"
+                said = self._come_in_vain(EndedOffer(offer.room, (code, reason), now + ENDED_S), now)
+                return [Tell(Released(request=offer.request, code=code, reason=reason)), *said]
+            offered = OpenOffer(offer.request, offer.room, {}, offer.first_token, began=now)
+            self.offers[offer.request] = offered
+            self._rooms.enter(offered)
+        offered.is_told_out |= offer.is_last
+        try:
+            self._grow(offered, offer, home)
+        except KVBridgeError as error:
+            return self._end_offer(offered, error.code, str(error), now)
+        offered.told_at, offered.hold_s = now, offer.hold_s
+        self._deadlines.set(("offer", offer.request), now + offer.hold_s)
+        actions = self._bind_waiting(offer.room)
+        actions += self._short_of(offered)
+        for out in list(offered.outlets.values()):
+            self._owe(out)
+            actions += self._progress(out)
+        return actions
+
+    def withdraw(self, request: str, reason: str, now: float, comes_again: bool = False) -> list[Action]:
+        """Our engine takes an offer back. Released follows when no gather is under way.
+
+        If it is to be offered again, claims that come wait for that.
+        """
+        offered = self.offers.get(request)
+        if offered is None:
+            self._rooms.cut_short.discard(request)
+            return [Tell(Released(request=request, code="unknown_offer"))]
+        offered.is_told_out = True
+        return self._end_offer(offered, "withdrawn", reason, now, comes_again)
+
+    def reclaim(self, blocks: int, now: float) -> list[Action]:
+        """Our engine is short of so many blocks: offers that nobody has asked for end, the oldest first."""
+        actions: list[Action] = []
+        for offered in self.unclaimed(now):
+            if blocks <= 0:
+                break
+            if now - offered.told_at >= FRESH_S and offered.room not in self._waiting:
+                blocks -= offered.blocks
+                reason = f"its engine needs the blocks, and nobody asked for them in {now - offered.began:.1f} s"
+                actions += self._end_offer(offered, "reclaimed", reason, now)
+        return actions
+
+    def unclaimed(self, now: float) -> list[OpenOffer]:
+        """Whole offers that nobody has claimed, or has said lately that a request waits for; the oldest first.
+
+        Any thread may ask: the list of all is made without a step of Python in between.
+        """
+        found: list[OpenOffer] = []
+        awaited: dict[str, int] = {}  # by room: of so many of those that follow
+        for offered in list(self.offers.values()):
+            if offered.over is not None:
+                continue
+            if offered.room not in awaited:
+                awaited[offered.room] = self._rooms.awaited_in(offered.room, now)
+            awaited[offered.room] -= 1
+            if awaited[offered.room] < 0 and offered.is_last and offered.want is None:
+                found.append(offered)
+        return found
+
+    def awaited_by(self, offered: OpenOffer) -> str:
+        """The boot of who said last that a request waits in this room."""
+        return self._rooms.awaiting(offered.room)
+
+    def rescaled(self, reason: str, now: float) -> list[Action]:
+        """Rows come under other scales from here on: what is planned says the old ones."""
+        return self._end_all("rescaled", reason, now)
+
+    def pause(self, is_alone: bool) -> bool:
+        """Whether all that flowed has ended, but for writes that do. Begin no transfer until `rebuilt` or `resume`, if
+        we are our engine's one rank: what others have begun a sink could not claim again."""
+        self._is_paused = is_alone
+        return not any(out.state is OutgoingState.FLOWING or out.is_reading for out in self.outlets.values())
+
+    def resume(self) -> list[Action]:
+        """There will be no rebuild."""
+        self._is_paused = False
+        return [action for room in list(self._waiting) for action in self._bind_waiting(room)]
+
+    def rebuilt(self, reason: str) -> list[Action]:
+        """Our agent makes its slots anew, and so ends all sessions: sinks need not wait for what they have claimed.
+
+        Claims of what is not offered yet go with their sessions, and come again by others.
+        """
+        self._is_paused = False
+        moving = [out for out in self.outlets.values() if out.state is not OutgoingState.WAITING]
+        return [action for out in moving for action in self._stop(out, "rebuilt", reason)]
+
+    def engine_left(self, now: float) -> list[Action]:
+        """Our engine is gone: its memory must not be read any more."""
+        for offered in self.offers.values():
+            offered.is_told_out = True
+        actions = self._end_all("engine_left", "the engine left", now)
+        self._rooms.cut_short.clear()
+        self._rooms.forget_ended()
+        return [action for action in actions if not isinstance(action, Tell)]
+
+    def _end_all(self, code: str, reason: str, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for offered in list(self.offers.values()):
+            actions += self._end_offer(offered, code, reason, now)
+        for out in list(self.outlets.values()):
+            actions += self._stop(out, code, reason)
+        return actions
+
+    # From a sink:
+
+    def claim(self, claim: Claim, session: Session, home: AttachedEngine, now: float) -> list[Action]:
+        """A sink takes rows of a room."""
+        boot = session.peer.boot
+        if (boot, claim.transfer) in self._renounced:
+            return [refused(boot, claim, "cancelled", f"transfer: {claim.transfer} was cancelled before it came")]
+        if claim.transfer in self.outlets:
+            return [refused(boot, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
+        its = self._of_sink.get(boot) or ReceiverClaims()
+        if len(its.outlets) >= self._most_claims:
+            return [refused(boot, claim, "too_many_claims", f"claims: {self._most_claims} of yours are open")]
+        if len(self.outlets) >= MOST_CLAIMS_OF_ALL:
+            reason = f"claims: {MOST_CLAIMS_OF_ALL} of all sinks are open"
+            return [refused(boot, claim, "too_many_transfers", reason)]
+        try:
+            plan = planned(claim, session, home)
+        except KVBridgeError as error:
+            return [refused(boot, claim, error.code, str(error))]
+        out = OutgoingTransfer(claim, session, plan, now)
+        if session.routed.is_pulled:
+            out.promise = Promise()
+            if claim.leases:
+                return [refused(boot, claim, "bad_lease", f"leases: {len(claim.leases)} of a route without slots")]
+        if too_many := surplus(out, claim.leases, its.unused):
+            return [refused(boot, claim, "bad_lease", too_many)]
+        self._of_sink[boot] = its
+        self.outlets[claim.transfer] = its.outlets[claim.transfer] = out
+        self._waiting.setdefault(claim.room, {})[claim.transfer] = out
+        self._lend(out, claim.leases)
+        self._rooms.forget_old(now)
+        self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
+        return self._bind_waiting(claim.room)
+
+    def is_awaited(self, room: str) -> bool:
+        """Whether claims wait for what is offered in this room."""
+        return room in self._waiting
+
+    def has_offer(self, claim: Claim) -> bool:
+        """Whether its rows are offered, or an offer ended that was its own."""
+        return self._rooms.place_of(claim) is not None
+
+    def hold(self, boot: str, rooms: Sequence[str], now: float) -> list[Action]:
+        """Requests of a sink wait for what is or will be offered in these rooms, one for each time a room is named."""
+        held: list[str] = []
+        for room, count in Counter(rooms).items():
+            for offered in self._rooms.await_in(room, boot, count, now):
+                self._deadlines.set(("offer", offered.request), now + offered.hold_s)
+                held.append(offered.request)
+        pieces = [held[at : at + MAX_HELD] for at in range(0, len(held), MAX_HELD)]
+        return [Tell(Held(requests=tuple(piece))) for piece in pieces]
+
+    def grant(self, boot: str, grant: Grant) -> list[Action]:
+        """The sink lends more slots."""
+        out = self.outlets.get(grant.transfer)
+        if out is None or out.boot != boot or out.state not in (OutgoingState.WAITING, OutgoingState.FLOWING):
+            return []
+        if out.promise is not None:
+            return self._stop(out, "bad_lease", f"leases: {len(grant.leases)} of a route without slots")
+        if too_many := surplus(out, grant.leases, self._of_sink[boot].unused):
+            return self._stop(out, "bad_lease", too_many)
+        return self._lend(out, grant.leases)
+
+    def _lend(self, out: OutgoingTransfer, leases: tuple[SlotLease, ...]) -> list[Action]:
+        out.lent += len(leases)
+        self._of_sink[out.boot].unused += len(leases)
+        if out.is_ordered:
+            return [Credit(out.transfer, leases)]
+        out.early += leases
+        return []
+
+    def cancel(self, boot: str, cancel: Cancel) -> list[Action]:
+        """The sink gives up. Drained follows when nothing is being written; at once for what we do not know."""
+        if self.renounce(boot, cancel):
+            return [Send(boot, Drained(transfer=cancel.transfer))]
+        out = self.outlets.get(cancel.transfer)
+        if cancel.boot or out is None or out.boot != boot:
+            return []
+        out.is_lost = False  # it came back, and asks about what it could not hear the end of
+        self._take_back(out)  # who reads itself says this once it is through
+        if out.state is OutgoingState.STOPPING and out.promise is not None:
+            return self._end_if_quiet(out)
+        return self._stop(out, cancel.code or "cancelled", cancel.reason)
+
+    def renounce(self, boot: str, cancel: Cancel) -> bool:
+        """Whether nothing of this transfer is or will be written: we do not know of it, or who knew is dead.
+
+        It cannot be claimed any more: the claim may come yet, by a link that its sink has given up.
+        """
+        if cancel.boot:
+            return cancel.boot in self._before
+        if cancel.transfer in self.outlets:
+            return False
+        self._renounced.add((boot, cancel.transfer))
+        return True
+
+    def lost(self, boot: str) -> list[Action]:
+        """The session with this sink is over."""
+        actions: list[Action] = []
+        its = self._of_sink.get(boot)
+        for out in list(its.outlets.values()) if its is not None else []:
+            out.is_lost = True
+            actions += self._stop(out, "peer_lost", "the sink's agent is gone")
+        return actions
+
+    def request_of(self, transfer: str) -> str:
+        """Whose rows it takes; "" while nobody knows."""
+        out = self.outlets.get(transfer)
+        return out.offered.request if out is not None and out.offered is not None else ""
+
+    def session_of(self, transfer: str) -> Session:
+        """By which it goes, while the data plane may report something of it."""
+        return self.outlets[transfer].session
+
+    @property
+    def without_offer(self) -> int:
+        """Transfers that are claimed before anything is offered to them. Any thread may ask."""
+        return sum(map(len, list(self._waiting.values())))
+
+    # Receivers that read our engine's blocks themselves:
+
+    def renew(self, boot: str, renew: Renew) -> None:
+        """It is still reading. Heard of by `answers`, if the blocks are still its to read."""
+        out = self.outlets.get(renew.transfer)
+        if out is not None and out.boot == boot and out.promise is not None:
+            out.promise.renewal, out.promise.is_asked = max(out.promise.renewal, renew.number), True
+            self._owe(out)
+
+    def read_by(self, boot: str, transfer: str) -> Plan | None:
+        """What this receiver reads itself, if it does."""
+        out = self.outlets.get(transfer)
+        if out is None or out.boot != boot or out.promise is None or out.is_settled:
+            return None
+        return out.plan if out.state is OutgoingState.FLOWING else None
+
+    def settled(self, boot: str, transfer: str) -> list[Action]:
+        """It has read all that it claimed."""
+        out = self.outlets.get(transfer)
+        if out is None or out.boot != boot or out.promise is None:
+            return []
+        offered = out.offered
+        if offered is None:  # nothing was promised
+            return []
+        self._take_back(out)
+        if out.state is OutgoingState.STOPPING:
+            return self._end_if_quiet(out)
+        out.is_settled = True
+        out.checks.clear()  # it does not wait for them any more
+        return self._end_settled(out)
+
+    def _end_settled(self, out: OutgoingTransfer) -> list[Action]:
+        """Its receiver is through with it; so are we once nothing of it is digested."""
+        if out.digesting:
+            return []
+        offered = out.offered
+        assert offered is not None
+        out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
+        offered.served.add(out.claim.sink)
+        self._forget(out)
+        return self._release_if_over(offered)
+
+    def check(self, boot: str, check: Check) -> list[Action]:
+        """It has read these chunks, and wants to compare. Nobody is answered whose transfer has ended."""
+        out = self.outlets.get(check.transfer)
+        if out is None or out.boot != boot or out.promise is None:
+            return []
+        if out.state is not OutgoingState.FLOWING or out.is_settled:
+            return []
+        for each in check.digests:
+            if each.chunk >= out.promise.ready or each.chunk in out.asked:
+                reason = f"chunk: got {each.chunk}, of {out.promise.ready} that were told, each once"
+                return self._stop(out, "bad_check", reason) + self._compare()
+            out.asked.add(each.chunk)
+            out.checks.append(each)
+        self._comparing.setdefault(out.transfer, out)
+        return self._compare()
+
+    def _compare(self) -> list[Action]:
+        """Digest chunks that receivers have read, in turns."""
+        actions: list[Action] = []
+        while self._comparing and self._digesting < MOST_DIGESTS:
+            out = self._comparing.pop(next(iter(self._comparing)))
+            if not out.can_digest:  # it may have ended since
+                continue
+            offered = out.offered
+            assert offered is not None
+            self._digesting += 1
+            out.digesting += 1
+            actions.append(Digest(out.transfer, offered.request, out.plan, offered.tables, out.checks.popleft()))
+            if out.can_digest:
+                self._comparing[out.transfer] = out
+        return actions
+
+    def _digested(self, report: Digested) -> list[Action]:
+        self._digesting -= 1
+        out = self.outlets[report.transfer]
+        out.digesting -= 1
+        if out.state is OutgoingState.STOPPING:
+            return self._end_if_quiet(out)
+        if out.is_settled:
+            return self._end_settled(out)
+        if report.failure is not None:
+            return self._stop(out, *report.failure)
+        out.checked.append(report.found)
+        return self._answer_check(out)
+
+    def _answer_check(self, out: OutgoingTransfer) -> list[Action]:
+        """In few messages."""
+        if (out.checks or out.digesting) and len(out.checked) < MAX_SUMS:
+            return []
+        told, out.checked = tuple(out.checked), []
+        return [Send(out.boot, Checked(transfer=out.transfer, digests=told))]
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether a receiver counts on blocks of our engine."""
+        return any(out.is_promised for out in self.outlets.values())
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether a receiver waits for an answer."""
+        return bool(self._owed)
+
+    def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
+        """What receivers wait for, if we know well enough that our engine has not taken it back.
+
+        `heard_at` is when it was last found to have said nothing that we have not heard; `has_reached` tells of its
+        fence. Every answer is a promise, and begins now.
+        """
+        actions: list[Action] = []
+        if now - heard_at >= HEARD_S:
+            return actions
+        for out in list(self._owed.values()):
+            offered, promise = out.offered, out.promise
+            assert offered is not None and promise is not None
+            following = offered.look(has_reached)
+            if following is not None:
+                actions.append(Watch(following))
+            is_last = offered.is_last and following is None
+            if following is None:
+                del self._owed[out.transfer]
+            if not promise.is_asked and ready_chunks(out.plan, offered.readable, is_last) == promise.ready:
+                continue
+            said = promise.answer(out.transfer, out.plan, offered.tables, offered.readable, is_last)
+            promise.ends = now + LEASE_S
+            self._deadlines.set(("lease", out.transfer), promise.ends)
+            actions.append(Send(out.boot, said))
+        return actions
+
+    def _owe(self, out: OutgoingTransfer) -> None:
+        """There is something to tell it."""
+        if out.promise is None or out.is_settled:
+            return
+        if out.will_read and out.offered is not None and out.offered.over is None:
+            self._owed[out.transfer] = out
+
+    def _take_back(self, out: OutgoingTransfer) -> None:
+        """Its receiver is through, or what it reads from now on does not count."""
+        if out.promise is not None:
+            out.promise.ends = None
+            self._deadlines.clear(("lease", out.transfer))
+
+    def _lease_over(self, out: OutgoingTransfer) -> list[Action]:
+        self.leases_over += (
+            out.state is OutgoingState.STOPPING
+        )  # one that has read what is computed so far does not renew
+        self._take_back(out)
+        assert out.offered is not None
+        return self._end_if_quiet(out) + self._release_if_over(out.offered)
+
+    def _end_if_quiet(self, out: OutgoingTransfer) -> list[Action]:
+        """End a transfer that stops, if nothing of it is under way any more."""
+        assert out.offered is not None
+        if out.state is not OutgoingState.STOPPING or out.is_busy:
+            return []
+        return self._end(out, OutgoingEvent.QUIET) + self._release_if_over(out.offered)
+
+    # From the data plane:
+
+    def hear(self, reports: Iterable[SendingReport]) -> list[Action]:
+        """What it reports."""
+        actions: list[Action] = []
+        for report in reports:
+            match report:
+                case Shipped(transfer=transfer, chunks=chunks):
+                    out = self.outlets[transfer]
+                    out.shipped += chunks
+                    self._of_sink[out.boot].unused -= chunks
+                case Gathered(transfer=transfer):
+                    actions += self._gathered(self.outlets[transfer])
+                case Sent(transfer=transfer):
+                    self._sent(self.outlets[transfer])
+                case Broken(transfer=transfer, code=code, reason=reason):
+                    actions += self._stop(self.outlets[transfer], code, reason)
+                case Quiet(transfer=transfer):
+                    out = self.outlets[transfer]
+                    out.is_ordered = out.is_gathering = False
+                    actions += self._end_if_quiet(out)
+                case Digested():
+                    actions += self._digested(report)
+        return actions + self._compare()
+
+    def _gathered(self, out: OutgoingTransfer) -> list[Action]:
+        out.is_gathering = False
+        offered = out.offered
+        assert offered is not None
+        if out.state is OutgoingState.FLOWING:
+            offered.served.add(out.claim.sink)
+        return self._release_if_over(offered)
+
+    def _sent(self, out: OutgoingTransfer) -> None:
+        if out.state is OutgoingState.FLOWING:  # else it was told to stop, and will be quiet
+            out.is_ordered = False
+            out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
+            self._forget(out)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        actions: list[Action] = []
+        for kind, key in self._deadlines.due(now):
+            if kind == "offer" and key in self.offers:
+                actions += self._end_offer(self.offers[key], "offer_expired", _why_expired(self.offers[key], now), now)
+            elif kind == "claim" and key in self.outlets:
+                out = self.outlets[key]
+                what = f"nothing was offered in room {out.claim.room}" if out.offered is None else "not all was offered"
+                actions += self._stop(out, "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}")
+            elif kind == "lease" and key in self.outlets:
+                actions += self._lease_over(self.outlets[key])
+        return actions
+
+    # Rooms:
+
+    def _grow(self, offered: OpenOffer, offer: Offer, home: AttachedEngine) -> None:
+        if offer.room != offered.room:
+            raise EngineError("room_changed", f"room: first {offered.room}, now {offer.room}")
+        if offer.first_token != offered.first_token:
+            raise EngineError(
+                "first_token_changed", f"first_token: first {offered.first_token}, now {offer.first_token}"
+            )
+        if offer.tokens < offer.first_token:
+            raise EngineError("bad_range", f"tokens: got {offer.tokens}, first_token {offer.first_token}")
+        if offer.tokens < offered.tokens:
+            raise EngineError("tokens_shrank", f"tokens: first {offered.tokens}, now {offer.tokens}")
+        offered.tables = extended(offered.tables, home, offer.blocks, offer.first_token, offer.tokens, offer.is_last)
+        offered.is_last = offer.is_last
+        offered.grew(offer.fence, offer.tokens)
+
+    def _bind_waiting(self, room: str) -> list[Action]:
+        """Let claims and offers of a room find each other, oldest first; one want's claims all get one offer."""
+        actions: list[Action] = []
+        for out in list(self._waiting.get(room, {}).values()):
+            offered = self._rooms.place_of(out.claim)
+            if isinstance(offered, EndedOffer):
+                actions += self._stop(out, *self._rooms.hear(offered, out.claim))
+                continue
+            if offered is None or (self._is_paused and out.plan.chunks):
+                continue
+            if offered.want is None:
+                offered.want, offered.sinks = out.claim.want, out.claim.sinks
+                offered.is_declined = out.claim.first_token == out.claim.end_token
+            elif offered.sinks != out.claim.sinks:
+                actions += self._stop(out, "bad_sink", f"sinks: first {offered.sinks}, now {out.claim.sinks}")
+                continue
+            out.offered = offered
+            offered.outlets[out.transfer] = out
+            self._waits_no_more(out)
+            out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.BIND)
+            if out.plan.chunks == 0:
+                offered.served.add(out.claim.sink)
+                out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
+                self._forget(out)
+                actions += self._release_if_over(offered)
+            else:
+                actions += self._short_of(offered) + self._order(out)
+        return actions
+
+    def _order(self, out: OutgoingTransfer) -> list[Action]:
+        """Let the data plane send it, or its receiver read it, if it can be had."""
+        offered, claim = out.offered, out.claim
+        assert offered is not None
+        if out.state is not OutgoingState.FLOWING:
+            return []
+        if out.promise is not None:
+            self._owe(out)
+            return []
+        out.is_ordered = out.is_gathering = True
+        order = SendOrder(
+            out.transfer, offered.request, out.boot, out.plan, claim.token, claim.sink_epoch, out.session.digest
+        )
+        early = [Credit(out.transfer, out.early)] if out.early else []
+        out.early = ()
+        return [order, *early, *self._progress(out)]
+
+    def _waits_no_more(self, out: OutgoingTransfer) -> None:
+        room = self._waiting[out.claim.room]
+        del room[out.transfer]
+        if not room:
+            del self._waiting[out.claim.room]
+
+    def _short_of(self, offered: OpenOffer) -> list[Action]:
+        """Fail what an offer can never satisfy: what it lacks at its begin at once, all else with its last word."""
+        actions: list[Action] = []
+        for out in list(offered.outlets.values()):
+            try:
+                check_begin(out.plan, offered.first_token)
+                if offered.is_last:
+                    if out.claim.end_token > offered.tokens:
+                        reason = f"end_token: wanted {out.claim.end_token}, offered {offered.tokens}"
+                        raise EngineError("tokens_missing", reason)
+                    check_late(out.plan, offered.tables, offered.tokens)
+            except KVBridgeError as error:
+                actions += self._stop(out, error.code, str(error))
+        return actions
+
+    def _end_offer(
+        self, offered: OpenOffer, code: str, reason: str, now: float, comes_again: bool = False
+    ) -> list[Action]:
+        if offered.over is not None:
+            return []
+        offered.over = (code, reason)
+        actions: list[Action] = []
+        heard = offered.served | {out.claim.sink for out in offered.outlets.values()}
+        if len(heard) < offered.sinks or (offered.want is None and not comes_again):
+            ended = EndedOffer(offered.room, offered.over, now + ENDED_S, offered.want, offered.sinks, heard)
+            actions += self._come_in_vain(ended, now)
+        for out in list(offered.outlets.values()):
+            if out.will_read:  # what is read already may arrive
+                actions += self._stop(out, code, reason)
+        return actions + self._release_if_over(offered)
+
+    def _come_in_vain(self, ended: EndedOffer, now: float) -> list[Action]:
+        """Claims on it hear at once; those that wait already, because of a pause, as well."""
+        self._rooms.remember(ended, now)
+        return self._bind_waiting(ended.room)
+
+    def _readers(self, offered: OpenOffer) -> list[OutgoingTransfer]:
+        """Who has not read all of it that it claimed. A sink that claims again what it gave up is one of them."""
+        return [out for out in offered.outlets.values() if out.will_read]
+
+    def _release_if_over(self, offered: OpenOffer) -> list[Action]:
+        """Give the blocks back once nobody reads or will read them."""
+        all_served = offered.want is not None and len(offered.served) == offered.sinks
+        is_known = self.offers.get(offered.request) is offered  # else it was released, and may be offered again
+        if not (offered.over or all_served) or not is_known:
+            return []
+        if any(out.is_reading for out in offered.outlets.values()):
+            return []
+        if not offered.over and self._readers(offered):
+            return []
+        del self.offers[offered.request]
+        self._deadlines.clear(("offer", offered.request))
+        self._rooms.leave(offered)
+        code, reason = offered.over or offered.short or ("", "")
+        is_declined = offered.is_declined and not code
+        released = Released(request=offered.request, code=code[:64], reason=reason[:1024], is_declined=is_declined)
+        return [Tell(released)]
+
+    # How a transfer goes on:
+
+    def _progress(self, out: OutgoingTransfer) -> list[Action]:
+        """More chunks are computed, as the data plane must know; and the sink, if it has not lent slots for them."""
+        offered = out.offered
+        if out.state is not OutgoingState.FLOWING or offered is None or out.promise is not None:
+            return []
+        ready = ready_chunks(out.plan, offered.tokens, offered.is_last)
+        if ready <= out.progress:
+            return []
+        out.progress = ready
+        actions: list[Action] = [Progress(out.transfer, offered.tables, ready, offered.fence)]
+        if ready > max(out.told_ready, out.lent):
+            out.told_ready = ready
+            actions.append(Send(out.boot, Ready(transfer=out.transfer, chunks=ready)))
+        return actions
+
+    def _stop(self, out: OutgoingTransfer, code: str, reason: str) -> list[Action]:
+        """End a transfer early; the sink hears Drained only when nothing of it is under way."""
+        if out.state in (OutgoingState.STOPPING, OutgoingState.ENDED):
+            return []
+        out.says = (code[:64], reason[:1024])
+        self._owed.pop(out.transfer, None)
+        offered = out.offered
+        if offered is not None:
+            offered.served.add(out.claim.sink)
+            offered.short = offered.short or out.says
+        if out.is_busy:
+            out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.STOP_BUSY)
+            said: list[Action] = [StopSending(out.transfer, *out.says)] if out.is_ordered else []
+            said += self._send(out, Failing(transfer=out.transfer, code=out.says[0], reason=out.says[1]))
+        else:
+            said = self._end(out, OutgoingEvent.STOP)
+        return said + (self._release_if_over(offered) if offered is not None else [])
+
+    def _end(self, out: OutgoingTransfer, event: OutgoingEvent) -> list[Action]:
+        out.state = OUTGOING_TABLE.after(out.state, event)
+        self._forget(out)
+        return self._send(out, Drained(transfer=out.transfer, code=out.says[0], reason=out.says[1]))
+
+    def _send(self, out: OutgoingTransfer, body: Failing | Drained) -> list[Action]:
+        return [] if out.is_lost else [Send(out.boot, body)]
+
+    def _forget(self, out: OutgoingTransfer) -> None:
+        del self.outlets[out.transfer]
+        self._deadlines.clear(("claim", out.transfer))
+        self._comparing.pop(out.transfer, None)
+        self._owed.pop(out.transfer, None)
+        if out.offered is None:
+            self._waits_no_more(out)
+        else:
+            del out.offered.outlets[out.transfer]
+        its = self._of_sink[out.boot]
+        del its.outlets[out.transfer]
+        its.unused -= out.lent - out.shipped
+        if not its.outlets:
+            del self._of_sink[out.boot]
+
+
+def _why_expired(offered: OpenOffer, now: float) -> str:
+    if offered.want:
+        return f"hold_s: {offered.hold_s:g} passed; not all ranks of {offered.want} came"
+    tokens, age_s = offered.tokens - offered.first_token, now - offered.began
+    return f"hold_s: {offered.hold_s:g} passed; nobody asked for its {tokens} tokens in {age_s:.1f} s"

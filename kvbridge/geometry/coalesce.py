@@ -1,0 +1,172 @@
+"""Longer rows where both sides keep the same bytes together: fewer, larger copies and nothing else. Pure.
+
+A strip whose rows are bit-equal on both sides is read as a run of bytes, and the run grows while both sides agree on
+what comes next: the other heads, the other tokens of the block, the next plane (K then V, layer after layer). What
+comes out is a strip again, of two ordinary planes whose rows are the runs; nothing after this knows of folding.
+
+A run over a whole block needs the same block_tokens and a first token on a border; the last block then travels whole,
+with whatever its unused rows hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvbridge_proto.pool import Codec, Plane, Pool, Step
+
+from .plane_pair import PlanePair
+from .wire import is_same_row, is_same_scales, scales_of
+
+# Longer rows are not faster any more, and shorter ones fill slots better.
+LONGEST_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlane:
+    """Where the first run of a strip is in one pool; blocks and region are the plane's."""
+
+    plane: Plane
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`heads` times one run of `row_bytes` bytes per place, a place being a token or (`is_block`) a block."""
+
+    source: RunPlane
+    sink: RunPlane
+    heads: int
+    row_bytes: int
+    is_block: bool
+    block_tokens: int
+
+
+def fold(
+    strips: Sequence[PlanePair], source: Pool, sink: Pool, first_token: int, slot_bytes: int, is_whole: bool = True
+) -> list[PlanePair]:
+    """The same bytes as fewer strips of longer rows, none longer than a slot; of tokens only, unless `is_whole`."""
+    longest = min(LONGEST_BYTES, slot_bytes)
+    kept: list[PlanePair] = []
+    runs: list[Run] = []
+    for strip in strips:
+        ours = source.groups[strip.source.group].block_tokens
+        theirs = sink.groups[strip.sink.group].block_tokens
+        block_tokens = ours if is_whole and ours == theirs and first_token % ours == 0 else 0
+        run = _first_run(strip, block_tokens, longest)
+        if run is None:
+            kept.append(strip)
+        else:
+            runs.append(run)
+    runs.sort(key=lambda run: (run.source.plane.region, run.source.offset))
+    while True:
+        grown = _joined([_grown(run, longest) for run in runs], longest)
+        if len(grown) == len(runs) and all(new is old for new, old in zip(grown, runs, strict=True)):
+            break
+        runs = grown
+    codecs = {size: _opaque(size) for size in {run.row_bytes for run in runs}}
+    return kept + [_strip(run, codecs[run.row_bytes]) for run in runs]
+
+
+def _first_run(strip: PlanePair, block_tokens: int, longest: int) -> Run | None:
+    """One row, or all rows of a block and head where rows are not dense but blocks are; None if neither."""
+    source, sink, heads = strip.source, strip.sink, strip.heads
+    ours, theirs = source.codec, sink.codec
+    if not is_same_row(ours, theirs) or source.element_axis != sink.element_axis:
+        return None
+    scales = scales_of(ours, strip.source_head, heads), scales_of(theirs, strip.sink_head, heads)
+    if not is_same_scales(*scales):
+        return None
+    sides = (
+        RunPlane(source, source.offset + strip.source_head * source.head_stride),
+        RunPlane(sink, sink.offset + strip.sink_head * sink.head_stride),
+    )
+    if _is_dense(source.element_axis, ours.element_bytes):
+        return Run(*sides, heads, ours.row_bytes, False, block_tokens)
+    row_bytes = block_tokens * ours.row_bytes
+    if not block_tokens or row_bytes > longest or source.token_axis != sink.token_axis:
+        return None
+    if _is_dense(source.token_axis + source.element_axis, ours.element_bytes):
+        return Run(*sides, heads, row_bytes, True, block_tokens)
+    return None
+
+
+def _is_dense(axis: Sequence[Step], element_bytes: int) -> bool:
+    """True if the places of an axis fill their bytes without a gap, in whatever order."""
+    covered = element_bytes
+    for step in sorted(axis, key=lambda step: step.stride) if len(axis) > 1 else axis:
+        if step.count > 1:
+            if step.stride != covered:
+                return False
+            covered *= step.count
+    return True
+
+
+def _grown(run: Run, longest: int) -> Run:
+    """The run over all heads, or over all tokens of a block, where they follow each other on both sides."""
+    source, sink, row_bytes = run.source.plane, run.sink.plane, run.row_bytes
+    if run.heads > 1 and run.heads * row_bytes <= longest and source.head_stride == sink.head_stride == row_bytes:
+        return replace(run, heads=1, row_bytes=run.heads * row_bytes)
+    if not run.is_block and run.block_tokens and run.block_tokens * row_bytes <= longest:
+        whole = (Step(run.block_tokens, row_bytes),)
+        if run.block_tokens == 1 or source.token_axis == sink.token_axis == whole:
+            return replace(run, is_block=True, row_bytes=run.block_tokens * row_bytes)
+    return run
+
+
+def _joined(runs: Sequence[Run], longest: int) -> list[Run]:
+    """Runs that follow each other on both sides, block by block, as one."""
+    joined: list[Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if last and last.row_bytes + run.row_bytes <= longest and _is_next(last, run):
+            joined[-1] = replace(last, row_bytes=last.row_bytes + run.row_bytes)
+        else:
+            joined.append(run)
+    return joined
+
+
+def _is_next(last: Run, run: Run) -> bool:
+    if (last.heads, last.is_block) != (run.heads, run.is_block):
+        return False
+    for before, after in ((last.source, run.source), (last.sink, run.sink)):
+        ours, theirs = before.plane, after.plane
+        if after.offset - before.offset != last.row_bytes:
+            return False
+        if (ours.region, ours.group, ours.block_stride) != (theirs.region, theirs.group, theirs.block_stride):
+            return False
+        if run.heads > 1 and ours.head_stride != theirs.head_stride:
+            return False
+        if not run.is_block and ours.token_axis != theirs.token_axis:
+            return False
+    return True
+
+
+def _opaque(row_bytes: int) -> Codec:
+    return Codec(name="opaque", width=row_bytes, element_bytes=1, row_bytes=row_bytes)
+
+
+def _strip(run: Run, codec: Codec) -> PlanePair:
+    unit_tokens = run.block_tokens if run.is_block else 1
+    return PlanePair(_plane(run.source, run, codec), 0, _plane(run.sink, run, codec), 0, run.heads, codec, unit_tokens)
+
+
+def _plane(side: RunPlane, run: Run, codec: Codec) -> Plane:
+    """The plane whose rows are the runs; layer and part are those of the first."""
+    plane = side.plane
+    return Plane(
+        layer=plane.layer,
+        part=plane.part,
+        group=plane.group,
+        region=plane.region,
+        offset=side.offset,
+        block_stride=plane.block_stride,
+        token_axis=(Step(1, 0),) if run.is_block else plane.token_axis,
+        head_stride=plane.head_stride if run.heads > 1 else 0,
+        element_axis=(Step(codec.row_bytes, 1),),
+        first_head=0,
+        heads=run.heads,
+        total_heads=run.heads,
+        codec=codec,
+        name="folded",
+    )

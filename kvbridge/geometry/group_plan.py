@@ -1,0 +1,180 @@
+"""Legs: strips that move for the same tokens, as a grid of token spans x bands of strips. Pure.
+
+A leg counts marks: the tokens that source and sink have in common, one after another (see token_shard.py). All full layers
+are one leg; layers that keep a window of tokens are another for each kind, window and block; the states, one row each
+however many tokens, are the last. A strip is of the leg of its group in the sink's pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import lcm
+
+import numpy as np
+import numpy.typing as npt
+from kvbridge_proto.pool import Group, GroupKind, Shard
+
+from .plane_pair import PlanePair, split_heads
+from .token_shard import TokenShard
+
+# Strips begin at multiples of this in a slot, so that rows can be moved as wide words.
+ALIGN = 16
+# Tokens are cut so that a strip has about this much in a chunk: less costs a call per few rows, more delays the
+# first chunk of a prompt that is still being computed.
+PIECE_BYTES = 128 << 10
+ORDER: tuple[GroupKind, ...] = ("full", "sliding", "chunked", "state")
+
+Numbers = npt.NDArray[np.int64]
+
+
+def whole_block(group: Group, shard: Shard) -> int:
+    """Tokens of one entry of a group's table, those of all context-parallel ranks together."""
+    return group.block_tokens * shard.cp_size
+
+
+def kept(group: Group, end_token: int, shard: Shard) -> int:
+    """The first token of a request of `end_token` tokens, its next query at `end_token`, that must be in this group.
+
+    It is the first of a block: an engine that keeps a block may take it, whole, for another request that begins alike.
+    """
+    block = whole_block(group, shard)
+    match group.kind:
+        case "sliding":
+            return max(0, end_token + 1 - group.window) // block * block
+        case "chunked":
+            return end_token // group.window * group.window // block * block
+        case "state":  # the one entry that holds the state after these tokens
+            return (end_token - 1) // group.block_tokens * group.block_tokens if end_token else 0
+        case _:
+            return 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupTemplate:
+    """The strips of a leg, before its tokens are known; `first_strip` is where they begin among all of a plan."""
+
+    group: Group  # the sink's, or one like it: it says which tokens are needed
+    shard: Shard  # the sink's
+    comb: TokenShard
+    strips: tuple[PlanePair, ...]
+    first_strip: int
+    unit_tokens: Numbers
+    unit_bytes: Numbers
+
+    @classmethod
+    def of(
+        cls, group: Group, shard: Shard, comb: TokenShard, strips: Sequence[PlanePair], first_strip: int
+    ) -> GroupTemplate:
+        unit_tokens = np.array([strip.unit_tokens for strip in strips], np.int64)
+        unit_bytes = np.array([strip.unit_bytes for strip in strips], np.int64)
+        return cls(group, shard, comb, tuple(strips), first_strip, unit_tokens, unit_bytes)
+
+    def cut(self, first_token: int, end_token: int, slot_bytes: int) -> GroupPlan | None:
+        """The leg of the tokens [first_token, end_token), at least one; None if none of them is needed here."""
+        kind, comb = self.group.kind, self.comb
+        if kind == "state":
+            first, end = 0, 1
+        else:
+            if kind != "full":
+                first_token = max(first_token, kept(self.group, end_token, self.shard))
+            first, end = comb.count(first_token), comb.count(end_token)
+        if first == end:
+            return None
+        span = _span(self.unit_tokens, self.unit_bytes, end - first, slot_bytes)
+        sizes = _sizes(self.unit_tokens, self.unit_bytes, min(span, end - first))
+        bands = _bands(sizes, slot_bytes)
+        chunks = -(-(end - first) // span) * (len(bands) - 1)
+        numbers = self.unit_tokens, self.unit_bytes
+        return GroupPlan(kind, comb, first, end, self.strips, self.first_strip, *numbers, span, bands, chunks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupPlan:
+    """Marks [first, end) of `comb` for each strip; a state's is [0, 1). `bands`: where a band begins, and the end.
+
+    Chunk i of a leg is band `i % bands` of span `i // bands`, so that the first tokens leave first while a prompt is
+    still being computed.
+    """
+
+    kind: GroupKind
+    comb: TokenShard
+    first: int
+    end: int
+    strips: tuple[PlanePair, ...]
+    first_strip: int
+    unit_tokens: Numbers
+    unit_bytes: Numbers
+    span_tokens: int
+    bands: tuple[int, ...]
+    chunks: int
+    _known_bytes: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def is_late(self) -> bool:
+        """True if nothing of it can be read before all tokens are there: what is needed depends on the last."""
+        return self.kind != "full"
+
+    @property
+    def total_bytes(self) -> int:
+        """Slot bytes of all chunks together."""
+        spans, tail = divmod(self.end - self.first, self.span_tokens)
+        full = int(_sizes(self.unit_tokens, self.unit_bytes, self.span_tokens).sum()) if spans else 0
+        return spans * full + int(_sizes(self.unit_tokens, self.unit_bytes, tail).sum())
+
+    def sizes(self, band: int, marks: int) -> Numbers:
+        """Slot bytes of each strip of a band, for a span of so many marks."""
+        first, end = self.bands[band], self.bands[band + 1]
+        return _sizes(self.unit_tokens[first:end], self.unit_bytes[first:end], marks)
+
+    def bytes_of(self, band: int, marks: int) -> int:
+        """Of a chunk; most are alike."""
+        size = self._known_bytes.get((band, marks))
+        if size is None:
+            size = self._known_bytes[band, marks] = int(self.sizes(band, marks).sum())
+        return size
+
+
+def fitted(strips: Sequence[PlanePair], slot_bytes: int) -> list[PlanePair] | None:
+    """The strips, cut by heads so that the fewest tokens of a span fit a slot; None where one head does not."""
+    grain = lcm(*{strip.unit_tokens for strip in strips})
+    fitting: list[PlanePair] = []
+    for strip in strips:
+        heads = slot_bytes // (grain // strip.unit_tokens * strip.wire.row_bytes)
+        if not heads:
+            return None
+        fitting += split_heads(strip, heads)
+    return fitting
+
+
+def _sizes(unit_tokens: Numbers, unit_bytes: Numbers, tokens: int) -> Numbers:
+    """Slot bytes of each strip for a span of so many tokens."""
+    return -(-(-(-tokens // unit_tokens) * unit_bytes) // ALIGN) * ALIGN
+
+
+def _span(unit_tokens: Numbers, unit_bytes: Numbers, tokens: int, slot_bytes: int) -> int:
+    """Tokens of a span: enough to fill a slot, or strips of about PIECE_BYTES; no strip more than a slot.
+
+    A multiple of every unit, and of ALIGN where it can be (then nothing is padded); all about equal.
+    """
+    grain = int(np.lcm.reduce(unit_tokens))
+    grain_bytes = grain // unit_tokens * unit_bytes
+    all_bytes, most_bytes = int(grain_bytes.sum()), int(grain_bytes.max())
+    wanted = max(slot_bytes, PIECE_BYTES * len(unit_bytes)) // all_bytes
+    limit = max(1, min(wanted, slot_bytes // most_bytes)) * grain
+    step = lcm(grain, ALIGN)
+    if limit < step:
+        step = grain
+    limit -= limit % step
+    spans = -(-tokens // limit)
+    return -(-tokens // (spans * step)) * step
+
+
+def _bands(sizes: Numbers, slot_bytes: int) -> tuple[int, ...]:
+    """Where to cut a span's strips so that each band fits a slot."""
+    ends = np.cumsum(sizes)
+    bands = [0]
+    while bands[-1] < len(sizes):
+        done = int(ends[bands[-1] - 1]) if bands[-1] else 0
+        bands.append(int(np.searchsorted(ends, done + slot_bytes, side="right")))
+    return tuple(bands)

@@ -1,0 +1,88 @@
+"""A latent row cut where the two sides differ: tiles of the latent, each under a scale or none, and the rope. Pure.
+
+`fp8_ds_mla` is 512 fp8 numbers in tiles of 128, the four fp32 scales of the tiles, and 64 bf16 numbers of rope: 656
+bytes. Against a plain row the tiles are heads whose rows have scales of their own, and the rope is a plain plane; after
+this nothing knows of latents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from kvbridge_proto.pool import Codec, Plane, Step
+
+from .wire import PLAIN
+
+FACETTED = "fp8_ds_mla"
+TILE_WIDTH = 128
+ROPE_WIDTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPart:
+    """Numbers of one codec out of every row of a plane, as a plane; `scale` has the scales of its rows."""
+
+    plane: Plane
+    scale: Plane | None
+
+
+def is_cuttable(plane: Plane, rope_width: int = ROPE_WIDTH) -> bool:
+    """True if `facets` can cut the plane: one head of dense rows, plain or `fp8_ds_mla`, whole tiles and a rope."""
+    codec = plane.codec
+    steps = tuple(step for step in plane.element_axis if step.count > 1)
+    tiles = codec.width - rope_width
+    return (
+        (
+            codec.name in PLAIN
+            or (codec.name == FACETTED and codec.row_bytes == tiles + _scale_bytes(tiles) + 2 * rope_width)
+        )
+        and steps == (Step(codec.row_bytes // codec.element_bytes, codec.element_bytes),)
+        and plane.heads == plane.total_heads == 1
+        and tiles > 0
+        and tiles % TILE_WIDTH == 0
+    )
+
+
+def facets(plane: Plane, rope_width: int = ROPE_WIDTH) -> tuple[LatentPart, LatentPart]:
+    """The tiles as heads of TILE_WIDTH numbers, and the rope as one head; cut alike on both sides they are pairs."""
+    assert is_cuttable(plane, rope_width), f"layer {plane.layer} {plane.part}"
+    codec = plane.codec
+    width = codec.width - rope_width
+    tiles = width // TILE_WIDTH
+    if codec.name != FACETTED:
+        size = codec.element_bytes
+        tile = _dense(codec.name, TILE_WIDTH, size, codec.scales)
+        rope = _dense(codec.name, rope_width, size, codec.scales)
+        return LatentPart(_cut(plane, 0, tiles, tile), None), LatentPart(_cut(plane, width * size, 1, rope), None)
+    scale = _cut(plane, width, tiles, _dense("fp32", 1, 4), f"{plane.part}_scale")
+    rope_at = width + _scale_bytes(width)
+    return (
+        LatentPart(_cut(plane, 0, tiles, _dense("fp8_row_scale", TILE_WIDTH, 1)), scale),
+        LatentPart(_cut(plane, rope_at, 1, _dense("bf16", rope_width, 2)), None),
+    )
+
+
+def _scale_bytes(width: int) -> int:
+    return width // TILE_WIDTH * 4
+
+
+def _dense(name: str, width: int, size: int, scales: tuple[float, ...] = ()) -> Codec:
+    return msgspec.convert(
+        {"name": name, "width": width, "element_bytes": size, "row_bytes": width * size, "scales": scales}, Codec
+    )
+
+
+def _cut(plane: Plane, at: int, heads: int, codec: Codec, part: str = "") -> Plane:
+    """`heads` rows side by side, from byte `at` of each row of the plane on."""
+    return msgspec.structs.replace(
+        plane,
+        part=part or plane.part,
+        offset=plane.offset + at,
+        head_stride=codec.row_bytes if heads > 1 else 0,
+        element_axis=(Step(codec.width, codec.element_bytes),),
+        heads=heads,
+        total_heads=heads,
+        codec=codec,
+        name="facet",
+    )

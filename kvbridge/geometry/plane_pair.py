@@ -1,0 +1,132 @@
+"""Pairs of planes: the same heads of one (layer, part) in the source's pool and in the sink's. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvbridge_proto.peer import Take
+from kvbridge_proto.pool import Codec, Plane, Pool
+
+from ..errors import PeerError
+from .latent_parts import FACETTED, facets, is_cuttable
+from .wire import ROW_SCALED, SCALED_ROWS, is_same_row, is_scale, wire_codec
+
+
+@dataclass(frozen=True, slots=True)
+class PlanePair:
+    """`heads` heads that move together: from `source_head` on in one plane, from `sink_head` on in the other.
+
+    In a slot it is `[head][unit][row]` in the wire codec; a unit is `unit_tokens` tokens (1 unless folded). A side
+    whose rows have scales of their own that the other side's have not says where it keeps them.
+    """
+
+    source: Plane
+    source_head: int
+    sink: Plane
+    sink_head: int
+    heads: int
+    wire: Codec
+    unit_tokens: int = 1
+    source_scale: Plane | None = None
+    sink_scale: Plane | None = None
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit of all heads in a slot."""
+        return self.heads * self.wire.row_bytes
+
+
+class _Side:
+    """The planes of one pool by what they hold."""
+
+    def __init__(self, name: str, pool: Pool) -> None:
+        self._name = name
+        self._planes = {(plane.layer, plane.part): plane for plane in pool.planes}
+
+    def held(self, layer: int, part: str, take: Take) -> Plane:
+        """The plane of a part. PeerError if it has not all heads of a take."""
+        plane = self._planes.get((layer, part))
+        first, end = (plane.first_head, plane.first_head + plane.heads) if plane else (0, 0)
+        if plane is None or take.first_head < first or take.end_head > end:
+            raise PeerError(
+                "bad_take",
+                f"take: {_spell(take)}, the {self._name} holds heads [{first}, {end}) of layer {layer} {part}",
+            )
+        return plane
+
+    def own_scale(self, plane: Plane, take: Take) -> Plane | None:
+        """Where the rows of a plane have a scale each."""
+        return self.held(plane.layer, f"{plane.part}_scale", take) if plane.codec.name in ROW_SCALED else None
+
+
+def pair(source: Pool, sink: Pool, takes: Sequence[Take]) -> list[PlanePair]:
+    """Strips for all of the sink's rows that a take touches. Raises PeerError for rows a side lacks.
+
+    One for each plane, but two of a latent that is cut; scales in memory follow the rows that both sides keep alike.
+    """
+    theirs, ours = _Side("source", source), _Side("sink", sink)
+    layers: dict[int, list[str]] = {}
+    for plane in sink.planes:
+        if not is_scale(plane.part):
+            layers.setdefault(plane.layer, []).append(plane.part)
+    strips: list[PlanePair] = []
+    taken: dict[int, list[Take]] = {}
+    for take in takes:
+        if take.first_layer >= take.end_layer or take.first_head >= take.end_head:
+            raise PeerError("bad_take", f"take: {_spell(take)} is empty")
+        for layer in range(take.first_layer, take.end_layer):
+            if layer not in layers:
+                raise PeerError("bad_take", f"take: {_spell(take)}, the sink holds no layer {layer}")
+            before = taken.setdefault(layer, [])
+            for other in before:
+                if take.first_head < other.end_head and other.first_head < take.end_head:
+                    raise PeerError("bad_take", f"take: {_spell(take)} overlaps {_spell(other)}")
+            before.append(take)
+            for part in layers[layer]:
+                strips += _strips(theirs, ours, layer, part, take)
+    return strips
+
+
+def _strips(source: _Side, sink: _Side, layer: int, part: str, take: Take) -> Iterator[PlanePair]:
+    theirs, ours = source.held(layer, part, take), sink.held(layer, part, take)
+    names = {theirs.codec.name, ours.codec.name}
+    if is_same_row(theirs.codec, ours.codec):
+        yield _strip(theirs, ours, take)
+        if names <= SCALED_ROWS:
+            scales = f"{part}_scale"
+            yield _strip(source.held(layer, scales, take), sink.held(layer, scales, take), take)
+    elif FACETTED in names:
+        if not (is_cuttable(theirs) and is_cuttable(ours)):
+            raise PeerError("bad_take", f"take: {_spell(take)}, rows of layer {layer} {part} cannot be cut into tiles")
+        for one, other in zip(facets(theirs), facets(ours), strict=True):
+            heads = one.plane.heads
+            wire = wire_codec(one.plane.codec, 0, other.plane.codec, 0, heads)
+            yield PlanePair(one.plane, 0, other.plane, 0, heads, wire, 1, one.scale, other.scale)
+    else:
+        strip = _strip(theirs, ours, take)
+        yield replace(strip, source_scale=source.own_scale(theirs, take), sink_scale=sink.own_scale(ours, take))
+
+
+def _strip(source: Plane, sink: Plane, take: Take) -> PlanePair:
+    source_head, sink_head = take.first_head - source.first_head, take.first_head - sink.first_head
+    heads = take.end_head - take.first_head
+    wire = wire_codec(source.codec, source_head, sink.codec, sink_head, heads)
+    return PlanePair(source, source_head, sink, sink_head, heads, wire)
+
+
+def split_heads(strip: PlanePair, heads: int) -> list[PlanePair]:
+    """The strip as several of at most `heads` heads each."""
+    if strip.heads <= heads:
+        return [strip]
+    pieces = []
+    for first in range(0, strip.heads, heads):
+        count = min(heads, strip.heads - first)
+        source_head, sink_head = strip.source_head + first, strip.sink_head + first
+        wire = wire_codec(strip.source.codec, source_head, strip.sink.codec, sink_head, count)
+        pieces.append(replace(strip, source_head=source_head, sink_head=sink_head, heads=count, wire=wire))
+    return pieces
+
+
+def _spell(take: Take) -> str:
+    return f"layers [{take.first_layer}, {take.end_layer}) heads [{take.first_head}, {take.end_head})"

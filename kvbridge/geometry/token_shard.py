@@ -1,0 +1,102 @@
+"""Combs: the tokens that a rank holds under context parallelism, and that two ranks have in common. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from math import lcm
+
+import numpy as np
+import numpy.typing as npt
+from kvbridge_proto.pool import Shard
+
+Places = npt.NDArray[np.int64]
+# Tokens. A comb is listed mark by mark: whoever speaks to us makes us do that, so it is a few milliseconds at most.
+MOST_PERIOD = 1 << 16
+
+
+def period_of(shard: Shard) -> int:
+    """After how many tokens a rank's share repeats. Two ranks have combs in common up to an lcm of MOST_PERIOD."""
+    return shard.cp_size * shard.cp_interleave if shard.cp_size > 1 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenShard:
+    """The tokens t with `t % period` in `marks`: ascending, in [0, period); none if there are no marks.
+
+    A token of the comb is a mark; marks are counted from the first on, over all periods. `of` and `&` give the least
+    period, so that equal sets compare equal.
+    """
+
+    period: int
+    marks: tuple[int, ...]
+    _places: Places = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        places = np.array(self.marks, np.int64)
+        places.setflags(write=False)
+        object.__setattr__(self, "_places", places)
+
+    @classmethod
+    def of(cls, shard: Shard) -> TokenShard:
+        """The tokens of one rank; `check_pool` bounds the period."""
+        if shard.cp_size == 1:
+            return ALL
+        assert period_of(shard) <= MOST_PERIOD
+        first = shard.cp_rank * shard.cp_interleave
+        return cls(period_of(shard), tuple(range(first, first + shard.cp_interleave)))
+
+    def __and__(self, other: TokenShard) -> TokenShard:
+        """The tokens of both; the verdict bounds the common period."""
+        if self == other:
+            return self
+        period = lcm(self.period, other.period)
+        assert period <= MOST_PERIOD
+        return _least(np.tile(self._mask(), period // self.period) & np.tile(other._mask(), period // other.period))
+
+    def count(self, tokens: int) -> int:
+        """How many marks are below token `tokens`."""
+        periods, rest = divmod(tokens, self.period)
+        return periods * len(self.marks) + bisect_left(self.marks, rest)
+
+    def token(self, mark: int) -> int:
+        """The token of one mark."""
+        periods, at = divmod(mark, len(self.marks))
+        return periods * self.period + self.marks[at]
+
+    def tokens(self, first: int, end: int) -> Places:
+        """The tokens of marks [first, end)."""
+        assert self.marks or first >= end
+        period, at = np.divmod(np.arange(first, end, dtype=np.int64), max(len(self.marks), 1))
+        return period * self.period + self._places[at]
+
+    def index(self, tokens: Places) -> Places:
+        """Which mark each of these tokens is; all of them must be marks."""
+        period, rest = np.divmod(tokens, self.period)
+        at = np.searchsorted(self._places, rest)
+        assert np.array_equal(np.append(self._places, -1)[at], rest)
+        return period * len(self.marks) + at
+
+    def _mask(self) -> npt.NDArray[np.bool_]:
+        mask = np.zeros(self.period, np.bool_)
+        mask[self._places] = True
+        return mask
+
+
+ALL = TokenShard(1, (0,))
+
+
+def _least(mask: npt.NDArray[np.bool_]) -> TokenShard:
+    """The comb of a mask, with the least period it has: every prime of its length is taken out where that can be."""
+    rest, prime = len(mask), 2
+    while rest > 1:
+        if prime * prime > rest:
+            prime = rest
+        if rest % prime:
+            prime += 1
+            continue
+        rest //= prime
+        part = mask[: len(mask) // prime]
+        if (mask.reshape(prime, -1) == part).all():
+            mask = part
+    return TokenShard(len(mask), tuple(np.flatnonzero(mask).tolist()))

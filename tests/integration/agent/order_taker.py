@@ -1,0 +1,35 @@
+"""A mover that moves nothing: it keeps orders, and says that it is quiet when it is told to stop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvbridge.agent.receiver_runner import ReceiverRunner
+from kvbridge.agent.sender_runner import SenderRunner
+from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.dataplane.send_orders import SendOrders
+from kvbridge.exchange.orders import ReceivingOrder, SendingOrder
+from tests.unit.exchange.world import take_up
+
+
+class OrderTaker:
+    """The part of `Mover` that a sink and a source call. `report` lets them hear what there is to say."""
+
+    sink: ReceiverRunner
+    source: SenderRunner
+
+    def __init__(self) -> None:
+        self.sending, self.receiving = SendOrders(2), ReceiveOrders()
+
+    def get_up(self) -> None: ...
+    def stir(self) -> None: ...
+    def warm(self, attachment: Any, parts: Any) -> None: ...
+
+    def give(self, order: SendingOrder | ReceivingOrder, attachment: Any) -> None:
+        take_up(order, self.sending, self.receiving)
+
+    def report(self) -> None:
+        while received := self.receiving.take_reports():
+            self.sink.hear(received)
+        while sent := self.sending.take_reports():
+            self.source.hear(sent)
