@@ -26,8 +26,8 @@ def want() -> Want:
     ids = tuple(random.Random(0).sample(range(100_000), BLOCKS))
     return Want(
         request="cmpl-0123456789abcdef-0",
-        room="cmpl-0123456789abcdef",
-        source="tcp://10.0.0.1:7700",
+        rendezvous="cmpl-0123456789abcdef",
+        sender="tcp://10.0.0.1:7700",
         first_token=0,
         end_token=BLOCKS * 16,
         blocks=(Blocks(0, 0, ids),),

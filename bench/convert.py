@@ -2,9 +2,9 @@
 
     python bench/convert.py [--device cuda:0] [--tokens 2048] [--rounds 5] [--out FOLDER]
 
-One rank of the source and one of the sink, whole plans through one slot of an agent's size, blocks in random order,
+One rank of the sender and one of the receiver, whole plans through one slot of an agent's size, blocks in random order,
 gather and scatter one after the other. GB/s count the bytes that cross the wire. `time` is of the equal pair of the
-same model and the same tokens, in the same run; a sink that is one of eight shards takes an eighth of the tokens.
+same model and the same tokens, in the same run; a receiver that is one of eight shards takes an eighth of the tokens.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Pair:
     """One line of the table; `like` is the equal pair that it stands beside."""
 
     name: str
-    source: Shape
-    sink: Shape
+    sender: Shape
+    receiver: Shape
     like: str
 
 
@@ -68,29 +68,29 @@ class Side:
         self.mapped = Mapped(self.pool, memories)
         self._tables = block_table(self.pool, tables_of(self.pool, tokens, seed), 0, tokens)
 
-    def parts(self, planned: Plan, is_source: bool) -> list[Part]:
-        return [Part(planned, planned.chunk(i), self._tables, is_source) for i in range(planned.chunks)]
+    def parts(self, planned: Plan, is_sender: bool) -> list[Part]:
+        return [Part(planned, planned.chunk(i), self._tables, is_sender) for i in range(planned.chunks)]
 
 
 def measure(pair: Pair, tokens: int, rounds: int, porter: BlockCopier, device: str) -> tuple[int, float, float]:
     """Wire bytes, and seconds of gathering and of scattering them: the medians."""
     slot_bytes = SLOT_BYTES[device.partition(":")[0]]
-    source = Side(pair.source, ranks_of(pair.source)[0], tokens, device, 1)
-    sink = Side(pair.sink, ranks_of(pair.sink)[0], tokens, device, 2)
-    takes = assign([describe(pair.source, *ranks) for ranks in ranks_of(pair.source)], sink.pool)[0]
-    planned = plan(source.pool, sink.pool, takes, 0, tokens, slot_bytes)
+    sender = Side(pair.sender, ranks_of(pair.sender)[0], tokens, device, 1)
+    receiver = Side(pair.receiver, ranks_of(pair.receiver)[0], tokens, device, 2)
+    takes = assign([describe(pair.sender, *ranks) for ranks in ranks_of(pair.sender)], receiver.pool)[0]
+    planned = plan(sender.pool, receiver.pool, takes, 0, tokens, slot_bytes)
     assert planned.chunks, f"{pair.name}: the first ranks have nothing in common"
     gathering, scattering, kind = [], [], porter.digests[0]
     with porter.staging(slot_bytes, 1) as slots:
         for _ in range(rounds + 1):
             gathered = scattered = 0.0
-            for ours, theirs in zip(source.parts(planned, True), sink.parts(planned, False), strict=True):
+            for ours, theirs in zip(sender.parts(planned, True), receiver.parts(planned, False), strict=True):
                 slot = slots.span(0, ours.chunk.size_bytes)
                 started = time.perf_counter()
-                porter.gather(source.mapped, ours, slot, kind)
+                porter.gather(sender.mapped, ours, slot, kind)
                 moved = over(porter)
                 halfway = time.perf_counter()
-                porter.scatter(sink.mapped, theirs, slot, kind, moved.digest)
+                porter.scatter(receiver.mapped, theirs, slot, kind, moved.digest)
                 over(porter)
                 gathered += halfway - started
                 scattered += time.perf_counter() - halfway

@@ -35,32 +35,32 @@ GOAL = 1.05
 
 
 class Pair:
-    """A source and a sink, idle between requests."""
+    """A sender and a receiver, idle between requests."""
 
     def __init__(self, stack: ExitStack, folder: Path, name: str, tokens: int, **options: object) -> None:
         options |= {"slot_bytes": 4 << 20}
         agents = [stack.enter_context(agent(folder, f"{name}{side}", **options)) for side in "pd"]
         shapes = [build(Shape(layout, blocks=tokens // 4 + 8, block_tokens=16)) for layout in ("nhd", "hnd")]
         engines = [SyntheticEngine(each, held) for each, held in zip(agents, shapes, strict=True)]
-        self.source, self.sink = (stack.enter_context(closing(engine)) for engine in engines)
-        self.source.attach()
-        self.sink.attach()
+        self.sender, self.receiver = (stack.enter_context(closing(engine)) for engine in engines)
+        self.sender.attach()
+        self.receiver.attach()
         self.address = agents[0].address
         self.tokens = tokens
         self.count = 0
 
     def once(self) -> float:
-        """Seconds that the sink's engine waited."""
+        """Seconds that the receiver's engine waited."""
         self.count += 1
         request, table = f"r{self.count}", list(range(self.tokens // 16))
-        self.source.offer(request, table, self.tokens)
+        self.sender.offer(request, table, self.tokens)
         time.sleep(0.002)
         began = time.perf_counter()
-        self.sink.want(request, self.address, table, range(self.tokens))
-        answer = self.sink.answer(request)
+        self.receiver.want(request, self.address, table, range(self.tokens))
+        answer = self.receiver.answer(request)
         seconds = time.perf_counter() - began
         assert isinstance(answer, Done), answer
-        assert self.source.released(request).code == ""
+        assert self.sender.released(request).code == ""
         return seconds
 
 

@@ -34,9 +34,9 @@ STAGES = ("ceilings", "routes", "busy")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     place = _place(options)
-    found: dict[str, Any] = {"extent": place.extent, "source": place.source, "sink": place.sink}
+    found: dict[str, Any] = {"extent": place.extent, "sender": place.sender, "receiver": place.receiver}
     found |= {"gpus": gpus(), "cores": cores(), "versions": versions(), "agent_options": dict(place.agent_options)}
-    name = "gpu_smoke" if not place.is_gpu else f"gpu_{len({place.source, place.sink})}"
+    name = "gpu_smoke" if not place.is_gpu else f"gpu_{len({place.sender, place.receiver})}"
     name += "_quick" * (place.extent == "quick") + "_part" * (options.only != ",".join(STAGES))
     stages: dict[str, Callable[[], dict[str, Any]]] = {
         "ceilings": lambda: _ceilings(place),
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "busy": lambda: {"busy": gpu_busy.busy(place)},
         "tune": lambda: {"tune": gpu_tune.tune(place)},
     }
-    place.say(f"{name}: {place.source} -> {place.sink}, {place.budget_s:.0f} s at most; logs in {place.folder}")
+    place.say(f"{name}: {place.sender} -> {place.receiver}, {place.budget_s:.0f} s at most; logs in {place.folder}")
     for stage in options.only.split(","):
         place.say(stage)
         try:
@@ -77,15 +77,15 @@ def _place(options: argparse.Namespace) -> Place:
     seen = torch.cuda.device_count()
     wanted = options.machine or min(seen, 2)
     if options.smoke:
-        source = sink = "cpu"
+        sender = receiver = "cpu"
     elif not 1 <= wanted <= seen:
         sys.exit(f"GPUs: {seen} visible, {max(1, wanted)} needed; --smoke needs none")
     else:
-        source, sink = "cuda:0", f"cuda:{wanted - 1}"
+        sender, receiver = "cuda:0", f"cuda:{wanted - 1}"
     folder = options.out / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     agent = dict(each.split("=", 1) for each in options.agent)
-    return Place(source, sink, extent, folder, options.budget_s or BUDGET_S[extent], agent)
+    return Place(sender, receiver, extent, folder, options.budget_s or BUDGET_S[extent], agent)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

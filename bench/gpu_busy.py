@@ -60,7 +60,7 @@ def _started(place: Place, env: Mapping[str, str], is_under_mps: bool) -> Iterat
     suffix = "-busy-mps" if is_under_mps else "-busy"
     with ExitStack() as stack:
         loads = []
-        for number, device in enumerate(dict.fromkeys((place.source, place.sink))):
+        for number, device in enumerate(dict.fromkeys((place.sender, place.receiver))):
             loads.append(Child("gpu_load.py", (device,), place.folder / f"load-{number}{suffix}.log", env))
             stack.callback(loads[-1].end)
         fleets = [stack.enter_context(fleet(place, route, env, suffix)) for route in _routes(place)]
@@ -71,9 +71,9 @@ def _started(place: Place, env: Mapping[str, str], is_under_mps: bool) -> Iterat
 
 def _route(place: Place, is_under_mps: bool, each: Fleet, loads: list[Child]) -> Iterator[dict[str, Any]]:
     pair = pairs(place.shape)[MISMATCHED]
-    tokens = min(BYTES // pair.source.token_bytes, place.tokens[-1])
-    room = max(tokens, ROOM_BYTES // pair.source.token_bytes) if place.is_gpu else tokens
-    about = {"route": each.route, "mps": is_under_mps, "pair": pair.name, "bytes": tokens * pair.source.token_bytes}
+    tokens = min(BYTES // pair.sender.token_bytes, place.tokens[-1])
+    room = max(tokens, ROOM_BYTES // pair.sender.token_bytes) if place.is_gpu else tokens
+    about = {"route": each.route, "mps": is_under_mps, "pair": pair.name, "bytes": tokens * pair.sender.token_bytes}
     with Joined(place, each, pair, room) as joined:
         joined.poison()
         joined.carry(tokens, repeats=5)

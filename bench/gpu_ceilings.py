@@ -26,7 +26,7 @@ def copies(place: Place) -> list[dict[str, Any]]:
     """GB/s of copies inside a GPU, between the two, to and from pinned host memory."""
     sizes = sorted({*place.sizes, 1 << 30 if place.is_gpu else 16 * MIB})
     command = [sys.executable, str(HERE / "gpu_copies.py")]
-    asked = json.dumps({"source": place.source, "sink": place.sink, "sizes": sizes})
+    asked = json.dumps({"sender": place.sender, "receiver": place.receiver, "sizes": sizes})
     try:
         ran = subprocess.run([*command, asked], capture_output=True, text=True, timeout=COPIES_S)
     except subprocess.TimeoutExpired:
@@ -43,9 +43,9 @@ def copies(place: Place) -> list[dict[str, Any]]:
 def nixl(place: Place) -> list[dict[str, Any]]:
     """One descriptor, and a descriptor per block, for each pair of devices."""
     found = []
-    pairs = [("off", place.source, place.sink), ("on", place.source, place.sink)]
-    if place.sink != place.source:
-        pairs.append(("off", place.source, place.source))
+    pairs = [("off", place.sender, place.receiver), ("on", place.sender, place.receiver)]
+    if place.receiver != place.sender:
+        pairs.append(("off", place.sender, place.sender))
     with ExitStack() as stack:
         ends = [_start(place, stack, number, *pair) for number, pair in enumerate(pairs)]
         opened = _open(place, ends, pairs)
@@ -60,7 +60,8 @@ def nixl(place: Place) -> list[dict[str, Any]]:
 
 def _start(place: Place, stack: ExitStack, number: int, sgl: str, *_: str) -> tuple[Child, Child]:
     children = tuple(
-        Child("gpu_nixl.py", (), place.folder / f"nixl-{role}-{number}.log", SGL[sgl]) for role in ("source", "sink")
+        Child("gpu_nixl.py", (), place.folder / f"nixl-{role}-{number}.log", SGL[sgl])
+        for role in ("sender", "receiver")
     )
     for child in children:
         stack.callback(child.end)
@@ -70,34 +71,34 @@ def _start(place: Place, stack: ExitStack, number: int, sgl: str, *_: str) -> tu
 def _open(
     place: Place, ends: Sequence[tuple[Child, Child]], pairs: Sequence[tuple[str, str, str]]
 ) -> list[dict[str, Any]]:
-    """Open both ends of all pairs at once; how each sink is reached."""
+    """Open both ends of all pairs at once; how each receiver is reached."""
     size = max(place.sizes)
     children = [child for pair in ends for child in pair]
     asked = [
-        {"name": f"{role}-{number}", "device": device, "size_bytes": size, "is_source": role == "source"}
-        for number, (_, source, sink) in enumerate(pairs)
-        for role, device in (("source", source), ("sink", sink))
+        {"name": f"{role}-{number}", "device": device, "size_bytes": size, "is_sender": role == "sender"}
+        for number, (_, sender, receiver) in enumerate(pairs)
+        for role, device in (("sender", sender), ("receiver", receiver))
     ]
     told = ask_all(children, "open", asked)
     return [{"peer": asked[at]["name"], **told[at]} for at in range(1, len(told), 2)]
 
 
 def _pair(
-    place: Place, sgl: str, source: str, sink: str, ours: Child, theirs: Child, target: dict[str, Any]
+    place: Place, sgl: str, sender: str, receiver: str, ours: Child, theirs: Child, target: dict[str, Any]
 ) -> list[dict[str, Any]]:
     found = []
-    for total, piece in _cases(place, sgl, is_same=source == sink != place.sink):
+    for total, piece in _cases(place, sgl, is_same=sender == receiver != place.receiver):
         theirs.ask("wipe")
         repeats = max(3, min(30, (2 << 30) // total)) if place.is_gpu else 3
         seconds = ours.ask("write", total_bytes=total, piece_bytes=piece, repeats=repeats + 1, **target)["seconds"]
         if not theirs.ask("check", total_bytes=total)["is_right"]:
             raise Problem(f"{total} bytes in pieces of {piece}: what arrived is not what was sent")
-        row = {"source": source, "sink": sink, "sgl": sgl, "bytes": total, "piece_bytes": piece}
+        row = {"sender": sender, "receiver": receiver, "sgl": sgl, "bytes": total, "piece_bytes": piece}
         row |= {"first_s": seconds[0], **spread(seconds[1:])}
         row["gb_s"] = total / row["p50_s"] / 1e9
         shape = f"{total // piece} x {piece / 1024:.0f} KiB"
         place.say(
-            f"  NIXL {source} -> {sink}, SGL {sgl:3} {shape:>18}: {row['p50_s'] * 1e3:8.3f} ms {row['gb_s']:7.1f} GB/s"
+            f"  NIXL {sender} -> {receiver}, SGL {sgl:3} {shape:>18}: {row['p50_s'] * 1e3:8.3f} ms {row['gb_s']:7.1f} GB/s"
         )
         found.append(row)
     return found

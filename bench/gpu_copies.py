@@ -19,40 +19,40 @@ ALONE = 15
 TOGETHER_S = 0.05
 
 
-def measure(source: str, sink: str, sizes: list[int]) -> Iterator[dict[str, Any]]:
+def measure(sender: str, receiver: str, sizes: list[int]) -> Iterator[dict[str, Any]]:
     """Every path in turn."""
-    largest, devices = max(sizes), {source, sink}
-    ours = torch.ones(largest, dtype=torch.uint8, device=source)
-    for path, device in (("inside", source), ("between", sink))[: len(devices)]:
+    largest, devices = max(sizes), {sender, receiver}
+    ours = torch.ones(largest, dtype=torch.uint8, device=sender)
+    for path, device in (("inside", sender), ("between", receiver))[: len(devices)]:
         theirs = torch.zeros(largest, dtype=torch.uint8, device=device)
         for size in sizes:
             yield {"path": path, "bytes": size, **timed(theirs[:size], ours[:size], devices)}
         if not bool((theirs == 1).all()):
             raise RuntimeError(f"{path}: the copy is not what was copied")
         del theirs
-    pinned = torch.zeros(min(largest, LARGEST_PINNED), dtype=torch.uint8, pin_memory=source != "cpu")
+    pinned = torch.zeros(min(largest, LARGEST_PINNED), dtype=torch.uint8, pin_memory=sender != "cpu")
     for size in sizes:
         if size <= pinned.numel():
             yield {"path": "to host", "bytes": size, **timed(pinned[:size], ours[:size], devices)}
             yield {"path": "from host", "bytes": size, **timed(ours[:size], pinned[:size], devices)}
 
 
-def timed(target: torch.Tensor, source: torch.Tensor, devices: set[str]) -> dict[str, float]:
+def timed(target: torch.Tensor, sender: torch.Tensor, devices: set[str]) -> dict[str, float]:
     """Seconds of a copy alone (median) and among many."""
     for _ in range(2):
-        target.copy_(source, non_blocking=True)
+        target.copy_(sender, non_blocking=True)
     alone = []
     for _ in range(ALONE):
         wait(devices)
         began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
+        target.copy_(sender, non_blocking=True)
         wait(devices)
         alone.append(time.perf_counter() - began)
     alone_s = sorted(alone)[ALONE // 2]
     count = max(3, min(300, int(TOGETHER_S / alone_s)))
     began = time.perf_counter()
     for _ in range(count):
-        target.copy_(source, non_blocking=True)
+        target.copy_(sender, non_blocking=True)
     wait(devices)
     return {"alone_s": alone_s, "together_s": (time.perf_counter() - began) / count}
 

@@ -92,7 +92,7 @@ class EngineRank:
         for room, window in rooms.items():
             self._client.send(
                 Offer(
-                    room=room,
+                    rendezvous=room,
                     request=room,
                     tokens=window[1] - window[0],
                     blocks=self._blocks(window),
@@ -111,9 +111,9 @@ class EngineRank:
             if answer.code:
                 raise RuntimeError(f"{room}: {answer.code}: {answer.reason}")
 
-    def want(self, source: str, batches: list[dict[str, tuple[int, int]]], gap_s: float = 0.0) -> dict[str, Any]:
+    def want(self, sender: str, batches: list[dict[str, tuple[int, int]]], gap_s: float = 0.0) -> dict[str, Any]:
         """Want a batch of windows at once, batch after batch, about `gap_s` apart. Seconds per batch, and per want."""
-        prepared = [[self._want(source, *each) for each in batch.items()] for batch in batches]
+        prepared = [[self._want(sender, *each) for each in batch.items()] for batch in batches]
         seconds: list[float] = []
         each: list[list[float]] = []
         moved = 0
@@ -137,7 +137,7 @@ class EngineRank:
     def verify(self, codec: CodecName, is_equal: bool) -> dict[str, str]:
         """What is wrong in the memory since it was poisoned, or nothing.
 
-        Between equal pools whole blocks may travel: then the rest of a last block may be the source's.
+        Between equal pools whole blocks may travel: then the rest of a last block may be the sender's.
         """
         wrong = self._memory.wrong(self._wanted, codec)
         if wrong and is_equal:
@@ -174,11 +174,11 @@ class EngineRank:
         size = self._memory.shape.block_tokens
         return (Blocks(0, 0, tuple(self._memory.table[window[0] // size : -(-window[1] // size)])),)
 
-    def _want(self, source: str, room: str, window: tuple[int, int]) -> Want:
+    def _want(self, sender: str, room: str, window: tuple[int, int]) -> Want:
         return Want(
             request=room,
-            room=room,
-            source=source,
+            rendezvous=room,
+            sender=sender,
             first_token=0,
             end_token=window[1] - window[0],
             blocks=self._blocks(window),

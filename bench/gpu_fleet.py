@@ -1,7 +1,7 @@
 """The agents and engines of a GPU bench: three of each for a route, and pairs of engines attached to them.
 
-The source has two ranks so that TP 2 -> 1 can be carried; both are on the source's GPU, and the second one is also
-the sink of what stays on that GPU.
+The sender has two ranks so that TP 2 -> 1 can be carried; both are on the sender's GPU, and the second one is also
+the receiver of what stays on that GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpu_place import Place
 from gpu_processes import AgentProcess, Child, Problem, ask_all, end
 from gpu_shapes import GRAIN_TOKENS, Shape, windows
 
-SOURCE_SEED, SINK_SEED = 1, 2
+SENDER_SEED, RECEIVER_SEED = 1, 2
 MISMATCHED = "NHD -> HND, block 16 -> 64"
 
 
@@ -28,23 +28,23 @@ class Pair:
     """Two engines that may disagree."""
 
     name: str
-    source: Shape
-    sink: Shape
+    sender: Shape
+    receiver: Shape
 
     @property
     def wire_token_bytes(self) -> int:
         """Bytes of a token in flight: rows are narrowed before and widened after."""
-        return min(self.source.token_bytes, self.sink.token_bytes)
+        return min(self.sender.token_bytes, self.receiver.token_bytes)
 
 
 def pairs(shape: Shape) -> dict[str, Pair]:
-    """By name. The source is always what vLLM has by default: NHD, block 16."""
+    """By name. The sender is always what vLLM has by default: NHD, block 16."""
 
     def changed(**changes: Any) -> Shape:
         return msgspec.structs.replace(shape, **changes)
 
     two = changed(tp_size=2)
-    sinks = {
+    receivers = {
         "equal": (shape, shape),
         MISMATCHED: (shape, changed(layout="HND", block_tokens=64)),
         "NHD -> HND": (shape, changed(layout="HND")),
@@ -52,12 +52,12 @@ def pairs(shape: Shape) -> dict[str, Pair]:
         "TP 2 -> 1": (two, shape),
         "bf16 -> fp8": (shape, changed(codec="fp8_e4m3", scale=0.03125)),
     }
-    return {name: Pair(name, source, sink) for name, (source, sink) in sinks.items()}
+    return {name: Pair(name, sender, receiver) for name, (sender, receiver) in receivers.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One route's processes: the source's two ranks, then the sink. Its agents serve by this route and no other."""
+    """One route's processes: the sender's two ranks, then the receiver. Its agents serve by this route and no other."""
 
     route: str
     agents: tuple[AgentProcess, AgentProcess, AgentProcess]
@@ -79,7 +79,7 @@ class Fleet:
 @contextmanager
 def fleet(place: Place, route: str, env: Mapping[str, str], suffix: str = "") -> Iterator[Fleet]:
     """Start all six at once; they are ended together."""
-    roles = (("source-0", place.source), ("source-1", place.source), ("sink", place.sink))
+    roles = (("sender-0", place.sender), ("sender-1", place.sender), ("receiver", place.receiver))
     with ExitStack() as stack:
         sockets = Path(stack.enter_context(TemporaryDirectory(prefix="kvbridge-")))  # their paths must be short
         agents: list[AgentProcess] = []
@@ -98,31 +98,31 @@ class Joined:
     """A pair of engines attached to a fleet's agents, with room for `tokens` tokens on either side."""
 
     def __init__(self, place: Place, fleet: Fleet, pair: Pair, tokens: int, *, is_same_gpu: bool = False) -> None:
-        ranks = pair.source.tp_size
-        assert not (is_same_gpu and ranks > 1), "the second source agent is the sink then"
+        ranks = pair.sender.tp_size
+        assert not (is_same_gpu and ranks > 1), "the second sender agent is the receiver then"
         self.pair, self.route = pair, fleet.route
         self.tokens = -(-tokens // GRAIN_TOKENS) * GRAIN_TOKENS
-        self._sources, self._sink = fleet.engines[:ranks], fleet.engines[2]
-        self._source_agents = fleet.agents[:ranks]
-        self._sink_agent = fleet.agents[1] if is_same_gpu else fleet.agents[2]
-        self._source_device, self._sink_device = place.source, place.source if is_same_gpu else place.sink
+        self._senders, self._receiver = fleet.engines[:ranks], fleet.engines[2]
+        self._sender_agents = fleet.agents[:ranks]
+        self._receiver_agent = fleet.agents[1] if is_same_gpu else fleet.agents[2]
+        self._sender_device, self._receiver_device = place.sender, place.sender if is_same_gpu else place.receiver
         self._rooms = 0
 
     @property
     def _is_equal(self) -> bool:
-        return self.pair.source == self.pair.sink
+        return self.pair.sender == self.pair.receiver
 
     @property
     def _all(self) -> tuple[Child, ...]:
-        return (*self._sources, self._sink)
+        return (*self._senders, self._receiver)
 
     def __enter__(self) -> Joined:
-        for agent in (*self._source_agents, self._sink_agent):
+        for agent in (*self._sender_agents, self._receiver_agent):
             agent.check_alive()
         self._make_pools()
-        addresses = [agent.address for agent in self._source_agents]
-        attached = [{"socket": agent.socket, "ranks": addresses} for agent in self._source_agents]
-        attached.append({"socket": self._sink_agent.socket, "ranks": [self._sink_agent.address]})
+        addresses = [agent.address for agent in self._sender_agents]
+        attached = [{"socket": agent.socket, "ranks": addresses} for agent in self._sender_agents]
+        attached.append({"socket": self._receiver_agent.socket, "ranks": [self._receiver_agent.address]})
         try:
             ask_all(self._all, "attach", attached)
         except Problem:
@@ -131,10 +131,18 @@ class Joined:
         return self
 
     def _make_pools(self) -> None:
-        source, sink = msgspec.to_builtins(self.pair.source), msgspec.to_builtins(self.pair.sink)
-        common = {"shape": source, "tokens": self.tokens, "device": self._source_device, "seed": SOURCE_SEED}
-        asked = [common | {"rank": rank, "fill": self.pair.source.codec} for rank in range(len(self._sources))]
-        asked.append({"shape": sink, "tokens": self.tokens, "device": self._sink_device, "seed": SINK_SEED, "rank": 0})
+        sender, receiver = msgspec.to_builtins(self.pair.sender), msgspec.to_builtins(self.pair.receiver)
+        common = {"shape": sender, "tokens": self.tokens, "device": self._sender_device, "seed": SENDER_SEED}
+        asked = [common | {"rank": rank, "fill": self.pair.sender.codec} for rank in range(len(self._senders))]
+        asked.append(
+            {
+                "shape": receiver,
+                "tokens": self.tokens,
+                "device": self._receiver_device,
+                "seed": RECEIVER_SEED,
+                "rank": 0,
+            }
+        )
         ask_all(self._all, "pool", asked)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -151,31 +159,31 @@ class Joined:
         names = [f"{time.monotonic_ns():x}-{number}" for number in range(count)]
         rooms = dict(zip(names, windows(count, tokens, self.tokens, self._rooms), strict=True))
         self._rooms += count
-        ask_all(self._sources, "offer", [{"rooms": rooms}] * len(self._sources))
+        ask_all(self._senders, "offer", [{"rooms": rooms}] * len(self._senders))
         batches = [{name: rooms[name] for name in names[at : at + requests]} for at in range(0, count, requests)]
-        told = self._sink.ask("want", source=self._source_agents[0].address, batches=batches, gap_s=gap_s)
-        ask_all(self._sources, "released", [{"rooms": names}] * len(self._sources))
+        told = self._receiver.ask("want", sender=self._sender_agents[0].address, batches=batches, gap_s=gap_s)
+        ask_all(self._senders, "released", [{"rooms": names}] * len(self._senders))
         return told
 
     def poison(self) -> None:
-        self._sink.ask("poison")
+        self._receiver.ask("poison")
 
     def verify(self) -> None:
         """Raises Problem if any element is wrong that was wanted since the poison, or any other was touched."""
-        wrong = self._sink.ask("verify", codec=self.pair.source.codec, is_equal=self._is_equal)["wrong"]
+        wrong = self._receiver.ask("verify", codec=self.pair.sender.codec, is_equal=self._is_equal)["wrong"]
         if wrong:
             raise Problem(f"WRONG DATA: {wrong}")
 
     def prove_verify(self) -> None:
         """Raises Problem if `verify` would not see one wrong bit."""
-        seen = self._sink.ask("prove", codec=self.pair.source.codec, is_equal=self._is_equal)
+        seen = self._receiver.ask("prove", codec=self.pair.sender.codec, is_equal=self._is_equal)
         if not all(seen.values()):
             raise Problem(f"the check sees no flipped bit: {seen}")
 
     def check_route(self) -> list[str]:
-        """The routes of the sink's sessions, in the agent's words. Raises Problem if one is not the one forced."""
-        addresses = {agent.address for agent in self._source_agents}
-        said = [peer.route for peer in self._sink_agent.status().peers if peer.address in addresses]
+        """The routes of the receiver's sessions, in the agent's words. Raises Problem if one is not the one forced."""
+        addresses = {agent.address for agent in self._sender_agents}
+        said = [peer.route for peer in self._receiver_agent.status().peers if peer.address in addresses]
         if len(said) < len(addresses) or not all(route.startswith(self.route) for route in said):
-            raise Problem(f"route: forced {self.route}, the sink's agent says {said}")
+            raise Problem(f"route: forced {self.route}, the receiver's agent says {said}")
         return said

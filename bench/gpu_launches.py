@@ -62,8 +62,8 @@ def pairs() -> Iterator[Pair]:
     yield _pair("latent fp8_ds_v4", *(replace(LATENT, codec="fp8_ds_v4", tp_size=size) for size in (8, 1)))
 
 
-def _pair(name: str, source: Shape, sink: Shape) -> Pair:
-    return Pair(name, source, sink, "")
+def _pair(name: str, sender: Shape, receiver: Shape) -> Pair:
+    return Pair(name, sender, receiver, "")
 
 
 def _of(codec: Any, scale: float) -> Shape:
@@ -105,12 +105,12 @@ def measure(pair: Pair, porter: Any, slots: Any, watch: Stopwatch, rounds: int) 
     """The longest launch of the plan's fullest chunk, of its gather and of its scatter, and how many there are."""
     device = porter.device
     tokens = max(TOKENS, _tokens_of(pair))
-    source = Side(pair.source, ranks_of(pair.source)[0], tokens, device, 1)
-    sink = Side(pair.sink, ranks_of(pair.sink)[0], tokens, device, 2)
-    takes = assign([describe(pair.source, *ranks) for ranks in ranks_of(pair.source)], sink.pool)[0]
-    planned = plan(source.pool, sink.pool, takes, 0, tokens, SLOT_BYTES["cuda"])
+    sender = Side(pair.sender, ranks_of(pair.sender)[0], tokens, device, 1)
+    receiver = Side(pair.receiver, ranks_of(pair.receiver)[0], tokens, device, 2)
+    takes = assign([describe(pair.sender, *ranks) for ranks in ranks_of(pair.sender)], receiver.pool)[0]
+    planned = plan(sender.pool, receiver.pool, takes, 0, tokens, SLOT_BYTES["cuda"])
     fullest = max(range(planned.chunks), key=lambda index: planned.chunk(index).size_bytes)
-    ours, theirs = source.parts(planned, True)[fullest], sink.parts(planned, False)[fullest]
+    ours, theirs = sender.parts(planned, True)[fullest], receiver.parts(planned, False)[fullest]
     slot, kind = slots.span(0, ours.chunk.size_bytes), porter.digests[0]
     found: dict[str, Any] = {"pair": pair.name, "slot_mib": round(slot.size_bytes / 2**20, 1)}
     times: dict[str, list[float]] = {"gather": [], "scatter": []}
@@ -119,10 +119,10 @@ def measure(pair: Pair, porter: Any, slots: Any, watch: Stopwatch, rounds: int) 
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(AHEAD_CYCLES)
             if name == "gather":
-                porter.gather(source.mapped, ours, slot, kind)
+                porter.gather(sender.mapped, ours, slot, kind)
                 digest = over(porter).digest
             else:
-                porter.scatter(sink.mapped, theirs, slot, kind, digest)
+                porter.scatter(receiver.mapped, theirs, slot, kind, digest)
                 over(porter)
             taken = watch.taken()
             if number:  # the first compiles
@@ -131,16 +131,16 @@ def measure(pair: Pair, porter: Any, slots: Any, watch: Stopwatch, rounds: int) 
     for name, taken in times.items():
         ordered = sorted(taken)
         found |= {f"{name}_p50_us": round(ordered[len(ordered) // 2], 1), f"{name}_max_us": round(ordered[-1], 1)}
-    porter.forget(source.mapped)
-    porter.forget(sink.mapped)
+    porter.forget(sender.mapped)
+    porter.forget(receiver.mapped)
     return found
 
 
 def _tokens_of(pair: Pair) -> int:
     """As many as fill a slot on the wire, about."""
-    pool = describe(pair.sink, *ranks_of(pair.sink)[0])
+    pool = describe(pair.receiver, *ranks_of(pair.receiver)[0])
     row = sum(plane.heads * plane.codec.row_bytes for plane in pool.planes)
-    wanted = 2 * SLOT_BYTES["cuda"] // row * pair.sink.cp_size
+    wanted = 2 * SLOT_BYTES["cuda"] // row * pair.receiver.cp_size
     return -(-wanted // 1024) * 1024
 
 

@@ -23,7 +23,7 @@ PROGRESS_DELAY_US = 1000  # 0, NIXL's default, would keep a core spinning
 class NixlEnd:
     """Every public method is a command."""
 
-    def open(self, name: str, device: str, size_bytes: int, is_source: bool) -> dict[str, Any]:
+    def open(self, name: str, device: str, size_bytes: int, is_sender: bool) -> dict[str, Any]:
         """Allocate, register, say how to reach it. The memory comes first: NIXL must find a CUDA context."""
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
         import nixl._bindings as nixl
@@ -31,7 +31,7 @@ class NixlEnd:
         if device != "cpu":
             torch.cuda.set_device(device)
         self._memory = (
-            pattern(size_bytes, device) if is_source else torch.zeros(size_bytes // 8, dtype=torch.int64, device=device)
+            pattern(size_bytes, device) if is_sender else torch.zeros(size_bytes // 8, dtype=torch.int64, device=device)
         )
         if device != "cpu":
             torch.cuda.synchronize()
@@ -78,7 +78,7 @@ class NixlEnd:
             torch.cuda.synchronize()
 
     def check(self, total_bytes: int) -> dict[str, bool]:
-        """Whether the source's first bytes are here, at the same places."""
+        """Whether the sender's first bytes are here, at the same places."""
         expected = pattern(total_bytes, str(self._memory.device))
         return {"is_right": torch.equal(self._memory[: total_bytes // 8], expected)}
 

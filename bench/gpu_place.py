@@ -27,10 +27,10 @@ TOKENS: dict[Extent, tuple[int, ...]] = {
 
 @dataclass(slots=True)
 class Place:
-    """`source` and `sink` are torch devices; equal on a machine with one GPU, "cpu" in a rehearsal."""
+    """`sender` and `receiver` are torch devices; equal on a machine with one GPU, "cpu" in a rehearsal."""
 
-    source: str
-    sink: str
+    sender: str
+    receiver: str
     extent: Extent
     folder: Path
     budget_s: float
@@ -40,7 +40,7 @@ class Place:
 
     @property
     def is_gpu(self) -> bool:
-        return self.source != "cpu"
+        return self.sender != "cpu"
 
     @property
     def shape(self) -> Shape:

@@ -3,9 +3,8 @@
     python bench/gpu_pull.py [--mib 2 128 2048] [--tune] [--smoke] [--out FOLDER]
 
 Llama-8B shape: 32 layers, K and V, 8 heads of 128 numbers, random blocks. First each case is checked against the twin,
-small. The source's pool is on the first GPU, the sink's and the kernel on the last. `call_us` is what a call costs its
-thread. GB/s count the source's bytes. --tune tries
-other tiles. --smoke runs the checks under Triton's interpreter.
+small. The sender's pool is on the first GPU, the receiver's and the kernel on the last. `call_us` is what a call costs
+its thread. GB/s count the sender's bytes. --tune tries other tiles. --smoke runs the checks under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`ranks` sources, one after another, into one sink."""
+    """`ranks` senders, one after another, into one receiver."""
 
     name: str
-    source: Pool
-    sink: Pool
+    sender: Pool
+    receiver: Pool
     ranks: int = 1
 
 
@@ -98,14 +97,14 @@ def segments_of(
 
 
 def chunks_of(
-    case: Case, sources: Sequence[torch.Tensor | Mapped], sink: torch.Tensor | Mapped, tokens: int
+    case: Case, senders: Sequence[torch.Tensor | Mapped], receiver: torch.Tensor | Mapped, tokens: int
 ) -> list[PlacedPull]:
     """A chunk from each rank."""
-    wire = min(case.source.codec, case.sink.codec, key=lambda name: DTYPES[name].itemsize)
-    found, count = [], case.source.heads
-    for rank, memory in enumerate(sources):
-        ours, size = segments_of(case.source, memory, tokens, wire, range(count), rank)
-        theirs, _ = segments_of(case.sink, sink, tokens, wire, range(rank * count, (rank + 1) * count), 9)
+    wire = min(case.sender.codec, case.receiver.codec, key=lambda name: DTYPES[name].itemsize)
+    found, count = [], case.sender.heads
+    for rank, memory in enumerate(senders):
+        ours, size = segments_of(case.sender, memory, tokens, wire, range(count), rank)
+        theirs, _ = segments_of(case.receiver, receiver, tokens, wire, range(rank * count, (rank + 1) * count), 9)
         found.append(PreparedPull(ours, theirs, size).chunk)
     return found
 
@@ -127,10 +126,10 @@ def check(case: Case, home: torch.device, device: torch.device, programs: int | 
     tokens = 200 if device.type == "cuda" else 20
     rng = np.random.default_rng(1)
     contents = [
-        torch.from_numpy(rng.integers(0x20, 0x48, pool_bytes(case.source, tokens), dtype=np.uint8))
+        torch.from_numpy(rng.integers(0x20, 0x48, pool_bytes(case.sender, tokens), dtype=np.uint8))
         for _ in range(case.ranks)
     ]
-    wanted = torch.full((pool_bytes(case.sink, tokens),), 0xA5, dtype=torch.uint8)
+    wanted = torch.full((pool_bytes(case.receiver, tokens),), 0xA5, dtype=torch.uint8)
     found = wanted.to(device)
     held = [content.to(home) for content in contents]
     if home.type == "cuda":
@@ -198,10 +197,10 @@ class Bench:
     def measure(self, case: Case, mib: int, programs: int | None, has_sums: bool, tiling: Tiling | None = None) -> None:
         from kvbridge_kernels.pull import pull
 
-        tokens = mib * MIB // token_bytes(case.source) // case.ranks
+        tokens = mib * MIB // token_bytes(case.sender) // case.ranks
         share = self.ours.numel() // case.ranks // 256 * 256
-        sources = [foreign(self.ours[i * share : (i + 1) * share], self.device) for i in range(case.ranks)]
-        chunks = chunks_of(case, sources, self.theirs, tokens)
+        senders = [foreign(self.ours[i * share : (i + 1) * share], self.device) for i in range(case.ranks)]
+        chunks = chunks_of(case, senders, self.theirs, tokens)
         tilings = {kind: tiling or each for kind, each in TILINGS.items()}
         works = [Work(self.device, 8 * MIB, tilings) for _ in range(ROUNDS * len(chunks))]
         for work in works:
@@ -259,7 +258,7 @@ def run(sizes: Sequence[int], is_tuned: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, nargs="+", default=[2, 128, 2048], help="MiB of the source's rows")
+    parser.add_argument("--mib", type=int, nargs="+", default=[2, 128, 2048], help="MiB of the sender's rows")
     parser.add_argument("--tune", action="store_true", help="other tiles too")
     parser.add_argument("--smoke", action="store_true", help="the checks alone, interpreted, nothing kept")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes")

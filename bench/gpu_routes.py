@@ -1,8 +1,8 @@
 """Every route end to end, through real agents, between engines in processes of their own.
 
-A transfer's time is what the sink's engine waits: from its Want until it reads Done, with the prompt offered before.
-Each pair is checked bit for bit when it is first carried, and its first transfer, which meets the peer and proves the
-route, is told apart from the later ones.
+A transfer's time is what the receiver's engine waits: from its Want until it reads Done, with the prompt offered
+before. Each pair is checked bit for bit when it is first carried, and its first transfer, which meets the peer and
+proves the route, is told apart from the later ones.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _configurations(place: Place, route: str) -> Iterator[tuple[Pair, bool]]:
     names = (MISMATCHED, "equal", *(SMALL if place.extent != "quick" else SMALL[2:]))
     for name in names:
         yield known[name], False
-    if place.source != place.sink and place.extent == "full":
+    if place.sender != place.receiver and place.extent == "full":
         yield known["equal"], True
         yield known[MISMATCHED], True
 
@@ -112,9 +112,9 @@ def _repeats(place: Place, route: str, size_bytes: int) -> int:
 def _configuration(place: Place, fleet: Fleet, pair: Pair, is_same_gpu: bool, rows: list[dict[str, Any]]) -> None:
     """Adds a row as soon as it is measured; `is_exact` once all that was carried was looked at again, at the end."""
     cases = _cases(place, fleet.route, pair)
-    least = LEAST_CAPACITY_BYTES // pair.source.token_bytes if place.is_gpu else 1024
+    least = LEAST_CAPACITY_BYTES // pair.sender.token_bytes if place.is_gpu else 1024
     capacity = max(least, *(-(-case.tokens // 64) * 64 * case.requests for case in cases))
-    where = {"source": place.source, "sink": place.source if is_same_gpu else place.sink}
+    where = {"sender": place.sender, "receiver": place.sender if is_same_gpu else place.receiver}
     ours = []
     with Joined(place, fleet, pair, capacity, is_same_gpu=is_same_gpu) as joined:
         first_s = _first(joined)
@@ -148,7 +148,7 @@ def _figures(pair: Pair, case: Case, told: dict[str, Any]) -> dict[str, Any]:
     timed = spread(seconds[1:])
     return {
         "bytes": size_bytes,
-        "engine_bytes": case.tokens * case.requests * pair.source.token_bytes,
+        "engine_bytes": case.tokens * case.requests * pair.sender.token_bytes,
         "moved_bytes": told["moved_bytes"] // len(seconds),
         "first_s": seconds[0],
         **timed,

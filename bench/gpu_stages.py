@@ -30,8 +30,8 @@ from kvbridge.geometry.shard import common
 from kvbridge.geometry.tokens import BlockTable
 
 IN_FLIGHT = 4
-SOURCE = Shape(name="NHD", axes="LPBTHE", block_tokens=16, blocks=1 << 14, layers=32)
-SINK = Shape(name="HND", axes="LPBHTE", block_tokens=64, blocks=1 << 12, layers=32)
+SENDER = Shape(name="NHD", axes="LPBTHE", block_tokens=16, blocks=1 << 14, layers=32)
+RECEIVER = Shape(name="HND", axes="LPBHTE", block_tokens=64, blocks=1 << 12, layers=32)
 
 
 class OwnMemory:
@@ -50,15 +50,15 @@ class OwnMemory:
         yield Regions(self.memories)
 
 
-def parts(ours: Pool, theirs: Pool, is_source: bool, slot_bytes: int, chunks: int) -> list[Part]:
+def parts(ours: Pool, theirs: Pool, is_sender: bool, slot_bytes: int, chunks: int) -> list[Part]:
     """Chunks of one long request, its blocks in random order."""
-    planner, own = Planner(ours, theirs), ours if is_source else theirs
+    planner, own = Planner(ours, theirs), ours if is_sender else theirs
     group = own.groups[0]
     order = torch.randperm(group.blocks, generator=torch.Generator().manual_seed(0)).tolist()
     tokens = group.blocks * group.block_tokens
     planned = planner.plan(common(ours, theirs), 0, tokens, slot_bytes)
     table = {0: BlockTable.of(group, Blocks(0, 0, tuple(order)))}
-    return [Part(planned, planned.chunk(i % planned.chunks), table, is_source) for i in range(chunks)]
+    return [Part(planned, planned.chunk(i % planned.chunks), table, is_sender) for i in range(chunks)]
 
 
 def rate(porter: GpuBlockCopier, moves: Sequence[Callable[[], int]], size_bytes: int) -> float:
@@ -80,11 +80,11 @@ def rate(porter: GpuBlockCopier, moves: Sequence[Callable[[], int]], size_bytes:
 
 def measure(chunk_bytes: int, chunks: int) -> dict[str, Any]:
     porter = GpuBlockCopier(driver.Gpu.open("cuda:0"), IN_FLIGHT + 1)
-    source, sink = OwnMemory(SOURCE), OwnMemory(SINK)
+    sender, receiver = OwnMemory(SENDER), OwnMemory(RECEIVER)
     with porter.staging(chunk_bytes, IN_FLIGHT) as slots, Staging.pinned(chunk_bytes, IN_FLIGHT) as host:
         found: dict[str, Any] = {"chunk_bytes": chunk_bytes, "chunks": chunks, "in_flight": IN_FLIGHT}
-        out = parts(source.pool, sink.pool, True, chunk_bytes, chunks)
-        into = parts(source.pool, sink.pool, False, chunk_bytes, chunks)
+        out = parts(sender.pool, receiver.pool, True, chunk_bytes, chunks)
+        into = parts(sender.pool, receiver.pool, False, chunk_bytes, chunks)
 
         def spans(i: int, part: Part) -> tuple[Span, Span]:
             size = part.chunk.size_bytes
@@ -92,11 +92,11 @@ def measure(chunk_bytes: int, chunks: int) -> dict[str, Any]:
 
         def gather(i: int, part: Part) -> int:
             slot, pinned = spans(i, part)
-            return porter.gather(source, part, slot, "sum64", pinned)
+            return porter.gather(sender, part, slot, "sum64", pinned)
 
         def scatter(i: int, part: Part) -> int:
             slot, pinned = spans(i, part)
-            return porter.scatter(sink, part, slot, "sum64", 0, pinned)
+            return porter.scatter(receiver, part, slot, "sum64", 0, pinned)
 
         moved = sum(part.chunk.size_bytes for part in out)
         found["gather_to_host"] = rate(porter, [lambda i=i, p=p: gather(i, p) for i, p in enumerate(out)], moved)

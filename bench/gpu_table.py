@@ -52,7 +52,7 @@ class _Kept:
     """The results, to be asked for one figure at a time."""
 
     def __init__(self, results: Mapping[str, Any]) -> None:
-        self.source, self.sink = results["source"], results["sink"]
+        self.sender, self.receiver = results["sender"], results["receiver"]
         self.copies: Rows = results.get("copies", ())
         self.nixl: Rows = results.get("nixl", ())
         self.carried: Rows = results.get("transfers", ())
@@ -60,7 +60,7 @@ class _Kept:
 
     @property
     def has_two(self) -> bool:
-        return bool(self.source != self.sink)
+        return bool(self.sender != self.receiver)
 
     def copy(self, path: str, size_bytes: int) -> Mapping[str, Any] | None:
         return _first(self.copies, path=path, bytes=size_bytes)
@@ -70,11 +70,11 @@ class _Kept:
         return self.copy("between" if self.has_two else "inside", size_bytes)
 
     def transfer(self, route: str, pair: str, size_bytes: int) -> Mapping[str, Any] | None:
-        where = {"source": self.source, "sink": self.sink, "requests": 1}
+        where = {"sender": self.sender, "receiver": self.receiver, "requests": 1}
         return _first(self.carried, route=route, pair=pair, bytes=size_bytes, **where)
 
     def descriptors(self, sgl: str, size_bytes: int, piece_bytes: int) -> Mapping[str, Any] | None:
-        where = {"source": self.source, "sink": self.sink}
+        where = {"sender": self.sender, "receiver": self.receiver}
         return _first(self.nixl, sgl=sgl, bytes=size_bytes, piece_bytes=piece_bytes, **where)
 
 
@@ -94,7 +94,7 @@ def _transfers(kept: _Kept) -> Iterator[Line]:
 
 
 def _wants(kept: _Kept) -> Iterator[Line]:
-    wanted = {"tokens": 16, "requests": 1, "source": kept.source, "sink": kept.sink}
+    wanted = {"tokens": 16, "requests": 1, "sender": kept.sender, "receiver": kept.receiver}
     for route in ("direct", "nixl", "host"):
         for pair in ("equal", MISMATCHED):
             row = _first([row for row in kept.carried if row["n"] >= 100], route=route, pair=pair, **wanted)
@@ -267,7 +267,7 @@ def _lines_of(found: Mapping[str, Any]) -> list[Line]:
         return sglang_lines(found) if "sglang" in found["versions"] else vllm_lines(found)
     if "moves" in found:
         return kernel_lines(found)
-    return lines(found) if "source" in found else [Line(**each) for each in found["goals"]]
+    return lines(found) if "sender" in found else [Line(**each) for each in found["goals"]]
 
 
 if __name__ == "__main__":

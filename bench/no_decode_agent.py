@@ -38,8 +38,8 @@ BLOCKS = 300
 class Traffic:
     """Clients and their proxy. `served` has when each request ended, and whether its prompt was carried."""
 
-    source: EngineProcess
-    sink: EngineProcess
+    sender: EngineProcess
+    receiver: EngineProcess
     served: list[tuple[float, bool]] = field(default_factory=list)
     prefilled: list[float] = field(default_factory=list)
     count: int = 0
@@ -51,10 +51,10 @@ class Traffic:
         while time.monotonic() < end:
             while len(self.prompts) < AT_ONCE:
                 self._begin()
-            for name, result in self.source.take(0.002).items():
+            for name, result in self.sender.take(0.002).items():
                 self.prefilled.append(time.monotonic())
-                self.sink.submit(name, self.prompts[name], 1, result.params)
-            for name, result in self.sink.take(0.002).items():
+                self.receiver.submit(name, self.prompts[name], 1, result.params)
+            for name, result in self.receiver.take(0.002).items():
                 del self.prompts[name]
                 self.served.append((time.monotonic(), result.cached == TOKENS - 1))
                 if is_enough and self.served[-1][1]:
@@ -64,7 +64,7 @@ class Traffic:
         self.count += 1
         name = f"r{self.count}"
         self.prompts[name] = prompt(TOKENS, seed=self.count)
-        self.source.submit(name, self.prompts[name], 1, dict(PREFILL))
+        self.sender.submit(name, self.prompts[name], 1, dict(PREFILL))
 
     def since(self, began: float) -> dict[str, float]:
         """Rates from then until now, and the longest time without a prefill."""
@@ -140,11 +140,11 @@ def main() -> None:
 
 
 def _pair(stack: ExitStack, folder: Path, has_agent: bool) -> tuple[Traffic, list[AgentProcess]]:
-    source, _ = start(stack, folder, "p", "0", has_agent)
-    sink, agents = start(stack, folder, "d", "1", has_agent)
-    source.wait_ready()
-    sink.wait_ready()
-    traffic = Traffic(source, sink)
+    sender, _ = start(stack, folder, "p", "0", has_agent)
+    receiver, agents = start(stack, folder, "d", "1", has_agent)
+    sender.wait_ready()
+    receiver.wait_ready()
+    traffic = Traffic(sender, receiver)
     traffic.run(5)  # until everybody is warm
     return traffic, agents
 

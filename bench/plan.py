@@ -1,7 +1,7 @@
-"""How long one rank takes to plan: 1 M tokens, 128 layers x K and V, 64 source ranks to 64 sink ranks.
+"""How long one rank takes to plan: 1 M tokens, 128 layers x K and V, 64 sender ranks to 64 receiver ranks.
 
-python bench/plan.py prints milliseconds beside the goal of 10 for each pair of layouts; the sink assigns and plans, the
-source only plans.
+python bench/plan.py prints milliseconds beside the goal of 10 for each pair of layouts; the receiver assigns and plans,
+the sender only plans.
 """
 
 from __future__ import annotations
@@ -43,24 +43,28 @@ def milliseconds(act: Callable[[], object], rounds: int = 9) -> float:
     return statistics.median(times) * 1e3
 
 
-def measure(source_shape: Shape, sink_shape: Shape) -> tuple[float, float, int]:
-    """Milliseconds of the sink, of the source, and the chunks of the sink's first plan."""
-    sources = [describe(source_shape, tp) for tp in range(source_shape.tp_size)]
-    sink = describe(sink_shape, sink_shape.tp_size // 2)
+def measure(sender_shape: Shape, receiver_shape: Shape) -> tuple[float, float, int]:
+    """Milliseconds of the receiver, of the sender, and the chunks of the receiver's first plan."""
+    senders = [describe(sender_shape, tp) for tp in range(sender_shape.tp_size)]
+    receiver = describe(receiver_shape, receiver_shape.tp_size // 2)
 
-    def sink_side() -> int:
-        takes = assign(sources, sink)
-        plans = [plan(pool, sink, taken, 0, TOKENS, SLOT_BYTES) for pool, taken in zip(sources, takes, strict=True)]
+    def receiver_side() -> int:
+        takes = assign(senders, receiver)
+        plans = [plan(pool, receiver, taken, 0, TOKENS, SLOT_BYTES) for pool, taken in zip(senders, takes, strict=True)]
         return max(planned.chunks for planned in plans)
 
-    taken, source = next((each, pool) for each, pool in zip(assign(sources, sink), sources, strict=True) if each)
-    return milliseconds(sink_side), milliseconds(lambda: plan(source, sink, taken, 0, TOKENS, SLOT_BYTES)), sink_side()
+    taken, sender = next((each, pool) for each, pool in zip(assign(senders, receiver), senders, strict=True) if each)
+    return (
+        milliseconds(receiver_side),
+        milliseconds(lambda: plan(sender, receiver, taken, 0, TOKENS, SLOT_BYTES)),
+        receiver_side(),
+    )
 
 
 def main() -> None:
     rows = []
     print(f"{TOKENS} tokens, 128 layers x 2 parts, goal {GOAL_MS:.0f} ms a rank")
-    for source_layout, source_block, source_tp, sink_layout, sink_block, sink_tp in CASES:
+    for sender_layout, sender_block, sender_tp, receiver_layout, receiver_block, receiver_tp in CASES:
         shapes = [
             Shape(
                 layout=layout,
@@ -73,14 +77,16 @@ def main() -> None:
                 tp_size=tp,
             )
             for layout, block, tp in (
-                (source_layout, source_block, source_tp),
-                (sink_layout, sink_block, sink_tp),
+                (sender_layout, sender_block, sender_tp),
+                (receiver_layout, receiver_block, receiver_tp),
             )
         ]
-        sink_ms, source_ms, chunks = measure(*shapes)
-        pair = f"{source_layout} block {source_block} tp {source_tp} -> {sink_layout} block {sink_block} tp {sink_tp}"
-        print(f"{pair}: sink {sink_ms:.2f} ms, source {source_ms:.2f} ms, {chunks} chunks")
-        rows.append({"pair": pair, "sink_ms": round(sink_ms, 2), "source_ms": round(source_ms, 2), "chunks": chunks})
+        receiver_ms, sender_ms, chunks = measure(*shapes)
+        pair = f"{sender_layout} block {sender_block} tp {sender_tp} -> {receiver_layout} block {receiver_block} tp {receiver_tp}"
+        print(f"{pair}: receiver {receiver_ms:.2f} ms, sender {sender_ms:.2f} ms, {chunks} chunks")
+        rows.append(
+            {"pair": pair, "receiver_ms": round(receiver_ms, 2), "sender_ms": round(sender_ms, 2), "chunks": chunks}
+        )
     write("plan", {"tokens": TOKENS, "goal_ms": GOAL_MS, "rows": rows})
 
 

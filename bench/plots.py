@@ -68,7 +68,7 @@ LOADS = (
 def rates(found: Mapping[str, Any], path: Path) -> None:
     """GB/s end to end, mismatched pools, one request, on logarithmic axes."""
     figure, axes = pyplot.subplots(figsize=(8.4, 4.8))
-    where = {"source": found["source"], "sink": found["sink"]}
+    where = {"sender": found["sender"], "receiver": found["receiver"]}
     for route, color in COLORS.items():
         rows = _rows(found.get("transfers", ()), route=route, pair=MISMATCHED, requests=1, **where)
         _line(
@@ -79,8 +79,8 @@ def rates(found: Mapping[str, Any], path: Path) -> None:
             marker="o",
             linewidth=2,
         )
-    copy = "between" if found["source"] != found["sink"] else "inside"
-    title = f"copy {found['source']} to {found['sink']}" if copy == "between" else "copy inside the GPU"
+    copy = "between" if found["sender"] != found["receiver"] else "inside"
+    title = f"copy {found['sender']} to {found['receiver']}" if copy == "between" else "copy inside the GPU"
     _line(axes, _rows(found.get("copies", ()), path=copy), title, color=INK, linestyle="--")
     _line(
         axes, _rows(found.get("copies", ()), path="to host"), "copy to pinned host memory", color=FAINT, linestyle="--"

@@ -128,7 +128,7 @@ class Running:
     def carried(self) -> float | None:
         """KV bytes that the decode side has taken over so far; None where nobody says."""
         if self.agents:
-            return self.agents["decode"].status.counters.get("kvbridge_wire_bytes_total{role=sink}", 0.0)
+            return self.agents["decode"].status.counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0)
         decode = self.servers.get("decode")
         if decode is None or not (told := _metric(decode, "vllm:nixl_bytes_transferred_sum")):
             return None

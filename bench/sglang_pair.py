@@ -48,8 +48,8 @@ class Pair:
     """One backend's two servers."""
 
     name: str
-    source: Server
-    sink: Server
+    sender: Server
+    receiver: Server
     times: Path
 
     def once(self, tokens: list[int], room: int) -> dict[str, float]:
@@ -58,13 +58,13 @@ class Pair:
             "input_ids": tokens,
             "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
             "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self.source.bootstrap_port,
+            "bootstrap_port": self.sender.bootstrap_port,
             "bootstrap_room": room,
         }
         started = time.perf_counter()
         with ThreadPoolExecutor(1) as pool:
-            given = pool.submit(self.source.generate, body)
-            status, said = self.sink.generate(body)
+            given = pool.submit(self.sender.generate, body)
+            status, said = self.receiver.generate(body)
             ttft = time.perf_counter() - started
             assert given.result()[0] == 200 and status == 200, (given.result(), said)
         return {"ttft": ttft, **self._timed(room)}
@@ -76,7 +76,7 @@ class Pair:
             lines = [json.loads(line) for line in self.times.read_text().splitlines()]
             sent, taken = ([x["at_s"] for x in lines if x["side"] == side] for side in ("prefill", "decode"))
             reported = [x["latency_ms"] / 1e3 for x in lines if x["side"] == "reported"]
-            ranks = self.source.config.tensor_parallel_size, self.sink.config.tensor_parallel_size
+            ranks = self.sender.config.tensor_parallel_size, self.receiver.config.tensor_parallel_size
             if (len(sent), len(taken), len(reported)) == (*ranks, ranks[0]):
                 break
             assert time.monotonic() < end, (room, lines)
@@ -162,7 +162,7 @@ def main() -> None:
             ranks = tuple(map(int, said.split(":")))
             with ExitStack() as stack:
                 pairs = [start(stack, folder, backend, ranks) for backend in chosen.backends.split(",")]
-                for server in (each for pair in pairs for each in (pair.source, pair.sink)):
+                for server in (each for pair in pairs for each in (pair.sender, pair.receiver)):
                     server.wait_ready()
                 for length in map(int, chosen.lengths.split(",")):
                     rows += report(length, ranks, measure(pairs, length, chosen.repeats))

@@ -4,8 +4,8 @@
 
 In every round some thousand requests flow and one thing goes wrong, as the seed says: a process is killed or stands
 still for longer than any limit, connections are cut, requests are given up. One of the two agents (even seeds: the
-sink's) is never killed; of that one the resident memory, the descriptors and the slots are kept account of. Agents of
-the seeds 2, 3, 6, 7 and so on speak CURVE, each with a key of its own.
+receiver's) is never killed; of that one the resident memory, the descriptors and the slots are kept account of. Agents
+of the seeds 2, 3, 6, 7 and so on speak CURVE, each with a key of its own.
 
 Each run is added to bench/results/soak.json. `lost` are requests that never ended; `unanswered` those that an engine
 had to give up although its agent was neither stopped nor killed in that round; `corrupted` are elements that are not
@@ -109,10 +109,10 @@ class Soak:
         world, fault = self.world, self.chance.choice(FAULTS)
         self.faults[fault] += 1
         world.calm()
-        before = self._audited()["sink"]
+        before = self._audited()["receiver"]
         world.begin(ROUND, abandon=0.3 if fault == "abandon" else 0.01)
         time.sleep(self.chance.uniform(0.05, 1.5))
-        if self._spoil(fault) == "sink":
+        if self._spoil(fault) == "receiver":
             before = {"begun": 0, "ends": {}}  # that engine took its requests along
         time.sleep(0.5)
         for side in world.sides.values():
@@ -120,7 +120,7 @@ class Soak:
         self._count(before)
         self._serves()
         world.is_clean()
-        before = self._audited()["sink"]
+        before = self._audited()["receiver"]
         world.begin(ROUND, abandon=0.01)
         self._count(before)
         world.is_clean()
@@ -139,7 +139,7 @@ class Soak:
             assert time.monotonic() < end, "an engine does not come back"
             time.sleep(0.05)
         while True:
-            before = Counter(self._audited()["sink"]["ends"])
+            before = Counter(self._audited()["receiver"]["ends"])
             self.world.begin(100)
             ended = Counter(self._drained()["ends"]) - before
             self.ends += ended
@@ -196,7 +196,7 @@ class Soak:
             for side in self.world.sides.values():
                 self._listen(side)
             if not any(each["open"] or each["waiting"] for each in audited.values()):
-                return audited["sink"]
+                return audited["receiver"]
             assert time.monotonic() < end, f"requests do not end: {audited}"
             time.sleep(0.05)
 
@@ -214,7 +214,7 @@ def resident_bytes(pid: int) -> int:
 def may_keep(deaths: int) -> int:
     """Descriptors of ended connections that UCX may have left open after so many deaths of the other agent.
 
-    Of one death UCX_KEEPS; but after 67 deaths of the sink's agent they were 3 in all, after 113 of the source's 1.
+    Of one death UCX_KEEPS; but after 67 deaths of the receiver's agent they were 3 in all, after 113 of the sender's 1.
     """
     return UCX_KEEPS + deaths // 4 if deaths else 0
 

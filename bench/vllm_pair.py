@@ -39,25 +39,25 @@ class Pair:
     """One connector's two engines."""
 
     name: str
-    source: EngineProcess
-    sink: EngineProcess
+    sender: EngineProcess
+    receiver: EngineProcess
 
     def once(self, tokens: list[int], request: str) -> float:
         """Seconds from handing the prefilled request to the decode engine until its first token."""
-        prefilled = self.source.run(f"p-{self.name}-{request}", tokens, 1, dict(PREFILL))
+        prefilled = self.sender.run(f"p-{self.name}-{request}", tokens, 1, dict(PREFILL))
         assert prefilled.params, prefilled
         started = time.perf_counter()
-        answer = self.sink.run(f"d-{self.name}-{request}", tokens, 1, prefilled.params)
+        answer = self.receiver.run(f"d-{self.name}-{request}", tokens, 1, prefilled.params)
         seconds = time.perf_counter() - started
         assert len(answer.tokens) == 1, answer
         return seconds
 
 
-def start(stack: ExitStack, folder: Path, name: str, sink_block: int) -> Pair:
+def start(stack: ExitStack, folder: Path, name: str, receiver_block: int) -> Pair:
     model = str(folder / "model")
     base = EngineConfig(model=model, max_model_len=16384, max_num_batched_tokens=16384)
     engines = []
-    for side, core, block in (("p", "0", 32), ("d", "1", sink_block)):
+    for side, core, block in (("p", "0", 32), ("d", "1", receiver_block)):
         more: dict[str, object] = {"num_gpu_blocks_override": TOKENS // block}
         config = replace(base, block_size=block, cores=core, more=more)
         if name == "kvbridge":
@@ -86,7 +86,7 @@ def measure(pair: Pair, length: int, repeats: int) -> dict[str, list[float]]:
         found[pair.name].append(pair.once(tokens, f"{length}-{repeat}"))
         for name, prompt_tokens in (("floor", tokens[:2]), ("alone", tokens)):
             started = time.perf_counter()
-            pair.sink.run(f"{name}-{length}-{repeat}", prompt_tokens, 1)
+            pair.receiver.run(f"{name}-{length}-{repeat}", prompt_tokens, 1)
             found[name].append(time.perf_counter() - started)
     return found
 

@@ -102,12 +102,16 @@ class ToyEngine:
             pieces = (Blocks(0, offered, tuple(more)),) if more else ()
             offered += len(more)
             is_last = end == len(prompt)
-            self.talk.offer(Offer(room=request, request=request, tokens=end, blocks=pieces, is_last=is_last, hold_s=30))
+            self.talk.offer(
+                Offer(rendezvous=request, request=request, tokens=end, blocks=pieces, is_last=is_last, hold_s=30)
+            )
 
-    def fetch(self, name: str, source: str, end: int) -> None:
+    def fetch(self, name: str, sender: str, end: int) -> None:
         self.allocate(name, end)
         table = (Blocks(0, 0, tuple(self.blocks[name])),)
-        want = Want(request=name, room=name, source=source, first_token=0, end_token=end, blocks=table, deadline_s=20)
+        want = Want(
+            request=name, rendezvous=name, sender=sender, first_token=0, end_token=end, blocks=table, deadline_s=20
+        )
         self.talk.want(want)
 
     def step(self) -> None:
@@ -121,22 +125,22 @@ class ToyEngine:
 
 def main(prefill_socket: str, decode_socket: str) -> None:
     prompt = torch.randint(0, 1000, (100,))
-    source = ToyEngine("prefill", prefill_socket, block_tokens=16, dtype=torch.bfloat16, heads_first=False)
-    sink = ToyEngine("decode", decode_socket, block_tokens=24, dtype=torch.float32, heads_first=True)
-    with source.talk, sink.talk:
-        source.attach()
-        sink.attach()
-        sink.fetch("prompt 1", source.talk.address, len(prompt) - 1)  # the last token is computed in any case
-        source.prefill("prompt 1", prompt)
-        while "prompt 1" not in source.ended or "prompt 1" not in sink.ended:
-            source.step()
-            sink.step()
+    sender = ToyEngine("prefill", prefill_socket, block_tokens=16, dtype=torch.bfloat16, heads_first=False)
+    receiver = ToyEngine("decode", decode_socket, block_tokens=24, dtype=torch.float32, heads_first=True)
+    with sender.talk, receiver.talk:
+        sender.attach()
+        receiver.attach()
+        receiver.fetch("prompt 1", sender.talk.address, len(prompt) - 1)  # the last token is computed in any case
+        sender.prefill("prompt 1", prompt)
+        while "prompt 1" not in sender.ended or "prompt 1" not in receiver.ended:
+            sender.step()
+            receiver.step()
             time.sleep(0.001)
-        fetched = sink.ended["prompt 1"]
+        fetched = receiver.ended["prompt 1"]
         if not fetched.is_good:  # never an error: what cannot be fetched is computed here
             print(f"not fetched: {fetched.code}: {fetched.reason}")
-            sink.compute("prompt 1", prompt, 0, len(prompt) - 1)
-        same = torch.equal(sink.read("prompt 1", len(prompt) - 1), kv_of(prompt[:-1]).float())
+            receiver.compute("prompt 1", prompt, 0, len(prompt) - 1)
+        same = torch.equal(receiver.read("prompt 1", len(prompt) - 1), kv_of(prompt[:-1]).float())
         print(f"{fetched.moved_bytes} bytes fetched; all numbers of 99 tokens are {'right' if same else 'WRONG'}")
 
 

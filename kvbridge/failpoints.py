@@ -1,7 +1,7 @@
 """Named places in the life of a block where a test makes this very process die, stand still, be slow or fail.
 
-`KVBRIDGE_FAILPOINTS="source.gathered=kill@3,sink.done_told=pause:0.5"`: at the third gather, kill ourselves; after the
-first Done, stand still for half a second. Each fires once, the @n-th time (the first if none is said) its place is
+`KVBRIDGE_FAILPOINTS="sender.gathered=kill@3,receiver.done_told=pause:0.5"`: at the third gather, kill ourselves; after
+the first Done, stand still for half a second. Each fires once, the @n-th time (the first if none is said) its place is
 passed. Off, a place costs one look at a global: the one in this house, for it must be reachable from everywhere and
 cost nothing. Imports nothing that an engine may not have.
 """
@@ -18,7 +18,7 @@ from typing import Literal
 from .errors import EngineError, FabricError, KVBridgeError, OperatorError
 
 VARIABLE = "KVBRIDGE_FAILPOINTS"
-Process = Literal["source agent", "sink agent", "either agent", "source engine", "sink engine", "either engine"]
+Process = Literal["sender agent", "receiver agent", "either agent", "sender engine", "receiver engine", "either engine"]
 Way = Literal["any", "slots", "pull"]
 Action = Literal["kill", "stop", "pause", "fail"]
 ACTIONS: tuple[Action, ...] = ("kill", "stop", "pause", "fail")
@@ -41,56 +41,74 @@ class Place:
 PLACES: dict[str, Place] = {
     # The engine, in adapters/engine/client.py:
     "engine.attach_sent": Place("either engine", "Attach is queued with its descriptors; no answer yet"),
-    "engine.offer_sent": Place("source engine", "an Offer is queued; the agent may gather from now on"),
-    "engine.withdraw_sent": Place("source engine", "an offer is taken back; its blocks may be read until Released"),
-    "engine.want_sent": Place("sink engine", "a Want is queued; the agent may scatter from now on"),
-    "engine.abandon_sent": Place("sink engine", "a want is given up; blocks stay the agent's until Failed"),
-    "engine.done_heard": Place("sink engine", "Done has come; the request does not know yet"),
-    "engine.released_heard": Place("source engine", "Released has come; the blocks are not reused yet"),
+    "engine.offer_sent": Place("sender engine", "an Offer is queued; the agent may gather from now on"),
+    "engine.withdraw_sent": Place("sender engine", "an offer is taken back; its blocks may be read until Released"),
+    "engine.want_sent": Place("receiver engine", "a Want is queued; the agent may scatter from now on"),
+    "engine.abandon_sent": Place("receiver engine", "a want is given up; blocks stay the agent's until Failed"),
+    "engine.done_heard": Place("receiver engine", "Done has come; the request does not know yet"),
+    "engine.released_heard": Place("sender engine", "Released has come; the blocks are not reused yet"),
     "engine.detach_sent": Place("either engine", "Detach is queued; the agent still maps the memory"),
     # Attaching, and its end:
     "agent.attaching": Place("either agent", "an engine's memory is mapped, nobody knows of it yet", EngineError),
     "agent.attached": Place("either agent", "Attached is said, the epoch has begun"),
     "agent.leaving": Place("either agent", "the engine's requests are ended, its memory is still mapped"),
     # Sessions:
-    "source.hello_received": Place("source agent", "a sink greets; nothing is proved"),
-    "source.probed": Place("source agent", "the pattern is in the sink's lane, the sink does not know", way="slots"),
-    "source.welcome_sent": Place("source agent", "the session is open here, not yet at the sink"),
-    "sink.welcome_received": Place("sink agent", "the source has agreed, we have not looked for its pattern"),
-    "source.memory_handed": Place("source agent", "a sink has handles to our engine's memory: it may read", way="pull"),
-    "sink.memory_opened": Place("sink agent", "the source's engine's memory is mapped, no session is open", way="pull"),
+    "sender.hello_received": Place("sender agent", "a receiver greets; nothing is proved"),
+    "sender.probed": Place(
+        "sender agent", "the pattern is in the receiver's lane, the receiver does not know", way="slots"
+    ),
+    "sender.welcome_sent": Place("sender agent", "the session is open here, not yet at the receiver"),
+    "receiver.welcome_received": Place("receiver agent", "the sender has agreed, we have not looked for its pattern"),
+    "sender.memory_handed": Place(
+        "sender agent", "a receiver has handles to our engine's memory: it may read", way="pull"
+    ),
+    "receiver.memory_opened": Place(
+        "receiver agent", "the sender's engine's memory is mapped, no session is open", way="pull"
+    ),
     # Asking:
-    "sink.want_heard": Place("sink agent", "our engine wants; nothing is claimed"),
-    "source.offer_heard": Place("source agent", "our engine offers; nothing is gathered"),
-    "sink.claim_sent": Place("sink agent", "a Claim has left, perhaps with leases: slots may be written"),
-    "source.claim_received": Place("source agent", "a Claim is heard; nothing is gathered for it"),
-    "sink.grant_sent": Place("sink agent", "more slots are lent", way="slots"),
+    "receiver.want_heard": Place("receiver agent", "our engine wants; nothing is claimed"),
+    "sender.offer_heard": Place("sender agent", "our engine offers; nothing is gathered"),
+    "receiver.claim_sent": Place("receiver agent", "a Claim has left, perhaps with leases: slots may be written"),
+    "sender.claim_received": Place("sender agent", "a Claim is heard; nothing is gathered for it"),
+    "receiver.grant_sent": Place("receiver agent", "more slots are lent", way="slots"),
     # Moving:
-    "source.gather_begun": Place("source agent", "the engine's blocks are about to be read", FabricError, way="slots"),
-    "source.gathered": Place("source agent", "a chunk is in our slot, the loop has not heard of it", way="slots"),
-    "source.write_begun": Place("source agent", "nothing of a gathered chunk has left", FabricError, way="slots"),
-    "source.write_posted": Place("source agent", "a write is under way: it may land at any time", way="slots"),
-    "source.write_ended": Place("source agent", "a write has ended, the loop has not heard of it", way="slots"),
-    "sink.notice_landed": Place("sink agent", "a chunk has landed and counts; its slot is ours again", way="slots"),
-    "sink.scatter_begun": Place("sink agent", "the engine's blocks are about to be written", EngineError, way="slots"),
-    "sink.scattered": Place("sink agent", "rows are in the engine's blocks, nothing has been said of it", way="slots"),
+    "sender.gather_begun": Place("sender agent", "the engine's blocks are about to be read", FabricError, way="slots"),
+    "sender.gathered": Place("sender agent", "a chunk is in our slot, the loop has not heard of it", way="slots"),
+    "sender.write_begun": Place("sender agent", "nothing of a gathered chunk has left", FabricError, way="slots"),
+    "sender.write_posted": Place("sender agent", "a write is under way: it may land at any time", way="slots"),
+    "sender.write_ended": Place("sender agent", "a write has ended, the loop has not heard of it", way="slots"),
+    "receiver.notice_landed": Place(
+        "receiver agent", "a chunk has landed and counts; its slot is ours again", way="slots"
+    ),
+    "receiver.scatter_begun": Place(
+        "receiver agent", "the engine's blocks are about to be written", EngineError, way="slots"
+    ),
+    "receiver.scattered": Place(
+        "receiver agent", "rows are in the engine's blocks, nothing has been said of it", way="slots"
+    ),
     # Pulling:
-    "source.tables_sent": Place("source agent", "a lease is promised: blocks may be read until it ends", way="pull"),
-    "sink.tables_heard": Place("sink agent", "the source's blocks are told, nothing of them is read", way="pull"),
-    "sink.read_begun": Place("sink agent", "the source's blocks are about to be read into ours", FabricError, "pull"),
-    "sink.read_ended": Place("sink agent", "rows are in our blocks; whether they count is not looked at", way="pull"),
-    "sink.renewal_sent": Place("sink agent", "the lease is asked for again, while we read", way="pull"),
-    "source.renewal_heard": Place("source agent", "a renewal is heard, our engine may have said something", way="pull"),
-    "source.withdraw_heard": Place("source agent", "an offer is taken back that a sink may still read", way="pull"),
+    "sender.tables_sent": Place("sender agent", "a lease is promised: blocks may be read until it ends", way="pull"),
+    "receiver.tables_heard": Place(
+        "receiver agent", "the sender's blocks are told, nothing of them is read", way="pull"
+    ),
+    "receiver.read_begun": Place(
+        "receiver agent", "the sender's blocks are about to be read into ours", FabricError, "pull"
+    ),
+    "receiver.read_ended": Place(
+        "receiver agent", "rows are in our blocks; whether they count is not looked at", way="pull"
+    ),
+    "receiver.renewal_sent": Place("receiver agent", "the lease is asked for again, while we read", way="pull"),
+    "sender.renewal_heard": Place("sender agent", "a renewal is heard, our engine may have said something", way="pull"),
+    "sender.withdraw_heard": Place("sender agent", "an offer is taken back that a receiver may still read", way="pull"),
     # Ending:
-    "sink.done_told": Place("sink agent", "Done is said to our engine, Settled not yet to the source"),
-    "sink.settled_sent": Place("sink agent", "Settled has left"),
-    "source.settled_heard": Place("source agent", "the sink has all rows"),
-    "sink.cancel_sent": Place("sink agent", "a Cancel has left; what was lent may still be written"),
-    "source.cancel_received": Place("source agent", "a Cancel is heard; writes may be under way"),
-    "source.drained_sent": Place("source agent", "Drained has left: nothing of that transfer is written any more"),
-    "sink.drained_heard": Place("sink agent", "Drained is heard, the slots are not free yet"),
-    "source.released_told": Place("source agent", "Released is said: the engine reuses its blocks"),
+    "receiver.done_told": Place("receiver agent", "Done is said to our engine, Settled not yet to the sender"),
+    "receiver.settled_sent": Place("receiver agent", "Settled has left"),
+    "sender.settled_heard": Place("sender agent", "the receiver has all rows"),
+    "receiver.cancel_sent": Place("receiver agent", "a Cancel has left; what was lent may still be written"),
+    "sender.cancel_received": Place("sender agent", "a Cancel is heard; writes may be under way"),
+    "sender.drained_sent": Place("sender agent", "Drained has left: nothing of that transfer is written any more"),
+    "receiver.drained_heard": Place("receiver agent", "Drained is heard, the slots are not free yet"),
+    "sender.released_told": Place("sender agent", "Released is said: the engine reuses its blocks"),
 }
 
 

@@ -40,7 +40,7 @@ TO_INFINITY = torch.finfo(torch.float32).max / 464.0
 MOST_IN_ROW = LARGEST["bf16"]
 # Of a row of zeros; what is lost below it no other codec here but bf16 and fp32 could hold.
 SMALLEST_SCALE = 2.0**-100
-# fp32 working tile: 256 KiB stays in a core's L2 beside its source (1 MiB on the machines measured).
+# fp32 working tile: 256 KiB stays in a core's L2 beside its sender (1 MiB on the machines measured).
 TILE_ELEMENTS = 1 << 16
 
 
@@ -85,13 +85,13 @@ class Cast:
         return memory_bytes // self.memory.dtype.itemsize * self.wire.dtype.itemsize
 
 
-def cast(source: torch.Tensor, target: torch.Tensor, old: Number, new: Number, scratch: Scratch | None = None) -> None:
-    """Fill `target` with the numbers of `source`, both uint8 [planes, heads, bytes], the last two axes dense."""
+def cast(sender: torch.Tensor, target: torch.Tensor, old: Number, new: Number, scratch: Scratch | None = None) -> None:
+    """Fill `target` with the numbers of `sender`, both uint8 [planes, heads, bytes], the last two axes dense."""
     scratch = scratch or Scratch()
     scales = [number.table for number in (old, new)]
     if all(scale is None or scale.shape[1] == 1 for scale in scales):
-        source, target = source.flatten(1).unsqueeze(1), target.flatten(1).unsqueeze(1)
-    stored, wanted = source.view(old.dtype), target.view(new.dtype)
+        sender, target = sender.flatten(1).unsqueeze(1), target.flatten(1).unsqueeze(1)
+    stored, wanted = sender.view(old.dtype), target.view(new.dtype)
     for tile in _tiles(*stored.shape):
         old_scale, new_scale = (None if scale is None else _of_tile(scale, tile) for scale in scales)
         values = _work("values", torch.float32, stored[tile], scratch)
@@ -100,13 +100,13 @@ def cast(source: torch.Tensor, target: torch.Tensor, old: Number, new: Number, s
 
 
 def cast_rows(
-    source: torch.Tensor, target: torch.Tensor, scales: torch.Tensor, old: Number, name: str, scratch: Scratch
+    sender: torch.Tensor, target: torch.Tensor, scales: torch.Tensor, old: Number, name: str, scratch: Scratch
 ) -> None:
     """As cast, from and to uint8 [planes, rows, bytes], each row under a scale of its own; those go to `scales`.
 
     `scales` is fp32 [planes, rows].
     """
-    stored, wanted = source.view(old.dtype), target.view(DTYPES[name])
+    stored, wanted = sender.view(old.dtype), target.view(DTYPES[name])
     assert stored.shape[2] <= TILE_ELEMENTS
     for tile in _tiles(*stored.shape):
         old_scale = None if old.table is None else _of_tile(old.table, tile)

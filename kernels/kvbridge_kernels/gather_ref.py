@@ -90,15 +90,15 @@ def _gather_route(field: Field, route: Route, slot: torch.Tensor, scratch: Scrat
     memory, rows = ends(field, route, slot)
     index, detour = route.piece.index, route.detour
     if detour is None:
-        source, target = views(memory, rows, route.direct)
-        torch.index_select(source, 0, index, out=target)
+        sender, target = views(memory, rows, route.direct)
+        torch.index_select(sender, 0, index, out=target)
         return
     between = scratch.take("order", detour.size_bytes * index.numel(), slot.device)
     dense = End(between, 0, index.numel(), detour.size_bytes)
-    source, target = views(memory, dense, detour.to_scratch)
-    torch.index_select(source, 0, index, out=target)
-    source, target = views(dense, rows, detour.to_slot)
-    target.copy_(source)
+    sender, target = views(memory, dense, detour.to_scratch)
+    torch.index_select(sender, 0, index, out=target)
+    sender, target = views(dense, rows, detour.to_slot)
+    target.copy_(sender)
 
 
 def ends(field: Field, route: Route, slot: torch.Tensor) -> tuple[End, End]:

@@ -1,4 +1,5 @@
-"""What a pull is made of: segments of the source's memory and of the sink's that meet in one slot which nobody makes.
+"""What a pull is made of: segments of the sender's memory and of the receiver's that meet in one slot which nobody
+makes.
 
 Both sides' segments of a chunk lie at the same places of its slot. So the slot says which plane belongs to which, and
 where each row counts in the digest; the rows themselves go from memory to memory.
@@ -20,104 +21,110 @@ from .segment import Segment, Span
 class Pair(NamedTuple):
     """The same rows as they lie in both memories: as many planes, heads and places, at one place of the slot."""
 
-    source: Segment
-    sink: Segment
+    sender: Segment
+    receiver: Segment
 
 
 class PulledGroup(NamedTuple):
-    """Planes that one launch pulls; record for record those of the source and of the sink."""
+    """Planes that one launch pulls; record for record those of the sender and of the receiver."""
 
-    source: Packed
-    sink: Packed
+    sender: Packed
+    receiver: Packed
 
 
 class PlacedPull(NamedTuple):
     """A recipe with places: what a pull moves."""
 
     recipe: PreparedPull
-    sources: Sequence[Places]
-    sinks: Sequence[Places]
+    senders: Sequence[Places]
+    receivers: Sequence[Places]
 
     def pairs(self) -> Iterator[Pair]:
         """With these places."""
         recipe = self.recipe
-        ours = dict(zip(map(id, recipe.source.places), self.sources, strict=True))
-        theirs = dict(zip(map(id, recipe.sink.places), self.sinks, strict=True))
-        for source, sink in recipe.pairs:
-            yield Pair(replace(source, places=ours[id(source.places)]), replace(sink, places=theirs[id(sink.places)]))
+        ours = dict(zip(map(id, recipe.sender.places), self.senders, strict=True))
+        theirs = dict(zip(map(id, recipe.receiver.places), self.receivers, strict=True))
+        for sender, receiver in recipe.pairs:
+            yield Pair(
+                replace(sender, places=ours[id(sender.places)]), replace(receiver, places=theirs[id(receiver.places)])
+            )
 
 
 class PreparedPull:
-    """Segments of a chunk of `size_bytes` as its source and its sink see them, but for their places.
+    """Segments of a chunk of `size_bytes` as its sender and its receiver see them, but for their places.
 
     Several chunks may be one, their slots one behind the other: planes alike then share launches. ValueError where
     something does not fit, in one memory or between the two.
     """
 
-    def __init__(self, sources: Sequence[Segment], sinks: Sequence[Segment], size_bytes: int) -> None:
+    def __init__(self, senders: Sequence[Segment], receivers: Sequence[Segment], size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self.source, self.sink = Lists(), Lists()
-        self.pairs = pairs(sources, sinks)
+        self.sender, self.receiver = Lists(), Lists()
+        self.pairs = pairs(senders, receivers)
         groups: dict[object, tuple[LaunchGroup, LaunchGroup]] = {}
         span = Span(0, size_bytes)
         for pair in self.pairs:
-            ours, our_number = self.source.add(pair.source, span)
-            theirs, their_number = self.sink.add(pair.sink, span)
-            places = pair.source.places.count
+            ours, our_number = self.sender.add(pair.sender, span)
+            theirs, their_number = self.receiver.add(pair.receiver, span)
+            places = pair.sender.places.count
             group = groups.get((ours, theirs, places))
             if group is None:
                 check_pair(pair, ours, theirs)
                 group = groups[ours, theirs, places] = LaunchGroup(ours, places), LaunchGroup(theirs, places)
-            group[0].add(pair.source, our_number)
-            group[1].add(pair.sink, their_number)
-        self.groups = [PulledGroup(source.pack(), sink.pack()) for source, sink in groups.values()]
+            group[0].add(pair.sender, our_number)
+            group[1].add(pair.receiver, their_number)
+        self.groups = [PulledGroup(sender.pack(), receiver.pack()) for sender, receiver in groups.values()]
 
-    def at(self, sources: Sequence[Places], sinks: Sequence[Places]) -> PlacedPull:
-        """With these instead of `source.places` and `sink.places`, one for one and as many each."""
-        self.source.check(sources)
-        self.sink.check(sinks)
-        return PlacedPull(self, sources, sinks)
+    def at(self, senders: Sequence[Places], receivers: Sequence[Places]) -> PlacedPull:
+        """With these instead of `sender.places` and `receiver.places`, one for one and as many each."""
+        self.sender.check(senders)
+        self.receiver.check(receivers)
+        return PlacedPull(self, senders, receivers)
 
     @property
     def chunk(self) -> PlacedPull:
         """With the places of its segments."""
-        return PlacedPull(self, self.source.places, self.sink.places)
+        return PlacedPull(self, self.sender.places, self.receiver.places)
 
 
-def pairs(sources: Sequence[Segment], sinks: Sequence[Segment]) -> list[Pair]:
+def pairs(senders: Sequence[Segment], receivers: Sequence[Segment]) -> list[Pair]:
     """The planes that meet, as many at once as lie alike on both sides. ValueError where one meets nothing."""
-    ends = {start: (number, plane) for number, sink in enumerate(sinks) for plane, start in enumerate(_starts(sink))}
+    ends = {
+        start: (number, plane)
+        for number, receiver in enumerate(receivers)
+        for plane, start in enumerate(_starts(receiver))
+    }
     found: list[Pair] = []
-    for source in sources:
-        starts, first = _starts(source), 0
+    for sender in senders:
+        starts, first = _starts(sender), 0
         while first < len(starts):
             if starts[first] not in ends:
-                raise ValueError(f"source: a plane at byte {starts[first]} of the slot, the sink has none there")
+                raise ValueError(f"sender: a plane at byte {starts[first]} of the slot, the receiver has none there")
             number, plane = ends.pop(starts[first])
             count = 1
             while first + count < len(starts) and ends.get(starts[first + count]) == (number, plane + count):
                 del ends[starts[first + count]]
                 count += 1
-            found.append(Pair(planes_of(source, first, count), planes_of(sinks[number], plane, count)))
+            found.append(Pair(planes_of(sender, first, count), planes_of(receivers[number], plane, count)))
             first += count
     if ends:
-        raise ValueError(f"sink: a plane at byte {min(ends)} of the slot, the source has none there")
+        raise ValueError(f"receiver: a plane at byte {min(ends)} of the slot, the sender has none there")
     return found
 
 
-def check_pair(pair: Pair, source: Form, sink: Form) -> None:
+def check_pair(pair: Pair, sender: Form, receiver: Form) -> None:
     """ValueError with both values where rows of the one cannot become rows of the other."""
     ours, theirs = (
         (form.heads, segment.places.count, form.wire_row_bytes)
-        for form, segment in ((source, pair.source), (sink, pair.sink))
+        for form, segment in ((sender, pair.sender), (receiver, pair.receiver))
     )
     if ours != theirs:
-        raise ValueError(f"heads, places and bytes of a row: {ours} of the source, {theirs} of the sink")
-    names = {form.codecs[1] for form in (source, sink) if form.codecs is not None}
+        raise ValueError(f"heads, places and bytes of a row: {ours} of the sender, {theirs} of the receiver")
+    names = {form.codecs[1] for form in (sender, receiver) if form.codecs is not None}
     if len(names) > 1:
-        raise ValueError(f"on the way: {sorted(names)}, the source's and the sink's must be one")
+        raise ValueError(f"on the way: {sorted(names)}, the sender's and the receiver's must be one")
     for name in names:
-        for form in (source, sink):
+        for form in (sender, receiver):
             if form.codecs is None and form.run_bytes % DTYPES[name].itemsize:
                 raise ValueError(f"on the way: {name}, of a side that is not converted {form.run_bytes} bytes at once")
 

@@ -26,23 +26,23 @@ class Cut(NamedTuple):
     """Some of the places of a pair, one after another."""
 
     first: int
-    source: Places
-    sink: Places
+    sender: Places
+    receiver: Places
 
 
 def pull(chunk: PlacedPull, sums: torch.Tensor | None, work: Work) -> None:
-    """Write the sink's rows from the source's; the sum64 of the chunk's slot is added to `sums`, int64 [1]."""
+    """Write the receiver's rows from the sender's; the sum64 of the chunk's slot is added to `sums`, int64 [1]."""
     total = 0
     known: dict[object, list[Cut]] = {}
     for pair in chunk.pairs():
-        planes, places = _tile_of(pair.source)
-        blocks = pair.source.field.block_tokens, pair.sink.field.block_tokens
-        key = (id(pair.source.places), id(pair.sink.places), *blocks, places)
+        planes, places = _tile_of(pair.sender)
+        blocks = pair.sender.field.block_tokens, pair.receiver.field.block_tokens
+        key = (id(pair.sender.places), id(pair.receiver.places), *blocks, places)
         if key not in known:
             known[key] = list(_cuts(pair, places))
-        for first in range(0, pair.source.field.planes.count, planes):
-            count = min(planes, pair.source.field.planes.count - first)
-            some = Pair(planes_of(pair.source, first, count), planes_of(pair.sink, first, count))
+        for first in range(0, pair.sender.field.planes.count, planes):
+            count = min(planes, pair.sender.field.planes.count - first)
+            some = Pair(planes_of(pair.sender, first, count), planes_of(pair.receiver, first, count))
             total += sum(_pull_tile(some, cut, sums is not None, work) for cut in known[key])
     if sums is not None:
         sums.add_(as_int64(total))
@@ -57,31 +57,31 @@ def _tile_of(segment: Segment) -> tuple[int, int]:
 
 def _cuts(pair: Pair, most: int) -> Iterator[Cut]:
     """The places in parts of about `most`, which begin where a block of the side with the longer ones does."""
-    source, sink = pair.source, pair.sink
-    longer = max(source, sink, key=lambda segment: segment.field.block_tokens)
-    count, block = source.places.count, longer.field.block_tokens
+    sender, receiver = pair.sender, pair.receiver
+    longer = max(sender, receiver, key=lambda segment: segment.field.block_tokens)
+    count, block = sender.places.count, longer.field.block_tokens
     if count <= most:
-        yield Cut(0, source.places, sink.places)
+        yield Cut(0, sender.places, receiver.places)
         return
     first, step = 0, max(block, most // block * block)
     end = step - int(longer.places.index[0]) % block
     while first < count:
         end = min(end, count)
-        yield Cut(first, Places(source.places.index[first:end]), Places(sink.places.index[first:end]))
+        yield Cut(first, Places(sender.places.index[first:end]), Places(receiver.places.index[first:end]))
         first, end = end, end + step
 
 
 def _pull_tile(pair: Pair, cut: Cut, has_sums: bool, work: Work) -> int:
     """The sum over its rows, or 0."""
-    source, sink = pair
-    planes, heads, row = source.field.planes.count, source.field.heads.count, source.wire_row_bytes
-    head_bytes = cut.source.count * row
+    sender, receiver = pair
+    planes, heads, row = sender.field.planes.count, sender.field.heads.count, sender.wire_row_bytes
+    head_bytes = cut.sender.count * row
     tile = work.scratch.take("tile", planes * heads * head_bytes, torch.device("cpu")).view(planes, -1)
-    gather_rows(source.field, cut.source, tile, source.cast, work.scratch)
+    gather_rows(sender.field, cut.sender, tile, sender.cast, work.scratch)
     total = 0
     for line in range(planes * heads if has_sums else 0):
         plane, head = divmod(line, heads)
-        start = source.slot_offset + plane * source.slot_pitch + (head * source.places.count + cut.first) * row
+        start = sender.slot_offset + plane * sender.slot_pitch + (head * sender.places.count + cut.first) * row
         total += sum_of(tile[plane, head * head_bytes : (head + 1) * head_bytes], start, word_bytes(row))
-    scatter_rows(sink.field, cut.sink, tile, sink.cast, work.scratch)
+    scatter_rows(receiver.field, cut.receiver, tile, receiver.cast, work.scratch)
     return total

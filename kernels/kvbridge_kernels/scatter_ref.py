@@ -69,20 +69,20 @@ def _scatter_route(field: Field, route: Route, slot: torch.Tensor, scratch: Scra
     memory, rows = ends(field, route, slot)
     index, detour = route.piece.index, route.detour
     if detour is None:
-        target, source = views(memory, rows, route.direct)
-        _put(target, index, source)
+        target, sender = views(memory, rows, route.direct)
+        _put(target, index, sender)
         return
     between = scratch.take("order", detour.size_bytes * index.numel(), slot.device)
     dense = End(between, 0, index.numel(), detour.size_bytes)
-    target, source = views(dense, rows, detour.to_slot)
-    target.copy_(source)
-    target, source = views(memory, dense, detour.to_scratch)
-    _put(target, index, source)
+    target, sender = views(dense, rows, detour.to_slot)
+    target.copy_(sender)
+    target, sender = views(memory, dense, detour.to_scratch)
+    _put(target, index, sender)
 
 
-def _put(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> None:
-    """target[index] = source, [index, axes..., words]."""
+def _put(target: torch.Tensor, index: torch.Tensor, sender: torch.Tensor) -> None:
+    """target[index] = sender, [index, axes..., words]."""
     if target.shape[-1] * target.element_size() >= LONG_RUN:
-        target.numpy()[index.numpy()] = source.numpy()
+        target.numpy()[index.numpy()] = sender.numpy()
     else:
-        target.index_copy_(0, index, source)
+        target.index_copy_(0, index, sender)

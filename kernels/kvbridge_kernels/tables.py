@@ -26,7 +26,7 @@ class Work:
 
     On a GPU `table_bytes` of pinned and as much device memory hold the tables of one chunk: 8 bytes a place, 32 a
     plane, 12 a plane and head where it converts. On the CPU it is scratch for the plain-torch twins. Not thread-safe.
-    `copy` enqueues a copy from pinned memory, given target, source, bytes and stream: with one nothing has to make that
+    `copy` enqueues a copy from pinned memory, given target, sender, bytes and stream: with one nothing has to make that
     stream torch's current one, which costs its caller more than the copy. Unless it `compiles`, a kernel that is new is
     raised as NotCompiled, for its user to compile on another thread.
     """

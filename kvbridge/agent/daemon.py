@@ -113,7 +113,7 @@ class Agent:
         self._stuck_s = stuck_s
         self._clock = clock
         self._entropy = entropy
-        self.boot = entropy(8).hex()
+        self.incarnation = entropy(8).hex()
         self.before: frozenset[str] = frozenset()  # starts of this agent that are dead
         self.metrics = metrics or Metrics()
         self.journal = Journal(clock)
@@ -148,9 +148,9 @@ class Agent:
                 gc.collect()
                 gc.freeze()  # torch's hundred thousand objects stay: no collection has to look at them again
                 log.info(
-                    "serving: name=%s boot=%s address=%s socket=%s device=%s links: %s",
+                    "serving: name=%s incarnation=%s address=%s socket=%s device=%s links: %s",
                     self.card.name,
-                    self.boot,
+                    self.incarnation,
                     self.card.address,
                     self.config.socket,
                     self.mover.description,
@@ -183,13 +183,15 @@ class Agent:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         if config.allow_unauthenticated and self.trust.keys is None:
             log.warning("allow_unauthenticated: anybody who reaches %s may fetch KV and name its bytes", config.listen)
-        self.lock = Lock(config.socket, self.boot)  # first, and given back last: who takes it takes us for dead
+        self.lock = Lock(config.socket, self.incarnation)  # first, and given back last: who takes it takes us for dead
         stack.callback(self.lock.close)
         self.before = self.lock.before
         devices = self.trust.data_devices(config.listen, config.advertise, config.net_devices)
         config = structs.replace(config, net_devices=devices)
         timeout_s, linger_s = config.write_timeout_s, config.linger_s
-        self.mover = DataPlane(lambda: equip(config, self.boot), self.boot, self, timeout_s, self._stuck_s, linger_s)
+        self.mover = DataPlane(
+            lambda: equip(config, self.incarnation), self.incarnation, self, timeout_s, self._stuck_s, linger_s
+        )
         stack.push_async_callback(self.mover.stop)
         await self.mover.start()
         self.slots = SlotPool(self.mover.site.fabric.slots)
@@ -201,7 +203,7 @@ class Agent:
             self.doors = LocalDoors(door, self.mover, config.name, uids)
         self.card = AgentCard(
             name=config.name,
-            boot=self.boot,
+            incarnation=self.incarnation,
             address=with_key(
                 config.advertise or self.control.address, self.trust.keys.public if self.trust.keys else ""
             ),
@@ -227,7 +229,7 @@ class Agent:
             connect_s=config.connect_s, silence_s=config.silence_s, max_links=most, max_unreached=max(1, most // 4)
         )
         wildcard = config.allow_wildcard
-        return Control(self.boot, config.listen, settings=settings, allow_wildcard=wildcard, trust=self.trust)
+        return Control(self.incarnation, config.listen, settings=settings, allow_wildcard=wildcard, trust=self.trust)
 
     def _reload(self) -> None:
         """The list of peers has changed. One that cannot be read changes nothing; our own key stays as it is."""
@@ -254,26 +256,26 @@ class Agent:
         self.engines.doors = self.doors
         home = lambda: self.engines.home  # noqa: E731
         self.peers = Peers(self.control, self.mover, home, self.metrics, config.connect_s, self.doors, clock)
-        sinks, sources = (
-            RequestRecords("sink", self.journal, self._look_back),
-            RequestRecords("source", self.journal, self._look_back),
+        receivers, senders = (
+            RequestRecords("receiver", self.journal, self._look_back),
+            RequestRecords("sender", self.journal, self._look_back),
         )
-        self.sink = ReceiverRunner(
-            self.inbound, self.peers.dialling, self.mover, self.metrics, sinks, self.engines.tell, clock
+        self.receiver = ReceiverRunner(
+            self.inbound, self.peers.dialling, self.mover, self.metrics, receivers, self.engines.tell, clock
         )
-        self.source = SenderRunner(
+        self.sender = SenderRunner(
             self.outbound,
             self.peers.accepting,
             self.mover,
             self.metrics,
-            sources,
+            senders,
             self.engines.tell,
             home,
             self.engines.listen,
             clock,
         )
-        self.peers.dialling.sink = self.engines.sink = self.sink
-        self.peers.accepting.source = self.engines.source = self.source
+        self.peers.dialling.receiver = self.engines.receiver = self.receiver
+        self.peers.accepting.sender = self.engines.sender = self.sender
         self.engines.peers = self.peers
         self.rebuilder = Rebuilder(
             self.slots, self.mover.sending.slots, self.engines, self.mover, self.metrics, config.rebuild_s, self._clock
@@ -286,18 +288,18 @@ class Agent:
                 offers=lambda: len(self.outbound.offers),
                 unclaimed=lambda: len(self.outbound.unclaimed(self._clock())),
                 waiting={
-                    ("sink", "session"): lambda: self.inbound.without_session,
-                    ("sink", "slot"): lambda: self.inbound.without_slot,
-                    ("source", "offer"): lambda: self.outbound.without_offer,
-                    ("source", "credit"): lambda: self.mover.sending.without_credit,
-                    ("source", "slot"): lambda: self.mover.sending.without_slot,
+                    ("receiver", "session"): lambda: self.inbound.without_session,
+                    ("receiver", "slot"): lambda: self.inbound.without_slot,
+                    ("sender", "offer"): lambda: self.outbound.without_offer,
+                    ("sender", "credit"): lambda: self.mover.sending.without_credit,
+                    ("sender", "slot"): lambda: self.mover.sending.without_slot,
                 },
-                moving={"sink": lambda: self.inbound.moving, "source": lambda: len(self.outbound.outlets)},
+                moving={"receiver": lambda: self.inbound.moving, "sender": lambda: len(self.outbound.outlets)},
                 sessions={
-                    **{("sink", state.name.lower()): partial(self.peers.count_dialled, state) for state in STATES},
-                    ("source", "open"): self.peers.count_accepted,
+                    **{("receiver", state.name.lower()): partial(self.peers.count_dialled, state) for state in STATES},
+                    ("sender", "open"): self.peers.count_accepted,
                 },
-                open_sessions={"sink": self.peers.open_dialled, "source": self.peers.open_accepted},
+                open_sessions={"receiver": self.peers.open_dialled, "sender": self.peers.open_accepted},
                 is_attached=lambda: self.engines.home is not None,
                 is_rebuild_refused=lambda: bool(self.rebuilder.refused),
                 readers=self.doors.holders,
@@ -347,15 +349,15 @@ class Agent:
         """Time has passed. For so long we stood still: what others said meanwhile is not heard yet."""
         self.engines.listen()
         self.peers.dialling.tick(self._clock(), late_s)
-        self.sink.tick()
-        self.source.tick()
+        self.receiver.tick()
+        self.sender.tick()
         self.engines.prompts.tick(self._clock())
 
     def on_sending(self, reports: Sequence[SendingReport]) -> None:
-        self.source.hear(reports)
+        self.sender.hear(reports)
 
     def on_receiving(self, reports: Sequence[ReceivingReport]) -> None:
-        self.sink.hear(reports)
+        self.receiver.hear(reports)
 
     def on_staged(self, site: Site) -> None:
         self.slots.make(site.fabric.slots)

@@ -93,10 +93,10 @@ class LocalDoors:
             await self._door.serve()
 
     def let_in(self, session: Session, link: Link) -> DoorCard | None:
-        return self._door.admit(session.peer.boot, None if link.pipe else link.carry_by)
+        return self._door.admit(session.peer.incarnation, None if link.pipe else link.carry_by)
 
     def see_off(self, session: Session) -> None:
-        self._door.dismiss(session.peer.boot, "the session is over")
+        self._door.dismiss(session.peer.incarnation, "the session is over")
 
     async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
         handover = await open_memory(card, self._name, allowed_uids=self._allowed_uids)
@@ -108,7 +108,7 @@ class LocalDoors:
                 session.whose, session.peer_pool, handover.handles, handover.fds, handover.close
             )
             stack.pop_all()
-        failpoint("sink.memory_opened")
+        failpoint("receiver.memory_opened")
         handover.close_fds()
         self._listening.create_task(_listen(handover, ended))
         return rate

@@ -82,8 +82,8 @@ class Engines:
     ) -> None:
         self.peers: Peers
         self.doors: Doors
-        self.sink: ReceiverRunner
-        self.source: SenderRunner
+        self.receiver: ReceiverRunner
+        self.sender: SenderRunner
         self.is_closing = False
         self.prompts = Prompts(metrics)
         self._agent = agent
@@ -157,22 +157,22 @@ class Engines:
         if self._home is None:
             return
         epoch, connection, self._connection = self._home.epoch, self._connection, None
-        self.source.engine_left()
-        self.sink.engine_left()
+        self.sender.engine_left()
+        self.receiver.engine_left()
         self.peers.end_all(reason)
         self._home = None
         self._metrics.left()
         attached, self._attached = self._attached, None
         if attached is not None:
             self.doors.withdraw(attached, reason)
-        self.sink.attached = self.source.attached = None
+        self.receiver.attached = self.sender.attached = None
         failpoint("agent.leaving")
         is_let_go = True
         if attached is not None:
             is_let_go = await self._mover.let_go(attached)  # what was begun is finished; nothing new can begin
             attached.close()
         if connection is not None:
-            await self.source.unread()
+            await self.sender.unread()
         if connection is not None and is_let_go:
             connection.send(Detached(epoch=epoch))  # without it the engine waits for the end of our process
         log.info("engine left: epoch=%d %s", epoch, reason)
@@ -197,36 +197,36 @@ class Engines:
                 connection.send(Refused(code="not_attached", reasons=("attach first",), about=about))
             case Directory(ranks=ranks):
                 self._directory(home, ranks)
-            case Offer() if self.is_closing and not self.source.is_due(message):
+            case Offer() if self.is_closing and not self.sender.is_due(message):
                 connection.send(Released(request=message.request, code="draining"))
             case Offer(fence=fence) | Want(fence=fence) if fence and self._has_no_fence():
                 reason = f"fence: {fence}, but none came with attach"
                 connection.send(Refused(code="no_fence", reasons=(reason,), about=message.request))
             case Offer():
                 self.prompts.offered(message, self._clock())
-                self.source.offer(message, home)
+                self.sender.offer(message, home)
             case Withdraw(request=request, reason=reason, comes_again=comes_again):
                 if self._attached is not None:
                     self._attached.word.withdrew(request, self._clock())
-                self.source.withdraw(request, reason, comes_again)
+                self.sender.withdraw(request, reason, comes_again)
             case Reclaim(blocks=blocks):
-                self.source.reclaim(blocks)
+                self.sender.reclaim(blocks)
             case Expect():
                 if not self.is_closing:
-                    self.sink.expect(message)
-            case Want() if self.is_closing and not self.sink.knows(message.request):
+                    self.receiver.expect(message)
+            case Want() if self.is_closing and not self.receiver.knows(message.request):
                 reason = "this agent is stopping"
                 connection.send(WantFailed(request=message.request, code="draining", reason=reason))
             case Want():
-                self.sink.want(message, home)
+                self.receiver.want(message, home)
             case Abandon(request=request):
-                self.sink.abandon(request)
+                self.receiver.abandon(request)
             case Computed():
                 self.prompts.computed(message, self._clock())
             case Rescale():
                 self._rescale(connection, message, home)
             case Decline(revision=revision, reason=reason):
-                self.sink.declined(revision, reason)
+                self.receiver.declined(revision, reason)
             case Detach():
                 await self.leave(DETACHED)
 
@@ -238,7 +238,7 @@ class Engines:
             return self._refuse(connection, "an engine", error)
         self._epoch += 1
         self._connection, self._attached = connection, attached
-        self.sink.attached = self.source.attached = attached
+        self.receiver.attached = self.sender.attached = attached
         self.doors.share(attached)
         pool, agent = attach.pool, self._agent()
         own = Rank(tp_rank=pool.shard.tp_rank, pp_rank=pool.shard.pp_rank, address=agent.address)
@@ -256,8 +256,8 @@ class Engines:
         connection.send(Attached(version=version, epoch=self._epoch, agent=agent, is_shared=bool(site.machine)))
         failpoint("agent.attached")
         twin, slot_bytes = Planner(pool, pool), self._mover.site.fabric.slot_bytes
-        for is_source in (True, False):  # most peers will be alike; what others need is made ready when they come
-            self._mover.warm(attached, twin.samples(slot_bytes, is_source))
+        for is_sender in (True, False):  # most peers will be alike; what others need is made ready when they come
+            self._mover.warm(attached, twin.samples(slot_bytes, is_sender))
 
     def _rescale(self, connection: LocalConnection, message: Rescale, home: AttachedEngine) -> None:
         """Rows come under other scales: another epoch of the same memory. What is under way ends as its end comes."""
@@ -268,25 +268,25 @@ class Engines:
         assert self._attached is not None
         self._epoch += 1
         reason = f"scales of the engine changed (revision {message.revision})"
-        self.source.rescaled(reason)
+        self.sender.rescaled(reason)
         self._home = replace(home, epoch=self._epoch, pool=pool, revision=message.revision)
         self.doors.withdraw(self._attached, reason)
-        self._attached = self.sink.attached = self.source.attached = replace(self._attached, epoch=self._epoch)
+        self._attached = self.receiver.attached = self.sender.attached = replace(self._attached, epoch=self._epoch)
         self.doors.share(self._attached)
         self.peers.renew(reason)
-        self.sink.rescaled(self._home)
+        self.receiver.rescaled(self._home)
         log.info("rescaled: revision=%d epoch=%d planes=%d", message.revision, self._epoch, len(message.scales))
         connection.send(Rescaled(revision=message.revision, epoch=self._epoch))
 
     def pause(self) -> bool:
         """Begin nothing for our engine until `rebuild` or `resume`. Whether nothing is under way any more."""
         is_alone = self._home is None or engine_ranks(self._home.pool) == 1
-        return all([self.sink.pause(), self.source.pause(is_alone)])
+        return all([self.receiver.pause(), self.sender.pause(is_alone)])
 
     def resume(self) -> None:
         """There will be no rebuild."""
-        self.sink.resume()
-        self.source.resume()
+        self.receiver.resume()
+        self.sender.resume()
 
     def staged(self, site: Site) -> None:
         """There are slots now: sessions from here on name them, and those of before need none."""
@@ -295,11 +295,11 @@ class Engines:
 
     def rebuild(self, docks: StagingEndpoints, reason: str) -> None:
         """Other slots for the same engine and epoch: all sessions end, and new ones name these."""
-        self.source.rebuilt(reason)  # while its sinks hear it: their wants need not wait for what is over
+        self.sender.rebuilt(reason)  # while its receivers hear it: their wants need not wait for what is over
         self.peers.renew(reason)
         if self._home is not None:
             self._home = replace(self._home, site=docks.site)
-        self.sink.rebuilt(self._home)  # first: what lands in the old slots from here on is nobody's
+        self.receiver.rebuilt(self._home)  # first: what lands in the old slots from here on is nobody's
         self._mover.switch(docks)
 
     def _refuse(self, connection: LocalConnection, what: str, error: KVBridgeError, about: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Sessions that others opened, to fetch from us. By boot, for that is who they are."""
+"""Sessions that others opened, to fetch from us. By incarnation, for that is who they are."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TURN_S = 0.02
 
 
 class IncomingPeers:
-    """The source's half of `Peers`. `fault` is told of what we do wrong: link, what it was."""
+    """The sender's half of `Peers`. `fault` is told of what we do wrong: link, what it was."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class IncomingPeers:
         fault: Callable[[Link, str], None],
         doors: Doors,
     ) -> None:
-        self.source: SenderEvents
+        self.sender: SenderEvents
         self.is_closing = False
         self.sessions: dict[str, IncomingPeer] = {}
         self._mover = mover
@@ -67,7 +67,7 @@ class IncomingPeers:
         self._fault = fault
         self._doors = doors
         self._turn = asyncio.Lock()
-        self._of_boot: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._of_incarnation: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._greeted_by: dict[Link, Hello | None] = {}  # what is being answered; None: it has taken it back
 
     def knocked(self, tasks: asyncio.TaskGroup, link: Link, sender: str, greeting: Hello) -> None:
@@ -81,21 +81,21 @@ class IncomingPeers:
         if not is_known:
             tasks.create_task(self._greet(link, sender))
 
-    def send(self, boot: str, body: Body) -> None:
-        if (accepted := self.sessions.get(boot)) is not None:
+    def send(self, incarnation: str, body: Body) -> None:
+        if (accepted := self.sessions.get(incarnation)) is not None:
             accepted.link.send(body)
 
-    def name_of(self, boot: str) -> str:
-        """What the agent of this boot calls itself, while it has a session; else the boot."""
-        accepted = self.sessions.get(boot)
-        return boot if accepted is None else accepted.session.peer.name
+    def name_of(self, incarnation: str) -> str:
+        """What the agent of this incarnation calls itself, while it has a session; else the incarnation."""
+        accepted = self.sessions.get(incarnation)
+        return incarnation if accepted is None else accepted.session.peer.name
 
     def hear(
         self, link: Link, sender: str, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled | Goodbye
     ) -> None:
-        """A sink says something else than Hello."""
+        """A receiver says something else than Hello."""
         accepted = self.sessions.get(sender)
-        if accepted is not None and accepted.link is not link:  # who else says this boot's name is not its agent
+        if accepted is not None and accepted.link is not link:  # who else says this incarnation's name is not its agent
             accepted = None
         match body:
             case Goodbye():
@@ -103,10 +103,10 @@ class IncomingPeers:
                     self._greeted_by[link] = None
                 if accepted is not None:
                     self._end(sender, body.reason)
-            case Claim() if accepted is not None and self.is_closing and self.source.is_hopeless(body):
+            case Claim() if accepted is not None and self.is_closing and self.sender.is_hopeless(body):
                 link.send(Refuse(code="draining", reasons=("this agent is stopping",), about=body.transfer))
             case Claim() | Grant() | Renew() | Check() | Cancel() | Hold() | Settled() if accepted is not None:
-                self.source.from_sink(accepted.session, body)
+                self.sender.from_receiver(accepted.session, body)
             case Claim():
                 link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))
             case Cancel() if self._is_over(sender, body):
@@ -121,24 +121,26 @@ class IncomingPeers:
 
         It may have one by another link, and the claim may be on its way to us there.
         """
-        return (bool(cancel.boot) or sender not in self.sessions) and self.source.renounce(sender, cancel)
+        return (bool(cancel.incarnation) or sender not in self.sessions) and self.sender.renounce(sender, cancel)
 
     def lose(self, link: Link, reason: str) -> None:
-        for boot in [boot for boot, accepted in self.sessions.items() if accepted.link is link]:
-            self._end(boot, reason)
+        for incarnation in [incarnation for incarnation, accepted in self.sessions.items() if accepted.link is link]:
+            self._end(incarnation, reason)
 
     def renew(self, reason: str) -> None:
-        """All sessions end, and the sinks hear it."""
-        for boot in list(self.sessions):
-            self._dismiss(boot, reason)
+        """All sessions end, and the receivers hear it."""
+        for incarnation in list(self.sessions):
+            self._dismiss(incarnation, reason)
 
     async def _greet(self, link: Link, sender: str) -> None:
         """One Hello of an agent at a time: two must not undo each other's connection."""
-        async with self._of_boot.setdefault(sender, asyncio.Lock()):
+        async with self._of_incarnation.setdefault(sender, asyncio.Lock()):
             try:
                 while (greeting := self._greeted_by[link]) is not None:
-                    if greeting.agent.boot != sender:
-                        reason = f"agent.boot: {greeting.agent.boot} in the message, {sender} on the envelope"
+                    if greeting.agent.incarnation != sender:
+                        reason = (
+                            f"agent.incarnation: {greeting.agent.incarnation} in the message, {sender} on the envelope"
+                        )
                         self._say_no(link, Refuse(code="bad_hello", reasons=(reason,)))
                     elif self._is_waiting(link, greeting):
                         await self._greeted(link, greeting)
@@ -151,7 +153,7 @@ class IncomingPeers:
 
     async def _greeted(self, link: Link, greeting: Hello) -> None:
         """Somebody wants to fetch from us."""
-        failpoint("source.hello_received")
+        failpoint("sender.hello_received")
         home = self._home()
         if self.is_closing:
             self._say_no(link, Refuse(code="draining", reasons=("this agent is stopping",)))
@@ -163,46 +165,48 @@ class IncomingPeers:
             self._metrics.refused(session.code)
             self._say_no(link, session)
             return
-        known = self.sessions.get(boot := session.peer.boot)
+        known = self.sessions.get(incarnation := session.peer.incarnation)
         if known is not None and known.link is not link and not self._may_replace(known, link, greeting):
             return
         if known is not None and known.link is link and known.is_like(greeting):
             connected: Connected | None = known.connected
         else:  # it has forgotten what was proved before, or never knew
             if known is not None and known.link is not link:  # what it lent may be other slots in those proved now
-                self.source.lost(boot)
+                self.sender.lost(incarnation)
             connected = await self._connect(link, greeting, home)
-            if connected is None and known is not None and self.sessions.get(boot) is known:
-                self._dismiss(boot, "its route was given up for another that could not be had")
+            if connected is None and known is not None and self.sessions.get(incarnation) is known:
+                self._dismiss(incarnation, "its route was given up for another that could not be had")
         if connected is None:
             return
         session = replace(session, routed=connected.routed)
         if known is None:
-            self._metrics.greeted("source", "open")
+            self._metrics.greeted("sender", "open")
             key = f" key={link.key}" if link.key else ""
-            log.info("session open: sink=%s boot=%s%s %s", session.peer.name, boot, key, described(session))
+            log.info(
+                "session open: receiver=%s incarnation=%s%s %s", session.peer.name, incarnation, key, described(session)
+            )
             warn_of_route(session.peer.name, session)
         elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
-            self.source.lost(boot)
+            self.sender.lost(incarnation)
         if known is not None and connected.serial == NOT_CONNECTED:  # another that is connected takes its place itself
-            self._mover.disconnect(boot, known.connected.serial)
-        self.sessions[boot] = IncomingPeer(link, session, connected, greeting)
+            self._mover.disconnect(incarnation, known.connected.serial)
+        self.sessions[incarnation] = IncomingPeer(link, session, connected, greeting)
         if known is None or known.session.routed.route != session.routed.route:
-            self.source.met(session)
+            self.sender.met(session)
         link.version = session.version
         door = self._doors.let_in(session, link) if session.routed.is_pulled else None
         link.send(welcome(session, home, door))
-        failpoint("source.welcome_sent")
+        failpoint("sender.welcome_sent")
 
     def _may_replace(self, known: IncomingPeer, link: Link, greeting: Hello) -> bool:
         """Whether a Hello by another link takes the session over; if not, its sender is told why.
 
         Links do not keep each other's order: what was said by one that its agent has given up may come last.
         """
-        boot = greeting.agent.boot
+        incarnation = greeting.agent.incarnation
         is_given_up = known.link.is_lost or known.serial < greeting.oldest
-        if known.link.key != link.key:  # a boot is of who proved to have it first
-            self._refuse(link, "boot_of_another_key", f"agent.boot: {boot} came with another key")
+        if known.link.key != link.key:  # a incarnation is of who proved to have it first
+            self._refuse(link, "incarnation_of_another_key", f"agent.incarnation: {incarnation} came with another key")
         elif greeting.address == known.address and greeting.serial < known.serial:
             self._refuse(link, "stale_hello", f"serial: got {greeting.serial}, a later one was {known.serial}")
         elif greeting.address != known.address and not is_given_up:
@@ -218,16 +222,16 @@ class IncomingPeers:
 
     def _say_no(self, link: Link, refuse: Refuse) -> None:
         """The answer to a Hello."""
-        self._metrics.greeted("source", refuse.code)
+        self._metrics.greeted("sender", refuse.code)
         link.send(refuse)
 
     def _is_waiting(self, link: Link, greeting: Hello) -> bool:
-        """Whether the sink that said this Hello is still there and has not said Goodbye since."""
+        """Whether the receiver that said this Hello is still there and has not said Goodbye since."""
         return not link.is_lost and self._greeted_by[link] is greeting
 
     async def _connect(self, link: Link, greeting: Hello, home: AttachedEngine) -> Connected | None:
-        """Prove a route to the sink's slots; None if there is none or it has become pointless meanwhile."""
-        boot = greeting.agent.boot
+        """Prove a route to the receiver's slots; None if there is none or it has become pointless meanwhile."""
+        incarnation = greeting.agent.incarnation
         try:
             home = await self._staged(greeting, home)
             connected = await self._proved(link, greeting, home)
@@ -240,7 +244,7 @@ class IncomingPeers:
         current = self._home()
         is_same = current is not None and current.epoch == home.epoch and current.site is home.site
         if not self._is_waiting(link, greeting) or not is_same:
-            self._mover.disconnect(boot, connected.serial)
+            self._mover.disconnect(incarnation, connected.serial)
             if self._greeted_by[link] is not greeting:
                 return None
             code, what = ("no_engine", "left") if current is None else ("stale_epoch", "or its agent changed")
@@ -249,7 +253,7 @@ class IncomingPeers:
         return connected
 
     async def _staged(self, greeting: Hello, home: AttachedEngine) -> AttachedEngine:
-        """We have slots, and so does the sink, if it can only be written to. Raises FabricError."""
+        """We have slots, and so does the receiver, if it can only be written to. Raises FabricError."""
         site = Site.of(greeting)
         if to_be_read(home.site, site) is not None or not may_be_written(home.site, site):
             return home
@@ -271,16 +275,16 @@ class IncomingPeers:
             site = Site.of(greeting)
             if (routed := to_be_read(home.site, site)) is not None:
                 return Connected(routed, NOT_CONNECTED)
-            return await self._mover.connect(Landing(greeting.agent.boot, site, greeting.probe_lane))
+            return await self._mover.connect(Landing(greeting.agent.incarnation, site, greeting.probe_lane))
 
-    def _dismiss(self, boot: str, reason: str) -> None:
-        self.sessions[boot].link.send(Goodbye(reason=reason))
-        self._end(boot, reason)
+    def _dismiss(self, incarnation: str, reason: str) -> None:
+        self.sessions[incarnation].link.send(Goodbye(reason=reason))
+        self._end(incarnation, reason)
 
-    def _end(self, boot: str, reason: str) -> None:
-        if (accepted := self.sessions.pop(boot, None)) is None:
+    def _end(self, incarnation: str, reason: str) -> None:
+        if (accepted := self.sessions.pop(incarnation, None)) is None:
             return
-        log.info("session over: sink=%s boot=%s %s", accepted.session.peer.name, boot, reason)
-        self.source.lost(boot)
-        self._mover.disconnect(boot, accepted.connected.serial)
+        log.info("session over: receiver=%s incarnation=%s %s", accepted.session.peer.name, incarnation, reason)
+        self.sender.lost(incarnation)
+        self._mover.disconnect(incarnation, accepted.connected.serial)
         self._doors.see_off(accepted.session)

@@ -26,7 +26,7 @@ class Journal:
         text: str = "",
         *,
         request: str = "",
-        room: str = "",
+        rendezvous: str = "",
         transfer: str = "",
         seconds: float | None = None,
     ) -> TraceEntry:
@@ -36,7 +36,7 @@ class Journal:
             at_s=at_s,
             what=what,
             request=request,
-            room=room,
+            rendezvous=rendezvous,
             transfer=transfer,
             text=text[:MOST_TEXT],
             seconds=seconds,
@@ -45,7 +45,8 @@ class Journal:
         return entry
 
     def about(self, names: Collection[str]) -> tuple[TraceEntry, ...]:
-        """What is known of these requests, rooms or transfers, and of all that belongs to them; the newest if too many.
+        """What is known of these requests, rendezvous ids or transfers, and of all that belongs to them; the newest if
+        too many.
 
         Without a name: of the want that took longest, of those that are kept.
         """
@@ -57,17 +58,17 @@ class Journal:
             count = len(known)
             for entry in self._entries:
                 if belongs(entry, known):
-                    known.update(each for each in (entry.request, entry.room, entry.transfer) if each)
+                    known.update(each for each in (entry.request, entry.rendezvous, entry.transfer) if each)
         return tuple(entry for entry in self._entries if belongs(entry, known))[-MAX_ENTRIES:]
 
 
 def belongs(entry: TraceEntry, names: Collection[str]) -> bool:
-    return entry.request in names or entry.transfer in names or entry.room in names
+    return entry.request in names or entry.transfer in names or entry.rendezvous in names
 
 
 def names_in(entries: Iterable[TraceEntry]) -> set[str]:
-    """The requests, rooms and transfers that they are about."""
-    return {name for each in entries for name in (each.request, each.room, each.transfer) if name}
+    """The requests, rendezvous ids and transfers that they are about."""
+    return {name for each in entries for name in (each.request, each.rendezvous, each.transfer) if name}
 
 
 def _seconds(entry: TraceEntry) -> float:

@@ -69,7 +69,7 @@ class Metrics:
         self._wants = Counter("kvbridge_wants", "Wants that ended", ["outcome"], registry=registry)
         self._want_s = Histogram("kvbridge_want_seconds", "From want to done", buckets=SECONDS, registry=registry)
         self._offers = Counter("kvbridge_offers_released", "Offers that ended", ["code"], registry=registry)
-        self._settled = Counter("kvbridge_transfers_settled", "Transfers a sink confirmed", registry=registry)
+        self._settled = Counter("kvbridge_transfers_settled", "Transfers a receiver confirmed", registry=registry)
         self._gather_s = Counter("kvbridge_gather_seconds", "Time spent gathering", registry=registry)
         for what, text in (("prompts", "Prompts"), ("prompt_tokens", "Prompt tokens")):
             text = f"{text} that could have come by the bridge and that our engine computed"
@@ -86,9 +86,9 @@ class Metrics:
         text = "Pulled chunks whose digest differed: what was read is not what the sender has"
         self._differing = Counter("kvbridge_digest_mismatches", text, ["role"], registry=registry)
         for counter in (self._chunks, self._bytes, self._compared, self._differing):  # an alert needs a value before
-            for role in ("source", "sink"):
+            for role in ("sender", "receiver"):
                 counter.labels(role)
-        for role in ("source", "sink"):
+        for role in ("sender", "receiver"):
             self._handshakes.labels(role, "open")
         text = "1 for the engine that is attached; of one model_key are engines between which rows can be carried"
         labels = ["model_key", *Traits.__struct_fields__]

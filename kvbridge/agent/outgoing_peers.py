@@ -36,7 +36,7 @@ MOST_NAMES = 16  # of one session: requests bring them, and a host may have any 
 
 
 class OutgoingPeers:
-    """The sink's half of `Peers`.
+    """The receiver's half of `Peers`.
 
     One agent may have several addresses, as a name and as a number for instance; it has one session all the same. The
     one it was dialled at first is its own, the others are other names of it for as long as that session lasts.
@@ -52,7 +52,7 @@ class OutgoingPeers:
         clock: Callable[[], float],
         open_door: Callable[[Session, DoorCard, Link, Ended], Awaitable[Rate | None]],
     ) -> None:
-        self.sink: ReceiverEvents
+        self.receiver: ReceiverEvents
         self.sessions: dict[str, OutgoingPeer] = {}
         self._control = control
         self._mover = mover
@@ -72,12 +72,12 @@ class OutgoingPeers:
         """See to it that `opened` or `unreachable` is heard for this address."""
         dialled = self._at(address)
         if dialled is not None and dialled.state is SessionState.OPEN and dialled.session is not None:
-            self.sink.opened(address, dialled.session)
+            self.receiver.opened(address, dialled.session)
         elif dialled is None:
             try:
                 self._dial(address)
             except PeerError as error:
-                self.sink.unreachable(address, error.code, str(error))
+                self.receiver.unreachable(address, error.code, str(error))
 
     def ask(self, address: str) -> None:
         """Say Hello, the first time or again. A lane is lent only to who can be spoken to."""
@@ -118,11 +118,11 @@ class OutgoingPeers:
                 link.close()
 
     def welcomed(self, link: Link, greeting: Welcome) -> Coroutine[Any, Any, None]:
-        """The source agrees, with what this link greets for now. Its route counts once we have seen that it works."""
+        """The sender agrees, with what this link greets for now. Its route counts once we have seen that it works."""
         return self._welcomed(link, self._of(link), greeting)
 
     async def _welcomed(self, link: Link, dialled: OutgoingPeer | None, greeting: Welcome) -> None:
-        failpoint("sink.welcome_received")
+        failpoint("receiver.welcome_received")
         home = self._home()
         if home is None or dialled is None or self._of(link) is not dialled:
             return
@@ -132,8 +132,8 @@ class OutgoingPeers:
             return  # the answer to a Hello that we gave up
         ranks = tuple(structs.replace(rank, address=canonical(rank.address)) for rank in greeting.ranks)
         session: Session | Refuse = accept(structs.replace(greeting, ranks=ranks), home, link.key)
-        if greeting.agent.boot != link.peer_boot:
-            session = Refuse(code="bad_welcome", reasons=("agent.boot: not the one on the envelope",))
+        if greeting.agent.incarnation != link.peer_incarnation:
+            session = Refuse(code="bad_welcome", reasons=("agent.incarnation: not the one on the envelope",))
         is_greeted_again = False
         if dialled.session is None and isinstance(session, Session):
             if dialled.is_checked:
@@ -169,7 +169,7 @@ class OutgoingPeers:
         return dialled if dialled is not None and is_greeting and not dialled.names_slots else None
 
     async def greet_with_slots(self, dialled: OutgoingPeer) -> None:
-        """Greet once more, with slots of ours to write to: the source's blocks are not read by us."""
+        """Greet once more, with slots of ours to write to: the sender's blocks are not read by us."""
         if (home := self._home()) is not None and home.site.routes_to(can_pull=False):
             try:
                 await self._mover.stage()
@@ -189,33 +189,33 @@ class OutgoingPeers:
         dialled.step(SessionEvent.WELCOME)
         if dialled.session is None:
             self._give_up_lane(dialled)
-            self._metrics.greeted("sink", "open")
-            log.info("session open: peer=%s boot=%s %s", address, session.peer.boot, described(session))
+            self._metrics.greeted("receiver", "open")
+            log.info("session open: peer=%s incarnation=%s %s", address, session.peer.incarnation, described(session))
             warn_of_route(address, session)
-            self.sink.met(session)
+            self.receiver.met(session)
         dialled.session = session
         dialled.link.version = session.version
         for name in self._names(address):
-            self.sink.opened(name, session)
+            self.receiver.opened(name, session)
         self._sort_out()
 
     def hear(
         self, link: Link, sender: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse | Goodbye
     ) -> None:
-        """A source says something else than Welcome."""
+        """A sender says something else than Welcome."""
         address = link.address
         if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):
-            self.sink.from_source(sender, link.key, body)  # Drained is of use when the session is over, too
+            self.receiver.from_sender(sender, link.key, body)  # Drained is of use when the session is over, too
         if (dialled := self._of(link)) is None:
             return
         match body:
             case Goodbye():
                 self._end(address, "peer_left", body.reason)
             case Refuse(about="", code="already_open") if not dialled.has_insisted:
-                dialled.known_boot = sender
+                dialled.known_incarnation = sender
                 self._sort_out()
             case Refuse(about=""):
-                self.sink.refused(address, sender, link.key)  # while there is a way to ask it
+                self.receiver.refused(address, sender, link.key)  # while there is a way to ask it
                 self._end(address, body.code, "; ".join(filter(None, (dialled.against_pull, *body.reasons))))
             case Refuse() if body.code in NOT_OPEN and dialled.session is not None:  # or it was of the one before
                 self._end(address, body.code, "; ".join(body.reasons))  # what we think is open is not
@@ -226,7 +226,7 @@ class OutgoingPeers:
             self._end(link.address, code, f"{link.address}: {reason}")
 
     def renew(self, reason: str) -> list[str]:
-        """All sessions end, and the sources hear it; the sink is not told. Returns all addresses that had one."""
+        """All sessions end, and the senders hear it; the receiver is not told. Returns all addresses that had one."""
         addresses = [*self.sessions, *self._also]
         self._also.clear()
         self._without_lane.clear()
@@ -253,20 +253,22 @@ class OutgoingPeers:
         It may not have been heard of yet: its Welcome is on its way by another connection, and waited for. If we have
         no such session, or none any more, we say so.
         """
-        refused = [each for each in self.sessions.values() if each.known_boot]
+        refused = [each for each in self.sessions.values() if each.known_incarnation]
         for dialled in refused:
             if self.sessions.get(dialled.address) is not dialled:  # merged meanwhile, or over
                 continue
-            others = [own for own in self.sessions.values() if not own.known_boot and own.link.key == dialled.link.key]
-            same = [own for own in others if own.link.peer_boot == dialled.known_boot]
+            others = [
+                own for own in self.sessions.values() if not own.known_incarnation and own.link.key == dialled.link.key
+            ]
+            same = [own for own in others if own.link.peer_incarnation == dialled.known_incarnation]
             if same:
                 self._merge(dialled, same[0])
-            elif not any(own.state is SessionState.GREETING and not own.link.peer_boot for own in others):
+            elif not any(own.state is SessionState.GREETING and not own.link.peer_incarnation for own in others):
                 self._insist(dialled)
 
     def _insist(self, dialled: OutgoingPeer) -> None:
         """Greet once more: what that agent takes for a session with us we have given up."""
-        dialled.known_boot, dialled.has_insisted = "", True
+        dialled.known_incarnation, dialled.has_insisted = "", True
         if (home := self._home()) is not None:
             self._greet(home, dialled, self._serial + 1)
 
@@ -297,22 +299,22 @@ class OutgoingPeers:
         """A session has one name more; where that is too many, an idle one goes for it."""
         if (count := len(self._names(own.address))) > MOST_NAMES and not self._give_up_name(name, own):
             # What is in doubt by this name is asked for all the same.
-            self.sink.refused(name, own.link.peer_boot, own.link.key)
+            self.receiver.refused(name, own.link.peer_incarnation, own.link.key)
             del self._also[name]
             reason = f"{name} is {own.address}, by a name too many: got {count}, limit {MOST_NAMES}"
-            return self.sink.unreachable(name, "too_many_names", reason)
+            return self.receiver.unreachable(name, "too_many_names", reason)
         log.info("one agent: %s is %s as well", name, own.address)
         if own.state is SessionState.OPEN and own.session is not None:
-            self.sink.opened(name, own.session)
+            self.receiver.opened(name, own.session)
 
     def _give_up_name(self, new: str, own: OutgoingPeer) -> bool:
         """Whether there was another name, the oldest, that no want and no engine's rank has now. It may come again."""
         ranks = {rank.address for each in self.sessions.values() if each.session for rank in each.session.ranks}
         others = [name for name in self._names(own.address)[1:] if name != new and name not in ranks]
-        if (idle := next((name for name in others if not self.sink.is_wanted(name)), None)) is None:
+        if (idle := next((name for name in others if not self.receiver.is_wanted(name)), None)) is None:
             return False
         del self._also[idle]
-        self.sink.unreachable(idle, "too_many_names", f"{idle}: {new} is another name of this agent")
+        self.receiver.unreachable(idle, "too_many_names", f"{idle}: {new} is another name of this agent")
         return True
 
     def _give_up_lane(self, dialled: OutgoingPeer) -> None:
@@ -324,7 +326,7 @@ class OutgoingPeers:
                 self.ask(waiting.address)
 
     def _end(self, address: str, code: str, reason: str, is_deaf: bool = False) -> None:
-        """A session is over, by all names. Its source may see it otherwise, or a Hello of ours be on the way to it.
+        """A session is over, by all names. Its sender may see it otherwise, or a Hello of ours be on the way to it.
 
         By a link that is deaf it may have given it up long ago without our noticing: next time another one is made.
         """
@@ -335,13 +337,13 @@ class OutgoingPeers:
         if is_deaf:
             dialled.link.close()
         if dialled.session is None:
-            self._metrics.greeted("sink", code)
+            self._metrics.greeted("receiver", code)
         log.info("session over: peer=%s code=%s %s", address, code, reason)
         names = self._names(address)
         for name in names:
             self._also.pop(name, None)
         for name in names:
-            self.sink.unreachable(name, code, reason)
+            self.receiver.unreachable(name, code, reason)
         self._sort_out()
 
     def _part(self, link: Link, reason: str) -> None:
@@ -363,7 +365,7 @@ class OutgoingPeers:
                 raise PeerError("bad_welcome", "door: none, and the route is pull")
             rate = await self._open_door(session, door, dialled.link, partial(self._memory_ended, dialled))
         except (KVBridgeError, OSError) as error:
-            log.info("route does not work: boot=%s route=pull %s", session.peer.boot, error)
+            log.info("route does not work: incarnation=%s route=pull %s", session.peer.incarnation, error)
             dialled.against_pull = f"pull: {error}"[:1024]
             return None
         if self._of(dialled.link) is dialled:

@@ -30,25 +30,27 @@ from ..transport.link import Link
 
 
 class ReceiverEvents(Protocol):
-    """What the sink hears of sessions and sources."""
+    """What the receiver hears of sessions and senders."""
 
     def met(self, session: Session) -> None: ...
     def opened(self, address: str, session: Session) -> None: ...
     def is_wanted(self, address: str) -> bool: ...
-    def refused(self, address: str, boot: str, key: str) -> None: ...
+    def refused(self, address: str, incarnation: str, key: str) -> None: ...
     def unreachable(self, address: str, code: str, reason: str) -> None: ...
-    def from_source(
-        self, boot: str, key: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse
+    def from_sender(
+        self, incarnation: str, key: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse
     ) -> None: ...
 
 
 class SenderEvents(Protocol):
-    """What the source hears of sessions and sinks."""
+    """What the sender hears of sessions and receivers."""
 
     def met(self, session: Session) -> None: ...
-    def from_sink(self, session: Session, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled) -> None: ...
-    def renounce(self, boot: str, cancel: Cancel) -> bool: ...
-    def lost(self, boot: str) -> None: ...
+    def from_receiver(
+        self, session: Session, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled
+    ) -> None: ...
+    def renounce(self, incarnation: str, cancel: Cancel) -> bool: ...
+    def lost(self, incarnation: str) -> None: ...
     def is_hopeless(self, claim: Claim) -> bool: ...
 
 
@@ -61,11 +63,11 @@ class OutgoingPeer:
     serial: int = 0  # among all that we dialled
     state: SessionState = SessionState.NEW
     session: Session | None = None
-    lane: int = 0  # where the source proves its route
+    lane: int = 0  # where the sender proves its route
     has_lane: bool = False  # still: nobody else may use it
     names_slots: bool = False  # our last Hello does
     is_checked: bool = False  # a Welcome is being looked at
-    known_boot: str = ""  # the agent there says that it is this one, and has another session with us
+    known_incarnation: str = ""  # the agent there says that it is this one, and has another session with us
     has_insisted: bool = False  # we have said that there is no other
     opened: Whose | None = None  # its engine's memory is mapped
     against_pull: str = ""  # why we cannot read its engine's memory ourselves

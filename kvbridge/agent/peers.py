@@ -47,7 +47,7 @@ WARN_S = 60.0
 
 
 class Peers:
-    """Sessions come and go here; what they are for is the sink's and the source's business."""
+    """Sessions come and go here; what they are for is the receiver's and the sender's business."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class Peers:
     def end_all(self, reason: str) -> None:
         """Our engine left or we are stopping: every session names an epoch that is over."""
         for address in self.renew(reason):
-            self.dialling.sink.unreachable(address, "engine_left", reason)
+            self.dialling.receiver.unreachable(address, "engine_left", reason)
 
     def renew(self, reason: str) -> list[str]:
-        """Another epoch of the same engine: sessions end, the sink knows and asks anew for whom it needs."""
+        """Another epoch of the same engine: sessions end, the receiver knows and asks anew for whom it needs."""
         addresses = self.dialling.renew(reason)
         self.accepting.renew(reason)
         return addresses

@@ -1,4 +1,4 @@
-"""The sink's story: our engine wants tokens, other agents bring them, we put them into its blocks.
+"""The receiver's story: our engine wants tokens, other agents bring them, we put them into its blocks.
 
 A want comes in (`want`), sessions open (`opened`), the data plane reports what has come into the blocks (`hear`), and
 the engine is told. What to do is decided by exchange.inbound; here it is done.
@@ -49,7 +49,7 @@ from .metrics import Metrics
 from .outgoing_peers import OutgoingPeers
 from .request_records import RequestRecords
 
-log = logging.getLogger("kvbridge.sink")
+log = logging.getLogger("kvbridge.receiver")
 
 WARN_S = 60.0
 
@@ -80,22 +80,24 @@ class ReceiverRunner:
     # The engine:
 
     def expect(self, expect: Expect) -> None:
-        expect = structs.replace(expect, source=canonical(expect.source))
+        expect = structs.replace(expect, sender=canonical(expect.sender))
         self._do(self._inbound.expect(expect, self._clock()))
 
     def want(self, want: Want, home: AttachedEngine) -> None:
-        want = structs.replace(want, source=canonical(want.source))
+        want = structs.replace(want, sender=canonical(want.sender))
         log.debug(
-            "want: request=%s room=%s tokens=[%d,%d) source=%s",
+            "want: request=%s rendezvous=%s tokens=[%d,%d) sender=%s",
             want.request,
-            want.room,
+            want.rendezvous,
             want.first_token,
             want.end_token,
-            want.source,
+            want.sender,
         )
-        tokens = f"tokens [{want.first_token}, {want.end_token}) of {want.source}"
-        self._lives.note("wanted", tokens, request=want.request, room=want.room, traceparent=want.traceparent)
-        failpoint("sink.want_heard")
+        tokens = f"tokens [{want.first_token}, {want.end_token}) of {want.sender}"
+        self._lives.note(
+            "wanted", tokens, request=want.request, rendezvous=want.rendezvous, traceparent=want.traceparent
+        )
+        failpoint("receiver.want_heard")
         self._mover.get_up()
         self._do(self._inbound.want(want, home, self._clock()))
 
@@ -129,12 +131,12 @@ class ReceiverRunner:
     # Other agents:
 
     def met(self, session: Session) -> None:
-        """A source we did not know: be ready for what it will bring."""
+        """A sender we did not know: be ready for what it will bring."""
         if self.attached is None:
             return
-        ours = session.planner.samples(session.slot_bytes, is_source=False)
+        ours = session.planner.samples(session.slot_bytes, is_sender=False)
         if session.routed.is_pulled:
-            theirs = session.planner.samples(session.slot_bytes, is_source=True)
+            theirs = session.planner.samples(session.slot_bytes, is_sender=True)
             pairs = list(zip(theirs, ours, strict=False))  # where one side cannot have such samples there are none
             self._mover.warm_pull(self.attached, session.whose, pairs, self._inbound.sampling.kinds)
         else:
@@ -146,38 +148,38 @@ class ReceiverRunner:
     def is_wanted(self, address: str) -> bool:
         """Whether a want names this address or takes from there."""
         return any(
-            address in (wanted.want.source, *(intake.address for intake in wanted.intakes.values()))
+            address in (wanted.want.sender, *(intake.address for intake in wanted.intakes.values()))
             for wanted in self._inbound.wants.values()
         )
 
-    def refused(self, address: str, boot: str, key: str) -> None:
-        self._do(self._inbound.refused(address, boot, key))
+    def refused(self, address: str, incarnation: str, key: str) -> None:
+        self._do(self._inbound.refused(address, incarnation, key))
 
     def unreachable(self, address: str, code: str, reason: str) -> None:
         self._do(self._inbound.unreachable(address, code, reason, self._clock()))
 
-    def from_source(
-        self, boot: str, key: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse
+    def from_sender(
+        self, incarnation: str, key: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse
     ) -> None:
         now, inbound = self._clock(), self._inbound
         self._note_heard(body)
         match body:
             case Ready(transfer=transfer, chunks=chunks):
-                self._do(inbound.ready(boot, transfer, chunks, key))
+                self._do(inbound.ready(incarnation, transfer, chunks, key))
             case BlockTables():
-                failpoint("sink.tables_heard")
-                self._do(inbound.tables(boot, body, now, key))
+                failpoint("receiver.tables_heard")
+                self._do(inbound.tables(incarnation, body, now, key))
             case Checked():
                 compared, differing = inbound.compared, inbound.differing
-                self._do(inbound.checked(boot, body, now, key))
-                self._metrics.compared("sink", inbound.compared - compared, inbound.differing - differing)
+                self._do(inbound.checked(incarnation, body, now, key))
+                self._metrics.compared("receiver", inbound.compared - compared, inbound.differing - differing)
             case Failing(transfer=transfer, code=code, reason=reason):
-                self._do(inbound.failing(boot, transfer, code, reason, now, key))
+                self._do(inbound.failing(incarnation, transfer, code, reason, now, key))
             case Drained(transfer=transfer, code=code, reason=reason):
-                failpoint("sink.drained_heard")
-                self._do(inbound.drained(boot, transfer, code, reason, now, key))
+                failpoint("receiver.drained_heard")
+                self._do(inbound.drained(incarnation, transfer, code, reason, now, key))
             case Refuse(about=transfer, code=code, reasons=reasons):  # a refused claim is never written for
-                self._do(inbound.drained(boot, transfer, code, "; ".join(reasons), now, key))
+                self._do(inbound.drained(incarnation, transfer, code, "; ".join(reasons), now, key))
 
     def _note_heard(self, body: BlockTables | Checked | Ready | Failing | Drained | Refuse) -> None:
         note = self._lives.note
@@ -201,17 +203,17 @@ class ReceiverRunner:
         for report in reports:
             match report:
                 case Landed(transfer=transfer, chunks=chunks, size_bytes=size_bytes):
-                    failpoint("sink.scattered")
+                    failpoint("receiver.scattered")
                     if chunks:
                         self._lives.note("landed", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
-                        self._metrics.chunks("sink", chunks, size_bytes, self._inbound.session_of(transfer))
+                        self._metrics.chunks("receiver", chunks, size_bytes, self._inbound.session_of(transfer))
                 case Dropped():
                     self._on_dropped(report)
                 case Malformed(code=code):
                     self._metrics.rejected(code)
                 case Pulled(transfer=transfer, chunks=chunks, size_bytes=size_bytes, failure=None):
                     self._lives.note("read", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
-                    self._metrics.chunks("sink", chunks, size_bytes, self._inbound.session_of(transfer))
+                    self._metrics.chunks("receiver", chunks, size_bytes, self._inbound.session_of(transfer))
                 case (
                     Pulled(transfer=transfer, failure=(code, reason))
                     | Broken(transfer=transfer, code=code, reason=reason)
@@ -246,7 +248,11 @@ class ReceiverRunner:
                     if isinstance(body, Claim):
                         request = self._inbound.request_of(body.transfer)
                         self._lives.note(
-                            "claimed", f"of {address}", request=request, room=body.room, transfer=body.transfer
+                            "claimed",
+                            f"of {address}",
+                            request=request,
+                            rendezvous=body.rendezvous,
+                            transfer=body.transfer,
                         )
                     self._peers.send(address, body)
                     _pass_sent(body)
@@ -265,7 +271,7 @@ class ReceiverRunner:
                 log.debug("done: request=%s bytes=%d ms=%.2f", request, moved, seconds * 1e3)
                 self._lives.note("done", f"{moved} bytes", request=request, seconds=seconds)
                 self._metrics.want_done(seconds)
-                failpoint("sink.done_told")
+                failpoint("receiver.done_told")
             case Failed(request=request, code=code, reason=reason):
                 log.warning("failed: request=%s code=%s %s", request, code, reason)
                 self._lives.note("failed", f"{code}: {reason}", request=request)
@@ -275,12 +281,12 @@ class ReceiverRunner:
 def _pass_sent(body: Body) -> None:
     match body:
         case Claim():
-            failpoint("sink.claim_sent")
+            failpoint("receiver.claim_sent")
         case Grant():
-            failpoint("sink.grant_sent")
+            failpoint("receiver.grant_sent")
         case Renew():
-            failpoint("sink.renewal_sent")
+            failpoint("receiver.renewal_sent")
         case Cancel():
-            failpoint("sink.cancel_sent")
+            failpoint("receiver.cancel_sent")
         case Settled():
-            failpoint("sink.settled_sent")
+            failpoint("receiver.settled_sent")

@@ -10,13 +10,13 @@ from kvbridge_proto.status import TraceEntry
 
 from .journal import Journal
 
-Role = Literal["source", "sink"]
+Role = Literal["sender", "receiver"]
 Stage = Literal["claim", "begin", "move"]
 
 MOST = 4096  # of each role; the oldest go first, and with them those whose end nobody told
-BEGINS: dict[Role, str] = {"source": "offered", "sink": "wanted"}
-ENDS: dict[Role, tuple[str, ...]] = {"source": ("released",), "sink": ("done", "failed")}
-FIRST_BYTES: dict[Role, tuple[str, ...]] = {"source": ("readable", "written"), "sink": ("reading", "landed")}
+BEGINS: dict[Role, str] = {"sender": "offered", "receiver": "wanted"}
+ENDS: dict[Role, tuple[str, ...]] = {"sender": ("released",), "receiver": ("done", "failed")}
+FIRST_BYTES: dict[Role, tuple[str, ...]] = {"sender": ("readable", "written"), "receiver": ("reading", "landed")}
 
 
 @dataclass(slots=True)
@@ -73,13 +73,15 @@ class RequestRecords:
         text: str = "",
         *,
         request: str = "",
-        room: str = "",
+        rendezvous: str = "",
         transfer: str = "",
         seconds: float | None = None,
         traceparent: str = "",
     ) -> None:
         """Something has happened now."""
-        entry = self._journal.note(what, text, request=request, room=room, transfer=transfer, seconds=seconds)
+        entry = self._journal.note(
+            what, text, request=request, rendezvous=rendezvous, transfer=transfer, seconds=seconds
+        )
         if (life := self._life(entry)) is None:
             return
         life.add(entry)

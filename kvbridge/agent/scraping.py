@@ -107,10 +107,10 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            is_room = len(self._open) < AT_ONCE
-            if is_room:
+            is_rendezvous = len(self._open) < AT_ONCE
+            if is_rendezvous:
                 self._open[request] = time.monotonic() + self._request_s
-        if is_room:
+        if is_rendezvous:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)

@@ -1,6 +1,6 @@
-"""The source's story: our engine offers tokens, other agents claim them, we gather and push.
+"""The sender's story: our engine offers tokens, other agents claim them, we gather and push.
 
-An offer comes in (`offer`) as the prompt is computed; a claim comes in (`from_sink`), before or after it; the data
+An offer comes in (`offer`) as the prompt is computed; a claim comes in (`from_receiver`), before or after it; the data
 plane gets an order, and reports (`hear`); the engine gets its blocks back. What to do is decided by exchange.outbound;
 here it is done.
 """
@@ -50,7 +50,7 @@ from .incoming_peers import IncomingPeers
 from .metrics import Metrics
 from .request_records import RequestRecords
 
-log = logging.getLogger("kvbridge.source")
+log = logging.getLogger("kvbridge.sender")
 
 UNREAD_LOOK_S = 0.01
 
@@ -86,16 +86,18 @@ class SenderRunner:
 
     def offer(self, offer: Offer, home: AttachedEngine) -> None:
         log.debug(
-            "offer: request=%s room=%s tokens=[%d, %d)%s",
+            "offer: request=%s rendezvous=%s tokens=[%d, %d)%s",
             offer.request,
-            offer.room,
+            offer.rendezvous,
             offer.first_token,
             offer.tokens,
             " (last)" if offer.is_last else "",
         )
         tokens = f"tokens [{offer.first_token}, {offer.tokens}){', all there are' * offer.is_last}"
-        self._lives.note("offered", tokens, request=offer.request, room=offer.room, traceparent=offer.traceparent)
-        failpoint("source.offer_heard")
+        self._lives.note(
+            "offered", tokens, request=offer.request, rendezvous=offer.rendezvous, traceparent=offer.traceparent
+        )
+        failpoint("sender.offer_heard")
         self._do(self._outbound.offer(offer, home, self._clock()))
         if self._outbound.is_owing:  # its socket is not found empty before we have read what we are at
             asyncio.get_running_loop().call_soon(self._do, [])
@@ -106,17 +108,17 @@ class SenderRunner:
 
     def is_due(self, offer: Offer) -> bool:
         """Whether it goes on with what was offered before, or somebody has claimed it already."""
-        return self.knows(offer.request) or self._outbound.is_awaited(offer.room)
+        return self.knows(offer.request) or self._outbound.is_awaited(offer.rendezvous)
 
     def is_hopeless(self, claim: Claim) -> bool:
         """Whether what it takes is not offered, and will not be if nothing new is."""
-        return not (self._outbound.is_awaited(claim.room) or self._outbound.has_offer(claim))
+        return not (self._outbound.is_awaited(claim.rendezvous) or self._outbound.has_offer(claim))
 
     def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
         actions = self._outbound.withdraw(request, reason, self._clock(), comes_again)
         self._lives.note("withdrawn", reason, request=request)
         if self.knows(request):  # it is being read
-            failpoint("source.withdraw_heard")
+            failpoint("sender.withdraw_heard")
         self._do(actions)
 
     def reclaim(self, blocks: int) -> None:
@@ -142,51 +144,51 @@ class SenderRunner:
     # Other agents:
 
     def met(self, session: Session) -> None:
-        """A sink we did not know: be ready for what it will take, or read itself and compare."""
+        """A receiver we did not know: be ready for what it will take, or read itself and compare."""
         if self.attached is not None:
-            self._mover.warm(self.attached, session.planner.samples(session.slot_bytes, is_source=True))
+            self._mover.warm(self.attached, session.planner.samples(session.slot_bytes, is_sender=True))
 
-    def from_sink(self, session: Session, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled) -> None:
-        boot, home = session.peer.boot, self._home()
+    def from_receiver(self, session: Session, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled) -> None:
+        incarnation, home = session.peer.incarnation, self._home()
         match body:
             case Claim() if home is None:
                 refuse = Refuse(code="no_engine", reasons=("no engine is attached to this agent",), about=body.transfer)
-                self._peers.send(boot, refuse)
+                self._peers.send(incarnation, refuse)
             case Claim():
                 assert home is not None
-                failpoint("source.claim_received")
-                log.debug("claim: transfer=%s want=%s room=%s", body.transfer, body.want, body.room)
+                failpoint("sender.claim_received")
+                log.debug("claim: transfer=%s want=%s rendezvous=%s", body.transfer, body.want, body.rendezvous)
                 tokens = f"tokens [{body.first_token}, {body.end_token}) by {session.peer.name}"
-                self._lives.note("claimed", tokens, room=body.room, transfer=body.transfer)
+                self._lives.note("claimed", tokens, rendezvous=body.rendezvous, transfer=body.transfer)
                 self._do(self._outbound.claim(body, session, home, self._clock()))
             case Grant():
-                self._do(self._outbound.grant(boot, body))
+                self._do(self._outbound.grant(incarnation, body))
             case Cancel():
-                failpoint("source.cancel_received")
-                self._do(self._outbound.cancel(boot, body))
-            case Hold(rooms=rooms):
-                self._do(self._outbound.hold(boot, rooms, self._clock()))
+                failpoint("sender.cancel_received")
+                self._do(self._outbound.cancel(incarnation, body))
+            case Hold(rendezvous_ids=rendezvous_ids):
+                self._do(self._outbound.hold(incarnation, rendezvous_ids, self._clock()))
             case Renew():
-                failpoint("source.renewal_heard")
-                self._outbound.renew(boot, body)
+                failpoint("sender.renewal_heard")
+                self._outbound.renew(incarnation, body)
                 self._do([])
             case Check():
-                self._do(self._outbound.check(boot, body))
+                self._do(self._outbound.check(incarnation, body))
             case Settled(transfer=transfer):
-                failpoint("source.settled_heard")
+                failpoint("sender.settled_heard")
                 log.debug("settled: transfer=%s", transfer)
                 self._lives.note("settled", transfer=transfer)
                 self._metrics.transfer_settled()
-                if (read := self._outbound.read_by(boot, transfer)) is not None:
-                    self._metrics.chunks("source", read.chunks, read.total_bytes, session)
-                self._do(self._outbound.settled(boot, transfer))
+                if (read := self._outbound.read_by(incarnation, transfer)) is not None:
+                    self._metrics.chunks("sender", read.chunks, read.total_bytes, session)
+                self._do(self._outbound.settled(incarnation, transfer))
 
-    def renounce(self, boot: str, cancel: Cancel) -> bool:
-        """Whether nothing of this transfer of that sink is or will be written."""
-        return self._outbound.renounce(boot, cancel)
+    def renounce(self, incarnation: str, cancel: Cancel) -> bool:
+        """Whether nothing of this transfer of that receiver is or will be written."""
+        return self._outbound.renounce(incarnation, cancel)
 
-    def lost(self, boot: str) -> None:
-        self._do(self._outbound.lost(boot))
+    def lost(self, incarnation: str) -> None:
+        self._do(self._outbound.lost(incarnation))
 
     # The data plane:
 
@@ -197,7 +199,7 @@ class SenderRunner:
                 case Shipped(transfer=transfer, chunks=chunks, size_bytes=size_bytes, gather_s=gather_s):
                     took = f"{chunks} chunks, {size_bytes} bytes, gathered in {sum(gather_s) * 1e3:.2f} ms"
                     self._lives.note("written", took, transfer=transfer)
-                    self._metrics.chunks("source", chunks, size_bytes, self._outbound.session_of(transfer))
+                    self._metrics.chunks("sender", chunks, size_bytes, self._outbound.session_of(transfer))
                     for seconds in gather_s:
                         self._metrics.gathered(seconds)
                 case Broken(transfer=transfer, code=code, reason=reason):
@@ -213,7 +215,7 @@ class SenderRunner:
         transfer, found, read = report.transfer, report.found, report.read
         if report.failure is not None:
             return log.warning("chunk not compared: transfer=%s code=%s %s", transfer, *report.failure)
-        self._metrics.compared("source", 1, int(found != read))
+        self._metrics.compared("sender", 1, int(found != read))
         if found != read:
             words = "chunk %d: we have digest %016x, read was %016x"
             log.warning("digest_mismatch: transfer=%s " + words, transfer, found.chunk, found.digest, read.digest)
@@ -255,9 +257,9 @@ class SenderRunner:
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Send(peer=boot, body=body):
+                case Send(peer=incarnation, body=body):
                     self._note_said(body)
-                    self._peers.send(boot, body)
+                    self._peers.send(incarnation, body)
                     _pass_sent(body)
                 case Tell(message=message):
                     if isinstance(message, Released):
@@ -267,7 +269,7 @@ class SenderRunner:
                         self._metrics.offer_released(message.code, message.is_declined)
                     self._tell(message)
                     if isinstance(message, Released):
-                        failpoint("source.released_told")
+                        failpoint("sender.released_told")
                 case SendOrder(transfer=transfer, plan=plan, request=request):
                     size = f"{plan.chunks} chunks, {plan.total_bytes} bytes"
                     self._lives.note("ordered", size, request=request, transfer=transfer)
@@ -294,6 +296,6 @@ class SenderRunner:
 def _pass_sent(body: Body) -> None:
     match body:
         case BlockTables():
-            failpoint("source.tables_sent")
+            failpoint("sender.tables_sent")
         case Drained():
-            failpoint("source.drained_sent")
+            failpoint("sender.drained_sent")

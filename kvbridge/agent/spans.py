@@ -33,7 +33,7 @@ MOST_AT_ONCE = 64  # requests, in one message: some hundred spans
 SEND_S = 5.0
 CLOSE_S = 1.0
 WARN_S = 60.0
-NAMES: dict[Role, str] = {"source": "kvbridge send", "sink": "kvbridge receive"}
+NAMES: dict[Role, str] = {"sender": "kvbridge send", "receiver": "kvbridge receive"}
 # https://www.w3.org/TR/trace-context/#traceparent-header
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})")
 
@@ -99,14 +99,14 @@ class Spans:
 def spans_of(life: RequestRecord, resource: Resource) -> Iterator[ReadableSpan]:
     """One of the request, with what the journal was told as events, and one of each stage. None if it is not sampled.
 
-    Its parent is the engine's span, where it has said one; else both agents of a room make the same trace of it.
+    Its parent is the engine's span, where it has said one; else both agents of a rendezvous make the same trace of it.
     """
     known = _TRACEPARENT.fullmatch(life.traceparent)
     if known and not int(known["flags"], 16) & TraceFlags.SAMPLED:
         return
     entries = sorted(life.first.values(), key=lambda entry: entry.at_s)
-    request, room = (next((each for each in named if each), "") for named in _names(life))
-    trace = int(known["trace"], 16) if known else _number(room)
+    request, rendezvous = (next((each for each in named if each), "") for named in _names(life))
+    trace = int(known["trace"], 16) if known else _number(rendezvous)
     parent = _context(trace, int(known["span"], 16), is_remote=True) if known else None
     own = _context(trace, secrets.randbits(64) or 1)
     ends = [life.first[what] for what in ENDS[life.role] if what in life.first]
@@ -118,7 +118,7 @@ def spans_of(life: RequestRecord, resource: Resource) -> Iterator[ReadableSpan]:
         resource=resource,
         attributes={
             "kvbridge.request": request,
-            "kvbridge.room": room,
+            "kvbridge.rendezvous": rendezvous,
             "kvbridge.transfers": len(life.transfers),
             "kvbridge.outcome": ends[0].text if ends else "",
         },
@@ -142,12 +142,12 @@ def spans_of(life: RequestRecord, resource: Resource) -> Iterator[ReadableSpan]:
 
 def _names(life: RequestRecord) -> tuple[Iterator[str], Iterator[str]]:
     entries = life.first.values()
-    return (each.request for each in entries), (each.room for each in entries)
+    return (each.request for each in entries), (each.rendezvous for each in entries)
 
 
-def _number(room: str) -> int:
-    """Of the trace. Both agents know the room."""
-    return int.from_bytes(hashlib.sha256(room.encode(errors="replace")).digest()[:16], "big") or 1
+def _number(rendezvous: str) -> int:
+    """Of the trace. Both agents know the rendezvous."""
+    return int.from_bytes(hashlib.sha256(rendezvous.encode(errors="replace")).digest()[:16], "big") or 1
 
 
 def _context(trace: int, span: int, is_remote: bool = False) -> SpanContext:

@@ -27,10 +27,10 @@ def transfers(inbound: Receiver, outbound: Sender, now: float) -> tuple[Transfer
     """One line per want and per outgoing transfer."""
     wants = [
         TransferStatus(
-            role="sink",
+            role="receiver",
             request=wanted.want.request,
-            room=wanted.want.room,
-            peer=wanted.want.source,
+            rendezvous=wanted.want.rendezvous,
+            peer=wanted.want.sender,
             state=wanted.state.name.lower(),
             chunks_done=sum(intake.scattered for intake in wanted.intakes.values()),
             chunks=min(MOST, sum(intake.plan.chunks for intake in wanted.intakes.values())),
@@ -40,10 +40,10 @@ def transfers(inbound: Receiver, outbound: Sender, now: float) -> tuple[Transfer
     ]
     outlets = [
         TransferStatus(
-            role="source",
+            role="sender",
             request=outlet.offered.request if outlet.offered else "",
-            room=outlet.claim.room,
-            peer=outlet.boot,
+            rendezvous=outlet.claim.rendezvous,
+            peer=outlet.incarnation,
             state=outlet.state.name.lower(),
             chunks_done=outlet.shipped,
             chunks=min(MOST, outlet.plan.chunks),  # a claim may be of any number of tokens
@@ -55,13 +55,13 @@ def transfers(inbound: Receiver, outbound: Sender, now: float) -> tuple[Transfer
 
 
 def offers(outbound: Sender, name_of: Callable[[str], str], now: float) -> tuple[OfferStatus, ...]:
-    """One line per prompt that is held for others, the oldest first; `name_of` tells whose a boot is."""
+    """One line per prompt that is held for others, the oldest first; `name_of` tells whose a incarnation is."""
     unclaimed = {offered.request for offered in outbound.unclaimed(now)}
-    claimed_by = {out.offered.request: out.boot for out in outbound.outlets.values() if out.offered is not None}
+    claimed_by = {out.offered.request: out.incarnation for out in outbound.outlets.values() if out.offered is not None}
     return tuple(
         OfferStatus(
             request=offered.request,
-            room=offered.room,
+            rendezvous=offered.rendezvous,
             state=_state(offered, offered.request in unclaimed),
             peer=name_of(claimed_by.get(offered.request, outbound.awaited_by(offered)))[:256],
             tokens=offered.tokens - offered.first_token,
@@ -105,11 +105,11 @@ def peer_statuses(
     """One line per agent that we fetch from and per agent that fetches from us."""
     return [
         *(
-            _peer(each.session, each.address, f"source {each.state.name.lower()}", name_of(each.link.key), each.link)
+            _peer(each.session, each.address, f"sender {each.state.name.lower()}", name_of(each.link.key), each.link)
             for each in dialled
         ),
         *(
-            _peer(each.session, each.session.peer.address, "sink open", name_of(each.link.key), each.link)
+            _peer(each.session, each.session.peer.address, "receiver open", name_of(each.link.key), each.link)
             for each in accepted
         ),
     ]
@@ -117,11 +117,11 @@ def peer_statuses(
 
 def _peer(session: Session | None, address: str, state: str, key: str | None, link: Link) -> PeerStatus:
     if session is None:
-        return PeerStatus(name="", address=address, boot="", state=state, verdict="", key=key or "")
+        return PeerStatus(name="", address=address, incarnation="", state=state, verdict="", key=key or "")
     return PeerStatus(
         name=session.peer.name,
         address=address,
-        boot=session.peer.boot,
+        incarnation=session.peer.incarnation,
         state=state,
         verdict=verdict_of(session)[:MOST_VERDICT],
         route=route_of(session)[:MOST_ROUTE],

@@ -354,13 +354,13 @@ def trace(
 
 
 def plan(
-    source: Annotated[
+    sender: Annotated[
         str,
         typer.Argument(
             help="The prefilling engine: a file of `kvbridge status --pool`, or its agent's socket; ranks as A,B."
         ),
     ],
-    sink: Annotated[str, typer.Argument(help="The decoding engine, likewise; --rank says which of its ranks.")],
+    receiver: Annotated[str, typer.Argument(help="The decoding engine, likewise; --rank says which of its ranks.")],
     tokens: Annotated[int, typer.Option(min=0, max=1 << 40, help="Tokens of the request.")] = 1024,
     slot_bytes: Annotated[
         int | None,
@@ -386,7 +386,7 @@ def plan(
     with _told("plan"):
         from .plan import show
 
-        show(source, sink, tokens, slot_bytes, rank, as_json)
+        show(sender, receiver, tokens, slot_bytes, rank, as_json)
 
 
 def demo(

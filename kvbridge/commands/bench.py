@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ..config import resolve
 from ..dataplane.resources import chosen_gpu
-from ..doctor.pace import SINKS, Bench, Pace
+from ..doctor.pace import RECEIVERS, Bench, Pace
 from ..doctor.routes import TITLES, why_not_here
 from ..errors import KVBridgeError, OperatorError, meant
 from ..oneline import plain
@@ -94,7 +94,7 @@ def _measured(
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("agents start")
         bench = Bench(devices, most_bytes)
-        count = len(routes) * len(SINKS) * len(bench.sizes)
+        count = len(routes) * len(RECEIVERS) * len(bench.sizes)
         progress.update(task, total=count)
         with bench.agents(routes, net_devices) as running:
             for route in routes:

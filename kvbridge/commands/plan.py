@@ -32,7 +32,7 @@ SLOT_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class PlannedPart:
-    """What one rank of the source gives."""
+    """What one rank of the sender gives."""
 
     pool: Pool
     takes: tuple[Take, ...]
@@ -44,8 +44,8 @@ class Change:
     """What is not the same on both sides, and what it means. Without words, it stands in the way."""
 
     field: str
-    source: str
-    sink: str
+    sender: str
+    receiver: str
     place: str
     needs: str
     words: str
@@ -60,15 +60,15 @@ class EngineSide:
     slot_bytes: int | None
 
 
-def show(source: str, sink: str, tokens: int, slot_bytes: int | None, rank: int, as_json: bool) -> None:
-    """Print it for one rank of the sink.
+def show(sender: str, receiver: str, tokens: int, slot_bytes: int | None, rank: int, as_json: bool) -> None:
+    """Print it for one rank of the receiver.
 
     Raises KVBridgeError for what is no pool and for pools that do not fit; stdout has code and reasons too, as JSON.
     """
     try:
-        giving, taking = side(source), side(sink)
+        giving, taking = side(sender), side(receiver)
         if rank >= len(taking.pools):
-            raise OperatorError("bad_option", f"rank: {rank}, {sink} has {len(taking.pools)}")
+            raise OperatorError("bad_option", f"rank: {rank}, {receiver} has {len(taking.pools)}")
     except KVBridgeError as error:
         if as_json:
             _write({"code": error.code, "reasons": list(error.reasons)})
@@ -77,15 +77,15 @@ def show(source: str, sink: str, tokens: int, slot_bytes: int | None, rank: int,
     _judge(giving.pools, taking.pools[rank], tokens, usable, as_json)
 
 
-def _judge(sources: Sequence[Pool], target: Pool, tokens: int, slot_bytes: int, as_json: bool) -> None:
-    found, source_pool = _judged(sources, target)
-    said = _changes(found, source_pool, target)
+def _judge(senders: Sequence[Pool], target: Pool, tokens: int, slot_bytes: int, as_json: bool) -> None:
+    found, sender_pool = _judged(senders, target)
+    said = _changes(found, sender_pool, target)
     parts: list[PlannedPart] = []
     failure: KVBridgeError | None = None
     try:
         if isinstance(found, Incompatible):
             raise OperatorError("incompatible", *found.reasons)
-        parts = parts_of(sources, target, tokens, slot_bytes)
+        parts = parts_of(senders, target, tokens, slot_bytes)
     except KVBridgeError as error:
         failure = error
     if as_json:
@@ -100,18 +100,18 @@ def _write(answer: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(answer, indent=2) + "\n")
 
 
-def _judged(sources: Sequence[Pool], sink: Pool) -> tuple[Verdict, Pool]:
+def _judged(senders: Sequence[Pool], receiver: Pool) -> tuple[Verdict, Pool]:
     """The verdict on the first rank that does not fit, with that rank; on the first if all do."""
-    found = [(_verdict(source, sink), source) for source in sources]
+    found = [(_verdict(sender, receiver), sender) for sender in senders]
     return next((each for each in found if isinstance(each[0], Incompatible)), found[0])
 
 
-def _verdict(source: Pool, sink: Pool) -> Verdict:
+def _verdict(sender: Pool, receiver: Pool) -> Verdict:
     """Also on what an agent refuses when such an engine attaches."""
-    found = verdict(source, sink)
+    found = verdict(sender, receiver)
     if isinstance(found, Incompatible):
         return found
-    sides = (("source", source), ("sink", sink))
+    sides = (("sender", sender), ("receiver", receiver))
     reasons = [f"{side} {reason}" for side, pool in sides for reason in overlaps(pool)]
     return Incompatible(shortened(reasons)) if reasons else found
 
@@ -149,33 +149,33 @@ def pools(path: Path) -> Sequence[Pool]:
     return found
 
 
-def parts_of(sources: Sequence[Pool], sink: Pool, tokens: int, slot_bytes: int) -> list[PlannedPart]:
-    """Who gives what. Raises OperatorError (`rows_not_held`) when the sources are not the whole engine."""
+def parts_of(senders: Sequence[Pool], receiver: Pool, tokens: int, slot_bytes: int) -> list[PlannedPart]:
+    """Who gives what. Raises OperatorError (`rows_not_held`) when the senders are not the whole engine."""
     try:
-        takes = assign(sources, sink)
+        takes = assign(senders, receiver)
     except KVBridgeError as error:
-        reason = f"{error}; name every rank of the source, with commas between, or as a JSON list"
-        raise OperatorError(error.code, reason if len(sources) == 1 else str(error)) from None
+        reason = f"{error}; name every rank of the sender, with commas between, or as a JSON list"
+        raise OperatorError(error.code, reason if len(senders) == 1 else str(error)) from None
     return [
-        PlannedPart(pool, taken, plan(pool, sink, taken, 0, tokens, slot_bytes))
-        for pool, taken in zip(sources, takes, strict=True)
+        PlannedPart(pool, taken, plan(pool, receiver, taken, 0, tokens, slot_bytes))
+        for pool, taken in zip(senders, takes, strict=True)
     ]
 
 
-def _changes(found: Verdict, source: Pool, sink: Pool) -> list[Change]:
+def _changes(found: Verdict, sender: Pool, receiver: Pool) -> list[Change]:
     """What is changed, or what stands in the way. Nothing of pools that make no sense: the verdict has said why."""
     if isinstance(found, Incompatible):
-        is_nonsense = check_pool(source) or check_pool(sink)
-        return [] if is_nonsense else [_change(each, "") for each in obstacles(source, sink)]
-    return [_change(each, sentence(each, source, sink)) for each in changes(source, sink)]
+        is_nonsense = check_pool(sender) or check_pool(receiver)
+        return [] if is_nonsense else [_change(each, "") for each in obstacles(sender, receiver)]
+    return [_change(each, sentence(each, sender, receiver)) for each in changes(sender, receiver)]
 
 
 def _change(each: Difference, words: str) -> Change:
-    return Change(each.field, str(each.source), str(each.sink), each.place, each.needs, words, str(each))
+    return Change(each.field, str(each.sender), str(each.receiver), each.place, each.needs, words, str(each))
 
 
 def _plain(
-    found: Verdict, failure: KVBridgeError | None, said: Sequence[Change], sink: Pool, parts: Sequence[PlannedPart]
+    found: Verdict, failure: KVBridgeError | None, said: Sequence[Change], receiver: Pool, parts: Sequence[PlannedPart]
 ) -> dict[str, Any]:
     """`code` is empty where rows can be moved; else the reasons are why they cannot."""
     return {
@@ -183,8 +183,8 @@ def _plain(
         "code": failure.code if failure else "",
         "reasons": list(failure.reasons) if failure else [each.text for each in said],
         "changes": [{name: text for name, text in asdict(each).items() if name != "text"} for each in said],
-        "sink": _rank(sink),
-        "sources": [
+        "receiver": _rank(receiver),
+        "senders": [
             {
                 "rank": _rank(part.pool),
                 "takes": [dict(zip(Take.__struct_fields__, msgspec.to_builtins(t), strict=True)) for t in part.takes],
@@ -197,7 +197,7 @@ def _plain(
     }
 
 
-def _print(found: Verdict, said: Sequence[Change], sink: Pool, parts: Sequence[PlannedPart]) -> None:
+def _print(found: Verdict, said: Sequence[Change], receiver: Pool, parts: Sequence[PlannedPart]) -> None:
     console = Console()
     console.print(f"[bold]{type(found).__name__}[/bold]")
     if not isinstance(found, Incompatible):  # its reasons are the error's text
@@ -205,7 +205,7 @@ def _print(found: Verdict, said: Sequence[Change], sink: Pool, parts: Sequence[P
             console.print(f"  {plain(each.text)}", markup=False, highlight=False)
             console.print(f"    {plain(each.words)}", markup=False, highlight=False, style="dim")
     if parts:
-        console.print(f"\nto {_rank(sink)}", markup=False, highlight=False)
+        console.print(f"\nto {_rank(receiver)}", markup=False, highlight=False)
     for part in parts:
         console.print(f"\nfrom {_rank(part.pool)}", markup=False, highlight=False)
         console.print(_takes(part))

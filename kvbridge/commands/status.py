@@ -228,7 +228,7 @@ def _failpoints(status: Status) -> list[RenderableType]:
 def _agent(status: Status) -> list[RenderableType]:
     rows = _pairs()
     agent, engine = status.agent, status.engine
-    _add(rows, "name", f"{agent.name} (kvbridge {agent.version}, boot {agent.boot})")
+    _add(rows, "name", f"{agent.name} (kvbridge {agent.version}, incarnation {agent.incarnation})")
     _add(rows, "state", f"{status.state}, up {status.uptime_s:.0f} s")
     _add(rows, "address", agent.address)
     _add(rows, "links", status.security)

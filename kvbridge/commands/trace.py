@@ -45,7 +45,7 @@ def _events(traces: Sequence[Trace]) -> list[Event]:
 
 
 def show(request: str, named: Sequence[str], saved: Sequence[Path], as_json: bool, chrome: Path | None) -> None:
-    """Print what became of `request`: a request, a room or a transfer; of the slowest want if it is "".
+    """Print what became of `request`: a request, a rendezvous or a transfer; of the slowest want if it is "".
 
     `saved` are what `--json` printed on other hosts. With `chrome` a file is written for Chrome's and Perfetto's
     viewers. Raises OperatorError: `no_such_request`, `bad_trace_file`, or as `kvbridge status` does for an agent that

@@ -1,10 +1,10 @@
 """The one thread that touches memory: it gathers, pushes, scatters, and owns the porter and the fabrics.
 
 The loop gives it orders, one or a few for each transfer, and hears reports, in the order in which things happened
-(orders.py). What goes out next and whether what lands counts is found here (send_orders.py, receive_orders.py), so that rows do
-not wait for the loop. A job is a generator (see awaits.py), so that each reads as a story while many are under way.
-The thread sleeps on an eventfd while nothing is in flight, and polls while something is, with naps between: one that
-spins keeps the interpreter from the loop.
+(orders.py). What goes out next and whether what lands counts is found here (send_orders.py, receive_orders.py), so that
+rows do not wait for the loop. A job is a generator (see awaits.py), so that each reads as a story while many are under
+way. The thread sleeps on an eventfd while nothing is in flight, and polls while something is, with naps between: one
+that spins keeps the interpreter from the loop.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class DataPlane:
     def __init__(
         self,
         equip: Callable[[], Resources],
-        boot: str,
+        incarnation: str,
         listener: DataPlaneListener,
         write_timeout_s: float,
         stuck_s: float = STUCK_S,
@@ -119,7 +119,7 @@ class DataPlane:
         self.digests: tuple[str, ...] = ()
         self.device = self.description = ""
         self._equip = equip
-        self._boot = boot
+        self._incarnation = incarnation
         self._listener = listener
         self._write_timeout_s = write_timeout_s
         self._linger_s = linger_s  # None until the device is known
@@ -172,7 +172,7 @@ class DataPlane:
             self._listener.on_staged(site)
 
     async def connect(self, landing: Landing) -> Connected:
-        """Choose and prove a route to a sink's slots; it takes the place of the one before. Raises FabricError.
+        """Choose and prove a route to a receiver's slots; it takes the place of the one before. Raises FabricError.
 
         We have slots (`stage`), or none of these routes needs any.
         """
@@ -193,9 +193,9 @@ class DataPlane:
         if self._linger_s:
             os.eventfd_write(self._wake, 1)
 
-    def disconnect(self, boot: str, serial: int) -> None:
+    def disconnect(self, incarnation: str, serial: int) -> None:
         """Give up what `connect` made under this serial; another one since stays."""
-        self._put(lambda: self._jobs.disconnect(boot, serial))
+        self._put(lambda: self._jobs.disconnect(incarnation, serial))
 
     def give(self, order: SendingOrder | ReceivingOrder, attachment: AttachedMemory | None) -> None:
         """Orders are taken up one after the other. `attachment` is our engine's, None once it has left."""
@@ -243,7 +243,7 @@ class DataPlane:
                 self._put(partial(self._pulling.warm, attachment, whose, theirs, ours, has_digest))
 
     async def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
-        """Whether our lane holds what the source says it wrote."""
+        """Whether our lane holds what the sender says it wrote."""
         return bool(await self._call(lambda: self._jobs.is_proved(route, lane, probe)))
 
     async def prepare_docks(self) -> StagingEndpoints:
@@ -453,7 +453,7 @@ class DataPlane:
         if equipment.current is not None:
             self.sending.slots.make(equipment.dock.outbound.slots)
         wait_s, clock = self._write_timeout_s, self._clock
-        self._jobs = Jobs(equipment, self._boot, self.sending, self.receiving, wait_s, clock)
+        self._jobs = Jobs(equipment, self._incarnation, self.sending, self.receiving, wait_s, clock)
         self._pulling = PullRoute(equipment, self._tell, self.receiving, wait_s, clock)
         self._equipment = equipment
         if self._linger_s is None:
@@ -532,7 +532,7 @@ class DataPlane:
         except BadFrame as error:
             return self.receiving.report(Malformed(error.code))
         if (arrival := self.receiving.landed(notice)) is not None:
-            failpoint("sink.notice_landed")
+            failpoint("receiver.notice_landed")
             self._scatter(arrival)
 
     def _scatter(self, arrival: LandedChunk) -> None:

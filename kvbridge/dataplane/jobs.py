@@ -51,14 +51,14 @@ class Jobs:
     def __init__(
         self,
         equipment: Resources,
-        boot: str,
+        incarnation: str,
         sending: SendOrders,
         receiving: ReceiveOrders,
         write_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._equipment = equipment
-        self._boot = boot
+        self._incarnation = incarnation
         self._sending = sending
         self._receiving = receiving
         self._write_timeout_s = write_timeout_s
@@ -77,10 +77,10 @@ class Jobs:
     def _porter(self) -> BlockCopier:
         return self._equipment.porter
 
-    # Sinks:
+    # Receivers:
 
     def connect(self, landing: Landing, settle: Settle) -> Job:
-        """Prove a route to a sink; `settle` gets it, or what went wrong."""
+        """Prove a route to a receiver; `settle` gets it, or what went wrong."""
         self._serial += 1
         serial = self._serial
         try:
@@ -88,17 +88,17 @@ class Jobs:
         except FabricError as error:
             settle(None, error)
         else:
-            failpoint("source.probed")
-            if (before := self._targets.get(landing.boot)) is not None:
-                self.disconnect(landing.boot, before.serial)
-            self._targets[landing.boot] = target
+            failpoint("sender.probed")
+            if (before := self._targets.get(landing.incarnation)) is not None:
+                self.disconnect(landing.incarnation, before.serial)
+            self._targets[landing.incarnation] = target
             settle(Connected(routed, serial), None)
 
-    def disconnect(self, boot: str, serial: int) -> None:
+    def disconnect(self, incarnation: str, serial: int) -> None:
         """No new writes to this target. It is let go once those under way have ended."""
-        target = self._targets.get(boot)
+        target = self._targets.get(incarnation)
         if target is not None and target.serial == serial:
-            del self._targets[boot]
+            del self._targets[incarnation]
             self._leaving.add(target)
             self._close_unused(target)
 
@@ -109,7 +109,7 @@ class Jobs:
             target.close()
 
     def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
-        """Whether our lane holds what the source says it wrote."""
+        """Whether our lane holds what the sender says it wrote."""
         dock = STAGED[route].dock(self._equipment)
         ours = dock.inbound.lane(lane)
         if not 0 < probe.size_bytes <= min(ours.size_bytes, MOST_BYTES):
@@ -138,9 +138,9 @@ class Jobs:
         sending.written(departure, gather_s, failure, is_late)
 
     def _target(self, departure: LeavingChunk) -> Target:
-        target, lease, size = self._targets.get(departure.order.boot), departure.lease, departure.size_bytes
+        target, lease, size = self._targets.get(departure.order.incarnation), departure.lease, departure.size_bytes
         if target is None:
-            raise PeerError("peer_lost", f"peer: {departure.order.boot} is not connected")
+            raise PeerError("peer_lost", f"peer: {departure.order.incarnation} is not connected")
         if lease.slot >= target.slots or size > target.slot_bytes:
             reason = f"lease: slot {lease.slot} of {target.slots}, {size} of {target.slot_bytes} bytes"
             raise PeerError("bad_lease", reason)
@@ -155,12 +155,12 @@ class Jobs:
 
             def begin() -> Generator[Wait, Event, int]:
                 yield from begun(attachment, departure.fence, self._ends, departure.dispatch)
-                failpoint("source.gather_begun")
+                failpoint("sender.gather_begun")
                 return self._porter.gather(attachment.memory, part, slot, order.digest_kind, host)
 
             moved = yield WaitMove((yield from self._started(begin, attachment)))
             assert isinstance(moved, Moved)
-            failpoint("source.gathered")
+            failpoint("sender.gathered")
             is_theirs = self._taken_back(attachment, order.request, departure.asked_at)
             return moved.digest, moved.failure or (yield from is_theirs)
         except Exception as error:  # it costs this transfer, nobody else
@@ -217,17 +217,17 @@ class Jobs:
         size, notice = departure.size_bytes, encode(self._notice(departure, digest))
         deadline, is_late = self._ends, False
         try:
-            failpoint("source.write_begun")
+            failpoint("sender.write_begun")
             wait = target.push(departure.local, departure.lease, size, notice, deadline)
             if wait is None:
                 return False, None
-            failpoint("source.write_posted")
+            failpoint("sender.write_posted")
         except FabricError as error:
             return False, (error.code, str(error))
         while isinstance(ended := (yield wait), WriteLate):
             is_late = True
             self._sending.late(departure, f"write_timeout_s: {self._write_timeout_s} passed")
-        failpoint("source.write_ended")
+        failpoint("sender.write_ended")
         return is_late, ("write_failed", ended.reason) if isinstance(ended, WriteFailed) else None
 
     def _notice(self, departure: LeavingChunk, digest: int) -> Notice:
@@ -235,10 +235,10 @@ class Jobs:
         return Notice(
             transfer=order.transfer,
             token=order.token,
-            source_boot=self._boot,
-            sink_boot=order.boot,
-            source_epoch=departure.attachment.epoch,
-            sink_epoch=order.sink_epoch,
+            sender_incarnation=self._incarnation,
+            receiver_incarnation=order.incarnation,
+            sender_epoch=departure.attachment.epoch,
+            receiver_epoch=order.receiver_epoch,
             slot=lease.slot,
             generation=lease.generation,
             chunk=departure.chunk,
@@ -260,7 +260,7 @@ class Jobs:
         docks = self._equipment.current
         if docks is None:
             return None
-        staging = docks.dock.outbound if part.is_source else docks.dock.inbound
+        staging = docks.dock.outbound if part.is_sender else docks.dock.inbound
         return staging.span(0, part.chunk.size_bytes)
 
     # In:
@@ -277,7 +277,7 @@ class Jobs:
 
         def begin() -> Generator[Wait, Event, int]:
             yield from begun(attachment, order.fence, self._ends, arrival.receipt)
-            failpoint("sink.scatter_begun")
+            failpoint("receiver.scatter_begun")
             part = Part(order.plan, chunk, order.tables, False)
             return porter.scatter(attachment.memory, part, slot, order.digest_kind, notice.digest, host)
 

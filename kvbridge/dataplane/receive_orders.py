@@ -149,8 +149,8 @@ def matches(notice: Notice, receipt: OrderedReceive, order: ReceiveOrder) -> boo
         and notice.chunk in receipt.missing
         and notice.chunk_bytes == order.plan.chunk(notice.chunk).size_bytes
         and notice.token == order.token
-        and notice.source_boot == order.source_boot
-        and notice.sink_boot == order.sink_boot
-        and notice.source_epoch == order.source_epoch
-        and notice.sink_epoch == order.sink_epoch
+        and notice.sender_incarnation == order.sender_incarnation
+        and notice.receiver_incarnation == order.receiver_incarnation
+        and notice.sender_epoch == order.sender_epoch
+        and notice.receiver_epoch == order.receiver_epoch
     )

@@ -207,7 +207,7 @@ def room(config: AgentConfig, is_gpu: bool) -> StagingSize:
     )
 
 
-def equip(config: AgentConfig, boot: str) -> Resources:
+def equip(config: AgentConfig, incarnation: str) -> Resources:
     """For the device that the operator chose. Raises OperatorError or FabricError."""
     gpu = chosen_gpu(config.device)
     size = room(config, gpu is not None)
@@ -215,8 +215,8 @@ def equip(config: AgentConfig, boot: str) -> Resources:
     with ExitStack() as closing:
         porter = _porter(gpu, size, config)
         closing.callback(porter.close)  # before anything that its streams may work on
-        make = partial(_docks, boot, config, size, gpu, porter)
-        equipment = Resources(porter, _bare(boot, config, size, porter), make, closing.pop_all())
+        make = partial(_docks, incarnation, config, size, gpu, porter)
+        equipment = Resources(porter, _bare(incarnation, config, size, porter), make, closing.pop_all())
     if config.routes[0] != PULL or not config.share_memory:  # every peer will need slots
         try:
             equipment.stage()
@@ -226,10 +226,12 @@ def equip(config: AgentConfig, boot: str) -> Resources:
     return equipment
 
 
-def _bare(boot: str, config: AgentConfig, size: StagingSize, porter: BlockCopier) -> Site:
+def _bare(incarnation: str, config: AgentConfig, size: StagingSize, porter: BlockCopier) -> Site:
     """As long as there are no slots."""
     kind, memory = NixlFabric.kind, porter.memory
-    card = FabricCard(kind=kind, name=boot, memory=memory, descriptor=b"", base=0, slot_bytes=size.slot_bytes, slots=0)
+    card = FabricCard(
+        kind=kind, name=incarnation, memory=memory, descriptor=b"", base=0, slot_bytes=size.slot_bytes, slots=0
+    )
     return Site(card, routes=config.routes, machine=_machine(config))
 
 
@@ -238,9 +240,9 @@ def _machine(config: AgentConfig) -> str:
 
 
 def _docks(
-    boot: str, config: AgentConfig, size: StagingSize, gpu: driver.Gpu | None, porter: BlockCopier, number: int
+    incarnation: str, config: AgentConfig, size: StagingSize, gpu: driver.Gpu | None, porter: BlockCopier, number: int
 ) -> StagingEndpoints:
-    name = f"{boot}.{number}" if number else boot
+    name = f"{incarnation}.{number}" if number else incarnation
     with ExitStack() as closing:
         dock = _dock(name, config, size, gpu, porter, closing)
         host = None

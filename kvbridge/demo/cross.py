@@ -42,8 +42,8 @@ PAIRS = {
 class CrossOutcome:
     """One prompt through one pair. `difference` of the rows is empty if they are as they should be."""
 
-    source: DemoServer
-    sink: DemoServer
+    sender: DemoServer
+    receiver: DemoServer
     prompt_tokens: int
     moved_bytes: float
     alone: tuple[tuple[int, ...], tuple[int, ...]]  # vLLM's, SGLang's
@@ -87,24 +87,24 @@ def _leave(number: int, _: Any) -> None:
     raise SystemExit(128 + number)
 
 
-def _carry_all(fleet: CrossFleet, seeds: Iterator[int], source: DemoServer, sink: DemoServer) -> list[CrossOutcome]:
+def _carry_all(fleet: CrossFleet, seeds: Iterator[int], sender: DemoServer, receiver: DemoServer) -> list[CrossOutcome]:
     """Every prompt through this pair."""
-    with fleet.proxy(source, sink) as proxy:
-        return [_carry(fleet, proxy, source, sink, prompt(count, next(seeds))) for count in PROMPTS]
+    with fleet.proxy(sender, receiver) as proxy:
+        return [_carry(fleet, proxy, sender, receiver, prompt(count, next(seeds))) for count in PROMPTS]
 
 
 def _carry(
-    fleet: CrossFleet, proxy: ServerProcess, source: DemoServer, sink: DemoServer, tokens: list[int]
+    fleet: CrossFleet, proxy: ServerProcess, sender: DemoServer, receiver: DemoServer, tokens: list[int]
 ) -> CrossOutcome:
     """One prompt; the engines are asked alone afterwards, so that no memory has its rows before they come."""
-    before, began = fleet.moved_bytes(sink), time.perf_counter()
+    before, began = fleet.moved_bytes(receiver), time.perf_counter()
     carried = _generate(proxy, tokens)
-    seconds, moved = time.perf_counter() - began, fleet.moved_bytes(sink) - before
-    wrong = compare(fleet.rows, source, sink, len(tokens))
+    seconds, moved = time.perf_counter() - began, fleet.moved_bytes(receiver) - before
+    wrong = compare(fleet.rows, sender, receiver, len(tokens))
     body = {"prompt": tokens, "max_tokens": DECODED, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     of_vllm = fleet.servers[VLLM].ask("/v1/completions", body, ANSWER_S)["choices"][0]["token_ids"]
     alone = (tuple(of_vllm), _generate(fleet.servers[ALONE], tokens))
-    return CrossOutcome(source, sink, len(tokens), moved, alone, carried, wrong, seconds)
+    return CrossOutcome(sender, receiver, len(tokens), moved, alone, carried, wrong, seconds)
 
 
 def _generate(server: ServerProcess, tokens: list[int]) -> tuple[int, ...]:
@@ -112,17 +112,17 @@ def _generate(server: ServerProcess, tokens: list[int]) -> tuple[int, ...]:
     return tuple(answer["output_ids"])
 
 
-def compare(folder: Path, source: DemoServer, sink: DemoServer, tokens: int) -> str:
+def compare(folder: Path, sender: DemoServer, receiver: DemoServer, tokens: int) -> str:
     """Why the rows that the one request in this folder left are not what they should be; empty if they are.
 
     Takes the files away. Raises OperatorError (`no_rows`).
     """
     room = wait_room(folder)
-    given = load(folder, "prefill", room, source.files)
-    taken = load(folder, "decode", room, sink.files)
+    given = load(folder, "prefill", room, sender.files)
+    taken = load(folder, "decode", room, receiver.files)
     for path in folder.glob("*.npz"):
         path.unlink()
-    travelled = tokens - 1 if sink.kind == "vllm" else tokens  # vLLM computes the prompt's last token itself
+    travelled = tokens - 1 if receiver.kind == "vllm" else tokens  # vLLM computes the prompt's last token itself
     return difference(given.first(travelled), taken.first(travelled), travelled)
 
 
@@ -133,8 +133,8 @@ def report(console: Console, direction: str, outcomes: Sequence[CrossOutcome]) -
         table.add_column(column, justify="right" if column in ("prompt", "KB carried", "ms") else "left")
     for each in outcomes:
         table.add_row(
-            each.source.shape,
-            each.sink.shape,
+            each.sender.shape,
+            each.receiver.shape,
             str(each.prompt_tokens),
             f"{each.moved_bytes / 1e3:.0f}",
             f"{each.seconds * 1e3:.0f}",
@@ -144,7 +144,7 @@ def report(console: Console, direction: str, outcomes: Sequence[CrossOutcome]) -
     console.print(table)
     for each in outcomes:
         for complaint in each.complaints():
-            console.print(f"{each.prompt_tokens} tokens, {each.source.shape} to {each.sink.shape}: {complaint}")
+            console.print(f"{each.prompt_tokens} tokens, {each.sender.shape} to {each.receiver.shape}: {complaint}")
 
 
 def conclude(console: Console, outcomes: Sequence[CrossOutcome]) -> None:

@@ -91,16 +91,16 @@ class CrossFleet:
         return server
 
     def moved_bytes(self, engine: DemoServer) -> float:
-        """What its agents, as sinks, have taken over so far."""
+        """What its agents, as receivers, have taken over so far."""
         return sum(map(moved_bytes, self._agents[engine]))
 
     @contextmanager
-    def proxy(self, source: DemoServer, sink: DemoServer) -> Iterator[ServerProcess]:
+    def proxy(self, sender: DemoServer, receiver: DemoServer) -> Iterator[ServerProcess]:
         """In front of this pair."""
         port = free_port()
         command = [sys.executable, "-m", "kvbridge.cli", "proxy", "--listen", f"127.0.0.1:{port}"]
-        command += ["--prefill", self._places[source], "--decode", self._places[sink].partition(",")[0]]
-        proxy = ServerProcess(self.folder, f"proxy-{source.name}-{sink.name}", command, port)
+        command += ["--prefill", self._places[sender], "--decode", self._places[receiver].partition(",")[0]]
+        proxy = ServerProcess(self.folder, f"proxy-{sender.name}-{receiver.name}", command, port)
         try:
             proxy.wait_well(START_S)
             yield proxy

@@ -34,20 +34,21 @@ T = TypeVar("T")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What this rank is and does. `ranks` are the agents of its engine; a sink is told one agent of the source.
+    """What this rank is and does. `ranks` are the agents of its engine; a receiver is told one agent of the sender.
 
-    With `late_cycles`, on a GPU, a kernel that long runs ahead of every piece that a source computes, and ahead of
-    the last write by the former owner of the blocks that a sink wants: who does not wait for the fence is found out.
+    With `late_cycles`, on a GPU, a kernel that long runs ahead of every piece that a sender computes, and ahead of
+    the last write by the former owner of the blocks that a receiver wants: who does not wait for the fence is found
+    out.
     """
 
-    role: Literal["source", "sink"]
+    role: Literal["sender", "receiver"]
     shape: Shape
     rank: int
     socket: str
     ranks: tuple[str, ...]
     requests: list[DemoRequest]
-    source: str = ""
-    source_codec: CodecName = "bf16"
+    sender: str = ""
+    sender_codec: CodecName = "bf16"
     device: str = "cpu"
     late_cycles: int = 0
     is_fenced: bool = True  # if not, it says that its stream has finished when it has not
@@ -108,7 +109,7 @@ class SyntheticEngine:
                 fence, computed = self._compute(request, computed, tokens), tokens
                 self.client.send(
                     Offer(
-                        room=request.name,
+                        rendezvous=request.name,
                         request=request.name,
                         tokens=tokens,
                         blocks=pieces,
@@ -130,8 +131,8 @@ class SyntheticEngine:
             self.client.send(
                 WantMessage(
                     request=request.name,
-                    room=request.name,
-                    source=job.source,
+                    rendezvous=request.name,
+                    sender=job.sender,
                     first_token=request.first_token,
                     end_token=request.tokens,
                     blocks=(blocks,),
@@ -159,7 +160,7 @@ class SyntheticEngine:
         job = self.job
         expected = [torch.full_like(region, POISON) for region in self.regions]
         for request in job.requests:
-            for rows in self._rows(expected, request, job.source_codec):
+            for rows in self._rows(expected, request, job.sender_codec):
                 rows.put()
         found = zip(self.layers, self.regions, expected, strict=True)
         wrong = (first_difference(ours, wanted, job.shape, job.rank, layer) for layer, ours, wanted in found)
@@ -184,7 +185,7 @@ class SyntheticEngine:
         """The fence behind which nobody else writes the wanted blocks."""
         if self.job.late_cycles:
             former = msgspec.structs.replace(request, seed=request.seed + 1)
-            self._put_late(self._rows(self.regions, former, self.job.source_codec))
+            self._put_late(self._rows(self.regions, former, self.job.sender_codec))
         return self._mark()
 
     def _mark(self) -> int:
@@ -238,14 +239,14 @@ def main() -> None:
     engine = SyntheticEngine(msgspec.json.decode(sys.argv[1], type=Job))
     try:
         engine.attach()
-        if engine.job.role == "source":
+        if engine.job.role == "sender":
             engine.fill_own()
         _say("ready")
         sys.stdin.readline()
-        if engine.job.role == "source":
+        if engine.job.role == "sender":
             engine.offer_all()
             _say("released")
-            sys.stdin.readline()  # a source that leaves takes what is still on its way with it
+            sys.stdin.readline()  # a sender that leaves takes what is still on its way with it
             engine.detach()
             _say("done")
         else:

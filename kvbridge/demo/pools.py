@@ -51,7 +51,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt. Tokens before `first_token` are there already on the sink's side."""
+    """One prompt. Tokens before `first_token` are there already on the receiver's side."""
 
     name: str
     tokens: int

@@ -216,8 +216,8 @@ def agents(
 
 
 def moved_bytes(agent: AgentProcess) -> float:
-    """What this agent, as a sink, has taken over so far."""
-    return agent.status().counters.get("kvbridge_wire_bytes_total{role=sink}", 0.0)
+    """What this agent, as a receiver, has taken over so far."""
+    return agent.status().counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0)
 
 
 def end(process: subprocess.Popen[Any]) -> None:

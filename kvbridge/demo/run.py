@@ -51,8 +51,8 @@ PAIRS = (
 class DemoOutcome:
     """How one pair went; `wrong` is empty when every element was right."""
 
-    source: Shape
-    sink: Shape
+    sender: Shape
+    receiver: Shape
     changes: tuple[str, ...]
     moved_bytes: int
     first_s: float
@@ -92,43 +92,45 @@ def run(
 def carry(
     folder: Path,
     running: Sequence[AgentProcess],
-    source: Shape,
-    sink: Shape,
+    sender: Shape,
+    receiver: Shape,
     requests: list[DemoRequest],
     progress: Progress,
     late_cycles: int = 0,
     unfenced: str = "",
 ) -> DemoOutcome:
-    """One pair: start the engines, let the requests flow, hear what the sinks found in their memory.
+    """One pair: start the engines, let the requests flow, hear what the receivers found in their memory.
 
     With `late_cycles` both sides are late (see Job); or only the `unfenced` one, which the other must not outlast.
     """
-    before, after = running[: source.tp_size], running[source.tp_size : source.tp_size + sink.tp_size]
+    before, after = running[: sender.tp_size], running[sender.tp_size : sender.tp_size + receiver.tp_size]
 
     def late(role: str) -> dict[str, Any]:
         return {"late_cycles": late_cycles if unfenced in ("", role) else 0, "is_fenced": role != unfenced}
 
     with ExitStack() as stack:
-        origin = {"source": before[0].address, "source_codec": source.codec}
-        jobs = [*_jobs("source", source, before, requests, **late("source"))]
-        jobs += _jobs("sink", sink, after, requests, **origin, **late("sink"))
+        origin = {"sender": before[0].address, "sender_codec": sender.codec}
+        jobs = [*_jobs("sender", sender, before, requests, **late("sender"))]
+        jobs += _jobs("receiver", receiver, after, requests, **origin, **late("receiver"))
         engines = [_start(folder, stack, job) for job in jobs]
-        sinks = engines[len(before) :]
+        receivers = engines[len(before) :]
         for engine in engines:
             engine.hear("ready")
         for engine in engines:
             engine.go()
-        _follow(progress, f"{source.name} -> {sink.name}", _wire_bytes(source, sink, requests), after, sinks)
-        moved = [engine.hear("moved") for engine in sinks]
-        ends = [engine.hear("done") for engine in sinks]
+        _follow(
+            progress, f"{sender.name} -> {receiver.name}", _wire_bytes(sender, receiver, requests), after, receivers
+        )
+        moved = [engine.hear("moved") for engine in receivers]
+        ends = [engine.hear("done") for engine in receivers]
         for engine in engines[: len(before)]:
             engine.hear("released")
             engine.go()
             engine.hear("done")
-    judged = verdict(describe(source, 0), describe(sink, 0))
+    judged = verdict(describe(sender, 0), describe(receiver, 0))
     return DemoOutcome(
-        source,
-        sink,
+        sender,
+        receiver,
         judged.changes if isinstance(judged, Convertible) else (),
         sum(told["moved_bytes"] for told in moved),
         max(told["first_s"] for told in moved),
@@ -139,7 +141,7 @@ def carry(
 
 
 def _jobs(
-    role: Literal["source", "sink"],
+    role: Literal["sender", "receiver"],
     shape: Shape,
     beside: Sequence[AgentProcess],
     requests: list[DemoRequest],
@@ -169,21 +171,21 @@ def _start(folder: Path, stack: ExitStack, job: Job) -> EngineProcess:
 
 
 def _follow(
-    progress: Progress, title: str, total: int, after: Sequence[AgentProcess], sinks: Sequence[EngineProcess]
+    progress: Progress, title: str, total: int, after: Sequence[AgentProcess], receivers: Sequence[EngineProcess]
 ) -> None:
-    """Draw what the sinks' agents say they have moved, until every sink has spoken."""
+    """Draw what the receivers' agents say they have moved, until every receiver has spoken."""
     task = progress.add_task(title, total=total)
     began = sum(map(moved_bytes, after))
-    while not all(sink.is_heard() for sink in sinks):
+    while not all(receiver.is_heard() for receiver in receivers):
         progress.update(task, completed=min(total, sum(map(moved_bytes, after)) - began))
         time.sleep(0.05)
     progress.update(task, completed=total)
 
 
-def _wire_bytes(source: Shape, sink: Shape, requests: Sequence[DemoRequest]) -> int:
-    """The narrower side's rows; each sink rank takes its own heads."""
+def _wire_bytes(sender: Shape, receiver: Shape, requests: Sequence[DemoRequest]) -> int:
+    """The narrower side's rows; each receiver rank takes its own heads."""
     tokens = sum(request.tokens - request.first_token for request in requests)
-    return tokens * min(source.token_bytes, sink.token_bytes)
+    return tokens * min(sender.token_bytes, receiver.token_bytes)
 
 
 def _report(console: Console, outcomes: Sequence[DemoOutcome], seconds: float) -> None:
@@ -194,7 +196,7 @@ def _report(console: Console, outcomes: Sequence[DemoOutcome], seconds: float) -
         table.add_column(column, justify="right" if is_number else "left", no_wrap=column != "converted")
     for outcome in outcomes:
         table.add_row(
-            f"{_words(outcome.source)}\n{_words(outcome.sink)}",
+            f"{_words(outcome.sender)}\n{_words(outcome.receiver)}",
             "\n".join(map(_short, outcome.changes)) or "nothing",
             f"{outcome.moved_bytes / 1e6:.0f}",
             f"{outcome.seconds * 1e3:.0f}",
@@ -203,11 +205,11 @@ def _report(console: Console, outcomes: Sequence[DemoOutcome], seconds: float) -
             "WRONG" if outcome.wrong else "exact",
             end_section=True,
         )
-    console.print("Every element of every sink was compared, bit for bit:")
+    console.print("Every element of every receiver was compared, bit for bit:")
     console.print(table)
     for outcome in outcomes:
         if outcome.wrong:
-            console.print(f"[bold red]WRONG[/bold red] {outcome.sink.name}: {outcome.wrong}")
+            console.print(f"[bold red]WRONG[/bold red] {outcome.receiver.name}: {outcome.wrong}")
     first = ", ".join(f"{outcome.first_s * 1e3:.0f}" for outcome in outcomes)
     console.print(f"The first token of each pair, with handshake and wiring up, took {first} ms.")
     console.print(f"memcpy on this machine: {memcpy_bytes_per_s() / 1e9:.1f} GB/s. Whole demo: {seconds:.0f} s.")
@@ -218,19 +220,19 @@ def _words(shape: Shape) -> str:
 
 
 def _short(change: str) -> str:
-    """`block_tokens: source 16, sink 64 (...)` as `block 16 -> 64`; a layout's axes are too long for a table."""
-    field, _, values = change.partition(" (")[0].partition(": source ")
-    source, _, sink = values.partition(", sink ")
+    """`block_tokens: sender 16, receiver 64 (...)` as `block 16 -> 64`; a layout's axes are too long for a table."""
+    field, _, values = change.partition(" (")[0].partition(": sender ")
+    sender, _, receiver = values.partition(", receiver ")
     field = field.removesuffix("_tokens").removesuffix("_size")
-    return field if ">" in values else f"{field} {source} -> {sink}"
+    return field if ">" in values else f"{field} {sender} -> {receiver}"
 
 
 def memcpy_bytes_per_s(size_bytes: int = 128 << 20) -> float:
     """The best of three."""
-    source, target = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
+    sender, target = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
-        target.copy_(source)
+        target.copy_(sender)
         best = min(best, time.perf_counter() - began)
     return size_bytes / best

@@ -87,14 +87,14 @@ def _start(stack: ExitStack, folder: Path, python: str, name: str, core: int, jo
     return engine
 
 
-def _carry(prefill: EngineProcess, decode: EngineProcess, sink: AgentProcess, count: int) -> VLLMOutcome:
+def _carry(prefill: EngineProcess, decode: EngineProcess, receiver: AgentProcess, count: int) -> VLLMOutcome:
     """One prompt, once by the decoding engine alone, once prefilled elsewhere."""
     tokens = prompt(count)
     alone = _ask(decode, tokens, DECODED, None)
-    before = moved_bytes(sink)
+    before = moved_bytes(receiver)
     prefilled = _ask(prefill, tokens, 1, REMOTE_DECODE)
     carried = _ask(decode, tokens, DECODED, prefilled["params"])
-    moved, both = moved_bytes(sink) - before, (alone["seconds"], carried["seconds"])
+    moved, both = moved_bytes(receiver) - before, (alone["seconds"], carried["seconds"])
     return VLLMOutcome(count, moved, tuple(alone["tokens"]), tuple(carried["tokens"]), *both)
 
 

@@ -98,7 +98,7 @@ class BlockCopier(Protocol):
         digest is that of the very bytes that are written: peers may write to the slot at any time, so it is read once.
         """
 
-    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
+    def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
         """Read a chunk out of the blocks of a peer's engine into those of ours, converted on the way.
 
         With `has_digest` its sum64 is taken of the very rows that are read: what `gather` would find for them.
@@ -111,10 +111,10 @@ class BlockCopier(Protocol):
         `digest` alone.
         """
 
-    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
+    def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
         """The same for `pull`."""
 
-    def copy(self, source: Span, target: Span) -> int:
+    def copy(self, sender: Span, target: Span) -> int:
         """Copy between two slots, either of which may be a peer's; a move without a digest."""
 
     def fill(self, span: Span, content: bytes) -> None:

@@ -86,10 +86,10 @@ class CpuBlockCopier:
                 scatter_rows(segments, Span(copy.data_ptr(), slot.size_bytes), None, self._work)
         return self._over(found, expected)
 
-    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
+    def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
         sums = _sums("sum64") if has_digest else None
-        with source.hold() as source_regions, pool.hold() as regions:
-            pull_rows(self._pulls.of(source, source_regions, theirs, pool, regions, ours), sums, self._work)
+        with sender.hold() as sender_regions, pool.hold() as regions:
+            pull_rows(self._pulls.of(sender, sender_regions, theirs, pool, regions, ours), sums, self._work)
         return self._over(_word(int(sums.item())) if sums is not None else 0)
 
     def make_room(self, moves: int) -> None:
@@ -98,11 +98,11 @@ class CpuBlockCopier:
     def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
         """Nothing is compiled for a CPU."""
 
-    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
+    def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
         """Nothing is compiled for a CPU."""
 
-    def copy(self, source: Span, target: Span) -> int:
-        ctypes.memmove(target.address, source.address, min(source.size_bytes, target.size_bytes))
+    def copy(self, sender: Span, target: Span) -> int:
+        ctypes.memmove(target.address, sender.address, min(sender.size_bytes, target.size_bytes))
         return self._over(0)
 
     def fill(self, span: Span, content: bytes) -> None:

@@ -67,7 +67,7 @@ class _GpuMove:
     bundle: _Bundle
     expected: int | None
     has_digest: bool
-    source: AttachedPool | None = None  # the peer's that is read
+    sender: AttachedPool | None = None  # the peer's that is read
 
 
 class GpuBlockCopier:
@@ -188,32 +188,32 @@ class GpuBlockCopier:
 
         return self._begin(enqueue, pool, expected, True)
 
-    def pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
+    def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
         def enqueue(bundle: _Bundle) -> None:
-            with source.hold() as source_regions, pool.hold() as regions:
-                chunk = self._pulls.of(source, source_regions, theirs, pool, regions, ours)
+            with sender.hold() as sender_regions, pool.hold() as regions:
+                chunk = self._pulls.of(sender, sender_regions, theirs, pool, regions, ours)
                 sums = bundle.sums if has_digest else None
                 pull_rows(chunk, sums, bundle.work, self._in, self._pull_ctas)
             if has_digest:
                 bundle.fetch(self._in)
             bundle.end.record(self._in)
 
-        return self._begin(enqueue, pool, None, has_digest, source)
+        return self._begin(enqueue, pool, None, has_digest, sender)
 
     def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
         size_bytes = part.chunk.size_bytes
-        warm = warm_gather if part.is_source else warm_scatter
+        warm = warm_gather if part.is_sender else warm_scatter
         with pool.hold() as regions:
             chunk = self._chunk(pool, regions, part, size_bytes)
             if slot is not None:
                 span = Span(slot.address, size_bytes)
                 self._compile(lambda work: warm(chunk, span, True, work))
-            if part.is_source and self._has_pulls:  # receivers may ask what they have read
+            if part.is_sender and self._has_pulls:  # receivers may ask what they have read
                 self._compile(lambda work: warm_digest(chunk, size_bytes, work))
 
-    def warm_pull(self, source: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
-        with source.hold() as source_regions, pool.hold() as regions:
-            chunk = self._pulls.of(source, source_regions, theirs, pool, regions, ours)
+    def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
+        with sender.hold() as sender_regions, pool.hold() as regions:
+            chunk = self._pulls.of(sender, sender_regions, theirs, pool, regions, ours)
             self._compile(lambda work: warm_pull_rows(chunk, has_digest, work))
 
     def _compile(self, warm: Callable[[Work], None]) -> None:
@@ -226,10 +226,10 @@ class GpuBlockCopier:
         except NotCompiled as missing:
             self._compiler.begin(missing.launches, work)
 
-    def copy(self, source: Span, target: Span) -> int:
+    def copy(self, sender: Span, target: Span) -> int:
         def enqueue(bundle: _Bundle) -> None:
-            size_bytes = min(source.size_bytes, target.size_bytes)
-            driver.copy_on_device(target.address, source.address, size_bytes, self._out.cuda_stream)
+            size_bytes = min(sender.size_bytes, target.size_bytes)
+            driver.copy_on_device(target.address, sender.address, size_bytes, self._out.cuda_stream)
             bundle.end.record(self._out)
 
         return self._begin(enqueue, None, None, False)
@@ -262,7 +262,7 @@ class GpuBlockCopier:
         return over
 
     def is_using(self, pool: AttachedPool) -> bool:
-        return any(pool in (move.pool, move.source) for move in self._moves)
+        return any(pool in (move.pool, move.sender) for move in self._moves)
 
     def forget(self, pool: AttachedPool) -> None:
         self._forms.forget(pool)
@@ -287,7 +287,7 @@ class GpuBlockCopier:
         pool: AttachedPool | None,
         expected: int | None,
         has_digest: bool,
-        source: AttachedPool | None = None,
+        sender: AttachedPool | None = None,
     ) -> int:
         if not self._bundles:
             raise EngineError("too_many_moves", f"moves: {len(self._moves)} are under way")
@@ -308,5 +308,5 @@ class GpuBlockCopier:
             self._bundles.append(bundle)
             raise
         self._count += 1
-        self._moves.append(_GpuMove(self._count, pool, bundle, expected, has_digest, source))
+        self._moves.append(_GpuMove(self._count, pool, bundle, expected, has_digest, sender))
         return self._count

@@ -255,9 +255,9 @@ def copy_to_device(device: int, host: int, size_bytes: int, stream: int) -> None
     _call("cuMemcpyHtoDAsync", device, host, size_bytes, stream)
 
 
-def copy_on_device(target: int, source: int, size_bytes: int, stream: int) -> None:
+def copy_on_device(target: int, sender: int, size_bytes: int, stream: int) -> None:
     """Enqueue. Between two GPUs with peer access a copy engine does it, within one GPU a kernel."""
-    _call("cuMemcpyDtoDAsync", target, source, size_bytes, stream)
+    _call("cuMemcpyDtoDAsync", target, sender, size_bytes, stream)
 
 
 def _is_virtual(address: int) -> bool:

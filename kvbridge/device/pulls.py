@@ -13,27 +13,27 @@ class Pulls:
     """The recipes of one data plane. Most chunks are like one before."""
 
     def __init__(self) -> None:
-        self._sources, self._sinks = CopyTemplates(), CopyTemplates()
+        self._senders, self._receivers = CopyTemplates(), CopyTemplates()
         self._kept: dict[tuple[CopyTemplate, CopyTemplate], PreparedPull] = {}
 
     def of(
         self,
-        source: AttachedPool,
-        source_regions: Regions,
+        sender: AttachedPool,
+        sender_regions: Regions,
         ours: Part,
-        sink: AttachedPool,
-        sink_regions: Regions,
+        receiver: AttachedPool,
+        receiver_regions: Regions,
         theirs: Part,
     ) -> PlacedPull:
-        """One chunk of a plan, as its source (`ours`) and its sink have it in their blocks.
+        """One chunk of a plan, as its sender (`ours`) and its receiver have it in their blocks.
 
         EngineError where something in one of them is not right, ValueError where the two do not meet.
         """
-        assert ours.is_source and not theirs.is_source and ours.chunk == theirs.chunk
+        assert ours.is_sender and not theirs.is_sender and ours.chunk == theirs.chunk
         size_bytes = ours.chunk.size_bytes
         forms = (
-            self._sources.of(source, source_regions, ours, size_bytes),
-            self._sinks.of(sink, sink_regions, theirs, size_bytes),
+            self._senders.of(sender, sender_regions, ours, size_bytes),
+            self._receivers.of(receiver, receiver_regions, theirs, size_bytes),
         )
         places = forms[0].places(ours), forms[1].places(theirs)
         recipe = self._kept.pop(forms, None)
@@ -47,8 +47,8 @@ class Pulls:
 
     def forget(self, pool: AttachedPool) -> None:
         """Keep nothing of this pool any more."""
-        self._sources.forget(pool)
-        self._sinks.forget(pool)
+        self._senders.forget(pool)
+        self._receivers.forget(pool)
         self._kept = {
             forms: recipe for forms, recipe in self._kept.items() if all(form.attached is not pool for form in forms)
         }

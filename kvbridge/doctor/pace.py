@@ -32,10 +32,10 @@ Agents = tuple[AgentProcess, AgentProcess]  # that sends, that receives
 Pools = Literal["equal", "mismatched"]
 
 # A model of 8 billion parameters: 128 KiB a token, of which 1024 are 128 MiB.
-SOURCE = Shape(name="source", axes="LPBTHE", block_tokens=16, blocks=0, layers=32)
-SINKS: dict[Pools, Shape] = {
-    "equal": structs.replace(SOURCE, name="sink"),
-    "mismatched": structs.replace(SOURCE, name="sink", axes="LPBHTE", block_tokens=64),
+SENDER = Shape(name="sender", axes="LPBTHE", block_tokens=16, blocks=0, layers=32)
+RECEIVERS: dict[Pools, Shape] = {
+    "equal": structs.replace(SENDER, name="receiver"),
+    "mismatched": structs.replace(SENDER, name="receiver", axes="LPBHTE", block_tokens=64),
 }
 USUAL_BYTES = 128 << 20
 MOST_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}  # more takes longer, and is not faster
@@ -102,10 +102,10 @@ class Bench:
         if not largest:
             needed, found = USUAL_BYTES * SHARE_OF_MEMORY, min(map(free_bytes, devices))
             raise OperatorError("no_staging", f"memory: {found >> 20} MiB free, needed {needed >> 20}")
-        self.sizes = tuple(dict.fromkeys((SOURCE.block_tokens * SOURCE.token_bytes, USUAL_BYTES, largest)))
+        self.sizes = tuple(dict.fromkeys((SENDER.block_tokens * SENDER.token_bytes, USUAL_BYTES, largest)))
         self._devices = devices
-        self._tokens = largest // SOURCE.token_bytes
-        regions = SOURCE.layers if kind == "cuda" else 1
+        self._tokens = largest // SENDER.token_bytes
+        regions = SENDER.layers if kind == "cuda" else 1
         self._memory = [[_bytes(largest // regions, device) for _ in range(regions)] for device in devices]
         self._copied = [_bytes(largest, device) for device in devices]
         for region in self._memory[0]:
@@ -118,14 +118,14 @@ class Bench:
 
         Raises OperatorError: `agent_start`.
         """
-        names = ["source", *routes]
+        names = ["sender", *routes]
         devices = [self._devices[0], *[self._devices[1]] * len(routes)]
-        routes_of: dict[str, str] = {"source": ",".join(routes), **{route: route for route in routes}}
+        routes_of: dict[str, str] = {"sender": ",".join(routes), **{route: route for route in routes}}
         with (
             tempfile.TemporaryDirectory(prefix="kvbridge-bench-") as folder,
-            agents(Path(folder), names, devices, routes_of=routes_of, net_devices=net_devices) as (source, *sinks),
+            agents(Path(folder), names, devices, routes_of=routes_of, net_devices=net_devices) as (sender, *receivers),
         ):
-            yield {route: (source, sink) for route, sink in zip(routes, sinks, strict=True)}
+            yield {route: (sender, receiver) for route, receiver in zip(routes, receivers, strict=True)}
 
     def measure(
         self, route: Route, between: Agents, seconds: float, begun: Callable[[Pools, int], None]
@@ -134,13 +134,13 @@ class Bench:
 
         Raises OperatorError: `demo_engine` with what an agent said, or where wrong bytes lie.
         """
-        for pools, shape in SINKS.items():
+        for pools, shape in RECEIVERS.items():
             try:
-                with self._attached(between, shape) as (source, sink):
+                with self._attached(between, shape) as (sender, receiver):
                     for size_bytes in self.sizes:
                         begun(pools, size_bytes)
-                        yield self._pace(route, pools, size_bytes, source, sink, seconds)
-                    if wrong := _difference(source, sink):
+                        yield self._pace(route, pools, size_bytes, sender, receiver, seconds)
+                    if wrong := _difference(sender, receiver):
                         raise RequestRejected(wrong)
             except RequestRejected as error:
                 raise OperatorError("demo_engine", f"{pools} pools: {error}") from None
@@ -150,16 +150,16 @@ class Bench:
         for region in self._memory[1]:
             region.zero_()  # what an earlier route has brought
         _wait(self._devices)
-        source = SyntheticEngine(self._job("source", SOURCE, between[0]), self._memory[0])
-        sink = SyntheticEngine(self._job("sink", shape, between[1]), self._memory[1])
-        with closing(source.client), closing(sink.client):
-            for engine in (source, sink):
+        sender = SyntheticEngine(self._job("sender", SENDER, between[0]), self._memory[0])
+        receiver = SyntheticEngine(self._job("receiver", shape, between[1]), self._memory[1])
+        with closing(sender.client), closing(receiver.client):
+            for engine in (sender, receiver):
                 engine.attach()
-            yield source, sink
-            for engine in (source, sink):
+            yield sender, receiver
+            for engine in (sender, receiver):
                 engine.detach()
 
-    def _job(self, role: Literal["source", "sink"], shape: Shape, agent: AgentProcess) -> Job:
+    def _job(self, role: Literal["sender", "receiver"], shape: Shape, agent: AgentProcess) -> Job:
         return Job(
             role=role,
             shape=structs.replace(shape, blocks=self._tokens // shape.block_tokens),
@@ -175,51 +175,51 @@ class Bench:
         route: Route,
         pools: Pools,
         size_bytes: int,
-        source: SyntheticEngine,
-        sink: SyntheticEngine,
+        sender: SyntheticEngine,
+        receiver: SyntheticEngine,
         seconds: float,
     ) -> Pace:
-        tokens = size_bytes // SOURCE.token_bytes
+        tokens = size_bytes // SENDER.token_bytes
         for _ in range(2):  # the agents meet, memory is registered, kernels are compiled, with a digest and without
-            self._carry(tokens, source, sink)
+            self._carry(tokens, sender, receiver)
         took, copies = list[float](), list[float]()
         ends = time.monotonic() + seconds
         while len(took) < LEAST_ROUNDS or (time.monotonic() < ends and len(took) < MOST_ROUNDS):
-            took.append(self._carry(tokens, source, sink))
+            took.append(self._carry(tokens, sender, receiver))
             copies.append(self._copy(size_bytes))
         floor = FLOOR_ON_CPU if self._devices[0] == "cpu" else FLOORS[route]
         floor = floor if size_bytes == max(self.sizes) else 0.0
         return Pace(route, pools, size_bytes, tuple(took), size_bytes / min(copies), floor)
 
-    def _carry(self, tokens: int, source: SyntheticEngine, sink: SyntheticEngine) -> float:
+    def _carry(self, tokens: int, sender: SyntheticEngine, receiver: SyntheticEngine) -> float:
         """Seconds from the want to its end. The offer is there before."""
         name = f"r{next(self._numbers)}"
-        offered, wanted = (_blocks(engine, tokens) for engine in (source, sink))
-        source.client.send(
-            Offer(room=name, request=name, tokens=tokens, blocks=offered, is_last=True, hold_s=PATIENCE_S)
+        offered, wanted = (_blocks(engine, tokens) for engine in (sender, receiver))
+        sender.client.send(
+            Offer(rendezvous=name, request=name, tokens=tokens, blocks=offered, is_last=True, hold_s=PATIENCE_S)
         )
         began = time.perf_counter()
-        sink.client.send(
+        receiver.client.send(
             Want(
                 request=name,
-                room=name,
-                source=source.job.ranks[0],
+                rendezvous=name,
+                sender=sender.job.ranks[0],
                 first_token=0,
                 end_token=tokens,
                 blocks=wanted,
                 deadline_s=PATIENCE_S,
             )
         )
-        sink.ended(name, Done, Failed, Refused)
+        receiver.ended(name, Done, Failed, Refused)
         took = time.perf_counter() - began
-        source.ended(name, Released, Refused)
+        sender.ended(name, Released, Refused)
         return took
 
     def _copy(self, size_bytes: int) -> float:
-        source, target = (memory[:size_bytes] for memory in self._copied)
+        sender, target = (memory[:size_bytes] for memory in self._copied)
         _wait(self._devices)
         began = time.perf_counter()
-        target.copy_(source)
+        target.copy_(sender)
         _wait(self._devices)
         return time.perf_counter() - began
 
@@ -241,13 +241,13 @@ def _blocks(engine: SyntheticEngine, tokens: int) -> tuple[Blocks, ...]:
     return (Blocks(0, 0, tuple(table[: -(-tokens // engine.job.shape.block_tokens)])),)
 
 
-def _difference(source: SyntheticEngine, sink: SyntheticEngine) -> str:
-    """Where rows that were carried are not those of the source, or nothing. Of the last tokens, which only the largest
+def _difference(sender: SyntheticEngine, receiver: SyntheticEngine) -> str:
+    """Where rows that were carried are not those of the sender, or nothing. Of the last tokens, which only the largest
     request has."""
-    tokens = source.job.requests[0].tokens
+    tokens = sender.job.requests[0].tokens
     ours, theirs = (
         rows_of(engine.regions, engine.job.shape, engine.tables["all"], range(tokens - LOOKED_AT, tokens))
-        for engine in (source, sink)
+        for engine in (sender, receiver)
     )
     for (place, sent), (_, came) in zip(ours, theirs, strict=True):
         if not torch.equal(sent, came.to(sent.device)):

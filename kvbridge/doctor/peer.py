@@ -92,13 +92,13 @@ def _judged(answer: Welcome | Refuse, pool: Pool, said: str, is_ours: bool) -> F
 
 async def _greeted(subject: Subject, pool: Pool) -> tuple[Link, Welcome | Refuse]:
     """The answer to our Hello. Raises PeerError, OperatorError, or OperatorError `peer_silent` after ANSWER_S."""
-    config, boot = subject.config, secrets.token_bytes(8).hex()
+    config, incarnation = subject.config, secrets.token_bytes(8).hex()
     settings = Settings(connect_s=config.connect_s, silence_s=ANSWER_S)
-    async with Control(boot, settings=settings, trust=trust_of(config)) as control:
+    async with Control(incarnation, settings=settings, trust=trust_of(config)) as control:
         link = control.dial(subject.peer)
         try:
             async with asyncio.timeout(config.connect_s + ANSWER_S):
-                answer = await _heard(control, link, _home(boot, config.advertise or config.listen, pool))
+                answer = await _heard(control, link, _home(incarnation, config.advertise or config.listen, pool))
         except TimeoutError:
             raise OperatorError("peer_silent", f"no answer from {subject.peer}") from None
         link.close()
@@ -121,10 +121,10 @@ async def _heard(control: Control, link: Link, home: AttachedEngine) -> Welcome 
     raise OperatorError("peer_silent", "the link ended")
 
 
-def _home(boot: str, address: str, pool: Pool) -> AttachedEngine:
+def _home(incarnation: str, address: str, pool: Pool) -> AttachedEngine:
     """An agent without slots: nothing can be written to it, whatever the other thinks of us."""
-    card = FabricCard(kind="nixl", name=boot, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0)
-    agent = AgentCard(name="doctor", boot=boot, address=address, version=version("kvbridge"))
+    card = FabricCard(kind="nixl", name=incarnation, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0)
+    agent = AgentCard(name="doctor", incarnation=incarnation, address=address, version=version("kvbridge"))
     return AttachedEngine(
         agent=agent, epoch=1, pool=pool, site=Site(card, routes=("nixl",)), digests=CpuBlockCopier.digests
     )

@@ -24,7 +24,9 @@ from .neighbours import told
 
 ON_GPU: tuple[Route, ...] = ("direct", "host")
 TITLES: dict[Route, str] = {"pull": "route pull", "direct": "route direct", "nixl": "route nixl", "host": "route host"}
-SOURCE, SINK = (Shape(name=name, axes="LPBHTE", block_tokens=32, blocks=64) for name in ("source", "sink"))  # 64 MiB
+SENDER, RECEIVER = (
+    Shape(name=name, axes="LPBHTE", block_tokens=32, blocks=64) for name in ("sender", "receiver")
+)  # 64 MiB
 REQUESTS = [DemoRequest(name="first", tokens=17, seed=1), DemoRequest(name="rest", tokens=1024, seed=2)]  # 32 MiB
 # Of memcpy, where there is no GPU. By pull and cma it was 0.5 to 0.8 GB/s of 6 beside other work (2 cores, Linux 6.18,
 # 2026-11-23).
@@ -59,11 +61,13 @@ def carried(route: Route, subject: Subject) -> Finding:
     data, device = config.net_devices or "lo", gpu.device if gpu else "cpu"
     least = floor(is_gpu=gpu is not None)
     with tempfile.TemporaryDirectory(prefix="kvbridge-doctor-") as folder:
-        names = ("source", "sink")
+        names = ("sender", "receiver")
         started = agents(Path(folder), names, (device,), UCX_SAYS, routes=route, net_devices=data, log_level="info")
         with started as running:
             for _ in range(ROUNDS):
-                outcome = carry(Path(folder), running, SOURCE, SINK, REQUESTS, Progress(console=Console(quiet=True)))
+                outcome = carry(
+                    Path(folder), running, SENDER, RECEIVER, REQUESTS, Progress(console=Console(quiet=True))
+                )
                 if outcome.wrong or outcome.moved_bytes >= least * outcome.seconds:
                     break
         transports = written_by("".join(agent.log.read_text(errors="replace") for agent in running))

@@ -26,7 +26,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send to the peer: an address we dialled (sink), or the boot of one that dialled us (source)."""
+    """Send to the peer: an address we dialled (receiver), or the incarnation of one that dialled us (sender)."""
 
     peer: str
     body: Body

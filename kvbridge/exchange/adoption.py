@@ -1,4 +1,4 @@
-"""Whether our engine takes the scales of a source: asked once for the same scales, then remembered. Pure."""
+"""Whether our engine takes the scales of a sender: asked once for the same scales, then remembered. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..geometry.scales import other_scales, scales_there
 from .actions import Action, Tell
 from .session import AttachedEngine, Session, are_same
 
-MOST_ANSWERS = 64  # kept; sources that calibrate anew at each start are strangers each time
+MOST_ANSWERS = 64  # kept; senders that calibrate anew at each start are strangers each time
 
 
 class Adoption:
@@ -24,17 +24,17 @@ class Adoption:
         self._last = 0
         self._agreed: dict[str, tuple[list[Session], Pool]] = {}
 
-    def question(self, source: str, sessions: Sequence[Session], home: AttachedEngine) -> list[Action] | None:
+    def question(self, sender: str, sessions: Sequence[Session], home: AttachedEngine) -> list[Action] | None:
         """What to ask before rows of these sessions are taken; nothing while an answer is awaited, None if all is well.
 
         Raises EngineError if the engine has other scales and will keep them.
         """
-        if home.policy != "adopt" or self._is_known(source, sessions, home):
+        if home.policy != "adopt" or self._is_known(sender, sessions, home):
             return None
         scales = scales_there([session.peer_pool for session in sessions], home.pool)
         difference = other_scales(scales, home.pool)
         if difference is None:
-            self._agreed[source] = list(sessions), home.pool
+            self._agreed[sender] = list(sessions), home.pool
             return None
         revision = self._asked.get(scales)
         if revision is None:
@@ -57,9 +57,9 @@ class Adoption:
         """A session is over: keep none of its engine's."""
         self._agreed.clear()
 
-    def _is_known(self, source: str, sessions: Sequence[Session], home: AttachedEngine) -> bool:
+    def _is_known(self, sender: str, sessions: Sequence[Session], home: AttachedEngine) -> bool:
         """The very same sessions and pool: to compare scales costs more than all else of a want."""
-        before, pool = self._agreed.get(source, ([], home.pool))
+        before, pool = self._agreed.get(sender, ([], home.pool))
         return pool is home.pool and are_same(before, sessions)
 
     def _forget_old(self) -> None:

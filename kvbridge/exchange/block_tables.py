@@ -86,7 +86,7 @@ def check_begin(plan: Plan, first_token: int) -> None:
 
 
 def check_late(plan: Plan, tables: Mapping[int, BlockTable], tokens: int) -> None:
-    """Raises EngineError if the late legs of a plan are not in the source's tables, now that they are whole.
+    """Raises EngineError if the late legs of a plan are not in the sender's tables, now that they are whole.
 
     What was offered last, `tokens`, may be more than is wanted. Its windows begin later then, and its states are those
     after tokens that are not wanted.
@@ -97,7 +97,7 @@ def check_late(plan: Plan, tables: Mapping[int, BlockTable], tokens: int) -> Non
         if leg.kind == "state" and plan.end_token != tokens:
             reason = f"end_token: wanted {plan.end_token}, offered {tokens}, and a state is of exactly these"
             raise EngineError("state_moved_on", reason)
-        for group in sorted({strip.source.group for strip in leg.strips}):
+        for group in sorted({strip.sender.group for strip in leg.strips}):
             table = _table(tables, group)
             if leg.kind == "state":
                 table.last(plan.end_token)

@@ -1,4 +1,4 @@
-"""One want as the sink keeps it: its states, and those of the transfers that satisfy it. Pure."""
+"""One want as the receiver keeps it: its states, and those of the transfers that satisfy it. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .states import StateTable
 
 
 class WantState(Enum):
-    REACHING = auto()  # sessions with all ranks of the source engine are being opened
+    REACHING = auto()  # sessions with all ranks of the sender engine are being opened
     FLOWING = auto()  # claimed; the data plane has its orders
     RETURNING = auto()  # its session ended; it reaches again once the data plane is quiet
     ENDING = auto()  # failed, but the data plane is not quiet
@@ -58,7 +58,7 @@ GOES_ON = ("peer_left", "stale_epoch")
 
 class IncomingState(Enum):
     CLAIMED = auto()
-    STOPPING = auto()  # cancelled; the source has not said Drained yet
+    STOPPING = auto()  # cancelled; the sender has not said Drained yet
     ENDED = auto()
 
 
@@ -66,7 +66,7 @@ class IncomingEvent(Enum):
     FINISH = auto()
     STOP = auto()
     DRAIN = auto()
-    LOSE = auto()  # the source is gone; what it may still write stays quarantined
+    LOSE = auto()  # the sender is gone; what it may still write stays quarantined
 
 
 INCOMING_TABLE = StateTable(
@@ -83,7 +83,7 @@ INCOMING_TABLE = StateTable(
 
 @dataclass(slots=True)
 class IncomingTransfer:
-    """One transfer as the sink sees it: what one source gives to one want."""
+    """One transfer as the receiver sees it: what one sender gives to one want."""
 
     transfer: str
     address: str
@@ -136,16 +136,16 @@ class OpenWant:
 def claim_of(
     wanted: OpenWant, intake: IncomingTransfer, takes: tuple[Take, ...], leases: tuple[SlotLease, ...], now: float
 ) -> Claim:
-    """What the source of an intake is asked for."""
+    """What the sender of an intake is asked for."""
     want, home = wanted.want, wanted.home
     return Claim(
         transfer=intake.transfer,
         want=f"{home.pool.engine.id}/{want.request}"[:256],
-        sink=rank_index(home.pool),
-        sinks=engine_ranks(home.pool),
-        room=want.room,
-        source_epoch=intake.session.peer_epoch,
-        sink_epoch=home.epoch,
+        receiver=rank_index(home.pool),
+        receivers=engine_ranks(home.pool),
+        rendezvous=want.rendezvous,
+        sender_epoch=intake.session.peer_epoch,
+        receiver_epoch=home.epoch,
         first_token=want.first_token,
         end_token=want.end_token,
         takes=takes,
@@ -164,8 +164,8 @@ def order_of(wanted: OpenWant, intake: IncomingTransfer) -> ReceiveOrder:
         intake.plan,
         wanted.tables,
         intake.token,
-        session.peer.boot,
-        wanted.home.agent.boot,
+        session.peer.incarnation,
+        wanted.home.agent.incarnation,
         session.peer_epoch,
         wanted.home.epoch,
         session.digest,
@@ -195,7 +195,7 @@ def pull_of(
 def can_begin_again(wanted: OpenWant, code: str) -> bool:
     """Whether a want may go back to reaching after its session ended with `code`.
 
-    Else it has to fail: its source may not go on or may still hold its claim, rows have come, or another rank's claim
+    Else it has to fail: its sender may not go on or may still hold its claim, rows have come, or another rank's claim
     stands.
     """
     if wanted.state is WantState.REACHING:
@@ -210,7 +210,7 @@ def why_late(wanted: OpenWant, lacks: str) -> str:
     """What a want had come to when its time was over; `lacks` says which ranks were not reached."""
     passed = f"deadline_s: {wanted.want.deadline_s} passed"
     if wanted.state is WantState.REACHING:
-        return f"{passed} while reaching {lacks}" if lacks else f"{passed} while agreeing with the source"
+        return f"{passed} while reaching {lacks}" if lacks else f"{passed} while agreeing with the sender"
     intakes = wanted.intakes.values()
     done, total = sum(intake.scattered for intake in intakes), sum(intake.plan.chunks for intake in intakes)
     silent = ", ".join(intake.address for intake in intakes if intake.is_silent)

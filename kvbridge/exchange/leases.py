@@ -64,7 +64,7 @@ class Promise:
 def _groups(plan: Plan, is_last: bool) -> list[int]:
     """Of the sender's pool: those that the plan reads, and can already."""
     legs = [leg for leg in plan.legs if is_last or not leg.is_late]
-    return sorted({strip.source.group for leg in legs for strip in leg.strips})
+    return sorted({strip.sender.group for leg in legs for strip in leg.strips})
 
 
 def _first_entry(plan: Plan, table: BlockTable) -> int:

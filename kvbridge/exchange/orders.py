@@ -31,10 +31,10 @@ class SendOrder:
 
     transfer: str
     request: str
-    boot: str
+    incarnation: str
     plan: Plan
     token: bytes
-    sink_epoch: int
+    receiver_epoch: int
     digest_kind: str
 
 
@@ -100,10 +100,10 @@ class ReceiveOrder:
     plan: Plan
     tables: Mapping[int, BlockTable]
     token: bytes
-    source_boot: str
-    sink_boot: str
-    source_epoch: int
-    sink_epoch: int
+    sender_incarnation: str
+    receiver_incarnation: str
+    sender_epoch: int
+    receiver_epoch: int
     digest_kind: str
     route: Route
     fence: int

@@ -1,4 +1,4 @@
-"""Offers and outgoing transfers as the source keeps them: their records and states. Pure."""
+"""Offers and outgoing transfers as the sender keeps them: their records and states. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .states import StateTable
 
 
 class OutgoingState(Enum):
-    WAITING = auto()  # claimed; nothing offered in that room yet
+    WAITING = auto()  # claimed; nothing offered in that rendezvous yet
     FLOWING = auto()
     STOPPING = auto()  # over, but the data plane or its receiver is not through with it
     ENDED = auto()
@@ -45,10 +45,10 @@ OUTGOING_TABLE = StateTable(
 
 @dataclass(slots=True)
 class OpenOffer:
-    """One request of our engine whose KV may be read. `want` is the sinks' name for what it was given to."""
+    """One request of our engine whose KV may be read. `want` is the receivers' name for what it was given to."""
 
     request: str
-    room: str
+    rendezvous: str
     tables: Mapping[int, BlockTable]
     first_token: int = 0
     tokens: int = 0
@@ -57,7 +57,7 @@ class OpenOffer:
     steps: deque[tuple[int, int]] = field(default_factory=deque)  # (fence, tokens) that the fence had not reached
     readable: int = 0  # tokens that it had
     want: str | None = None
-    sinks: int = 0
+    receivers: int = 0
     is_declined: bool = False  # they said that they need nothing
     served: set[int] = field(default_factory=set)
     outlets: dict[str, OutgoingTransfer] = field(
@@ -90,7 +90,7 @@ class OpenOffer:
 
 @dataclass(slots=True)
 class OutgoingTransfer:
-    """One transfer as the source sees it: what one claim takes."""
+    """One transfer as the sender sees it: what one claim takes."""
 
     claim: Claim
     session: Session
@@ -119,9 +119,9 @@ class OutgoingTransfer:
         return self.claim.transfer
 
     @property
-    def boot(self) -> str:
+    def incarnation(self) -> str:
         """Of the agent that takes it."""
-        return self.session.peer.boot
+        return self.session.peer.incarnation
 
     @property
     def is_promised(self) -> bool:
@@ -151,7 +151,7 @@ class OutgoingTransfer:
 
 @dataclass(slots=True)
 class ReceiverClaims:
-    """What one sink has claimed and is not over. `unused` counts its leases under which nothing was shipped."""
+    """What one receiver has claimed and is not over. `unused` counts its leases under which nothing was shipped."""
 
     outlets: dict[str, OutgoingTransfer] = field(default_factory=dict)
     unused: int = 0

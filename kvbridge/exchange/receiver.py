@@ -1,4 +1,4 @@
-"""The sink's half: wants of our engine, satisfied by chunks that land in our slots. Pure.
+"""The receiver's half: wants of our engine, satisfied by chunks that land in our slots. Pure.
 
 A want needs every rank of the prefilling engine. It reaches them, orders the data plane to receive and claims its rows
 from each, lends slots as chunks become ready, and ends once: Done when all rows are in the blocks, Failed otherwise,
@@ -48,10 +48,10 @@ from .slots import SlotPool
 from .turns import Turns
 from .undrained import UndrainedTransfers
 
-ASK_AGAIN_S = 0.1  # for ranks that the source's engine has not named yet
+ASK_AGAIN_S = 0.1  # for ranks that the sender's engine has not named yet
 MOST_WANTS = 16384
 CHECK_S = 2.0  # that a request waits for the digests of a sample, once it has its rows
-DOUBT_AGAIN_S = 5.0  # for slots that only the source's agent can give back
+DOUBT_AGAIN_S = 5.0  # for slots that only the sender's agent can give back
 
 
 class Receiver:
@@ -73,7 +73,7 @@ class Receiver:
         self._new_id = new_id
         self._new_token = new_token
         self._givers = ShardAssignment()
-        self._sources = SenderSessions()
+        self._senders = SenderSessions()
         self._adoption = Adoption()
         self._wanted_by: dict[str, OpenWant] = {}  # transfer -> its want
         self._hungry: Turns[IncomingTransfer] = Turns()  # of which chunks are ready that have no slot
@@ -83,11 +83,11 @@ class Receiver:
     # From our engine:
 
     def expect(self, expect: Expect, now: float) -> list[Action]:
-        """A request queues in our engine: its source is reached, and asked to hold the offer."""
+        """A request queues in our engine: its sender is reached, and asked to hold the offer."""
         if expect.request in self.wants or len(self.awaited) >= MOST_WANTS:
             return []
         self.awaited.add(expect, now)
-        return [Reach(address) for address in self._sources.missing(expect.source)]
+        return [Reach(address) for address in self._senders.missing(expect.sender)]
 
     def want(self, want: Want, home: AttachedEngine, now: float) -> list[Action]:
         """Our engine wants these tokens."""
@@ -153,7 +153,7 @@ class Receiver:
                 wanted.home = home
             else:
                 actions += self._fail(wanted, code, reason, now)
-        for address in list(self._sources.open):
+        for address in list(self._senders.open):
             self._lose(address, now)
         return actions + self._advance_all(now)
 
@@ -168,34 +168,34 @@ class Receiver:
 
     def opened(self, address: str, session: Session, now: float) -> list[Action]:
         """A session with the agent at `address` is open (or open again, knowing more ranks)."""
-        actions = self._met(address, session.peer.boot, session.key)
-        self._sources.open[address] = session
-        if address in self.awaited.sources:
-            actions += [Reach(other) for other in self._sources.missing(address)]
+        actions = self._met(address, session.peer.incarnation, session.key)
+        self._senders.open[address] = session
+        if address in self.awaited.senders:
+            actions += [Reach(other) for other in self._senders.missing(address)]
         return actions + self._advance_all(now) + self._pump()
 
-    def refused(self, address: str, boot: str, key: str = "") -> list[Action]:
+    def refused(self, address: str, incarnation: str, key: str = "") -> list[Action]:
         """The agent at `address` is there but will have no session; what it may still write it can say all the same."""
-        return self._met(address, boot, key) + self._pump()
+        return self._met(address, incarnation, key) + self._pump()
 
-    def _met(self, address: str, boot: str, key: str) -> list[Action]:
+    def _met(self, address: str, incarnation: str, key: str) -> list[Action]:
         """This start of an agent answers there: it is asked for what is in doubt.
 
         It proves nothing about the start before it, unless it knows that one to be dead: an address may lead elsewhere.
         """
         return [
-            Send(address, Cancel(transfer=transfer, code="forgotten", boot="" if of == boot else of))
-            for transfer, of in self._doubts.meet(address, boot, key)
+            Send(address, Cancel(transfer=transfer, code="forgotten", incarnation="" if of == incarnation else of))
+            for transfer, of in self._doubts.meet(address, incarnation, key)
             if (intake := self._known(transfer)) is None or intake.state is IncomingState.ENDED
         ]
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
         reaching = self._in(WantState.REACHING)
-        waiting = [each for each in reaching if address in self._sources.needed(each.want.source)]
+        waiting = [each for each in reaching if address in self._senders.needed(each.want.sender)]
         hurt = {wanted.want.request: wanted for wanted in [*waiting, *self._lose(address, now)]}
         actions: list[Action] = [  # perhaps that rank has moved: ask who knows
-            Ask(other) for other, s in self._sources.open.items() if any(rank.address == address for rank in s.ranks)
+            Ask(other) for other, s in self._senders.open.items() if any(rank.address == address for rank in s.ranks)
         ]
         for wanted in hurt.values():
             if not can_begin_again(wanted, code):
@@ -223,7 +223,7 @@ class Receiver:
 
     def _lose(self, address: str, now: float) -> list[OpenWant]:
         """The session with `address` is over: so is all that comes from there. Whose transfers that were."""
-        self._sources.open.pop(address, None)
+        self._senders.open.pop(address, None)
         self._givers.forget()
         self._adoption.forget()
         hurt = []
@@ -235,20 +235,21 @@ class Receiver:
                 self._forget_if_over(transfer)
         return hurt
 
-    # From a source, named by its boot and its key: it may say at one of its addresses what it was asked at another.
+    # From a sender, named by its incarnation and its key: it may say at one of its addresses what it was asked at
+    # another.
 
-    def ready(self, boot: str, transfer: str, chunks: int, key: str = "") -> list[Action]:
-        """The source could gather this many chunks."""
-        intake = self._intake(boot, transfer, key)
+    def ready(self, incarnation: str, transfer: str, chunks: int, key: str = "") -> list[Action]:
+        """The sender could gather this many chunks."""
+        intake = self._intake(incarnation, transfer, key)
         if intake is None or intake.state is not IncomingState.CLAIMED or intake.reading is not None:
             return []
         intake.ready = max(intake.ready, min(chunks, intake.plan.chunks))
         queue(self.slots, self._hungry, intake)
         return self._pump()
 
-    def tables(self, boot: str, told: BlockTables, now: float, key: str = "") -> list[Action]:
+    def tables(self, incarnation: str, told: BlockTables, now: float, key: str = "") -> list[Action]:
         """Where the sender's rows lie, as far as they are computed: read them."""
-        intake = self._intake(boot, told.transfer, key)
+        intake = self._intake(incarnation, told.transfer, key)
         if intake is None or intake.state is not IncomingState.CLAIMED or (reading := intake.reading) is None:
             return []
         reading.lease.answered(told.renewal)
@@ -316,9 +317,9 @@ class Receiver:
         asked = [Send(intake.address, Check(transfer=intake.transfer, digests=piece)) for piece in pieces]
         return [*self._renew(intake, reading, now), *asked]
 
-    def checked(self, boot: str, told: Checked, now: float, key: str = "") -> list[Action]:
+    def checked(self, incarnation: str, told: Checked, now: float, key: str = "") -> list[Action]:
         """What the sender finds in its blocks. Chunks that it was not asked for are nothing to us."""
-        intake = self._intake(boot, told.transfer, key)
+        intake = self._intake(incarnation, told.transfer, key)
         if intake is None or intake.state is not IncomingState.CLAIMED or (reading := intake.reading) is None:
             return []
         for each in told.digests:
@@ -400,17 +401,21 @@ class Receiver:
             return self._fail(wanted, *wanted.failure, now)
         return self._reach_again(wanted, WantEvent.QUIET, now)
 
-    def failing(self, boot: str, transfer: str, code: str, reason: str, now: float, key: str = "") -> list[Action]:
-        """The source gives up; writes may still be under way."""
-        intake = self._intake(boot, transfer, key)
+    def failing(
+        self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
+    ) -> list[Action]:
+        """The sender gives up; writes may still be under way."""
+        intake = self._intake(incarnation, transfer, key)
         if intake is None or intake.state is not IncomingState.CLAIMED:
             return []
-        return self._fail(self._wanted_by[transfer], code or "source_failed", reason, now)
+        return self._fail(self._wanted_by[transfer], code or "sender_failed", reason, now)
 
-    def drained(self, boot: str, transfer: str, code: str, reason: str, now: float, key: str = "") -> list[Action]:
-        """The source will not write anything of this transfer any more: its slots are free again."""
-        intake = self._intake(boot, transfer, key)
-        if intake is None and not self._doubts.can_settle(transfer, boot, key):
+    def drained(
+        self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
+    ) -> list[Action]:
+        """The sender will not write anything of this transfer any more: its slots are free again."""
+        intake = self._intake(incarnation, transfer, key)
+        if intake is None and not self._doubts.can_settle(transfer, incarnation, key):
             return []
         self._doubts.settle(transfer)
         self._drain(transfer)
@@ -419,7 +424,7 @@ class Receiver:
             was_claimed = intake.state is IncomingState.CLAIMED
             self._end_intake(intake, IncomingEvent.DRAIN, now)
             if was_claimed:
-                actions = self._fail(self._wanted_by[transfer], code or "source_failed", reason, now)
+                actions = self._fail(self._wanted_by[transfer], code or "sender_failed", reason, now)
         self._forget_if_over(transfer)
         return actions + self._pump()
 
@@ -437,9 +442,9 @@ class Receiver:
         for kind, key in self._deadlines.due(now):
             if kind == "want" and key in self.wants:
                 wanted = self.wants[key]
-                reason = why_late(wanted, self._sources.lacks(wanted.want.source))
+                reason = why_late(wanted, self._senders.lacks(wanted.want.sender))
                 actions += self._fail(wanted, "deadline", reason, now)
-            elif kind == "ask" and key in self._sources.open:
+            elif kind == "ask" and key in self._senders.open:
                 actions.append(Ask(key))
             elif kind == "lease" and key in self._wanted_by:
                 actions += self._renew_if_read(self._wanted_by[key].intakes[key], now)
@@ -451,15 +456,15 @@ class Receiver:
         return actions + self._hold(now)
 
     def _hold(self, now: float) -> list[Action]:
-        """Tell sources what is waited for here; reach those that requests in the queue will need."""
-        wanted = ((each.want.source, each.want.room) for each in self.wants.values() if each.is_open)
+        """Tell senders what is waited for here; reach those that requests in the queue will need."""
+        wanted = ((each.want.sender, each.want.rendezvous) for each in self.wants.values() if each.is_open)
         actions: list[Action] = []
-        can_hear = lambda source: not self._sources.missing(source)  # noqa: E731
-        for source, rooms in self.awaited.due(now, wanted, can_hear).items():
-            for address in self._sources.needed(source):
-                if address in self._sources.open:
-                    actions += [Send(address, hold) for hold in holds(rooms)]
-                elif source in self.awaited.sources:
+        can_hear = lambda sender: not self._senders.missing(sender)  # noqa: E731
+        for sender, rendezvous_ids in self.awaited.due(now, wanted, can_hear).items():
+            for address in self._senders.needed(sender):
+                if address in self._senders.open:
+                    actions += [Send(address, hold) for hold in holds(rendezvous_ids)]
+                elif sender in self.awaited.senders:
                     actions.append(Reach(address))
         return actions
 
@@ -469,18 +474,18 @@ class Receiver:
         return [action for wanted in self._in(WantState.REACHING) for action in self._advance(wanted, now)]
 
     def _advance(self, wanted: OpenWant, now: float) -> list[Action]:
-        source = wanted.want.source
-        if missing := self._sources.missing(source):
+        sender = wanted.want.sender
+        if missing := self._senders.missing(sender):
             return [Reach(address) for address in missing]
-        if not self._sources.is_whole(source):
-            self._deadlines.set(("ask", source), now + ASK_AGAIN_S)
+        if not self._senders.is_whole(sender):
+            self._deadlines.set(("ask", sender), now + ASK_AGAIN_S)
             return []
         if self._is_paused:
             return []
-        sessions = self._sources.reached(source)
+        sessions = self._senders.reached(sender)
         try:
             if wanted.want.first_token < wanted.want.end_token:
-                question = self._adoption.question(source, list(sessions.values()), wanted.home)
+                question = self._adoption.question(sender, list(sessions.values()), wanted.home)
                 if question is not None:
                     return question
             return self._claim(wanted, sessions, now)
@@ -490,7 +495,7 @@ class Receiver:
     def _claim(self, wanted: OpenWant, sessions: Mapping[str, Session], now: float) -> list[Action]:
         """Everybody is there: say who gives what. Raises KVBridgeError before anything has changed."""
         want, home = wanted.want, wanted.home
-        takes = self._givers.takes(want.source, list(sessions.values()), home.pool)
+        takes = self._givers.takes(want.sender, list(sessions.values()), home.pool)
         if want.first_token == want.end_token:
             takes = tuple(() for _ in takes)
         plans = [
@@ -558,7 +563,7 @@ class Receiver:
         """Tell the ranks we did reach that nothing will be taken, or they keep their blocks until the hold ends."""
         want = wanted.want
         actions: list[Action] = []
-        for address, session in self._sources.reached(want.source).items():
+        for address, session in self._senders.reached(want.sender).items():
             nothing = session.planner.plan((), want.first_token, want.end_token, session.slot_bytes)
             actions += self._claim_from(wanted, address, session, (), nothing, wanted.started)
         return actions
@@ -577,13 +582,13 @@ class Receiver:
         if event in (IncomingEvent.STOP, IncomingEvent.LOSE):
             doubted = self.slots.doubt(intake.transfer)
             if doubted:
-                self._doubts.add(intake.transfer, intake.address, intake.session.peer.boot, intake.session.key)
+                self._doubts.add(intake.transfer, intake.address, intake.session.peer.incarnation, intake.session.key)
                 self._deadlines.set(("doubt", intake.address), now + DOUBT_AGAIN_S)
-            elif event is IncomingEvent.STOP:  # no slot is out: nothing that the source could say is waited for
+            elif event is IncomingEvent.STOP:  # no slot is out: nothing that the sender could say is waited for
                 intake.state = INCOMING_TABLE.after(intake.state, IncomingEvent.DRAIN)
         elif event is IncomingEvent.FINISH:
             intake.is_carried = False
-            self.slots.drain(intake.transfer)  # leases it never used: the source has written every chunk it will
+            self.slots.drain(intake.transfer)  # leases it never used: the sender has written every chunk it will
 
     def _forget(self, wanted: OpenWant) -> None:
         del self.wants[wanted.want.request]
@@ -620,9 +625,9 @@ class Receiver:
         """Transfers of which chunks are ready that have no slot. Any thread may ask."""
         return len(self._hungry)
 
-    def _intake(self, boot: str, transfer: str, key: str) -> IncomingTransfer | None:
+    def _intake(self, incarnation: str, transfer: str, key: str) -> IncomingTransfer | None:
         intake = self._known(transfer)
-        is_its = intake is not None and (intake.session.peer.boot, intake.session.key) == (boot, key)
+        is_its = intake is not None and (intake.session.peer.incarnation, intake.session.key) == (incarnation, key)
         return intake if is_its else None
 
     def _known(self, transfer: str) -> IncomingTransfer | None:

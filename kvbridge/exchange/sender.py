@@ -1,9 +1,9 @@
-"""The source's half: what our engine offers, and the transfers that carry it away. Pure.
+"""The sender's half: what our engine offers, and the transfers that carry it away. Pure.
 
-An offer and the claims on it may come in either order; they meet in a room, and the data plane gets one order for the
-transfer (orders.py). It ships chunks as soon as we say that their tokens are computed and the sink has lent a slot;
-windows and states once the offer is whole, for an engine that goes on computing gives their blocks to other tokens. The
-engine's blocks are its own again when nobody reads them or will; that does not wait for the network.
+An offer and the claims on it may come in either order; they meet in a rendezvous, and the data plane gets one order for
+the transfer (orders.py). It ships chunks as soon as we say that their tokens are computed and the receiver has lent a
+slot; windows and states once the offer is whole, for an engine that goes on computing gives their blocks to other
+tokens. The engine's blocks are its own again when nobody reads them or will; that does not wait for the network.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from .rendezvous import ENDED_S, EndedOffer, Rendezvous
 from .session import AttachedEngine, Session
 
 MOST_OFFERS = 16384
-MOST_CLAIMS = 2048  # open at once, of one sink
-MOST_CLAIMS_OF_ALL = 32768  # of all sinks together: 16 that claim all they may
+MOST_CLAIMS = 2048  # open at once, of one receiver
+MOST_CLAIMS_OF_ALL = 32768  # of all receivers together: 16 that claim all they may
 # An offer that is so young may be wanted in a moment: who asked for the prefill has only just heard that it is done.
 FRESH_S = 0.25
 MOST_DIGESTS = 4  # at once, of all transfers: other moves have their turn between
-MOST_RENOUNCED = 16384  # of all sinks together; the link that brings such a claim is lost within silence_s
+MOST_RENOUNCED = 16384  # of all receivers together; the link that brings such a claim is lost within silence_s
 
 
 class Sender:
@@ -70,17 +70,17 @@ class Sender:
 
     def __init__(self, most_claims: int = MOST_CLAIMS, before: Collection[str] = ()) -> None:
         self._before = before
-        self._renounced: Recent[tuple[str, str]] = Recent(MOST_RENOUNCED)  # (boot, transfer)
+        self._renounced: Recent[tuple[str, str]] = Recent(MOST_RENOUNCED)  # (incarnation, transfer)
         self._most_claims = most_claims
         self.offers: dict[str, OpenOffer] = {}
         self.outlets: dict[str, OutgoingTransfer] = {}
-        self._of_sink: dict[str, ReceiverClaims] = {}  # by boot
-        self._waiting: dict[str, dict[str, OutgoingTransfer]] = {}  # by room
+        self._of_receiver: dict[str, ReceiverClaims] = {}  # by incarnation
+        self._waiting: dict[str, dict[str, OutgoingTransfer]] = {}  # by rendezvous
         self._comparing: dict[
             str, OutgoingTransfer
         ] = {}  # of which chunks are to be digested, in the order of their turns
         self._digesting = 0
-        self._rooms = Rendezvous()
+        self._rendezvous_ids = Rendezvous()
         self._is_paused = False
         self._owed: dict[str, OutgoingTransfer] = {}  # receivers that wait for an answer, or for the fence, by transfer
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
@@ -94,20 +94,20 @@ class Sender:
         if offered is not None and offered.over is not None:
             offered.is_told_out |= offer.is_last
             return []
-        if offer.request in self._rooms.cut_short:
+        if offer.request in self._rendezvous_ids.cut_short:
             if offer.is_last:
-                self._rooms.cut_short.discard(offer.request)
+                self._rendezvous_ids.cut_short.discard(offer.request)
             return [Tell(Released(request=offer.request, code="offer_over"))]
         if offered is None:
             if len(self.offers) >= MOST_OFFERS:
                 if not offer.is_last:
-                    self._rooms.cut_short.add(offer.request)
+                    self._rendezvous_ids.cut_short.add(offer.request)
                 code, reason = "too_many_offers", f"offers: {MOST_OFFERS} are open"
-                said = self._come_in_vain(EndedOffer(offer.room, (code, reason), now + ENDED_S), now)
+                said = self._come_in_vain(EndedOffer(offer.rendezvous, (code, reason), now + ENDED_S), now)
                 return [Tell(Released(request=offer.request, code=code, reason=reason)), *said]
-            offered = OpenOffer(offer.request, offer.room, {}, offer.first_token, began=now)
+            offered = OpenOffer(offer.request, offer.rendezvous, {}, offer.first_token, began=now)
             self.offers[offer.request] = offered
-            self._rooms.enter(offered)
+            self._rendezvous_ids.enter(offered)
         offered.is_told_out |= offer.is_last
         try:
             self._grow(offered, offer, home)
@@ -115,7 +115,7 @@ class Sender:
             return self._end_offer(offered, error.code, str(error), now)
         offered.told_at, offered.hold_s = now, offer.hold_s
         self._deadlines.set(("offer", offer.request), now + offer.hold_s)
-        actions = self._bind_waiting(offer.room)
+        actions = self._bind_waiting(offer.rendezvous)
         actions += self._short_of(offered)
         for out in list(offered.outlets.values()):
             self._owe(out)
@@ -129,7 +129,7 @@ class Sender:
         """
         offered = self.offers.get(request)
         if offered is None:
-            self._rooms.cut_short.discard(request)
+            self._rendezvous_ids.cut_short.discard(request)
             return [Tell(Released(request=request, code="unknown_offer"))]
         offered.is_told_out = True
         return self._end_offer(offered, "withdrawn", reason, now, comes_again)
@@ -140,7 +140,7 @@ class Sender:
         for offered in self.unclaimed(now):
             if blocks <= 0:
                 break
-            if now - offered.told_at >= FRESH_S and offered.room not in self._waiting:
+            if now - offered.told_at >= FRESH_S and offered.rendezvous not in self._waiting:
                 blocks -= offered.blocks
                 reason = f"its engine needs the blocks, and nobody asked for them in {now - offered.began:.1f} s"
                 actions += self._end_offer(offered, "reclaimed", reason, now)
@@ -152,20 +152,20 @@ class Sender:
         Any thread may ask: the list of all is made without a step of Python in between.
         """
         found: list[OpenOffer] = []
-        awaited: dict[str, int] = {}  # by room: of so many of those that follow
+        awaited: dict[str, int] = {}  # by rendezvous: of so many of those that follow
         for offered in list(self.offers.values()):
             if offered.over is not None:
                 continue
-            if offered.room not in awaited:
-                awaited[offered.room] = self._rooms.awaited_in(offered.room, now)
-            awaited[offered.room] -= 1
-            if awaited[offered.room] < 0 and offered.is_last and offered.want is None:
+            if offered.rendezvous not in awaited:
+                awaited[offered.rendezvous] = self._rendezvous_ids.awaited_in(offered.rendezvous, now)
+            awaited[offered.rendezvous] -= 1
+            if awaited[offered.rendezvous] < 0 and offered.is_last and offered.want is None:
                 found.append(offered)
         return found
 
     def awaited_by(self, offered: OpenOffer) -> str:
-        """The boot of who said last that a request waits in this room."""
-        return self._rooms.awaiting(offered.room)
+        """The incarnation of who said last that a request waits in this rendezvous."""
+        return self._rendezvous_ids.awaiting(offered.rendezvous)
 
     def rescaled(self, reason: str, now: float) -> list[Action]:
         """Rows come under other scales from here on: what is planned says the old ones."""
@@ -173,17 +173,17 @@ class Sender:
 
     def pause(self, is_alone: bool) -> bool:
         """Whether all that flowed has ended, but for writes that do. Begin no transfer until `rebuilt` or `resume`, if
-        we are our engine's one rank: what others have begun a sink could not claim again."""
+        we are our engine's one rank: what others have begun a receiver could not claim again."""
         self._is_paused = is_alone
         return not any(out.state is OutgoingState.FLOWING or out.is_reading for out in self.outlets.values())
 
     def resume(self) -> list[Action]:
         """There will be no rebuild."""
         self._is_paused = False
-        return [action for room in list(self._waiting) for action in self._bind_waiting(room)]
+        return [action for rendezvous in list(self._waiting) for action in self._bind_waiting(rendezvous)]
 
     def rebuilt(self, reason: str) -> list[Action]:
-        """Our agent makes its slots anew, and so ends all sessions: sinks need not wait for what they have claimed.
+        """Our agent makes its slots anew, and so ends all sessions: receivers need not wait for what they have claimed.
 
         Claims of what is not offered yet go with their sessions, and come again by others.
         """
@@ -196,8 +196,8 @@ class Sender:
         for offered in self.offers.values():
             offered.is_told_out = True
         actions = self._end_all("engine_left", "the engine left", now)
-        self._rooms.cut_short.clear()
-        self._rooms.forget_ended()
+        self._rendezvous_ids.cut_short.clear()
+        self._rendezvous_ids.forget_ended()
         return [action for action in actions if not isinstance(action, Tell)]
 
     def _end_all(self, code: str, reason: str, now: float) -> list[Action]:
@@ -208,83 +208,92 @@ class Sender:
             actions += self._stop(out, code, reason)
         return actions
 
-    # From a sink:
+    # From a receiver:
 
     def claim(self, claim: Claim, session: Session, home: AttachedEngine, now: float) -> list[Action]:
-        """A sink takes rows of a room."""
-        boot = session.peer.boot
-        if (boot, claim.transfer) in self._renounced:
-            return [refused(boot, claim, "cancelled", f"transfer: {claim.transfer} was cancelled before it came")]
+        """A receiver takes rows of a rendezvous."""
+        incarnation = session.peer.incarnation
+        if (incarnation, claim.transfer) in self._renounced:
+            return [
+                refused(incarnation, claim, "cancelled", f"transfer: {claim.transfer} was cancelled before it came")
+            ]
         if claim.transfer in self.outlets:
-            return [refused(boot, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
-        its = self._of_sink.get(boot) or ReceiverClaims()
+            return [refused(incarnation, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
+        its = self._of_receiver.get(incarnation) or ReceiverClaims()
         if len(its.outlets) >= self._most_claims:
-            return [refused(boot, claim, "too_many_claims", f"claims: {self._most_claims} of yours are open")]
+            return [refused(incarnation, claim, "too_many_claims", f"claims: {self._most_claims} of yours are open")]
         if len(self.outlets) >= MOST_CLAIMS_OF_ALL:
-            reason = f"claims: {MOST_CLAIMS_OF_ALL} of all sinks are open"
-            return [refused(boot, claim, "too_many_transfers", reason)]
+            reason = f"claims: {MOST_CLAIMS_OF_ALL} of all receivers are open"
+            return [refused(incarnation, claim, "too_many_transfers", reason)]
         try:
             plan = planned(claim, session, home)
         except KVBridgeError as error:
-            return [refused(boot, claim, error.code, str(error))]
+            return [refused(incarnation, claim, error.code, str(error))]
         out = OutgoingTransfer(claim, session, plan, now)
         if session.routed.is_pulled:
             out.promise = Promise()
             if claim.leases:
-                return [refused(boot, claim, "bad_lease", f"leases: {len(claim.leases)} of a route without slots")]
+                return [
+                    refused(incarnation, claim, "bad_lease", f"leases: {len(claim.leases)} of a route without slots")
+                ]
         if too_many := surplus(out, claim.leases, its.unused):
-            return [refused(boot, claim, "bad_lease", too_many)]
-        self._of_sink[boot] = its
+            return [refused(incarnation, claim, "bad_lease", too_many)]
+        self._of_receiver[incarnation] = its
         self.outlets[claim.transfer] = its.outlets[claim.transfer] = out
-        self._waiting.setdefault(claim.room, {})[claim.transfer] = out
+        self._waiting.setdefault(claim.rendezvous, {})[claim.transfer] = out
         self._lend(out, claim.leases)
-        self._rooms.forget_old(now)
+        self._rendezvous_ids.forget_old(now)
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
-        return self._bind_waiting(claim.room)
+        return self._bind_waiting(claim.rendezvous)
 
-    def is_awaited(self, room: str) -> bool:
-        """Whether claims wait for what is offered in this room."""
-        return room in self._waiting
+    def is_awaited(self, rendezvous: str) -> bool:
+        """Whether claims wait for what is offered in this rendezvous."""
+        return rendezvous in self._waiting
 
     def has_offer(self, claim: Claim) -> bool:
         """Whether its rows are offered, or an offer ended that was its own."""
-        return self._rooms.place_of(claim) is not None
+        return self._rendezvous_ids.place_of(claim) is not None
 
-    def hold(self, boot: str, rooms: Sequence[str], now: float) -> list[Action]:
-        """Requests of a sink wait for what is or will be offered in these rooms, one for each time a room is named."""
+    def hold(self, incarnation: str, rendezvous_ids: Sequence[str], now: float) -> list[Action]:
+        """Requests of a receiver wait for what is or will be offered in these rendezvous ids, one for each time a
+        rendezvous is named."""
         held: list[str] = []
-        for room, count in Counter(rooms).items():
-            for offered in self._rooms.await_in(room, boot, count, now):
+        for rendezvous, count in Counter(rendezvous_ids).items():
+            for offered in self._rendezvous_ids.await_in(rendezvous, incarnation, count, now):
                 self._deadlines.set(("offer", offered.request), now + offered.hold_s)
                 held.append(offered.request)
         pieces = [held[at : at + MAX_HELD] for at in range(0, len(held), MAX_HELD)]
         return [Tell(Held(requests=tuple(piece))) for piece in pieces]
 
-    def grant(self, boot: str, grant: Grant) -> list[Action]:
-        """The sink lends more slots."""
+    def grant(self, incarnation: str, grant: Grant) -> list[Action]:
+        """The receiver lends more slots."""
         out = self.outlets.get(grant.transfer)
-        if out is None or out.boot != boot or out.state not in (OutgoingState.WAITING, OutgoingState.FLOWING):
+        if (
+            out is None
+            or out.incarnation != incarnation
+            or out.state not in (OutgoingState.WAITING, OutgoingState.FLOWING)
+        ):
             return []
         if out.promise is not None:
             return self._stop(out, "bad_lease", f"leases: {len(grant.leases)} of a route without slots")
-        if too_many := surplus(out, grant.leases, self._of_sink[boot].unused):
+        if too_many := surplus(out, grant.leases, self._of_receiver[incarnation].unused):
             return self._stop(out, "bad_lease", too_many)
         return self._lend(out, grant.leases)
 
     def _lend(self, out: OutgoingTransfer, leases: tuple[SlotLease, ...]) -> list[Action]:
         out.lent += len(leases)
-        self._of_sink[out.boot].unused += len(leases)
+        self._of_receiver[out.incarnation].unused += len(leases)
         if out.is_ordered:
             return [Credit(out.transfer, leases)]
         out.early += leases
         return []
 
-    def cancel(self, boot: str, cancel: Cancel) -> list[Action]:
-        """The sink gives up. Drained follows when nothing is being written; at once for what we do not know."""
-        if self.renounce(boot, cancel):
-            return [Send(boot, Drained(transfer=cancel.transfer))]
+    def cancel(self, incarnation: str, cancel: Cancel) -> list[Action]:
+        """The receiver gives up. Drained follows when nothing is being written; at once for what we do not know."""
+        if self.renounce(incarnation, cancel):
+            return [Send(incarnation, Drained(transfer=cancel.transfer))]
         out = self.outlets.get(cancel.transfer)
-        if cancel.boot or out is None or out.boot != boot:
+        if cancel.incarnation or out is None or out.incarnation != incarnation:
             return []
         out.is_lost = False  # it came back, and asks about what it could not hear the end of
         self._take_back(out)  # who reads itself says this once it is through
@@ -292,25 +301,25 @@ class Sender:
             return self._end_if_quiet(out)
         return self._stop(out, cancel.code or "cancelled", cancel.reason)
 
-    def renounce(self, boot: str, cancel: Cancel) -> bool:
+    def renounce(self, incarnation: str, cancel: Cancel) -> bool:
         """Whether nothing of this transfer is or will be written: we do not know of it, or who knew is dead.
 
-        It cannot be claimed any more: the claim may come yet, by a link that its sink has given up.
+        It cannot be claimed any more: the claim may come yet, by a link that its receiver has given up.
         """
-        if cancel.boot:
-            return cancel.boot in self._before
+        if cancel.incarnation:
+            return cancel.incarnation in self._before
         if cancel.transfer in self.outlets:
             return False
-        self._renounced.add((boot, cancel.transfer))
+        self._renounced.add((incarnation, cancel.transfer))
         return True
 
-    def lost(self, boot: str) -> list[Action]:
-        """The session with this sink is over."""
+    def lost(self, incarnation: str) -> list[Action]:
+        """The session with this receiver is over."""
         actions: list[Action] = []
-        its = self._of_sink.get(boot)
+        its = self._of_receiver.get(incarnation)
         for out in list(its.outlets.values()) if its is not None else []:
             out.is_lost = True
-            actions += self._stop(out, "peer_lost", "the sink's agent is gone")
+            actions += self._stop(out, "peer_lost", "the receiver's agent is gone")
         return actions
 
     def request_of(self, transfer: str) -> str:
@@ -329,24 +338,24 @@ class Sender:
 
     # Receivers that read our engine's blocks themselves:
 
-    def renew(self, boot: str, renew: Renew) -> None:
+    def renew(self, incarnation: str, renew: Renew) -> None:
         """It is still reading. Heard of by `answers`, if the blocks are still its to read."""
         out = self.outlets.get(renew.transfer)
-        if out is not None and out.boot == boot and out.promise is not None:
+        if out is not None and out.incarnation == incarnation and out.promise is not None:
             out.promise.renewal, out.promise.is_asked = max(out.promise.renewal, renew.number), True
             self._owe(out)
 
-    def read_by(self, boot: str, transfer: str) -> Plan | None:
+    def read_by(self, incarnation: str, transfer: str) -> Plan | None:
         """What this receiver reads itself, if it does."""
         out = self.outlets.get(transfer)
-        if out is None or out.boot != boot or out.promise is None or out.is_settled:
+        if out is None or out.incarnation != incarnation or out.promise is None or out.is_settled:
             return None
         return out.plan if out.state is OutgoingState.FLOWING else None
 
-    def settled(self, boot: str, transfer: str) -> list[Action]:
+    def settled(self, incarnation: str, transfer: str) -> list[Action]:
         """It has read all that it claimed."""
         out = self.outlets.get(transfer)
-        if out is None or out.boot != boot or out.promise is None:
+        if out is None or out.incarnation != incarnation or out.promise is None:
             return []
         offered = out.offered
         if offered is None:  # nothing was promised
@@ -365,14 +374,14 @@ class Sender:
         offered = out.offered
         assert offered is not None
         out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
-        offered.served.add(out.claim.sink)
+        offered.served.add(out.claim.receiver)
         self._forget(out)
         return self._release_if_over(offered)
 
-    def check(self, boot: str, check: Check) -> list[Action]:
+    def check(self, incarnation: str, check: Check) -> list[Action]:
         """It has read these chunks, and wants to compare. Nobody is answered whose transfer has ended."""
         out = self.outlets.get(check.transfer)
-        if out is None or out.boot != boot or out.promise is None:
+        if out is None or out.incarnation != incarnation or out.promise is None:
             return []
         if out.state is not OutgoingState.FLOWING or out.is_settled:
             return []
@@ -419,7 +428,7 @@ class Sender:
         if (out.checks or out.digesting) and len(out.checked) < MAX_SUMS:
             return []
         told, out.checked = tuple(out.checked), []
-        return [Send(out.boot, Checked(transfer=out.transfer, digests=told))]
+        return [Send(out.incarnation, Checked(transfer=out.transfer, digests=told))]
 
     @property
     def is_promised(self) -> bool:
@@ -454,7 +463,7 @@ class Sender:
             said = promise.answer(out.transfer, out.plan, offered.tables, offered.readable, is_last)
             promise.ends = now + LEASE_S
             self._deadlines.set(("lease", out.transfer), promise.ends)
-            actions.append(Send(out.boot, said))
+            actions.append(Send(out.incarnation, said))
         return actions
 
     def _owe(self, out: OutgoingTransfer) -> None:
@@ -495,7 +504,7 @@ class Sender:
                 case Shipped(transfer=transfer, chunks=chunks):
                     out = self.outlets[transfer]
                     out.shipped += chunks
-                    self._of_sink[out.boot].unused -= chunks
+                    self._of_receiver[out.incarnation].unused -= chunks
                 case Gathered(transfer=transfer):
                     actions += self._gathered(self.outlets[transfer])
                 case Sent(transfer=transfer):
@@ -515,7 +524,7 @@ class Sender:
         offered = out.offered
         assert offered is not None
         if out.state is OutgoingState.FLOWING:
-            offered.served.add(out.claim.sink)
+            offered.served.add(out.claim.receiver)
         return self._release_if_over(offered)
 
     def _sent(self, out: OutgoingTransfer) -> None:
@@ -532,17 +541,21 @@ class Sender:
                 actions += self._end_offer(self.offers[key], "offer_expired", _why_expired(self.offers[key], now), now)
             elif kind == "claim" and key in self.outlets:
                 out = self.outlets[key]
-                what = f"nothing was offered in room {out.claim.room}" if out.offered is None else "not all was offered"
+                what = (
+                    f"nothing was offered in rendezvous {out.claim.rendezvous}"
+                    if out.offered is None
+                    else "not all was offered"
+                )
                 actions += self._stop(out, "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}")
             elif kind == "lease" and key in self.outlets:
                 actions += self._lease_over(self.outlets[key])
         return actions
 
-    # Rooms:
+    # Rendezvous:
 
     def _grow(self, offered: OpenOffer, offer: Offer, home: AttachedEngine) -> None:
-        if offer.room != offered.room:
-            raise EngineError("room_changed", f"room: first {offered.room}, now {offer.room}")
+        if offer.rendezvous != offered.rendezvous:
+            raise EngineError("rendezvous_changed", f"rendezvous: first {offered.rendezvous}, now {offer.rendezvous}")
         if offer.first_token != offered.first_token:
             raise EngineError(
                 "first_token_changed", f"first_token: first {offered.first_token}, now {offer.first_token}"
@@ -555,28 +568,30 @@ class Sender:
         offered.is_last = offer.is_last
         offered.grew(offer.fence, offer.tokens)
 
-    def _bind_waiting(self, room: str) -> list[Action]:
-        """Let claims and offers of a room find each other, oldest first; one want's claims all get one offer."""
+    def _bind_waiting(self, rendezvous: str) -> list[Action]:
+        """Let claims and offers of a rendezvous find each other, oldest first; one want's claims all get one offer."""
         actions: list[Action] = []
-        for out in list(self._waiting.get(room, {}).values()):
-            offered = self._rooms.place_of(out.claim)
+        for out in list(self._waiting.get(rendezvous, {}).values()):
+            offered = self._rendezvous_ids.place_of(out.claim)
             if isinstance(offered, EndedOffer):
-                actions += self._stop(out, *self._rooms.hear(offered, out.claim))
+                actions += self._stop(out, *self._rendezvous_ids.hear(offered, out.claim))
                 continue
             if offered is None or (self._is_paused and out.plan.chunks):
                 continue
             if offered.want is None:
-                offered.want, offered.sinks = out.claim.want, out.claim.sinks
+                offered.want, offered.receivers = out.claim.want, out.claim.receivers
                 offered.is_declined = out.claim.first_token == out.claim.end_token
-            elif offered.sinks != out.claim.sinks:
-                actions += self._stop(out, "bad_sink", f"sinks: first {offered.sinks}, now {out.claim.sinks}")
+            elif offered.receivers != out.claim.receivers:
+                actions += self._stop(
+                    out, "bad_receiver", f"receivers: first {offered.receivers}, now {out.claim.receivers}"
+                )
                 continue
             out.offered = offered
             offered.outlets[out.transfer] = out
             self._waits_no_more(out)
             out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.BIND)
             if out.plan.chunks == 0:
-                offered.served.add(out.claim.sink)
+                offered.served.add(out.claim.receiver)
                 out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
                 self._forget(out)
                 actions += self._release_if_over(offered)
@@ -595,17 +610,23 @@ class Sender:
             return []
         out.is_ordered = out.is_gathering = True
         order = SendOrder(
-            out.transfer, offered.request, out.boot, out.plan, claim.token, claim.sink_epoch, out.session.digest
+            out.transfer,
+            offered.request,
+            out.incarnation,
+            out.plan,
+            claim.token,
+            claim.receiver_epoch,
+            out.session.digest,
         )
         early = [Credit(out.transfer, out.early)] if out.early else []
         out.early = ()
         return [order, *early, *self._progress(out)]
 
     def _waits_no_more(self, out: OutgoingTransfer) -> None:
-        room = self._waiting[out.claim.room]
-        del room[out.transfer]
-        if not room:
-            del self._waiting[out.claim.room]
+        rendezvous = self._waiting[out.claim.rendezvous]
+        del rendezvous[out.transfer]
+        if not rendezvous:
+            del self._waiting[out.claim.rendezvous]
 
     def _short_of(self, offered: OpenOffer) -> list[Action]:
         """Fail what an offer can never satisfy: what it lacks at its begin at once, all else with its last word."""
@@ -629,9 +650,9 @@ class Sender:
             return []
         offered.over = (code, reason)
         actions: list[Action] = []
-        heard = offered.served | {out.claim.sink for out in offered.outlets.values()}
-        if len(heard) < offered.sinks or (offered.want is None and not comes_again):
-            ended = EndedOffer(offered.room, offered.over, now + ENDED_S, offered.want, offered.sinks, heard)
+        heard = offered.served | {out.claim.receiver for out in offered.outlets.values()}
+        if len(heard) < offered.receivers or (offered.want is None and not comes_again):
+            ended = EndedOffer(offered.rendezvous, offered.over, now + ENDED_S, offered.want, offered.receivers, heard)
             actions += self._come_in_vain(ended, now)
         for out in list(offered.outlets.values()):
             if out.will_read:  # what is read already may arrive
@@ -640,16 +661,16 @@ class Sender:
 
     def _come_in_vain(self, ended: EndedOffer, now: float) -> list[Action]:
         """Claims on it hear at once; those that wait already, because of a pause, as well."""
-        self._rooms.remember(ended, now)
-        return self._bind_waiting(ended.room)
+        self._rendezvous_ids.remember(ended, now)
+        return self._bind_waiting(ended.rendezvous)
 
     def _readers(self, offered: OpenOffer) -> list[OutgoingTransfer]:
-        """Who has not read all of it that it claimed. A sink that claims again what it gave up is one of them."""
+        """Who has not read all of it that it claimed. A receiver that claims again what it gave up is one of them."""
         return [out for out in offered.outlets.values() if out.will_read]
 
     def _release_if_over(self, offered: OpenOffer) -> list[Action]:
         """Give the blocks back once nobody reads or will read them."""
-        all_served = offered.want is not None and len(offered.served) == offered.sinks
+        all_served = offered.want is not None and len(offered.served) == offered.receivers
         is_known = self.offers.get(offered.request) is offered  # else it was released, and may be offered again
         if not (offered.over or all_served) or not is_known:
             return []
@@ -659,7 +680,7 @@ class Sender:
             return []
         del self.offers[offered.request]
         self._deadlines.clear(("offer", offered.request))
-        self._rooms.leave(offered)
+        self._rendezvous_ids.leave(offered)
         code, reason = offered.over or offered.short or ("", "")
         is_declined = offered.is_declined and not code
         released = Released(request=offered.request, code=code[:64], reason=reason[:1024], is_declined=is_declined)
@@ -668,7 +689,8 @@ class Sender:
     # How a transfer goes on:
 
     def _progress(self, out: OutgoingTransfer) -> list[Action]:
-        """More chunks are computed, as the data plane must know; and the sink, if it has not lent slots for them."""
+        """More chunks are computed, as the data plane must know; and the receiver, if it has not lent slots for
+        them."""
         offered = out.offered
         if out.state is not OutgoingState.FLOWING or offered is None or out.promise is not None:
             return []
@@ -679,18 +701,18 @@ class Sender:
         actions: list[Action] = [Progress(out.transfer, offered.tables, ready, offered.fence)]
         if ready > max(out.told_ready, out.lent):
             out.told_ready = ready
-            actions.append(Send(out.boot, Ready(transfer=out.transfer, chunks=ready)))
+            actions.append(Send(out.incarnation, Ready(transfer=out.transfer, chunks=ready)))
         return actions
 
     def _stop(self, out: OutgoingTransfer, code: str, reason: str) -> list[Action]:
-        """End a transfer early; the sink hears Drained only when nothing of it is under way."""
+        """End a transfer early; the receiver hears Drained only when nothing of it is under way."""
         if out.state in (OutgoingState.STOPPING, OutgoingState.ENDED):
             return []
         out.says = (code[:64], reason[:1024])
         self._owed.pop(out.transfer, None)
         offered = out.offered
         if offered is not None:
-            offered.served.add(out.claim.sink)
+            offered.served.add(out.claim.receiver)
             offered.short = offered.short or out.says
         if out.is_busy:
             out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.STOP_BUSY)
@@ -706,7 +728,7 @@ class Sender:
         return self._send(out, Drained(transfer=out.transfer, code=out.says[0], reason=out.says[1]))
 
     def _send(self, out: OutgoingTransfer, body: Failing | Drained) -> list[Action]:
-        return [] if out.is_lost else [Send(out.boot, body)]
+        return [] if out.is_lost else [Send(out.incarnation, body)]
 
     def _forget(self, out: OutgoingTransfer) -> None:
         del self.outlets[out.transfer]
@@ -717,11 +739,11 @@ class Sender:
             self._waits_no_more(out)
         else:
             del out.offered.outlets[out.transfer]
-        its = self._of_sink[out.boot]
+        its = self._of_receiver[out.incarnation]
         del its.outlets[out.transfer]
         its.unused -= out.lent - out.shipped
         if not its.outlets:
-            del self._of_sink[out.boot]
+            del self._of_receiver[out.incarnation]
 
 
 def _why_expired(offered: OpenOffer, now: float) -> str:

@@ -11,34 +11,34 @@ class SenderSessions:
     def __init__(self) -> None:
         self.open: dict[str, Session] = {}
 
-    def needed(self, source: str) -> list[str]:
-        """Addresses of all ranks of the engine that is reached at `source`, as far as they are known."""
-        first = self.open.get(source)
+    def needed(self, sender: str) -> list[str]:
+        """Addresses of all ranks of the engine that is reached at `sender`, as far as they are known."""
+        first = self.open.get(sender)
         if first is None:
-            return [source]
+            return [sender]
         own = rank_index(first.peer_pool)
         size = first.peer_pool.shard.tp_size
         others = [rank.address for rank in first.ranks if rank.pp_rank * size + rank.tp_rank != own]
-        return [source, *others]
+        return [sender, *others]
 
-    def missing(self, source: str) -> list[str]:
+    def missing(self, sender: str) -> list[str]:
         """Those of them that there is no session with."""
-        return [address for address in self.needed(source) if address not in self.open]
+        return [address for address in self.needed(sender) if address not in self.open]
 
-    def lacks(self, source: str) -> str:
+    def lacks(self, sender: str) -> str:
         """Who is missing for a claim, in words; nothing if nobody is."""
-        if missing := self.missing(source):
+        if missing := self.missing(sender):
             return ", ".join(missing)
-        if self.is_whole(source):
+        if self.is_whole(sender):
             return ""
-        known, of = len(self.needed(source)), engine_ranks(self.open[source].peer_pool)
-        return f"{of - known} of {of} ranks, for its engine has told {source} of {known} only"
+        known, of = len(self.needed(sender)), engine_ranks(self.open[sender].peer_pool)
+        return f"{of - known} of {of} ranks, for its engine has told {sender} of {known} only"
 
-    def reached(self, source: str) -> dict[str, Session]:
+    def reached(self, sender: str) -> dict[str, Session]:
         """The sessions with those that there is one with."""
-        return {address: self.open[address] for address in self.needed(source) if address in self.open}
+        return {address: self.open[address] for address in self.needed(sender) if address in self.open}
 
-    def is_whole(self, source: str) -> bool:
+    def is_whole(self, sender: str) -> bool:
         """Whether the addresses of all its engine's ranks are known."""
-        first = self.open.get(source)
-        return first is not None and len(self.needed(source)) >= engine_ranks(first.peer_pool)
+        first = self.open.get(sender)
+        return first is not None and len(self.needed(sender)) >= engine_ranks(first.peer_pool)

@@ -1,6 +1,6 @@
 """What two agents agree on before anything moves: version, identity, verdict, digest. Pure.
 
-The sink's agent says Hello and gets Welcome or Refuse. A session binds one start of each agent to one epoch of each
+The receiver's agent says Hello and gets Welcome or Refuse. A session binds one start of each agent to one epoch of each
 engine: when any of the four changes, it is over and another one is made.
 """
 
@@ -69,14 +69,14 @@ class AttachedEngine:
         object.__setattr__(self, "share", TokenShard.of(self.pool.shard))
 
 
-Whose = tuple[str, int, str]  # an engine's memory: boot of its agent, epoch, and the key that this agent proved
+Whose = tuple[str, int, str]  # an engine's memory: incarnation of its agent, epoch, and the key that this agent proved
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
     """An agreed relation with one peer; `peer` is its incarnation, `verdict` what has to be converted.
 
-    `key` is what a source proved to have at the link it was agreed by, "" where nobody proves anything.
+    `key` is what a sender proved to have at the link it was agreed by, "" where nobody proves anything.
     """
 
     peer: AgentCard
@@ -95,7 +95,7 @@ class Session:
     @property
     def whose(self) -> Whose:
         """The memory of its engine."""
-        return self.peer.boot, self.peer_epoch, self.key
+        return self.peer.incarnation, self.peer_epoch, self.key
 
 
 def are_same(before: Sequence[Session], now: Sequence[Session]) -> bool:
@@ -140,10 +140,10 @@ def hello(
 
 
 def answer(greeting: Hello, home: AttachedEngine | None) -> Session | Refuse:
-    """What a source makes of a Hello; a Session is told to the peer with `welcome`."""
+    """What a sender makes of a Hello; a Session is told to the peer with `welcome`."""
     if home is None:
         return Refuse(code="no_engine", reasons=("no engine is attached to this agent",))
-    if greeting.agent.boot == home.agent.boot:
+    if greeting.agent.incarnation == home.agent.incarnation:
         return Refuse(code="same_agent", reasons=(f"agent: ours {home.agent.name}, theirs the same",))
     version = negotiate(OURS, greeting.versions)
     if version is None:
@@ -197,7 +197,7 @@ def welcome(session: Session, home: AttachedEngine, door: DoorCard | None = None
 
 
 def accept(greeting: Welcome, home: AttachedEngine, key: str = "") -> Session | Refuse:
-    """What a sink makes of a Welcome; Refuse says why it cannot go on, in the words it would tell its engine."""
+    """What a receiver makes of a Welcome; Refuse says why it cannot go on, in the words it would tell its engine."""
     if not OURS.oldest <= greeting.version <= OURS.newest:
         reason = f"version: ours {OURS.oldest}-{OURS.newest}, theirs {greeting.version}"
         return Refuse(code="version_mismatch", reasons=(reason,))

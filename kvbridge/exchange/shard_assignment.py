@@ -20,16 +20,16 @@ class ShardAssignment:
     def __init__(self) -> None:
         self._assigned: dict[str, tuple[list[Session], Pool, Takes]] = {}
 
-    def takes(self, source: str, sessions: Sequence[Session], pool: Pool) -> Takes:
-        """What `pool` takes from each of these sessions, all with the engine that is reached at `source`.
+    def takes(self, sender: str, sessions: Sequence[Session], pool: Pool) -> Takes:
+        """What `pool` takes from each of these sessions, all with the engine that is reached at `sender`.
 
         Raises PeerError unless they are all the ranks of one engine and hold every row.
         """
-        known = self._assigned.get(source)
+        known = self._assigned.get(sender)
         if known is None or known[1] is not pool or not are_same(known[0], sessions):
             _check_ranks(sessions)
             known = list(sessions), pool, assign([session.peer_pool for session in sessions], pool)
-            self._assigned[source] = known
+            self._assigned[sender] = known
         return known[2]
 
     def forget(self) -> None:
@@ -43,7 +43,7 @@ def _check_ranks(sessions: Sequence[Session]) -> None:
     for session in sessions:
         if session.peer_pool.engine.id != first.engine.id:
             reason = f"engine.id: {first.engine.id} at the first agent, {session.peer_pool.engine.id} at another"
-            raise PeerError("source_ranks_mismatch", reason)
+            raise PeerError("sender_ranks_mismatch", reason)
     found = sorted(rank_index(session.peer_pool) for session in sessions)
     if found != list(range(engine_ranks(first))):
-        raise PeerError("source_ranks_mismatch", f"ranks: expected {engine_ranks(first)}, the agents hold {found}")
+        raise PeerError("sender_ranks_mismatch", f"ranks: expected {engine_ranks(first)}, the agents hold {found}")

@@ -27,7 +27,7 @@ class SlotEvent(Enum):
     LEND = auto()
     LAND = auto()  # the one write of this lease has arrived whole, and its rows are in the blocks or thrown away
     DOUBT = auto()  # the transfer ended while the lease was out
-    DRAIN = auto()  # the source says that it will not write under this lease any more, or its successor that it is dead
+    DRAIN = auto()  # the sender says that it will not write under this lease any more, or its successor that it is dead
     REBUILD = auto()  # our side of the fabric was torn down
 
 
@@ -114,7 +114,7 @@ class SlotPool:
         return self._step_all(transfer, (_L,), SlotEvent.DOUBT)
 
     def drain(self, transfer: str) -> int:
-        """The source has proven that the transfer writes no more. Returns how many slots became free."""
+        """The sender has proven that the transfer writes no more. Returns how many slots became free."""
         return self._step_all(transfer, (_L, _Q), SlotEvent.DRAIN)
 
     def rebuilt(self) -> int:

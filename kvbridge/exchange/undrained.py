@@ -1,4 +1,4 @@
-"""Transfers that are over here but whose source has not said that it writes no more: who could say so. Pure."""
+"""Transfers that are over here but whose sender has not said that it writes no more: who could say so. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 class UndrainedTransfers:
     """By transfer: the address it was claimed at, which start of the agent there has not drained it, its key.
 
-    Who answers at such an address is kept as long as something is in doubt there, and of no other address. A boot is a
-    word that anybody can say: it counts only with the key that the transfer was claimed of.
+    Who answers at such an address is kept as long as something is in doubt there, and of no other address. A
+    incarnation is a word that anybody can say: it counts only with the key that the transfer was claimed of.
     """
 
     def __init__(self) -> None:
@@ -17,9 +17,9 @@ class UndrainedTransfers:
         self._at: Counter[str] = Counter()  # how many, by address
         self._met: dict[str, tuple[str, str]] = {}  # an address of those -> the start that was met there last, its key
 
-    def add(self, transfer: str, address: str, boot: str, key: str) -> None:
+    def add(self, transfer: str, address: str, incarnation: str, key: str) -> None:
         self.settle(transfer)
-        self._of[transfer] = address, boot, key
+        self._of[transfer] = address, incarnation, key
         self._at[address] += 1
 
     def settle(self, transfer: str) -> None:
@@ -40,15 +40,15 @@ class UndrainedTransfers:
     def is_any(self, address: str) -> bool:
         return address in self._at
 
-    def meet(self, address: str, boot: str, key: str) -> list[tuple[str, str]]:
+    def meet(self, address: str, incarnation: str, key: str) -> list[tuple[str, str]]:
         """This start answers at the address. The transfers that it could settle: its own, and those of another start
         that was claimed of there, if it knows that one to be dead. With each whose it was."""
         if self.is_any(address):
-            self._met[address] = boot, key
+            self._met[address] = incarnation, key
         mine = [(transfer, at, of) for transfer, (at, of, its) in self._of.items() if its == key]
-        return [(transfer, of) for transfer, at, of in mine if of == boot or at == address]
+        return [(transfer, of) for transfer, at, of in mine if of == incarnation or at == address]
 
-    def can_settle(self, transfer: str, boot: str, key: str) -> bool:
+    def can_settle(self, transfer: str, incarnation: str, key: str) -> bool:
         """Whether this start could settle that one: its own, or of where it was met, by whatever link it says so."""
         at, of, its = self._of.get(transfer, ("", "", ""))
-        return bool(of) and key == its and (boot == of or self._met.get(at) == (boot, key))
+        return bool(of) and key == its and (incarnation == of or self._met.get(at) == (incarnation, key))

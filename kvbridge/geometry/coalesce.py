@@ -34,8 +34,8 @@ class RunPlane:
 class Run:
     """`heads` times one run of `row_bytes` bytes per place, a place being a token or (`is_block`) a block."""
 
-    source: RunPlane
-    sink: RunPlane
+    sender: RunPlane
+    receiver: RunPlane
     heads: int
     row_bytes: int
     is_block: bool
@@ -43,22 +43,22 @@ class Run:
 
 
 def fold(
-    strips: Sequence[PlanePair], source: Pool, sink: Pool, first_token: int, slot_bytes: int, is_whole: bool = True
+    strips: Sequence[PlanePair], sender: Pool, receiver: Pool, first_token: int, slot_bytes: int, is_whole: bool = True
 ) -> list[PlanePair]:
     """The same bytes as fewer strips of longer rows, none longer than a slot; of tokens only, unless `is_whole`."""
     longest = min(LONGEST_BYTES, slot_bytes)
     kept: list[PlanePair] = []
     runs: list[Run] = []
     for strip in strips:
-        ours = source.groups[strip.source.group].block_tokens
-        theirs = sink.groups[strip.sink.group].block_tokens
+        ours = sender.groups[strip.sender.group].block_tokens
+        theirs = receiver.groups[strip.receiver.group].block_tokens
         block_tokens = ours if is_whole and ours == theirs and first_token % ours == 0 else 0
         run = _first_run(strip, block_tokens, longest)
         if run is None:
             kept.append(strip)
         else:
             runs.append(run)
-    runs.sort(key=lambda run: (run.source.plane.region, run.source.offset))
+    runs.sort(key=lambda run: (run.sender.plane.region, run.sender.offset))
     while True:
         grown = _joined([_grown(run, longest) for run in runs], longest)
         if len(grown) == len(runs) and all(new is old for new, old in zip(grown, runs, strict=True)):
@@ -70,23 +70,23 @@ def fold(
 
 def _first_run(strip: PlanePair, block_tokens: int, longest: int) -> Run | None:
     """One row, or all rows of a block and head where rows are not dense but blocks are; None if neither."""
-    source, sink, heads = strip.source, strip.sink, strip.heads
-    ours, theirs = source.codec, sink.codec
-    if not is_same_row(ours, theirs) or source.element_axis != sink.element_axis:
+    sender, receiver, heads = strip.sender, strip.receiver, strip.heads
+    ours, theirs = sender.codec, receiver.codec
+    if not is_same_row(ours, theirs) or sender.element_axis != receiver.element_axis:
         return None
-    scales = scales_of(ours, strip.source_head, heads), scales_of(theirs, strip.sink_head, heads)
+    scales = scales_of(ours, strip.sender_head, heads), scales_of(theirs, strip.receiver_head, heads)
     if not is_same_scales(*scales):
         return None
     sides = (
-        RunPlane(source, source.offset + strip.source_head * source.head_stride),
-        RunPlane(sink, sink.offset + strip.sink_head * sink.head_stride),
+        RunPlane(sender, sender.offset + strip.sender_head * sender.head_stride),
+        RunPlane(receiver, receiver.offset + strip.receiver_head * receiver.head_stride),
     )
-    if _is_dense(source.element_axis, ours.element_bytes):
+    if _is_dense(sender.element_axis, ours.element_bytes):
         return Run(*sides, heads, ours.row_bytes, False, block_tokens)
     row_bytes = block_tokens * ours.row_bytes
-    if not block_tokens or row_bytes > longest or source.token_axis != sink.token_axis:
+    if not block_tokens or row_bytes > longest or sender.token_axis != receiver.token_axis:
         return None
-    if _is_dense(source.token_axis + source.element_axis, ours.element_bytes):
+    if _is_dense(sender.token_axis + sender.element_axis, ours.element_bytes):
         return Run(*sides, heads, row_bytes, True, block_tokens)
     return None
 
@@ -104,12 +104,12 @@ def _is_dense(axis: Sequence[Step], element_bytes: int) -> bool:
 
 def _grown(run: Run, longest: int) -> Run:
     """The run over all heads, or over all tokens of a block, where they follow each other on both sides."""
-    source, sink, row_bytes = run.source.plane, run.sink.plane, run.row_bytes
-    if run.heads > 1 and run.heads * row_bytes <= longest and source.head_stride == sink.head_stride == row_bytes:
+    sender, receiver, row_bytes = run.sender.plane, run.receiver.plane, run.row_bytes
+    if run.heads > 1 and run.heads * row_bytes <= longest and sender.head_stride == receiver.head_stride == row_bytes:
         return replace(run, heads=1, row_bytes=run.heads * row_bytes)
     if not run.is_block and run.block_tokens and run.block_tokens * row_bytes <= longest:
         whole = (Step(run.block_tokens, row_bytes),)
-        if run.block_tokens == 1 or source.token_axis == sink.token_axis == whole:
+        if run.block_tokens == 1 or sender.token_axis == receiver.token_axis == whole:
             return replace(run, is_block=True, row_bytes=run.block_tokens * row_bytes)
     return run
 
@@ -129,7 +129,7 @@ def _joined(runs: Sequence[Run], longest: int) -> list[Run]:
 def _is_next(last: Run, run: Run) -> bool:
     if (last.heads, last.is_block) != (run.heads, run.is_block):
         return False
-    for before, after in ((last.source, run.source), (last.sink, run.sink)):
+    for before, after in ((last.sender, run.sender), (last.receiver, run.receiver)):
         ours, theirs = before.plane, after.plane
         if after.offset - before.offset != last.row_bytes:
             return False
@@ -148,7 +148,9 @@ def _opaque(row_bytes: int) -> Codec:
 
 def _strip(run: Run, codec: Codec) -> PlanePair:
     unit_tokens = run.block_tokens if run.is_block else 1
-    return PlanePair(_plane(run.source, run, codec), 0, _plane(run.sink, run, codec), 0, run.heads, codec, unit_tokens)
+    return PlanePair(
+        _plane(run.sender, run, codec), 0, _plane(run.receiver, run, codec), 0, run.heads, codec, unit_tokens
+    )
 
 
 def _plane(side: RunPlane, run: Run, codec: Codec) -> Plane:

@@ -53,15 +53,15 @@ class Difference:
     """
 
     field: str
-    source: object
-    sink: object
+    sender: object
+    receiver: object
     place: str = ""
     needs: str = ""
 
     def __str__(self) -> str:
         place = f" ({self.place})" if self.place else ""
         needs = f"; needs {self.needs}" if self.needs else ""
-        return f"{self.field}: source {self.source}, sink {self.sink}{place}{needs}"
+        return f"{self.field}: sender {self.sender}, receiver {self.receiver}{place}{needs}"
 
 
 # The kinds of layer that are attention with keys and values of their own; how much of them is kept is a group's matter.
@@ -72,14 +72,14 @@ SAME_MODEL = "the same model on both sides"
 SAME_CODEC = "the same kv_cache_dtype on both sides"
 
 
-def verdict(source: Pool, sink: Pool) -> Verdict:
-    """Whether rows of `source` can become rows of `sink`. Both agents judge the same two pools alike."""
-    reasons = [f"source {reason}" for reason in check_pool(source)]
-    reasons += [f"sink {reason}" for reason in check_pool(sink)]
-    reasons = reasons or [str(each) for each in obstacles(source, sink)]
+def verdict(sender: Pool, receiver: Pool) -> Verdict:
+    """Whether rows of `sender` can become rows of `receiver`. Both agents judge the same two pools alike."""
+    reasons = [f"sender {reason}" for reason in check_pool(sender)]
+    reasons += [f"receiver {reason}" for reason in check_pool(receiver)]
+    reasons = reasons or [str(each) for each in obstacles(sender, receiver)]
     if reasons:
         return Incompatible(shortened(reasons))
-    found = changes(source, sink)
+    found = changes(sender, receiver)
     has_casts = any(each.field in CASTS for each in found)
     return Convertible(shortened([str(each) for each in found]), has_casts) if found else Same()
 
@@ -91,35 +91,37 @@ def conversion(found: Verdict) -> Conversion:
     return "none"
 
 
-def obstacles(source: Pool, sink: Pool) -> list[Difference]:
+def obstacles(sender: Pool, receiver: Pool) -> list[Difference]:
     """What stands in the way between two pools that make sense; each once, however many layers have it."""
-    aligned = align(source, sink)
-    return _merged([*_other_model(source, aligned, sink), *_other_tokens(aligned, sink), *_other_form(aligned, sink)])
+    aligned = align(sender, receiver)
+    return _merged(
+        [*_other_model(sender, aligned, receiver), *_other_tokens(aligned, receiver), *_other_form(aligned, receiver)]
+    )
 
 
-def changes(source: Pool, sink: Pool) -> list[Difference]:
+def changes(sender: Pool, receiver: Pool) -> list[Difference]:
     """What becomes different on the way; each once, however many layers have it."""
-    if len(source.model.layers) > len(sink.model.layers):
-        fewer = f"{len(sink.model.layers)} and takes its own"
-        layers = [Difference("layers", len(source.model.layers), fewer)]
+    if len(sender.model.layers) > len(receiver.model.layers):
+        fewer = f"{len(receiver.model.layers)} and takes its own"
+        layers = [Difference("layers", len(sender.model.layers), fewer)]
     else:
         layers = []
-    return _merged([*layers, *_changes(align(source, sink), sink)])
+    return _merged([*layers, *_changes(align(sender, receiver), receiver)])
 
 
-def _other_model(source: Pool, aligned: Pool, sink: Pool) -> Iterator[Difference]:
-    yield from _if_other("model", source.model.name, sink.model.name, needs=SAME_MODEL)
-    if source.model.depth and sink.model.depth:
-        yield from _if_other("depth", source.model.depth, sink.model.depth, needs=SAME_MODEL)
+def _other_model(sender: Pool, aligned: Pool, receiver: Pool) -> Iterator[Difference]:
+    yield from _if_other("model", sender.model.name, receiver.model.name, needs=SAME_MODEL)
+    if sender.model.depth and receiver.model.depth:
+        yield from _if_other("depth", sender.model.depth, receiver.model.depth, needs=SAME_MODEL)
     held = {plane.layer for plane in aligned.planes}
-    known = len(source.model.layers)
-    for plane in {plane.layer: plane for plane in sink.planes}.values():
+    known = len(sender.model.layers)
+    for plane in {plane.layer: plane for plane in receiver.planes}.values():
         # A rank of a pipeline holds some layers only; what none of them holds is found when they are assigned.
-        if plane.layer not in held and (source.shard.pp_size == 1 or (plane.layer >= known and not plane.name)):
+        if plane.layer not in held and (sender.shard.pp_size == 1 or (plane.layer >= known and not plane.name)):
             needs = "every layer of the decode side on the prefill side"
             name = f" {plane.name}" if plane.name else ""
-            yield Difference("layers", known, len(sink.model.layers), f"layer {plane.layer}{name}", needs)
-    for index, (ours, theirs) in enumerate(zip(aligned.model.layers, sink.model.layers, strict=False)):
+            yield Difference("layers", known, len(receiver.model.layers), f"layer {plane.layer}{name}", needs)
+    for index, (ours, theirs) in enumerate(zip(aligned.model.layers, receiver.model.layers, strict=False)):
         if ours is not None and theirs is not None:
             yield from _other_layer(ours, theirs, f"layer {index}")
 
@@ -134,24 +136,24 @@ def _other_layer(ours: Layer, theirs: Layer, place: str) -> Iterator[Difference]
         yield from _if_other(name, mine, yours, place, SAME_MODEL)
 
 
-def _other_tokens(source: Pool, sink: Pool) -> Iterator[Difference]:
+def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
     """Tokens that one side does not keep, or not where the other could find them."""
-    combs = [(pool.shard.cp_size, pool.shard.cp_interleave) for pool in (source, sink)]
-    if lcm(period_of(source.shard), period_of(sink.shard)) > MOST_PERIOD:
+    combs = [(pool.shard.cp_size, pool.shard.cp_interleave) for pool in (sender, receiver)]
+    if lcm(period_of(sender.shard), period_of(receiver.shard)) > MOST_PERIOD:
         needs = f"interleaves whose common period is below {MOST_PERIOD} tokens"
         mine, yours = (f"{interleave} x {size} ranks" for size, interleave in combs)
         yield Difference("cp_interleave", mine, yours, needs=needs)
-    for ours, theirs in common_planes(source, sink):
+    for ours, theirs in common_planes(sender, receiver):
         place = f"layer {ours.layer} {ours.part}"
-        kept, wanted = source.groups[ours.group], sink.groups[theirs.group]
+        kept, wanted = sender.groups[ours.group], receiver.groups[theirs.group]
         if kept.kind != "full":
-            needs = "the hybrid KV cache manager on the sink, or off at the source"
+            needs = "the hybrid KV cache manager on the receiver, or off at the sender"
             yield from _if_other("kind", _keeps(kept), _keeps(wanted), place, needs)
-            # What the source keeps begins with a block of its own, and that maybe inside one of the sink.
-            is_inside = whole_block(kept, source.shard) % whole_block(wanted, sink.shard) > 0
+            # What the sender keeps begins with a block of its own, and that maybe inside one of the receiver.
+            is_inside = whole_block(kept, sender.shard) % whole_block(wanted, receiver.shard) > 0
             if kept.kind == wanted.kind != "state" and kept.window == wanted.window and is_inside:
-                needs = "a block at the source that is a multiple of the sink's, where layers keep a window"
-                said = _block(kept, source.shard), _block(wanted, sink.shard)
+                needs = "a block at the sender that is a multiple of the receiver's, where layers keep a window"
+                said = _block(kept, sender.shard), _block(wanted, receiver.shard)
                 yield Difference("block_tokens", *said, place, needs)
         if kept.kind == wanted.kind == "state":
             needs = "equal tensor parallel sizes: a state is cut by rank"
@@ -161,11 +163,11 @@ def _other_tokens(source: Pool, sink: Pool) -> Iterator[Difference]:
                 yield Difference("cp_size", combs[0][0], combs[1][0], place, needs)
 
 
-def _other_form(source: Pool, sink: Pool) -> Iterator[Difference]:
+def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
     """Rows that no conversion takes from one form to the other."""
-    scales = {(plane.layer, plane.part): plane for plane in source.planes if is_scale(plane.part)}
-    theirs_of = {(plane.layer, plane.part): plane for plane in sink.planes if is_scale(plane.part)}
-    for ours, theirs in common_planes(source, sink):
+    scales = {(plane.layer, plane.part): plane for plane in sender.planes if is_scale(plane.part)}
+    theirs_of = {(plane.layer, plane.part): plane for plane in receiver.planes if is_scale(plane.part)}
+    for ours, theirs in common_planes(sender, receiver):
         place = f"layer {ours.layer} {ours.part}"
         if ours.total_heads != theirs.total_heads:
             continue  # of another model, or a state cut in other pieces
@@ -183,8 +185,8 @@ def _other_form(source: Pool, sink: Pool) -> Iterator[Difference]:
         mine, yours = (each.get((ours.layer, f"{ours.part}_scale")) for each in (scales, theirs_of))
         if mine is not None and yours is not None and not is_same_row(mine.codec, yours.codec):
             yield from _if_other("codec", form_of(mine), form_of(yours), f"{place}_scale", SAME_CODEC)
-    parts = _parts(source)
-    for layer, needed in _parts(sink).items():
+    parts = _parts(sender)
+    for layer, needed in _parts(receiver).items():
         held = parts.get(layer, needed)
         if not held >= needed:
             yield from _if_other(
@@ -192,14 +194,14 @@ def _other_form(source: Pool, sink: Pool) -> Iterator[Difference]:
             )
 
 
-def _changes(source: Pool, sink: Pool) -> Iterator[Difference]:
+def _changes(sender: Pool, receiver: Pool) -> Iterator[Difference]:
     for name in ("tp_size", "pp_size", "cp_size"):
-        yield from _if_other(name, getattr(source.shard, name), getattr(sink.shard, name))
-    if source.shard.cp_size > 1 and sink.shard.cp_size > 1:
-        yield from _if_other("cp_interleave", source.shard.cp_interleave, sink.shard.cp_interleave)
-    for ours, theirs in common_planes(source, sink):
+        yield from _if_other(name, getattr(sender.shard, name), getattr(receiver.shard, name))
+    if sender.shard.cp_size > 1 and receiver.shard.cp_size > 1:
+        yield from _if_other("cp_interleave", sender.shard.cp_interleave, receiver.shard.cp_interleave)
+    for ours, theirs in common_planes(sender, receiver):
         place = f"layer {ours.layer} {ours.part}"
-        mine, yours = source.groups[ours.group], sink.groups[theirs.group]
+        mine, yours = sender.groups[ours.group], receiver.groups[theirs.group]
         yield from _if_other("kind", _keeps(mine), _keeps(yours), place)
         yield from _if_other("block_tokens", mine.block_tokens, yours.block_tokens, place)
         yield from _if_other("codec", form_of(ours), form_of(theirs), place)
@@ -208,15 +210,15 @@ def _changes(source: Pool, sink: Pool) -> Iterator[Difference]:
         yield from _if_other("layout", _layout(ours), _layout(theirs), place)
 
 
-def _if_other(field: str, source: object, sink: object, place: str = "", needs: str = "") -> Iterator[Difference]:
-    if source != sink:
-        yield Difference(field, source, sink, place, needs)
+def _if_other(field: str, sender: object, receiver: object, place: str = "", needs: str = "") -> Iterator[Difference]:
+    if sender != receiver:
+        yield Difference(field, sender, receiver, place, needs)
 
 
-def common_planes(source: Pool, sink: Pool) -> Iterator[tuple[Plane, Plane]]:
+def common_planes(sender: Pool, receiver: Pool) -> Iterator[tuple[Plane, Plane]]:
     """Planes of rows; those of their scales go where they go."""
-    mine = {(plane.layer, plane.part): plane for plane in source.planes}
-    for theirs in sink.planes:
+    mine = {(plane.layer, plane.part): plane for plane in sender.planes}
+    for theirs in receiver.planes:
         ours = mine.get((theirs.layer, theirs.part))
         if ours is not None and not is_scale(theirs.part):
             yield ours, theirs
@@ -271,7 +273,7 @@ def _merged(differences: Iterable[Difference]) -> list[Difference]:
     """One for each pair of values, with its first place and how many more there are."""
     found: dict[tuple[str, str, str, str], list[Difference]] = {}
     for each in differences:
-        found.setdefault((each.field, str(each.source), str(each.sink), each.needs), []).append(each)
+        found.setdefault((each.field, str(each.sender), str(each.receiver), each.needs), []).append(each)
     merged = []
     for alike in found.values():
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""

@@ -18,69 +18,69 @@ BOUNDS = {
 }
 
 
-def sentence(change: Difference, source: Pool, sink: Pool) -> str:
+def sentence(change: Difference, sender: Pool, receiver: Pool) -> str:
     """What happens because of one of the `changes` between two pools."""
-    return WORDS[change.field](change, source, sink)
+    return WORDS[change.field](change, sender, receiver)
 
 
-def _tp_size(change: Difference, source: Pool, sink: Pool) -> str:
-    return "each rank of the sink takes its heads from the ranks that hold them"
+def _tp_size(change: Difference, sender: Pool, receiver: Pool) -> str:
+    return "each rank of the receiver takes its heads from the ranks that hold them"
 
 
-def _pp_size(change: Difference, source: Pool, sink: Pool) -> str:
-    return "each rank of the sink takes its layers from the ranks that hold them"
+def _pp_size(change: Difference, sender: Pool, receiver: Pool) -> str:
+    return "each rank of the receiver takes its layers from the ranks that hold them"
 
 
-def _cp_size(change: Difference, source: Pool, sink: Pool) -> str:
-    ranks = source.shard.cp_size
+def _cp_size(change: Difference, sender: Pool, receiver: Pool) -> str:
+    ranks = sender.shard.cp_size
     if ranks == 1:
-        return f"tokens are picked out at the source: 1/{sink.shard.cp_size} of them for each rank of the sink"
-    return f"tokens are gathered again, those of each rank of the source (1/{ranks}) that the sink's rank keeps"
+        return f"tokens are picked out at the sender: 1/{receiver.shard.cp_size} of them for each rank of the receiver"
+    return f"tokens are gathered again, those of each rank of the sender (1/{ranks}) that the receiver's rank keeps"
 
 
-def _cp_interleave(change: Difference, source: Pool, sink: Pool) -> str:
-    return "a rank of the sink takes from each rank of the source the tokens that both keep"
+def _cp_interleave(change: Difference, sender: Pool, receiver: Pool) -> str:
+    return "a rank of the receiver takes from each rank of the sender the tokens that both keep"
 
 
-def _kind(change: Difference, source: Pool, sink: Pool) -> str:
-    windows = sorted({group.window for group in sink.groups if group.window})
+def _kind(change: Difference, sender: Pool, receiver: Pool) -> str:
+    windows = sorted({group.window for group in receiver.groups if group.window})
     return f"only the last {' or '.join(map(str, windows))} tokens of these layers travel"
 
 
-def _block_tokens(change: Difference, source: Pool, sink: Pool) -> str:
+def _block_tokens(change: Difference, sender: Pool, receiver: Pool) -> str:
     return "tokens are placed anew; only whole rows travel, no blocks"
 
 
-def _layout(change: Difference, source: Pool, sink: Pool) -> str:
+def _layout(change: Difference, sender: Pool, receiver: Pool) -> str:
     return "rows are gathered from the one order and scattered in the other; the wire has neither"
 
 
-def _layers(change: Difference, source: Pool, sink: Pool) -> str:
-    return "layers that the sink does not have stay where they are"
+def _layers(change: Difference, sender: Pool, receiver: Pool) -> str:
+    return "layers that the receiver does not have stay where they are"
 
 
-def _codec(change: Difference, source: Pool, sink: Pool) -> str:
-    ours, theirs = _first(source, sink, lambda one, other: not is_same_row(one.codec, other.codec))
+def _codec(change: Difference, sender: Pool, receiver: Pool) -> str:
+    ours, theirs = _first(sender, receiver, lambda one, other: not is_same_row(one.codec, other.codec))
     wire = _wire(ours.codec, theirs.codec)
     narrow = PLAIN.get(base_name(theirs.codec), 1) == 1
     verb = "quantized" if narrow else "converted"
-    side = "source" if is_same_row(wire, theirs.codec) else "sink"
-    if not is_same_row(wire, ours.codec) and side == "sink":
-        side = "source and at the sink"
+    side = "sender" if is_same_row(wire, theirs.codec) else "receiver"
+    if not is_same_row(wire, ours.codec) and side == "receiver":
+        side = "sender and at the receiver"
     crossing = f"{wire.row_bytes} bytes of a row cross, {ours.codec.row_bytes} there and {theirs.codec.row_bytes} here"
     return f"rows are {verb} at the {side}; {crossing}{_error(theirs.codec)}"
 
 
-def _wire(source: Codec, sink: Codec) -> Codec:
+def _wire(sender: Codec, receiver: Codec) -> Codec:
     """What a row is on its way; tiles and rope of a latent are two of them, as wide together as the plain side's."""
-    if "fp8_ds_mla" in (source.name, sink.name):
-        return sink if source.name == "fp8_ds_mla" else source
-    return wire_codec(source, 0, sink, 0, 1)
+    if "fp8_ds_mla" in (sender.name, receiver.name):
+        return receiver if sender.name == "fp8_ds_mla" else sender
+    return wire_codec(sender, 0, receiver, 0, 1)
 
 
-def _scales(change: Difference, source: Pool, sink: Pool) -> str:
-    _, theirs = _first(source, sink, lambda one, other: not is_same_scales(one.codec.scales, other.codec.scales))
-    return f"requantized to the sink's scales{_error(theirs.codec)}"
+def _scales(change: Difference, sender: Pool, receiver: Pool) -> str:
+    _, theirs = _first(sender, receiver, lambda one, other: not is_same_scales(one.codec.scales, other.codec.scales))
+    return f"requantized to the receiver's scales{_error(theirs.codec)}"
 
 
 def _error(codec: Codec) -> str:
@@ -89,9 +89,9 @@ def _error(codec: Codec) -> str:
     return f"; off by at most {bound}{own}" if bound else ""
 
 
-def _first(source: Pool, sink: Pool, is_other: Callable[[Plane, Plane], bool]) -> tuple[Plane, Plane]:
+def _first(sender: Pool, receiver: Pool, is_other: Callable[[Plane, Plane], bool]) -> tuple[Plane, Plane]:
     """The first planes that differ so."""
-    return next(pair for pair in common_planes(align(source, sink), sink) if is_other(*pair))
+    return next(pair for pair in common_planes(align(sender, receiver), receiver) if is_other(*pair))
 
 
 WORDS: dict[str, Callable[[Difference, Pool, Pool], str]] = {

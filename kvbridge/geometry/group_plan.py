@@ -1,8 +1,8 @@
 """Legs: strips that move for the same tokens, as a grid of token spans x bands of strips. Pure.
 
-A leg counts marks: the tokens that source and sink have in common, one after another (see token_shard.py). All full layers
-are one leg; layers that keep a window of tokens are another for each kind, window and block; the states, one row each
-however many tokens, are the last. A strip is of the leg of its group in the sink's pool.
+A leg counts marks: the tokens that sender and receiver have in common, one after another (see token_shard.py). All full
+layers are one leg; layers that keep a window of tokens are another for each kind, window and block; the states, one row
+each however many tokens, are the last. A strip is of the leg of its group in the receiver's pool.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def kept(group: Group, end_token: int, shard: Shard) -> int:
 class GroupTemplate:
     """The strips of a leg, before its tokens are known; `first_strip` is where they begin among all of a plan."""
 
-    group: Group  # the sink's, or one like it: it says which tokens are needed
-    shard: Shard  # the sink's
+    group: Group  # the receiver's, or one like it: it says which tokens are needed
+    shard: Shard  # the receiver's
     comb: TokenShard
     strips: tuple[PlanePair, ...]
     first_strip: int

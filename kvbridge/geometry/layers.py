@@ -12,41 +12,41 @@ import msgspec
 from kvbridge_proto.pool import Layer, Plane, Pool
 
 
-def align(source: Pool, sink: Pool) -> Pool:
-    """The source with its layers numbered as the sink numbers them, without those that the sink does not have.
+def align(sender: Pool, receiver: Pool) -> Pool:
+    """The sender with its layers numbered as the receiver numbers them, without those that the receiver does not have.
 
-    A layer of the model that the source says nothing of is None. The source itself where the numbers agree.
+    A layer of the model that the sender says nothing of is None. The sender itself where the numbers agree.
     """
-    return align_all((source,), sink)[0]
+    return align_all((sender,), receiver)[0]
 
 
-def align_all(sources: Sequence[Pool], sink: Pool) -> list[Pool]:
-    """Each of many sources, aligned."""
-    yours = _names(sink.planes)
-    return [_aligned(source, sink, yours) for source in sources] if any(yours.values()) else list(sources)
+def align_all(senders: Sequence[Pool], receiver: Pool) -> list[Pool]:
+    """Each of many senders, aligned."""
+    yours = _names(receiver.planes)
+    return [_aligned(sender, receiver, yours) for sender in senders] if any(yours.values()) else list(senders)
 
 
-def _aligned(source: Pool, sink: Pool, yours: Mapping[int, str]) -> Pool:
-    mine = _names(source.planes)
+def _aligned(sender: Pool, receiver: Pool, yours: Mapping[int, str]) -> Pool:
+    mine = _names(sender.planes)
     if mine.items() <= yours.items():
-        return source
+        return sender
     origins = _origins(mine, yours)
     if all(origin == layer for layer, origin in origins.items()):
-        return source
+        return sender
     targets = {origin: layer for layer, origin in origins.items()}
     return msgspec.structs.replace(
-        source,
-        model=msgspec.structs.replace(source.model, layers=_layers(source, sink, yours, origins)),
+        sender,
+        model=msgspec.structs.replace(sender.model, layers=_layers(sender, receiver, yours, origins)),
         planes=tuple(
             msgspec.structs.replace(plane, layer=targets[plane.layer])
-            for plane in source.planes
+            for plane in sender.planes
             if plane.layer in targets
         ),
     )
 
 
 def _origins(mine: Mapping[int, str], yours: Mapping[int, str]) -> dict[int, int]:
-    """The source's number of each layer that both have."""
+    """The sender's number of each layer that both have."""
     named = {name: layer for layer, name in mine.items() if name}
     elsewhere = {name for name in yours.values() if name}
     origins: dict[int, int] = {}
@@ -62,10 +62,12 @@ def _names(planes: tuple[Plane, ...]) -> dict[int, str]:
     return {plane.layer: plane.name for plane in planes}
 
 
-def _layers(source: Pool, sink: Pool, held: Mapping[int, str], origins: Mapping[int, int]) -> tuple[Layer | None, ...]:
-    known, taken = source.model.layers, set(origins.values())
+def _layers(
+    sender: Pool, receiver: Pool, held: Mapping[int, str], origins: Mapping[int, int]
+) -> tuple[Layer | None, ...]:
+    known, taken = sender.model.layers, set(origins.values())
     layers: list[Layer | None] = []
-    for layer in range(len(sink.model.layers)):
+    for layer in range(len(receiver.model.layers)):
         if layer in origins:
             layers.append(known[origins[layer]])
         else:

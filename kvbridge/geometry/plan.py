@@ -1,9 +1,9 @@
-"""What moves between one source and one sink, cut into slot-sized chunks. Pure.
+"""What moves between one sender and one receiver, cut into slot-sized chunks. Pure.
 
 Both agents derive the same plan from the two pools; they compare its digest, then speak of chunks by number.
 
-A plan is a list of legs, each a grid of chunks (see group_plan.py): first the full layers, then what keeps a window, then
-states. Nothing is listed: a chunk is arithmetic, and only its moves are spelled out when its turn comes.
+A plan is a list of legs, each a grid of chunks (see group_plan.py): first the full layers, then what keeps a window,
+then states. Nothing is listed: a chunk is arithmetic, and only its moves are spelled out when its turn comes.
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ class Plan:
         )
         return chunk
 
-    def source_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
-        """How the source gathers the chunk into a slot; `tables` are its block tables, by group."""
-        return Part(self, chunk, tables, is_source=True).moves()
+    def sender_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
+        """How the sender gathers the chunk into a slot; `tables` are its block tables, by group."""
+        return Part(self, chunk, tables, is_sender=True).moves()
 
-    def sink_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
-        """How the sink scatters the chunk from a slot; `tables` are its block tables, by group."""
-        return Part(self, chunk, tables, is_source=False).moves()
+    def receiver_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
+        """How the receiver scatters the chunk from a slot; `tables` are its block tables, by group."""
+        return Part(self, chunk, tables, is_sender=False).moves()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +147,7 @@ class Part:
     plan: Plan
     chunk: Chunk
     tables: Mapping[int, BlockTable]
-    is_source: bool
+    is_sender: bool
 
     def moves(self) -> tuple[Move, ...]:
         chunk, leg = self.chunk, self.plan.legs[self.chunk.leg]
@@ -157,10 +157,10 @@ class Part:
         places: dict[tuple[int, int], Places] = {}
         moves: list[Move] = []
         for strip, offset in zip(leg.strips[first:end], offsets, strict=True):
-            if self.is_source:
-                plane, first_head, scale = strip.source, strip.source_head, strip.source_scale
+            if self.is_sender:
+                plane, first_head, scale = strip.sender, strip.sender_head, strip.sender_scale
             else:
-                plane, first_head, scale = strip.sink, strip.sink_head, strip.sink_scale
+                plane, first_head, scale = strip.receiver, strip.receiver_head, strip.receiver_scale
             unit_tokens = strip.unit_tokens
             key = (plane.group, unit_tokens)
             if key not in places:
@@ -184,7 +184,7 @@ class Part:
         """
         chunk = self.chunk
         marks = chunk.end_mark - chunk.first_mark
-        return id(self.plan.strips), chunk.first_strip, chunk.end_strip, marks, self.is_source
+        return id(self.plan.strips), chunk.first_strip, chunk.end_strip, marks, self.is_sender
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,17 +204,17 @@ class Planner:
 
     KEPT = 64
 
-    def __init__(self, source: Pool, sink: Pool) -> None:
-        self._source = align(source, sink)
-        self._sink = sink
-        ours, theirs = TokenShard.of(source.shard), TokenShard.of(sink.shard)
+    def __init__(self, sender: Pool, receiver: Pool) -> None:
+        self._sender = align(sender, receiver)
+        self._receiver = receiver
+        ours, theirs = TokenShard.of(sender.shard), TokenShard.of(receiver.shard)
         self._comb = ours & theirs
         self._is_whole = self._comb == ours == theirs
-        self._period = lcm(*(group.block_tokens for group in source.groups if group.kind != "state"))
+        self._period = lcm(*(group.block_tokens for group in sender.groups if group.kind != "state"))
         self._woven: dict[object, PlanTemplate] = {}
 
     def plan(self, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
-        """The plan by which the source gives the rows `takes` of tokens [first_token, end_token) to the sink.
+        """The plan by which the sender gives the rows `takes` of tokens [first_token, end_token) to the receiver.
 
         It has no chunks where the two have no tokens in common. Raises PeerError for takes or tokens that cannot be,
         OperatorError if a slot is too small for a row.
@@ -232,15 +232,15 @@ class Planner:
         self._woven[key] = weave  # the newest last
         return _cut(weave, first_token, end_token, slot_bytes)
 
-    def samples(self, slot_bytes: int, is_source: bool) -> list[Part]:
+    def samples(self, slot_bytes: int, is_sender: bool) -> list[Part]:
         """The first chunk of each leg, from a block's border on and from inside a block: what is to be expected.
 
         As one side sees them; their blocks are any. Empty where the two pools have no rows in common.
         """
-        takes, own = common(self._source, self._sink), self._source if is_source else self._sink
+        takes, own = common(self._sender, self._receiver), self._sender if is_sender else self._receiver
         if not self._comb.marks:
             return []
-        groups = [group for pool in (self._source, self._sink) for group in pool.groups if group.kind != "state"]
+        groups = [group for pool in (self._sender, self._receiver) for group in pool.groups if group.kind != "state"]
         end_token = self._comb.token(max((group.block_tokens for group in groups), default=1) - 1) + 1
         share = TokenShard.of(own.shard)
         tables = {}
@@ -257,36 +257,38 @@ class Planner:
             plans = [self.plan(takes, first, end_token + first, slot_bytes) for first in (0, 1)]
         except KVBridgeError:  # whoever wants something will be told
             return []
-        return [Part(each, each.chunk(index), tables, is_source) for each in plans for index in _first_of_legs(each)]
+        return [Part(each, each.chunk(index), tables, is_sender) for each in plans for index in _first_of_legs(each)]
 
     def _weave(self, takes: Sequence[Take], first_mark: int, slot_bytes: int) -> PlanTemplate:
-        usable, groups = slot_bytes // ALIGN * ALIGN, self._sink.groups
+        usable, groups = slot_bytes // ALIGN * ALIGN, self._receiver.groups
         strands: list[GroupTemplate] = []
         sealed: list[object] = [self._comb.period, self._comb.marks]
         first_strip = 0
-        for group, rows in _by_leg(pair(self._source, self._sink, takes), groups):
+        for group, rows in _by_leg(pair(self._sender, self._receiver, takes), groups):
             strips = None
             if group.kind != "state":  # a window does not begin at `first_mark`, by which rows are folded
                 is_whole = self._is_whole and group.kind == "full"
-                strips = fitted(fold(rows, self._source, self._sink, first_mark, usable, is_whole), usable)
+                strips = fitted(fold(rows, self._sender, self._receiver, first_mark, usable, is_whole), usable)
             strips = strips or fitted(rows, usable)
             if strips is None:
                 widest = max(rows, key=lambda strip: strip.wire.row_bytes)
                 raise OperatorError(
                     "slot_too_small",
-                    f"slot_bytes: {slot_bytes}, a row of layer {widest.sink.layer} {widest.sink.part} "
+                    f"slot_bytes: {slot_bytes}, a row of layer {widest.receiver.layer} {widest.receiver.part} "
                     f"has {widest.wire.row_bytes} bytes",
                 )
-            strands.append(GroupTemplate.of(group, self._sink.shard, self._comb, strips, first_strip))
+            strands.append(GroupTemplate.of(group, self._receiver.shard, self._comb, strips, first_strip))
             first_strip += len(strips)
             sealed += [*_leg_of(group), _seal(rows), _seal(strips)]
         digest = hashlib.blake2b(msgspec.msgpack.encode(sealed), digest_size=16).digest()
         return PlanTemplate(tuple(strip for strand in strands for strip in strand.strips), tuple(strands), digest)
 
 
-def plan(source: Pool, sink: Pool, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
+def plan(
+    sender: Pool, receiver: Pool, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int
+) -> Plan:
     """One plan, see Planner."""
-    return Planner(source, sink).plan(takes, first_token, end_token, slot_bytes)
+    return Planner(sender, receiver).plan(takes, first_token, end_token, slot_bytes)
 
 
 def _by_leg(strips: Sequence[PlanePair], groups: Sequence[Group]) -> list[tuple[Group, list[PlanePair]]]:
@@ -294,7 +296,7 @@ def _by_leg(strips: Sequence[PlanePair], groups: Sequence[Group]) -> list[tuple[
     legs: dict[tuple[int, int, int], tuple[Group, list[PlanePair]]] = {}
     of = [legs.setdefault(_leg_of(group), (group, []))[1] for group in groups]
     for strip in strips:
-        of[strip.sink.group].append(strip)
+        of[strip.receiver.group].append(strip)
     return [legs[key] for key in sorted(legs) if legs[key][1]]
 
 
@@ -308,9 +310,9 @@ def _seal(strips: Sequence[PlanePair]) -> list[object]:
     """All of these strips that both sides must see alike."""
     return [
         (
-            strip.sink.layer,
-            strip.sink.part,
-            strip.sink.first_head + strip.sink_head,
+            strip.receiver.layer,
+            strip.receiver.part,
+            strip.receiver.first_head + strip.receiver_head,
             strip.heads,
             strip.wire,
             strip.unit_tokens,

@@ -1,4 +1,4 @@
-"""Pairs of planes: the same heads of one (layer, part) in the source's pool and in the sink's. Pure."""
+"""Pairs of planes: the same heads of one (layer, part) in the sender's pool and in the receiver's. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .wire import ROW_SCALED, SCALED_ROWS, is_same_row, is_scale, wire_codec
 
 @dataclass(frozen=True, slots=True)
 class PlanePair:
-    """`heads` heads that move together: from `source_head` on in one plane, from `sink_head` on in the other.
+    """`heads` heads that move together: from `sender_head` on in one plane, from `receiver_head` on in the other.
 
     In a slot it is `[head][unit][row]` in the wire codec; a unit is `unit_tokens` tokens (1 unless folded). A side
     whose rows have scales of their own that the other side's have not says where it keeps them.
     """
 
-    source: Plane
-    source_head: int
-    sink: Plane
-    sink_head: int
+    sender: Plane
+    sender_head: int
+    receiver: Plane
+    receiver_head: int
     heads: int
     wire: Codec
     unit_tokens: int = 1
-    source_scale: Plane | None = None
-    sink_scale: Plane | None = None
+    sender_scale: Plane | None = None
+    receiver_scale: Plane | None = None
 
     @property
     def unit_bytes(self) -> int:
@@ -60,14 +60,14 @@ class _Side:
         return self.held(plane.layer, f"{plane.part}_scale", take) if plane.codec.name in ROW_SCALED else None
 
 
-def pair(source: Pool, sink: Pool, takes: Sequence[Take]) -> list[PlanePair]:
-    """Strips for all of the sink's rows that a take touches. Raises PeerError for rows a side lacks.
+def pair(sender: Pool, receiver: Pool, takes: Sequence[Take]) -> list[PlanePair]:
+    """Strips for all of the receiver's rows that a take touches. Raises PeerError for rows a side lacks.
 
     One for each plane, but two of a latent that is cut; scales in memory follow the rows that both sides keep alike.
     """
-    theirs, ours = _Side("source", source), _Side("sink", sink)
+    theirs, ours = _Side("sender", sender), _Side("receiver", receiver)
     layers: dict[int, list[str]] = {}
-    for plane in sink.planes:
+    for plane in receiver.planes:
         if not is_scale(plane.part):
             layers.setdefault(plane.layer, []).append(plane.part)
     strips: list[PlanePair] = []
@@ -77,7 +77,7 @@ def pair(source: Pool, sink: Pool, takes: Sequence[Take]) -> list[PlanePair]:
             raise PeerError("bad_take", f"take: {_spell(take)} is empty")
         for layer in range(take.first_layer, take.end_layer):
             if layer not in layers:
-                raise PeerError("bad_take", f"take: {_spell(take)}, the sink holds no layer {layer}")
+                raise PeerError("bad_take", f"take: {_spell(take)}, the receiver holds no layer {layer}")
             before = taken.setdefault(layer, [])
             for other in before:
                 if take.first_head < other.end_head and other.first_head < take.end_head:
@@ -88,14 +88,14 @@ def pair(source: Pool, sink: Pool, takes: Sequence[Take]) -> list[PlanePair]:
     return strips
 
 
-def _strips(source: _Side, sink: _Side, layer: int, part: str, take: Take) -> Iterator[PlanePair]:
-    theirs, ours = source.held(layer, part, take), sink.held(layer, part, take)
+def _strips(sender: _Side, receiver: _Side, layer: int, part: str, take: Take) -> Iterator[PlanePair]:
+    theirs, ours = sender.held(layer, part, take), receiver.held(layer, part, take)
     names = {theirs.codec.name, ours.codec.name}
     if is_same_row(theirs.codec, ours.codec):
         yield _strip(theirs, ours, take)
         if names <= SCALED_ROWS:
             scales = f"{part}_scale"
-            yield _strip(source.held(layer, scales, take), sink.held(layer, scales, take), take)
+            yield _strip(sender.held(layer, scales, take), receiver.held(layer, scales, take), take)
     elif FACETTED in names:
         if not (is_cuttable(theirs) and is_cuttable(ours)):
             raise PeerError("bad_take", f"take: {_spell(take)}, rows of layer {layer} {part} cannot be cut into tiles")
@@ -105,14 +105,14 @@ def _strips(source: _Side, sink: _Side, layer: int, part: str, take: Take) -> It
             yield PlanePair(one.plane, 0, other.plane, 0, heads, wire, 1, one.scale, other.scale)
     else:
         strip = _strip(theirs, ours, take)
-        yield replace(strip, source_scale=source.own_scale(theirs, take), sink_scale=sink.own_scale(ours, take))
+        yield replace(strip, sender_scale=sender.own_scale(theirs, take), receiver_scale=receiver.own_scale(ours, take))
 
 
-def _strip(source: Plane, sink: Plane, take: Take) -> PlanePair:
-    source_head, sink_head = take.first_head - source.first_head, take.first_head - sink.first_head
+def _strip(sender: Plane, receiver: Plane, take: Take) -> PlanePair:
+    sender_head, receiver_head = take.first_head - sender.first_head, take.first_head - receiver.first_head
     heads = take.end_head - take.first_head
-    wire = wire_codec(source.codec, source_head, sink.codec, sink_head, heads)
-    return PlanePair(source, source_head, sink, sink_head, heads, wire)
+    wire = wire_codec(sender.codec, sender_head, receiver.codec, receiver_head, heads)
+    return PlanePair(sender, sender_head, receiver, receiver_head, heads, wire)
 
 
 def split_heads(strip: PlanePair, heads: int) -> list[PlanePair]:
@@ -122,9 +122,9 @@ def split_heads(strip: PlanePair, heads: int) -> list[PlanePair]:
     pieces = []
     for first in range(0, strip.heads, heads):
         count = min(heads, strip.heads - first)
-        source_head, sink_head = strip.source_head + first, strip.sink_head + first
-        wire = wire_codec(strip.source.codec, source_head, strip.sink.codec, sink_head, count)
-        pieces.append(replace(strip, source_head=source_head, sink_head=sink_head, heads=count, wire=wire))
+        sender_head, receiver_head = strip.sender_head + first, strip.receiver_head + first
+        wire = wire_codec(strip.sender.codec, sender_head, strip.receiver.codec, receiver_head, count)
+        pieces.append(replace(strip, sender_head=sender_head, receiver_head=receiver_head, heads=count, wire=wire))
     return pieces
 
 

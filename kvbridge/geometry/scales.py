@@ -1,4 +1,4 @@
-"""The scales that a source's ranks have for a sink's planes, and whether the sink has them too. Pure."""
+"""The scales that a sender's ranks have for a receiver's planes, and whether the receiver has them too. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .layers import align
 from .wire import PLAIN, is_same_scales
 
 
-def scales_there(sources: Sequence[Pool], sink: Pool) -> tuple[Scales, ...]:
-    """What the ranks `sources` of one engine have for planes of the sink whose numbers are of the same kind.
+def scales_there(senders: Sequence[Pool], receiver: Pool) -> tuple[Scales, ...]:
+    """What the ranks `senders` of one engine have for planes of the receiver whose numbers are of the same kind.
 
     One for the plane where all its heads have the same, and in all parts of its layer; else one for each head.
     """
     found: dict[tuple[int, str], dict[int, float]] = {}  # plane -> head -> scale
-    for source in sources:
-        for ours, theirs in common_planes(align(source, sink), sink):
+    for sender in senders:
+        for ours, theirs in common_planes(align(sender, receiver), receiver):
             codec = ours.codec
             if codec.name != theirs.codec.name or codec.name not in PLAIN:
                 continue
@@ -30,7 +30,7 @@ def scales_there(sources: Sequence[Pool], sink: Pool) -> tuple[Scales, ...]:
                 heads.setdefault(head, scale)
     whole = {
         (plane.layer, plane.part): tuple(scale for _, scale in sorted(heads.items()))
-        for plane in sink.planes
+        for plane in receiver.planes
         if len(heads := found.get((plane.layer, plane.part), {})) == plane.heads
     }
     by_head = {layer for (layer, _), scales in whole.items() if len(set(scales)) > 1}
@@ -39,9 +39,9 @@ def scales_there(sources: Sequence[Pool], sink: Pool) -> tuple[Scales, ...]:
     )
 
 
-def other_scales(scales: Sequence[Scales], sink: Pool) -> Difference | None:
-    """The first plane of the sink that has others than these."""
-    held = {(plane.layer, plane.part): plane.codec.scales for plane in sink.planes}
+def other_scales(scales: Sequence[Scales], receiver: Pool) -> Difference | None:
+    """The first plane of the receiver that has others than these."""
+    held = {(plane.layer, plane.part): plane.codec.scales for plane in receiver.planes}
     for each in scales:
         ours = held[each.layer, each.part]
         if not is_same_scales(each.scales, ours):

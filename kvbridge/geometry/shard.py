@@ -1,4 +1,4 @@
-"""Who gives which rows: an exact cover of the sink's layers x heads x tokens by the sources' holdings. Pure."""
+"""Who gives which rows: an exact cover of the receiver's layers x heads x tokens by the senders' holdings. Pure."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def _alike(rows: dict[str, list[tuple[int, int, int]]]) -> Iterator[tuple[frozen
         yield key, sorted(alike[key])
 
 
-def assign(sources: Sequence[Pool], sink: Pool) -> tuple[tuple[Take, ...], ...]:
-    """For each source the rows that the sink takes from it: together every row of the sink, none twice.
+def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], ...]:
+    """For each sender the rows that the receiver takes from it: together every row of the receiver, none twice.
 
-    Under context parallelism a row is taken from several sources, from each the tokens that both hold. Where several
-    sources hold a head of the same tokens, the sinks spread over them by their tensor-parallel rank.
+    Under context parallelism a row is taken from several senders, from each the tokens that both hold. Where several
+    senders hold a head of the same tokens, the receivers spread over them by their tensor-parallel rank.
     Raises PeerError naming the rows that nobody holds.
     """
-    held = [holdings(pool) for pool in align_all(sources, sink)]
-    shares = _shares(sources, sink)
-    takes: list[list[Take]] = [[] for _ in sources]
-    for need in holdings(sink):
+    held = [holdings(pool) for pool in align_all(senders, receiver)]
+    shares = _shares(senders, receiver)
+    takes: list[list[Take]] = [[] for _ in senders]
+    for need in holdings(receiver):
         borders = {need.first_layer, need.end_layer}
         for each in held:
             for have in each:
@@ -83,20 +83,20 @@ def assign(sources: Sequence[Pool], sink: Pool) -> tuple[tuple[Take, ...], ...]:
         layers = sorted(layer for layer in borders if need.first_layer <= layer <= need.end_layer)
         for first_layer, end_layer in pairwise(layers):
             cell = Holding(first_layer, end_layer, need.first_head, need.end_head, need.parts)
-            for index, take in _cut_heads(held, shares, cell, sink.shard.tp_rank):
+            for index, take in _cut_heads(held, shares, cell, receiver.shard.tp_rank):
                 _append(takes[index], take)
     return tuple(tuple(each) for each in takes)
 
 
-def common(source: Pool, sink: Pool) -> tuple[Take, ...]:
+def common(sender: Pool, receiver: Pool) -> tuple[Take, ...]:
     """All rows that both hold, whoever takes them from whom."""
-    held = holdings(align(source, sink))
+    held = holdings(align(sender, receiver))
     holders: dict[int, list[int]] = {}
     for index, have in enumerate(held):
         for layer in range(have.first_layer, have.end_layer):
             holders.setdefault(layer, []).append(index)
     takes: list[Take] = []
-    for need in holdings(sink):
+    for need in holdings(receiver):
         able = {index for layer in range(need.first_layer, need.end_layer) for index in holders.get(layer, ())}
         for have in [held[index] for index in sorted(able)]:
             layers = max(have.first_layer, need.first_layer), min(have.end_layer, need.end_layer)
@@ -108,43 +108,43 @@ def common(source: Pool, sink: Pool) -> tuple[Take, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The sources that hold the same tokens; `tokens` names these tokens where not all sources hold all."""
+    """The senders that hold the same tokens; `tokens` names these tokens where not all senders hold all."""
 
-    sources: frozenset[int]
+    senders: frozenset[int]
     tokens: str
 
 
-def _shares(sources: Sequence[Pool], sink: Pool) -> list[Share]:
-    """The shares of tokens that the sink has tokens of, with nobody in them if nobody is there."""
-    shards = [pool.shard for pool in sources]
+def _shares(senders: Sequence[Pool], receiver: Pool) -> list[Share]:
+    """The shares of tokens that the receiver has tokens of, with nobody in them if nobody is there."""
+    shards = [pool.shard for pool in senders]
     splits = sorted({(shard.cp_size, shard.cp_interleave if shard.cp_size > 1 else 1) for shard in shards})
     if len(splits) > 1:
         some = (f"cp_size: {size}, cp_interleave {interleave} at some ranks" for size, interleave in splits)
-        raise PeerError("source_ranks_mismatch", *some)
+        raise PeerError("sender_ranks_mismatch", *some)
     if not splits or splits[0][0] == 1:
-        return [Share(frozenset(range(len(sources))), "")]
+        return [Share(frozenset(range(len(senders))), "")]
     size, interleave = splits[0]
     return [
         Share(
             frozenset(index for index, shard in enumerate(shards) if shard.cp_rank == rank),
             f", tokens: cp rank {rank} of {size} (interleave {interleave})",
         )
-        for rank in _ranks_of(size, interleave, sink)
+        for rank in _ranks_of(size, interleave, receiver)
     ]
 
 
-def _ranks_of(size: int, interleave: int, sink: Pool) -> list[int]:
-    """Which of `size` context-parallel ranks hold tokens that this sink holds too."""
-    share = TokenShard.of(sink.shard)
+def _ranks_of(size: int, interleave: int, receiver: Pool) -> list[int]:
+    """Which of `size` context-parallel ranks hold tokens that this receiver holds too."""
+    share = TokenShard.of(receiver.shard)
     periods = lcm(size * interleave, share.period) // share.period
     tokens = share.tokens(0, periods * len(share.marks))
     return [int(rank) for rank in np.unique(tokens // interleave % size)]
 
 
 def _cut_heads(
-    held: Sequence[Sequence[Holding]], shares: Sequence[Share], cell: Holding, sink_rank: int
+    held: Sequence[Sequence[Holding]], shares: Sequence[Share], cell: Holding, receiver_rank: int
 ) -> list[tuple[int, Take]]:
-    """The takes of one run of layers in which every source holds the same heads throughout."""
+    """The takes of one run of layers in which every sender holds the same heads throughout."""
     holders: list[tuple[int, int, int]] = []
     for index, each in enumerate(held):
         for have in each:
@@ -160,14 +160,14 @@ def _cut_heads(
     for first_head, end_head in pairwise(heads):
         holding = {index for index, first, end in holders if first <= first_head and end_head <= end}
         for share in shares:
-            able = sorted(holding & share.sources)
+            able = sorted(holding & share.senders)
             if not able:
                 raise PeerError(
                     "rows_not_held",
-                    f"layers: the sink needs [{cell.first_layer}, {cell.end_layer}), heads [{first_head}, {end_head}), "
-                    f"parts {' '.join(sorted(cell.parts))}{share.tokens}; none of {len(held)} sources holds them",
+                    f"layers: the receiver needs [{cell.first_layer}, {cell.end_layer}), heads [{first_head}, {end_head}), "
+                    f"parts {' '.join(sorted(cell.parts))}{share.tokens}; none of {len(held)} senders holds them",
                 )
-            cut.append((able[sink_rank % len(able)], Take(cell.first_layer, cell.end_layer, first_head, end_head)))
+            cut.append((able[receiver_rank % len(able)], Take(cell.first_layer, cell.end_layer, first_head, end_head)))
     return cut
 
 

@@ -39,12 +39,12 @@ def is_same_row(ours: Codec, theirs: Codec) -> bool:
     )
 
 
-def can_convert(source: Codec, sink: Codec) -> bool:
+def can_convert(sender: Codec, receiver: Codec) -> bool:
     """True if rows of the one can become rows of the other, scales and all."""
-    if is_same_row(source, sink):
+    if is_same_row(sender, receiver):
         return True
-    names = {source.name, sink.name}
-    if source.width != sink.width or (names & ROW_SCALED.keys() and source.width > MOST_NUMBERS):
+    names = {sender.name, receiver.name}
+    if sender.width != receiver.width or (names & ROW_SCALED.keys() and sender.width > MOST_NUMBERS):
         return False
     return names <= {*PLAIN, *ROW_SCALED} or ("fp8_ds_mla" in names and names <= {*PLAIN, "fp8_ds_mla"})
 
@@ -54,19 +54,19 @@ def is_same_scales(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
     return ours == theirs or len(set(ours or (1.0,)) | set(theirs or (1.0,))) == 1
 
 
-def wire_codec(source: Codec, source_head: int, sink: Codec, sink_head: int, heads: int) -> Codec:
-    """The narrower of two codecs (the source's if equally wide) with the scales of just these heads.
+def wire_codec(sender: Codec, sender_head: int, receiver: Codec, receiver_head: int, heads: int) -> Codec:
+    """The narrower of two codecs (the sender's if equally wide) with the scales of just these heads.
 
     Only memory has rows with a scale of their own: converted rows cross as the other side has them, in fp32 if both
     have such scales.
     """
-    is_sinks = sink.row_bytes < source.row_bytes
-    if not is_same_row(source, sink):
-        has_own = source.name in ROW_SCALED, sink.name in ROW_SCALED
+    is_receivers = receiver.row_bytes < sender.row_bytes
+    if not is_same_row(sender, receiver):
+        has_own = sender.name in ROW_SCALED, receiver.name in ROW_SCALED
         if all(has_own):
-            return Codec(name="fp32", width=source.width, element_bytes=4, row_bytes=4 * source.width)
-        is_sinks = has_own[0] or (is_sinks and not has_own[1])
-    codec, first_head = (sink, sink_head) if is_sinks else (source, source_head)
+            return Codec(name="fp32", width=sender.width, element_bytes=4, row_bytes=4 * sender.width)
+        is_receivers = has_own[0] or (is_receivers and not has_own[1])
+    codec, first_head = (receiver, receiver_head) if is_receivers else (sender, sender_head)
     if len(codec.scales) <= 1 or len(codec.scales) == heads:
         return codec
     return msgspec.structs.replace(codec, scales=scales_of(codec, first_head, heads))

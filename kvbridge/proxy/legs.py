@@ -40,7 +40,7 @@ class AgentPlace:
     key: str = ""
 
     @property
-    def source(self) -> str:
+    def sender(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}" + (f"#{self.key}" if self.key else "")
 
@@ -127,7 +127,7 @@ def sglang_decode_after(ask: PromptAsk, room: int, prefilled: PrefilledLeg) -> L
         raise EngineError("not_offered", "the prefill engine offered no KV: its answer has no kv_transfer_params")
     if prefilled.first_token is None:
         raise EngineError("bad_answer", "the prefill engine told no token_ids")
-    told: Body = {"source": _place(prefilled.params).source, "first_token": prefilled.first_token}
+    told: Body = {"sender": _place(prefilled.params).sender, "first_token": prefilled.first_token}
     if name := prefilled.params.get("remote_request_id"):
         told["rendezvous"] = name
     if prefilled.logprob is not None:

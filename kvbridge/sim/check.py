@@ -58,9 +58,9 @@ def _kept(process: Process) -> Iterator[str]:
         ("slots of transfers", has_engine and inbound.slots._of_transfer),
         ("offers", outbound.offers),
         ("transfers out", outbound.outlets),
-        ("rooms", outbound._rooms._offers),
+        ("rendezvous_ids", outbound._rendezvous_ids._offers),
         ("transfers that wait for an offer", outbound._waiting),
-        ("sinks that claim", outbound._of_sink),
+        ("receivers that claim", outbound._of_receiver),
         ("transfers that wait for a slot", (*mover.sending._hungry._waiting, *inbound._hungry._waiting)),
         ("orders to send", mover.sending._open),
         ("chunks on their way", mover.sending.moving),
@@ -95,9 +95,9 @@ def _kept(process: Process) -> Iterator[str]:
 def _between_agents(process: Process) -> Iterator[str]:
     """Sessions, and what is kept for each: nothing but what an open one needs."""
     peers, jobs, equipment = process.peers, process.mover._jobs, process.mover._at_work
-    reached = {boot: target.serial for boot, target in jobs._targets.items()}
-    written = ((boot, each.connected.serial) for boot, each in peers.accepting.sessions.items())
-    sessions = {boot: serial for boot, serial in written if serial != NOT_CONNECTED}
+    reached = {incarnation: target.serial for incarnation, target in jobs._targets.items()}
+    written = ((incarnation, each.connected.serial) for incarnation, each in peers.accepting.sessions.items())
+    sessions = {incarnation: serial for incarnation, serial in written if serial != NOT_CONNECTED}
     if reached != sessions:
         yield f"targets {reached}, sessions {sessions}"
     joined = Counter((target.dock.name, target.name) for target in jobs._targets.values())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .scenario import SimRequest
     from .world import World
 
-ROOM_S = 3.0  # how long a request waits for blocks, or for all ranks to be attached
+RENDEZVOUS_S = 3.0  # how long a request waits for blocks, or for all ranks to be attached
 
 
 @dataclass(slots=True)
@@ -106,11 +106,11 @@ class SimEngine:
                 rank.say(Directory(ranks=ranks))
 
     def begin(self, request: SimRequest, tries: int = 0) -> None:
-        """A request arrives; it waits a little for room."""
+        """A request arrives; it waits a little for rendezvous."""
         needed = -(-request.tokens // self.block_tokens)
         self.waiting.pop(request.name, None)
         if len(self.free) < needed or not all(rank.is_here for rank in self.ranks):
-            if tries * RETRY_S > ROOM_S:
+            if tries * RETRY_S > RENDEZVOUS_S:
                 self.turned_away(request)
                 self.world.ended(self.is_prefill, request, "no room")
             else:
@@ -194,7 +194,7 @@ class Prefill(SimEngine):
         for rank in self.ranks:
             fence = self._compute(rank, held, before)
             offer = Offer(
-                room=request.room,
+                rendezvous=request.rendezvous,
                 request=request.name,
                 tokens=held.tokens,
                 blocks=(Piece(0, first, ids),) if ids else (),
@@ -278,8 +278,8 @@ class Decode(SimEngine):
             return super().begin(request, tries)
         self.waiting[request.name] = request
         for rank in self.ranks:
-            source = self.world.address_of(request.source, request.number)
-            rank.say(Expect(request=request.name, room=request.room, source=source))
+            sender = self.world.address_of(request.sender, request.number)
+            rank.say(Expect(request=request.name, rendezvous=request.rendezvous, sender=sender))
         self.later(request.queued_s, lambda: super(Decode, self).begin(request))
 
     def turned_away(self, request: SimRequest) -> None:
@@ -299,8 +299,8 @@ class Decode(SimEngine):
             )
             want = Want(
                 request=request.name,
-                room=request.room,
-                source=world.address_of(request.source, request.number),
+                rendezvous=request.rendezvous,
+                sender=world.address_of(request.sender, request.number),
                 first_token=request.first_token,
                 end_token=request.tokens,
                 blocks=(Piece(0, first_block, ids),) if ids else (),

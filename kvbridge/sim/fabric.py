@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 FORGERIES: tuple[dict[str, Any], ...] = (
     {"token": b"forged" + bytes(10)},
-    {"source_boot": "feedfeedfeedfeed"},
-    {"sink_boot": "feedfeedfeedfeed"},
-    {"source_epoch": 99},
-    {"sink_epoch": 99},
+    {"sender_incarnation": "feedfeedfeedfeed"},
+    {"receiver_incarnation": "feedfeedfeedfeed"},
+    {"sender_epoch": 99},
+    {"receiver_epoch": 99},
     {"chunk_bytes": 1},
     {"chunk": 1 << 30},
     {"slot": 1 << 30},
@@ -44,8 +44,8 @@ class Write:
     """One under way. The local bytes are read when it lands, not when it was posted."""
 
     id: int
-    source: Process
-    boot: str
+    sender: Process
+    incarnation: str
     local: int
     remote: int
     notice: bytes
@@ -66,7 +66,7 @@ class DataNetwork:
         self.spoil = 0  # so many of the next writes, and of pulled chunks that are compared, arrive with a wrong cell
         self.wrongs = 0  # so many slots and pulled chunks have had cells that are not their writer's
         self.repeat = 0  # so many of the next notices come twice
-        self.forging: dict[str, int] = {}  # boot -> so many of its next notices have a forged one before them
+        self.forging: dict[str, int] = {}  # incarnation -> so many of its next notices have a forged one before them
         self._stuck: list[Write] = []
 
     def post(self, write: Write) -> None:
@@ -86,19 +86,19 @@ class DataNetwork:
             self.post(write)
 
     def _pair(self, write: Write) -> tuple[str, str]:
-        target = self._world.owner(write.boot)
-        return write.source.name, target.name if target else ""
+        target = self._world.owner(write.incarnation)
+        return write.sender.name, target.name if target else ""
 
     def _land(self, write: Write) -> None:
         world, pair = self._world, self._pair(write)
         if pair in self.hung or world.is_blocked(*pair):
             self._stuck.append(write)
             return
-        source, target = write.source, world.owner(write.boot)
-        if source.is_dead and (world.clock.now > source.died_at + DYING_S or world.chance(0.5)):
+        sender, target = write.sender, world.owner(write.incarnation)
+        if sender.is_dead and (world.clock.now > sender.died_at + DYING_S or world.chance(0.5)):
             return
-        is_there = target is not None and not target.is_dead and write.boot in target.fabrics
-        is_halfway = is_there and self.halfway.get(pair, 0) > 0 and write.local not in source.lanes
+        is_there = target is not None and not target.is_dead and write.incarnation in target.fabrics
+        is_halfway = is_there and self.halfway.get(pair, 0) > 0 and write.local not in sender.lanes
         is_lost = not is_there or pair in self.failing or is_halfway
         if target is not None and is_halfway:
             self.halfway[pair] -= 1
@@ -109,22 +109,22 @@ class DataNetwork:
             self._copy(write, target, world.pick((0, 1, 2)) if is_lost else 2)
         seconds = world.quick()
         ended = WriteFailed(write.id, "peer_gone") if is_lost else Wrote(write.id)
-        source.thread.post(seconds, lambda: self._end(write, ended))
+        sender.thread.post(seconds, lambda: self._end(write, ended))
 
     def _land_later(self, write: Write, target: Process, halves: int) -> None:
         """The rest of a write that fails, as its initiator's kernel has it: whoever has the slot by then."""
-        sent = list(write.source.ram.get(write.local, []))
+        sent = list(write.sender.ram.get(write.local, []))
         first = len(sent) * halves // 2
 
         def land() -> None:
-            if target.is_dead or write.boot not in target.fabrics:
+            if target.is_dead or write.incarnation not in target.fabrics:
                 return
             before = target.ram.get(write.remote, [])
             held = before + [NOTHING] * (len(sent) - len(before))
             target.ram[write.remote] = held[:first] + sent[first:] + held[len(sent) :]
             self.wrongs += 1
             at = f"slot {target.slot_at(write.remote)} of {target.name}"
-            self._world.say("network", f"the rest of a write of {write.source.name} that failed lands in {at}")
+            self._world.say("network", f"the rest of a write of {write.sender.name} that failed lands in {at}")
 
         # Its end, and that the slot is lent again, takes messages: mostly some ms.
         most = self._world.pick((0.004, 0.008, 0.016, 2.0))
@@ -132,15 +132,15 @@ class DataNetwork:
 
     def _end(self, write: Write, ended: FabricEvent) -> None:
         write.ended = ended
-        write.source.rouse()
+        write.sender.rouse()
 
     def _copy(self, write: Write, target: Process, halves: int) -> None:
         """So many halves of the bytes arrive."""
-        if write.local in write.source.lanes:
+        if write.local in write.sender.lanes:
             if halves == 2:
-                target.lanes[write.remote] = write.source.lanes[write.local]
+                target.lanes[write.remote] = write.sender.lanes[write.local]
             return
-        sent = write.source.ram.get(write.local, [])
+        sent = write.sender.ram.get(write.local, [])
         cells = sent[: len(sent) * halves // 2]
         if cells and halves == 2 and self.spoils():
             cells = [*cells[:-1], NOTHING - 1]
@@ -150,7 +150,7 @@ class DataNetwork:
             target.ram[write.remote] = cells + before[len(cells) :]
             notice: Notice = decode(write.notice, Notice)
             if target.is_current(write.remote):
-                self._world.on_write(write.source, target, target.slot_at(write.remote), notice)
+                self._world.on_write(write.sender, target, target.slot_at(write.remote), notice)
 
     def spoils(self) -> bool:
         """Whether what is moved now comes with a wrong cell."""
@@ -160,21 +160,21 @@ class DataNetwork:
         self.wrongs += 1
         return True
 
-    def notify(self, source: Process, boot: str, notice: bytes) -> None:
+    def notify(self, sender: Process, incarnation: str, notice: bytes) -> None:
         """A notice is on its way, behind its data."""
-        target = self._world.owner(boot)
-        if target is None or target.is_dead or boot not in target.fabrics:
+        target = self._world.owner(incarnation)
+        if target is None or target.is_dead or incarnation not in target.fabrics:
             return
-        if self.forging.get(boot):
-            self.forging[boot] -= 1
-            self._forge(target.fabrics[boot], notice)
+        if self.forging.get(incarnation):
+            self.forging[incarnation] -= 1
+            self._forge(target.fabrics[incarnation], notice)
         times = 1
         if self.repeat:
             self.repeat -= 1
             times = 2
         for i in range(times):
             seconds = self._world.quick() if not i else self._world.uniform(0.0, 2.0)
-            self._world.clock.after(seconds, partial(target.fabrics[boot].arrived, notice))
+            self._world.clock.after(seconds, partial(target.fabrics[incarnation].arrived, notice))
 
     def _forge(self, target: SlotFabric, payload: bytes) -> None:
         try:
@@ -205,36 +205,36 @@ class SlotFabric:
     def descriptor(self) -> bytes:
         return self._name.encode()
 
-    def connect(self, boot: str, descriptor: bytes) -> None:
-        if descriptor != boot.encode():
-            raise FabricError("descriptor_of_another_boot", f"boot: {boot}")
-        self._peers.add(boot)
+    def connect(self, incarnation: str, descriptor: bytes) -> None:
+        if descriptor != incarnation.encode():
+            raise FabricError("descriptor_of_another_incarnation", f"incarnation: {incarnation}")
+        self._peers.add(incarnation)
 
-    def disconnect(self, boot: str) -> None:
-        self._peers.discard(boot)
-        self._lost.discard(boot)
+    def disconnect(self, incarnation: str) -> None:
+        self._peers.discard(incarnation)
+        self._lost.discard(incarnation)
 
     def write(
-        self, boot: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
+        self, incarnation: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
     ) -> int:
-        self._check(boot)
+        self._check(incarnation)
         self._count += 1
-        write = Write(self._count, self._process, boot, local_address, remote_address, notice, deadline)
+        write = Write(self._count, self._process, incarnation, local_address, remote_address, notice, deadline)
         self._writes[write.id] = write
         self._process.thread.post(deadline - self._process.world.clock.now + 1e-6, self._process.rouse)
         self._process.world.data.post(write)
         return write.id
 
-    def notify(self, boot: str, notice: bytes) -> None:
-        self._check(boot)
-        self._process.world.data.notify(self._process, boot, notice)
+    def notify(self, incarnation: str, notice: bytes) -> None:
+        self._check(incarnation)
+        self._process.world.data.notify(self._process, incarnation, notice)
 
-    def _check(self, boot: str) -> None:
-        if boot not in self._peers:
-            raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
-        if boot in self._lost and any(write.boot == boot for write in self._writes.values()):
-            raise FabricError("peer_lost", f"peer: writes to {boot} are still to fail")
-        self._lost.discard(boot)
+    def _check(self, incarnation: str) -> None:
+        if incarnation not in self._peers:
+            raise FabricError("peer_not_connected", f"peer: {incarnation} is not connected")
+        if incarnation in self._lost and any(write.incarnation == incarnation for write in self._writes.values()):
+            raise FabricError("peer_lost", f"peer: writes to {incarnation} are still to fail")
+        self._lost.discard(incarnation)
 
     def arrived(self, notice: bytes) -> None:
         self._notices.append(notice)
@@ -246,9 +246,9 @@ class SlotFabric:
             if write.ended is not None:
                 del self._writes[write.id]
                 if isinstance(write.ended, WriteFailed):
-                    self._lost.add(write.boot)
+                    self._lost.add(write.incarnation)
                 elif write.notice:
-                    self._process.world.data.notify(self._process, write.boot, write.notice)
+                    self._process.world.data.notify(self._process, write.incarnation, write.notice)
                 events.append(write.ended)
             elif now >= write.deadline and not write.is_late:
                 write.is_late = True

@@ -240,8 +240,8 @@ class Faults:
     def _forge_notice(self, fault: Fault, name: str) -> None:
         """Before each of the next notices comes one that is like it but for one thing."""
         process = self._world.processes[name]
-        self._world.data.forging[process.boot] = 4
-        self._world.data.notify(process, process.boot, b"\xc1 no message")
+        self._world.data.forging[process.incarnation] = 4
+        self._world.data.notify(process, process.incarnation, b"\xc1 no message")
 
     def calm(self) -> None:
         """Nothing goes wrong any more, and who was gone is back."""

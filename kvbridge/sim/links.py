@@ -76,7 +76,7 @@ class SimLink(Numbered):
         if peer is None:  # cut, and not noticed yet: what is sent now is gone
             return
         self.links.world.on_message(self.links.process, peer.links.process, body)
-        event = partial(peer.arrive, self.number(self.links.process.boot, body))
+        event = partial(peer.arrive, self.number(self.links.process.incarnation, body))
         disorder = self.links.world.disorder(self.links.process.name, peer.links.process.name)
         if disorder and self.links.world.chance(0.3):
             self._mistreat(self.links.world.pick(disorder), event)

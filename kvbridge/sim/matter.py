@@ -126,7 +126,7 @@ class _SimMove:
     seconds: float
     ends_at: float
     end: Callable[[], int]
-    source: SimAttached | None = None  # a peer's that is read
+    sender: SimAttached | None = None  # a peer's that is read
 
 
 class SimCopier:
@@ -224,10 +224,10 @@ class SimCopier:
 
         return self._begin(pool, end, expected)
 
-    def pull(self, source: SimAttached, theirs: Part, pool: SimAttached, ours: Part, has_digest: bool = False) -> int:
-        if not (source.is_open and pool.is_open):
+    def pull(self, sender: SimAttached, theirs: Part, pool: SimAttached, ours: Part, has_digest: bool = False) -> int:
+        if not (sender.is_open and pool.is_open):
             raise EngineError("detached", "its memory is unmapped")
-        self._compile("pull", source.blocks.name, pool.blocks.name, has_digest)
+        self._compile("pull", sender.blocks.name, pool.blocks.name, has_digest)
         at = {place + i: first + i for place, (first, count, _) in _spread_all(theirs) for i in range(count)}
         todo = list(_spread_all(ours))
         half = len(todo) // 2
@@ -236,23 +236,23 @@ class SimCopier:
 
         def read(some: list[tuple[int, Run]]) -> None:
             for place, (first, count, block) in some:
-                values = [source.blocks.cells[at[place + i]] for i in range(count)]
+                values = [sender.blocks.cells[at[place + i]] for i in range(count)]
                 if is_spoiled and place == todo[0][0]:
                     values[0] = NOTHING - 1
                 slot[place : place + count] = values
                 pool.blocks.put(first, block, values, counts=False)
 
         def end() -> int:
-            if not source.is_open:
-                pool.blocks.foul(f"{source.blocks.name} is read through a mapping that is closed")
+            if not sender.is_open:
+                pool.blocks.foul(f"{sender.blocks.name} is read through a mapping that is closed")
             read(todo[half:])
             return digest_of(slot)
 
         read(todo[:half])
         ticket = self._begin(pool, end, None, self._process.world.pull_s())
-        self._moving[ticket].source = source
-        if source.owner is not None:
-            self._happens(source.owner, ticket)
+        self._moving[ticket].sender = sender
+        if sender.owner is not None:
+            self._happens(sender.owner, ticket)
         return ticket
 
     def _happens(self, owner: Process, ticket: int) -> None:
@@ -287,9 +287,9 @@ class SimCopier:
 
     def warm(self, pool: SimAttached, part: Part, slot: Span | None) -> None: ...
 
-    def warm_pull(self, source: SimAttached, theirs: Part, pool: SimAttached, ours: Part, has_digest: bool) -> None: ...
+    def warm_pull(self, sender: SimAttached, theirs: Part, pool: SimAttached, ours: Part, has_digest: bool) -> None: ...
 
-    def copy(self, source: Span, target: Span) -> int:
+    def copy(self, sender: Span, target: Span) -> int:
         raise NotImplementedError
 
     def fill(self, span: Span, content: bytes) -> None:
@@ -307,7 +307,7 @@ class SimCopier:
         return moved
 
     def is_using(self, pool: SimAttached) -> bool:
-        return any(pool in (move.attached, move.source) for move in self._moving.values())
+        return any(pool in (move.attached, move.sender) for move in self._moving.values())
 
     def forget(self, pool: SimAttached) -> None: ...
 

@@ -24,28 +24,28 @@ class _Kept:
         self.verdicts: dict[tuple[int, int], tuple[Verdict, Pool, Pool]] = {}
         self.planners: dict[tuple[int, int], tuple[KeptPlanner, Pool, Pool]] = {}
 
-    def verdict(self, source: Pool, sink: Pool) -> Verdict:
-        key = id(source), id(sink)
+    def verdict(self, sender: Pool, receiver: Pool) -> Verdict:
+        key = id(sender), id(receiver)
         if key not in self.verdicts:
             if len(self.verdicts) > MOST:
                 self.verdicts.clear()
-            self.verdicts[key] = find_verdict(source, sink), source, sink
+            self.verdicts[key] = find_verdict(sender, receiver), sender, receiver
         return self.verdicts[key][0]
 
-    def planner(self, source: Pool, sink: Pool) -> KeptPlanner:
-        key = id(source), id(sink)
+    def planner(self, sender: Pool, receiver: Pool) -> KeptPlanner:
+        key = id(sender), id(receiver)
         if key not in self.planners:
             if len(self.planners) > MOST:
                 self.planners.clear()
-            self.planners[key] = KeptPlanner(source, sink), source, sink
+            self.planners[key] = KeptPlanner(sender, receiver), sender, receiver
         return self.planners[key][0]
 
 
 class KeptPlanner(Planner):
     """Keeps its plans, and what it would warm with, which nobody here warms."""
 
-    def __init__(self, source: Pool, sink: Pool) -> None:
-        super().__init__(source, sink)
+    def __init__(self, sender: Pool, receiver: Pool) -> None:
+        super().__init__(sender, receiver)
         self._plans: dict[object, Any] = {}
 
     def plan(self, takes: Any, first_token: int, end_token: int, slot_bytes: int) -> Any:
@@ -54,7 +54,7 @@ class KeptPlanner(Planner):
             self._plans[key] = super().plan(takes, first_token, end_token, slot_bytes)
         return self._plans[key]
 
-    def samples(self, slot_bytes: int, is_source: bool) -> list[Any]:
+    def samples(self, slot_bytes: int, is_sender: bool) -> list[Any]:
         return []
 
 

@@ -61,11 +61,11 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     for sides in ("prefills", "decodes"):
         sizes: tuple[int, ...] = getattr(scenario, sides)
         if max(sizes) > 1:
-            sources = tuple(replace(each, source=each.source[:-1] + "0") for each in scenario.requests)
+            senders = tuple(replace(each, sender=each.sender[:-1] + "0") for each in scenario.requests)
             gone = frozenset(f for f in scenario.faults if any(w[0] in "pd" and w[-1] != "0" for w in f.who))
             kept = scenario.without(faults=gone)
             fewer: dict[str, Any] = {sides: (1,) * len(sizes)}
-            yield replace(kept, requests=sources, **fewer)
+            yield replace(kept, requests=senders, **fewer)
     for request in scenario.requests:
         for changes in PLAINER:
             plainer = replace(request, **changes)
@@ -92,7 +92,7 @@ def told(scenario: Scenario, outcome: ScenarioOutcome) -> str:
         lines.append(
             f"{request.name}: tokens {request.first_token} to {request.tokens} of prompt {request.prompt}, "
             f"offered by {request.prefill} at {request.at} in pieces of {request.piece_tokens}, "
-            f"wanted by {request.decode} from {request.source} at {request.want_at}, "
+            f"wanted by {request.decode} from {request.sender} at {request.want_at}, "
             f"deadline {request.deadline_s} s, hold {request.hold_s} s{extra}"
         )
     return "\n".join(

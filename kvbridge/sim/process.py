@@ -97,7 +97,7 @@ class SteppedMover(DataPlane):
 
     def __init__(self, process: Process, equip: Callable[[], Resources]) -> None:
         timeout_s = process.config.write_timeout_s
-        super().__init__(equip, process.boot, process, timeout_s, clock=process.clock_s, end=_stuck)
+        super().__init__(equip, process.incarnation, process, timeout_s, clock=process.clock_s, end=_stuck)
         os.close(self._wake)
         self._thread = cast(Any, _Alive())
         self._loop = process.loop.asyncio_s
@@ -203,7 +203,7 @@ class Process(Agent):
         porter = cast(BlockCopier, self.porter)
 
         def docks(number: int) -> StagingEndpoints:
-            called = f"{self.boot}.{number}" if number else self.boot
+            called = f"{self.incarnation}.{number}" if number else self.incarnation
             base, fabric = world.next_base(), SlotFabric(self, called)
             inbound = SimStaging(SLOT_BYTES, slots, "dram", base, _nothing)
             outbound = SimStaging(SLOT_BYTES, local, "dram", base + OUTBOUND, _nothing)
@@ -214,7 +214,7 @@ class Process(Agent):
 
         def equip() -> Resources:
             card = FabricCard(
-                kind=SlotFabric.kind, name=self.boot, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0
+                kind=SlotFabric.kind, name=self.incarnation, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0
             )
             machine = "one" if "pull" in self.config.routes else ""
             equipment = Resources(porter, Site(card, None, None, self.config.routes, machine), docks, ExitStack())
@@ -228,8 +228,8 @@ class Process(Agent):
         self.doors = SimDoors(self)
         self.links = AgentLinks(self, world.address_of(name), self.config.connect_s)
         self.control = cast(Control, self.links)
-        self.before = frozenset(each.boot for each in world.by_boot.values() if each.name == name)
-        self.card = AgentCard(name=name, boot=self.boot, address=self.links.address, version="1")
+        self.before = frozenset(each.incarnation for each in world.by_incarnation.values() if each.name == name)
+        self.card = AgentCard(name=name, incarnation=self.incarnation, address=self.links.address, version="1")
         self._assemble()
         self.loop.create_task(self.peers.serve())
 
@@ -393,7 +393,9 @@ class SimDoors:
     def let_in(self, session: Session, link: object) -> DoorCard:
         token, epoch = self._process.world.entropy(32), session.our_epoch
         self._shared[token] = cast(Any, self._process.engines._attached).memory
-        return DoorCard(machine="one", path=self._process.name, session=session.peer.boot, epoch=epoch, token=token)
+        return DoorCard(
+            machine="one", path=self._process.name, session=session.peer.incarnation, epoch=epoch, token=token
+        )
 
     def see_off(self, session: Session) -> None: ...
 

@@ -78,7 +78,7 @@ class SimRequest:
     number: int
     prefill: str
     decode: str
-    source: str  # the agent that the decoding side is told of
+    sender: str  # the agent that the decoding side is told of
     at: float
     want_at: float
     tokens: int
@@ -90,7 +90,7 @@ class SimRequest:
     is_fenced: bool
     withdraw_s: float | None
     abandon_s: float | None
-    twin: int = 0  # the request whose prompt and room this one has, too
+    twin: int = 0  # the request whose prompt and rendezvous this one has, too
     queued_s: float = 0.0  # how long it waits in the decoding engine before it may have blocks
     offered_from: int = 0  # the first token that is offered; the decoding engine has what lies before
 
@@ -103,8 +103,8 @@ class SimRequest:
         return f"r{self.number}"
 
     @property
-    def room(self) -> str:
-        return f"room-{self.prompt}"
+    def rendezvous(self) -> str:
+        return f"rendezvous-{self.prompt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Scenario:
                 number=first + i,
                 prefill=p,
                 decode=d,
-                source=f"p{p[1:]}0",
+                sender=f"p{p[1:]}0",
                 at=0.0,
                 want_at=0.0,
                 tokens=3,
@@ -229,7 +229,7 @@ def make(seed: int) -> Scenario:
     faults = [_fault(rng, scenario) for _ in range(rng.randint(0, 5))]
     if scenario.is_impatient:
         request = rng.choice(requests)
-        faults.append(Fault(request.at, "preempt", (request.source,), round(rng.uniform(1.0, 1.7), 4)))
+        faults.append(Fault(request.at, "preempt", (request.sender,), round(rng.uniform(1.0, 1.7), 4)))
     scenario = replace(scenario, is_compiled=bool(seed & COMPILED))
     if seed & PULLED:
         verify = random.Random(f"verify {seed}").choice(get_args(Verify))
@@ -254,7 +254,7 @@ def _request(rng: random.Random, scenario: Scenario, number: int) -> SimRequest:
         number=number,
         prefill=f"P{prefill}",
         decode=f"D{rng.randrange(len(scenario.decodes))}",
-        source=f"p{prefill}{rng.randrange(scenario.prefills[prefill])}",
+        sender=f"p{prefill}{rng.randrange(scenario.prefills[prefill])}",
         at=at,
         want_at=max(0.0, round(at + rng.choice((0.0, rng.uniform(-0.5, 0.5), rng.uniform(0.0, 0.02))), 4)),
         tokens=tokens,
@@ -286,9 +286,9 @@ def _fault(rng: random.Random, scenario: Scenario) -> Fault:
     kinds = rng.choice((BETWEEN_AGENTS, BETWEEN_AGENTS, OF_AGENTS, OF_AGENTS, OF_ENGINES, OF_NETWORK))
     kind = rng.choice(kinds)
     if kinds is BETWEEN_AGENTS:
-        sources = [agent for name, agents in engines.items() if name[0] == "P" for agent in agents]
-        sinks = [agent for name, agents in engines.items() if name[0] == "D" for agent in agents]
-        pair = rng.choice(sources), rng.choice(sinks)
+        senders = [agent for name, agents in engines.items() if name[0] == "P" for agent in agents]
+        receivers = [agent for name, agents in engines.items() if name[0] == "D" for agent in agents]
+        pair = rng.choice(senders), rng.choice(receivers)
         return Fault(at, kind, pair if kind != "half-open" or rng.random() < 0.5 else pair[::-1], seconds)
     if kinds is OF_AGENTS:
         return Fault(at, kind, (rng.choice([agent for agents in engines.values() for agent in agents]),), seconds)

@@ -67,7 +67,7 @@ class World:
         self.data = DataNetwork(self)
         self.has_fences = scenario.has_fences
         self.processes: dict[str, Process] = {}
-        self.by_boot: dict[str, Process] = {}
+        self.by_incarnation: dict[str, Process] = {}
         self.engines: dict[str, SimEngine] = {}
         self.outcome = ScenarioOutcome()
         self.story: list[str] | None = [] if is_told else None
@@ -145,8 +145,8 @@ class World:
     def start(self, name: str) -> None:
         scenario = self.scenario
         process = Process(self, name, self._config, scenario.slots, scenario.local, scenario.digest)
-        self.processes[name] = self.by_boot[process.boot] = process
-        self.say(name, f"starts, boot {process.boot}")
+        self.processes[name] = self.by_incarnation[process.incarnation] = process
+        self.say(name, f"starts, incarnation {process.incarnation}")
 
     def _request(self, request: SimRequest, name: str) -> None:
         engine = self.engines[name]
@@ -195,7 +195,7 @@ class World:
 
     def owner(self, fabric: str) -> Process | None:
         """Whose fabric is called so."""
-        return self.by_boot.get(fabric.partition(".")[0])
+        return self.by_incarnation.get(fabric.partition(".")[0])
 
     def is_blocked(self, one: str, other: str) -> bool:
         return bool(self.faults.blocked) and self.faults.blocked.get((one, other), 0) > 0
@@ -269,9 +269,9 @@ class World:
         if self.story is not None and not isinstance(body, Ping | Pong):
             self.say(sender.name, f"-> {receiver.name}: {_brief(body)}")
 
-    def on_write(self, source: Process, target: Process, slot: int, notice: Notice) -> None:
+    def on_write(self, sender: Process, target: Process, slot: int, notice: Notice) -> None:
         """Whoever writes a slot holds its lease, and nobody else holds one."""
-        self.say(source.name, f"=> {target.name}: writes {slot}@{notice.generation} of {notice.transfer}")
+        self.say(sender.name, f"=> {target.name}: writes {slot}@{notice.generation} of {notice.transfer}")
         lent = target.slots._slots[slot]
         is_out = lent.state in (SlotState.LENT, SlotState.QUARANTINED)
         if not is_out or lent.generation != notice.generation or lent.transfer != notice.transfer:
@@ -280,7 +280,7 @@ class World:
 
     def on_landed(self, process: Process, notice: Notice) -> None:
         """A notice counted: it was a true one, and the first of its chunk."""
-        key = process.boot, notice.transfer, notice.chunk
+        key = process.incarnation, notice.transfer, notice.chunk
         if notice in self.forged:
             self.foul(f"{process.name}: a forged notice counted: {notice}")
         if key in self.landed:
@@ -344,7 +344,7 @@ def _brief(body: Body) -> str:
     """A message for people."""
     name = type(body).__name__
     fields = {
-        "Claim": ("transfer", "room", "first_token", "end_token", "leases"),
+        "Claim": ("transfer", "rendezvous", "first_token", "end_token", "leases"),
         "Grant": ("transfer", "leases"),
         "Ready": ("transfer", "chunks"),
         "Tables": ("transfer", "tokens", "is_last", "renewal"),

@@ -1,8 +1,8 @@
 """Messages between agents over ZeroMQ: links that deliver everything in order, or are lost and say so.
 
 ZeroMQ alone reconnects in silence, drops what was under way and delivers ghosts of old incarnations. So a link is one
-connection between two boots, its envelopes are numbered from 0, and the first gap, silence, other boot or full queue
-ends it. Dial again for a new one.
+connection between two incarnations, its envelopes are numbered from 0, and the first gap, silence, other incarnation or
+full queue ends it. Dial again for a new one.
 
 The sockets are driven by the loop's `add_reader` on ZeroMQ's own descriptors: sending stays a plain call, there is no
 task per socket, and asyncio and uvloop serve alike. A descriptor is edge-triggered, hence "drain after what we did".
@@ -47,14 +47,14 @@ class Control:
 
     def __init__(
         self,
-        boot: str,
+        incarnation: str,
         listen: str | None = None,
         *,
         settings: Settings | None = None,
         allow_wildcard: bool = False,
         trust: Trust | None = None,
     ) -> None:
-        self.boot = boot
+        self.incarnation = incarnation
         self.trust = trust or Trust()
         self.address = ""
         self.rejected: Counter[str] = Counter()
@@ -198,7 +198,7 @@ class Control:
         """See `Link.send`."""
         if link.is_lost:
             return False
-        frame = link.seal(self.boot, body)
+        frame = link.seal(self.incarnation, body)
         if len(frame) > self.settings.frame_bytes:
             limit = self.settings.frame_bytes
             self._lose(link, "frame_too_large", f"frame_bytes: ours {len(frame)}, limit {limit}")
@@ -348,8 +348,8 @@ class Control:
     def _is_for_us(self, link: Link | None, envelope: Envelope) -> bool:
         if not OURS.oldest <= envelope.version <= OURS.newest:
             self._reject(link, "version_unknown", f"version: ours {OURS}, theirs {envelope.version}")
-        elif not envelope.sender or envelope.receiver not in ("", self.boot):
-            text = f"boots: from {envelope.sender!r} to {envelope.receiver!r}, ours {self.boot!r}"
+        elif not envelope.sender or envelope.receiver not in ("", self.incarnation):
+            text = f"incarnations: from {envelope.sender!r} to {envelope.receiver!r}, ours {self.incarnation!r}"
             self._reject(link, "other_receiver", text)
         else:
             return True

@@ -232,7 +232,7 @@ class MemoryDoor(Server["_Caller"]):
                 caller.shut()
                 raise PeerError("caller_slow", f"the handles: not all taken after {HAND_OVER_S} s") from None
         caller.taking = None
-        failpoint("source.memory_handed")
+        failpoint("sender.memory_handed")
         log.info("handed to pid=%d uid=%d agent=%s epoch=%d", caller.pid, caller.uid, said.agent, shared.epoch)
 
     def _tell(self, reason: str, is_meant: Callable[[Holder], bool]) -> None:

@@ -64,20 +64,20 @@ class Fabric(Protocol):
         """Let writes read from this memory and, if `is_target`, let peers write into it. No two may overlap."""
 
     def descriptor(self) -> bytes:
-        """What a peer needs to write here; names our boot and the targets registered before this call."""
+        """What a peer needs to write here; names our incarnation and the targets registered before this call."""
 
-    def connect(self, boot: str, descriptor: bytes) -> None:
+    def connect(self, incarnation: str, descriptor: bytes) -> None:
         """Make the peer's targets writable. Nothing is sent yet; connecting twice is fine.
 
-        `descriptor_of_another_boot` if it does not belong to `boot`, `descriptor_malformed`, `peer_busy` while
-        writes to what another descriptor of this boot named are still under way.
+        `descriptor_of_another_incarnation` if it does not belong to `incarnation`, `descriptor_malformed`, `peer_busy`
+        while writes to what another descriptor of this incarnation named are still under way.
         """
 
-    def disconnect(self, boot: str) -> None:
-        """No more writes to this peer. Its connection may be kept for when the same boot is connected again."""
+    def disconnect(self, incarnation: str) -> None:
+        """No more writes to this peer. Its connection may be kept for when the same incarnation is connected again."""
 
     def write(
-        self, boot: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
+        self, incarnation: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
     ) -> int:
         """Post one write; its id comes back in the events of `poll`. May block while the bytes move.
 
@@ -88,7 +88,7 @@ class Fabric(Protocol):
         `memory_not_registered` and `write_refused` mean: nothing was posted.
         """
 
-    def notify(self, boot: str, notice: bytes) -> None:
+    def notify(self, incarnation: str, notice: bytes) -> None:
         """Send a notice alone, about data that is at the peer already. Raises as `write` does."""
 
     def poll(self, now: float) -> Sequence[FabricEvent]:
@@ -102,8 +102,10 @@ class Fabric(Protocol):
         """Tear the fabric down: afterwards nothing of ours is read or sent any more. Idempotent."""
 
 
-def not_registered(regions: Sequence[tuple[int, int, bool]], address: int, size: int, boot: str) -> FabricError:
+def not_registered(regions: Sequence[tuple[int, int, bool]], address: int, size: int, incarnation: str) -> FabricError:
     """For a write that goes beyond `regions`, ours, or the peer's. In offsets: addresses are no business of a log's."""
     places = [f"byte {address - begin} of {end - begin} of ours" for begin, end, _ in regions if begin <= address < end]
     origin = places[0] if places else "outside of ours"
-    return FabricError("memory_not_registered", f"write: {size} bytes from {origin} to {boot}: not all is registered")
+    return FabricError(
+        "memory_not_registered", f"write: {size} bytes from {origin} to {incarnation}: not all is registered"
+    )

@@ -22,24 +22,25 @@ class LoopbackNetwork:
         self.stalled: set[str] = set()
         self.failing: dict[str, str] = {}
 
-    def stall(self, boot: str) -> None:
-        """Writes to `boot` neither end nor land until `resume`, and then with the source's bytes of that time."""
-        self.stalled.add(boot)
+    def stall(self, incarnation: str) -> None:
+        """Writes to `incarnation` neither end nor land until `resume`, and then with the sender's bytes of that
+        time."""
+        self.stalled.add(incarnation)
 
-    def resume(self, boot: str) -> None:
-        self.stalled.discard(boot)
+    def resume(self, incarnation: str) -> None:
+        self.stalled.discard(incarnation)
 
-    def fail(self, boot: str, reason: str = "peer_gone") -> None:
-        """Writes to `boot` under way and yet to come fail until `heal`; half of each one's bytes land."""
-        self.failing[boot] = reason
+    def fail(self, incarnation: str, reason: str = "peer_gone") -> None:
+        """Writes to `incarnation` under way and yet to come fail until `heal`; half of each one's bytes land."""
+        self.failing[incarnation] = reason
 
-    def heal(self, boot: str) -> None:
-        self.failing.pop(boot, None)
+    def heal(self, incarnation: str) -> None:
+        self.failing.pop(incarnation, None)
 
 
 @dataclass(slots=True)
 class _LoopbackWrite:
-    boot: str
+    incarnation: str
     local_address: int
     remote_address: int
     size: int
@@ -49,13 +50,13 @@ class _LoopbackWrite:
 
 
 class LoopbackFabric:
-    """Keeps the contract of `fabric.Fabric`; `boot` is unique in its network."""
+    """Keeps the contract of `fabric.Fabric`; `incarnation` is unique in its network."""
 
     kind = "loopback"
 
-    def __init__(self, network: LoopbackNetwork, boot: str) -> None:
+    def __init__(self, network: LoopbackNetwork, incarnation: str) -> None:
         self._network = network
-        self._boot = boot
+        self._incarnation = incarnation
         self._regions: list[tuple[int, int, bool]] = []
         self._peers: set[str] = set()
         self._lost: set[str] = set()
@@ -63,9 +64,9 @@ class LoopbackFabric:
         self._count = 0
         self._notices: deque[bytes] = deque()
         with network.lock:
-            if boot in network.fabrics:
-                raise FabricError("boot_taken", f"boot: {boot} is in the network already")
-            network.fabrics[boot] = self
+            if incarnation in network.fabrics:
+                raise FabricError("incarnation_taken", f"incarnation: {incarnation} is in the network already")
+            network.fabrics[incarnation] = self
 
     def register(self, address: int, size: int, *, is_target: bool = True) -> None:
         if size < 1 or any(address < end and begin < address + size for begin, end, _ in self._regions):
@@ -73,42 +74,44 @@ class LoopbackFabric:
         self._regions.append((address, address + size, is_target))
 
     def descriptor(self) -> bytes:
-        return PREFIX + self._boot.encode()
+        return PREFIX + self._incarnation.encode()
 
-    def connect(self, boot: str, descriptor: bytes) -> None:
+    def connect(self, incarnation: str, descriptor: bytes) -> None:
         if not descriptor.startswith(PREFIX):
             raise FabricError("descriptor_malformed", f"descriptor: not of a {self.kind} fabric")
         named = descriptor.removeprefix(PREFIX).decode(errors="replace")
-        if named != boot:
-            raise FabricError("descriptor_of_another_boot", f"boot: peer says {boot}, its descriptor {named}")
-        self._peers.add(boot)
+        if named != incarnation:
+            raise FabricError(
+                "descriptor_of_another_incarnation", f"incarnation: peer says {incarnation}, its descriptor {named}"
+            )
+        self._peers.add(incarnation)
 
-    def disconnect(self, boot: str) -> None:
-        self._peers.discard(boot)
-        self._lost.discard(boot)
+    def disconnect(self, incarnation: str) -> None:
+        self._peers.discard(incarnation)
+        self._lost.discard(incarnation)
 
     def write(
-        self, boot: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
+        self, incarnation: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
     ) -> int:
-        if boot not in self._peers:
-            raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
-        if boot in self._lost and any(write.boot == boot for write in self._writes.values()):
-            raise FabricError("peer_lost", f"peer: writes to {boot} are still to fail")
-        self._lost.discard(boot)
-        target = self._network.fabrics.get(boot)
+        if incarnation not in self._peers:
+            raise FabricError("peer_not_connected", f"peer: {incarnation} is not connected")
+        if incarnation in self._lost and any(write.incarnation == incarnation for write in self._writes.values()):
+            raise FabricError("peer_lost", f"peer: writes to {incarnation} are still to fail")
+        self._lost.discard(incarnation)
+        target = self._network.fabrics.get(incarnation)
         if not self._covers(local_address, size) or (target and not target._covers(remote_address, size, True)):
-            raise not_registered(self._regions, local_address, size, boot)
+            raise not_registered(self._regions, local_address, size, incarnation)
         self._count += 1
-        self._writes[self._count] = _LoopbackWrite(boot, local_address, remote_address, size, notice, deadline)
+        self._writes[self._count] = _LoopbackWrite(incarnation, local_address, remote_address, size, notice, deadline)
         return self._count
 
-    def notify(self, boot: str, notice: bytes) -> None:
-        if boot not in self._peers:
-            raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
+    def notify(self, incarnation: str, notice: bytes) -> None:
+        if incarnation not in self._peers:
+            raise FabricError("peer_not_connected", f"peer: {incarnation} is not connected")
         with self._network.lock:
-            target = self._network.fabrics.get(boot)
-            if target is None or boot in self._network.failing:
-                raise FabricError("peer_lost", f"peer: {boot} is not there any more")
+            target = self._network.fabrics.get(incarnation)
+            if target is None or incarnation in self._network.failing:
+                raise FabricError("peer_lost", f"peer: {incarnation} is not there any more")
             target._notices.append(notice)
 
     def poll(self, now: float) -> list[FabricEvent]:
@@ -126,21 +129,21 @@ class LoopbackFabric:
 
     def close(self) -> None:
         with self._network.lock:
-            if self._network.fabrics.get(self._boot) is self:
-                del self._network.fabrics[self._boot]
+            if self._network.fabrics.get(self._incarnation) is self:
+                del self._network.fabrics[self._incarnation]
         self._writes.clear()
         self._notices.clear()
 
     def _advance(self, number: int, write: _LoopbackWrite, now: float) -> FabricEvent | None:
-        if write.boot in self._network.stalled:
+        if write.incarnation in self._network.stalled:
             if now < write.deadline or write.is_late:
                 return None
             write.is_late = True
             return WriteLate(number)
         del self._writes[number]
         with self._network.lock:  # so that the target's memory is not taken away under us by its `close`
-            target = self._network.fabrics.get(write.boot)
-            reason = "peer_gone" if target is None else self._network.failing.get(write.boot)
+            target = self._network.fabrics.get(write.incarnation)
+            reason = "peer_gone" if target is None else self._network.failing.get(write.incarnation)
             moved = write.size if reason is None else write.size // 2
             if target is not None:
                 ctypes.memmove(write.remote_address, write.local_address, moved)
@@ -148,7 +151,7 @@ class LoopbackFabric:
                 if write.notice:
                     target._notices.append(write.notice)
                 return Wrote(number)
-        self._lost.add(write.boot)
+        self._lost.add(write.incarnation)
         return WriteFailed(number, reason or "peer_gone")
 
     def _covers(self, address: int, size: int, as_target: bool = False) -> bool:

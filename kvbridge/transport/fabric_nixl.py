@@ -46,7 +46,7 @@ class _Peer:
 
 @dataclass(slots=True)
 class _NixlWrite:
-    boot: str
+    incarnation: str
     handle: int
     deadline: float
     ended: FabricEvent | None = None
@@ -54,7 +54,7 @@ class _NixlWrite:
 
 
 class NixlFabric:
-    """Keeps the contract of `fabric.Fabric`. The NIXL agent is named by our boot: unique among all agents, ever.
+    """Keeps the contract of `fabric.Fabric`. The NIXL agent is named by our incarnation: unique among all agents, ever.
 
     `net_devices` restricts UCX to these network devices, e.g. `lo`; its tcp otherwise listens on every interface.
     """
@@ -63,7 +63,7 @@ class NixlFabric:
 
     def __init__(
         self,
-        boot: str,
+        incarnation: str,
         *,
         memory: Literal["DRAM", "VRAM"] = "DRAM",
         device: int = 0,
@@ -77,7 +77,7 @@ class NixlFabric:
         import nixl._bindings as nixl
 
         self._nixl: Any = nixl
-        self._boot = boot
+        self._incarnation = incarnation
         self._memory = nixl.DRAM_SEG if memory == "DRAM" else nixl.VRAM_SEG
         self._device = device
         self._idle_peers = idle_peers
@@ -96,7 +96,7 @@ class NixlFabric:
         if net_devices:  # by NIXL's own option only the first of several would count
             os.environ["UCX_NET_DEVICES"] = net_devices
         try:
-            agent = self._nixl.nixlAgent(self._boot, config)
+            agent = self._nixl.nixlAgent(self._incarnation, config)
             return agent, agent.createBackend("UCX", {})
         except _errors(self._nixl) as error:
             reason = f"NIXL's UCX backend did not start with net_devices {net_devices}: {_text(error)}"
@@ -123,46 +123,48 @@ class NixlFabric:
             found: bytes = self._agent.getLocalPartialMD(described, True, [self._backend])
         except _errors(self._nixl) as error:
             raise FabricError("descriptor_failed", f"descriptor: {_text(error)}") from error
-        if not found.startswith(_header(self._boot)):
+        if not found.startswith(_header(self._incarnation)):
             raise FabricError("descriptor_failed", f"this NIXL writes descriptors we cannot check: {len(found)} bytes")
         return DEVICE.pack(self._device) + found
 
-    def connect(self, boot: str, descriptor: bytes) -> None:
+    def connect(self, incarnation: str, descriptor: bytes) -> None:
         # NIXL adds what it loads to whatever agent the descriptor names: look at the name before.
         if len(descriptor) > DESCRIPTOR_BYTES:
             raise FabricError(
                 "descriptor_malformed", f"descriptor_bytes: got {len(descriptor)}, limit {DESCRIPTOR_BYTES}"
             )
         metadata = descriptor[DEVICE.size :]
-        if not metadata.startswith(_header(boot)):
-            raise FabricError("descriptor_of_another_boot", f"boot: peer says {boot}, {_named(metadata)}")
-        if boot == self._boot:
-            raise FabricError("descriptor_of_another_boot", f"boot: {boot} is our own")
-        peer = self._peers.get(boot)
+        if not metadata.startswith(_header(incarnation)):
+            raise FabricError(
+                "descriptor_of_another_incarnation", f"incarnation: peer says {incarnation}, {_named(metadata)}"
+            )
+        if incarnation == self._incarnation:
+            raise FabricError("descriptor_of_another_incarnation", f"incarnation: {incarnation} is our own")
+        peer = self._peers.get(incarnation)
         if peer is not None:
             if peer.descriptor == descriptor:
                 peer.is_leaving = False
                 peer.heals_at = 0.0  # somebody greets us in its name: it is there
                 return
             if peer.writes:
-                raise FabricError("peer_busy", f"peer: {peer.writes} writes to {boot} are still under way")
-            self._forget(boot)
+                raise FabricError("peer_busy", f"peer: {peer.writes} writes to {incarnation} are still under way")
+            self._forget(incarnation)
         try:
             self._agent.loadRemoteMD(metadata)
         except _errors(self._nixl) as error:
-            raise FabricError("descriptor_malformed", f"descriptor of {boot}: {_text(error)}") from error
-        self._peers[boot] = _Peer(descriptor, *DEVICE.unpack_from(descriptor))
+            raise FabricError("descriptor_malformed", f"descriptor of {incarnation}: {_text(error)}") from error
+        self._peers[incarnation] = _Peer(descriptor, *DEVICE.unpack_from(descriptor))
 
-    def disconnect(self, boot: str) -> None:
-        peer = self._peers.get(boot)
+    def disconnect(self, incarnation: str) -> None:
+        peer = self._peers.get(incarnation)
         if peer is not None:
             peer.is_leaving = True
-            self._leave(boot, peer)
+            self._leave(incarnation, peer)
 
     def write(
-        self, boot: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
+        self, incarnation: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
     ) -> int:
-        peer = self._writable(boot)
+        peer = self._writable(incarnation)
         if size < 1:
             raise FabricError("memory_not_registered", f"write: {size} bytes")
         nixl = self._nixl
@@ -172,16 +174,16 @@ class NixlFabric:
                 nixl.NIXL_WRITE,
                 nixl.nixlXferDList(self._memory, [(local_address, size, self._device)]),
                 nixl.nixlXferDList(self._memory, [(remote_address, size, peer.device)]),
-                boot,
+                incarnation,
                 notice,
                 [self._backend],
             )
         except nixl.nixlNotFoundError as error:
-            raise not_registered(self._regions, local_address, size, boot) from error
+            raise not_registered(self._regions, local_address, size, incarnation) from error
         except _errors(nixl) as error:
-            raise FabricError("write_refused", f"write to {boot}: {_text(error)}") from error
+            raise FabricError("write_refused", f"write to {incarnation}: {_text(error)}") from error
         self._count += 1
-        write = self._writes[self._count] = _NixlWrite(boot, handle, deadline)
+        write = self._writes[self._count] = _NixlWrite(incarnation, handle, deadline)
         peer.writes += 1
         try:
             if self._agent.postXferReq(handle, notice) == nixl.NIXL_SUCCESS:
@@ -191,13 +193,13 @@ class NixlFabric:
             write.ended = WriteFailed(self._count, _text(error))
         return self._count
 
-    def notify(self, boot: str, notice: bytes) -> None:
-        self._writable(boot)
+    def notify(self, incarnation: str, notice: bytes) -> None:
+        self._writable(incarnation)
         try:
-            self._agent.genNotif(boot, notice, [self._backend])
+            self._agent.genNotif(incarnation, notice, [self._backend])
         except _errors(self._nixl) as error:
-            self._peers[boot].is_failed = True
-            raise FabricError("peer_lost", f"notice to {boot}: {_text(error)}") from error
+            self._peers[incarnation].is_failed = True
+            raise FabricError("peer_lost", f"notice to {incarnation}: {_text(error)}") from error
 
     def poll(self, now: float) -> list[FabricEvent]:
         events: list[FabricEvent] = []
@@ -214,7 +216,7 @@ class NixlFabric:
 
     @property
     def known(self) -> list[str]:
-        """The boots that NIXL knows, those that were left longest ago first."""
+        """The incarnations that NIXL knows, those that were left longest ago first."""
         return list(self._peers)
 
     @property
@@ -227,8 +229,8 @@ class NixlFabric:
             return
         for write in self._writes.values():
             self._release(write.handle)
-        for boot in list(self._peers):
-            self._forget(boot)
+        for incarnation in list(self._peers):
+            self._forget(incarnation)
         for region in self._registered:
             try:
                 self._agent.deregisterMem(region, [self._backend])
@@ -247,10 +249,10 @@ class NixlFabric:
             return WriteLate(number)
         del self._writes[number]
         self._release(write.handle)
-        peer = self._peers[write.boot]
+        peer = self._peers[write.incarnation]
         peer.writes -= 1
         peer.is_failed = peer.is_failed or isinstance(event, WriteFailed)
-        self._leave(write.boot, peer)
+        self._leave(write.incarnation, peer)
         return event
 
     def _state(self, number: int, handle: int) -> FabricEvent | None:
@@ -269,48 +271,48 @@ class NixlFabric:
             return []
         return [payload for payloads in arrived.values() for payload in payloads]
 
-    def _writable(self, boot: str) -> _Peer:
+    def _writable(self, incarnation: str) -> _Peer:
         """The peer, connected anew if its last write failed. Raises FabricError if nothing can be posted."""
-        peer = self._peers.get(boot)
+        peer = self._peers.get(incarnation)
         if peer is None or peer.is_leaving:
-            raise FabricError("peer_not_connected", f"peer: {boot} is not connected")
+            raise FabricError("peer_not_connected", f"peer: {incarnation} is not connected")
         if peer.is_failed:
-            self._heal(boot, peer)
+            self._heal(incarnation, peer)
         return peer
 
-    def _heal(self, boot: str, peer: _Peer) -> None:
+    def _heal(self, incarnation: str, peer: _Peer) -> None:
         """NIXL's connection stays broken after one error, even if the peer is well; only a new one helps."""
         if peer.writes:
-            raise FabricError("peer_lost", f"peer: {peer.writes} writes to {boot} are still to fail")
+            raise FabricError("peer_lost", f"peer: {peer.writes} writes to {incarnation} are still to fail")
         if (now := time.monotonic()) < peer.heals_at:
-            raise FabricError("peer_lost", f"peer: {boot} was not there when it was last tried")
+            raise FabricError("peer_lost", f"peer: {incarnation} was not there when it was last tried")
         peer.heals_at = now + HEAL_S
-        self._unload(boot, peer)
+        self._unload(incarnation, peer)
         try:
             self._agent.loadRemoteMD(peer.descriptor[DEVICE.size :])
         except _errors(self._nixl) as error:
-            raise FabricError("peer_lost", f"peer: {boot} is not there any more: {_text(error)}") from error
+            raise FabricError("peer_lost", f"peer: {incarnation} is not there any more: {_text(error)}") from error
         peer.is_known, peer.is_failed = True, False
 
-    def _leave(self, boot: str, peer: _Peer) -> None:
+    def _leave(self, incarnation: str, peer: _Peer) -> None:
         if not peer.is_leaving or peer.writes:
             return
-        self._peers[boot] = self._peers.pop(boot)  # the last of those that were left
+        self._peers[incarnation] = self._peers.pop(incarnation)  # the last of those that were left
         idle = [name for name, other in self._peers.items() if other.is_leaving and not other.writes]
         for name in idle[: len(idle) - min(len(idle), self._idle_peers)]:
             self._forget(name)
 
-    def _forget(self, boot: str) -> None:
-        self._unload(boot, self._peers.pop(boot))
+    def _forget(self, incarnation: str) -> None:
+        self._unload(incarnation, self._peers.pop(incarnation))
 
-    def _unload(self, boot: str, peer: _Peer) -> None:
+    def _unload(self, incarnation: str, peer: _Peer) -> None:
         if not peer.is_known:
             return
         peer.is_known = False
         try:
-            self._agent.invalidateRemoteMD(boot)
+            self._agent.invalidateRemoteMD(incarnation)
         except _errors(self._nixl) as error:
-            log.warning("peer %s was not removed: %s", boot, _text(error))
+            log.warning("peer %s was not removed: %s", incarnation, _text(error))
 
     def _release(self, handle: int) -> None:
         try:
@@ -319,9 +321,9 @@ class NixlFabric:
             log.warning("a write's handle was not released: %s", _text(error))
 
 
-def _header(boot: str) -> bytes:
+def _header(incarnation: str) -> bytes:
     """How NIXL 1.5 begins the descriptor of an agent of this name."""
-    name = boot.encode()
+    name = incarnation.encode()
     return b"nixlSerDes|Agent" + struct.pack("<q", len(name)) + name + b"|"
 
 

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class Numbered:
-    """The order of a connection's envelopes: numbered from 0 in each direction, all between the same two boots."""
+    """The order of a connection's envelopes: numbered from 0 in each direction, all between the same two
+    incarnations."""
 
     def __init__(self) -> None:
-        self.peer_boot = ""
+        self.peer_incarnation = ""
         self.version = OURS.oldest
         self._sent = 0
         self._expected = 0
@@ -27,15 +28,15 @@ class Numbered:
     def number(self, sender: str, body: Body) -> Envelope:
         """The next envelope."""
         number, self._sent = self._sent, self._sent + 1
-        return Envelope(version=self.version, sender=sender, receiver=self.peer_boot, number=number, body=body)
+        return Envelope(version=self.version, sender=sender, receiver=self.peer_incarnation, number=number, body=body)
 
     def check(self, envelope: Envelope) -> tuple[str, str] | None:
         """Count an envelope in; or why it ends the link, as code and reason."""
-        if self.peer_boot and envelope.sender != self.peer_boot:
-            return "peer_restarted", f"boot: was {self.peer_boot}, now {envelope.sender}"
+        if self.peer_incarnation and envelope.sender != self.peer_incarnation:
+            return "peer_restarted", f"incarnation: was {self.peer_incarnation}, now {envelope.sender}"
         if envelope.number != self._expected:
             return "messages_lost", f"number: got {envelope.number}, expected {self._expected}"
-        self.peer_boot = envelope.sender
+        self.peer_incarnation = envelope.sender
         self._expected += 1
         return None
 
@@ -52,9 +53,9 @@ class Numbered:
 class Link(Numbered):
     """Made by Control: `dial` makes one, a stranger's first envelope another.
 
-    `address` is what was dialled, or where the peer called from. `peer_boot` is empty until its first envelope came.
-    `key` is the public key that the peer proved, empty without keys. `version` goes into our envelopes; set it once
-    agreed.
+    `address` is what was dialled, or where the peer called from. `peer_incarnation` is empty until its first envelope
+    came. `key` is the public key that the peer proved, empty without keys. `version` goes into our envelopes; set it
+    once agreed.
     """
 
     def __init__(self, control: Control, address: str, identity: bytes | None, now: float, key: str = "") -> None:
@@ -80,7 +81,7 @@ class Link(Numbered):
 
     def __repr__(self) -> str:
         state = "lost" if self.is_lost else "up" if self.is_up else "connecting"
-        return f"<Link {'to' if self.is_dialled else 'from'} {self.address} boot={self.peer_boot or '?'} {state}>"
+        return f"<Link {'to' if self.is_dialled else 'from'} {self.address} incarnation={self.peer_incarnation or '?'} {state}>"
 
     @property
     def is_dialled(self) -> bool:

@@ -11,9 +11,9 @@ from .pool import Count, Name
 MAX_BLOCKS = 1 << 20
 MAX_RANKS = 1024  # of one engine: each is a link of whoever fetches from it
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Room = Annotated[str, Meta(min_length=1, max_length=256)]
+RendezvousId = Annotated[str, Meta(min_length=1, max_length=256)]
 Address = Annotated[str, Meta(min_length=1, max_length=256)]
-Boot = Annotated[str, Meta(max_length=64)]
+Incarnation = Annotated[str, Meta(max_length=64)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
 Reasons = Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=64)]
 Code = Annotated[str, Meta(max_length=64)]
@@ -52,10 +52,10 @@ class Blocks(Struct, frozen=True, array_like=True):
 
 
 class AgentCard(Struct, frozen=True, kw_only=True):
-    """One start of one agent. `boot` is new at every start and part of its fabric name."""
+    """One start of one agent. `incarnation` is new at every start and part of its fabric name."""
 
     name: Name
-    boot: Boot
+    incarnation: Incarnation
     address: Address
     version: Name
 

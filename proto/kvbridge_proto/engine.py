@@ -1,7 +1,7 @@
 """Engine <-> agent messages, over the agent's unix socket. Pure.
 
 One engine rank holds one connection; its EOF is the engine's death certificate. Requests are named by the
-engine's own request ids, rooms by whatever both engines were told (for vLLM the prefill request's id).
+engine's own request ids, rendezvous ids by whatever both engines were told (for vLLM the prefill request's id).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .common import Address, AgentCard, Blocks, Code, Ranks, Reasons, Room, Seconds, Traceparent, VersionRange
+from .common import Address, AgentCard, Blocks, Code, Ranks, Reasons, RendezvousId, Seconds, Traceparent, VersionRange
 from .pool import Count, Handle, Name, Pool, Positive
 from .status import PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuery
 
@@ -74,7 +74,7 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     (see Blocks): those that hold its own of these tokens, and none for a group in which it has none of them.
     """
 
-    room: Room
+    rendezvous: RendezvousId
     request: Request
     tokens: Count
     blocks: Tables
@@ -88,7 +88,8 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
 class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
     """The offer is over (abort, preemption). Answered by Released once no read is under way.
 
-    Claims that come later fail at once, unless it `comes_again`: the same prompt will be offered anew in its room.
+    Claims that come later fail at once, unless it `comes_again`: the same prompt will be offered anew in its
+    rendezvous.
     """
 
     request: Request
@@ -105,23 +106,23 @@ class Reclaim(Struct, frozen=True, kw_only=True, tag="reclaim"):
 
 
 class Expect(Struct, frozen=True, kw_only=True, tag="expect"):
-    """This request is queued here and has no blocks yet; it will want this room of that source.
+    """This request is queued here and has no blocks yet; it will want this rendezvous of that sender.
 
-    The source's side is asked to hold its offer meanwhile. Ends with the Want of the same request, or with Abandon.
+    The sender's side is asked to hold its offer meanwhile. Ends with the Want of the same request, or with Abandon.
     Not answered.
     """
 
     request: Request
-    room: Room
-    source: Address
+    rendezvous: RendezvousId
+    sender: Address
 
 
 class Want(Struct, frozen=True, kw_only=True, tag="want"):
-    """Put tokens [first_token, end_token) of the room into these blocks. Answered once, by Done or Failed.
+    """Put tokens [first_token, end_token) of the rendezvous into these blocks. Answered once, by Done or Failed.
 
     The same want again changes nothing; another one under the name of an open one is refused, and the open one goes on.
-    `source` is the agent of any rank of the prefilling engine; the others are found through it. An empty range, at any
-    token, needs no blocks and tells the source that nothing is needed: Done follows once all its ranks were told,
+    `sender` is the agent of any rank of the prefilling engine; the others are found through it. An empty range, at any
+    token, needs no blocks and tells the sender that nothing is needed: Done follows once all its ranks were told,
     whether anything is offered there yet or not. The blocks may be written once the fence has reached `fence`.
 
     `first_token` and `end_token` count tokens of the request, the same on all ranks of an engine. `blocks` are this
@@ -131,8 +132,8 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
     """
 
     request: Request
-    room: Room
-    source: Address
+    rendezvous: RendezvousId
+    sender: Address
     first_token: Count
     end_token: Count
     blocks: Tables
@@ -217,7 +218,7 @@ class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Released(Struct, frozen=True, kw_only=True, tag="released"):
-    """The offered blocks of this request are yours again. `code` is empty when every sink had what it wanted.
+    """The offered blocks of this request are yours again. `code` is empty when every receiver had what it wanted.
 
     `is_declined` where they wanted none of it.
     """
@@ -259,7 +260,7 @@ class Rescaled(Struct, frozen=True, kw_only=True, tag="rescaled"):
 
 
 class Adopt(Struct, frozen=True, kw_only=True, tag="adopt"):
-    """A source has these scales for your planes. Answered by Rescale of the same revision, or by Decline."""
+    """A sender has these scales for your planes. Answered by Rescale of the same revision, or by Decline."""
 
     revision: Positive
     scales: NewScales

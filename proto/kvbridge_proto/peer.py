@@ -1,6 +1,6 @@
 """Agent <-> agent messages, over ZeroMQ, and the notice that travels with the data. Pure.
 
-The sink's agent dials the source's; every message goes in an `Envelope` that names both incarnations.
+The receiver's agent dials the sender's; every message goes in an `Envelope` that names both incarnations.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .common import AgentCard, Blocks, Boot, Code, Ranks, Reasons, Room, Seconds, VersionRange
+from .common import AgentCard, Blocks, Code, Incarnation, Ranks, Reasons, RendezvousId, Seconds, VersionRange
 from .door import DoorCard
 from .pool import Bytes, Count, Name, Pool, Positive
 
@@ -17,9 +17,9 @@ TransferId = Annotated[str, Meta(min_length=1, max_length=64)]
 Digest = Annotated[str, Meta(max_length=64)]
 Route = Literal["pull", "direct", "nixl", "host"]
 
-# Lanes of the slot that probes are written to: as many sources may prove their routes at once.
+# Lanes of the slot that probes are written to: as many senders may prove their routes at once.
 PROBE_LANES = 64
-MAX_HOLD_ROOMS = 1024  # in one message
+MAX_HOLD_RENDEZVOUS = 1024  # in one message
 MAX_SUMS = 1024  # in one message
 
 
@@ -27,8 +27,8 @@ class FabricCard(Struct, frozen=True, kw_only=True):
     """How to reach an agent's staging. `descriptor` is the fabric's own; slot i starts at `base + i * slot_bytes`.
 
     After the slots follows one more, cut into PROBE_LANES lanes: only probes are written there. `name` is what the
-    descriptor calls this staging: the agent's boot, or that with a dot and more behind it. An agent that has no slots
-    yet says of what kind, in which memory and how large they would be.
+    descriptor calls this staging: the agent's incarnation, or that with a dot and more behind it. An agent that has no
+    slots yet says of what kind, in which memory and how large they would be.
     """
 
     kind: Name
@@ -50,9 +50,9 @@ class DeviceCard(Struct, frozen=True, kw_only=True):
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
-    """Sink to source: who I am, my engine's pool, where you may write. Answered by Welcome or Refuse.
+    """Receiver to sender: who I am, my engine's pool, where you may write. Answered by Welcome or Refuse.
 
-    `fabric` is my staging, `host` its twin in host memory where there is one, `device` the GPU it is on. The source
+    `fabric` is my staging, `host` its twin in host memory where there is one, `device` the GPU it is on. The sender
     chooses a route and proves it in lane `probe_lane` before it welcomes; `pull` it only names, for I prove that.
     `machine` is the boot id of my kernel: who has the same can open the door to its engine's memory for me.
 
@@ -78,7 +78,8 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Probe(Struct, frozen=True, kw_only=True):
-    """What the source wrote into lane `lane` of the sink to prove its route: `size_bytes` of SHAKE128 of the seed."""
+    """What the sender wrote into lane `lane` of the receiver to prove its route: `size_bytes` of SHAKE128 of the
+    seed."""
 
     lane: Count
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -87,10 +88,10 @@ class Probe(Struct, frozen=True, kw_only=True):
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
-    """Source to sink: agreed. `ranks` are the agents of my whole engine, so far as it has told me.
+    """Sender to receiver: agreed. `ranks` are the agents of my whole engine, so far as it has told me.
 
     `slot_bytes` bounds the chunks of every plan of this session: the smaller of both stagings' slots. `route` is how
-    the chunks will come, `why` says what stood against the better ones, `probe` is what the sink must find. On the
+    the chunks will come, `why` says what stood against the better ones, `probe` is what the receiver must find. On the
     route `pull` it opens `door` instead, and says Hello again without that route if it cannot.
     """
 
@@ -116,7 +117,7 @@ class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
 
 
 class Take(Struct, frozen=True, array_like=True):
-    """Rows a sink takes from one source: layers [first_layer, end_layer) x global heads [first_head, end_head)."""
+    """Rows a receiver takes from one sender: layers [first_layer, end_layer) x global heads [first_head, end_head)."""
 
     first_layer: Count
     end_layer: Count
@@ -125,7 +126,7 @@ class Take(Struct, frozen=True, array_like=True):
 
 
 class SlotLease(Struct, frozen=True, array_like=True):
-    """A slot of the sink's staging, lent for one write under one generation."""
+    """A slot of the receiver's staging, lent for one write under one generation."""
 
     slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
     generation: Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -135,20 +136,20 @@ Leases = Annotated[tuple[SlotLease, ...], Meta(max_length=4096)]
 
 
 class Claim(Struct, frozen=True, kw_only=True, tag="claim"):
-    """Sink to source: I take these rows of this room. Sent to every rank of the source engine.
+    """Receiver to sender: I take these rows of this rendezvous. Sent to every rank of the sender engine.
 
-    `want` is one name for all `sinks` ranks of the sink engine, so that the source knows when everybody has claimed;
-    no takes means this sink needs nothing from you. `plan` is the digest of the plan the sink derived.
+    `want` is one name for all `receivers` ranks of the receiver engine, so that the sender knows when everybody has
+    claimed; no takes means this receiver needs nothing from you. `plan` is the digest of the plan the receiver derived.
     `token` must come back in every notice.
     """
 
     transfer: TransferId
     want: Name
-    sink: Count
-    sinks: Positive
-    room: Room
-    source_epoch: Count
-    sink_epoch: Count
+    receiver: Count
+    receivers: Positive
+    rendezvous: RendezvousId
+    sender_epoch: Count
+    receiver_epoch: Count
     first_token: Count
     end_token: Count
     takes: Annotated[tuple[Take, ...], Meta(max_length=4096)]
@@ -208,38 +209,38 @@ class Checked(Struct, frozen=True, kw_only=True, tag="checked"):
 
 
 class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
-    """Source to sink: chunks [0, chunks) of this transfer can be gathered; lend slots."""
+    """Sender to receiver: chunks [0, chunks) of this transfer can be gathered; lend slots."""
 
     transfer: TransferId
     chunks: Count
 
 
 class Grant(Struct, frozen=True, kw_only=True, tag="grant"):
-    """Sink to source: more slots for this transfer."""
+    """Receiver to sender: more slots for this transfer."""
 
     transfer: TransferId
     leases: Leases
 
 
 class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Sink to source: stop. Answered by Drained, once no write of this transfer is under way.
+    """Receiver to sender: stop. Answered by Drained, once no write of this transfer is under way.
 
     On the route `pull` it says besides that nothing of this transfer is being read any more.
 
-    `boot` is the start of the source's agent that it was claimed of, where that is not the one which is asked: answered
-    by Drained if that start is known to be dead, and not at all otherwise.
+    `incarnation` is the start of the sender's agent that it was claimed of, where that is not the one which is asked:
+    answered by Drained if that start is known to be dead, and not at all otherwise.
     """
 
     transfer: TransferId
     code: Code
     reason: Annotated[str, Meta(max_length=1024)] = ""
-    boot: Boot = ""
+    incarnation: Incarnation = ""
 
 
 class Drained(Struct, frozen=True, kw_only=True, tag="drained"):
-    """Source to sink: nothing of this transfer will be written any more; all its leases are void.
+    """Sender to receiver: nothing of this transfer will be written any more; all its leases are void.
 
-    A source says this only when every write it posted has ended. With a code it is also the transfer's failure. By TCP
+    A sender says this only when every write it posted has ended. With a code it is also the transfer's failure. By TCP
     the rest of a write that failed may land yet, out of a kernel: the digest is against that.
     """
 
@@ -249,7 +250,7 @@ class Drained(Struct, frozen=True, kw_only=True, tag="drained"):
 
 
 class Failing(Struct, frozen=True, kw_only=True, tag="failing"):
-    """Source to sink: this transfer fails, but writes may still be under way; Drained follows when they ended."""
+    """Sender to receiver: this transfer fails, but writes may still be under way; Drained follows when they ended."""
 
     transfer: TransferId
     code: Code
@@ -257,16 +258,17 @@ class Failing(Struct, frozen=True, kw_only=True, tag="failing"):
 
 
 class Hold(Struct, frozen=True, kw_only=True, tag="hold"):
-    """Sink to source: requests of my engine wait for the offers in these rooms, one for each time that a room is named.
+    """Receiver to sender: requests of my engine wait for the offers in these rendezvous ids, one for each time that a
+    rendezvous is named.
 
     Each holds its offer for another `hold_s`. Said again every few seconds, for all that wait at once.
     """
 
-    rooms: Annotated[tuple[Room, ...], Meta(min_length=1, max_length=MAX_HOLD_ROOMS)]
+    rendezvous_ids: Annotated[tuple[RendezvousId, ...], Meta(min_length=1, max_length=MAX_HOLD_RENDEZVOUS)]
 
 
 class Settled(Struct, frozen=True, kw_only=True, tag="settled"):
-    """Sink to source: every chunk of this transfer landed and was taken over; on the route `pull`, all was read."""
+    """Receiver to sender: every chunk of this transfer landed and was taken over; on the route `pull`, all was read."""
 
     transfer: TransferId
 
@@ -287,8 +289,8 @@ class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
     reason: Annotated[str, Meta(max_length=1024)] = ""
 
 
-ToSource = Hello | Claim | Grant | Renew | Check | Cancel | Hold | Settled | Ping | Goodbye
-ToSink = Welcome | Refuse | BlockTables | Checked | Ready | Drained | Failing | Ping | Pong | Goodbye
+ToSender = Hello | Claim | Grant | Renew | Check | Cancel | Hold | Settled | Ping | Goodbye
+ToReceiver = Welcome | Refuse | BlockTables | Checked | Ready | Drained | Failing | Ping | Pong | Goodbye
 Body = (
     Hello
     | Welcome
@@ -315,8 +317,8 @@ class Envelope(Struct, frozen=True, kw_only=True):
     """One message between two incarnations. `receiver` is empty while it is not known (Hello)."""
 
     version: int
-    sender: Boot
-    receiver: Boot
+    sender: Incarnation
+    receiver: Incarnation
     number: Count
     body: Body
 
@@ -326,10 +328,10 @@ class Notice(Struct, frozen=True, array_like=True):
 
     transfer: TransferId
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    source_boot: Boot
-    sink_boot: Boot
-    source_epoch: Count
-    sink_epoch: Count
+    sender_incarnation: Incarnation
+    receiver_incarnation: Incarnation
+    sender_epoch: Count
+    receiver_epoch: Count
     slot: Count
     generation: Count
     chunk: Count

@@ -51,7 +51,7 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
 
     name: Name
     address: Name
-    boot: Name
+    incarnation: Name
     state: Name
     verdict: Annotated[str, Meta(max_length=4096)]
     route: Annotated[str, Meta(max_length=2048)] = ""
@@ -60,11 +60,11 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
 
 
 class TransferStatus(Struct, frozen=True, kw_only=True):
-    """One transfer under way. `role` is source or sink."""
+    """One transfer under way. `role` is sender or receiver."""
 
     role: Name
     request: Name
-    room: Name
+    rendezvous: Name
     peer: Name
     state: Name
     chunks_done: Count
@@ -77,7 +77,7 @@ class OfferStatus(Struct, frozen=True, kw_only=True):
     `peer` is who asked for it last."""
 
     request: Name
-    room: Name
+    rendezvous: Name
     state: Name
     peer: Name
     tokens: Count
@@ -154,7 +154,7 @@ class PoolStatus(Struct, frozen=True, kw_only=True, tag="pool"):
 class TraceQuery(Struct, frozen=True, kw_only=True, tag="trace?"):
     """Answered by Trace on the same connection; needs no Attach.
 
-    `names` are requests, rooms or transfers; without any the agent chooses the want that took longest.
+    `names` are requests, rendezvous ids or transfers; without any the agent chooses the want that took longest.
     """
 
     names: Annotated[tuple[Name, ...], Meta(max_length=MAX_ENTRIES)] = ()
@@ -163,13 +163,13 @@ class TraceQuery(Struct, frozen=True, kw_only=True, tag="trace?"):
 class TraceEntry(Struct, frozen=True, kw_only=True):
     """One thing that happened to a request, at this time of day on its agent's host. `seconds` is how long a want took.
 
-    An entry has a request, a transfer of it, or both; the room where the agent was told it.
+    An entry has a request, a transfer of it, or both; the rendezvous where the agent was told it.
     """
 
     at_s: Annotated[float, Meta(ge=0, le=1 << 40)]
     what: Name
     request: Annotated[str, Meta(max_length=256)] = ""
-    room: Annotated[str, Meta(max_length=256)] = ""
+    rendezvous: Annotated[str, Meta(max_length=256)] = ""
     transfer: Annotated[str, Meta(max_length=256)] = ""
     text: Annotated[str, Meta(max_length=1024)] = ""
     seconds: Seconds | None = None

@@ -173,7 +173,7 @@ def test_every_command_has_its_examples_looked_at() -> None:
 
 
 BASH = """
-eval "$(_KVBRIDGE_COMPLETE=source_bash kvbridge)"
+eval "$(_KVBRIDGE_COMPLETE=sender_bash kvbridge)"
 COMP_WORDS=({words}) COMP_CWORD={last}
 _kvbridge_completion kvbridge
 echo "${{COMPREPLY[@]}}"
@@ -337,7 +337,7 @@ def test_status_prints_what_the_agent_says(tmp_path: Path) -> None:
         "cmpl-1-a",
         "cannot be made anew",
         "4 s ago",
-        "warning kvbridge.sink: failed: request=cmpl-1-b code=peer_lost",
+        "warning kvbridge.receiver: failed: request=cmpl-1-b code=peer_lost",
     ):
         assert words in told.stdout
 
@@ -491,12 +491,17 @@ LONG = msgspec.structs.replace(
     agent=msgspec.structs.replace(STATUS.agent, address=KEY),
     peers=(
         PeerStatus(
-            name="decode-host-17-rank-3", address=KEY, boot="f" * 16, state="source open", route=ROUTE, verdict=ROUTE
+            name="decode-host-17-rank-3",
+            address=KEY,
+            incarnation="f" * 16,
+            state="sender open",
+            route=ROUTE,
+            verdict=ROUTE,
         ),
     ),
     transfers=(
         TransferStatus(
-            role="sink",
+            role="receiver",
             request=f"cmpl-{'0123456789abcdef' * 2}-0",
             room="r",
             peer=KEY,
@@ -583,35 +588,35 @@ def write_pools(folder: Path, name: str, shape: Shape) -> Path:
 
 
 def test_plan_shows_verdict_takes_and_chunks(tmp_path: Path) -> None:
-    source = write_pools(tmp_path, "source", Shape(layout="nhd", tp_size=2, block_tokens=16))
-    sink = write_pools(tmp_path, "sink", Shape(layout="hnd", block_tokens=64, codec="fp8_e4m3"))
-    told = kvbridge("plan", source, sink, "--tokens", "1000")
+    sender = write_pools(tmp_path, "sender", Shape(layout="nhd", tp_size=2, block_tokens=16))
+    receiver = write_pools(tmp_path, "receiver", Shape(layout="hnd", block_tokens=64, codec="fp8_e4m3"))
+    told = kvbridge("plan", sender, receiver, "--tokens", "1000")
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith("Convertible\n")
     assert "bf16" in told.stdout
     assert "fp8_e4m3" in told.stdout
     assert "tp 1/2" in told.stdout
-    found = json.loads(kvbridge("plan", source, sink, "--tokens", "1000", "--json").stdout)
+    found = json.loads(kvbridge("plan", sender, receiver, "--tokens", "1000", "--json").stdout)
     assert found["verdict"] == "Convertible"
-    assert [part["takes"][0]["end_head"] for part in found["sources"]] == [2, 4]
-    assert all(part["chunks"] > 0 and part["bytes"] > 0 for part in found["sources"])
+    assert [part["takes"][0]["end_head"] for part in found["senders"]] == [2, 4]
+    assert all(part["chunks"] > 0 and part["bytes"] > 0 for part in found["senders"])
 
 
 def test_plan_says_what_each_change_means(tmp_path: Path) -> None:
-    source = write_pools(tmp_path, "source", Shape(codec="bf16", key_width=32, value_width=32))
-    sink = write_pools(tmp_path, "sink", Shape(codec="fp8_e4m3", key_width=32, value_width=32, tp_size=2))
-    told = kvbridge("plan", source, sink, "--rank", "1")
+    sender = write_pools(tmp_path, "sender", Shape(codec="bf16", key_width=32, value_width=32))
+    receiver = write_pools(tmp_path, "receiver", Shape(codec="fp8_e4m3", key_width=32, value_width=32, tp_size=2))
+    told = kvbridge("plan", sender, receiver, "--rank", "1")
     assert told.returncode == 0, told.stderr
-    assert "rows are quantized at the source; 32 bytes of a row cross, 64 there and 32 here" in told.stdout
+    assert "rows are quantized at the sender; 32 bytes of a row cross, 64 there and 32 here" in told.stdout
     assert "to nhd tp 1/2" in told.stdout
-    found = json.loads(kvbridge("plan", source, sink, "--json").stdout)
-    assert found["sink"] == "nhd tp 0/2 pp 0/1"
-    assert [(each["field"], each["source"], each["sink"]) for each in found["changes"][:2]] == [
+    found = json.loads(kvbridge("plan", sender, receiver, "--json").stdout)
+    assert found["receiver"] == "nhd tp 0/2 pp 0/1"
+    assert [(each["field"], each["sender"], each["receiver"]) for each in found["changes"][:2]] == [
         ("tp_size", "1", "2"),
         ("codec", "bf16", "fp8_e4m3"),
     ]
     assert all(each["words"] for each in found["changes"])
-    told = kvbridge("plan", source, sink, "--rank", "2")
+    told = kvbridge("plan", sender, receiver, "--rank", "2")
     assert told.returncode == 2 and "bad_option: rank: 2" in told.stderr
 
 
@@ -626,41 +631,41 @@ def test_plan_refuses_planes_on_top_of_each_other(tmp_path: Path) -> None:
     pool = msgspec.structs.replace(pool, planes=(key, msgspec.structs.replace(value, offset=key.offset), *others))
     (tmp_path / "pool.json").write_bytes(msgspec.json.encode(pool))
     told = kvbridge("plan", tmp_path / "pool.json", tmp_path / "pool.json")
-    assert told.returncode == 1 and "source layer 0 k and layer 0 v: both hold byte 0 of region 0" in told.stderr
+    assert told.returncode == 1 and "sender layer 0 k and layer 0 v: both hold byte 0 of region 0" in told.stderr
 
 
 def test_plan_refuses_another_model_with_the_reasons(tmp_path: Path) -> None:
-    source = write_pools(tmp_path, "source", Shape(key_width=64))
-    sink = write_pools(tmp_path, "sink", Shape(key_width=96))
-    told = kvbridge("plan", source, sink)
+    sender = write_pools(tmp_path, "sender", Shape(key_width=64))
+    receiver = write_pools(tmp_path, "receiver", Shape(key_width=96))
+    told = kvbridge("plan", sender, receiver)
     assert told.returncode == 1
     assert "incompatible" in told.stderr
-    assert "key_width: source 64, sink 96 (layer 0 and 1 more); needs the same model on both sides" in told.stderr
-    (change,) = json.loads(kvbridge("plan", source, sink, "--json").stdout)["changes"]
+    assert "key_width: sender 64, receiver 96 (layer 0 and 1 more); needs the same model on both sides" in told.stderr
+    (change,) = json.loads(kvbridge("plan", sender, receiver, "--json").stdout)["changes"]
     assert (change["needs"], change["words"]) == ("the same model on both sides", "")
 
 
-def test_plan_judges_every_rank_of_the_source(tmp_path: Path) -> None:
-    sink = write_pools(tmp_path, "sink", Shape())
+def test_plan_judges_every_rank_of_the_sender(tmp_path: Path) -> None:
+    receiver = write_pools(tmp_path, "receiver", Shape())
     pools = [held.pool for held in build_all(Shape(tp_size=2))]
     odd = msgspec.structs.replace(pools[1], shard=msgspec.structs.replace(pools[1].shard, cp_size=1 << 20))
-    (tmp_path / "source.json").write_bytes(msgspec.json.encode([pools[0], odd]))
-    told = kvbridge("plan", tmp_path / "source.json", sink)
+    (tmp_path / "sender.json").write_bytes(msgspec.json.encode([pools[0], odd]))
+    told = kvbridge("plan", tmp_path / "sender.json", receiver)
     assert told.returncode == 1 and "incompatible" in told.stderr and "a period of 1048576 tokens" in told.stderr
 
 
 def test_plan_of_half_an_engine_says_that_rows_are_missing(tmp_path: Path) -> None:
     held = build_all(Shape(tp_size=2))[0]
     (tmp_path / "half.json").write_bytes(msgspec.json.encode(held.pool))
-    sink = write_pools(tmp_path, "sink", Shape())
-    told = kvbridge("plan", tmp_path / "half.json", sink)
+    receiver = write_pools(tmp_path, "receiver", Shape())
+    told = kvbridge("plan", tmp_path / "half.json", receiver)
     assert told.returncode == 1
     assert "rows_not_held" in told.stderr
     assert "every rank" in told.stderr
-    told = kvbridge("plan", tmp_path / "half.json", sink, "--json")
+    told = kvbridge("plan", tmp_path / "half.json", receiver, "--json")
     assert told.returncode == 1 and "rows_not_held" in told.stderr
     found = json.loads(told.stdout)
-    assert (found["verdict"], found["code"], found["sources"]) == ("Convertible", "rows_not_held", [])
+    assert (found["verdict"], found["code"], found["senders"]) == ("Convertible", "rows_not_held", [])
     assert "every rank" in found["reasons"][0] and found["changes"]
 
 
@@ -684,9 +689,9 @@ def test_plan_as_json_says_whatever_it_fails_with(tmp_path: Path) -> None:
 def test_plan_takes_files_with_commas_between_as_the_ranks_of_one_engine(tmp_path: Path) -> None:
     for number, held in enumerate(build_all(Shape(tp_size=2))):
         (tmp_path / f"{number}.json").write_bytes(msgspec.json.encode(held.pool))
-    sink = write_pools(tmp_path, "sink", Shape())
-    told = kvbridge("plan", f"{tmp_path}/0.json,{tmp_path}/1.json", sink, "--json")
-    assert told.returncode == 0 and len(json.loads(told.stdout)["sources"]) == 2
+    receiver = write_pools(tmp_path, "receiver", Shape())
+    told = kvbridge("plan", f"{tmp_path}/0.json,{tmp_path}/1.json", receiver, "--json")
+    assert told.returncode == 0 and len(json.loads(told.stdout)["senders"]) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"engine": 5}', "\xff"])

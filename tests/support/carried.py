@@ -1,4 +1,4 @@
-"""Carries one case of the matrix through a porter, into one rank of the sink."""
+"""Carries one case of the matrix through a porter, into one rank of the receiver."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.slow_rows import twin_of, wrong
 class Carrier(Protocol):
     """Moves a part between a pool's memory and a slot of its own."""
 
-    def carry(self, source: Held, gather: Part, sink: Held, scatter: Part, slot_bytes: int) -> None: ...
+    def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None: ...
 
 
 class Mapped:
@@ -45,13 +45,13 @@ class OnCpu:
         self._porter = CpuBlockCopier()
         self._mapped: dict[int, Mapped] = {}
 
-    def carry(self, source: Held, gather: Part, sink: Held, scatter: Part, slot_bytes: int) -> None:
+    def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None:
         slot = torch.full((slot_bytes,), 0xA5, dtype=torch.uint8)
         span = Span(slot.data_ptr(), slot.numel())
-        self._porter.gather(self._of(source), gather, span, "sum64")
+        self._porter.gather(self._of(sender), gather, span, "sum64")
         (gathered,) = self._porter.poll()
         assert gathered.failure is None, gathered.failure
-        self._porter.scatter(self._of(sink), scatter, span, "sum64", gathered.digest)
+        self._porter.scatter(self._of(receiver), scatter, span, "sum64", gathered.digest)
         (scattered,) = self._porter.poll()
         if scattered.failure is not None:
             raise KVBridgeError(*scattered.failure)
@@ -63,27 +63,27 @@ class OnCpu:
 
 
 def pools_of(case: Case, number: int) -> tuple[Pool, Pool]:
-    """What the verdict is asked about: the first rank of the source, some rank of the sink."""
-    ranks = ranks_of(case.sink)
-    return build(case.source).pool, build(case.sink, *ranks[number % len(ranks)]).pool
+    """What the verdict is asked about: the first rank of the sender, some rank of the receiver."""
+    ranks = ranks_of(case.receiver)
+    return build(case.sender).pool, build(case.receiver, *ranks[number % len(ranks)]).pool
 
 
 def carried(case: Case, number: int, carrier: Carrier) -> tuple[Held, str]:
-    """The sink afterwards, and what is wrong in it (nothing, if all is right). Raises if it cannot be carried."""
-    ranks = ranks_of(case.sink)[number % len(ranks_of(case.sink))]
-    sources, sink = build_all(case.source), build(case.sink, *ranks)
-    table, sink_table = tables_of(sources[0].pool, case.end, seed=1), tables_of(sink.pool, case.end, seed=2)
-    for source in sources:
-        fill(source, table, range(case.end), is_tame=True)
-    before, tokens = sink.copy(), range(case.first, case.end)
-    takes = assign([source.pool for source in sources], sink.pool)
-    for source, taken in zip(sources, takes, strict=True):
-        planned = plan(source.pool, sink.pool, taken, tokens.start, tokens.stop, case.slot_bytes)
-        ours = block_table(source.pool, table, 0, tokens.stop)
-        theirs = block_table(sink.pool, sink_table, 0, tokens.stop)
+    """The receiver afterwards, and what is wrong in it (nothing, if all is right). Raises if it cannot be carried."""
+    ranks = ranks_of(case.receiver)[number % len(ranks_of(case.receiver))]
+    senders, receiver = build_all(case.sender), build(case.receiver, *ranks)
+    table, receiver_table = tables_of(senders[0].pool, case.end, seed=1), tables_of(receiver.pool, case.end, seed=2)
+    for sender in senders:
+        fill(sender, table, range(case.end), is_tame=True)
+    before, tokens = receiver.copy(), range(case.first, case.end)
+    takes = assign([sender.pool for sender in senders], receiver.pool)
+    for sender, taken in zip(senders, takes, strict=True):
+        planned = plan(sender.pool, receiver.pool, taken, tokens.start, tokens.stop, case.slot_bytes)
+        ours = block_table(sender.pool, table, 0, tokens.stop)
+        theirs = block_table(receiver.pool, receiver_table, 0, tokens.stop)
         for index in range(planned.chunks):
             chunk = planned.chunk(index)
             parts = Part(planned, chunk, ours, True), Part(planned, chunk, theirs, False)
-            carrier.carry(source, parts[0], sink, parts[1], chunk.size_bytes)
-    tail = tail_of(sources, sink, sink_table, tokens)
-    return sink, wrong(twin_of(case.source, case.sink, ranks), sink, before, sink_table, tokens, tail)
+            carrier.carry(sender, parts[0], receiver, parts[1], chunk.size_bytes)
+    tail = tail_of(senders, receiver, receiver_table, tokens)
+    return receiver, wrong(twin_of(case.sender, case.receiver, ranks), receiver, before, receiver_table, tokens, tail)

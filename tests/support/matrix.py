@@ -43,8 +43,8 @@ SCALES: dict[str, dict[str, tuple[float, ...]] | None] = {
 class Case:
     """Tokens [first, end) from one engine to another."""
 
-    source: Shape
-    sink: Shape
+    sender: Shape
+    receiver: Shape
     first: int = 0
     end: int = END
     slot_bytes: int = 1 << 14
@@ -60,8 +60,8 @@ class Row:
     to_every_rank: bool = False
 
     def ranks(self, case: Case, number: int) -> Sequence[int]:
-        """Which of the sink's ranks case `number` is carried to: one, another each time, or all."""
-        count = len(ranks_of(case.sink))
+        """Which of the receiver's ranks case `number` is carried to: one, another each time, or all."""
+        count = len(ranks_of(case.receiver))
         return range(count) if self.to_every_rank else [number % count]
 
 
@@ -75,17 +75,17 @@ def sized(shape: Shape) -> Shape:
     return replace(shape, blocks=blocks)
 
 
-def case(source: Shape, sink: Shape, number: int = 0) -> Case:
+def case(sender: Shape, receiver: Shape, number: int = 0) -> Case:
     """The other axes change from case to case."""
     first, slot_bytes = FIRSTS[number % 3], (1 << 14, 5000, 1 << 12, 1 << 17)[number % 4]
-    return Case(sized(source), sized(sink), first, END, slot_bytes)
+    return Case(sized(sender), sized(receiver), first, END, slot_bytes)
 
 
-def product(shape: Shape, axis: str, values: Sequence[Any], **sink: Any) -> Iterator[Case]:
+def product(shape: Shape, axis: str, values: Sequence[Any], **receiver: Any) -> Iterator[Case]:
     """Every value of an axis with every other."""
     for number, (ours, theirs) in enumerate(itertools.product(values, values)):
         one, other = ({axis: value} if axis else value for value in (ours, theirs))
-        yield case(replace(shape, **one), replace(shape, **{**sink, **other}), number)
+        yield case(replace(shape, **one), replace(shape, **{**receiver, **other}), number)
 
 
 def equal() -> Iterator[Case]:
@@ -105,24 +105,24 @@ def scales() -> Iterator[Case]:
     eight = ("fp8_e4m3", "fp8_e5m2", "int8")
     for number, (ours, theirs) in enumerate(itertools.product(itertools.product(eight, SCALES), repeat=2)):
         if ours != theirs:
-            source, sink = (replace(GQA, codec=codec, scales=SCALES[name]) for codec, name in (ours, theirs))
-            yield case(source, replace(sink, tp_size=1 + number % 2), number)
+            sender, receiver = (replace(GQA, codec=codec, scales=SCALES[name]) for codec, name in (ours, theirs))
+            yield case(sender, replace(receiver, tp_size=1 + number % 2), number)
 
 
 def row_scales() -> Iterator[Case]:
     names = (*PLAIN, *ROW_SCALED)
     for number, (ours, theirs) in enumerate(itertools.product(names, names)):
         if ours != theirs and {ours, theirs} & set(ROW_SCALED):
-            source = replace(GQA, codec=ours, scales=SCALES["head"], layout=LAYOUTS[number % 3])
-            sink = replace(GQA, codec=theirs, scales=SCALES["plane"], block_tokens=32, tp_size=1 + number % 2)
-            yield case(source, sink, number)
+            sender = replace(GQA, codec=ours, scales=SCALES["head"], layout=LAYOUTS[number % 3])
+            receiver = replace(GQA, codec=theirs, scales=SCALES["plane"], block_tokens=32, tp_size=1 + number % 2)
+            yield case(sender, receiver, number)
 
 
 def equal_row_scales() -> Iterator[Case]:
     for codec in (*ROW_SCALED, "int4_row_scale"):
         for number, (layout, other, ranks) in enumerate(itertools.product(LAYOUTS[:3], LAYOUTS[:3], (1, 2))):
-            source = replace(GQA, codec=codec, layout=layout, tp_size=ranks)
-            yield case(source, replace(GQA, codec=codec, layout=other, block_tokens=BLOCKS[number % 3]), number)
+            sender = replace(GQA, codec=codec, layout=layout, tp_size=ranks)
+            yield case(sender, replace(GQA, codec=codec, layout=other, block_tokens=BLOCKS[number % 3]), number)
 
 
 def tensor_parallel() -> Iterator[Case]:
@@ -139,8 +139,8 @@ def pipelines() -> Iterator[Case]:
 
 def prefixes() -> Iterator[Case]:
     for number, (first, ours, theirs) in enumerate(itertools.product((0, 1, 15, 16, 47, 48, 69), BLOCKS, BLOCKS)):
-        source, sink = replace(GQA, block_tokens=ours), replace(GQA, block_tokens=theirs)
-        yield replace(case(source, sink, number), first=first)
+        sender, receiver = replace(GQA, block_tokens=ours), replace(GQA, block_tokens=theirs)
+        yield replace(case(sender, receiver, number), first=first)
 
 
 def latent_ranks() -> Iterator[Case]:
@@ -150,9 +150,9 @@ def latent_ranks() -> Iterator[Case]:
 def latents() -> Iterator[Case]:
     for share in ((1, 1), (8, 3)):
         for number, (ours, theirs) in enumerate(itertools.product(LATENT, LATENT)):
-            source = replace(LATENT_SHAPE, codec=ours, scales=SCALES["plane"], cp_size=share[0], cp_interleave=share[1])
-            yield case(source, replace(LATENT_SHAPE, codec=theirs, tp_size=2), number)
-            yield case(replace(LATENT_SHAPE, codec=theirs, tp_size=2), source, number)
+            sender = replace(LATENT_SHAPE, codec=ours, scales=SCALES["plane"], cp_size=share[0], cp_interleave=share[1])
+            yield case(sender, replace(LATENT_SHAPE, codec=theirs, tp_size=2), number)
+            yield case(replace(LATENT_SHAPE, codec=theirs, tp_size=2), sender, number)
 
 
 def packed_latents() -> Iterator[Case]:
@@ -179,19 +179,21 @@ def windows() -> Iterator[Case]:
     kinds = [{"kinds": kinds, "window": WINDOW} for kinds in (("sliding",), ("chunked",), HYBRID, ("chunked", "full"))]
     for number, each in enumerate(kinds):
         for block in BLOCKS:
-            sink = replace(GQA, layers=4, block_tokens=block, **each)
-            yield case(replace(sink, block_tokens=48), sink, number + block)
-            yield case(replace(GQA, layers=4, tp_size=2), sink, number + block)  # all tokens are kept there
-            wide = replace(sink, group_tokens={"sliding": 32, "chunked": 8})
-            yield case(replace(sink, block_tokens=16, cp_size=2), wide, number + block)
-            yield case(replace(sink, block_tokens=96, cp_interleave=16), replace(sink, cp_size=2), number + block)
+            receiver = replace(GQA, layers=4, block_tokens=block, **each)
+            yield case(replace(receiver, block_tokens=48), receiver, number + block)
+            yield case(replace(GQA, layers=4, tp_size=2), receiver, number + block)  # all tokens are kept there
+            wide = replace(receiver, group_tokens={"sliding": 32, "chunked": 8})
+            yield case(replace(receiver, block_tokens=16, cp_size=2), wide, number + block)
+            yield case(
+                replace(receiver, block_tokens=96, cp_interleave=16), replace(receiver, cp_size=2), number + block
+            )
 
 
 def odd_windows() -> Iterator[Case]:
     for kinds in (("sliding",), HYBRID, ("chunked",)):
         shape = replace(GQA, kinds=kinds, window=WINDOW)
-        for sink in (replace(shape, block_tokens=48), replace(shape, cp_size=3)):
-            yield replace(case(shape, sink), end=40)  # from the middle of a block of the sink on
+        for receiver in (replace(shape, block_tokens=48), replace(shape, cp_size=3)):
+            yield replace(case(shape, receiver), end=40)  # from the middle of a block of the receiver on
 
 
 def lost_windows() -> Iterator[Case]:
@@ -202,14 +204,16 @@ def lost_windows() -> Iterator[Case]:
 def states() -> Iterator[Case]:
     for ranks, block in itertools.product((1, 2), BLOCKS):
         for number, codec in enumerate(("bf16", "fp32")):
-            sink = replace(GQA, layers=3, kinds=STATE, window=WINDOW, tp_size=ranks, codec=codec, block_tokens=block)
-            yield case(replace(sink, codec="bf16", block_tokens=48, group_tokens={"state": 64}), sink, number)
+            receiver = replace(
+                GQA, layers=3, kinds=STATE, window=WINDOW, tp_size=ranks, codec=codec, block_tokens=block
+            )
+            yield case(replace(receiver, codec="bf16", block_tokens=48, group_tokens={"state": 64}), receiver, number)
 
 
 def cut_states() -> Iterator[Case]:
-    source = replace(GQA, layers=3, kinds=STATE, window=WINDOW)
-    yield case(source, replace(source, tp_size=2))
-    yield case(replace(source, tp_size=4), replace(source, tp_size=2))
+    sender = replace(GQA, layers=3, kinds=STATE, window=WINDOW)
+    yield case(sender, replace(sender, tp_size=2))
+    yield case(replace(sender, tp_size=4), replace(sender, tp_size=2))
 
 
 def block_scales() -> Iterator[Case]:
@@ -246,7 +250,7 @@ AXES: dict[str, Sequence[Any]] = {
     "slot_bytes": (1 << 12, 1 << 15),
     **{
         f"{side}_{axis}": values
-        for side in ("source", "sink")
+        for side in ("sender", "receiver")
         for axis, values in {
             "layout": LAYOUTS,
             "block_tokens": BLOCKS,
@@ -260,8 +264,8 @@ AXES: dict[str, Sequence[Any]] = {
 ALL_AXES: dict[str, Sequence[Any]] = {
     **AXES,
     "kinds": (("full",), ("sliding",), HYBRID, STATE),
-    **{f"{side}_share": SHARES for side in ("source", "sink")},
-    **{f"{side}_codec": (*PLAIN, *ROW_SCALED) for side in ("source", "sink")},
+    **{f"{side}_share": SHARES for side in ("sender", "receiver")},
+    **{f"{side}_codec": (*PLAIN, *ROW_SCALED) for side in ("sender", "receiver")},
 }
 
 
@@ -271,7 +275,7 @@ def mixed(axes: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
         kinds = chosen.get("kinds", ("full",))
         has_state = "state" in kinds
         sides = []
-        for side in ("source", "sink"):
+        for side in ("sender", "receiver"):
             split, share = chosen[f"{side}_split"], chosen.get(f"{side}_share", (1, 1))
             scales = "plane" if chosen["heads"] != 4 else chosen[f"{side}_scales"]
             layout, codec = chosen[f"{side}_layout"], chosen[f"{side}_codec"]
@@ -283,7 +287,7 @@ def mixed(axes: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
                 window=WINDOW if "sliding" in kinds else 0,
                 layout="hnd" if layout == "cpu_vec" and codec in ROW_SCALED else layout,
                 block_tokens=chosen[f"{side}_block_tokens"],
-                tp_size=chosen["source_tp_size" if has_state else f"{side}_tp_size"],
+                tp_size=chosen["sender_tp_size" if has_state else f"{side}_tp_size"],
                 pp_size=len(split),
                 pp_layers=split,
                 codec=codec,
@@ -292,11 +296,11 @@ def mixed(axes: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
                 cp_interleave=1 if has_state else share[1],
             )
             sides.append(shape)
-        source, sink = sides
-        if "sliding" in kinds:  # the source's block, of all its ranks, is a multiple of the sink's
-            whole = math.lcm(source.block_tokens * source.cp_size, sink.block_tokens * sink.cp_size)
-            source = replace(source, block_tokens=whole // source.cp_size)
-        yield Case(sized(source), sized(sink), chosen["first"], END, chosen["slot_bytes"])
+        sender, receiver = sides
+        if "sliding" in kinds:  # the sender's block, of all its ranks, is a multiple of the receiver's
+            whole = math.lcm(sender.block_tokens * sender.cp_size, receiver.block_tokens * receiver.cp_size)
+            sender = replace(sender, block_tokens=whole // sender.cp_size)
+        yield Case(sized(sender), sized(receiver), chosen["first"], END, chosen["slot_bytes"])
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
@@ -328,7 +332,7 @@ ROWS = (
     Row("equal", "Equal pools, any layout and any dtype", equal),
     Row("layouts", "Any layout to any other", lambda: product(GQA, "layout", LAYOUTS)),
     Row("blocks", "Any block size to any other", lambda: product(GQA, "block_tokens", BLOCKS, layout="hnd")),
-    Row("prefixes", "From any token on: what the sink has in its prefix cache is not sent", prefixes),
+    Row("prefixes", "From any token on: what the receiver has in its prefix cache is not sent", prefixes),
     Row("tensor parallel", "Any tensor parallel sizes, heads repeated on some ranks or not", tensor_parallel, True),
     Row("pipelines", "Any pipeline parallel sizes, split evenly or not", pipelines),
     Row("codecs", "bf16, fp16, fp32, fp8 e4m3, fp8 e5m2 and int8, each to each", codecs),
@@ -355,12 +359,12 @@ ROWS = (
         True,
     ),
     Row("windows", "Sliding and chunked windows, alone or beside full attention; from full attention too", windows),
-    Row("odd windows", "A window at the source in blocks that are no multiple of the sink's", odd_windows),
-    Row("lost windows", "A window at the source, all tokens at the sink", lost_windows),
+    Row("odd windows", "A window at the sender in blocks that are no multiple of the receiver's", odd_windows),
+    Row("lost windows", "A window at the sender, all tokens at the receiver", lost_windows),
     Row("states", "States of Mamba layers, equal tensor parallel sizes, other block sizes and dtypes", states),
     Row("cut states", "States of Mamba layers, other tensor parallel sizes", cut_states),
-    Row("drafts", "A source with a draft model that the sink does not have", drafts),
-    Row("more drafts", "A sink with a draft model that the source does not have", more_drafts),
+    Row("drafts", "A sender with a draft model that the receiver does not have", drafts),
+    Row("more drafts", "A receiver with a draft model that the sender does not have", more_drafts),
     Row("other heads", "Models with other numbers of heads", other_heads),
     Row("other widths", "Models with heads of other widths", other_widths),
     Row(

@@ -257,8 +257,8 @@ def _wrong_row(held: Held, expected: Held, table: Table, tokens: range) -> str:
         found, wanted = take_rows(held, plane, places), take_rows(expected, plane, places)
         for which, head in np.argwhere((found != wanted).any(axis=2)):
             row = found[which, head].tobytes()
-            source = known.get(row, "poison" if row == bytes([POISON]) * len(row) else row.hex())
-            return f"{_name(plane, plane.first_head + int(head), int(token[which]))} holds {source}"
+            sender = known.get(row, "poison" if row == bytes([POISON]) * len(row) else row.hex())
+            return f"{_name(plane, plane.first_head + int(head), int(token[which]))} holds {sender}"
     return ""
 
 
@@ -322,45 +322,45 @@ def block_table(pool: Pool, table: Table, first_block: int = 0, end_token: int =
     return tables
 
 
-def run(planned: Plan, source: Held, source_table: Table, sink: Held, sink_table: Table) -> None:
+def run(planned: Plan, sender: Held, sender_table: Table, receiver: Held, receiver_table: Table) -> None:
     """Carry out a plan through one poisoned slot."""
-    ours = block_table(source.pool, source_table, 0, planned.end_token)
-    theirs = block_table(sink.pool, sink_table, 0, planned.end_token)
+    ours = block_table(sender.pool, sender_table, 0, planned.end_token)
+    theirs = block_table(receiver.pool, receiver_table, 0, planned.end_token)
     for index in range(planned.chunks):
         chunk = planned.chunk(index)
         slot = np.full(chunk.size_bytes, POISON, np.uint8)
-        gather(source, Part(planned, chunk, ours, True).moves(), slot)
-        scatter(sink, Part(planned, chunk, theirs, False).moves(), slot)
+        gather(sender, Part(planned, chunk, ours, True).moves(), slot)
+        scatter(receiver, Part(planned, chunk, theirs, False).moves(), slot)
 
 
 def transfer(
-    sources: Sequence[Held], sinks: Sequence[Held], tokens: range, slot_bytes: int = 1 << 16, prompt: int = 0
+    senders: Sequence[Held], receivers: Sequence[Held], tokens: range, slot_bytes: int = 1 << 16, prompt: int = 0
 ) -> str:
-    """Fill the sources, carry `tokens` to every sink, and say what is wrong there; empty if nothing is.
+    """Fill the senders, carry `tokens` to every receiver, and say what is wrong there; empty if nothing is.
 
     The prompt is `prompt` tokens long, or ends where `tokens` do.
     """
     end = max(prompt, tokens.stop)
-    source_table = tables_of(sources[0].pool, end, seed=1)
-    for source in sources:
-        fill(source, source_table, range(end))
-    for sink in sinks:
-        before, table = sink.copy(), tables_of(sink.pool, end, seed=2)
-        takes = assign([source.pool for source in sources], sink.pool)
-        for source, taken in zip(sources, takes, strict=True):
-            planned = plan(source.pool, sink.pool, taken, tokens.start, tokens.stop, slot_bytes)
-            run(planned, source, source_table, sink, table)
-        wrong = mismatch(sink, before, table, tokens, tail_of(sources, sink, table, tokens))
+    sender_table = tables_of(senders[0].pool, end, seed=1)
+    for sender in senders:
+        fill(sender, sender_table, range(end))
+    for receiver in receivers:
+        before, table = receiver.copy(), tables_of(receiver.pool, end, seed=2)
+        takes = assign([sender.pool for sender in senders], receiver.pool)
+        for sender, taken in zip(senders, takes, strict=True):
+            planned = plan(sender.pool, receiver.pool, taken, tokens.start, tokens.stop, slot_bytes)
+            run(planned, sender, sender_table, receiver, table)
+        wrong = mismatch(receiver, before, table, tokens, tail_of(senders, receiver, table, tokens))
         if wrong:
-            return f"{sink.pool.engine.id}: {wrong}"
+            return f"{receiver.pool.engine.id}: {wrong}"
     return ""
 
 
-def tail_of(sources: Sequence[Held], sink: Held, table: Table, tokens: range) -> range:
-    """The tokens behind these in the sink's last blocks, if a source may send it whole blocks."""
-    shares = [(held.pool.shard.cp_size, held.pool.shard.cp_rank, held.pool.shard.cp_interleave) for held in sources]
-    shard = sink.pool.shard
+def tail_of(senders: Sequence[Held], receiver: Held, table: Table, tokens: range) -> range:
+    """The tokens behind these in the receiver's last blocks, if a sender may send it whole blocks."""
+    shares = [(held.pool.shard.cp_size, held.pool.shard.cp_rank, held.pool.shard.cp_interleave) for held in senders]
+    shard = receiver.pool.shard
     if not tokens or (shard.cp_size, shard.cp_rank, shard.cp_interleave) not in shares:
         return range(0)
-    longest = max(len(ids_of(table, i)) * group.block_tokens for i, group in enumerate(sink.pool.groups))
+    longest = max(len(ids_of(table, i)) * group.block_tokens for i, group in enumerate(receiver.pool.groups))
     return range(tokens.stop, max(tokens.stop, (longest + shard.cp_interleave) * shard.cp_size))

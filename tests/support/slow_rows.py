@@ -1,8 +1,8 @@
 """What rows become when they are converted, row by row and by definition: nothing here knows plans, facets or combs.
 
-A row's numbers are decoded from the bytes that the source has for its coordinates, and encoded again as the sink
-stores them. Where the sink makes scales of its own only the numbers are compared, within a bound: a number of 8 bits
-is off by half a step at most, a step being a part of the largest number of its row.
+A row's numbers are decoded from the bytes that the sender has for its coordinates, and encoded again as the receiver
+stores them. Where the receiver makes scales of its own only the numbers are compared, within a bound: a number of 8
+bits is off by half a step at most, a step being a part of the largest number of its row.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ def rows_of(held: Held, plane: Plane, places: np.ndarray) -> Rows:
     return Rows(plane, take_rows(held, plane, places), None if scales is None else take_rows(held, scales, places))
 
 
-def twin_of(source: Shape, sink: Shape, ranks: tuple[int, int, int]) -> Pool:
-    """A rank that holds what this rank of the sink does, in the source's codec."""
-    return describe(replace(sink, codec=source.codec, scales=source.scales, layout="nhd"), *ranks)
+def twin_of(sender: Shape, receiver: Shape, ranks: tuple[int, int, int]) -> Pool:
+    """A rank that holds what this rank of the receiver does, in the sender's codec."""
+    return describe(replace(receiver, codec=sender.codec, scales=sender.scales, layout="nhd"), *ranks)
 
 
-def wrong(twin: Pool, sink: Held, before: Held, table: Table, tokens: range, tail: range) -> str:
-    """Empty if the sink is as it was `before` with the rows of `tokens` that `twin` would have; or what is wrong."""
+def wrong(twin: Pool, receiver: Held, before: Held, table: Table, tokens: range, tail: range) -> str:
+    """Empty if the receiver is as it was `before` with the rows of `tokens` that `twin` would have; or what is
+    wrong."""
     expected = before.copy()
     theirs = {(plane.layer, plane.part): plane for plane in twin.planes}
-    for plane in sink.pool.planes:
+    for plane in receiver.pool.planes:
         if plane.part.endswith("_scale"):
             continue
-        token, places = rows_at(sink.pool, plane.group, table, tokens)
+        token, places = rows_at(receiver.pool, plane.group, table, tokens)
         ours = theirs[plane.layer, plane.part]
-        scales, our_scales = _scales_of(sink.pool, plane), _scales_of(twin, ours)
+        scales, our_scales = _scales_of(receiver.pool, plane), _scales_of(twin, ours)
         stored = rows(ours, token, is_tame=True)
         given = Rows(ours, stored, None if our_scales is None else rows(our_scales, token, is_tame=True))
         if ours.codec == plane.codec:
@@ -74,7 +75,7 @@ def wrong(twin: Pool, sink: Held, before: Held, table: Table, tokens: range, tai
                 assert given.scales is not None
                 put_rows(expected, scales, places, given.scales)
             continue
-        found = rows_of(sink, plane, places)
+        found = rows_of(receiver, plane, places)
         if not_near := np.argwhere(~_is_right(given.numbers(), found)).tolist():
             which, head, element = not_near[0]
             values = given.numbers()[which, head, element], found.numbers()[which, head, element]
@@ -84,7 +85,7 @@ def wrong(twin: Pool, sink: Held, before: Held, table: Table, tokens: range, tai
         if scales is not None:
             assert found.scales is not None
             put_rows(expected, scales, places, found.scales)
-    return difference(sink, expected, table, tokens, tail)
+    return difference(receiver, expected, table, tokens, tail)
 
 
 def _is_right(values: np.ndarray, found: Rows) -> np.ndarray:

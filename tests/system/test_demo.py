@@ -56,37 +56,37 @@ def test_planes_of_a_synthetic_pool_cover_its_memory_once(shape: Shape) -> None:
 
 def engine(shape: Shape, rank: int = 0) -> SyntheticEngine:
     addresses = ("tcp://127.0.0.1:1",) * shape.tp_size
-    job = Job(role="sink", shape=shape, rank=rank, socket="/nowhere", ranks=addresses, requests=REQUESTS)
+    job = Job(role="receiver", shape=shape, rank=rank, socket="/nowhere", ranks=addresses, requests=REQUESTS)
     return SyntheticEngine(job)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_verify_finds_every_changed_byte(shape: Shape) -> None:
-    sink = engine(shape, shape.tp_size - 1)
+    receiver = engine(shape, shape.tp_size - 1)
     for request in REQUESTS:
-        fill(sink.memory, shape, sink.job.rank, sink.tables[request.name], request, "bf16")
-    assert sink.verify() == ""
+        fill(receiver.memory, shape, receiver.job.rank, receiver.tables[request.name], request, "bf16")
+    assert receiver.verify() == ""
     for place in range(0, shape.rank_bytes, shape.rank_bytes // 97):
-        sink.memory[place] ^= 1
-        assert "1 elements differ" in sink.verify()
-        sink.memory[place] ^= 1
-    assert sink.verify() == ""
+        receiver.memory[place] ^= 1
+        assert "1 elements differ" in receiver.verify()
+        receiver.memory[place] ^= 1
+    assert receiver.verify() == ""
 
 
 def test_verify_says_where_it_is_wrong() -> None:
-    sink = engine(SMALL)
+    receiver = engine(SMALL)
     for request in REQUESTS:
-        fill(sink.memory, SMALL, 0, sink.tables[request.name], request, "bf16")
-    table = sink.tables["two"]
+        fill(receiver.memory, SMALL, 0, receiver.tables[request.name], request, "bf16")
+    table = receiver.tables["two"]
     rows = SMALL.kv_heads * SMALL.width * 2
-    sink.memory[table[1] * 16 * rows + 3 * rows + 2 * SMALL.width * 2] ^= 1  # layer 0 k, token 19, head 2
-    assert f"layer 0 k head 2 block {table[1]} token 3 element 0" in sink.verify()
+    receiver.memory[table[1] * 16 * rows + 3 * rows + 2 * SMALL.width * 2] ^= 1  # layer 0 k, token 19, head 2
+    assert f"layer 0 k head 2 block {table[1]} token 3 element 0" in receiver.verify()
 
 
 def test_a_slow_machine_does_not_push_the_verdict_out() -> None:
     names = ("K|V packed HND", "cross-layer NHD")
     shapes = [structs.replace(SMALL, name=name, codec="fp8_e4m3", tp_size=2) for name in names]
-    changes = ("codec: source bf16, sink fp8_e4m3",)
+    changes = ("codec: sender bf16, receiver fp8_e4m3",)
     outcome = synthetic.DemoOutcome(*shapes, changes, 160 << 20, 1.0, 123.456, ("a" * 16,), "")
     screen = StringIO()
     synthetic._report(Console(file=screen, width=80), [outcome], 200.0)
@@ -123,19 +123,19 @@ def test_cross_demo_ends_with_1_if_anything_is_wrong(outcome: CrossOutcome, says
     assert not says or ended.value.exit_code == 1
 
 
-@pytest.mark.parametrize(("source", "sink"), CROSSED, ids=lambda engine: engine.name)
-def test_cross_demo_sees_a_wrong_row(source: DemoServer, sink: DemoServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sender", "receiver"), CROSSED, ids=lambda engine: engine.name)
+def test_cross_demo_sees_a_wrong_row(sender: DemoServer, receiver: DemoServer, tmp_path: Path) -> None:
     """Where vLLM decodes, the prompt's last token is its own."""
     values = np.random.default_rng(1).normal(0, 1, (40, 4, 8)).astype("<f4").view(np.uint8)
     changed, last_changed = values.copy(), values.copy()
     changed[38, 3, 5] ^= 1
     last_changed[39, 3, 5] ^= 1
-    is_last_seen = sink.kind == "sglang"
+    is_last_seen = receiver.kind == "sglang"
     for taken, says in ((values, ""), (changed, "1 of"), (last_changed, "1 of" * is_last_seen), (values[:30], "of 40")):
-        for side, engine, rows in (("prefill", source, values), ("decode", sink, taken)):
+        for side, engine, rows in (("prefill", sender, values), ("decode", receiver, taken)):
             for rank, part in enumerate(np.split(rows, engine.files, axis=1)):
                 write(tmp_path, side, 7, rank, "fp32", {"0.k": part})
-        said = compare(tmp_path, source, sink, 40)
+        said = compare(tmp_path, sender, receiver, 40)
         assert bool(said) == bool(says) and (says in said or "were given" in said), said
         assert not list(tmp_path.iterdir())
 

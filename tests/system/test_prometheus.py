@@ -138,21 +138,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             stack.enter_context(agent(folder, name, metrics=f"127.0.0.1:{port}", routes=routes))
             for name, port, routes in zip("pd", ports, ("nixl,pull", "nixl,pull"), strict=True)
         ]
-        source, sink = (
+        sender, receiver = (
             stack.enter_context(closing(SyntheticEngine(running, build(Shape("nhd", blocks=64))))) for running in agents
         )
-        source.attach()
-        sink.attach()
+        sender.attach()
+        receiver.attach()
         server = stack.enter_context(closing(Server(folder, [f"127.0.0.1:{port}" for port in ports])))
 
         def carry(name: str) -> None:
-            source.offer(name, list(range(64)), 1024)
-            sink.want(name, source.agent.address, list(range(64)), range(1024))
-            assert isinstance(sink.answer(name), Done)
+            sender.offer(name, list(range(64)), 1024)
+            receiver.want(name, sender.agent.address, list(range(64)), range(1024))
+            assert isinstance(receiver.answer(name), Done)
 
         def fail(name: str) -> None:
-            sink.want(name, "tcp://not an address", [1], range(16))
-            assert isinstance(sink.answer(name), Failed)
+            receiver.want(name, "tcp://not an address", [1], range(16))
+            assert isinstance(receiver.answer(name), Failed)
 
         carry("first")
         fail("bad")
@@ -188,7 +188,7 @@ def test_stages_are_parts_of_what_a_fetch_took(server: Server) -> None:
     """They are taken from the journal's entries, that time from the exchange."""
     found = {}
     for name in ("stage_seconds_sum", "want_seconds_sum", "want_seconds_count"):
-        role = '{role="sink"}' if name.startswith("stage") else ""
+        role = '{role="receiver"}' if name.startswith("stage") else ""
         ((found[name]),) = (float(each["value"][1]) for each in server.query(f"sum(kvbridge_{name}{role})"))
     apart_s = abs(found["stage_seconds_sum"] - found["want_seconds_sum"])
     assert found["want_seconds_count"] >= 4 and apart_s < 0.01 * found["want_seconds_count"], found

@@ -42,19 +42,19 @@ def test_every_name_is_in_the_code_once_and_in_the_table() -> None:
 
 
 def test_fires_once_at_the_nth_pass() -> None:
-    assert arm("source.gather_begun=fail@2") == ("source.gather_begun=fail@2",)
-    failpoint("source.gather_begun")
-    failpoint("source.write_begun")
-    with pytest.raises(FabricError, match=r"source\.gather_begun"):
-        failpoint("source.gather_begun")
+    assert arm("sender.gather_begun=fail@2") == ("sender.gather_begun=fail@2",)
+    failpoint("sender.gather_begun")
+    failpoint("sender.write_begun")
+    with pytest.raises(FabricError, match=r"sender\.gather_begun"):
+        failpoint("sender.gather_begun")
     assert armed() == ()
-    failpoint("source.gather_begun")
+    failpoint("sender.gather_begun")
 
 
 def test_pauses() -> None:
-    arm("sink.scattered=pause:0.05")
+    arm("receiver.scattered=pause:0.05")
     began = time.monotonic()
-    failpoint("sink.scattered")
+    failpoint("receiver.scattered")
     assert time.monotonic() - began >= 0.05
 
 
@@ -62,14 +62,14 @@ def test_pauses() -> None:
     "said",
     [
         "nowhere=kill",
-        "source.gathered=explode",
-        "source.gathered=fail",
-        "source.gathered=kill@0",
-        "source.gathered=kill@x",
-        "source.gathered=kill:3",
-        "source.gathered=pause",
-        "source.gathered=pause:x",
-        "source.gathered",
+        "sender.gathered=explode",
+        "sender.gathered=fail",
+        "sender.gathered=kill@0",
+        "sender.gathered=kill@x",
+        "sender.gathered=kill:3",
+        "sender.gathered=pause",
+        "sender.gathered=pause:x",
+        "sender.gathered",
     ],
 )
 def test_refuses_what_it_does_not_know(said: str) -> None:
@@ -78,8 +78,10 @@ def test_refuses_what_it_does_not_know(said: str) -> None:
 
 
 def test_kills_its_own_process() -> None:
-    program = "from kvbridge.failpoints import *; arm_from_environment(); failpoint('sink.scattered'); print('alive')"
-    for said, code in (("sink.scattered=kill", -9), ("", 0)):
+    program = (
+        "from kvbridge.failpoints import *; arm_from_environment(); failpoint('receiver.scattered'); print('alive')"
+    )
+    for said, code in (("receiver.scattered=kill", -9), ("", 0)):
         ended = subprocess.run(
             [sys.executable, "-c", program], env={failpoints.VARIABLE: said, "PYTHONPATH": str(ROOT)}, timeout=20
         )

@@ -18,7 +18,7 @@ from tests.support.matrix import ROWS, Row, pairwise
 from tests.support.pools import ranks_of
 from tests.support.write_matrix import PAGE, page
 
-REASON = re.compile(r"^\w+: source .+, sink .+; needs .+$")
+REASON = re.compile(r"^\w+: sender .+, receiver .+; needs .+$")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -32,7 +32,7 @@ def test_what_the_verdict_says_is_what_carrying_it_gives(row: Row) -> None:
                     carried(case, rank, OnCpu())
                 continue
             _, wrong = carried(case, rank, OnCpu())
-            assert not wrong, f"case {number}: {wrong}\n{case.source}\n{case.sink}\nfrom {case.first}, {found}"
+            assert not wrong, f"case {number}: {wrong}\n{case.sender}\n{case.receiver}\nfrom {case.first}, {found}"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -58,11 +58,11 @@ def test_the_page_is_fresh() -> None:
 
 
 def test_tokens_and_heads_that_are_split_are_carried_to_every_rank() -> None:
-    """Which rank of the sink has a gap, if one has, is not to be known beforehand."""
+    """Which rank of the receiver has a gap, if one has, is not to be known beforehand."""
     for row in ROWS:
         if "parallel" in row.name or row.name == "latent ranks":
             numbers = {len(row.ranks(case, 0)) for case in row.cases()}
-            assert max(numbers) == max(len(ranks_of(case.sink)) for case in row.cases()) > 1
+            assert max(numbers) == max(len(ranks_of(case.receiver)) for case in row.cases()) > 1
 
 
 def test_the_page_and_the_readme_say_what_the_adapter_refuses() -> None:

@@ -20,12 +20,12 @@ RANKS = (0, 0, 0)
 Convert = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 
-def converted(source: Shape, sink: Shape, convert: Convert) -> tuple[Held, Held, Table]:
-    """A sink with every row of a bf16 source written by `convert`, by torch; and the sink before."""
-    held = build(sink)
+def converted(sender: Shape, receiver: Shape, convert: Convert) -> tuple[Held, Held, Table]:
+    """A receiver with every row of a bf16 sender written by `convert`, by torch; and the receiver before."""
+    held = build(receiver)
     before, table = held.copy(), tables_of(held.pool, 40)
     planes = {(plane.layer, plane.part): plane for plane in held.pool.planes}
-    for plane in twin_of(source, sink, RANKS).planes:
+    for plane in twin_of(sender, receiver, RANKS).planes:
         token, places = rows_at(held.pool, 0, table, TOKENS)
         values = torch.from_numpy(rows(plane, token, is_tame=True)).view(torch.bfloat16).float()
         for suffix, what in convert(values).items():
@@ -34,8 +34,8 @@ def converted(source: Shape, sink: Shape, convert: Convert) -> tuple[Held, Held,
     return held, before, table
 
 
-def found_wrong(source: Shape, sink: Shape, case: tuple[Held, Held, Table]) -> str:
-    return wrong(twin_of(source, sink, RANKS), *case, TOKENS, range(0))
+def found_wrong(sender: Shape, receiver: Shape, case: tuple[Held, Held, Table]) -> str:
+    return wrong(twin_of(sender, receiver, RANKS), *case, TOKENS, range(0))
 
 
 def by_rows(values: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -66,37 +66,37 @@ CASES: dict[str, tuple[Shape, Shape, Convert]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_that_were_converted_are_right(name: str) -> None:
-    source, sink, convert = CASES[name]
-    assert found_wrong(source, sink, converted(source, sink, convert)) == ""
+    sender, receiver, convert = CASES[name]
+    assert found_wrong(sender, receiver, converted(sender, receiver, convert)) == ""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_number_of_a_neighbour_is_found(name: str) -> None:
-    source, sink, convert = CASES[name]
+    sender, receiver, convert = CASES[name]
 
     def spoiled(values: torch.Tensor) -> dict[str, torch.Tensor]:
         values = values.clone()
         values[7, -1, 5] = values[7, -1, 9]
         return convert(values)
 
-    assert "element 5: " in found_wrong(source, sink, converted(source, sink, spoiled))
+    assert "element 5: " in found_wrong(sender, receiver, converted(sender, receiver, spoiled))
 
 
 def test_scales_of_another_head_are_found() -> None:
-    source, sink, _ = CASES["row scales"]
+    sender, receiver, _ = CASES["row scales"]
 
     def spoiled(values: torch.Tensor) -> dict[str, torch.Tensor]:
         found = by_rows(values)
         return {"": found[""], "_scale": found["_scale"].flip(1)}
 
-    assert " became " in found_wrong(source, sink, converted(source, sink, spoiled))
+    assert " became " in found_wrong(sender, receiver, converted(sender, receiver, spoiled))
 
 
 def test_a_byte_beside_the_rows_is_found() -> None:
-    source, sink, convert = CASES["row scales"]
-    held, before, table = converted(source, sink, convert)
+    sender, receiver, convert = CASES["row scales"]
+    held, before, table = converted(sender, receiver, convert)
     held.memory[1][3] ^= 1
-    assert "outside of the wanted rows" in found_wrong(source, sink, (held, before, table))
+    assert "outside of the wanted rows" in found_wrong(sender, receiver, (held, before, table))
 
 
 def test_equal_codecs_are_compared_bit_for_bit() -> None:

@@ -79,7 +79,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class AgentAttachment:
-    """Who has our memory: one start of one agent (`agent.boot`). `epoch` counts its attachments and rescales."""
+    """Who has our memory: one start of one agent (`agent.incarnation`). `epoch` counts its attachments and rescales."""
 
     agent: AgentCard
     epoch: int

@@ -23,12 +23,12 @@ MOST_LOGPROBS = 128  # SGLang has room for so many
 class Prefilled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For the decode side: where the prompt's KV is, and the token that follows it.
 
-    `source` is the address of one of the other engine's agents, `rendezvous` the id under which it offers the prompt,
+    `sender` is the address of one of the other engine's agents, `rendezvous` the id under which it offers the prompt,
     if it has said so. `top_logprobs` is JSON, [[log probability, token], ...], best first: SGLang hands on numbers and
     text only.
     """
 
-    source: Address
+    sender: Address
     first_token: int
     rendezvous: str = ""
     logprob: float | None = None

@@ -70,10 +70,10 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         told, _ = foreign.prefilled(req, self.kv_mgr.vocabulary)
         ours = rendezvous(number, prompt)
         if told.rendezvous in ("", ours):
-            self._expected = Expect(request=str(number), room=ours, source=told.source)
+            self._expected = Expect(request=str(number), rendezvous=ours, sender=told.sender)
             talk.expect(self._expected)
         elif is_in(told.rendezvous, number):
-            talk.want(_nothing(Expect(request=str(number), room=told.rendezvous, source=told.source)))
+            talk.want(_nothing(Expect(request=str(number), rendezvous=told.rendezvous, sender=told.sender)))
 
     def bind(self, req: Any, tokens: int) -> None:
         """Whose request this is, and for how many tokens of its prompt it is given pages."""
@@ -174,7 +174,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
 
     def _agents(self) -> list[str]:
         if self._prefilled is not None:
-            return [self._prefilled[0].source]
+            return [self._prefilled[0].sender]
         return [info[AGENT] for info in self.bootstrap_infos or () if info.get(AGENT)]
 
     def _ask(self, pages: list[int], first: int) -> None:
@@ -199,8 +199,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         page = manager.kv_args.page_size
         want = Want(
             request=str(number),
-            room=rendezvous(number, self._prompt),
-            source=self._agents()[0],
+            rendezvous=rendezvous(number, self._prompt),
+            sender=self._agents()[0],
             first_token=first,
             end_token=first + self._tokens,
             blocks=(Blocks(0, first // page, tuple(pages)),) if pages else (),
@@ -289,8 +289,8 @@ def _nothing(expected: Expect) -> Want:
     """What lets the other engine have its blocks back."""
     return Want(
         request=expected.request,
-        room=expected.room,
-        source=expected.source,
+        rendezvous=expected.rendezvous,
+        sender=expected.sender,
         first_token=0,
         end_token=0,
         blocks=(),

@@ -1,8 +1,8 @@
 """Rooms of one call for several answers to a prompt (`n` > 1). Pure.
 
 SGLang makes n + 1 requests of such a prompt, all in the prompt's one room: the first only fills the prefix cache, the
-others are copies of it. A room is one request's at a time (`rendezvous.py`), so each gets its own. Both servers send these
-requests in one order and number their rooms alike.
+others are copies of it. A room is one request's at a time (`rendezvous.py`), so each gets its own. Both servers send
+these requests in one order and number their rooms alike.
 """
 
 from __future__ import annotations

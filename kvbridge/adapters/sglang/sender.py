@@ -105,7 +105,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         blocks = (Blocks(0, self._tokens // page, tuple(pages)),) if pages else ()
         talk.offer(
             Offer(
-                room=rendezvous(self.bootstrap_room, self._prompt),
+                rendezvous=rendezvous(self.bootstrap_room, self._prompt),
                 request=self._name,
                 first_token=self._first_token,
                 tokens=tokens,

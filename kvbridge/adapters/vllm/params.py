@@ -19,13 +19,13 @@ INTEGER_BITS = 64
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """`source` is the address of one of the other side's agents, `room` a number that a router gave both sides.
+    """`sender` is the address of one of the other side's agents, `room` a number that a router gave both sides.
 
     Without a room (0) `request` is the other side's name for the request, or its rendezvous id.
     """
 
     request: str
-    source: str
+    sender: str
     room: int = 0
 
 
@@ -36,11 +36,11 @@ def read_remote(params: Mapping[str, Any]) -> Remote:
     if not ((request or room) and host and port):
         raise EngineError("bad_params", "kv_transfer_params without request, host or port")
     key = _text(params, "remote_key")
-    source = f"tcp://{f'[{host}]' if ':' in host else host}:{port}" + (f"#{key}" if key else "")
-    if (longest := max(len(source), len(request))) > WIRE_TEXT:
+    sender = f"tcp://{f'[{host}]' if ':' in host else host}:{port}" + (f"#{key}" if key else "")
+    if (longest := max(len(sender), len(request))) > WIRE_TEXT:
         reason = f"kv_transfer_params longer than the wire allows: {longest} characters, limit {WIRE_TEXT}"
         raise EngineError("bad_params", reason)
-    return Remote(request, source, room)
+    return Remote(request, sender, room)
 
 
 def read_room(params: Mapping[str, Any]) -> int:

@@ -42,7 +42,7 @@ class LayerScales:
         return self.told
 
     def answer(self, question: Adopt) -> Rescale | Decline:
-        """Take a source's scales, if nothing of this engine is under its own."""
+        """Take a sender's scales, if nothing of this engine is under its own."""
         if why := self._obstacle(question.scales):
             return Decline(revision=question.revision, reason=why)
         names = {(plane.layer, plane.part): plane.name for plane in self._pool.planes}

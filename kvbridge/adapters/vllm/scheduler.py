@@ -107,7 +107,7 @@ class PromptWanted:
     """A request whose prompt is to be fetched; `first_token` is where the local prefix ends."""
 
     room: str
-    source: str
+    sender: str
     first_token: int = 0
     traceparent: str = ""
 
@@ -208,7 +208,7 @@ class SchedulerSide:
         receiving = self._receiving.get(request.request_id)
         if receiving is not None:  # whether there are agents or not: who comes while it queues is told
             name = message_name(request.request_id)
-            self._step.before.append(Expect(request=name, room=receiving.room, source=receiving.source))
+            self._step.before.append(Expect(request=name, rendezvous=receiving.room, sender=receiving.sender))
 
     def _learn(self, request: Request) -> None:
         """Whether it is to be offered or fetched."""
@@ -267,12 +267,12 @@ class SchedulerSide:
             self._rooms += agreed, remote.request
             # Of a call of several prompts only the first one's name is told.
             if remote.request in ("", agreed) or named(request.request_id).index:
-                self._receive(request, agreed, remote.source)
+                self._receive(request, agreed, remote.sender)
             else:
                 log.warning("%s: prefilled for another prompt (%a): computed here", name, remote.request)
                 self._unfetched[request.request_id] = Unfetched("other_prompt")
                 if is_in(remote.request, remote.room):
-                    self._decline(request.request_id, PromptWanted(remote.request, remote.source))
+                    self._decline(request.request_id, PromptWanted(remote.request, remote.sender))
             return
         room = wanted_room(remote.request, request.request_id, digest)
         self._rooms.append(room or remote.request)
@@ -282,12 +282,12 @@ class SchedulerSide:
             )
             self._unfetched[request.request_id] = Unfetched("other_prompt")
             if is_for(remote.request, request.request_id):
-                self._decline(request.request_id, PromptWanted(remote.request, remote.source))
+                self._decline(request.request_id, PromptWanted(remote.request, remote.sender))
             return
-        self._receive(request, room, remote.source)
+        self._receive(request, room, remote.sender)
 
-    def _receive(self, request: Request, room: str, source: str) -> None:
-        self._receiving[request.request_id] = PromptWanted(room, source, traceparent=_traceparent(request))
+    def _receive(self, request: Request, room: str, sender: str) -> None:
+        self._receiving[request.request_id] = PromptWanted(room, sender, traceparent=_traceparent(request))
 
     def _refused(self, request: Request, params: dict[str, Any]) -> None:
         """A call with these params ended before all of it was admitted: nobody will fetch what they name.
@@ -302,7 +302,7 @@ class SchedulerSide:
         is_one = is_in(remote.request, remote.room) if remote.room else is_room(remote.request)
         if is_one and remote.request not in self._rooms:
             self._rooms.append(remote.request)
-            self._decline(request.request_id, PromptWanted(remote.request, remote.source))
+            self._decline(request.request_id, PromptWanted(remote.request, remote.sender))
 
     def _new_unnamed(self, request: Request) -> None:
         room = prompt_room(prompt_digest(request))
@@ -323,7 +323,7 @@ class SchedulerSide:
 
     def _nothing(self, room: str, name: str) -> Offer:
         """The other side waits in this room whatever we do: now it knows, and computes itself. Holds no block."""
-        return Offer(room=room, request=name, tokens=0, blocks=(), is_last=True, hold_s=self._options.hold_s)
+        return Offer(rendezvous=room, request=name, tokens=0, blocks=(), is_last=True, hold_s=self._options.hold_s)
 
     def _stay_away(self, request: Request, sending: PromptOffered) -> None:
         """Preempted, and not computed again: whoever waits for it, or comes yet, hears of that."""
@@ -391,8 +391,8 @@ class SchedulerSide:
     def _want(self, name: str, what: PromptWanted, first: int, end: int, blocks: tuple[Blocks, ...]) -> Want:
         return Want(
             request=name,
-            room=what.room,
-            source=what.source,
+            rendezvous=what.room,
+            sender=what.sender,
             first_token=first,
             end_token=end,
             blocks=blocks,
@@ -525,7 +525,7 @@ class SchedulerSide:
             sending.blocks[piece.group] = piece.first + len(piece.ids)
         self._step.after.append(
             Offer(
-                room=sending.room,
+                rendezvous=sending.room,
                 request=sending.name,
                 tokens=tokens,
                 blocks=pieces,

@@ -1,7 +1,8 @@
-"""Chooses the route to a sink's slots and proves it: a pattern is written where only probes go, and timed.
+"""Chooses the route to a receiver's slots and proves it: a pattern is written where only probes go, and timed.
 
-Runs on the mover's thread as a generator that waits as the mover's other jobs do (see data_plane.py). What a route cannot
-do shows here, before a request depends on it: UCX, for one, falls back to a tenth of a percent of NVLink in silence.
+Runs on the mover's thread as a generator that waits as the mover's other jobs do (see data_plane.py). What a route
+cannot do shows here, before a request depends on it: UCX, for one, falls back to a tenth of a percent of NVLink in
+silence.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def options(ours: Site, theirs: Site) -> list[tuple[Route, str]]:
 
 
 def may_be_written(ours: Site, theirs: Site) -> bool:
-    """Whether a route to a sink's slots may do, as far as two cards can tell."""
+    """Whether a route to a receiver's slots may do, as far as two cards can tell."""
     return any(route in STAGED and not reason for route, reason in options(ours, theirs))
 
 
@@ -87,7 +88,7 @@ def prove(
             target = STAGED[route].open(equipment, landing, serial)
             probe = yield from _probe(landing, target, clock)
         except Exception as error:  # the peer's card can be anything; the other routes may still do
-            log.info("route does not work: boot=%s route=%s %s", landing.boot, route, error)
+            log.info("route does not work: incarnation=%s route=%s %s", landing.incarnation, route, error)
             against.append(f"{route}: {error or type(error).__name__}")
             if target is not None:
                 target.close()
@@ -116,8 +117,8 @@ def _close_all(slow: list[tuple[Target, Probe]], kept: Target) -> None:
 def _probe(landing: Landing, target: Target, clock: Callable[[], float]) -> Generator[Wait, Event, Probe]:
     """Write the pattern some times, out of a lane that no other proof has meanwhile. Raises KVBridgeError.
 
-    A write that is late may read that lane when another proof fills it. It brings one pattern or the other to a sink
-    that was refused; the longest unused is taken first, so that it seldom does.
+    A write that is late may read that lane when another proof fills it. It brings one pattern or the other to a
+    receiver that was refused; the longest unused is taken first, so that it seldom does.
     """
     dock = target.dock
     number = dock.lanes.popleft()

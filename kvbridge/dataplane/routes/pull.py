@@ -80,7 +80,7 @@ class PullRoute:
         try:
             rate = yield from read_rate(self._equipment, memory, self._clock)
         except Exception as error:  # such as no memory, or no bundle that is free
-            log.info("a peer's memory could not be measured: boot=%s %s", whose[0], error)
+            log.info("a peer's memory could not be measured: incarnation=%s %s", whose[0], error)
         finally:
             self._measured.remove(memory)
         settle(rate, None)
@@ -133,7 +133,7 @@ class PullRoute:
             failure = failure_of("pull_failed", error, pull.transfer)
         while tickets:
             yield from self._read(pull, tickets, digests)
-        failpoint("sink.read_ended")
+        failpoint("receiver.read_ended")
         failure = failure or (yield from self._counted(pull, attachment))
         read = pull.end_chunk - pull.first_chunk
         receiving.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
@@ -148,7 +148,7 @@ class PullRoute:
             return GIVEN_UP
         if (opened := self._peers.get(pull.whose)) is None:
             raise PeerError("peer_lost", f"peer: the memory of {pull.whose[0]} is not open")
-        failpoint("sink.read_begun")
+        failpoint("receiver.read_begun")
         chunk = pull.plan.chunk(index)
         theirs = Part(pull.plan, chunk, pull.peer_tables, True)
         ours = Part(pull.plan, chunk, pull.tables, False)
@@ -202,7 +202,7 @@ def read_rate(equipment: Resources, memory: AttachedPool, clock: Callable[[], fl
     size_bytes = min(ours.size_bytes, theirs.size_bytes)
 
     def begin(deadline: float) -> Wait:
-        source, target = Span(theirs.address, size_bytes), Span(ours.address, size_bytes)
-        return WaitMove(equipment.porter.copy(source, target))
+        sender, target = Span(theirs.address, size_bytes), Span(ours.address, size_bytes)
+        return WaitMove(equipment.porter.copy(sender, target))
 
     return (yield from fastest(size_bytes, begin, clock))

@@ -17,16 +17,17 @@ from ..slots import LocalSlot
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Where a sink may be written to, as its Hello said."""
+    """Where a receiver may be written to, as its Hello said."""
 
-    boot: str
+    incarnation: str
     site: Site
     lane: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A sink's slots by one route. `name` is what `dock`'s fabric calls the peer, `serial` which connect it is of."""
+    """A receiver's slots by one route. `name` is what `dock`'s fabric calls the peer, `serial` which connect it is
+    of."""
 
     serial: int
     route: Route
@@ -82,9 +83,11 @@ class SlotRoute(abc.ABC):
 
     def join(self, equipment: Resources, landing: Landing, card: FabricCard) -> StagingEndpoint:
         """Let our fabric know the peer's. Raises KVBridgeError; else `Resources.leave` is owed."""
-        boot, dock = landing.boot, self.dock(equipment)
-        if card.name != boot and not card.name.startswith(f"{boot}."):  # another agent's is not this one's to give
-            raise PeerError("bad_card", f"name: {card.name}, of {boot}")
+        incarnation, dock = landing.incarnation, self.dock(equipment)
+        if card.name != incarnation and not card.name.startswith(
+            f"{incarnation}."
+        ):  # another agent's is not this one's to give
+            raise PeerError("bad_card", f"name: {card.name}, of {incarnation}")
         equipment.join(dock, card.name, card.descriptor)
         return dock
 

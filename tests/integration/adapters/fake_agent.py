@@ -43,10 +43,10 @@ class FakeAgent:
     `fence` is the page that came with the last Attach, if one did.
     """
 
-    def __init__(self, path: Path, address: str = "tcp://127.0.0.1:7700", boot: str = "boot-1") -> None:
+    def __init__(self, path: Path, address: str = "tcp://127.0.0.1:7700", incarnation: str = "incarnation-1") -> None:
         self.path = path
         self.address = address
-        self.boot = boot
+        self.incarnation = incarnation
         self.attaches: list[Attach] = []
         self.heard: list[Any] = []
         self.fence: FencePage | None = None
@@ -96,7 +96,7 @@ class FakeAgent:
         if self.refusal is not None:
             self.say(self.refusal)
         elif self.is_answering_attach:
-            agent = AgentCard(name="fake", boot=self.boot, address=self.address, version="1")
+            agent = AgentCard(name="fake", incarnation=self.incarnation, address=self.address, version="1")
             self.say(Attached(version=1, epoch=len(self.attaches), agent=agent))
 
     def say(self, message: ToEngine) -> None:

@@ -47,11 +47,11 @@ from kvbridge.device.fence import EngineFence
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
 from tests.integration.adapters.test_link import POOL
 
-OFFER = Offer(room="room", request="r", tokens=16, blocks=(Blocks(0, 0, (3,)),), is_last=True, hold_s=30)
+OFFER = Offer(rendezvous="room", request="r", tokens=16, blocks=(Blocks(0, 0, (3,)),), is_last=True, hold_s=30)
 WANT = Want(
     request="r",
-    room="room",
-    source="tcp://x:1",
+    rendezvous="room",
+    sender="tcp://x:1",
     first_token=0,
     end_token=16,
     blocks=(Blocks(0, 0, (3,)),),
@@ -59,7 +59,7 @@ WANT = Want(
     fence=1,
 )
 NOTHING = replace(WANT, end_token=0, blocks=(), fence=0)
-EXPECT = Expect(request="r", room="room", source="tcp://x:1")
+EXPECT = Expect(request="r", rendezvous="room", sender="tcp://x:1")
 RANKS = (Rank(tp_rank=0, pp_rank=0, address="tcp://127.0.0.1:7700"),)
 SCALES = (Scales(0, "k", (0.5,)),)
 
@@ -439,7 +439,7 @@ def test_who_has_our_memory_can_be_asked(talk: Talk) -> None:
     agent = talk.attach()
     attached = talk.engine.attached
     assert attached is not None
-    assert (attached.agent.boot, attached.agent.name, attached.epoch) == ("boot-1", "fake", 1)
+    assert (attached.agent.incarnation, attached.agent.name, attached.epoch) == ("incarnation-1", "fake", 1)
     assert talk.engine.address == agent.address
     agent.say(Rescaled(revision=1, epoch=2))
     talk.engine.turn()

@@ -65,7 +65,7 @@ POOL = Pool(
     ),
 )
 ATTACH = Attach(versions=OURS, pool=POOL, handles=(Handle(region=0, kind="shm_fd", fd=0),))
-WANT = Want(request="r", room="room", source="tcp://x:1", first_token=0, end_token=0, blocks=(), deadline_s=1)
+WANT = Want(request="r", rendezvous="room", sender="tcp://x:1", first_token=0, end_token=0, blocks=(), deadline_s=1)
 DONE = Done(request="r", moved_bytes=0, seconds=0)
 
 
@@ -166,7 +166,7 @@ def test_sends_nothing_before_it_is_attached(link: AgentLink, agent: FakeAgent) 
 
 @pytest.mark.parametrize(
     "change",
-    [{"room": "\ud800"}, {"source": "tcp://h\udfff:1"}, {"first_token": 1 << 70}, {"blocks": object()}],
+    [{"room": "\ud800"}, {"sender": "tcp://h\udfff:1"}, {"first_token": 1 << 70}, {"blocks": object()}],
     ids=["room", "address", "number", "object"],
 )
 def test_what_cannot_be_encoded_is_not_sent_and_harms_nothing(

@@ -14,7 +14,7 @@ from kvbridge.adapters.sglang.foreign import MOST_LOGPROBS, Prefilled, is_fetche
 from kvbridge.errors import EngineError
 
 VOCABULARY = 1024
-TOLD = {"source": "tcp://10.0.0.1:7700", "first_token": 5}
+TOLD = {"sender": "tcp://10.0.0.1:7700", "first_token": 5}
 TOP = [[-0.25, 5], [-1.5, 9]]
 
 
@@ -30,7 +30,7 @@ def req(told: Any, top: int = -1) -> Any:
 
 def test_what_is_needed_is_read() -> None:
     said, top = prefilled(req(TOLD), VOCABULARY)
-    assert (said.source, said.first_token, said.rendezvous, top) == ("tcp://10.0.0.1:7700", 5, "", [])
+    assert (said.sender, said.first_token, said.rendezvous, top) == ("tcp://10.0.0.1:7700", 5, "", [])
 
 
 def test_log_probabilities_of_the_first_token_come_with_it() -> None:
@@ -44,10 +44,10 @@ def test_log_probabilities_of_the_first_token_come_with_it() -> None:
     [
         (None, -1, "custom_params['kvbridge']: Expected `object`, got `null`"),
         ("all of it", -1, "Expected `object`, got `str`"),
-        ({"source": "tcp://10.0.0.1:7700"}, -1, "missing required field `first_token`"),
+        ({"sender": "tcp://10.0.0.1:7700"}, -1, "missing required field `first_token`"),
         (TOLD | {"first_tokem": 5}, -1, "unknown field `first_tokem`"),
-        (TOLD | {"source": ""}, -1, "length >= 1"),
-        (TOLD | {"source": "x" * 300}, -1, "length <= 256"),
+        (TOLD | {"sender": ""}, -1, "length >= 1"),
+        (TOLD | {"sender": "x" * 300}, -1, "length <= 256"),
         (TOLD | {"first_token": "5"}, -1, "Expected `int`"),
         (TOLD | {"first_token": -1}, -1, "token -1: must be in [0, 1024)"),
         (TOLD | {"first_token": 1024}, -1, "token 1024: must be in [0, 1024)"),
@@ -79,7 +79,7 @@ def test_the_prefill_side_is_told_that_nobody_will_ask() -> None:
     assert is_fetched_elsewhere(req({"fetched_by": "vllm"}))
     assert not is_fetched_elsewhere(req(None))
     assert not is_fetched_elsewhere(SimpleNamespace(sampling_params=SimpleNamespace(custom_params=None)))
-    with pytest.raises(EngineError, match="unknown field `source`"):
+    with pytest.raises(EngineError, match="unknown field `sender`"):
         is_fetched_elsewhere(req(TOLD))
 
 

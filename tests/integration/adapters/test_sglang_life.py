@@ -186,7 +186,7 @@ def test_a_prompt_that_another_engine_fetches_is_computed_without_being_asked_fo
     made.init(3, 1)
     made.send(pages(3, 4, 5), [], 40)
     (offer,) = of.talk.said
-    assert (offer.room, offer.tokens, offer.is_last) == (f"room/{ROOM}/ab", 40, True)
+    assert (offer.rendezvous, offer.tokens, offer.is_last) == (f"room/{ROOM}/ab", 40, True)
     assert offer.traceparent == TRACE
     of.talk.end(str(ROOM), "offer")
     of._look_at = 0.0
@@ -478,7 +478,7 @@ def test_an_agent_that_does_not_come_back_costs_the_request(monkeypatch: pytest.
 # Another engine's prompts:
 
 FOREIGN = "kvbridge:8998"
-TOLD = {"source": "tcp://10.0.0.7:7700", "first_token": 5}
+TOLD = {"sender": "tcp://10.0.0.7:7700", "first_token": 5}
 
 
 def foreign_receiver(of: Any, told: dict[str, Any]) -> Any:
@@ -508,7 +508,7 @@ def test_another_engines_prompt_is_fetched_where_the_router_says_and_goes_on_wit
     made = foreign_receiver(of, TOLD | {"rendezvous": f"room/{ROOM}/ab"})
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
     (want,) = of.talk.said
-    assert (want.room, want.source, want.end_token) == (f"room/{ROOM}/ab", "tcp://10.0.0.7:7700", 40)
+    assert (want.rendezvous, want.sender, want.end_token) == (f"room/{ROOM}/ab", "tcp://10.0.0.7:7700", 40)
     assert want.traceparent == TRACE
     assert listen(of, made) == WAITING and not of.buffers.bootstrap_room.any(), "the row comes last"
     of.talk.end(str(ROOM), "want")
@@ -532,8 +532,8 @@ def test_another_engines_prompt_is_held_while_the_request_queues() -> None:
     made.queued(req("ab", TOLD))
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
     expect, want = of.talk.said
-    assert isinstance(expect, Expect) and expect.source == TOLD["source"]
-    assert (expect.request, expect.room) == (want.request, want.room), "the want ends it"
+    assert isinstance(expect, Expect) and expect.sender == TOLD["sender"]
+    assert (expect.request, expect.rendezvous) == (want.request, want.rendezvous), "the want ends it"
     of.talk.end(str(ROOM), "want")
     assert listen(of, made) == SUCCESS
     made.clear()
@@ -554,7 +554,7 @@ def test_a_request_that_ends_while_it_queues_lets_go_of_another_engines_prompt_o
     made.clear()
     made.clear()
     expect, want = of.talk.said
-    assert (want.request, want.room, want.source) == (expect.request, expect.room, expect.source)
+    assert (want.request, want.rendezvous, want.sender) == (expect.request, expect.rendezvous, expect.sender)
     assert (want.first_token, want.end_token, want.blocks) == (0, 0, ())
 
 

@@ -87,7 +87,7 @@ CALLED = {
     "sglang.srt.plugins.hook_registry.HookRegistry.register": ["target", "hook", "hook_type"],
     "sglang.srt.utils.network.NetworkAddress.to_tcp": ["self"],
 }
-# What an instance has once it is made: as its class's source, or its bases', says.
+# What an instance has once it is made: as its class's sender, or its bases', says.
 HELD = {
     f"{CONN}.CommonKVManager": (
         *("request_status", "transfer_infos", "req_to_decode_prefix_len", "failure_records", "prefill_info_table"),

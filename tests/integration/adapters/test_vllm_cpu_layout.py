@@ -61,7 +61,7 @@ def test_every_number_lies_where_we_say(isa: str, dtype: torch.dtype, cache: str
     size = memory.element_size()
     flat = memory.view(torch.uint8).flatten()
     cell = 2 * tokens * width * size
-    for half, offset, source in zip(halves(isa, tokens, width, size), (0, cell // 2), (k, v), strict=True):
+    for half, offset, sender in zip(halves(isa, tokens, width, size), (0, cell // 2), (k, v), strict=True):
         rows = places(half.tokens)[:, None] + places(half.elements)  # [N, D]
         assert rows.numel() == len(set(rows.flatten().tolist())) == tokens * width
         for index, slot in enumerate(slots.tolist()):
@@ -73,7 +73,7 @@ def test_every_number_lies_where_we_say(isa: str, dtype: torch.dtype, cache: str
                 if is_fp8:
                     fp8 = torch.float8_e5m2 if cache == "fp8_e5m2" else torch.float8_e4m3fn
                     found = found.view(fp8).to(dtype)
-                assert torch.equal(found, source[index, head]), f"{isa}: token {token} of block {block}, head {head}"
+                assert torch.equal(found, sender[index, head]), f"{isa}: token {token} of block {block}, head {head}"
 
 
 def test_refuses_by_name_what_it_cannot_describe() -> None:

@@ -66,7 +66,7 @@ def test_a_reason_that_is_a_line_of_its_own_forges_no_line_in_the_engines_log(
 def test_asks_for_the_agent_that_has_the_key_that_was_told(world: World) -> None:
     world.decode(40, remote_key="rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7")
     world.steps(3)
-    assert world.agents[0].one(Want).source == "tcp://10.0.0.1:7700#rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+    assert world.agents[0].one(Want).sender == "tcp://10.0.0.1:7700#rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 
 
 TRACE, OTHER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "00-" + "1" * 32 + "-" + "2" * 16 + "-00"
@@ -128,7 +128,7 @@ def test_wants_all_but_the_last_token_and_runs_when_they_are_there(tmp_path: Pat
     want = agent.one(Want)
     assert (want.first_token, want.end_token, want.deadline_s) == (0, 39, 60.0)
     assert [(p.group, p.first, list(p.ids)) for p in want.blocks] == [(0, 0, world.block_ids(request))]
-    assert (want.room, want.source) == (f"theirs/0/{prompt_digest(request)}", "tcp://10.0.0.1:7700")
+    assert (want.rendezvous, want.sender) == (f"theirs/0/{prompt_digest(request)}", "tcp://10.0.0.1:7700")
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
     agent.say(done(want))
@@ -164,7 +164,7 @@ def test_two_sides_of_a_proxy_meet_in_one_room(world: World) -> None:
     world.decode(prompt=prompt, name="cmpl-abc-0-22222222", remote_request_id=prefilled)  # waited for the answer
     world.decode(prompt=prompt, name="cmpl-abc-0-33333333", remote_request_id="abc")  # asked both at once
     world.step()
-    assert [want.room for want in agent.take(Want)] == [prefilled, prefilled]
+    assert [want.rendezvous for want in agent.take(Want)] == [prefilled, prefilled]
 
 
 def test_fetches_only_what_the_prefix_cache_lacks(world: World) -> None:
@@ -388,7 +388,7 @@ def test_a_new_agent_is_attached_to_and_told_everything_again(world: World) -> N
     world.steps(2)
     world.start_agents()
     (agent,) = world.agents
-    agent.boot = "boot-2"
+    agent.incarnation = "incarnation-2"
     world.clock.now += 1
     world.request(30)
     world.steps(3)
@@ -464,7 +464,7 @@ def test_a_consumer_wants_unnamed_requests_by_their_prompt(tmp_path: Path) -> No
     consumer.request(prompt=prompt, max_tokens=4)
     consumer.step()
     want = consumer.agents[0].one(Want)
-    assert (want.room, want.source) == (offer.room, "tcp://10.0.0.9:7700")
+    assert (want.rendezvous, want.sender) == (offer.rendezvous, "tcp://10.0.0.9:7700")
     consumer.agents[0].say(done(want))
     finish(consumer)
     consumer.assert_empty()
@@ -485,7 +485,7 @@ def test_what_an_untagged_prefill_answered_is_fetched_for_its_prompt_alone(tmp_p
     consumer.step()
     if is_same:
         want = consumer.agents[0].one(Want)
-        assert (want.room, want.source, want.end_token) == (offer.room, "tcp://127.0.0.1:7700", 39)
+        assert (want.rendezvous, want.sender, want.end_token) == (offer.rendezvous, "tcp://127.0.0.1:7700", 39)
         consumer.agents[0].say(done(want))
     finish(consumer)
     assert not consumer.agents[0].take(Want)
@@ -515,7 +515,7 @@ def test_wants_in_the_room_that_a_router_gave_both_sides(world: World, has_waite
     request = world.decode(prompt=prompt, remote_request_id=name, bootstrap_room=7)
     world.steps(3)
     want = world.agents[0].one(Want)
-    assert (want.room, want.source) == (f"room/7/{prompt_digest(request)}", "tcp://10.0.0.1:7700")
+    assert (want.rendezvous, want.sender) == (f"room/7/{prompt_digest(request)}", "tcp://10.0.0.1:7700")
 
 
 def test_a_room_that_was_prefilled_for_another_prompt_is_not_waited_for(world: World) -> None:

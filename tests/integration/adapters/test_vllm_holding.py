@@ -87,12 +87,12 @@ def test_a_request_that_queues_says_what_it_will_want(world: World) -> None:
     request = world.decode(60, remote_request_id="theirs")
     world.step()
     expected = agent.one(Expect)
-    assert expected.source == "tcp://10.0.0.1:7700"
+    assert expected.sender == "tcp://10.0.0.1:7700"
     world.abort(request)
     world.step()
     want = agent.one(Want)
     assert agent.one(Abandon).request == expected.request
-    assert (want.room, want.end_token) == (expected.room, 0)
+    assert (want.rendezvous, want.end_token) == (expected.rendezvous, 0)
 
 
 def test_a_request_that_gets_blocks_wants_under_the_name_that_it_was_expected_by(world: World) -> None:
@@ -100,7 +100,7 @@ def test_a_request_that_gets_blocks_wants_under_the_name_that_it_was_expected_by
     request = world.decode(60)
     world.step()
     expected, want = agent.one(Expect), agent.one(Want)
-    assert (expected.request, expected.room, expected.source) == (want.request, want.room, want.source)
+    assert (expected.request, expected.rendezvous, expected.sender) == (want.request, want.rendezvous, want.sender)
     world.abort(request)
     world.step()
     assert agent.one(Abandon).request == want.request

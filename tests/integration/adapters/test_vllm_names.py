@@ -147,7 +147,7 @@ def test_one_id_used_for_unlike_requests_wants_each_its_own_room(world: World) -
     for number, kv in enumerate(UNLIKE):
         world.decode(prompt=PROMPT, name=f"chatcmpl-call-{number:08x}", remote_request_id="call", kv=kv)
     world.step()
-    assert len({want.room for want in agent.take(Want)}) == len(UNLIKE)
+    assert len({want.rendezvous for want in agent.take(Want)}) == len(UNLIKE)
 
 
 @pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
@@ -159,7 +159,7 @@ def test_one_id_used_for_unlike_requests_offers_each_in_its_own_room(tmp_path: P
     for number, kv in enumerate(plain):
         world.request(prompt=PROMPT, max_tokens=1, name=f"chatcmpl-call-{number:08x}", kv=kv, **params)
     world.step()
-    assert len({offer.room for offer in agent.take(Offer)}) == len(plain)
+    assert len({offer.rendezvous for offer in agent.take(Offer)}) == len(plain)
 
 
 def test_the_same_request_meets_itself_on_another_engine(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_no_prompt_of_a_batch_takes_its_siblings_offer(world: World) -> None:
         world.decode(prompt=prompts[index], name=name, **told(digests[0], "prefill"))
     world.steps(2)
     wants = agent.take(Want)
-    assert sorted(want.room for want in wants) == [f"prefill/{i}/{digests[i]}" for i in range(3)]
+    assert sorted(want.rendezvous for want in wants) == [f"prefill/{i}/{digests[i]}" for i in range(3)]
     assert all(want.end_token for want in wants), "none is declined"
 
 
@@ -215,7 +215,7 @@ def test_a_prompt_prefilled_otherwise_is_computed_at_once_and_declined_only_if_i
     params = told("0" * 40, call)
     world.decode(prompt=PROMPT, name="chatcmpl-call-11111111", **params)
     world.run()
-    declined = [(want.room, want.end_token) for want in agent.take(Want)]
+    declined = [(want.rendezvous, want.end_token) for want in agent.take(Want)]
     assert declined == ([(params["remote_request_id"], 0)] if call == "call" else [])
     assert len([r for r in caplog.records if "prefilled for another prompt" in r.getMessage()]) == 1
     refuse(world, params)
@@ -233,7 +233,7 @@ def test_a_refused_call_lets_go_of_what_was_offered_for_it_and_is_no_prompt(
     refuse(world, params)
     world.run()
     want = agent.one(Want)
-    assert (want.room, want.source) == (params["remote_request_id"], "tcp://10.0.0.1:7700")
+    assert (want.rendezvous, want.sender) == (params["remote_request_id"], "tcp://10.0.0.1:7700")
     assert want.end_token == 0 and want.blocks == ()
     refuse(world, told("1" * 40), "")  # a client may choose this name, and no message holds an empty one
     world.run()

@@ -102,7 +102,7 @@ def test_frees_at_once_what_was_released_before_the_request_ended(world: World) 
     (worker,) = world.workers
     worker.bind_connector_metadata(scheduled.kv_connector_metadata)
     worker.wait_for_save()
-    agent.say(Released(request=agent.one(Offer).request))  # all sinks served, while the engine still samples
+    agent.say(Released(request=agent.one(Offer).request))  # all receivers served, while the engine still samples
     assert not world.said(worker, scheduled).finished_sending
     worker.clear_connector_metadata()
     held = world.scheduler.requests.copy()
@@ -394,7 +394,7 @@ def test_a_producer_offers_unnamed_one_token_requests_under_their_prompt(tmp_pat
     offers = [offer for offer in agent.take(Offer) if offer.is_last]
     assert len(offers) == 3
     assert offers[1].room == offers[2].room != offers[0].room
-    assert all(offer.room.startswith("prompt-") for offer in offers)
+    assert all(offer.rendezvous.startswith("prompt-") for offer in offers)
     for offer in offers:
         agent.say(Released(request=offer.request))
     world.run()
@@ -410,8 +410,8 @@ def test_an_untagged_prefill_is_answered_with_what_a_router_may_hand_on(tmp_path
     params = world.step().outputs[0].kv_transfer_params
     offer = agent.one(Offer)
     if is_told:
-        assert params["do_remote_prefill"] and params["remote_request_id"] == offer.room
-        assert offer.room == f"prompt-{prompt_digest(request)}"
+        assert params["do_remote_prefill"] and params["remote_request_id"] == offer.rendezvous
+        assert offer.rendezvous == f"prompt-{prompt_digest(request)}"
         assert (params["remote_host"], params["remote_port"], params["remote_key"]) == ("127.0.0.1", 7700, "KEY")
     else:
         assert params is None

@@ -96,7 +96,7 @@ def test_an_agent_that_refuses_them_gets_no_more_offers(tmp_path: Path) -> None:
 
 
 class Adopting:
-    """A World of one fp8 layer that would take the scales of its source, and the agent beside it."""
+    """A World of one fp8 layer that would take the scales of its sender, and the agent beside it."""
 
     def __init__(self, folder: Path, backend: str = "CPU_ATTN") -> None:
         self.layer = SimpleNamespace(
@@ -138,7 +138,7 @@ class Adopting:
         return answer
 
 
-def test_takes_the_scales_of_its_source_before_anything_is_there(tmp_path: Path) -> None:
+def test_takes_the_scales_of_its_sender_before_anything_is_there(tmp_path: Path) -> None:
     engine = Adopting(tmp_path)
     assert engine.agent.attaches[0].policy == "adopt"
     engine.world.decode(40)
@@ -176,7 +176,7 @@ def test_keeps_its_own_once_a_request_was_received(tmp_path: Path) -> None:
     assert isinstance(answer, Decline) and engine.scales == (1.0, 1.0, 1.0)
 
 
-def test_takes_one_sources_scales_only(tmp_path: Path) -> None:
+def test_takes_one_senders_scales_only(tmp_path: Path) -> None:
     engine = Adopting(tmp_path)
     engine.ask(0.375)
     answer = engine.ask(0.5, revision=2)
@@ -196,7 +196,7 @@ def test_says_what_it_cannot_take(tmp_path: Path, backend: str, scales: tuple[fl
 
 
 def test_rows_that_came_under_the_scales_from_before_are_not_used(tmp_path: Path) -> None:
-    """Of another source, done before the agent has heard that the scales are others."""
+    """Of another sender, done before the agent has heard that the scales are others."""
     engine = Adopting(tmp_path)
     engine.world.decode(40)
     engine.world.step()

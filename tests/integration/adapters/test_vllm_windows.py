@@ -89,7 +89,7 @@ class Travels:
 
     def first(self, end: int) -> tuple[int, int]:
         """The first token of either group; `end` where there is none."""
-        legs = {leg.strips[0].sink.group: leg for leg in self.planner.plan(self.takes, 0, end, 1 << 12).legs}
+        legs = {leg.strips[0].receiver.group: leg for leg in self.planner.plan(self.takes, 0, end, 1 << 12).legs}
         full, late = (legs[group].comb.token(legs[group].first) if group in legs else end for group in (0, 1))
         return full, late
 
@@ -189,7 +189,7 @@ def test_who_waits_for_what_vllm_gives_up_hears_that_nothing_comes(tmp_path: Pat
     world.request(47 if window is SLIDING else 64, max_tokens=1)
     world.run()
     offer = agent.one(Offer)
-    assert (offer.tokens, offer.blocks, offer.is_last) == (0, (), True) and offer.room.startswith("prompt-")
+    assert (offer.tokens, offer.blocks, offer.is_last) == (0, (), True) and offer.rendezvous.startswith("prompt-")
     agent.say(Released(request=offer.request))
     world.steps(2)
     world.assert_empty()

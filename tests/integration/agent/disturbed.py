@@ -31,12 +31,12 @@ from tests.integration.agent.rank import CALM_S, GONE, SEEDS
 
 QUIET_S = 10.0
 HOLD_S = 20.0
-DEATH_HOLD_S = 3.0  # of offers that a sink may not live to claim
+DEATH_HOLD_S = 3.0  # of offers that a receiver may not live to claim
 UNDISTURBED = 5
 SPARE_TIMES = 2
 KILLED_CALM_S = 0.2
 
-# What a source's engine may be told of an offer whose sink's agent died. Nothing, if all was gathered.
+# What a sender's engine may be told of an offer whose receiver's agent died. Nothing, if all was gathered.
 RELEASED_BY_DEATH = {"", "peer_lost", "write_failed", "offer_expired"}
 
 
@@ -65,7 +65,7 @@ class Scale:
 class Side:
     """An agent and the engine beside it; the agent may die and be started again, at the same address and socket."""
 
-    def __init__(self, pair: Pair, role: Literal["source", "sink"], shape: Shape, device: str) -> None:
+    def __init__(self, pair: Pair, role: Literal["sender", "receiver"], shape: Shape, device: str) -> None:
         self._stack, self._folder = pair.stack, pair.folder
         self._options = pair.scale.options | {"device": device}
         self.role = role
@@ -140,24 +140,24 @@ class Side:
 
 
 class Pair:
-    """A source and a sink that have met."""
+    """A sender and a receiver that have met."""
 
     def __init__(self, folder: Path, stack: ExitStack, scale: Scale) -> None:
         self.folder, self.stack, self.scale = folder, stack, scale
-        self._rooms = 0
+        self._rendezvous_ids = 0
         self._took: list[float] = []
         self.late: list[str] = []
         shapes = scale.shape("LPBTHE", 16), scale.shape("LPBHTE", 64)
-        self.source = Side(self, "source", shapes[0], scale.devices[0])
-        self.sink = Side(self, "sink", shapes[1], scale.devices[1])
-        for side in (self.source, self.sink):
+        self.sender = Side(self, "sender", shapes[0], scale.devices[0])
+        self.receiver = Side(self, "receiver", shapes[1], scale.devices[1])
+        for side in (self.sender, self.receiver):
             side.engine.hear("ready")
             side.attach()
         self.exact()  # the agents meet
         self._took.clear()
         for _ in range(UNDISTURBED):
             self.exact()
-        (peer,) = self.sink.agent.status().peers
+        (peer,) = self.receiver.agent.status().peers
         assert peer.route.startswith(scale.route), peer
 
     @property
@@ -169,36 +169,36 @@ class Pair:
     def fastest_s(self) -> float:
         return min(self._took)
 
-    def room(self) -> dict[str, Any]:
-        self._rooms += 1
-        return {"seed": self._rooms % SEEDS, "room": f"room {self._rooms}"}
+    def rendezvous(self) -> dict[str, Any]:
+        self._rendezvous_ids += 1
+        return {"seed": self._rendezvous_ids % SEEDS, "rendezvous": f"rendezvous {self._rendezvous_ids}"}
 
     def exact(self) -> None:
-        """A transfer that nobody disturbs: every byte of the sink's memory is right."""
-        room = self.room()
-        self.source.offer(hold_s=HOLD_S, **room)
-        told = self.sink.tell("want", source=self.source.agent.address, **room)
+        """A transfer that nobody disturbs: every byte of the receiver's memory is right."""
+        rendezvous = self.rendezvous()
+        self.sender.offer(hold_s=HOLD_S, **rendezvous)
+        told = self.receiver.tell("want", sender=self.sender.agent.address, **rendezvous)
         assert (told["code"], told["wrong"]) == ("", ""), told
-        assert self.source.offer_ended() == ""
+        assert self.sender.offer_ended() == ""
         self._took.append(told["seconds"])
 
     def disturbed(self, after_s: float, kill: int = 0, is_patient: bool = True) -> tuple[str, str]:
-        """A transfer disturbed after so long: the codes that the two engines, sink and source, were told.
+        """A transfer disturbed after so long: the codes that the two engines, receiver and sender, were told.
 
-        Done before the disturbance it is right in every byte; else nobody has written after its end. A sink that is not
-        patient does not wait until its agent's process is gone: what was written is told in `late`.
+        Done before the disturbance it is right in every byte; else nobody has written after its end. A receiver that is
+        not patient does not wait until its agent's process is gone: what was written is told in `late`.
         """
-        room = self.room()
-        self.source.offer(hold_s=DEATH_HOLD_S if kill else HOLD_S, **room)
-        told = self.sink.tell(
+        rendezvous = self.rendezvous()
+        self.sender.offer(hold_s=DEATH_HOLD_S if kill else HOLD_S, **rendezvous)
+        told = self.receiver.tell(
             "disturb",
-            source=self.source.agent.address,
+            sender=self.sender.agent.address,
             after_s=after_s,
             kill=kill,
-            pattern=16 + self._rooms % 128,
+            pattern=16 + self._rendezvous_ids % 128,
             calm_s=KILLED_CALM_S if kill else CALM_S,
             is_patient=is_patient,
-            **room,
+            **rendezvous,
         )
         if not told["code"]:
             self._took.append(told["seconds"])
@@ -207,96 +207,96 @@ class Pair:
             assert told["wrong"] == "", f"disturbed after {after_s * 1e3:.2f} ms: {told}"
         elif told["code"]:
             self.late.append(told["wrong"])
-        return told["code"], self.source.offer_ended()
+        return told["code"], self.sender.offer_ended()
 
     def is_sound(self) -> None:
         """All is free, the next transfer is exact, all is free again."""
         self.exact()
-        self.source.is_quiet()
-        self.sink.is_quiet()
-        for side in (self.source, self.sink):
+        self.sender.is_quiet()
+        self.receiver.is_quiet()
+        for side in (self.sender, self.receiver):
             assert "Traceback" not in side.log, side.log
 
 
 def stands_still_over_a_withdrawal(pair: Pair, seed: int, rounds: int) -> int:
-    """The source's agent is stopped under way, and its engine, that must compute on, uses the blocks again.
+    """The sender's agent is stopped under way, and its engine, that must compute on, uses the blocks again.
 
     What was read of them meanwhile never counts. Returns how many transfers were done all the same.
     """
     chance, done = random.Random(seed), 0
     for _ in range(rounds):
-        room, stop = pair.room(), pair.source.agent.process.pid
+        rendezvous, stop = pair.rendezvous(), pair.sender.agent.process.pid
         after_s = chance.uniform(0.2, 1.1) * pair.fastest_s
-        pair.source.engine.say(
-            json.dumps({"verb": "take_back", "hold_s": HOLD_S, "after_s": after_s, "stop": stop} | room)
+        pair.sender.engine.say(
+            json.dumps({"verb": "take_back", "hold_s": HOLD_S, "after_s": after_s, "stop": stop} | rendezvous)
         )
-        pair.source.engine.hear("offered")
-        told = pair.sink.tell("want", source=pair.source.agent.address, **room)
+        pair.sender.engine.hear("offered")
+        told = pair.receiver.tell("want", sender=pair.sender.agent.address, **rendezvous)
         print(f"taken back after {after_s * 1e3:.1f} ms: {told['code'] or 'done'} {told['wrong']}")
         if not told["code"]:
             assert told["wrong"] == "", f"taken back after {after_s * 1e3:.2f} ms: {told}"
             done += 1
-        pair.source.engine.hear("take_back")
+        pair.sender.engine.hear("take_back")
     pair.is_sound()
     return done
 
 
-READ_ENDED = f"sink.read_ended=pause:{1.5 * LEASE_S}@{UNDISTURBED + 3}"  # in the second of what follows
+READ_ENDED = f"receiver.read_ended=pause:{1.5 * LEASE_S}@{UNDISTURBED + 3}"  # in the second of what follows
 
 
 def stands_still_for_a_while(pair: Pair) -> None:
-    """The source's agent is stopped while it is read, past the lease, and goes on: that costs time, and no transfer.
+    """The sender's agent is stopped while it is read, past the lease, and goes on: that costs time, and no transfer.
 
-    The sink's agent takes long over the second of them, so that the lease of the claim is over when it has read.
+    The receiver's agent takes long over the second of them, so that the lease of the claim is over when it has read.
     """
-    halt = {"hold_s": HOLD_S, "after_s": LEASE_S / 3, "stop": pair.source.agent.process.pid, "for_s": 3 * LEASE_S}
+    halt = {"hold_s": HOLD_S, "after_s": LEASE_S / 3, "stop": pair.sender.agent.process.pid, "for_s": 3 * LEASE_S}
     took = []
     for _ in range(3):
-        room = pair.room()
-        pair.source.engine.say(json.dumps({"verb": "offer_past"} | halt | room))
-        pair.source.engine.hear("offered")
-        told = pair.sink.tell("want", source=pair.source.agent.address, **room)
+        rendezvous = pair.rendezvous()
+        pair.sender.engine.say(json.dumps({"verb": "offer_past"} | halt | rendezvous))
+        pair.sender.engine.hear("offered")
+        told = pair.receiver.tell("want", sender=pair.sender.agent.address, **rendezvous)
         assert (told["code"], told["wrong"]) == ("", ""), told
-        assert pair.source.engine.hear("offer_past")["code"] == ""
+        assert pair.sender.engine.hear("offer_past")["code"] == ""
         took.append(told["seconds"])
     assert max(took) > 3 * LEASE_S, f"none of these waited for the agent that stood still: {took}"
     pair.is_sound()
 
 
 def stands_still(pair: Pair, seed: int) -> int:
-    """The source's agent is stopped under way: the sink's slots, in doubt for too long, are made anew.
+    """The sender's agent is stopped under way: the receiver's slots, in doubt for too long, are made anew.
 
-    Its engine is left alone. When the source's agent goes on, what it still writes goes where nothing is any more, and
+    Its engine is left alone. When the sender's agent goes on, what it still writes goes where nothing is any more, and
     all is well again.
     Returns how many slots were in doubt.
     """
-    chance, source = random.Random(seed), pair.source.agent.process.pid
+    chance, sender = random.Random(seed), pair.sender.agent.process.pid
     for _ in range(SPARE_TIMES * 3):
-        room, before = pair.room(), _rebuilds(pair.sink.agent.status())
-        pair.source.offer(hold_s=HOLD_S, **room)
-        told = pair.sink.tell(
+        rendezvous, before = pair.rendezvous(), _rebuilds(pair.receiver.agent.status())
+        pair.sender.offer(hold_s=HOLD_S, **rendezvous)
+        told = pair.receiver.tell(
             "disturb",
-            source=pair.source.agent.address,
+            sender=pair.sender.agent.address,
             after_s=chance.uniform(0.1, 0.6) * pair.fastest_s,
-            kill=source,
+            kill=sender,
             number=signal.SIGSTOP,
             pattern=77,
-            **room,
+            **rendezvous,
         )
         assert told["wrong"] == "" and told["code"] in ("", "peer_lost"), told
-        slots = pair.sink.agent.status().inbound
+        slots = pair.receiver.agent.status().inbound
         print(f"stopped: {told['code'] or 'done'}, {slots}")
         is_enough = bool(told["code"]) and slots.quarantined * 2 >= pair.scale.inbound_slots
         if is_enough:
-            status = pair.sink.becomes(partial(_has_rebuilt, before=before))
+            status = pair.receiver.becomes(partial(_has_rebuilt, before=before))
             assert status.engine is not None and status.engine.epoch == 1, "its engine was not left alone"
             assert status.inbound.free == pair.scale.inbound_slots
-        os.kill(source, signal.SIGCONT)
-        pair.source.offer_ended()
+        os.kill(sender, signal.SIGCONT)
+        pair.sender.offer_ended()
         pair.is_sound()
         if is_enough:
             return slots.quarantined
-    raise AssertionError("the source's agent was never stopped while half of the slots were lent")
+    raise AssertionError("the sender's agent was never stopped while half of the slots were lent")
 
 
 def _is_greeting_nobody(status: Status) -> bool:
@@ -318,7 +318,7 @@ def pair_of(folder: Path, scale: Scale) -> Iterator[Pair]:
 
 
 def abandons(pair: Pair, seed: int, rounds: int) -> None:
-    """The sink's engine abandons at random moments; what comes next may find slots that are still quarantined."""
+    """The receiver's engine abandons at random moments; what comes next may find slots that are still quarantined."""
     chance, codes = random.Random(seed), []
     for i in range(rounds):
         failed, released = pair.disturbed((i + chance.random()) / rounds * pair.usual_s)
@@ -328,28 +328,29 @@ def abandons(pair: Pair, seed: int, rounds: int) -> None:
     pair.is_sound()
 
 
-def sinks_agent_dies(pair: Pair, seed: int, times: int, is_patient: bool = True) -> None:
-    """The sink's agent is killed: its engine hears that, the source gets its blocks back and serves the next one."""
-    for failed, released in _kills(pair, pair.sink, seed, times, is_patient):
+def receivers_agent_dies(pair: Pair, seed: int, times: int, is_patient: bool = True) -> None:
+    """The receiver's agent is killed: its engine hears that, the sender gets its blocks back and serves the next
+    one."""
+    for failed, released in _kills(pair, pair.receiver, seed, times, is_patient):
         assert failed in ("", GONE)
         assert released in (RELEASED_BY_DEATH if failed else {""})
-        assert pair.source.agent.process.poll() is None
-        pair.source.is_quiet()
+        assert pair.sender.agent.process.poll() is None
+        pair.sender.is_quiet()
 
 
-def sources_agent_dies(pair: Pair, seed: int, times: int) -> None:
-    """The source's agent is killed: the want fails by name, and no slot is free again before there is proof.
+def senders_agent_dies(pair: Pair, seed: int, times: int) -> None:
+    """The sender's agent is killed: the want fails by name, and no slot is free again before there is proof.
 
     That the connection is gone is not enough, nor is time: the dead agent's writes are over for sure only once the
-    next one has taken its place at its address. Where the sink pulls, nobody else writes and no slot is lent.
+    next one has taken its place at its address. Where the receiver pulls, nobody else writes and no slot is lent.
     """
     quarantined = 0
-    for failed, released in _kills(pair, pair.source, seed, times):
+    for failed, released in _kills(pair, pair.sender, seed, times):
         assert failed in ("", "peer_lost") and released in ("", GONE)
-        slots = pair.sink.becomes(lambda status: not status.transfers and not status.inbound.landed).inbound
+        slots = pair.receiver.becomes(lambda status: not status.transfers and not status.inbound.landed).inbound
         time.sleep(CALM_S)
-        assert not slots.lent and pair.sink.agent.status().inbound == slots
-        print(f"{slots.quarantined} slots are quarantined until the source's agent is back")
+        assert not slots.lent and pair.receiver.agent.status().inbound == slots
+        print(f"{slots.quarantined} slots are quarantined until the sender's agent is back")
         quarantined += slots.quarantined
     if pair.scale.route == "pull":
         assert not quarantined
@@ -363,13 +364,13 @@ def _kills(pair: Pair, victim: Side, seed: int, times: int, is_patient: bool = T
     After each the agent comes back, and all is well again.
     """
     chance = random.Random(seed)
-    may_outlive = victim is pair.source and pair.scale.route == "pull"  # what is read under a lease needs no sender
+    may_outlive = victim is pair.sender and pair.scale.route == "pull"  # what is read under a lease needs no sender
     for _ in range(times + times // 4 + SPARE_TIMES):
         codes = pair.disturbed(chance.uniform(0, 0.7) * pair.fastest_s, victim.agent.process.pid, is_patient)
-        print(f"the engines were told: sink {codes[0] or 'done'}, source {codes[1] or 'all gathered'}")
+        print(f"the engines were told: receiver {codes[0] or 'done'}, sender {codes[1] or 'all gathered'}")
         yield codes
         victim.revive()
-        pair.sink.becomes(_is_greeting_nobody)  # what began before the agent was back may be given up in a moment
+        pair.receiver.becomes(_is_greeting_nobody)  # what began before the agent was back may be given up in a moment
         pair.is_sound()
         times -= bool(codes[0]) or may_outlive
         if not times:

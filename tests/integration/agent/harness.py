@@ -227,16 +227,16 @@ class SyntheticEngine:
 
     def offer(self, request: str, table: list[int], tokens: int, *, first: int = 0, **changes: Any) -> None:
         pieces = (Blocks(0, first, tuple(table)),) if table else ()
-        message = {"room": request, "request": request, "tokens": tokens, "blocks": pieces}
+        message = {"rendezvous": request, "request": request, "tokens": tokens, "blocks": pieces}
         self.client.send(Offer(**message | {"is_last": True, "hold_s": 60.0} | changes))
 
-    def want(self, request: str, source: str, table: list[int], tokens: range, **changes: Any) -> None:
+    def want(self, request: str, sender: str, table: list[int], tokens: range, **changes: Any) -> None:
         size = self.pool.groups[0].block_tokens
         first = tokens.start // size
         message = {
             "request": request,
-            "room": request,
-            "source": source,
+            "rendezvous": request,
+            "sender": sender,
             "first_token": tokens.start,
             "end_token": tokens.stop,
             "blocks": (Blocks(0, first, tuple(table[first : -(-tokens.stop // size)])),),

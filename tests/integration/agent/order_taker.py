@@ -13,10 +13,10 @@ from tests.unit.exchange.world import take_up
 
 
 class OrderTaker:
-    """The part of `Mover` that a sink and a source call. `report` lets them hear what there is to say."""
+    """The part of `Mover` that a receiver and a sender call. `report` lets them hear what there is to say."""
 
-    sink: ReceiverRunner
-    source: SenderRunner
+    receiver: ReceiverRunner
+    sender: SenderRunner
 
     def __init__(self) -> None:
         self.sending, self.receiving = SendOrders(2), ReceiveOrders()
@@ -30,6 +30,6 @@ class OrderTaker:
 
     def report(self) -> None:
         while received := self.receiving.take_reports():
-            self.sink.hear(received)
+            self.receiver.hear(received)
         while sent := self.sending.take_reports():
-            self.source.hear(sent)
+            self.sender.hear(sent)

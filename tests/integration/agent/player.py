@@ -22,7 +22,7 @@ from tests.unit.exchange.world import World
 
 
 class Player:
-    """Control, mover, sink and source: the test's. A proof takes until `may_prove` is set."""
+    """Control, mover, receiver and sender: the test's. A proof takes until `may_prove` is set."""
 
     trust = Trust()
 
@@ -38,14 +38,14 @@ class Player:
         self.opened_at: list[str] = []
         self.over: list[tuple[str, str]] = []
         self.peers = Peers(self, self, lambda: self.home, Metrics(), 0.2, NoDoors())
-        self.peers.dialling.sink = self.peers.accepting.source = self
+        self.peers.dialling.receiver = self.peers.accepting.sender = self
 
     def stir(self) -> None: ...
 
     def is_wanted(self, address: str) -> bool:
         return False
 
-    def refused(self, address: str, boot: str, key: str) -> None: ...
+    def refused(self, address: str, incarnation: str, key: str) -> None: ...
 
     def dial(self, address: str) -> Wire:
         return self.wires.setdefault(address, Wire(address, is_dialled=True))
@@ -59,8 +59,8 @@ class Player:
         probe = Probe(lane=landing.lane, seed=1, size_bytes=64, bytes_per_s=1e9)
         return Connected(Routed("nixl", "", probe), serial)
 
-    def disconnect(self, boot: str, serial: int) -> None:
-        self.disconnected.append((boot, serial))
+    def disconnect(self, incarnation: str, serial: int) -> None:
+        self.disconnected.append((incarnation, serial))
 
     async def is_proved(self, route: str, lane: int, probe: Probe) -> bool:
         self.checked.append(lane)
@@ -74,14 +74,14 @@ class Player:
     def unreachable(self, address: str, code: str, reason: str) -> None:
         self.over.append((address, code))
 
-    def from_sink(self, session: Session, body: Any) -> None:
-        self.heard.append((session.peer.boot, body))
+    def from_receiver(self, session: Session, body: Any) -> None:
+        self.heard.append((session.peer.incarnation, body))
 
-    def renounce(self, boot: str, cancel: Cancel) -> bool:
+    def renounce(self, incarnation: str, cancel: Cancel) -> bool:
         return self.drained
 
-    def lost(self, boot: str) -> None:
-        self.heard.append((boot, "lost"))
+    def lost(self, incarnation: str) -> None:
+        self.heard.append((incarnation, "lost"))
 
 
 def run(story: Callable[[World], Coroutine[Any, Any, None]]) -> None:
@@ -97,13 +97,13 @@ def replace_struct(value: Any, **changes: Any) -> Any:
     return type(value)(**{name: getattr(value, name) for name in value.__struct_fields__} | changes)
 
 
-def greeting(world: World, boot: str) -> Hello:
-    home = world.sinks[0].home
-    return hello(replace(home, agent=replace_struct(home.agent, boot=boot)), 0)
+def greeting(world: World, incarnation: str) -> Hello:
+    home = world.receivers[0].home
+    return hello(replace(home, agent=replace_struct(home.agent, incarnation=incarnation)), 0)
 
 
 async def met(world: World, key: str = "") -> tuple[Player, Wire]:
-    player, wire = Player(world.sources[0].home), Wire("D0", key, "D")
+    player, wire = Player(world.senders[0].home), Wire("D0", key, "D")
     player.may_prove.set()
     async with asyncio.TaskGroup() as tasks:
         player.peers._take(tasks, wire, "D", greeting(world, "D"))
@@ -112,27 +112,27 @@ async def met(world: World, key: str = "") -> tuple[Player, Wire]:
 
 
 def welcomed(world: World, wire: Wire) -> Welcome:
-    source = world.sources[0].home
+    sender = world.senders[0].home
     said = wire.said(Hello)[-1]
-    session = answer(said, source)
+    session = answer(said, sender)
     assert isinstance(session, Session)
     probe = Probe(lane=said.probe_lane, seed=1, size_bytes=64, bytes_per_s=1e9)
-    wire.peer_boot = source.agent.boot
-    return welcome(replace(session, routed=Routed("nixl", "", probe)), source)
+    wire.peer_incarnation = sender.agent.incarnation
+    return welcome(replace(session, routed=Routed("nixl", "", probe)), sender)
 
 
 async def reached(world: World) -> tuple[Player, str]:
     """A session with P0, and who that is."""
-    player, boot = Player(world.sinks[0].home), world.sources[0].home.agent.boot
+    player, incarnation = Player(world.receivers[0].home), world.senders[0].home.agent.incarnation
     player.may_prove.set()
     player.peers.dialling.reach("P0")
     await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
     assert player.opened_at == ["P0"]
-    return player, boot
+    return player, incarnation
 
 
-def knows(player: Player, address: str, boot: str) -> None:
+def knows(player: Player, address: str, incarnation: str) -> None:
     """The agent there says that we have a session with it."""
     wire = player.wires[address]
-    wire.peer_boot = boot
-    player.peers._hear(wire, boot, Refuse(code="already_open", reasons=()))
+    wire.peer_incarnation = incarnation
+    player.peers._hear(wire, incarnation, Refuse(code="already_open", reasons=()))

@@ -1,8 +1,8 @@
 """An engine rank as a process that is told, by lines of JSON, what to offer, want, abandon or kill, and when.
 
 `python -m tests.integration.agent.rank '<Job as JSON>'`. What an engine may do the moment it is told that a request is
-over, it does at once: a source scribbles over blocks that were released, a sink over blocks whose want has failed. A
-sink then says whether anybody wrote there since.
+over, it does at once: a sender scribbles over blocks that were released, a receiver over blocks whose want has failed.
+A receiver then says whether anybody wrote there since.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Rank(SyntheticEngine):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         (request,) = job.requests
-        codec = job.shape.codec if job.role == "source" else job.source_codec
+        codec = job.shape.codec if job.role == "sender" else job.sender_codec
         self.tokens, self.table = request.tokens, tuple(self.tables[request.name])
         self.wholes = [self._whole(msgspec.structs.replace(request, seed=seed), codec) for seed in range(SEEDS)]
 
@@ -51,72 +51,80 @@ class Rank(SyntheticEngine):
             rows.put()
         return regions
 
-    # As source:
+    # As sender:
 
-    def do_offer(self, seed: int, room: str, hold_s: float) -> dict[str, Any]:
+    def do_offer(self, seed: int, rendezvous: str, hold_s: float) -> dict[str, Any]:
         """Compute a prompt and offer it; says `offered` once our agent knows of it. How the offer ended.
 
-        The blocks are somebody else's at once, while the sink may not be through with what came out of them.
+        The blocks are somebody else's at once, while the receiver may not be through with what came out of them.
         """
-        self._offer(seed, room, hold_s)
-        code, reason = self._end_of(room)
+        self._offer(seed, rendezvous, hold_s)
+        code, reason = self._end_of(rendezvous)
         self._scribble(POISON)
         return {"code": code, "reason": reason}
 
-    def _offer(self, seed: int, room: str, hold_s: float) -> None:
+    def _offer(self, seed: int, rendezvous: str, hold_s: float) -> None:
         for region, whole in zip(self.regions, self.wholes[seed], strict=True):
             region.copy_(whole)
         fence, blocks = self._mark(), (Blocks(0, 0, self.table),)
         self.client.send(
-            Offer(room=room, request=room, tokens=self.tokens, blocks=blocks, is_last=True, hold_s=hold_s, fence=fence)
+            Offer(
+                rendezvous=rendezvous,
+                request=rendezvous,
+                tokens=self.tokens,
+                blocks=blocks,
+                is_last=True,
+                hold_s=hold_s,
+                fence=fence,
+            )
         )
         self.client.send(StatusQuery())
         self.wait(lambda message: isinstance(message, Status))
         say("offered", {})
 
-    def do_take_back(self, seed: int, room: str, hold_s: float, after_s: float, stop: int) -> dict[str, Any]:
+    def do_take_back(self, seed: int, rendezvous: str, hold_s: float, after_s: float, stop: int) -> dict[str, Any]:
         """Offer; after so long that process is stopped, the offer taken back and, later, its blocks used again.
 
         As an engine does that must compute on and gets no answer. Then the process goes on. How the offer ended.
         """
-        self._offer(seed, room, hold_s)
+        self._offer(seed, rendezvous, hold_s)
         time.sleep(after_s)
         os.kill(stop, signal.SIGSTOP)
         try:
-            self.client.send(Withdraw(request=room, reason="preempted"))
+            self.client.send(Withdraw(request=rendezvous, reason="preempted"))
             time.sleep(READERS_S)
             self._scribble(POISON)
         finally:
             os.kill(stop, signal.SIGCONT)
-        code, reason = self._end_of(room)
+        code, reason = self._end_of(rendezvous)
         return {"code": code, "reason": reason}
 
     def do_offer_past(
-        self, seed: int, room: str, hold_s: float, after_s: float, stop: int, for_s: float
+        self, seed: int, rendezvous: str, hold_s: float, after_s: float, stop: int, for_s: float
     ) -> dict[str, Any]:
         """Offer; after so long that process stands still for a while. How the offer ended."""
-        self._offer(seed, room, hold_s)
+        self._offer(seed, rendezvous, hold_s)
         time.sleep(after_s)
         os.kill(stop, signal.SIGSTOP)
         time.sleep(for_s)
         os.kill(stop, signal.SIGCONT)
-        code, reason = self._end_of(room)
+        code, reason = self._end_of(rendezvous)
         return {"code": code, "reason": reason}
 
-    # As sink:
+    # As receiver:
 
-    def do_want(self, seed: int, room: str, source: str) -> dict[str, Any]:
+    def do_want(self, seed: int, rendezvous: str, sender: str) -> dict[str, Any]:
         """Undisturbed: how long it took and what is wrong with our memory."""
         self._scribble(POISON)
-        began = self._want(room, source)
-        code, reason = self._end_of(room)
+        began = self._want(rendezvous, sender)
+        code, reason = self._end_of(rendezvous)
         return {"code": code, "reason": reason, "seconds": time.perf_counter() - began, "wrong": self._wrong(seed)}
 
     def do_disturb(
         self,
         seed: int,
-        room: str,
-        source: str,
+        rendezvous: str,
+        sender: str,
         after_s: float,
         kill: int,
         pattern: int,
@@ -130,13 +138,13 @@ class Rank(SyntheticEngine):
         """
         process = os.pidfd_open(kill) if kill else -1
         self._scribble(POISON)
-        began = self._want(room, source)
+        began = self._want(rendezvous, sender)
         time.sleep(after_s)
         if kill:
             os.kill(kill, number)
         else:
-            self.client.send(Abandon(request=room))
-        code, reason = self._end_of(room)
+            self.client.send(Abandon(request=rendezvous))
+        code, reason = self._end_of(rendezvous)
         if code == GONE and is_patient:
             assert select.select([process], [], [], GONE_S)[0], f"process {kill} is not gone in {GONE_S} s"
         if kill:
@@ -161,12 +169,12 @@ class Rank(SyntheticEngine):
             return {"is_gone": not self.client.is_connected, "reason": str(error)}
         raise AssertionError
 
-    def _want(self, room: str, source: str) -> float:
+    def _want(self, rendezvous: str, sender: str) -> float:
         """When it was sent."""
         want = Want(
-            request=room,
-            room=room,
-            source=source,
+            request=rendezvous,
+            rendezvous=rendezvous,
+            sender=sender,
             first_token=0,
             end_token=self.tokens,
             blocks=(Blocks(0, 0, self.table),),
@@ -177,12 +185,12 @@ class Rank(SyntheticEngine):
         self.client.send(want)
         return began
 
-    def _end_of(self, room: str) -> tuple[str, str]:
+    def _end_of(self, rendezvous: str) -> tuple[str, str]:
         """(code, reason) of a want or an offer: none if all is well, GONE if our agent is."""
 
         def is_the_end(message: Any) -> bool:
             named = getattr(message, "request", getattr(message, "about", None))
-            return isinstance(message, Done | Failed | Released | Refused) and named == room
+            return isinstance(message, Done | Failed | Released | Refused) and named == rendezvous
 
         try:
             message = self.wait(is_the_end)

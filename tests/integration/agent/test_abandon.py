@@ -15,8 +15,8 @@ from tests.integration.agent.disturbed import (
     Scale,
     abandons,
     pair_of,
-    sinks_agent_dies,
-    sources_agent_dies,
+    receivers_agent_dies,
+    senders_agent_dies,
     stands_still_for_a_while,
     stands_still_over_a_withdrawal,
 )
@@ -39,12 +39,12 @@ def test_what_is_read_while_the_agent_stands_still_never_counts(pair: Pair) -> N
     assert stands_still_over_a_withdrawal(pair, seed=4, rounds=8) < 8
 
 
-def test_the_sinks_agent_dies(pair: Pair) -> None:
-    sinks_agent_dies(pair, seed=2, times=1)
+def test_the_receivers_agent_dies(pair: Pair) -> None:
+    receivers_agent_dies(pair, seed=2, times=1)
 
 
-def test_the_sources_agent_dies(pair: Pair) -> None:
-    sources_agent_dies(pair, seed=3, times=2)
+def test_the_senders_agent_dies(pair: Pair) -> None:
+    senders_agent_dies(pair, seed=3, times=2)
 
 
 def test_an_agent_that_stood_still_costs_time_and_no_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

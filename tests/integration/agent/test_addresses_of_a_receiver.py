@@ -1,4 +1,4 @@
-"""One sink that comes by several addresses of ours: one session, and it is the latest that counts."""
+"""One receiver that comes by several addresses of ours: one session, and it is the latest that counts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def codes(wire: Wire) -> list[str]:
     return [refusal.code for refusal in wire.said(Refuse)]
 
 
-def test_a_sink_that_has_a_session_by_another_address_is_told_so_and_keeps_it() -> None:
+def test_a_receiver_that_has_a_session_by_another_address_is_told_so_and_keeps_it() -> None:
     async def story(world: World) -> None:
         player, first = await met(world)
-        other = Wire("D0 again", peer_boot="D")
+        other = Wire("D0 again", peer_incarnation="D")
         await says_hello(player, world, other, address="tcp://also:1", serial=1)
         assert codes(other) == ["already_open"] and not other.said(Welcome)
         assert player.heard == [] and player.disconnected == [] and len(player.proving) == 1
@@ -38,21 +38,21 @@ def test_a_sink_that_has_a_session_by_another_address_is_told_so_and_keeps_it() 
     run(story)
 
 
-def test_a_sink_whose_first_connection_is_lost_may_come_by_another_address() -> None:
+def test_a_receiver_whose_first_connection_is_lost_may_come_by_another_address() -> None:
     async def story(world: World) -> None:
         player, first = await met(world)
         first.is_lost = True
-        other = Wire("D0 again", peer_boot="D")
+        other = Wire("D0 again", peer_incarnation="D")
         await says_hello(player, world, other, address="tcp://also:1", serial=1)
         assert other.said(Welcome) and set(player.heard) == {("D", "lost")}
 
     run(story)
 
 
-def test_a_connection_that_its_sink_has_given_up_keeps_nobody_out() -> None:
+def test_a_connection_that_its_receiver_has_given_up_keeps_nobody_out() -> None:
     async def story(world: World) -> None:
         player, _ = await met(world)  # serial 0; we have not heard yet that it is no more
-        other = Wire("D0 again", peer_boot="D")
+        other = Wire("D0 again", peer_incarnation="D")
         await says_hello(player, world, other, address="tcp://also:1", serial=2, oldest=1)
         assert other.said(Welcome) and set(player.heard) == {("D", "lost")}
 
@@ -61,9 +61,9 @@ def test_a_connection_that_its_sink_has_given_up_keeps_nobody_out() -> None:
 
 def test_of_two_addresses_the_slower_is_told_of_the_other_whichever_was_dialled_first() -> None:
     async def story(world: World) -> None:
-        player = Player(world.sources[0].home)
+        player = Player(world.senders[0].home)
         player.may_prove.set()
-        fast, slow = Wire("D0", peer_boot="D"), Wire("D0 again", peer_boot="D")
+        fast, slow = Wire("D0", peer_incarnation="D"), Wire("D0 again", peer_incarnation="D")
         await says_hello(player, world, fast, address="tcp://a:1", serial=2, oldest=1)
         await says_hello(player, world, slow, address="tcp://b:1", serial=1, oldest=1)
         assert fast.said(Welcome) and codes(slow) == ["already_open"]
@@ -75,10 +75,10 @@ def test_who_asks_by_another_link_is_not_told_that_a_claim_is_over_that_may_be_o
     async def story(world: World) -> None:
         player, first = await met(world)
         player.drained = True
-        other = Wire("D0 again", peer_boot="D")
+        other = Wire("D0 again", peer_incarnation="D")
         player.peers._hear(other, "D", Cancel(transfer="t", code=""))
         assert not other.sent
-        player.peers._hear(other, "D", Cancel(transfer="t", code="", boot="dead"))
+        player.peers._hear(other, "D", Cancel(transfer="t", code="", incarnation="dead"))
         assert other.sent == [Drained(transfer="t")]
         player.peers._lose(first, "gone")
         player.peers._hear(other, "D", Cancel(transfer="u", code=""))
@@ -89,7 +89,7 @@ def test_who_asks_by_another_link_is_not_told_that_a_claim_is_over_that_may_be_o
 
 def test_a_hello_after_a_goodbye_takes_the_place_of_the_one_that_is_being_proved() -> None:
     async def story(world: World) -> None:
-        player, wire = Player(world.sources[0].home), Wire("D0", peer_boot="D")
+        player, wire = Player(world.senders[0].home), Wire("D0", peer_incarnation="D")
         async with asyncio.TaskGroup() as tasks:
             player.peers._take(tasks, wire, "D", replace_struct(greeting(world, "D"), serial=1))
             await settle()
@@ -106,11 +106,11 @@ def test_a_hello_after_a_goodbye_takes_the_place_of_the_one_that_is_being_proved
 
 
 def test_a_hello_of_a_connection_that_was_given_up_comes_too_late() -> None:
-    """It would take over the session of the connection that its sink has made since; nobody would answer there."""
+    """It would take over the session of the connection that its receiver has made since; nobody would answer there."""
 
     async def story(world: World) -> None:
         player, old = await met(world)
-        new = Wire("D0 again", peer_boot="D")
+        new = Wire("D0 again", peer_incarnation="D")
         await says_hello(player, world, new, serial=2)
         assert new.said(Welcome) and set(player.heard) == {("D", "lost")}
         await says_hello(player, world, old, serial=1)

@@ -22,7 +22,7 @@ from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent
 from tests.support.oracle import Shape, build, fill, mismatch
 
 TOKENS = range(90)
-TABLE, SINK_TABLE = [9, 4, 7, 2, 6, 1], [3, 5]
+TABLE, RECEIVER_TABLE = [9, 4, 7, 2, 6, 1], [3, 5]
 WAIT_S, GONE_S = 0.5, 10.0  # without a close they stay mapped for ever
 
 
@@ -51,40 +51,40 @@ class Pair:
     def __init__(self, folder: Path, stack: ExitStack, module: str = "kvbridge.cli") -> None:
         self.agents: list[AgentProcess] = [stack.enter_context(agent(folder, name, module=module)) for name in "pd"]
         shapes = Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8)
-        self.source, self.sink = (
+        self.sender, self.receiver = (
             stack.enter_context(closing(FencedEngine(each, build(shape))))
             for each, shape in zip(self.agents, shapes, strict=True)
         )
-        for engine in (self.source, self.sink):
+        for engine in (self.sender, self.receiver):
             engine.attach()
             engine.directory(engine.agent)
-        self.fresh = self.source.held.copy(), self.sink.held.copy()
+        self.fresh = self.sender.held.copy(), self.receiver.held.copy()
         self.renew("r")
 
     def renew(self, request: str) -> None:
         """Another request by the same blocks, behind the next count of either engine."""
         self.request, self.before = request, self.fresh[1]
-        self.counts = self.source.marked + 1, self.sink.marked + 1
-        for engine, fresh in zip((self.source, self.sink), self.fresh, strict=True):
+        self.counts = self.sender.marked + 1, self.receiver.marked + 1
+        for engine, fresh in zip((self.sender, self.receiver), self.fresh, strict=True):
             for memory, was in zip(engine.held.memory, fresh.memory, strict=True):
                 memory[:] = was
 
     def begin(self) -> None:
         """Offer and want, both behind their count."""
-        source, sink = self.counts
-        self.source.offer(self.request, TABLE, len(TOKENS), fence=source)
-        self.sink.want(self.request, self.agents[0].address, SINK_TABLE, TOKENS, fence=sink)
+        sender, receiver = self.counts
+        self.sender.offer(self.request, TABLE, len(TOKENS), fence=sender)
+        self.receiver.want(self.request, self.agents[0].address, RECEIVER_TABLE, TOKENS, fence=receiver)
 
     def is_over(self) -> bool:
-        self.sink.client.hear(WAIT_S)
-        heard = self.sink.client.heard
+        self.receiver.client.hear(WAIT_S)
+        heard = self.receiver.client.heard
         return any(isinstance(each, Done | Failed) and each.request == self.request for each in heard)
 
     def ends_right(self) -> None:
-        answer = self.sink.answer(self.request)
+        answer = self.receiver.answer(self.request)
         assert isinstance(answer, Done), answer
         tail = range(TOKENS.stop, 2 * 64)
-        assert not (wrong := mismatch(self.sink.held, self.before, SINK_TABLE, TOKENS, tail)), wrong
+        assert not (wrong := mismatch(self.receiver.held, self.before, RECEIVER_TABLE, TOKENS, tail)), wrong
 
 
 @pytest.fixture(scope="module")
@@ -99,35 +99,35 @@ def pair(lasting: Pair, request: pytest.FixtureRequest) -> Pair:
     return lasting
 
 
-def test_nothing_is_read_before_the_source_engine_has_computed_it(pair: Pair) -> None:
+def test_nothing_is_read_before_the_sender_engine_has_computed_it(pair: Pair) -> None:
     """Its rows are there only when the count is; before that, its blocks hold what was there last."""
     pair.begin()
-    pair.sink.mark()
+    pair.receiver.mark()
     assert not pair.is_over()
-    fill(pair.source.held, TABLE, TOKENS)
-    pair.source.mark()
+    fill(pair.sender.held, TABLE, TOKENS)
+    pair.sender.mark()
     pair.ends_right()
 
 
-def test_nothing_is_written_before_the_sink_engine_is_through_with_its_blocks(pair: Pair) -> None:
+def test_nothing_is_written_before_the_receiver_engine_is_through_with_its_blocks(pair: Pair) -> None:
     """Until the count is there, a forward before it may still write: what it writes must not stay."""
-    fill(pair.source.held, TABLE, TOKENS)
+    fill(pair.sender.held, TABLE, TOKENS)
     pair.begin()
-    pair.source.mark()
+    pair.sender.mark()
     assert not pair.is_over()
-    for ours, before in zip(pair.sink.held.memory, pair.before.memory, strict=True):
+    for ours, before in zip(pair.receiver.held.memory, pair.before.memory, strict=True):
         assert np.array_equal(ours, before)
-    for plane in pair.sink.pool.planes:
-        for block in SINK_TABLE:
+    for plane in pair.receiver.pool.planes:
+        for block in RECEIVER_TABLE:
             start = plane.offset + block * plane.block_stride
-            pair.sink.held.memory[plane.region][start : start + plane.codec.row_bytes] = 77
-    pair.sink.mark()
+            pair.receiver.held.memory[plane.region][start : start + plane.codec.row_bytes] = 77
+    pair.receiver.mark()
     pair.ends_right()
 
 
 def test_a_count_stands_for_those_before_it(pair: Pair) -> None:
-    fill(pair.source.held, TABLE, TOKENS)
-    for engine in (pair.source, pair.sink):
+    fill(pair.sender.held, TABLE, TOKENS)
+    for engine in (pair.sender, pair.receiver):
         engine.mark()
         engine.mark()
     pair.begin()
@@ -141,7 +141,7 @@ def test_memory_and_fence_of_an_engine_that_left_are_unmapped_by_a_close(tmp_pat
         maps = Path(f"/proc/{pair.agents[1].process.pid}/maps")
         names = ("kvbridge-test-pool", "kvbridge-fence")
         assert all(name in maps.read_text() for name in names)
-        pair.sink.close()
+        pair.receiver.close()
         deadline = time.monotonic() + GONE_S
         while found := [name for name in names if name in maps.read_text()]:
             assert time.monotonic() < deadline, f"{found} still mapped {GONE_S} s after the engine left"

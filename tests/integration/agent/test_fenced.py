@@ -23,30 +23,30 @@ READ_S = 0.2  # in which what can be read is
 
 
 class Pair:
-    """A source and a sink, each with an agent and a fence that no stream drives."""
+    """A sender and a receiver, each with an agent and a fence that no stream drives."""
 
-    def __init__(self, route: str, source: SyntheticEngine, sink: SyntheticEngine) -> None:
+    def __init__(self, route: str, sender: SyntheticEngine, receiver: SyntheticEngine) -> None:
         self.route = route
-        self.source, self.sink = source, sink
-        self._table = list(table_of(source.pool, TOKENS))
+        self.sender, self.receiver = sender, receiver
+        self._table = list(table_of(sender.pool, TOKENS))
         self._began = 0
 
-    def begin(self, source_fence: int = 0, sink_fence: int = 0) -> None:
+    def begin(self, sender_fence: int = 0, receiver_fence: int = 0) -> None:
         """Both sides of one request, which has come to the fence that it has to wait for when this returns."""
-        wait_for(lambda: not self.source.agent.status.outbound.lent, AT_ONCE_S)
-        wait_for(lambda: not self.sink.agent.status.inbound.landed, AT_ONCE_S)
+        wait_for(lambda: not self.sender.agent.status.outbound.lent, AT_ONCE_S)
+        wait_for(lambda: not self.receiver.agent.status.inbound.landed, AT_ONCE_S)
         self._began += 1
         self.request = f"r{self._began}"
-        address, tokens = self.source.agent.address, range(TOKENS)
-        self.source.offer(self.request, self._table, TOKENS, fence=source_fence)
-        self.sink.want(self.request, address, self._table, tokens, fence=sink_fence, deadline_s=DEADLINE_S)
+        address, tokens = self.sender.agent.address, range(TOKENS)
+        self.sender.offer(self.request, self._table, TOKENS, fence=sender_fence)
+        self.receiver.want(self.request, address, self._table, tokens, fence=receiver_fence, deadline_s=DEADLINE_S)
         if self.route == "pull":
-            wait_for(lambda: [each.state for each in self.source.agent.status.transfers] == ["flowing"])
+            wait_for(lambda: [each.state for each in self.sender.agent.status.transfers] == ["flowing"])
             time.sleep(READ_S)
-        elif sink_fence:
-            wait_for(lambda: self.sink.agent.status.inbound.landed)
+        elif receiver_fence:
+            wait_for(lambda: self.receiver.agent.status.inbound.landed)
         else:
-            wait_for(lambda: self.source.agent.status.outbound.lent)
+            wait_for(lambda: self.sender.agent.status.outbound.lent)
 
 
 @pytest.fixture(scope="module", params=["nixl", "pull"])
@@ -68,22 +68,22 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_withdrawn_offer_is_released_though_its_stream_stands_still(pair: Pair) -> None:
-    pair.begin(source_fence=1)
-    pair.source.client.send(Withdraw(request=pair.request, reason="preempted"))
-    assert pair.source.released(pair.request, AT_ONCE_S).code == "withdrawn"
-    assert isinstance(answer := pair.sink.answer(pair.request, AT_ONCE_S), Failed) and answer.code == "withdrawn"
-    wait_for(lambda: pair.source.agent.status.outbound.lent == 0, AT_ONCE_S)
+    pair.begin(sender_fence=1)
+    pair.sender.client.send(Withdraw(request=pair.request, reason="preempted"))
+    assert pair.sender.released(pair.request, AT_ONCE_S).code == "withdrawn"
+    assert isinstance(answer := pair.receiver.answer(pair.request, AT_ONCE_S), Failed) and answer.code == "withdrawn"
+    wait_for(lambda: pair.sender.agent.status.outbound.lent == 0, AT_ONCE_S)
 
 
 def test_an_offer_of_which_nobody_wants_the_rest_is_released_though_its_stream_stands_still(pair: Pair) -> None:
-    pair.begin(source_fence=1)
-    pair.sink.client.send(Abandon(request=pair.request))
-    assert isinstance(pair.sink.answer(pair.request, AT_ONCE_S), Failed)
-    pair.source.released(pair.request, AT_ONCE_S)
+    pair.begin(sender_fence=1)
+    pair.receiver.client.send(Abandon(request=pair.request))
+    assert isinstance(pair.receiver.answer(pair.request, AT_ONCE_S), Failed)
+    pair.sender.released(pair.request, AT_ONCE_S)
 
 
 def test_an_abandoned_want_has_failed_though_its_stream_stands_still(pair: Pair) -> None:
-    pair.begin(sink_fence=1)
-    pair.sink.client.send(Abandon(request=pair.request))
-    assert isinstance(answer := pair.sink.answer(pair.request, AT_ONCE_S), Failed) and answer.code == "aborted"
-    wait_for(lambda: pair.sink.agent.status.inbound.landed == 0, AT_ONCE_S)
+    pair.begin(receiver_fence=1)
+    pair.receiver.client.send(Abandon(request=pair.request))
+    assert isinstance(answer := pair.receiver.answer(pair.request, AT_ONCE_S), Failed) and answer.code == "aborted"
+    wait_for(lambda: pair.receiver.agent.status.inbound.landed == 0, AT_ONCE_S)

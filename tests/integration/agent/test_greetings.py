@@ -1,4 +1,4 @@
-"""Greetings in numbers and in bad faith: lanes, floods of Hellos, goodbyes during a proof, borrowed boots."""
+"""Greetings in numbers and in bad faith: lanes, floods of Hellos, goodbyes during a proof, borrowed incarnations."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def claim(transfer: str) -> Claim:
     return Claim(
         transfer=transfer,
         want="w",
-        sink=0,
-        sinks=1,
-        room="r",
-        source_epoch=1,
-        sink_epoch=1,
+        receiver=0,
+        receivers=1,
+        rendezvous="r",
+        sender_epoch=1,
+        receiver_epoch=1,
         first_token=0,
         end_token=4,
         takes=(),
@@ -33,12 +33,12 @@ def claim(transfer: str) -> Claim:
     )
 
 
-# The sink's lanes:
+# The receiver's lanes:
 
 
 def test_two_proofs_never_share_a_lane_and_the_others_wait_their_turn() -> None:
     async def story(world: World) -> None:
-        player = Player(world.sinks[0].home)
+        player = Player(world.receivers[0].home)
         addresses = [f"P{number}" for number in range(PROBE_LANES + 6)]
         for address in addresses:
             player.peers.dialling.reach(address)
@@ -48,8 +48,8 @@ def test_two_proofs_never_share_a_lane_and_the_others_wait_their_turn() -> None:
         player.may_prove.set()
         await player.peers._welcome(asked[5], welcomed(world, asked[5]))  # proved: its lane is free
         player.peers._lose(asked[9], "gone")  # lost: its lane is free
-        player.peers._hear(asked[11], "boot", Goodbye(reason="x"))
-        player.peers._hear(asked[12], "boot", Refuse(code="no_engine", reasons=()))
+        player.peers._hear(asked[11], "incarnation", Goodbye(reason="x"))
+        player.peers._hear(asked[12], "incarnation", Refuse(code="no_engine", reasons=()))
         later = [player.wires[address] for address in addresses[PROBE_LANES:]]
         lanes = [wire.said(Hello)[0].probe_lane for wire in later if wire.said(Hello)]
         assert lanes == [asked[i].sent[0].probe_lane for i in (5, 9, 11, 12)]
@@ -60,7 +60,7 @@ def test_two_proofs_never_share_a_lane_and_the_others_wait_their_turn() -> None:
 
 def test_who_is_not_reached_takes_no_lane_from_others() -> None:
     async def story(world: World) -> None:
-        player = Player(world.sinks[0].home)
+        player = Player(world.receivers[0].home)
         made_up = [player.dial(f"M{number}") for number in range(PROBE_LANES + 1)]
         for wire in made_up:
             wire.is_up = False
@@ -79,7 +79,7 @@ def test_who_is_not_reached_takes_no_lane_from_others() -> None:
 
 def test_who_waits_for_a_lane_is_told_in_time() -> None:
     async def story(world: World) -> None:
-        player = Player(world.sinks[0].home)
+        player = Player(world.receivers[0].home)
         for number in range(PROBE_LANES + 2):
             player.peers.dialling.reach(f"P{number}")
         await asyncio.sleep(0.3)
@@ -98,7 +98,7 @@ def test_who_waits_for_a_lane_is_told_in_time() -> None:
 
 def test_what_we_stood_still_for_is_not_counted_against_others() -> None:
     async def story(world: World) -> None:
-        player = Player(world.sinks[0].home)
+        player = Player(world.receivers[0].home)
         dialling, now = player.peers.dialling, time.monotonic()
         dialling.reach("P0")  # connect_s is 0.2
         dialling.tick(now + 0.15)
@@ -112,7 +112,7 @@ def test_what_we_stood_still_for_is_not_counted_against_others() -> None:
 
 def test_an_engine_that_leaves_gives_all_lanes_back() -> None:
     async def story(world: World) -> None:
-        player = Player(world.sinks[0].home)
+        player = Player(world.receivers[0].home)
         for turn in range(3):
             for number in range(PROBE_LANES + 3):
                 player.peers.dialling.reach(f"P{turn}-{number}")
@@ -124,19 +124,19 @@ def test_an_engine_that_leaves_gives_all_lanes_back() -> None:
     run(story)
 
 
-def test_a_source_keeps_no_session_that_its_sink_gave_up() -> None:
+def test_a_sender_keeps_no_session_that_its_receiver_gave_up() -> None:
     """It may answer a Hello that crossed its Goodbye, and a refused Welcome is an open session to it."""
 
     async def story(world: World) -> None:
-        player = Player(world.sinks[0].home)
+        player = Player(world.receivers[0].home)
         player.may_prove.set()
         for address in ("left", "refused"):
             player.peers.dialling.reach(address)
         left, refused = player.wires["left"], player.wires["refused"]
-        player.peers._hear(left, "boot", Goodbye(reason="sent before it heard our Hello"))
+        player.peers._hear(left, "incarnation", Goodbye(reason="sent before it heard our Hello"))
         assert [type(body) for body in left.sent] == [Hello, Goodbye]
         said = welcomed(world, refused)
-        refused.peer_boot = "another"
+        refused.peer_incarnation = "another"
         await player.peers._welcome(refused, said)
         assert refused.said(Goodbye) and ("refused", "bad_welcome") in player.over
 
@@ -145,7 +145,7 @@ def test_a_source_keeps_no_session_that_its_sink_gave_up() -> None:
 
 def test_a_flood_of_welcomes_is_looked_at_once() -> None:
     async def story(world: World) -> None:
-        player = Player(world.sinks[0].home)
+        player = Player(world.receivers[0].home)
         player.peers.dialling.reach("P0")
         said = welcomed(world, player.wires["P0"])
         waiting = [asyncio.create_task(player.peers._welcome(player.wires["P0"], said)) for _ in range(1000)]
@@ -158,12 +158,12 @@ def test_a_flood_of_welcomes_is_looked_at_once() -> None:
     run(story)
 
 
-# The source's greetings:
+# The sender's greetings:
 
 
 def test_a_flood_of_hellos_costs_one_proof_a_link_and_a_bounded_number_in_all() -> None:
     async def story(world: World) -> None:
-        player = Player(world.sources[0].home)
+        player = Player(world.senders[0].home)
         async with asyncio.TaskGroup() as tasks:
             loud = Wire("loud")
             for _ in range(1000):
@@ -188,7 +188,7 @@ def test_a_flood_of_hellos_costs_one_proof_a_link_and_a_bounded_number_in_all() 
 
 
 async def during_a_proof(world: World, happens: Callable[[Player, Wire], None]) -> tuple[Player, Wire]:
-    player, wire = Player(world.sources[0].home), Wire("D0")
+    player, wire = Player(world.senders[0].home), Wire("D0")
     async with asyncio.TaskGroup() as tasks:
         player.peers._take(tasks, wire, "D", greeting(world, "D"))
         await settle()
@@ -223,13 +223,13 @@ def test_a_link_lost_during_a_proof_leaves_nothing_behind() -> None:
 
 
 def test_nothing_goes_out_of_a_session_while_another_link_proves_slots_in_its_place() -> None:
-    """Its sink may have made them anew: a chunk that goes to what was just proved has a lease of other slots."""
+    """Its receiver may have made them anew: a chunk that goes to what was just proved has a lease of other slots."""
 
     async def story(world: World) -> None:
         player, _ = await met(world)
         player.may_prove.clear()
         async with asyncio.TaskGroup() as tasks:
-            player.peers._take(tasks, Wire("D0 again", peer_boot="D"), "D", greeting(world, "D"))
+            player.peers._take(tasks, Wire("D0 again", peer_incarnation="D"), "D", greeting(world, "D"))
             await settle()
             assert len(player.proving) == 2 and player.heard == [("D", "lost")]
             player.may_prove.set()
@@ -246,16 +246,16 @@ def test_an_engine_that_leaves_during_a_proof_leaves_nothing_behind() -> None:
     run(story)
 
 
-# Borrowed boots:
+# Borrowed incarnations:
 
 
-def test_another_key_cannot_take_over_a_boot() -> None:
+def test_another_key_cannot_take_over_a_incarnation() -> None:
     async def story(world: World) -> None:
         player, _ = await met(world, "key of D")
         thief = Wire("elsewhere", "key of E", "D")
         async with asyncio.TaskGroup() as tasks:
             player.peers._take(tasks, thief, "D", greeting(world, "D"))
-        assert [refusal.code for refusal in thief.said(Refuse)] == ["boot_of_another_key"]
+        assert [refusal.code for refusal in thief.said(Refuse)] == ["incarnation_of_another_key"]
         assert player.heard == [] and player.disconnected == [] and len(player.proving) == 1
         again = Wire("D0 on another connection", "key of D", "D")
         async with asyncio.TaskGroup() as tasks:
@@ -265,16 +265,16 @@ def test_another_key_cannot_take_over_a_boot() -> None:
     run(story)
 
 
-def test_another_link_that_says_our_sinks_boot_is_not_our_sink() -> None:
+def test_another_link_that_says_our_receivers_incarnation_is_not_our_receiver() -> None:
     async def story(world: World) -> None:
         player, honest = await met(world)
-        thief = Wire("elsewhere", peer_boot="D")
+        thief = Wire("elsewhere", peer_incarnation="D")
         player.peers._hear(thief, "D", claim("stolen"))
         player.peers._hear(thief, "D", Cancel(transfer="t", code="c"))
         player.peers._hear(thief, "D", Goodbye(reason="not mine to say"))
         assert player.heard == [] and len(player.peers.statuses()) == 1
         assert [refusal.code for refusal in thief.said(Refuse)] == ["no_session"]
         player.peers._hear(honest, "D", claim("own"))
-        assert [(boot, body.transfer) for boot, body in player.heard] == [("D", "own")]
+        assert [(incarnation, body.transfer) for incarnation, body in player.heard] == [("D", "own")]
 
     run(story)

@@ -29,57 +29,57 @@ def shown(agent: AgentProcess) -> str:
 
 
 def offers(bench: Bench) -> dict[str, OfferStatus]:
-    return {offer.request: offer for offer in bench.sources[0].agent.status.offers}
+    return {offer.request: offer for offer in bench.senders[0].agent.status.offers}
 
 
 def test_an_offer_is_held_for_whom_it_is_awaited_and_let_go_when_nobody_asks(tmp_path: Path) -> None:
     with ExitStack() as stack:
         bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8))
-        (source,), (sink,) = bench.sources, bench.sinks
+        (sender,), (receiver,) = bench.senders, bench.receivers
         table, wanted = [3, 1, 2], [5]
         bench.fill(table, range(TOKENS))
         for request in ("awaited", "forgotten"):
             bench.offer(request, table, TOKENS, hold_s=HOLD_S)
-        sink.client.send(Expect(request="awaited", room="awaited", source=bench.address))
-        assert source.client.wait(Held, seconds=HOLD_S).requests == ("awaited",)
+        receiver.client.send(Expect(request="awaited", rendezvous="awaited", sender=bench.address))
+        assert sender.client.wait(Held, seconds=HOLD_S).requests == ("awaited",)
         found = offers(bench)
         assert [(each.state, each.peer, each.tokens, each.blocks) for each in found.values()] == [
             ("awaited", "d0", TOKENS, 3),
             ("unclaimed", "", TOKENS, 3),
         ]
         assert all(0 < each.age_s < 60 for each in found.values())
-        gone = source.released("forgotten", seconds=2 * HOLD_S)
+        gone = sender.released("forgotten", seconds=2 * HOLD_S)
         assert gone.code == "offer_expired"
         assert "nobody asked for its 40 tokens" in gone.reason
         bench.want("awaited", wanted, range(TOKENS))
         bench.done("awaited")
         bench.check(wanted, range(TOKENS))
         assert not offers(bench)
-        counters = source.agent.status.counters
+        counters = sender.agent.status.counters
         assert counters["kvbridge_offers_released_total{code=offer_expired}"] == 1
-        assert "offered 2 prompts: 1 fetched; 1 offer_expired" in shown(source.agent)
-        wait_for(lambda: "prompts that nobody fetched: 1, the last: offer_expired" in source.agent.text())
-        assert "others were: decode engines are slow to ask" in source.agent.text()
+        assert "offered 2 prompts: 1 fetched; 1 offer_expired" in shown(sender.agent)
+        wait_for(lambda: "prompts that nobody fetched: 1, the last: offer_expired" in sender.agent.text())
+        assert "others were: decode engines are slow to ask" in sender.agent.text()
 
 
 def test_an_engine_that_lacks_blocks_gets_those_that_nobody_asked_for(tmp_path: Path) -> None:
     with ExitStack() as stack:
         bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8))
-        (source,), (sink,) = bench.sources, bench.sinks
+        (sender,), (receiver,) = bench.senders, bench.receivers
         for number in range(3):
             bench.offer(f"r{number}", [3 * number, 3 * number + 1, 3 * number + 2], TOKENS)
-        sink.client.send(Expect(request="r0", room="r0", source=bench.address))
-        source.client.wait(Held)
+        receiver.client.send(Expect(request="r0", rendezvous="r0", sender=bench.address))
+        sender.client.wait(Held)
         time.sleep(FRESH_S)
-        source.client.send(Reclaim(blocks=2))
-        gone = source.released("r1")
+        sender.client.send(Reclaim(blocks=2))
+        gone = sender.released("r1")
         assert gone.code == "reclaimed"
         assert offers(bench).keys() == {"r0", "r2"}
-        metrics = source.agent.status.counters
+        metrics = sender.agent.status.counters
         assert metrics["kvbridge_offers_released_total{code=reclaimed}"] == 1
-        # Its sink's engine leaves: nobody waits any more, and the offer that was awaited may go as well.
-        sink.client.close()
-        wait_for(lambda: sink.agent.status.engine is None)
+        # Its receiver's engine leaves: nobody waits any more, and the offer that was awaited may go as well.
+        receiver.client.close()
+        wait_for(lambda: receiver.agent.status.engine is None)
         assert offers(bench)["r0"].state == "awaited", "for as long as that was last said"
 
 
@@ -88,27 +88,27 @@ def test_status_tells_people_of_open_offers(tmp_path: Path) -> None:
         bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8))
         bench.offer("cmpl-1", [0, 1, 2], TOKENS)
         wait_for(lambda: bool(offers(bench)))
-        text = shown(bench.sources[0].agent)
+        text = shown(bench.senders[0].agent)
         assert "offers" in text and "cmpl-1" in text and "unclaimed" in text
 
 
 def test_prompts_that_are_computed_though_they_could_be_fetched_are_counted_and_said(tmp_path: Path) -> None:
     with ExitStack() as stack:
         bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8))
-        (sink,) = bench.sinks
+        (receiver,) = bench.receivers
         bench.fill([3, 1, 2], range(TOKENS))
         bench.offer("r", [3, 1, 2], TOKENS)
         bench.want("r", [5], range(30))
         bench.done("r")
         bench.offer("nobody's", [4], 10)
         bench.want("nobody's", [], range(0))
-        assert bench.sources[0].released("nobody's").is_declined
-        assert "offered 2 prompts: 1 fetched; 1 declined" in shown(bench.sources[0].agent)
+        assert bench.senders[0].released("nobody's").is_declined
+        assert "offered 2 prompts: 1 fetched; 1 declined" in shown(bench.senders[0].agent)
         for tokens, reason in ((50, "untagged"), (10, "deadline"), (10, "untagged")):
-            sink.client.send(Computed(tokens=tokens, reason=reason))
-        wait_for(lambda: "computed here 3 prompts: 2 untagged, 1 deadline" in shown(sink.agent))
-        assert "came by the bridge 30 of 100 prompt tokens (30.0%)" in shown(sink.agent)
-        counters = sink.agent.status.counters
+            receiver.client.send(Computed(tokens=tokens, reason=reason))
+        wait_for(lambda: "computed here 3 prompts: 2 untagged, 1 deadline" in shown(receiver.agent))
+        assert "came by the bridge 30 of 100 prompt tokens (30.0%)" in shown(receiver.agent)
+        counters = receiver.agent.status.counters
         assert counters["kvbridge_prompt_tokens_computed_here_total{reason=untagged}"] == 60
-        wait_for(lambda: "computed here lately, not fetched: 3 prompts of 70 tokens; 30% of" in sink.agent.text())
-        assert "2 untagged (they name nothing to fetch" in sink.agent.text()
+        wait_for(lambda: "computed here lately, not fetched: 3 prompts of 70 tokens; 30% of" in receiver.agent.text())
+        assert "2 untagged (they name nothing to fetch" in receiver.agent.text()

@@ -32,7 +32,7 @@ from tests.unit.proto.samples import NOTICE
 
 
 async def claimed() -> tuple[Siege, Claim]:
-    """An honest sink has a claim that waits."""
+    """An honest receiver has a claim that waits."""
     siege = Siege()
     await siege.begin()
     plan = siege.ours.peers.accepting.sessions["good"].session.planner.plan(ALL_ROWS, 0, 80, 1024)
@@ -54,7 +54,7 @@ def test_a_link_that_says_anothers_name_cannot_speak_for_it(body: Goodbye | Canc
     async def story() -> None:
         siege, _ = await claimed()
         stranger = siege.links[1]
-        assert stranger.peer_boot == "good"
+        assert stranger.peer_incarnation == "good"
         await siege.hear(stranger, "good", body)
         out = siege.ours.outbound.outlets["honest"]
         assert not out.early and out.state.name == "WAITING" and "good" in siege.ours.peers.accepting.sessions
@@ -78,11 +78,11 @@ def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
     world = World()
     world.want("r", end=16)
     world.run()
-    (session,) = world.sources[0].accepted.values()
+    (session,) = world.senders[0].accepted.values()
     assert isinstance(session, Session)
     long = replace(session, verdict=Convertible(("x" * 1024,) * 33))
     link = SimpleNamespace(key="", address="a" * 256, says_by_pipe=False)
-    accepted = IncomingPeer(link, long, Connected(session.routed, 1), hello(world.sinks[0].home))  # type: ignore[arg-type]
+    accepted = IncomingPeer(link, long, Connected(session.routed, 1), hello(world.receivers[0].home))  # type: ignore[arg-type]
     (status,) = peer_statuses((), [accepted], {}.get)
     assert decode(encode(status), PeerStatus) == status and len(status.verdict) == 4096
 
@@ -91,12 +91,12 @@ def test_a_claim_of_all_tokens_there_could_be_can_be_shown() -> None:
     world = World()
     world.want("r", end=16)
     world.run()
-    (source,) = world.sources
-    (out,) = source.outbound.outlets.values()
-    session = source.accepted[out.boot]
+    (sender,) = world.senders
+    (out,) = sender.outbound.outlets.values()
+    session = sender.accepted[out.incarnation]
     out.plan = session.planner.plan(out.claim.takes, 0, 1 << 40, 64)
     assert out.plan.chunks > 1 << 40
-    shown = transfers(source.inbound, source.outbound, 1e9)
+    shown = transfers(sender.inbound, sender.outbound, 1e9)
     assert decode(encode(shown), tuple[TransferStatus, ...]) == shown
 
 
@@ -126,7 +126,7 @@ def test_a_notice_that_is_larger_than_any_is_not_unpacked() -> None:
 def test_writes_that_count_for_nothing_are_counted_each_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     ours = Besieged()
     odd = msgspec.structs.replace(NOTICE, transfer="x\nanother line")
-    with caplog.at_level(logging.WARNING, "kvbridge.sink"):
+    with caplog.at_level(logging.WARNING, "kvbridge.receiver"):
         for _ in range(100):
             assert not ours.land(odd)
         assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
@@ -137,9 +137,9 @@ def test_writes_that_count_for_nothing_are_counted_each_and_said_once(caplog: py
 
 
 @pytest.mark.parametrize("is_welcome", [True, False])
-def test_another_key_frees_no_slot_by_saying_the_boot_of_a_source_that_stands_still(is_welcome: bool) -> None:
+def test_another_key_frees_no_slot_by_saying_the_incarnation_of_a_sender_that_stands_still(is_welcome: bool) -> None:
     async def story(world: World) -> None:
-        player, source = Fetching(world.sinks[0].home), world.sources[0].home
+        player, sender = Fetching(world.receivers[0].home), world.senders[0].home
         slots, wires = player.inbound.slots, player.wires
         player.want("P0")
         wires["P0"].key = "of P0"
@@ -154,15 +154,15 @@ def test_another_key_frees_no_slot_by_saying_the_boot_of_a_source_that_stands_st
             await player.peers._welcome(wires["M"], welcomed(world, wires["M"]))
             assert player.peers.dialling.sessions["M"].session is not None
         else:
-            player.peers._hear(wires["M"], source.agent.boot, Refuse(code="no_engine", reasons=()))
+            player.peers._hear(wires["M"], sender.agent.incarnation, Refuse(code="no_engine", reasons=()))
         assert not wires["M"].said(Cancel)
         for said in (Drained(transfer=claim.transfer), Refuse(code="bad_claim", reasons=(), about=claim.transfer)):
-            player.peers._hear(wires["M"], source.agent.boot, said)
+            player.peers._hear(wires["M"], sender.agent.incarnation, said)
             assert slots.counts().quarantined > 0
         player.want("P0")
-        player.peers._hear(wires["P0"], source.agent.boot, Refuse(code="no_engine", reasons=()))
+        player.peers._hear(wires["P0"], sender.agent.incarnation, Refuse(code="no_engine", reasons=()))
         assert [cancel.transfer for cancel in wires["P0"].said(Cancel)] == [claim.transfer]
-        player.peers._hear(wires["P0"], source.agent.boot, Drained(transfer=claim.transfer))
+        player.peers._hear(wires["P0"], sender.agent.incarnation, Drained(transfer=claim.transfer))
         assert not slots.counts().quarantined
 
     run(story)

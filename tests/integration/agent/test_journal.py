@@ -30,9 +30,9 @@ def journal(kept: int = 100) -> tuple[Journal, list[float]]:
 
 def test_a_request_is_found_by_each_of_its_names_with_all_that_belongs_to_it() -> None:
     remembered, now = journal()
-    remembered.note("wanted", request="d1", room="r")
-    remembered.note("claimed", request="d1", room="r", transfer="t1")
-    remembered.note("wanted", request="d2", room="other")
+    remembered.note("wanted", request="d1", rendezvous="r")
+    remembered.note("claimed", request="d1", rendezvous="r", transfer="t1")
+    remembered.note("wanted", request="d2", rendezvous="other")
     now[0] = 5.25
     remembered.note("read", "4 chunks", transfer="t1")
     remembered.note("done", request="d1", seconds=0.25)
@@ -47,7 +47,7 @@ def test_without_a_name_it_is_the_want_that_took_longest() -> None:
     remembered, _ = journal()
     assert remembered.about(()) == ()
     for request, seconds in (("quick", 0.1), ("slow", 0.3), ("usual", 0.2)):
-        remembered.note("wanted", request=request, room=request)
+        remembered.note("wanted", request=request, rendezvous=request)
         remembered.note("done", request=request, seconds=seconds)
     remembered.note("failed", "deadline", request="never")
     assert [(each.what, each.request) for each in remembered.about(())] == [("wanted", "slow"), ("done", "slow")]
@@ -79,15 +79,15 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
         yield made
 
 
-def carried(bench: Bench, source: str, sink: str) -> None:
+def carried(bench: Bench, sender: str, receiver: str) -> None:
     """Under a request name of its own on each side."""
-    for engine in bench.sources:
-        engine.offer(source, TABLE, len(TOKENS), room="room")
-    for engine in bench.sinks:
-        engine.want(sink, bench.address, WANTED, TOKENS, room="room")
-        engine.answer(sink)
-    for engine in bench.sources:
-        engine.released(source)
+    for engine in bench.senders:
+        engine.offer(sender, TABLE, len(TOKENS), rendezvous="rendezvous")
+    for engine in bench.receivers:
+        engine.want(receiver, bench.address, WANTED, TOKENS, rendezvous="rendezvous")
+        engine.answer(receiver)
+    for engine in bench.senders:
+        engine.released(sender)
 
 
 EXPECTED = {
@@ -104,7 +104,7 @@ EXPECTED = {
 
 def test_both_sides_of_a_request_are_told_in_order(bench: Bench, tmp_path: Path) -> None:
     carried(bench, "prefill-1", "decode-1")
-    agents = [engine.agent for engine in (*bench.sources, *bench.sinks)]
+    agents = [engine.agent for engine in (*bench.senders, *bench.receivers)]
     sockets = [part for each in agents for part in ("--socket", each.socket)]
     chrome = tmp_path / "trace.json"
     for name in ("prefill-1", "decode-1"):
@@ -131,10 +131,10 @@ def test_both_sides_of_a_request_are_told_in_order(bench: Bench, tmp_path: Path)
 
 def test_what_other_hosts_have_saved_is_joined(bench: Bench, tmp_path: Path) -> None:
     carried(bench, "prefill-1", "decode-1")
-    (source,), (sink,) = bench.sources, bench.sinks
+    (sender,), (receiver,) = bench.senders, bench.receivers
     saved = tmp_path / "prefill.json"
-    saved.write_text(traced("prefill-1", "--socket", source.agent.socket, "--json").stdout)
-    told = traced("decode-1", "--socket", sink.agent.socket, "--with", saved, "--json")
+    saved.write_text(traced("prefill-1", "--socket", sender.agent.socket, "--json").stdout)
+    told = traced("decode-1", "--socket", receiver.agent.socket, "--with", saved, "--json")
     assert {each["agent"]["name"] for each in json.loads(told.stdout)} == {"p0", "d0"}
     saved.write_text("{}")
     told = traced("decode-1", "--with", saved)
@@ -142,17 +142,17 @@ def test_what_other_hosts_have_saved_is_joined(bench: Bench, tmp_path: Path) -> 
 
 
 def test_the_slowest_fetch_is_shown_and_why_one_failed(bench: Bench) -> None:
-    (source,), (sink,) = bench.sources, bench.sinks
+    (sender,), (receiver,) = bench.senders, bench.receivers
     carried(bench, "p1", "quick")
-    sink.want("slow", bench.address, WANTED, TOKENS, room="late")
+    receiver.want("slow", bench.address, WANTED, TOKENS, rendezvous="late")
     time.sleep(0.5)
-    source.offer("p2", TABLE, len(TOKENS), room="late")
-    sink.answer("slow")
-    shown = traced("--socket", sink.agent.socket)
+    sender.offer("p2", TABLE, len(TOKENS), rendezvous="late")
+    receiver.answer("slow")
+    shown = traced("--socket", receiver.agent.socket)
     assert shown.returncode == 0 and shown.stdout.startswith("slow: "), shown
-    sink.want("never", bench.address, WANTED, TOKENS, room="nowhere", deadline_s=0.3)
-    assert isinstance(sink.answer("never"), Failed)
-    shown = traced("never", "--socket", sink.agent.socket)
+    receiver.want("never", bench.address, WANTED, TOKENS, rendezvous="nowhere", deadline_s=0.3)
+    assert isinstance(receiver.answer("never"), Failed)
+    shown = traced("never", "--socket", receiver.agent.socket)
     assert "failed" in shown.stdout and "deadline" in shown.stdout
-    told = traced("unheard", "--socket", sink.agent.socket)
+    told = traced("unheard", "--socket", receiver.agent.socket)
     assert told.returncode == 1 and "no_such_request" in told.stderr and not told.stdout

@@ -29,10 +29,10 @@ def test_the_last_warnings_are_kept_cut_short_and_in_order() -> None:
 
 
 def test_a_want_that_failed_is_among_an_agents_last_errors(tmp_path: Path) -> None:
-    with agent(tmp_path, "sink") as sink:
-        engine = SyntheticEngine(sink, build(Shape()))
+    with agent(tmp_path, "receiver") as receiver:
+        engine = SyntheticEngine(receiver, build(Shape()))
         engine.attach()
         engine.want("lost", "tcp://127.0.0.1:1", [0], range(16))
         engine.answer("lost")
-        wait_for(lambda: any("request=lost code=peer_" in error.text for error in sink.status.errors))
+        wait_for(lambda: any("request=lost code=peer_" in error.text for error in receiver.status.errors))
         engine.close()

@@ -39,7 +39,7 @@ def test_the_lock_is_taken_before_the_fabric_is_there_and_kept_until_it_is_gone(
     monkeypatch.setattr(DataPlane, "stop", stopped)
     agents = [lived(socket) for _ in range(2)]
     assert heard == [True] * 4 and not is_held()
-    assert agents[1].before == {agents[0].boot}
+    assert agents[1].before == {agents[0].incarnation}
 
 
 def test_takes_nobody_for_dead_who_may_live_under_another_kernel(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_takes_nobody_for_dead_who_may_live_under_another_kernel(tmp_path: Path)
     second = lived(socket)
     assert second.before == frozenset()
     third = lived(socket)
-    assert third.before == {second.boot} and first.boot not in third.before
+    assert third.before == {second.incarnation} and first.incarnation not in third.before
 
 
 def lived(socket: Path) -> Agent:

@@ -22,10 +22,10 @@ def descriptors(running: AgentProcess) -> int:
     return len(os.listdir(f"/proc/{running.process.pid}/fd"))
 
 
-def test_made_up_addresses_neither_detach_the_engine_nor_keep_a_real_source_out(tmp_path: Path) -> None:
+def test_made_up_addresses_neither_detach_the_engine_nor_keep_a_real_sender_out(tmp_path: Path) -> None:
     shape = Shape("nhd", blocks=8)
     with ExitStack() as stack:
-        source, sink = (
+        sender, receiver = (
             stack.enter_context(
                 closing(
                     SyntheticEngine(
@@ -36,31 +36,33 @@ def test_made_up_addresses_neither_detach_the_engine_nor_keep_a_real_source_out(
             )
             for name in ("p", "d")
         )
-        source.attach()
-        sink.attach()
-        source.directory(source.agent)
-        address, table = source.agent.address, [1, 2]
-        fill(source.held, table, range(32))
-        source.offer("real", table, 32)
-        before, most = descriptors(sink.agent), 0
+        sender.attach()
+        receiver.attach()
+        sender.directory(sender.agent)
+        address, table = sender.agent.address, [1, 2]
+        fill(sender.held, table, range(32))
+        sender.offer("real", table, 32)
+        before, most = descriptors(receiver.agent), 0
         for number in range(MADE_UP):
-            sink.want(f"made up {number}", f"tcp://127.0.7.7:{2000 + number}", table, range(32))
+            receiver.want(f"made up {number}", f"tcp://127.0.7.7:{2000 + number}", table, range(32))
             if number == MADE_UP // 2:
-                sink.want("real", address, table, range(32))
+                receiver.want("real", address, table, range(32))
             if number % 100 == 0:
-                most = max(most, descriptors(sink.agent))
-        assert isinstance(sink.answer("real"), Done)
-        failed = [sink.answer(f"made up {number}") for number in range(MADE_UP)]
+                most = max(most, descriptors(receiver.agent))
+        assert isinstance(receiver.answer("real"), Done)
+        failed = [receiver.answer(f"made up {number}") for number in range(MADE_UP)]
         assert all(isinstance(each, Failed) for each in failed)
         assert {each.code for each in failed} <= CODES
         assert most < LIMITS[1] * 3 // 4, f"{most} descriptors, {before} before"
-        status = sink.agent.status
+        status = receiver.agent.status
         assert status.engine is not None and status.engine.epoch == 1, "the engine was detached"
-        assert source.released("real").code == ""
-        assert "Traceback" not in sink.agent.text()
+        assert sender.released("real").code == ""
+        assert "Traceback" not in receiver.agent.text()
         until = time.monotonic() + 10
-        while descriptors(sink.agent) > before + 12:  # its link to the source, the data side's, and the source's door
-            assert time.monotonic() < until, f"{descriptors(sink.agent)} descriptors, {before} before"
+        while (
+            descriptors(receiver.agent) > before + 12
+        ):  # its link to the sender, the data side's, and the sender's door
+            assert time.monotonic() < until, f"{descriptors(receiver.agent)} descriptors, {before} before"
             time.sleep(0.1)
 
 

@@ -60,7 +60,7 @@ def test_the_dashboard_shows_what_moves_waits_and_is_agreed() -> None:
 def test_peers_cannot_make_outcomes_without_end() -> None:
     metrics = Metrics()
     for number in range(3 * MAX_CODES):
-        metrics.greeted("source", f"code{number}")
+        metrics.greeted("sender", f"code{number}")
     outcomes = [each for each in metrics.values() if each.startswith("kvbridge_handshakes_total")]
     assert len(outcomes) <= MAX_CODES + 4 and any("outcome=other" in each for each in outcomes)
 
@@ -75,11 +75,11 @@ def stages(life: RequestRecord) -> dict[str, float]:
 
 
 def test_stages_of_a_fetch_are_between_what_the_journal_was_told() -> None:
-    kept, now, ended = lives("sink")
+    kept, now, ended = lives("receiver")
     for at, what, names in (
-        (0.0, "wanted", {"request": "d", "room": "r"}),
-        (0.1, "claimed", {"request": "d", "room": "r", "transfer": "t1"}),
-        (0.2, "claimed", {"request": "d", "room": "r", "transfer": "t2"}),
+        (0.0, "wanted", {"request": "d", "rendezvous": "r"}),
+        (0.1, "claimed", {"request": "d", "rendezvous": "r", "transfer": "t1"}),
+        (0.2, "claimed", {"request": "d", "rendezvous": "r", "transfer": "t2"}),
         (0.4, "landed", {"transfer": "t2"}),
         (0.5, "landed", {"transfer": "t1"}),
         (1.0, "done", {"request": "d"}),
@@ -94,11 +94,11 @@ def test_stages_of_a_fetch_are_between_what_the_journal_was_told() -> None:
 
 @pytest.mark.parametrize(("claimed", "claim", "begin"), [(0.0, 0.0, 0.1), (0.25, 0.05, 0.05)])
 def test_a_sender_may_be_asked_before_it_has_anything(claimed: float, claim: float, begin: float) -> None:
-    kept, now, ended = lives("source")
+    kept, now, ended = lives("sender")
     for at, what, names in sorted(
         (
-            (claimed, "claimed", {"room": "r", "transfer": "t"}),
-            (0.2, "offered", {"request": "p", "room": "r"}),
+            (claimed, "claimed", {"rendezvous": "r", "transfer": "t"}),
+            (0.2, "offered", {"request": "p", "rendezvous": "r"}),
             (0.21 if claimed < 0.2 else 0.26, "ordered", {"request": "p", "transfer": "t"}),
             (0.3, "written", {"transfer": "t"}),
             (0.4, "released", {"request": "p"}),
@@ -111,10 +111,10 @@ def test_a_sender_may_be_asked_before_it_has_anything(claimed: float, claim: flo
 
 
 def test_of_requests_that_never_end_only_so_many_are_kept() -> None:
-    kept, _, ended = lives("source", most=4)
+    kept, _, ended = lives("sender", most=4)
     for number in range(100):
-        kept.note("offered", request=f"p{number}", room=f"r{number}")
-        kept.note("claimed", room="elsewhere", transfer=f"t{number}")
+        kept.note("offered", request=f"p{number}", rendezvous=f"r{number}")
+        kept.note("claimed", rendezvous="elsewhere", transfer=f"t{number}")
     assert len(kept._of_request) == len(kept._of_transfer) == 4
     kept.note("released", request="p0")
     assert not ended
@@ -127,15 +127,15 @@ def test_agents_count_bytes_by_route_and_conversion(
     with ExitStack() as stack:
         shapes = Shape("nhd", blocks=200), Shape("nhd", block_tokens=block_tokens, blocks=200)
         bench = Bench(tmp_path, stack, *shapes, routes=route, slot_bytes=1 << 20)
-        (source,), (sink,) = bench.sources, bench.sinks
+        (sender,), (receiver,) = bench.senders, bench.receivers
         bench.fill(TABLE, TOKENS)
-        source.offer("p", TABLE, len(TOKENS), room="room")
+        sender.offer("p", TABLE, len(TOKENS), rendezvous="rendezvous")
         table = WANTED if block_tokens == 64 else list(range(5, 68))
-        sink.want("d", bench.address, table, TOKENS, room="room")
-        sink.answer("d")
-        source.released("p")
-        wait_for(lambda: source.agent.status.counters.get("kvbridge_wire_bytes_total{role=source}"))
-        for role, engine in (("source", source), ("sink", sink)):
+        receiver.want("d", bench.address, table, TOKENS, rendezvous="rendezvous")
+        receiver.answer("d")
+        sender.released("p")
+        wait_for(lambda: sender.agent.status.counters.get("kvbridge_wire_bytes_total{role=sender}"))
+        for role, engine in (("sender", sender), ("receiver", receiver)):
             counters = Counter(engine.agent.status.counters)
             moved = counters[f"kvbridge_wire_bytes_total{{role={role}}}"]
             assert moved == counters[f"kvbridge_route_bytes_total{{role={role},route={route},conversion={conversion}}}"]

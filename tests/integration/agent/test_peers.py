@@ -19,7 +19,7 @@ from tests.unit.exchange.world import World
 
 
 class Player:
-    """The control that dials, the mover that looks for probes, and the sink that hears: all the test's."""
+    """The control that dials, the mover that looks for probes, and the receiver that hears: all the test's."""
 
     def __init__(self) -> None:
         self.wire = Wire("P0", is_dialled=True)
@@ -44,21 +44,21 @@ class Player:
 
 
 async def story(change: str) -> Player:
-    """A sink dials, is welcomed, and while it looks for the probe its engine does something."""
+    """A receiver dials, is welcomed, and while it looks for the probe its engine does something."""
     world, player = World(), Player()
-    homes = [world.sinks[0].home]
-    source = world.sources[0].home
+    homes = [world.receivers[0].home]
+    sender = world.senders[0].home
     peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0, NoDoors())
-    peers.dialling.sink = player
+    peers.dialling.receiver = player
     peers.dialling.reach("P0")
     (greeting,) = player.wire.sent
     assert isinstance(greeting, Hello)
-    session = answer(greeting, source)
+    session = answer(greeting, sender)
     assert isinstance(session, Session)
     lane = greeting.probe_lane + (change == "another lane")
     probe = Probe(lane=lane, seed=1, size_bytes=64, bytes_per_s=1e9)
-    player.wire.peer_boot = source.agent.boot
-    said = welcome(replace(session, routed=Routed("nixl", "", probe)), source)
+    player.wire.peer_incarnation = sender.agent.incarnation
+    said = welcome(replace(session, routed=Routed("nixl", "", probe)), sender)
     waiting = [asyncio.create_task(peers._welcome(player.wire, said)) for _ in range(2 if change == "twice" else 1)]
     await asyncio.sleep(0)
     if change == "more ranks":
@@ -101,9 +101,9 @@ def test_an_agent_without_an_engine_leaves_no_half_session_behind() -> None:
     world, player = World(), Player()
     homes: list[Any] = [None]
     peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0, NoDoors())
-    peers.dialling.sink = player
+    peers.dialling.receiver = player
     peers.dialling.reach("P0")
     assert player.over == ["not_attached"] and not player.wire.sent
-    homes[0] = world.sinks[0].home
+    homes[0] = world.receivers[0].home
     peers.dialling.reach("P0")
     assert isinstance(player.wire.sent[0], Hello)

@@ -37,20 +37,20 @@ SLOT_BYTES = 1 << 15
 
 
 class Network:
-    """The source `a` and any number of sinks."""
+    """The sender `a` and any number of receivers."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.loopback = LoopbackNetwork()
         self._stack = stack
-        self.source = self.equipment("a")
+        self.sender = self.equipment("a")
 
-    def equipment(self, boot: str) -> Resources:
-        fabric = LoopbackFabric(self.loopback, boot)
+    def equipment(self, incarnation: str) -> Resources:
+        fabric = LoopbackFabric(self.loopback, incarnation)
         self._stack.callback(fabric.close)
         inbound, outbound = (self._stack.enter_context(Staging.pageable(SLOT_BYTES, 1)) for _ in range(2))
         fabric.register(inbound.base, inbound.size_bytes)
         fabric.register(outbound.base, outbound.size_bytes, is_target=False)
-        dock = StagingEndpoint(boot, inbound, outbound, fabric, CpuBlockCopier())
+        dock = StagingEndpoint(incarnation, inbound, outbound, fabric, CpuBlockCopier())
         docks = StagingEndpoints(dock, None, Site(dock.card()), ExitStack())
         return Resources(CpuBlockCopier(), docks.site, lambda _: docks, ExitStack(), docks)
 
@@ -63,23 +63,23 @@ def network() -> Iterator[Network]:
 
 @asynccontextmanager
 async def proving(network: Network, world: World) -> Any:
-    player = Player(replace(world.sources[0].home, site=network.source.site))
-    mover = DataPlane(lambda: network.source, "a", player, 1.0)
+    player = Player(replace(world.senders[0].home, site=network.sender.site))
+    mover = DataPlane(lambda: network.sender, "a", player, 1.0)
     await mover.start()
     player.peers = Peers(player, mover, lambda: player.home, Metrics(), 5.0, NoDoors())
-    player.peers.dialling.sink = player.peers.accepting.source = player
+    player.peers.dialling.receiver = player.peers.accepting.sender = player
     try:
         yield player
     finally:
         await mover.stop()
 
 
-def hello_of(network: Network, world: World, boot: str) -> Hello:
-    site = network.equipment(boot).site
-    return replace_struct(greeting(world, boot), fabric=site.fabric, host=site.host, device=site.device)
+def hello_of(network: Network, world: World, incarnation: str) -> Hello:
+    site = network.equipment(incarnation).site
+    return replace_struct(greeting(world, incarnation), fabric=site.fabric, host=site.host, device=site.device)
 
 
-def test_sinks_that_cannot_be_written_to_keep_no_newcomer_out(network: Network) -> None:
+def test_receivers_that_cannot_be_written_to_keep_no_newcomer_out(network: Network) -> None:
     async def story(world: World) -> None:
         async with proving(network, world) as player, asyncio.TaskGroup() as tasks:
             dead = [Wire(f"dead{number}") for number in range(5)]
@@ -113,7 +113,7 @@ def resumed(network: Network, job: Job) -> WaitWrite | None:
 
 def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_meanwhile(network: Network) -> None:
     heard: list[Any] = []
-    jobs = Jobs(network.source, "a", SendOrders(0), ReceiveOrders(), 1.0)
+    jobs = Jobs(network.sender, "a", SendOrders(0), ReceiveOrders(), 1.0)
     slow = network.equipment("slow")
     network.loopback.stall("slow")
     first = jobs.connect(Landing("slow", slow.site, 3), lambda found, error: heard.append(found or error))
@@ -140,23 +140,23 @@ def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_me
         pass
     routed: Routed = heard[-1].routed
     assert Jobs(slow, "slow", SendOrders(0), ReceiveOrders(), 1.0).is_proved(routed.route, 3, routed.probe)
-    assert len(network.source.dock.lanes) == PROBE_LANES, "all were given back"
+    assert len(network.sender.dock.lanes) == PROBE_LANES, "all were given back"
 
 
 def test_two_hellos_of_one_agent_are_answered_one_after_the_other() -> None:
     async def story(world: World) -> None:
-        player = Player(world.sources[0].home)
-        wires = [Wire("D0", peer_boot="D"), Wire("D0", peer_boot="D"), Wire("E0", peer_boot="E")]
+        player = Player(world.senders[0].home)
+        wires = [Wire("D0", peer_incarnation="D"), Wire("D0", peer_incarnation="D"), Wire("E0", peer_incarnation="E")]
         async with asyncio.TaskGroup() as tasks:
             for number, wire in enumerate(wires):
-                said = replace_struct(greeting(world, wire.peer_boot), serial=number)
-                player.peers._take(tasks, wire, wire.peer_boot, said)
+                said = replace_struct(greeting(world, wire.peer_incarnation), serial=number)
+                player.peers._take(tasks, wire, wire.peer_incarnation, said)
             await asyncio.sleep(3 * TURN_S)
-            assert [landing.boot for landing in player.proving] == ["D", "E"]
+            assert [landing.incarnation for landing in player.proving] == ["D", "E"]
             player.may_prove.set()
-        assert [landing.boot for landing in player.proving] == ["D", "E", "D"]
+        assert [landing.incarnation for landing in player.proving] == ["D", "E", "D"]
         assert all(wire.said(Welcome) for wire in wires)
-        assert {boot for boot, _ in player.disconnected} <= {"D"} and len(player.peers.statuses()) == 2
+        assert {incarnation for incarnation, _ in player.disconnected} <= {"D"} and len(player.peers.statuses()) == 2
 
     run(story)
 

@@ -37,32 +37,32 @@ def carried(folder: Path, stack: ExitStack) -> Bench:
 def test_status_and_metrics_show_who_reads_and_how_much(tmp_path: Path) -> None:
     with ExitStack() as stack:
         bench = carried(tmp_path, stack)
-        source, sink = bench.sources[0].agent, bench.sinks[0].agent
-        (reader,) = source.status.readers
-        assert (reader.agent, reader.pid, reader.uid) == ("d0", sink.process.pid, os.getuid())
-        assert reader.over_s is None and sink.status.readers == ()
-        (peer,) = sink.status.peers
+        sender, receiver = bench.senders[0].agent, bench.receivers[0].agent
+        (reader,) = sender.status.readers
+        assert (reader.agent, reader.pid, reader.uid) == ("d0", receiver.process.pid, os.getuid())
+        assert reader.over_s is None and receiver.status.readers == ()
+        (peer,) = receiver.status.peers
         assert re.match(r"pull [0-9.e+]+ GB/s in \d+ KiB", peer.route), peer.route
-        assert f"{sink.process.pid} d0 (uid {os.getuid()})" in shown(source)
-        wait_for(lambda: "kvbridge_chunks_total{role=source}" in source.status.counters)
+        assert f"{receiver.process.pid} d0 (uid {os.getuid()})" in shown(sender)
+        wait_for(lambda: "kvbridge_chunks_total{role=sender}" in sender.status.counters)
         for name in ("chunks", "wire_bytes"):
-            sent = source.status.counters[f"kvbridge_{name}_total{{role=source}}"]
-            assert sent == sink.status.counters[f"kvbridge_{name}_total{{role=sink}}"] > 0
+            sent = sender.status.counters[f"kvbridge_{name}_total{{role=sender}}"]
+            assert sent == receiver.status.counters[f"kvbridge_{name}_total{{role=receiver}}"] > 0
 
 
 def test_memory_of_an_engine_that_left_is_closed_or_its_reader_is_named(tmp_path: Path) -> None:
     with ExitStack() as stack:
         bench = carried(tmp_path, stack)
-        (engine,), source, sink = bench.sources, bench.sources[0].agent, bench.sinks[0].agent
+        (engine,), sender, receiver = bench.senders, bench.senders[0].agent, bench.receivers[0].agent
         inode = os.fstat(engine.fds[0]).st_ino
-        assert mappings(sink, inode)
-        sink.process.send_signal(signal.SIGSTOP)
+        assert mappings(receiver, inode)
+        receiver.process.send_signal(signal.SIGSTOP)
         engine.client.send(Detach())
-        wait_for(lambda: source.status.engine is None)
-        assert mappings(sink, inode)
-        wait_for(lambda: [reader.over_s is not None for reader in source.status.readers] == [True])
-        assert "to be closed for" in shown(source)
-        sink.process.send_signal(signal.SIGCONT)
-        wait_for(lambda: source.status.readers == (), BACK_S)
-        assert not mappings(sink, inode)
-        assert bench.sinks[0].agent.status.engine is not None
+        wait_for(lambda: sender.status.engine is None)
+        assert mappings(receiver, inode)
+        wait_for(lambda: [reader.over_s is not None for reader in sender.status.readers] == [True])
+        assert "to be closed for" in shown(sender)
+        receiver.process.send_signal(signal.SIGCONT)
+        wait_for(lambda: sender.status.readers == (), BACK_S)
+        assert not mappings(receiver, inode)
+        assert bench.receivers[0].agent.status.engine is not None

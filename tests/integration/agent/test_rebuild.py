@@ -68,7 +68,7 @@ class Played:
         self.resumed = self.discarded = 0
         self.rebuilt: list[float] = []
         self.reasons: list[str] = []
-        self.sink = self
+        self.receiver = self
         self.slots = SlotPool(2)
         self.slots.lend(2, "t")
         self.slots.doubt("t")
@@ -169,7 +169,7 @@ def test_what_was_prepared_is_closed_when_the_agent_ends_before_it_is_used() -> 
 
 def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end() -> None:
     world = World(slots=4)
-    inbound = world.sinks[0].inbound
+    inbound = world.receivers[0].inbound
     for request in ("early", "late"):
         world.offer(request, 16, 4)
     world.hold.add("write")
@@ -180,8 +180,8 @@ def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end
     world.hold.clear()
     world.run()
     assert list(world.answers()) == ["early"] and isinstance(world.answers()["early"], Done)
-    assert inbound.pause() and not world.sources[0].outbound.outlets
-    world.do(world.sinks[0], inbound.rebuilt(world.sinks[0].home, world.now))
+    assert inbound.pause() and not world.senders[0].outbound.outlets
+    world.do(world.receivers[0], inbound.rebuilt(world.receivers[0].home, world.now))
     world.run()
     assert isinstance(world.answers()["late"], Done)
     world.check_rest()
@@ -194,7 +194,7 @@ def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_
         world.want(request, 16)
     world.offer("flows", 16, 4)
     world.run()
-    outbound = world.sources[0].outbound
+    outbound = world.senders[0].outbound
     states = {out.claim.want: out.state.name for out in outbound.outlets.values()}
     assert sorted(states.values()) == ["FLOWING", "WAITING"] and not outbound.pause(is_alone=True)
     told = [action.body for action in outbound.rebuilt("test") if isinstance(action, Send)]
@@ -204,19 +204,19 @@ def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_
 def test_what_is_claimed_before_a_rebuild_waits_for_it() -> None:
     """Claims that nothing was begun of go with their sessions, and come again; a pause that ends lets them go on."""
     world = World()
-    (source,) = world.sources
-    outbound = source.outbound
+    (sender,) = world.senders
+    outbound = sender.outbound
     assert outbound.pause(is_alone=True)
     for request in ("early", "late"):
         world.offer(request, 16, 4)
         world.want(request, 16)
     world.run()
     assert outbound.pause(is_alone=True) and {out.state.name for out in outbound.outlets.values()} == {"WAITING"}
-    world.do(source, outbound.resume())
+    world.do(sender, outbound.resume())
     world.run()
     assert [type(answer) for answer in world.answers().values()] == [Done, Done]
     outbound.pause(is_alone=True)
-    world.do(source, outbound.rebuilt("test"))
+    world.do(sender, outbound.rebuilt("test"))
     world.offer("after", 16, 4)
     world.want("after", 16)
     world.run()
@@ -225,10 +225,10 @@ def test_what_is_claimed_before_a_rebuild_waits_for_it() -> None:
 
 
 def test_a_claim_that_takes_nothing_waits_for_no_rebuild() -> None:
-    """Its sink has forgotten it already, and would not make it again: the blocks would be held for nobody."""
+    """Its receiver has forgotten it already, and would not make it again: the blocks would be held for nobody."""
     world = World()
-    (source,) = world.sources
-    source.outbound.pause(is_alone=True)
+    (sender,) = world.senders
+    sender.outbound.pause(is_alone=True)
     world.offer("r", 16, 4)
     world.want("r", 16, first=16)
     world.run()
@@ -237,9 +237,9 @@ def test_a_claim_that_takes_nothing_waits_for_no_rebuild() -> None:
 
 def test_one_of_several_ranks_goes_on_before_its_rebuild() -> None:
     """What its twin has given cannot be claimed again: the want would fail."""
-    world = World(sources=2)
-    source = world.sources[0]
-    assert source.outbound.pause(is_alone=False)
+    world = World(senders=2)
+    sender = world.senders[0]
+    assert sender.outbound.pause(is_alone=False)
     world.offer("r", 16, 4)
     world.want("r", 16)
     world.run()
@@ -281,7 +281,7 @@ def test_slots_that_the_mover_has_not_made_anew_yet_are_no_reason_for_others() -
     assert played.rebuilt == [1.0] and played.tried == 1
 
 
-def test_a_sink_that_stands_still_costs_others_the_slots_that_we_send_from_for_a_while_only(tmp_path: Path) -> None:
+def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_for_a_while_only(tmp_path: Path) -> None:
     """Its writes stay under way as long as it stands still: nothing ends them, and nothing else may use their slots."""
     options: dict[str, Any] = {
         "routes": "nixl",
@@ -300,22 +300,22 @@ def test_a_sink_that_stands_still_costs_others_the_slots_that_we_send_from_for_a
         ]
         for engine in engines:
             engine.attach()
-        source, still, other = engines
+        sender, still, other = engines
         prefill = agents[0]
         table = list(range(64))
 
-        def carried(sink: SyntheticEngine, name: str, deadline_s: float = 10.0) -> Any:
-            source.offer(name, table, 1024, hold_s=20.0)
-            sink.want(name, prefill.address, table, range(1024), deadline_s=deadline_s)
-            return sink.answer(name)
+        def carried(receiver: SyntheticEngine, name: str, deadline_s: float = 10.0) -> Any:
+            sender.offer(name, table, 1024, hold_s=20.0)
+            receiver.want(name, prefill.address, table, range(1024), deadline_s=deadline_s)
+            return receiver.answer(name)
 
         assert isinstance(carried(still, "a"), Done) and isinstance(carried(other, "b"), Done)
-        wait_for(lambda: not prefill.status.transfers)  # a sink may hear first that one is over
+        wait_for(lambda: not prefill.status.transfers)  # a receiver may hear first that one is over
         still.want("stuck", prefill.address, table, range(1024))
         wait_for(lambda: len(prefill.status.transfers) == 1)
         os.kill(agents[1].process.pid, signal.SIGSTOP)
         try:
-            source.offer("stuck", table, 1024, hold_s=5.0)
+            sender.offer("stuck", table, 1024, hold_s=5.0)
             wait_for(lambda: prefill.status.outbound.quarantined == 2)
             assert isinstance(carried(other, "c", deadline_s=1.0), Failed)
             wait_for(lambda: prefill.status.outbound.free == 2)

@@ -30,24 +30,24 @@ NUMBERS = {10: re.compile(r"\b[0-9]{9,}"), 16: re.compile(r"(?:\b|0x)([0-9a-fA-F
 
 
 class Pair:
-    """A source and a sink with engines attached; the options are both agents'."""
+    """A sender and a receiver with engines attached; the options are both agents'."""
 
     def __init__(self, folder: Path, stack: ExitStack, **options: Any) -> None:
         p, d = options.pop("p", {}), options.pop("d", {})
-        self.source_agent = stack.enter_context(agent(folder, "p", **{"connect_s": 4} | options | p))
-        self.sink_agent = stack.enter_context(agent(folder, "d", **{"connect_s": 4} | options | d))
-        self.source = stack.enter_context(closing(SyntheticEngine(self.source_agent, build(Shape("nhd")))))
-        self.sink = stack.enter_context(closing(SyntheticEngine(self.sink_agent, build(Shape("hnd")))))
-        self.source.attach()
-        self.sink.attach()
+        self.sender_agent = stack.enter_context(agent(folder, "p", **{"connect_s": 4} | options | p))
+        self.receiver_agent = stack.enter_context(agent(folder, "d", **{"connect_s": 4} | options | d))
+        self.sender = stack.enter_context(closing(SyntheticEngine(self.sender_agent, build(Shape("nhd")))))
+        self.receiver = stack.enter_context(closing(SyntheticEngine(self.receiver_agent, build(Shape("hnd")))))
+        self.sender.attach()
+        self.receiver.attach()
 
     def carry(self, request: str, address: str = "") -> Done | Failed:
-        before = self.sink.held.copy()
-        fill(self.source.held, [5], range(16))
-        self.source.offer(request, [5], 16)
-        self.sink.want(request, address or self.source_agent.address, [6], range(16))
-        answer = self.sink.answer(request)
-        assert isinstance(answer, Failed) or not mismatch(self.sink.held, before, [6], range(16))
+        before = self.receiver.held.copy()
+        fill(self.sender.held, [5], range(16))
+        self.sender.offer(request, [5], 16)
+        self.receiver.want(request, address or self.sender_agent.address, [6], range(16))
+        answer = self.receiver.answer(request)
+        assert isinstance(answer, Failed) or not mismatch(self.receiver.held, before, [6], range(16))
         return answer
 
 
@@ -95,13 +95,13 @@ def test_one_line_makes_a_fleet_that_nobody_else_can_speak_to(tmp_path: Path, st
     public = line.split()[1]
     pair = Pair(tmp_path, stack, key=key)
     assert isinstance(pair.carry("r"), Done)
-    assert pair.source_agent.address.endswith(f"#{public}")
-    (seen,) = pair.source_agent.status.peers
-    assert seen.key == "fleet" and "curve" in pair.source_agent.status.security
-    assert f"key={public}" in pair.source_agent.text()
+    assert pair.sender_agent.address.endswith(f"#{public}")
+    (seen,) = pair.sender_agent.status.peers
+    assert seen.key == "fleet" and "curve" in pair.sender_agent.status.security
+    assert f"key={public}" in pair.sender_agent.text()
     with agent(tmp_path, "x") as bare, closing(SyntheticEngine(bare, build(Shape("hnd")))) as stranger:
         stranger.attach()
-        stranger.want("steal", pair.source_agent.address.partition("#")[0], [1], range(16))
+        stranger.want("steal", pair.sender_agent.address.partition("#")[0], [1], range(16))
         failed = stranger.answer("steal")
         assert isinstance(failed, Failed) and failed.code in ("peer_unreachable", "peer_disconnected"), failed
     assert isinstance(pair.carry("again"), Done)
@@ -112,28 +112,28 @@ def test_a_list_lets_in_by_name_and_a_reload_cuts_off(tmp_path: Path, stack: Exi
     peers = write_peers(tmp_path, prefill_line, decode_line)
     pair = Pair(tmp_path, stack, peers=peers, p={"key": prefill}, d={"key": decode})
     assert isinstance(pair.carry("r"), Done)
-    assert [peer.key for peer in pair.source_agent.status.peers] == ["decode"]
-    assert [peer.key for peer in pair.sink_agent.status.peers] == ["prefill"]
+    assert [peer.key for peer in pair.sender_agent.status.peers] == ["decode"]
+    assert [peer.key for peer in pair.receiver_agent.status.peers] == ["prefill"]
 
     peers.write_text(prefill_line)
-    pair.source_agent.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: "peers read again" in pair.source_agent.text() and not pair.source_agent.status.peers)
-    wait_for(lambda: "not on our list" in pair.sink_agent.text())
+    pair.sender_agent.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "peers read again" in pair.sender_agent.text() and not pair.sender_agent.status.peers)
+    wait_for(lambda: "not on our list" in pair.receiver_agent.text())
     failed = pair.carry("revoked")
     assert isinstance(failed, Failed) and failed.code == "peer_unreachable", (
         failed,
-        pair.sink_agent.text(),
-        pair.source_agent.text(),
+        pair.receiver_agent.text(),
+        pair.sender_agent.text(),
     )
 
     peers.write_text("nonsense\n")  # is refused, and changes nothing
-    pair.source_agent.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: "the old list stays" in pair.source_agent.text())
-    assert "1 keys allowed" in pair.source_agent.status.security
+    pair.sender_agent.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "the old list stays" in pair.sender_agent.text())
+    assert "1 keys allowed" in pair.sender_agent.status.security
 
     peers.write_text(prefill_line + decode_line)
-    pair.source_agent.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: pair.source_agent.text().count("peers read again") == 2)
+    pair.sender_agent.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: pair.sender_agent.text().count("peers read again") == 2)
     assert isinstance(pair.carry("restored"), Done)
 
 
@@ -142,7 +142,7 @@ def test_another_key_in_the_file_waits_for_a_restart_and_costs_no_link(tmp_path:
     pair = Pair(tmp_path, stack, key=key)
     assert isinstance(pair.carry("r"), Done)
     keygen(tmp_path, "other")[0].replace(key)
-    both = (pair.source_agent, pair.sink_agent)
+    both = (pair.sender_agent, pair.receiver_agent)
     for running in both:
         running.process.send_signal(signal.SIGHUP)
     wait_for(lambda: all("peers read again" in running.text() for running in both))
@@ -230,7 +230,7 @@ def test_with_a_key_a_want_reaches_loopback_only_as_well(tmp_path: Path, stack: 
     assert isinstance(failed, Failed) and failed.code == "peer_not_allowed", failed
     place = address.removeprefix("tcp://")
     assert f'dial: {address} is beyond loopback and no pattern of dial names it; add "{place}"' in failed.reason
-    assert time.monotonic() - began < 3 and "dials loopback only" in pair.sink_agent.status.security
+    assert time.monotonic() - began < 3 and "dials loopback only" in pair.receiver_agent.status.security
     assert isinstance(pair.carry("r"), Done)
 
 
@@ -248,7 +248,7 @@ def test_who_names_a_hosts_addresses_one_by_one_harms_nobody(tmp_path: Path, sta
         assert isinstance(pair.carry(spelled, spelled), Done)
     answers = [pair.carry(f"r{last}", f"tcp://127.0.0.{last}:{port}") for last in range(1, MOST_NAMES + 5)]
     assert all(isinstance(answer, Done) for answer in answers), "each was idle when the next came"
-    (seen,) = pair.sink_agent.status.peers
+    (seen,) = pair.receiver_agent.status.peers
     assert seen.address == f"tcp://localhost:{port}"
     assert isinstance(pair.carry("again", f"tcp://127.0.0.1:{port}"), Done)
 
@@ -257,7 +257,7 @@ def test_a_wanted_address_cannot_bring_its_own_key(tmp_path: Path, stack: ExitSt
     key, _ = keygen(tmp_path, "fleet")
     _, foreign = keygen(tmp_path, "foreign")
     pair = Pair(tmp_path, stack, key=key)
-    address = pair.source_agent.address.partition("#")[0] + "#" + foreign.split()[1]
+    address = pair.sender_agent.address.partition("#")[0] + "#" + foreign.split()[1]
     failed = pair.carry("ssrf", address)
     assert isinstance(failed, Failed) and failed.code == "peer_not_allowed" and "peers" in failed.reason
 
@@ -276,15 +276,15 @@ def test_carries_without_pickling_and_logs_no_secret(
     for number in range(3):
         assert isinstance(pair.carry(f"r{number}"), Done)
     assert isinstance(pair.carry("bad", "tcp://127.0.0.1:1#" + "x" * 40), Failed)
-    pair.source_agent.process.send_signal(signal.SIGHUP)
-    status = repr((pair.source_agent.status, pair.sink_agent.status))
+    pair.sender_agent.process.send_signal(signal.SIGHUP)
+    status = repr((pair.sender_agent.status, pair.receiver_agent.status))
     found = [line.split() for line in written.read_text().splitlines()]
     tokens = [bytes.fromhex(text) for name, text in found if name == "token" and len(text) == 32]
     descriptors = [bytes.fromhex(text) for name, text in found if name == "descriptor"]
     regions = [struct.unpack(">QQ", bytes.fromhex(text)) for name, text in found if name == "region"]
     assert len(tokens) >= 3 and len(descriptors) >= fabrics and len(regions) >= 2 * fabrics  # there was what to find
     secret = next(line for line in key.read_text().splitlines() if not line.startswith("#"))
-    for running in (pair.source_agent, pair.sink_agent):
+    for running in (pair.sender_agent, pair.receiver_agent):
         running.stop()
         said = running.text() + status
         assert "PICKLED" not in said and "may not pickle" not in said

@@ -59,10 +59,10 @@ class Collector:
         self._server.shutdown()
         self._server.server_close()
 
-    def spans(self, agent: str, room: str) -> dict[str, Any]:
+    def spans(self, agent: str, rendezvous: str) -> dict[str, Any]:
         """Those of one request, by name."""
         mine = [span for name, span in self.taken if name == agent]
-        roots = [each for each in mine if attributes(each).get("kvbridge.room") == room]
+        roots = [each for each in mine if attributes(each).get("kvbridge.rendezvous") == rendezvous]
         return {
             span.name: span for root in roots for span in mine if root.span_id in (span.span_id, span.parent_span_id)
         }
@@ -81,12 +81,12 @@ def bench(folder: Path, endpoint: str) -> Iterator[Bench]:
         yield made
 
 
-def carried(made: Bench, room: str, **more: object) -> None:
-    (source,), (sink,) = made.sources, made.sinks
-    source.offer(f"p-{room}", TABLE, len(TOKENS), room=room, **more)
-    sink.want(f"d-{room}", made.address, WANTED, TOKENS, room=room, **more)
-    assert isinstance(sink.answer(f"d-{room}"), Done)
-    source.released(f"p-{room}")
+def carried(made: Bench, rendezvous: str, **more: object) -> None:
+    (sender,), (receiver,) = made.senders, made.receivers
+    sender.offer(f"p-{rendezvous}", TABLE, len(TOKENS), rendezvous=rendezvous, **more)
+    receiver.want(f"d-{rendezvous}", made.address, WANTED, TOKENS, rendezvous=rendezvous, **more)
+    assert isinstance(receiver.answer(f"d-{rendezvous}"), Done)
+    sender.released(f"p-{rendezvous}")
 
 
 def test_both_sides_of_a_request_are_spans_of_the_engines_trace_or_of_one_of_their_own(tmp_path: Path) -> None:
@@ -94,9 +94,9 @@ def test_both_sides_of_a_request_are_spans_of_the_engines_trace_or_of_one_of_the
         carried(made, "known", traceparent=f"00-{TRACE}-{PARENT}-01")
         carried(made, "alone", traceparent="00-nonsense")
         carried(made, "unsampled", traceparent=f"00-{TRACE}-{PARENT}-00")
-        (sink,) = made.sinks
-        sink.want("late", made.address, WANTED, TOKENS, room="nowhere", deadline_s=0.3)
-        assert isinstance(sink.answer("late"), Failed)
+        (receiver,) = made.receivers
+        receiver.want("late", made.address, WANTED, TOKENS, rendezvous="nowhere", deadline_s=0.3)
+        assert isinstance(receiver.answer("late"), Failed)
         wait_for(lambda: len(collector.spans("d0", "nowhere")) >= 1 and len(collector.spans("p0", "alone")) == 4)
         stages = ("claim", "begin", "move")
         for agent, name in (("p0", "kvbridge send"), ("d0", "kvbridge receive")):
@@ -120,7 +120,7 @@ def test_both_sides_of_a_request_are_spans_of_the_engines_trace_or_of_one_of_the
         assert not alone[0]["kvbridge send"].parent_span_id
         late = collector.spans("d0", "nowhere")["kvbridge receive"]
         assert late.status.code == 2 and late.status.message.startswith("deadline: ")
-        counters = sink.agent.status.counters
+        counters = receiver.agent.status.counters
         assert counters["kvbridge_spans_total{outcome=sent}"] >= 9
         assert "kvbridge_spans_total{outcome=dropped}" not in counters
 
@@ -135,20 +135,20 @@ def test_requests_go_on_where_nobody_takes_spans(tmp_path: Path) -> None:
             for number in range(20):
                 carried(made, f"r{number}")
             assert time.monotonic() - began < 4, "not a wait of the sender's thread for each"
-            (sink,) = made.sinks
-            wait_for(lambda: sink.agent.status.counters.get("kvbridge_spans_total{outcome=dropped}", 0) >= 4)
+            (receiver,) = made.receivers
+            wait_for(lambda: receiver.agent.status.counters.get("kvbridge_spans_total{outcome=dropped}", 0) >= 4)
             began = time.monotonic()
-            assert sink.agent.stop() == 0 and time.monotonic() - began < 10
+            assert receiver.agent.stop() == 0 and time.monotonic() - began < 10
 
 
 def life(traceparent: str = "") -> RequestRecord:
-    made = RequestRecord("sink", traceparent=traceparent)
+    made = RequestRecord("receiver", traceparent=traceparent)
     for at_s, what in ((1.0, "wanted"), (1.5, "claimed"), (2.0, "done")):
-        made.add(TraceEntry(at_s=at_s, what=what, request="r", room="room"))
+        made.add(TraceEntry(at_s=at_s, what=what, request="r", rendezvous="rendezvous"))
     return made
 
 
-def test_what_there_is_no_room_for_is_dropped_at_once_and_counted() -> None:
+def test_what_there_is_no_rendezvous_for_is_dropped_at_once_and_counted() -> None:
     counted = {"sent": 0, "dropped": 0}
 
     def count(outcome: str, number: int) -> None:

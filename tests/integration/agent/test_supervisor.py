@@ -88,11 +88,11 @@ def test_says_nothing_while_its_data_thread_stands_still(
     tmp_path: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as stack:
-        source: AgentProcess = paused(tmp_path, stack, monkeypatch, LONGER_S).agent
-        pid, began = source.process.pid, time.monotonic()
+        sender: AgentProcess = paused(tmp_path, stack, monkeypatch, LONGER_S).agent
+        pid, began = sender.process.pid, time.monotonic()
         while systemd.hears(pid, 2 * WATCHDOG_S):
             assert time.monotonic() - began < WATCHDOG_S, "fed though the thread stands still"
-        assert source.status.state == "serving"  # its loop is well
+        assert sender.status.state == "serving"  # its loop is well
 
 
 def test_ends_with_where_each_thread_stood(tmp_path: Path, systemd: Systemd) -> None:

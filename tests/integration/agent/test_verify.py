@@ -22,15 +22,15 @@ MOST_TRIES = 20
 
 
 def bench_of(folder: Path, stack: ExitStack, verify: str) -> Bench:
-    source, sink = Shape("nhd", blocks=200, **WIDE), Shape("hnd", block_tokens=64, blocks=60, **WIDE)
-    bench = Bench(folder, stack, source, sink, routes="pull,host", verify=verify)
+    sender, receiver = Shape("nhd", blocks=200, **WIDE), Shape("hnd", block_tokens=64, blocks=60, **WIDE)
+    bench = Bench(folder, stack, sender, receiver, routes="pull,host", verify=verify)
     bench.fill(TABLE, TOKENS)
     return bench
 
 
 def counted(bench: Bench, name: str) -> list[float]:
     """By the sender's agent, and by the receiver's."""
-    sides = (("source", bench.sources[0]), ("sink", bench.sinks[0]))
+    sides = (("sender", bench.senders[0]), ("receiver", bench.receivers[0]))
     return [e.agent.status.counters.get(f"kvbridge_{name}_total{{role={role}}}", 0.0) for role, e in sides]
 
 
@@ -49,7 +49,7 @@ def test_so_many_chunks_are_compared_and_none_differs(verify: str, every: int, t
         compared = -(-chunks // every) if every else 0
         assert counted(bench, "chunks_compared") == [compared, compared]
         assert counted(bench, "digest_mismatches") == [0, 0]
-        assert [peer.has_pipe for side in (*bench.sources, *bench.sinks) for peer in side.agent.status.peers] == [
+        assert [peer.has_pipe for side in (*bench.senders, *bench.receivers) for peer in side.agent.status.peers] == [
             True
         ] * 2
 
@@ -57,7 +57,7 @@ def test_so_many_chunks_are_compared_and_none_differs(verify: str, every: int, t
 @contextmanager
 def written_to(bench: Bench) -> Iterator[None]:
     """The sender's engine does not stop writing to rows that it has offered."""
-    (engine,) = bench.sources
+    (engine,) = bench.senders
     is_over = threading.Event()
 
     def write() -> None:
@@ -81,19 +81,19 @@ def test_rows_that_are_not_the_senders_fail_with_both_values(tmp_path: Path) -> 
             for i in range(MOST_TRIES):  # it may be that nothing is written between a read and its check
                 bench.offer(f"r{i}", TABLE, len(TOKENS))
                 bench.want(f"r{i}", WANTED, TOKENS)
-                answer = bench.sinks[0].answer(f"r{i}")
+                answer = bench.receivers[0].answer(f"r{i}")
                 if isinstance(answer, Failed):
                     break
                 assert isinstance(answer, Done)
         assert isinstance(answer, Failed) and answer.code == "digest_mismatch", answer
         found = re.fullmatch(r"chunk (\d+): the sender has digest (\w{16}), read was (\w{16})", answer.reason)
         assert found is not None and found[2] != found[3]
-        assert bench.sources[0].released(f"r{i}").code == "digest_mismatch"
-        source, sink = bench.sources[0].agent, bench.sinks[0].agent
-        assert f"code=digest_mismatch {answer.reason}" in sink.text()
-        assert f"chunk {found[1]}: we have digest {found[2]}, read was {found[3]}" in source.text()
+        assert bench.senders[0].released(f"r{i}").code == "digest_mismatch"
+        sender, receiver = bench.senders[0].agent, bench.receivers[0].agent
+        assert f"code=digest_mismatch {answer.reason}" in receiver.text()
+        assert f"chunk {found[1]}: we have digest {found[2]}, read was {found[3]}" in sender.text()
         assert min(counted(bench, "digest_mismatches")) >= 1
-        wait_for(lambda: not source.status.transfers)
+        wait_for(lambda: not sender.status.transfers)
         bench.offer("after", TABLE, len(TOKENS))
         bench.want("after", WANTED, TOKENS)
         bench.done("after")

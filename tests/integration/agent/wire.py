@@ -10,8 +10,8 @@ class Wire:
 
     version, is_lost, is_up, says_by_pipe = 1, False, True, False
 
-    def __init__(self, address: str, key: str = "", peer_boot: str = "", *, is_dialled: bool = False) -> None:
-        self.address, self.key, self.peer_boot, self.is_dialled = address, key, peer_boot, is_dialled
+    def __init__(self, address: str, key: str = "", peer_incarnation: str = "", *, is_dialled: bool = False) -> None:
+        self.address, self.key, self.peer_incarnation, self.is_dialled = address, key, peer_incarnation, is_dialled
         self.sent: list[Any] = []
 
     def send(self, body: Any) -> bool:

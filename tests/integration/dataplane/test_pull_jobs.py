@@ -16,7 +16,7 @@ from kvbridge.errors import EngineError
 from kvbridge.exchange.leases import ReadLease
 from kvbridge.exchange.orders import Pulled
 
-WHOSE = ("boot", 1, "")
+WHOSE = ("incarnation", 1, "")
 
 
 class FullPorter:

@@ -35,7 +35,7 @@ class Memory:
 def measured(memory: Memory, took_s: list[float]) -> tuple[Rate, list[tuple[Span, Span]]]:
     """The rate when each read takes so long, and what was copied where."""
     copied: list[tuple[Span, Span]] = []
-    porter = SimpleNamespace(copy=lambda source, target: copied.append((source, target)) or len(copied))
+    porter = SimpleNamespace(copy=lambda sender, target: copied.append((sender, target)) or len(copied))
     now = [0.0]
     job = read_rate(SimpleNamespace(scratch=SCRATCH, porter=porter), memory, lambda: now[0])  # type: ignore[arg-type]
     waits = next(job)
@@ -69,7 +69,7 @@ def test_what_is_too_small_to_tell_is_not_slow() -> None:
     assert rate.bytes_per_s == pytest.approx(1e6) and len(copied) == ROUNDS < MOST_ROUNDS
 
 
-WHOSE = ("boot", 1, "")
+WHOSE = ("incarnation", 1, "")
 
 
 class Peers(Memory):
@@ -92,7 +92,7 @@ class Opening:
         self.closed: list[Peers] = []
         self.found: list[tuple[Rate | None, Exception | None]] = []
 
-    def _copy(self, source: Span, target: Span) -> int:
+    def _copy(self, sender: Span, target: Span) -> int:
         if self.pulling._measured[0] is not self.pulling._measured[-1]:
             raise EngineError("too_many_moves", "moves: 1 are under way")
         return 1

@@ -53,10 +53,10 @@ class Agents:
     def __init__(self, stack: ExitStack, vram: bool = False) -> None:
         self.network = LoopbackNetwork()
         self.stack = stack
-        self.source, self.sink = self.equipment("a", vram), self.equipment("b", vram)
+        self.sender, self.receiver = self.equipment("a", vram), self.equipment("b", vram)
 
-    def equipment(self, boot: str, vram: bool) -> Resources:
-        docks = [self.dock(boot)] + ([self.dock(f"{boot}.host")] if vram else [])
+    def equipment(self, incarnation: str, vram: bool) -> Resources:
+        docks = [self.dock(incarnation)] + ([self.dock(f"{incarnation}.host")] if vram else [])
         cards = [dock.card() for dock in docks]
         device = None
         if vram:
@@ -75,7 +75,7 @@ class Agents:
         return StagingEndpoint(name, staging[0], staging[1], fabric, CpuBlockCopier())
 
     def landing(self, lane: int = 3) -> Landing:
-        return Landing("b", self.sink.site, lane)
+        return Landing("b", self.receiver.site, lane)
 
 
 def _vram(card: Any) -> Any:
@@ -110,11 +110,11 @@ def run(equipment: Resources, job: Any) -> Any:
 
 def proved(agents: Agents, clock: Callable[[], float] = time.monotonic, **site: Any) -> tuple[Target, Routed]:
     landing = agents.landing()
-    return run(agents.source, prove(agents.source, replace(landing, site=replace(landing.site, **site)), 5, clock))
+    return run(agents.sender, prove(agents.sender, replace(landing, site=replace(landing.site, **site)), 5, clock))
 
 
 def is_there(agents: Agents, routed: Routed) -> bool:
-    jobs = Jobs(agents.sink, "b", SendOrders(0), ReceiveOrders(), 1.0)
+    jobs = Jobs(agents.receiver, "b", SendOrders(0), ReceiveOrders(), 1.0)
     assert routed.probe is not None
     return jobs.is_proved(routed.route, routed.probe.lane, routed.probe)
 
@@ -125,8 +125,8 @@ def test_the_pattern_lands_in_the_lane_and_nowhere_else(stack: ExitStack) -> Non
     assert (routed.route, target.route, target.serial, routed.probe.lane) == ("nixl", "nixl", 5, 3)
     assert is_there(agents, routed)
     assert not is_there(agents, replace(routed, probe=Probe(lane=4, seed=1, size_bytes=64, bytes_per_s=1.0)))
-    memory = agents.sink.dock.inbound
-    assert not any(agents.sink.dock.porter.read(memory.span(i)).strip(b"\0") for i in range(2))
+    memory = agents.receiver.dock.inbound
+    assert not any(agents.receiver.dock.porter.read(memory.span(i)).strip(b"\0") for i in range(2))
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1 << 40, SLOT_BYTES])
@@ -139,8 +139,8 @@ def test_a_probe_of_an_impossible_size_proves_nothing(stack: ExitStack, size_byt
 def test_one_wrong_byte_proves_nothing(stack: ExitStack) -> None:
     agents = Agents(stack)
     _, routed = proved(agents)
-    lane = agents.sink.dock.inbound.lane(3)
-    agents.sink.dock.porter.fill(lane, bytes([pattern(routed.probe.seed, 1)[0] ^ 1]))
+    lane = agents.receiver.dock.inbound.lane(3)
+    agents.receiver.dock.porter.fill(lane, bytes([pattern(routed.probe.seed, 1)[0] ^ 1]))
     assert not is_there(agents, routed)
 
 
@@ -152,7 +152,7 @@ def test_goes_on_to_the_next_route_and_says_why(stack: ExitStack) -> None:
     assert "direct: " in routed.why and "nixl: cable out" in routed.why
     assert is_there(agents, routed)
     with pytest.raises(FabricError, match="not connected"):
-        agents.source.dock.fabric.notify("b", b"x")  # what does not work is let go
+        agents.sender.dock.fabric.notify("b", b"x")  # what does not work is let go
 
 
 def test_a_slow_route_is_taken_only_when_there_is_no_other(stack: ExitStack) -> None:
@@ -179,11 +179,11 @@ def test_says_what_stood_against_every_route(stack: ExitStack) -> None:
 
 def test_an_old_target_that_ends_late_does_not_cut_the_new_one(stack: ExitStack) -> None:
     agents = Agents(stack)
-    jobs = Jobs(agents.source, "a", SendOrders(0), ReceiveOrders(), 1.0)
+    jobs = Jobs(agents.sender, "a", SendOrders(0), ReceiveOrders(), 1.0)
     heard: list[Any] = []
 
     def connected() -> Connected:
-        run(agents.source, jobs.connect(agents.landing(), lambda found, error: heard.append(found or error)))
+        run(agents.sender, jobs.connect(agents.landing(), lambda found, error: heard.append(found or error)))
         assert isinstance(heard[-1], Connected), heard[-1]
         return heard[-1]
 
@@ -194,12 +194,12 @@ def test_an_old_target_that_ends_late_does_not_cut_the_new_one(stack: ExitStack)
     assert second.serial != first.serial and old in jobs._leaving
     jobs._users[old] -= 1
     jobs._close_unused(old)
-    agents.source.dock.fabric.notify("b", b"still connected")
+    agents.sender.dock.fabric.notify("b", b"still connected")
     jobs.disconnect("b", first.serial)  # what is gone already: the new one stays
-    agents.source.dock.fabric.notify("b", b"still connected")
+    agents.sender.dock.fabric.notify("b", b"still connected")
     jobs.disconnect("b", second.serial)
     with pytest.raises(FabricError):
-        agents.source.dock.fabric.notify("b", b"x")
+        agents.sender.dock.fabric.notify("b", b"x")
 
 
 class Ears:
@@ -216,7 +216,7 @@ def ended(reason: str) -> NoReturn:
 
 def test_memory_is_not_let_go_of_while_a_kernel_may_run(stack: ExitStack) -> None:
     agents = Agents(stack)
-    busy = replace(agents.source, porter=Busy())
+    busy = replace(agents.sender, porter=Busy())
 
     async def story() -> None:
         mover = DataPlane(lambda: busy, "a", Ears(), 1.0, stuck_s=0.05, end=ended)
@@ -240,7 +240,7 @@ def test_a_mover_that_has_died_proves_nothing(stack: ExitStack) -> None:
         raise RuntimeError("broken on purpose")
 
     async def story() -> None:
-        mover = DataPlane(lambda: agents.source, "a", Broken(), 1.0)
+        mover = DataPlane(lambda: agents.sender, "a", Broken(), 1.0)
         await mover.start()
         with attached(build(Shape())) as (_, pool):
             assert await mover.let_go(AttachedMemory(1, pool, None))
@@ -270,10 +270,10 @@ def test_nothing_more_is_made_ready_for_an_engine_that_leaves(stack: ExitStack) 
     agents, slow = Agents(stack), Slow()
 
     async def story() -> None:
-        mover = DataPlane(lambda: replace(agents.source, porter=slow), "a", Ears(), 1.0)
+        mover = DataPlane(lambda: replace(agents.sender, porter=slow), "a", Ears(), 1.0)
         await mover.start()
         with attached(build(Shape())) as (_, pool), attached(build(Shape())) as (_, next_pool):
-            parts = Planner(pool.pool, pool.pool).samples(SLOT_BYTES, is_source=True)
+            parts = Planner(pool.pool, pool.pool).samples(SLOT_BYTES, is_sender=True)
             before = AttachedMemory(1, pool, None)
             mover.warm(before, parts * 3)
             now = replace(before, epoch=2)  # its scales changed
@@ -312,7 +312,7 @@ def test_a_chunk_leaves_before_the_next_one_is_gathered(stack: ExitStack) -> Non
     """On a CPU to begin a gather is to do it: with slots for all of a transfer nothing else would have its turn."""
     agents, porter = Agents(stack), Lengthy()
     target, _ = proved(agents)
-    mover = DataPlane(lambda: replace(agents.source, porter=porter), "a", Ears(), 1.0, clock=lambda: porter.now)
+    mover = DataPlane(lambda: replace(agents.sender, porter=porter), "a", Ears(), 1.0, clock=lambda: porter.now)
     mover._open()
     mover._say = lambda: None  # type: ignore[method-assign]
     post = target.dock.fabric.write
@@ -354,7 +354,7 @@ class New(CpuBlockCopier):
 def test_what_needs_new_kernels_keeps_nobody_else_waiting(stack: ExitStack) -> None:
     agents, porter = Agents(stack), New("new")
     target, _ = proved(agents)
-    mover = DataPlane(lambda: replace(agents.source, porter=porter), "a", Ears(), 1.0, clock=lambda: 0.0)
+    mover = DataPlane(lambda: replace(agents.sender, porter=porter), "a", Ears(), 1.0, clock=lambda: 0.0)
     mover._open()
     mover._say = lambda: None  # type: ignore[method-assign]
     mover._jobs._targets["b"] = target
@@ -394,7 +394,7 @@ def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
             ended.append(error.code)
 
     async def story() -> None:
-        mover = DataPlane(lambda: agents.source, "a", Ears(), 1.0)
+        mover = DataPlane(lambda: agents.sender, "a", Ears(), 1.0)
         await mover.start()
         with attached(build(Shape())) as (_, pool):
             attachment = AttachedMemory(1, pool, Never())
@@ -411,7 +411,7 @@ def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
 
 def test_docks_of_before_are_kept_while_they_write_and_refused_when_they_are_too_many(stack: ExitStack) -> None:
     agents = Agents(stack)
-    before = agents.source.current
+    before = agents.sender.current
     made: list[StagingEndpoints] = []
 
     def make(number: int) -> StagingEndpoints:
@@ -420,8 +420,8 @@ def test_docks_of_before_are_kept_while_they_write_and_refused_when_they_are_too
         return made[-1]
 
     equipment = Resources(CpuBlockCopier(), before.site, make, ExitStack(), before)
-    equipment.join(before.dock, "b", agents.sink.dock.fabric.descriptor())
-    address = before.dock.outbound.address(0), agents.sink.dock.inbound.address(0)
+    equipment.join(before.dock, "b", agents.receiver.dock.fabric.descriptor())
+    address = before.dock.outbound.address(0), agents.receiver.dock.inbound.address(0)
     before.dock.fabric.write("b", *address, 64, b"", deadline=1e9)
     equipment.switch(equipment.prepare())
     assert equipment.dock is made[0].dock and equipment.docks == (made[0].dock, before.dock)
@@ -467,7 +467,7 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
             attachment.word.withdrew("r", withdrawn_at)
             attachment.word.heard_at = heard
 
-    jobs = Jobs(Agents(stack).source, "a", SendOrders(0), ReceiveOrders(), 1.0, lambda: 100.0)
+    jobs = Jobs(Agents(stack).sender, "a", SendOrders(0), ReceiveOrders(), 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
     attachment = AttachedMemory(1, pool, None, EngineLiveness(heard_at))
     story = jobs._taken_back(attachment, "r", asked_at=99.0)
@@ -516,8 +516,8 @@ def test_the_same_request_withdrawn_twice_may_have_been_taken_back_by_the_first(
 
 
 def test_who_has_left_is_not_waited_for(stack: ExitStack) -> None:
-    """What was being read when it died may end after everybody has let go of it: its sink waits for that end."""
-    jobs = Jobs(Agents(stack).source, "a", SendOrders(0), ReceiveOrders(), 1.0, lambda: 100.0)
+    """What was being read when it died may end after everybody has let go of it: its receiver waits for that end."""
+    jobs = Jobs(Agents(stack).sender, "a", SendOrders(0), ReceiveOrders(), 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
     with pytest.raises(StopIteration) as ended:
         next(jobs._taken_back(AttachedMemory(1, pool, None, EngineLiveness(99.9, has_left=True)), "r", asked_at=99.0))

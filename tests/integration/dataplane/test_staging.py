@@ -54,12 +54,12 @@ def memory_of(running: AgentProcess) -> int:
 
 
 class Three:
-    """A source that is read, one that shares no memory, and a sink."""
+    """A sender that is read, one that shares no memory, and a receiver."""
 
     def __init__(self, folder: Path, stack: ExitStack, **options: Any) -> None:
         every: dict[str, Any] = {"slot_bytes": 4 << 20} | options
         private = every | {"no_share_memory": True}
-        agents = {name: stack.enter_context(agent(folder, name, **every)) for name in ("read", "sink")}
+        agents = {name: stack.enter_context(agent(folder, name, **every)) for name in ("read", "receiver")}
         agents["private"] = stack.enter_context(agent(folder, "private", **private))
         self.engines = {
             name: stack.enter_context(closing(SyntheticEngine(running, build(Shape("nhd", blocks=64)))))
@@ -71,11 +71,11 @@ class Three:
     def __getitem__(self, name: str) -> AgentProcess:
         return self.engines[name].agent
 
-    def carry(self, request: str, source: str) -> Done | Failed:
-        prefill, sink = self.engines[source], self.engines["sink"]
+    def carry(self, request: str, sender: str) -> Done | Failed:
+        prefill, receiver = self.engines[sender], self.engines["receiver"]
         prefill.offer(request, TABLE, 1024)
-        sink.want(request, prefill.agent.address, TABLE, range(1024))
-        return sink.answer(request)
+        receiver.want(request, prefill.agent.address, TABLE, range(1024))
+        return receiver.answer(request)
 
 
 @pytest.fixture
@@ -86,55 +86,55 @@ def three(tmp_path: Path) -> Iterator[Three]:
 
 def test_an_agent_that_is_read_or_reads_has_no_slots(three: Three) -> None:
     assert isinstance(three.carry("a", "read"), Done)
-    assert slots_of(three["read"]) == slots_of(three["sink"]) == (NONE, NONE)
-    for name in ("read", "sink"):
+    assert slots_of(three["read"]) == slots_of(three["receiver"]) == (NONE, NONE)
+    for name in ("read", "receiver"):
         assert "made slots" not in three[name].text()
-    assert memory_of(three["private"]) - memory_of(three["sink"]) > 40 << 20  # of (8 + 4 + 2) * 4 MiB
+    assert memory_of(three["private"]) - memory_of(three["receiver"]) > 40 << 20  # of (8 + 4 + 2) * 4 MiB
 
 
-def test_a_sink_that_can_only_be_written_to_makes_slots_and_its_other_sessions_stay(three: Three) -> None:
+def test_a_receiver_that_can_only_be_written_to_makes_slots_and_its_other_sessions_stay(three: Three) -> None:
     assert isinstance(three.carry("a", "read"), Done)
     assert isinstance(three.carry("b", "private"), Done)
-    inbound, outbound = slots_of(three["sink"])
+    inbound, outbound = slots_of(three["receiver"])
     assert (inbound.free, outbound.free) == (8, 4)
-    assert three["sink"].text().count("made slots") == 1
-    routes = {peer.name: peer.route.split()[0] for peer in three["sink"].status.peers}
+    assert three["receiver"].text().count("made slots") == 1
+    routes = {peer.name: peer.route.split()[0] for peer in three["receiver"].status.peers}
     assert routes == {"read": "pull", "private": "nixl"}
     assert isinstance(three.carry("c", "read"), Done) and isinstance(three.carry("d", "private"), Done)
-    assert three["sink"].text().count("session open") == 2 and "session over" not in three["sink"].text()
+    assert three["receiver"].text().count("session open") == 2 and "session over" not in three["receiver"].text()
     assert slots_of(three["read"]) == (NONE, NONE)
-    for name in ("read", "sink", "private"):  # the data thread, and none of those that its fabric has started
+    for name in ("read", "receiver", "private"):  # the data thread, and none of those that its fabric has started
         assert [slack for slack in slacks_of(three[name]) if slack < 50_000] == [TIMER_SLACK_NS]
 
 
-def test_a_source_makes_slots_for_a_sink_that_does_not_read(tmp_path: Path) -> None:
+def test_a_sender_makes_slots_for_a_receiver_that_does_not_read(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        source = stack.enter_context(agent(tmp_path, "p"))
-        sink = stack.enter_context(agent(tmp_path, "d", routes="nixl"))
+        sender = stack.enter_context(agent(tmp_path, "p"))
+        receiver = stack.enter_context(agent(tmp_path, "d", routes="nixl"))
         held = [build(Shape("nhd", blocks=64)) for _ in range(2)]
         prefill, decode = (
             stack.enter_context(closing(SyntheticEngine(each, pool)))
-            for each, pool in zip((source, sink), held, strict=True)
+            for each, pool in zip((sender, receiver), held, strict=True)
         )
         prefill.attach()
         decode.attach()
-        assert slots_of(source) == (NONE, NONE)
+        assert slots_of(sender) == (NONE, NONE)
         prefill.offer("a", TABLE, 1024)
-        decode.want("a", source.address, TABLE, range(1024))
+        decode.want("a", sender.address, TABLE, range(1024))
         assert isinstance(decode.answer("a"), Done)
-        assert [each.free for each in slots_of(source)] == [8, 4]
+        assert [each.free for each in slots_of(sender)] == [8, 4]
 
 
 def test_slots_that_no_staging_can_have_are_refused_at_the_start() -> None:
     with pytest.raises(OperatorError, match="slot_bytes"):
-        equip(AgentConfig(socket=Path("/run/none"), device="cpu", slot_bytes=65537), "boot")
+        equip(AgentConfig(socket=Path("/run/none"), device="cpu", slot_bytes=65537), "incarnation")
 
 
 # Both sides of the choice, by their cards:
 
 
 def site(routes: str, slots: int = 4, machine: str = "one") -> Site:
-    card = World().sources[0].home.site.fabric
+    card = World().senders[0].home.site.fabric
     return Site(replace_struct(card, slots=slots), routes=tuple(routes.split(",")), machine=machine)  # type: ignore[arg-type]
 
 
@@ -157,20 +157,20 @@ def test_who_is_read_or_written_to_by_two_cards(ours: Site, theirs: Site, is_rea
 
 def test_a_welcome_that_would_write_where_no_slots_were_named_is_refused() -> None:
     world = World()
-    source, sink = world.sources[0].home, world.sinks[0].home
-    session = answer(hello(sink), source)
+    sender, receiver = world.senders[0].home, world.receivers[0].home
+    session = answer(hello(receiver), sender)
     assert isinstance(session, Session)
-    bare = replace(sink, site=site("pull,nixl", 0))
-    refused = accept(welcome(replace(session, routed=Routed("nixl")), source), bare)
+    bare = replace(receiver, site=site("pull,nixl", 0))
+    refused = accept(welcome(replace(session, routed=Routed("nixl")), sender), bare)
     assert isinstance(refused, Refuse) and refused.code == "route_mismatch"
-    assert isinstance(accept(welcome(replace(session, routed=Routed("pull")), source), bare), Session)
+    assert isinstance(accept(welcome(replace(session, routed=Routed("pull")), sender), bare), Session)
 
 
 class Bare(Player):
-    """A sink's side that has no slots until it is told to make some. Making them ends as `outcome` says."""
+    """A receiver's side that has no slots until it is told to make some. Making them ends as `outcome` says."""
 
     def __init__(self, world: World) -> None:
-        self.staged = world.sinks[0].home
+        self.staged = world.receivers[0].home
         super().__init__(replace(self.staged, site=site("pull,nixl", 0)))
         self.outcome: FabricError | None = None
         self.may_stage = asyncio.Event()
@@ -256,7 +256,7 @@ class Equipped:
 
     def __init__(self, make: Callable[[], None]) -> None:
         self.made: list[Site] = []
-        self.equipment = equip(AgentConfig(socket=Path("/run/none"), device="cpu", slot_bytes=65536), "boot")
+        self.equipment = equip(AgentConfig(socket=Path("/run/none"), device="cpu", slot_bytes=65536), "incarnation")
         real = self.equipment._make
 
         def docks(number: int) -> Any:
@@ -264,7 +264,7 @@ class Equipped:
             return real(number)
 
         self.equipment._make = docks
-        self.mover = DataPlane(lambda: self.equipment, "boot", self, 5.0)  # type: ignore[arg-type]
+        self.mover = DataPlane(lambda: self.equipment, "incarnation", self, 5.0)  # type: ignore[arg-type]
 
     def on_staged(self, site: Site) -> None:
         self.made.append(site)

@@ -20,7 +20,7 @@ from tests.integration.agent.impatient_agent import STUCK_S
 from tests.support.oracle import Shape, build
 
 IMPATIENT = "tests.integration.agent.impatient_agent"
-AT = "source.gather_begun"
+AT = "sender.gather_begun"
 LONGER_S, SHORTER_S = 60.0, STUCK_S / 2
 
 
@@ -31,59 +31,60 @@ def stack() -> Iterator[ExitStack]:
 
 
 def paused(folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, pause_s: float) -> SyntheticEngine:
-    """A source whose agent's mover has just begun to stand still for so long, over its engine's memory."""
-    sink_agent = stack.enter_context(agent(folder, "d", routes="nixl"))
+    """A sender whose agent's mover has just begun to stand still for so long, over its engine's memory."""
+    receiver_agent = stack.enter_context(agent(folder, "d", routes="nixl"))
     monkeypatch.setenv("KVBRIDGE_FAILPOINTS", f"{AT}=pause:{pause_s}")
-    source_agent = stack.enter_context(agent(folder, "p", module=IMPATIENT, drain_s=0, routes="nixl"))
-    source, sink = (
-        stack.enter_context(closing(SyntheticEngine(each, build(Shape("nhd"))))) for each in (source_agent, sink_agent)
+    sender_agent = stack.enter_context(agent(folder, "p", module=IMPATIENT, drain_s=0, routes="nixl"))
+    sender, receiver = (
+        stack.enter_context(closing(SyntheticEngine(each, build(Shape("nhd")))))
+        for each in (sender_agent, receiver_agent)
     )
-    source.attach()
-    sink.attach()
-    source.offer("r", [5], 16)
-    sink.want("r", source_agent.address, [6], range(16))
+    sender.attach()
+    receiver.attach()
+    sender.offer("r", [5], 16)
+    receiver.want("r", sender_agent.address, [6], range(16))
     deadline = time.monotonic() + 10
-    while f"failpoint {AT}" not in source_agent.text():
+    while f"failpoint {AT}" not in sender_agent.text():
         assert time.monotonic() < deadline, "nothing was gathered"
         time.sleep(0.01)
-    return source
+    return sender
 
 
-def dies(source: SyntheticEngine) -> None:
-    source.close()
+def dies(sender: SyntheticEngine) -> None:
+    sender.close()
 
 
-def detaches(source: SyntheticEngine) -> None:
-    source.client.send(Detach())
+def detaches(sender: SyntheticEngine) -> None:
+    sender.client.send(Detach())
 
 
-def is_told_to_stop(source: SyntheticEngine) -> None:
-    source.agent.process.send_signal(signal.SIGTERM)
+def is_told_to_stop(sender: SyntheticEngine) -> None:
+    sender.agent.process.send_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("what", [dies, detaches, is_told_to_stop])
 def test_an_agent_whose_mover_does_not_come_back_ends_itself(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: Callable[[SyntheticEngine], None]
 ) -> None:
-    source = paused(tmp_path, stack, monkeypatch, LONGER_S)
+    sender = paused(tmp_path, stack, monkeypatch, LONGER_S)
     began = time.monotonic()
-    what(source)
-    assert source.agent.process.wait(STUCK_S + 10) == STATUS
+    what(sender)
+    assert sender.agent.process.wait(STUCK_S + 10) == STATUS
     assert STUCK_S - 0.5 < time.monotonic() - began < STUCK_S + 2
-    (line,) = [line for line in source.agent.text().splitlines() if "code=mover_stuck" in line]
+    (line,) = [line for line in sender.agent.text().splitlines() if "code=mover_stuck" in line]
     assert "ERROR" in line and "failpoints.py" in line and "jobs.py" in line  # what it was doing
     if what is detaches:
-        source.client.wait_closed()  # and nothing said before that nobody touches its memory
-        assert not source.client.heard
+        sender.client.wait_closed()  # and nothing said before that nobody touches its memory
+        assert not sender.client.heard
 
 
 @pytest.mark.parametrize("what", [dies, detaches])
 def test_one_that_comes_back_in_time_goes_on(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: Callable[[SyntheticEngine], None]
 ) -> None:
-    source = paused(tmp_path, stack, monkeypatch, SHORTER_S)
-    what(source)
-    goes_on(source.agent)
+    sender = paused(tmp_path, stack, monkeypatch, SHORTER_S)
+    what(sender)
+    goes_on(sender.agent)
 
 
 def goes_on(running: AgentProcess) -> None:

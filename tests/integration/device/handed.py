@@ -80,27 +80,30 @@ def filled(shape: Shape) -> Held:
     return held
 
 
-def pulled(shape: Shape, source: AttachedPool, sink_shape: Shape, device: str, rows: PullRows = pull_on_cpu) -> str:
-    """What is wrong in a pool of `sink_shape` on our `device` once TOKENS were pulled into it: nothing."""
-    sent, sink = filled(shape), build(sink_shape)
-    before, tables = sink.copy(), (tables_of(sent.pool, TOKENS.stop, seed=1), tables_of(sink.pool, TOKENS.stop, seed=2))
-    ours = Mapped(sink.pool, [torch.from_numpy(region.copy()).to(device) for region in sink.memory])
-    (takes,) = assign([sent.pool], sink.pool)
-    planned = plan(sent.pool, sink.pool, takes, TOKENS.start, TOKENS.stop, 1 << 14)
-    ends = (block_table(sent.pool, tables[0], 0, TOKENS.stop), block_table(sink.pool, tables[1], 0, TOKENS.stop))
+def pulled(shape: Shape, sender: AttachedPool, receiver_shape: Shape, device: str, rows: PullRows = pull_on_cpu) -> str:
+    """What is wrong in a pool of `receiver_shape` on our `device` once TOKENS were pulled into it: nothing."""
+    sent, receiver = filled(shape), build(receiver_shape)
+    before, tables = (
+        receiver.copy(),
+        (tables_of(sent.pool, TOKENS.stop, seed=1), tables_of(receiver.pool, TOKENS.stop, seed=2)),
+    )
+    ours = Mapped(receiver.pool, [torch.from_numpy(region.copy()).to(device) for region in receiver.memory])
+    (takes,) = assign([sent.pool], receiver.pool)
+    planned = plan(sent.pool, receiver.pool, takes, TOKENS.start, TOKENS.stop, 1 << 14)
+    ends = (block_table(sent.pool, tables[0], 0, TOKENS.stop), block_table(receiver.pool, tables[1], 0, TOKENS.stop))
     pulls, work = Pulls(), Work(device)
-    with source.hold() as regions, ours.hold() as our_regions:
+    with sender.hold() as regions, ours.hold() as our_regions:
         for index in range(planned.chunks):
             chunk = planned.chunk(index)
             parts = Part(planned, chunk, ends[0], True), Part(planned, chunk, ends[1], False)
             sums = torch.zeros(1, dtype=torch.int64, device=device)
-            rows(pulls.of(source, regions, parts[0], ours, our_regions, parts[1]), sums, work)
+            rows(pulls.of(sender, regions, parts[0], ours, our_regions, parts[1]), sums, work)
             if device != "cpu":
                 torch.cuda.synchronize(device)
-    found = Held(sink.pool, tuple(np.asarray(memory.cpu().numpy()) for memory in ours.memories))
+    found = Held(receiver.pool, tuple(np.asarray(memory.cpu().numpy()) for memory in ours.memories))
     assert any((now != then).any() for now, then in zip(found.memory, before.memory, strict=True))
-    tail = tail_of([sent], sink, tables[1], TOKENS)
-    return wrong(twin_of(shape, sink_shape, (0, 0, 0)), found, before, tables[1], TOKENS, tail)
+    tail = tail_of([sent], receiver, tables[1], TOKENS)
+    return wrong(twin_of(shape, receiver_shape, (0, 0, 0)), found, before, tables[1], TOKENS, tail)
 
 
 @contextlib.contextmanager

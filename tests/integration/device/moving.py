@@ -41,16 +41,16 @@ def pull(
     pulls: Pulls,
     chunk: Chunk,
     planned: Plan,
-    source: AttachedPool,
+    sender: AttachedPool,
     ours: Mapping[int, BlockTable],
-    sink: AttachedPool,
+    receiver: AttachedPool,
     theirs: Mapping[int, BlockTable],
 ) -> int:
     """Pull one chunk; its digest, a sum64."""
     sums = torch.zeros(1, dtype=torch.int64)
     parts = Part(planned, chunk, ours, True), Part(planned, chunk, theirs, False)
-    with source.hold() as regions, sink.hold() as sink_regions:
-        pulled = pulls.of(source, regions, parts[0], sink, sink_regions, parts[1])
+    with sender.hold() as regions, receiver.hold() as receiver_regions:
+        pulled = pulls.of(sender, regions, parts[0], receiver, receiver_regions, parts[1])
         pull_rows(pulled, sums, Work("cpu"))
     return int(sums) & (2**64 - 1)
 

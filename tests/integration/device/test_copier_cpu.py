@@ -45,23 +45,27 @@ KINDS = ("xxh3", "sum64")
 
 
 def carry(
-    planned: Plan, source: AttachedPool, source_table: Sequence[int], sink: AttachedPool, sink_table: Sequence[int]
+    planned: Plan,
+    sender: AttachedPool,
+    sender_table: Sequence[int],
+    receiver: AttachedPool,
+    receiver_table: Sequence[int],
 ) -> None:
-    """Every chunk through one poisoned slot, and pulled: both leave the same bytes in the sink's memory."""
-    ours, theirs = block_table(source.pool, source_table), block_table(sink.pool, sink_table)
+    """Every chunk through one poisoned slot, and pulled: both leave the same bytes in the receiver's memory."""
+    ours, theirs = block_table(sender.pool, sender_table), block_table(receiver.pool, receiver_table)
     pulls = Pulls()
     for index in range(planned.chunks):
         chunk = planned.chunk(index)
         slot = torch.full((chunk.size_bytes,), POISON, dtype=torch.uint8)
         kind = KINDS[index % 2]
-        found = gather(source, planned.source_moves(chunk, ours), slot, kind)
+        found = gather(sender, planned.sender_moves(chunk, ours), slot, kind)
         assert kind == "sum64" or found == xxh3(slot)
-        before = copied(sink)
-        assert scatter(sink, planned.sink_moves(chunk, theirs), slot, found, kind).failure is None
-        wanted = copied(sink, before)
-        summed = pull(pulls, chunk, planned, source, ours, sink, theirs)
+        before = copied(receiver)
+        assert scatter(receiver, planned.receiver_moves(chunk, theirs), slot, found, kind).failure is None
+        wanted = copied(receiver, before)
+        summed = pull(pulls, chunk, planned, sender, ours, receiver, theirs)
         assert kind == "xxh3" or summed == found
-        assert all(torch.equal(*pair) for pair in zip(copied(sink), wanted, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(copied(receiver), wanted, strict=True))
 
 
 def copied(pool: AttachedPool, put_back: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
@@ -73,29 +77,29 @@ def copied(pool: AttachedPool, put_back: Sequence[torch.Tensor] = ()) -> list[to
     return found
 
 
-def transfer(sources: Sequence[Held], sink: Held, tokens: range, slot_bytes: int = 1 << 15) -> str:
-    """What is wrong in the sink's memory after a transfer; empty if nothing is."""
-    ours, theirs = table_of(sources[0].pool, tokens.stop, seed=1), table_of(sink.pool, tokens.stop, seed=2)
-    takes = assign([source.pool for source in sources], sink.pool)
-    for source in sources:
-        fill(source, ours, range(tokens.stop))
-    before = sink.copy()
+def transfer(senders: Sequence[Held], receiver: Held, tokens: range, slot_bytes: int = 1 << 15) -> str:
+    """What is wrong in the receiver's memory after a transfer; empty if nothing is."""
+    ours, theirs = table_of(senders[0].pool, tokens.stop, seed=1), table_of(receiver.pool, tokens.stop, seed=2)
+    takes = assign([sender.pool for sender in senders], receiver.pool)
+    for sender in senders:
+        fill(sender, ours, range(tokens.stop))
+    before = receiver.copy()
     with ExitStack() as stack:
-        engine, pool = stack.enter_context(attached(sink))
-        for source, taken in zip(sources, takes, strict=True):
-            planned = plan(source.pool, sink.pool, taken, tokens.start, tokens.stop, slot_bytes)
-            _, source_pool = stack.enter_context(attached(source))
-            carry(planned, source_pool, ours, pool, theirs)
-        tail = range(tokens.stop, len(theirs) * sink.pool.groups[0].block_tokens)
+        engine, pool = stack.enter_context(attached(receiver))
+        for sender, taken in zip(senders, takes, strict=True):
+            planned = plan(sender.pool, receiver.pool, taken, tokens.start, tokens.stop, slot_bytes)
+            _, sender_pool = stack.enter_context(attached(sender))
+            carry(planned, sender_pool, ours, pool, theirs)
+        tail = range(tokens.stop, len(theirs) * receiver.pool.groups[0].block_tokens)
         return mismatch(engine, before, theirs, tokens, tail)
 
 
 @pytest.mark.parametrize("tokens", [range(TOKENS), range(37, TOKENS), range(32, 64), range(5, 6)])
-@pytest.mark.parametrize("sink", LAYOUTS)
-@pytest.mark.parametrize("source", ["nhd", "cpu_vec", "cpu_amx", "packed_hnd"])
-def test_any_layout_becomes_any_other(source: str, sink: str, tokens: range) -> None:
-    ours = Shape(layout=source, key_width=16, value_width=32, block_tokens=16, blocks=8)
-    theirs = replace(ours, layout=sink, block_tokens=32, blocks=6)
+@pytest.mark.parametrize("receiver", LAYOUTS)
+@pytest.mark.parametrize("sender", ["nhd", "cpu_vec", "cpu_amx", "packed_hnd"])
+def test_any_layout_becomes_any_other(sender: str, receiver: str, tokens: range) -> None:
+    ours = Shape(layout=sender, key_width=16, value_width=32, block_tokens=16, blocks=8)
+    theirs = replace(ours, layout=receiver, block_tokens=32, blocks=6)
     assert transfer([build(ours)], build(theirs), tokens) == ""
 
 
@@ -149,7 +153,7 @@ CASES: list[tuple[CodecName, dict[str, tuple[float, ...]], CodecName, dict[str, 
 
 @pytest.mark.parametrize("layout", ["nhd", "cpu_vec"])
 @pytest.mark.parametrize(("old", "old_scales", "new", "new_scales"), CASES)
-def test_numbers_become_the_nearest_the_sink_can_hold(
+def test_numbers_become_the_nearest_the_receiver_can_hold(
     old: CodecName,
     old_scales: dict[str, tuple[float, ...]],
     new: CodecName,
@@ -158,26 +162,26 @@ def test_numbers_become_the_nearest_the_sink_can_hold(
 ) -> None:
     """Every pattern an engine can hold, NaN and infinities too; half of the heads come from each of two ranks."""
     shape = Shape(layout=layout, layers=3, codec=old, scales=old_scales, tp_size=2, key_width=16, value_width=32)
-    sources = build_all(shape)
-    sink = build(replace(shape, codec=new, scales=new_scales, tp_size=1, block_tokens=32, blocks=4))
+    senders = build_all(shape)
+    receiver = build(replace(shape, codec=new, scales=new_scales, tp_size=1, block_tokens=32, blocks=4))
     rng = np.random.default_rng(3)
-    ours, theirs = table_of(sources[0].pool, TOKENS, seed=1), table_of(sink.pool, TOKENS, seed=2)
+    ours, theirs = table_of(senders[0].pool, TOKENS, seed=1), table_of(receiver.pool, TOKENS, seed=2)
     with ExitStack() as stack:
-        engine, pool = stack.enter_context(attached(sink))
-        for source, taken in zip(sources, assign([s.pool for s in sources], sink.pool), strict=True):
-            for region in source.memory:
+        engine, pool = stack.enter_context(attached(receiver))
+        for sender, taken in zip(senders, assign([s.pool for s in senders], receiver.pool), strict=True):
+            for region in sender.memory:
                 region[:] = rng.integers(0, 256, region.size)
-            planned = plan(source.pool, sink.pool, taken, 0, TOKENS, 1 << 15)
-            _, source_pool = stack.enter_context(attached(source))
-            carry(planned, source_pool, ours, pool, theirs)
-            for plane in source.pool.planes:
-                expect_converted(source, plane, ours, engine, theirs)
+            planned = plan(sender.pool, receiver.pool, taken, 0, TOKENS, 1 << 15)
+            _, sender_pool = stack.enter_context(attached(sender))
+            carry(planned, sender_pool, ours, pool, theirs)
+            for plane in sender.pool.planes:
+                expect_converted(sender, plane, ours, engine, theirs)
 
 
-def expect_converted(source: Held, plane: Plane, ours: Sequence[int], engine: Held, theirs: Sequence[int]) -> None:
+def expect_converted(sender: Held, plane: Plane, ours: Sequence[int], engine: Held, theirs: Sequence[int]) -> None:
     (wanted,) = [p for p in engine.pool.planes if (p.layer, p.part) == (plane.layer, plane.part)]
     heads = slice(plane.first_head, plane.first_head + plane.heads)
-    stored = take_rows(source, plane, places_of(ours, range(TOKENS), source.pool.groups[0].block_tokens))
+    stored = take_rows(sender, plane, places_of(ours, range(TOKENS), sender.pool.groups[0].block_tokens))
     found = take_rows(engine, wanted, places_of(theirs, range(TOKENS), 32), heads)
     scales = wanted.codec.scales if len(wanted.codec.scales) <= 1 else wanted.codec.scales[heads]
     codec = msgspec.structs.replace(wanted.codec, scales=scales)
@@ -191,7 +195,7 @@ def moves_of(held: Held, tokens: range = range(16)) -> tuple[Move, ...]:
     planned = plan(held.pool, held.pool, takes[0], tokens.start, tokens.stop, 1 << 20)
     assert planned.chunks == 1
     tables = block_table(held.pool, table_of(held.pool, tokens.stop))
-    return planned.source_moves(planned.chunk(0), tables)
+    return planned.sender_moves(planned.chunk(0), tables)
 
 
 def test_layers_of_one_buffer_move_in_one_call() -> None:

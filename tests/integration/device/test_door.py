@@ -36,18 +36,18 @@ def path(tmp_path: Path) -> Path:
 
 def peer_of(handed: Handover, name: str = "nhd16") -> AttachedPool:
     """Its memory, open for reading; the descriptors are needed no longer."""
-    source = AttachedPool.open_peer(build(SHAPES[name]).pool, handed.handles, handed.fds)
+    sender = AttachedPool.open_peer(build(SHAPES[name]).pool, handed.handles, handed.fds)
     handed.close_fds()
-    return source
+    return sender
 
 
 @pytest.mark.parametrize("name", ["nhd16", "packed", "fp8"])
 def test_rows_are_pulled_out_of_another_process_into_any_pool(path: Path, name: str) -> None:
     async def story() -> None:
         with Sender(path, name) as sender, await open_memory(sender.card(), "decode-0") as handed:
-            with peer_of(handed, name) as source:
-                for sink in (HND64, PACKED, FP8):
-                    assert pulled(SHAPES[name], source, sink, "cpu") == ""
+            with peer_of(handed, name) as sender:
+                for receiver in (HND64, PACKED, FP8):
+                    assert pulled(SHAPES[name], sender, receiver, "cpu") == ""
             assert sender.ask("check") == "unchanged"
 
     asyncio.run(story())
@@ -81,7 +81,7 @@ from tests.integration.device.handed import NHD16
 from tests.support.pools import build
 async def main():
     with await open_memory(decode(bytes.fromhex(sys.argv[1]), DoorCard), "decode-0") as handed:
-        with AttachedPool.open_peer(build(NHD16).pool, handed.handles, handed.fds) as source, source.hold() as regions:
+        with AttachedPool.open_peer(build(NHD16).pool, handed.handles, handed.fds) as sender, sender.hold() as regions:
             print(int(regions.memories[0][5]), flush=True)
             regions.memories[0][5] = 77
 asyncio.run(main())
@@ -101,11 +101,11 @@ def test_the_engine_may_die_while_its_memory_is_read(path: Path) -> None:
         with (
             Sender(path, "nhd16") as sender,
             await open_memory(sender.card(), "decode-0") as handed,
-            peer_of(handed) as source,
+            peer_of(handed) as sender,
         ):
             sender.process.send_signal(signal.SIGKILL)
             assert "is gone" in await handed.ending()
-            assert pulled(NHD16, source, HND64, "cpu") == ""
+            assert pulled(NHD16, sender, HND64, "cpu") == ""
 
     asyncio.run(story())
 

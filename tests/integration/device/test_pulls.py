@@ -41,23 +41,23 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_pulled_to_where_the_oracle_has_them(case: str, tokens: range) -> None:
     ours, theirs = CASES[case]
-    sources, end = build_all(ours), tokens.stop
-    source_table = tables_of(sources[0].pool, end, seed=1)
-    for source in sources:
-        fill(source, source_table, range(end))
+    senders, end = build_all(ours), tokens.stop
+    sender_table = tables_of(senders[0].pool, end, seed=1)
+    for sender in senders:
+        fill(sender, sender_table, range(end))
     with ExitStack() as stack:
-        opened = [stack.enter_context(attached(source))[1] for source in sources]
-        for sink in build_all(theirs):
-            table, before, pulls = tables_of(sink.pool, end, seed=2), sink.copy(), Pulls()
-            engine, pool = stack.enter_context(attached(sink))
-            takes = assign([source.pool for source in sources], sink.pool)
-            for source, taken in zip(opened, takes, strict=True):
-                planned = plan(source.pool, sink.pool, taken, tokens.start, end, 1 << 14)
-                tables = block_table(source.pool, source_table, 0, end), block_table(sink.pool, table, 0, end)
+        opened = [stack.enter_context(attached(sender))[1] for sender in senders]
+        for receiver in build_all(theirs):
+            table, before, pulls = tables_of(receiver.pool, end, seed=2), receiver.copy(), Pulls()
+            engine, pool = stack.enter_context(attached(receiver))
+            takes = assign([sender.pool for sender in senders], receiver.pool)
+            for sender, taken in zip(opened, takes, strict=True):
+                planned = plan(sender.pool, receiver.pool, taken, tokens.start, end, 1 << 14)
+                tables = block_table(sender.pool, sender_table, 0, end), block_table(receiver.pool, table, 0, end)
                 for index in range(planned.chunks):
-                    pull(pulls, planned.chunk(index), planned, source, tables[0], pool, tables[1])
-                pulls.forget(source)
-            assert mismatch(engine, before, table, tokens, tail_of(sources, sink, table, tokens)) == ""
+                    pull(pulls, planned.chunk(index), planned, sender, tables[0], pool, tables[1])
+                pulls.forget(sender)
+            assert mismatch(engine, before, table, tokens, tail_of(senders, receiver, table, tokens)) == ""
 
 
 CONVERTED = Shape(codec="fp8_e4m3", layout="hnd", block_tokens=64), Shape(block_tokens=32, layout="packed")
@@ -67,31 +67,31 @@ CONVERTED = Shape(codec="fp8_e4m3", layout="hnd", block_tokens=64), Shape(block_
 def test_what_is_pulled_has_the_digest_that_its_sender_finds(case: str) -> None:
     """And another one once a row is another."""
     ours, theirs = CASES.get(case, CONVERTED)
-    sources, end = build_all(ours), 75
-    source_table = tables_of(sources[0].pool, end, seed=1)
-    for source in sources:
-        fill(source, source_table, range(end))
-    sink = build_all(theirs)[0]
+    senders, end = build_all(ours), 75
+    sender_table = tables_of(senders[0].pool, end, seed=1)
+    for sender in senders:
+        fill(sender, sender_table, range(end))
+    receiver = build_all(theirs)[0]
     slot = torch.zeros(1 << 14, dtype=torch.uint8)
     with ExitStack() as stack:
-        opened = [stack.enter_context(attached(source)) for source in sources]
-        _, pool = stack.enter_context(attached(sink))
-        table = block_table(sink.pool, tables_of(sink.pool, end, seed=2), 0, end)
-        takes = assign([source.pool for source in sources], sink.pool)
+        opened = [stack.enter_context(attached(sender)) for sender in senders]
+        _, pool = stack.enter_context(attached(receiver))
+        table = block_table(receiver.pool, tables_of(receiver.pool, end, seed=2), 0, end)
+        takes = assign([sender.pool for sender in senders], receiver.pool)
         compared = 0
-        for (held, source), taken in zip(opened, takes, strict=True):
-            planned = plan(source.pool, sink.pool, taken, 0, end, 1 << 14)
+        for (held, sender), taken in zip(opened, takes, strict=True):
+            planned = plan(sender.pool, receiver.pool, taken, 0, end, 1 << 14)
             for chunk in (planned.chunk(index) for index in range(planned.chunks)):
-                its = Part(planned, chunk, block_table(source.pool, source_table, 0, end), True)
+                its = Part(planned, chunk, block_table(sender.pool, sender_table, 0, end), True)
                 receiver, sender = CpuBlockCopier(), CpuBlockCopier()
-                receiver.pull(source, its, pool, Part(planned, chunk, table, False), has_digest=True)
+                receiver.pull(sender, its, pool, Part(planned, chunk, table, False), has_digest=True)
                 (read,) = receiver.poll()
-                found = [_gathered(sender, source, its, slot)]
-                sender.digest(source, its)
+                found = [_gathered(sender, sender, its, slot)]
+                sender.digest(sender, its)
                 assert [each.digest for each in sender.poll()] == found, "without a slot it is the same"
                 for region in held.memory:
                     region ^= 1
-                found.append(_gathered(sender, source, its, slot))
+                found.append(_gathered(sender, sender, its, slot))
                 for region in held.memory:
                     region ^= 1
                 assert read.digest == found[0] != found[1]
@@ -99,7 +99,7 @@ def test_what_is_pulled_has_the_digest_that_its_sender_finds(case: str) -> None:
         assert compared
 
 
-def _gathered(porter: CpuBlockCopier, source: AttachedPool, part: Part, slot: torch.Tensor) -> int:
-    porter.gather(source, part, Span(slot.data_ptr(), part.chunk.size_bytes), "sum64")
+def _gathered(porter: CpuBlockCopier, sender: AttachedPool, part: Part, slot: torch.Tensor) -> int:
+    porter.gather(sender, part, Span(slot.data_ptr(), part.chunk.size_bytes), "sum64")
     (moved,) = porter.poll()
     return moved.digest

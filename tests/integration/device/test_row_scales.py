@@ -28,16 +28,16 @@ from tests.unit.kernels import slow_codecs as slow
 TOKENS = range(5, 70)
 
 
-def transfer(source: Held, sink: Pool, takes: Sequence[Take], slot_bytes: int = 1 << 14) -> tuple[Held, list[int]]:
-    """What the sink holds afterwards, poison wherever nothing was written; its table, too."""
-    ours, theirs = table_of(source.pool, TOKENS, 1), table_of(sink, TOKENS, 2)
-    planned = plan(source.pool, sink, takes, TOKENS.start, TOKENS.stop, slot_bytes)
+def transfer(sender: Held, receiver: Pool, takes: Sequence[Take], slot_bytes: int = 1 << 14) -> tuple[Held, list[int]]:
+    """What the receiver holds afterwards, poison wherever nothing was written; its table, too."""
+    ours, theirs = table_of(sender.pool, TOKENS, 1), table_of(receiver, TOKENS, 2)
+    planned = plan(sender.pool, receiver, takes, TOKENS.start, TOKENS.stop, slot_bytes)
     with ExitStack() as stack:
-        _, source_pool = stack.enter_context(attached(source))
-        engine, sink_pool = stack.enter_context(attached(poisoned(sink)))
-        carry(planned, source_pool, ours, sink_pool, theirs)
+        _, sender_pool = stack.enter_context(attached(sender))
+        engine, receiver_pool = stack.enter_context(attached(poisoned(receiver)))
+        carry(planned, sender_pool, ours, receiver_pool, theirs)
         kept = engine.copy()
-    for region in without_rows(kept, theirs, range(TOKENS.start, len(theirs) * sink.groups[0].block_tokens)):
+    for region in without_rows(kept, theirs, range(TOKENS.start, len(theirs) * receiver.groups[0].block_tokens)):
         assert set(np.unique(region)) <= {0, POISON}
     return kept, theirs
 
@@ -118,11 +118,11 @@ def latent_numbers(rows: np.ndarray, name: CodecName, scales: tuple[float, ...])
 @pytest.mark.parametrize("block_tokens", [16, 64])
 @pytest.mark.parametrize(("name", "scales"), LATENTS)
 def test_a_packed_latent_becomes_a_plain_one(name: CodecName, scales: tuple[float, ...], block_tokens: int) -> None:
-    source, sink = poisoned(latent_pool("fp8_ds_mla")), latent_pool(name, scales, block_tokens=block_tokens)
-    fill(source, table_of(source.pool, TOKENS, 1))
-    found, placed = transfer(source, sink, [Take(0, 2, 0, 1)])
+    sender, receiver = poisoned(latent_pool("fp8_ds_mla")), latent_pool(name, scales, block_tokens=block_tokens)
+    fill(sender, table_of(sender.pool, TOKENS, 1))
+    found, placed = transfer(sender, receiver, [Take(0, 2, 0, 1)])
     for layer in range(2):
-        sent = rows_at(source, layer, "latent", table_of(source.pool, TOKENS, 1), TOKENS)[:, 0]
+        sent = rows_at(sender, layer, "latent", table_of(sender.pool, TOKENS, 1), TOKENS)[:, 0]
         tiles, rope = latent_numbers(sent, "fp8_ds_mla", ())
         wanted = np.concatenate([tiles.reshape(len(TOKENS), 512), rope], axis=1)
         got = patterns(rows_at(found, layer, "latent", placed, TOKENS)[:, 0], name)
@@ -133,11 +133,11 @@ def test_a_packed_latent_becomes_a_plain_one(name: CodecName, scales: tuple[floa
 @pytest.mark.parametrize(("name", "scales"), LATENTS)
 def test_a_plain_latent_becomes_a_packed_one(name: CodecName, scales: tuple[float, ...], block_tokens: int) -> None:
     """Each tile of 128 under its own largest number; the rope as bf16, the same bits if it was that."""
-    source, sink = poisoned(latent_pool(name, scales)), latent_pool("fp8_ds_mla", block_tokens=block_tokens)
-    fill(source, table_of(source.pool, TOKENS, 1))
-    found, placed = transfer(source, sink, [Take(0, 2, 0, 1)])
+    sender, receiver = poisoned(latent_pool(name, scales)), latent_pool("fp8_ds_mla", block_tokens=block_tokens)
+    fill(sender, table_of(sender.pool, TOKENS, 1))
+    found, placed = transfer(sender, receiver, [Take(0, 2, 0, 1)])
     for layer in range(2):
-        sent = rows_at(source, layer, "latent", table_of(source.pool, TOKENS, 1), TOKENS)[:, 0]
+        sent = rows_at(sender, layer, "latent", table_of(sender.pool, TOKENS, 1), TOKENS)[:, 0]
         tiles, rope = latent_numbers(sent, name, scales)
         rope = through_wire(rope, "bf16", name, scales)
         wanted, scale = quantized(tiles, "fp8_e4m3")
@@ -147,9 +147,9 @@ def test_a_plain_latent_becomes_a_packed_one(name: CodecName, scales: tuple[floa
         assert np.array_equal(patterns(got[:, 528:], "bf16"), slow.encode(rope, "bf16"))
 
 
-def through_wire(values: np.ndarray, sink: CodecName, source: CodecName, scales: tuple[float, ...]) -> np.ndarray:
+def through_wire(values: np.ndarray, receiver: CodecName, sender: CodecName, scales: tuple[float, ...]) -> np.ndarray:
     """Between plain codecs the narrower one crosses, so what arrives has been rounded to it once."""
-    narrow, scale = (source, scales) if PLAIN[source] <= PLAIN[sink] else (sink, ())
+    narrow, scale = (sender, scales) if PLAIN[sender] <= PLAIN[receiver] else (receiver, ())
     each = scale[0] if scale else None
     return slow.decode(slow.encode(values, narrow, each), narrow, each)
 
@@ -186,29 +186,29 @@ def test_rows_with_scales_become_any_numbers_and_again(
     old: CodecName, old_scales: tuple[float, ...], new: CodecName, new_scales: tuple[float, ...], heads: tuple[int, int]
 ) -> None:
     ours = numbered_pool(old, old_scales, 16)
-    source, sink = poisoned(ours), numbered_pool(new, new_scales, 32)
-    fill(source, table_of(ours, TOKENS, 1))
-    check_numbers(source, old, old_scales, sink, new, new_scales, heads)
+    sender, receiver = poisoned(ours), numbered_pool(new, new_scales, 32)
+    fill(sender, table_of(ours, TOKENS, 1))
+    check_numbers(sender, old, old_scales, receiver, new, new_scales, heads)
     if new not in ROW_SCALED:
-        source = poisoned(numbered_pool(new, new_scales, 16))
-        fill(source, table_of(source.pool, TOKENS, 1))
-        check_numbers(source, new, new_scales, numbered_pool(old, old_scales, 32), old, old_scales, heads)
+        sender = poisoned(numbered_pool(new, new_scales, 16))
+        fill(sender, table_of(sender.pool, TOKENS, 1))
+        check_numbers(sender, new, new_scales, numbered_pool(old, old_scales, 32), old, old_scales, heads)
 
 
 def check_numbers(
-    source: Held,
+    sender: Held,
     old: CodecName,
     old_scales: tuple[float, ...],
-    sink: Pool,
+    receiver: Pool,
     new: CodecName,
     new_scales: tuple[float, ...],
     heads: tuple[int, int],
 ) -> None:
-    found, placed = transfer(source, sink, [Take(0, 2, *heads)])
+    found, placed = transfer(sender, receiver, [Take(0, 2, *heads)])
     part = slice(*heads)
     for layer in range(2):
         for name in ("k", "v"):
-            sent, values = numbers_in(source, layer, name, table_of(source.pool, TOKENS, 1), old, old_scales)
+            sent, values = numbers_in(sender, layer, name, table_of(sender.pool, TOKENS, 1), old, old_scales)
             got, back = numbers_in(found, layer, name, placed, new, new_scales)
             if old == new:
                 assert np.array_equal(got[:, part], sent[:, part]) and np.array_equal(back[:, part], values[:, part])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.commands.bench import BenchOutcome, _said, _verdict
-from kvbridge.doctor.pace import SINKS, USUAL_BYTES, Bench, Pace
+from kvbridge.doctor.pace import RECEIVERS, USUAL_BYTES, Bench, Pace
 from kvbridge.errors import OperatorError
 
 QUICK = ("--device", "cpu", "--seconds", "0.1", "--most-mib", "128")
@@ -29,7 +29,7 @@ def test_each_size_of_both_kinds_of_pools_is_measured_beside_a_copy() -> None:
     *rows, direct = json.loads(told.stdout)
     assert (direct["route"], direct["outcome"]) == ("direct", "not here")
     assert [(each["pools"], each["size_bytes"]) for each in rows] == [
-        (pools, size) for pools in SINKS for size in (2 << 20, USUAL_BYTES)
+        (pools, size) for pools in RECEIVERS for size in (2 << 20, USUAL_BYTES)
     ]
     for each in rows:
         assert each["route"] == "pull" and each["outcome"] == "ok" and each["times"] >= 3

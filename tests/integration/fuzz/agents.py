@@ -56,7 +56,7 @@ from tests.unit.exchange.world import make_pool
 
 EVIL, GOOD = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
 OUR_POOL, GOOD_POOL = make_pool("ours", 0, 1, 4), POOLS["evil"]
-CARD = FabricCard(kind="world", name="boot", descriptor=b"", base=0, slot_bytes=1024, slots=8)
+CARD = FabricCard(kind="world", name="incarnation", descriptor=b"", base=0, slot_bytes=1024, slots=8)
 DONE = 80  # tokens of the honest transfers
 
 
@@ -83,13 +83,13 @@ Script = tuple[Say | Write | Do, ...]
 class Wire:
     """A link; what is said on it must be what a peer would take."""
 
-    def __init__(self, address: str, boot: str, is_dialled: bool) -> None:
-        self.address, self.peer_boot, self.is_dialled = address, boot, is_dialled
+    def __init__(self, address: str, incarnation: str, is_dialled: bool) -> None:
+        self.address, self.peer_incarnation, self.is_dialled = address, incarnation, is_dialled
         self.version, self.is_lost, self.is_up, self.key, self.says_by_pipe = 1, False, True, "", False
         self.heard: deque[Any] = deque(maxlen=32)
 
     def send(self, body: Any) -> bool:
-        envelope = Envelope(version=self.version, sender="us", receiver=self.peer_boot, number=0, body=body)
+        envelope = Envelope(version=self.version, sender="us", receiver=self.peer_incarnation, number=0, body=body)
         assert decode(encode(envelope), Envelope).body == body
         self.heard.append(body)
         return not self.is_lost
@@ -127,22 +127,24 @@ class Besieged(OrderTaker):
         self.peers = Watched(self, self, lambda: self.home, self.metrics, 5.0, NoDoors())  # type: ignore[arg-type]
         clock = lambda: self.now  # noqa: E731
         journal = Journal()
-        sinks, sources = (
-            RequestRecords("sink", journal, self.metrics.lived),
-            RequestRecords("source", journal, self.metrics.lived),
+        receivers, senders = (
+            RequestRecords("receiver", journal, self.metrics.lived),
+            RequestRecords("sender", journal, self.metrics.lived),
         )
-        self.sink = ReceiverRunner(self.inbound, self.peers.dialling, self, self.metrics, sinks, self.tell, clock)  # type: ignore[arg-type]
+        self.receiver = ReceiverRunner(
+            self.inbound, self.peers.dialling, self, self.metrics, receivers, self.tell, clock
+        )  # type: ignore[arg-type]
         home = lambda: self.home  # noqa: E731
-        source = SenderRunner(  # type: ignore[arg-type]
-            self.outbound, self.peers.accepting, self, self.metrics, sources, self.tell, home, lambda: None, clock
+        sender = SenderRunner(  # type: ignore[arg-type]
+            self.outbound, self.peers.accepting, self, self.metrics, senders, self.tell, home, lambda: None, clock
         )
-        self.source = source
-        self.peers.dialling.sink, self.peers.accepting.source = self.sink, self.source
-        self.sink.attached = self.source.attached = object()  # type: ignore[assignment]
+        self.sender = sender
+        self.peers.dialling.receiver, self.peers.accepting.sender = self.receiver, self.sender
+        self.receiver.attached = self.sender.attached = object()  # type: ignore[assignment]
 
     @staticmethod
-    def agent(boot: str) -> AgentCard:
-        return AgentCard(name=boot, boot=boot, address="tcp://127.0.0.1:3", version="1")
+    def agent(incarnation: str) -> AgentCard:
+        return AgentCard(name=incarnation, incarnation=incarnation, address="tcp://127.0.0.1:3", version="1")
 
     @staticmethod
     def rank(address: str) -> Rank:
@@ -186,7 +188,7 @@ class Besieged(OrderTaker):
         await asyncio.sleep(0)
         return True
 
-    def disconnect(self, boot: str, serial: int) -> None: ...
+    def disconnect(self, incarnation: str, serial: int) -> None: ...
 
     def land(self, notice: Notice) -> bool:
         arrival = self.receiving.landed(notice)
@@ -248,16 +250,16 @@ class Siege:
         self.ours.peers._take(self.ours, link, sender, body)  # type: ignore[arg-type]
         await self.ours.settle()
 
-    def hello(self, boot: str, lane: int = 1) -> Hello:
-        agent = Besieged.agent(boot)
+    def hello(self, incarnation: str, lane: int = 1) -> Hello:
+        agent = Besieged.agent(incarnation)
         return Hello(
             versions=OURS, agent=agent, epoch=1, pool=GOOD_POOL, fabric=CARD, digests=("sum",), probe_lane=lane
         )
 
-    def welcome(self, asked: Hello, boot: str) -> Welcome:
+    def welcome(self, asked: Hello, incarnation: str) -> Welcome:
         return Welcome(
             version=1,
-            agent=Besieged.agent(boot),
+            agent=Besieged.agent(incarnation),
             epoch=1,
             pool=GOOD_POOL,
             digest="sum",
@@ -270,19 +272,19 @@ class Siege:
         ours = self.ours
         blocks = (Blocks(0, 0, tuple(range(20))),)
         want = Want(
-            request="honest", room="h", source=GOOD, first_token=0, end_token=DONE, blocks=blocks, deadline_s=1000
+            request="honest", rendezvous="h", sender=GOOD, first_token=0, end_token=DONE, blocks=blocks, deadline_s=1000
         )
-        ours.sink.want(want, ours.home)
+        ours.receiver.want(want, ours.home)
         good = ours.wires[GOOD]
         await self.hear(good, "good", self.welcome(good.last(Hello), "good"))
-        offer = Offer(room="o", request="offered", tokens=DONE, blocks=blocks, is_last=True, hold_s=10_000)
-        ours.source.offer(offer, ours.home)
+        offer = Offer(rendezvous="o", request="offered", tokens=DONE, blocks=blocks, is_last=True, hold_s=10_000)
+        ours.sender.offer(offer, ours.home)
         await self.hear(self.honest, "good", self.hello("good"))
         assert isinstance(self.honest.last(Welcome), Welcome) and isinstance(good.last(Claim), Claim)
-        ours.sink.want(msgspec.structs.replace(want, request="evil", source=EVIL), ours.home)
+        ours.receiver.want(msgspec.structs.replace(want, request="evil", sender=EVIL), ours.home)
 
     async def end(self) -> None:
-        """The honest source writes its chunks; the honest sink has its rows."""
+        """The honest sender writes its chunks; the honest receiver has its rows."""
         ours = self.ours
         ours.move()
         good = ours.wires[GOOD]
@@ -311,11 +313,11 @@ class Siege:
         return Claim(
             transfer="honest",
             want="good/w",
-            sink=0,
-            sinks=1,
-            room="honest room",
-            source_epoch=1,
-            sink_epoch=1,
+            receiver=0,
+            receivers=1,
+            rendezvous="honest rendezvous",
+            sender_epoch=1,
+            receiver_epoch=1,
             first_token=0,
             end_token=DONE,
             takes=ALL_ROWS,
@@ -330,10 +332,10 @@ class Siege:
         return Notice(
             transfer=claim.transfer,
             token=claim.token,
-            source_boot="good",
-            sink_boot="us",
-            source_epoch=1,
-            sink_epoch=1,
+            sender_incarnation="good",
+            receiver_incarnation="us",
+            sender_epoch=1,
+            receiver_epoch=1,
             slot=lease.slot,
             generation=lease.generation,
             chunk=chunk,
@@ -357,8 +359,10 @@ class Siege:
                 claim = self.ours.dial(EVIL).last(Claim)
                 is_own = claim is not None and notice.slot % 2
                 changes = {"transfer": claim.transfer, "token": claim.token} if is_own else {"transfer": "id1"}
-                changed = msgspec.structs.replace(notice, source_boot="evil", sink_boot="us", source_epoch=1, **changes)
-                self.ours.land(msgspec.structs.replace(changed, sink_epoch=1, chunk_bytes=1024))
+                changed = msgspec.structs.replace(
+                    notice, sender_incarnation="evil", receiver_incarnation="us", sender_epoch=1, **changes
+                )
+                self.ours.land(msgspec.structs.replace(changed, receiver_epoch=1, chunk_bytes=1024))
             case Do(what=what):
                 await self._happen(what)
 
@@ -367,8 +371,8 @@ class Siege:
         match what:
             case 0:
                 ours.now += 1.0
-                ours.sink.tick()
-                ours.source.tick()
+                ours.receiver.tick()
+                ours.sender.tick()
             case 1:
                 for wire in (*self.links, ours.dial(EVIL)):
                     ours.peers._lose(wire, "test")  # type: ignore[arg-type]
@@ -377,23 +381,29 @@ class Siege:
                 blocks = (Blocks(0, 0, tuple(range(20))),)
                 request = f"evil {ours.new_id()}"
                 want = Want(
-                    request=request, room="e", source=EVIL, first_token=0, end_token=DONE, blocks=blocks, deadline_s=5
+                    request=request,
+                    rendezvous="e",
+                    sender=EVIL,
+                    first_token=0,
+                    end_token=DONE,
+                    blocks=blocks,
+                    deadline_s=5,
                 )
-                ours.sink.want(want, ours.home)
+                ours.receiver.want(want, ours.home)
             case 3:
-                ours.source.withdraw("offered", "test")
+                ours.sender.withdraw("offered", "test")
             case _:
                 ours.move()
 
-    def _fitting(self, wire: Wire, body: Any, boot: str) -> Any:
+    def _fitting(self, wire: Wire, body: Any, incarnation: str) -> Any:
         """Right where it must be right to get further, most times."""
         if isinstance(body, Hello) and body.probe_lane % 2:
             pool = varied(Random(body.epoch), GOOD_POOL, body.epoch % 3)
-            return msgspec.structs.replace(self.hello(boot, body.probe_lane), pool=pool, routes=body.routes)
+            return msgspec.structs.replace(self.hello(incarnation, body.probe_lane), pool=pool, routes=body.routes)
         asked = wire.last(Hello)
         if isinstance(body, Welcome) and asked is not None and body.epoch % 2:
             changes = {"ranks": body.ranks, "why": body.why, "slot_bytes": min(1024, body.slot_bytes)}
-            return msgspec.structs.replace(self.welcome(asked, boot), **changes)
+            return msgspec.structs.replace(self.welcome(asked, incarnation), **changes)
         claim = wire.last(Claim)
         if claim is not None and hasattr(body, "transfer") and body.transfer in TEXTS:
             return msgspec.structs.replace(body, transfer=claim.transfer)

@@ -111,7 +111,7 @@ class PoolFile:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._paths = [Path(self._folder.name) / name for name in ("source.json", "sink.json")]
+        self._paths = [Path(self._folder.name) / name for name in ("sender.json", "receiver.json")]
         shapes = [Shape(), Shape("hnd", block_tokens=32), Shape("cross_layer", codec="fp8_e4m3")]
         good = [describe(shape) for shape in shapes]
         self._good = [msgspec.json.encode(pool) for pool in (POOL, *good)]
@@ -136,8 +136,8 @@ class PoolFile:
             return b'{"engine":' * 1000
 
     def run(self, frame: bytes) -> int:
-        source, _, sink = frame.partition(b"\x00")
-        for path, text in zip(self._paths, (source, sink), strict=True):
+        sender, _, receiver = frame.partition(b"\x00")
+        for path, text in zip(self._paths, (sender, receiver), strict=True):
             path.write_bytes(text)
         for as_json, tokens in ((True, 1 << 40), (False, 33)):
             with contextlib.suppress(OperatorError), contextlib.redirect_stdout(io.StringIO()):

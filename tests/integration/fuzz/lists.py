@@ -1,4 +1,4 @@
-"""Targets that are lists in files: the public keys that may connect, and the boots that held an agent's lock."""
+"""Targets that are lists in files: the public keys that may connect, and the incarnations that held an agent's lock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zmq.utils import z85
 
 from kvbridge.errors import OperatorError
 from kvbridge.transport.keys import MOST_KEYS, NAME, is_key, load_peers
-from kvbridge.transport.lock import BOOT, KEPT, KERNEL, LINE_BYTES, Lock
+from kvbridge.transport.lock import INCARNATION, KEPT, KERNEL, LINE_BYTES, Lock
 
 ODD = (
     b"",
@@ -75,7 +75,7 @@ class KeyList:
         self._folder.cleanup()
 
 
-class BootList:
+class IncarnationList:
     """Whatever the lock's file holds, the lock is had; the next one knows its holder, and nobody who was not there."""
 
     name = "bootlist"
@@ -89,8 +89,10 @@ class BootList:
     def frame(self, random: Random) -> bytes:
         under = (KERNEL.read_bytes().strip(),) * 3 + (b"another",)
         count = random.choice((0, 1, 2, 63, 64, 65, 200))
-        boots = [random.randbytes(8).hex().encode() + b" " + random.choice(under) for _ in range(count)]
-        lines = [boot if random.random() < 0.9 else _spoiled(random, boot) for boot in boots]
+        incarnations = [random.randbytes(8).hex().encode() + b" " + random.choice(under) for _ in range(count)]
+        lines = [
+            incarnation if random.random() < 0.9 else _spoiled(random, incarnation) for incarnation in incarnations
+        ]
         return _spoiled(random, b"\n".join(lines) + b"\n")
 
     def run(self, frame: bytes) -> int:
@@ -99,17 +101,17 @@ class BootList:
         lines = set(frame.splitlines())
         before: frozenset[str] = frozenset()
         for number in range(3):
-            boot = f"{number:016x}"
-            found = self._before(boot)
-            assert len(found) <= KEPT and all(BOOT.fullmatch(each.encode()) for each in found)
+            incarnation = f"{number:016x}"
+            found = self._before(incarnation)
+            assert len(found) <= KEPT and all(INCARNATION.fullmatch(each.encode()) for each in found)
             assert found <= before if number else {each.encode() + b" " + kernel for each in found} <= lines
             assert not number or f"{number - 1:016x}" in found
-            before = found | {boot}
+            before = found | {incarnation}
         assert os.stat(self._file).st_size <= KEPT * LINE_BYTES
         return 1
 
-    def _before(self, boot: str) -> frozenset[str]:
-        lock = Lock(self._socket, boot)
+    def _before(self, incarnation: str) -> frozenset[str]:
+        lock = Lock(self._socket, incarnation)
         lock.close()
         return lock.before
 

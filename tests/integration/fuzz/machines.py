@@ -88,13 +88,13 @@ class Siege(World):
 
     def __init__(self) -> None:
         super().__init__([POOLS["prefill"]], [POOLS["decode"]], slots=SLOTS)
-        self.source, self.sink = self.nodes["P0"], self.nodes["D0"]
+        self.sender, self.receiver = self.nodes["P0"], self.nodes["D0"]
         self.promised: dict[str, tuple[OpenOffer, float]] = {}  # what it may read, and until when
-        self.fence = 0  # that the stream of our source's engine has reached
+        self.fence = 0  # that the stream of our sender's engine has reached
         self.heard: deque[Any] = deque(maxlen=64)  # by the hostile agent
         self.claims: list[Claim] = []
         self.leases: list[tuple[str, SlotLease]] = []
-        self.boots = 0
+        self.incarnations = 0
         self.routed = Routed("nixl")  # its sessions, from the next on
         self.taken: Session
         self.given: Session
@@ -102,14 +102,14 @@ class Siege(World):
 
     def greet(self) -> None:
         """A new start of the hostile agent."""
-        self.boots += 1
-        agent = AgentCard(name="[/x]", boot=f"evil-{self.boots}", address=EVIL, version="1")
-        card = FabricCard(kind="world", name="boot", descriptor=b"", base=0, slot_bytes=1024, slots=SLOTS)
+        self.incarnations += 1
+        agent = AgentCard(name="[/x]", incarnation=f"evil-{self.incarnations}", address=EVIL, version="1")
+        card = FabricCard(kind="world", name="incarnation", descriptor=b"", base=0, slot_bytes=1024, slots=SLOTS)
         home = AttachedEngine(agent, 1, POOLS["evil"], Site(card), ("sum",))
-        fetching, fetched = answer(hello(home), self.source.home), answer(hello(self.sink.home), home)
+        fetching, fetched = answer(hello(home), self.sender.home), answer(hello(self.receiver.home), home)
         assert isinstance(fetching, Session) and isinstance(fetched, Session)
         self.taken = replace(fetching, routed=self.routed)
-        given = accept(welcome(fetched, home), self.sink.home)
+        given = accept(welcome(fetched, home), self.receiver.home)
         assert isinstance(given, Session)
         self.given = replace(given, routed=self.routed)
 
@@ -132,7 +132,7 @@ class Siege(World):
                 case Send(peer=peer, body=body) if peer.startswith("evil"):
                     self.heard.append(body)
                     if isinstance(body, BlockTables):
-                        offered = self.source.outbound.outlets[body.transfer].offered
+                        offered = self.sender.outbound.outlets[body.transfer].offered
                         assert offered is not None
                         self.promised[body.transfer] = offered, self.now + LEASE_S
                 case _:
@@ -179,20 +179,20 @@ class Siege(World):
         node.sending.report(FenceReached())
         self._report(node)
 
-    def _begin(self, source: Node, departure: LeavingChunk) -> None:
-        if not departure.order.boot.startswith("evil"):
-            return super()._begin(source, departure)
-        offered = source.outbound.offers[departure.order.request]
+    def _begin(self, sender: Node, departure: LeavingChunk) -> None:
+        if not departure.order.incarnation.startswith("evil"):
+            return super()._begin(sender, departure)
+        offered = sender.outbound.offers[departure.order.request]
         first = departure.order.plan.chunk(departure.chunk).first_mark  # every rank has all tokens here
         assert first >= offered.first_token, "a token before the offer is read"
-        self.later("gather", lambda: self._read(source, departure))
+        self.later("gather", lambda: self._read(sender, departure))
 
-    def _read(self, source: Node, departure: LeavingChunk) -> None:
+    def _read(self, sender: Node, departure: LeavingChunk) -> None:
         """The hostile agent gets it, or its slot cannot be written."""
-        source.sending.gathered(departure)
-        self._report(source)
+        sender.sending.gathered(departure)
+        self._report(sender)
         failure = ("write_failed", "test") if departure.lease.generation % 3 == 0 else None
-        self.later("end", lambda: self._ended(source, departure, failure))
+        self.later("end", lambda: self._ended(sender, departure, failure))
 
     # The script:
 
@@ -205,19 +205,19 @@ class Siege(World):
                     for each in steps:
                         self.play(_renamed(each, number) if is_new else each)
             case Offer():
-                self.do(self.source, self.source.outbound.offer(_named(step), self.source.home, self.now))
+                self.do(self.sender, self.sender.outbound.offer(_named(step), self.sender.home, self.now))
             case Withdraw():
-                self.do(self.source, self.source.outbound.withdraw(_named(step).request, step.reason, self.now))
+                self.do(self.sender, self.sender.outbound.withdraw(_named(step).request, step.reason, self.now))
             case Want():
-                self.do(self.sink, self.sink.inbound.want(_named(step), self.sink.home, self.now))
+                self.do(self.receiver, self.receiver.inbound.want(_named(step), self.receiver.home, self.now))
             case Abandon():
-                self.do(self.sink, self.sink.inbound.abandon(_named(step).request, self.now))
+                self.do(self.receiver, self.receiver.inbound.abandon(_named(step).request, self.now))
             case Landed(notice=notice):
                 self._write(notice)
             case Claim() | Grant() | Cancel() | Settled() | Renew() | Check():
-                self._to_source_of_ours(step)
+                self._to_sender_of_ours(step)
             case _:
-                self._to_sink_of_ours(step)
+                self._to_receiver_of_ours(step)
 
     def happen(self, what: int) -> None:
         match what:
@@ -228,12 +228,12 @@ class Siege(World):
                 self.now = min(MOST_S, self.now + 2.0)
                 self.tick()
             case 4:
-                self.do(self.source, self.source.outbound.lost(self.taken.peer.boot))
+                self.do(self.sender, self.sender.outbound.lost(self.taken.peer.incarnation))
             case 5:
                 self.leave()
                 self.greet()
             case 6:
-                self.do(self.sink, self.sink.inbound.opened(EVIL, self.given, self.now))
+                self.do(self.receiver, self.receiver.inbound.opened(EVIL, self.given, self.now))
             case 7:
                 self.leave()
             case _:
@@ -243,66 +243,70 @@ class Siege(World):
 
     def leave(self) -> None:
         """The connections of the hostile agent end."""
-        self.do(self.source, self.source.outbound.lost(self.taken.peer.boot))
-        self.do(self.sink, self.sink.inbound.unreachable(EVIL, "peer_lost", "test", self.now))
+        self.do(self.sender, self.sender.outbound.lost(self.taken.peer.incarnation))
+        self.do(self.receiver, self.receiver.inbound.unreachable(EVIL, "peer_lost", "test", self.now))
 
     def tick(self) -> None:
-        for node in (self.source, self.sink):
+        for node in (self.sender, self.receiver):
             self.do(node, node.inbound.tick(self.now))
             self.do(node, node.outbound.tick(self.now))
 
-    def _to_source_of_ours(self, body: ToP) -> None:
-        boot, machine = self.taken.peer.boot, self.source.outbound
+    def _to_sender_of_ours(self, body: ToP) -> None:
+        incarnation, machine = self.taken.peer.incarnation, self.sender.outbound
         match body:
             case Claim():
-                self.do(self.source, machine.claim(self._claim(body), self.taken, self.source.home, self.now))
+                self.do(self.sender, machine.claim(self._claim(body), self.taken, self.sender.home, self.now))
             case Grant():
-                self.do(self.source, machine.grant(boot, body))
+                self.do(self.sender, machine.grant(incarnation, body))
             case Cancel():
-                self.do(self.source, machine.cancel(boot, body))
+                self.do(self.sender, machine.cancel(incarnation, body))
             case Settled():
                 self.promised.pop(body.transfer, None)
-                self.do(self.source, machine.settled(boot, body.transfer))
+                self.do(self.sender, machine.settled(incarnation, body.transfer))
             case Renew():
-                machine.renew(boot, body)
-                self.do(self.source, [])
+                machine.renew(incarnation, body)
+                self.do(self.sender, [])
             case Check():
-                self.do(self.source, machine.check(boot, body))
+                self.do(self.sender, machine.check(incarnation, body))
 
     def _claim(self, claim: Claim) -> Claim:
         """Right in most of what must be right."""
         takes = claim.takes if len(claim.takes) == 3 else ALL_ROWS if len(claim.takes) else ()
         end = max(claim.first_token, claim.end_token)
-        changes: dict[str, Any] = {"source_epoch": 1, "sink_epoch": 1, "takes": takes, "end_token": end}
+        changes: dict[str, Any] = {"sender_epoch": 1, "receiver_epoch": 1, "takes": takes, "end_token": end}
         if self.taken.routed.is_pulled and claim.token[0] % 4:
             changes["leases"] = ()
         try:
             plan = self.taken.planner.plan(takes, claim.first_token, end, self.taken.slot_bytes)
             changes["plan"] = plan.digest
-        except Exception:  # then the source says so as well
+        except Exception:  # then the sender says so as well
             pass
         return msgspec.structs.replace(claim, **changes)
 
-    def _to_sink_of_ours(self, body: Ready | Failing | Drained | Refuse | BlockTables | Checked) -> None:
-        machine, boot, now = self.sink.inbound, self.given.peer.boot, self.now
+    def _to_receiver_of_ours(self, body: Ready | Failing | Drained | Refuse | BlockTables | Checked) -> None:
+        machine, incarnation, now = self.receiver.inbound, self.given.peer.incarnation, self.now
         transfer = self._transfer(body.about if isinstance(body, Refuse) else body.transfer)
         match body:
             case Ready(chunks=chunks):
-                self.do(self.sink, machine.ready(boot, transfer, chunks))
+                self.do(self.receiver, machine.ready(incarnation, transfer, chunks))
             case Failing(code=code, reason=reason):
-                self.do(self.sink, machine.failing(boot, transfer, code, reason, now))
+                self.do(self.receiver, machine.failing(incarnation, transfer, code, reason, now))
             case Drained(code=code, reason=reason):
-                self.do(self.sink, machine.drained(boot, transfer, code, reason, now))
+                self.do(self.receiver, machine.drained(incarnation, transfer, code, reason, now))
             case Refuse(code=code, reasons=reasons):
-                self.do(self.sink, machine.drained(boot, transfer, code, "; ".join(reasons), now))
+                self.do(self.receiver, machine.drained(incarnation, transfer, code, "; ".join(reasons), now))
             case BlockTables():
-                self.do(self.sink, machine.tables(boot, msgspec.structs.replace(body, transfer=transfer), now))
+                self.do(
+                    self.receiver, machine.tables(incarnation, msgspec.structs.replace(body, transfer=transfer), now)
+                )
             case Checked():
-                self.do(self.sink, machine.checked(boot, msgspec.structs.replace(body, transfer=transfer), now))
+                self.do(
+                    self.receiver, machine.checked(incarnation, msgspec.structs.replace(body, transfer=transfer), now)
+                )
 
     def _transfer(self, name: str) -> str:
         """One that the hostile agent was told of, or an honest one's, which it may have guessed."""
-        honest = list(self.sink.inbound._wanted_by)
+        honest = list(self.receiver.inbound._wanted_by)
         known = [claim.transfer for claim in self.claims] + honest
         return known[-1 - TEXTS.index(name) % len(known)] if known and name in TEXTS else name
 
@@ -311,12 +315,12 @@ class Siege(World):
         known = {claim.transfer: claim for claim in self.claims}
         transfer = self._transfer(notice.transfer)
         claim = known.get(transfer)
-        changes: dict[str, Any] = {"transfer": transfer, "source_epoch": 1, "sink_epoch": 1}
-        changes["sink_boot"] = self.sink.home.agent.boot
+        changes: dict[str, Any] = {"transfer": transfer, "sender_epoch": 1, "receiver_epoch": 1}
+        changes["receiver_incarnation"] = self.receiver.home.agent.incarnation
         if claim is not None and notice.token[0] % 4:
-            plan = self.sink.inbound._wanted_by.get(transfer)
+            plan = self.receiver.inbound._wanted_by.get(transfer)
             intake = plan.intakes.get(transfer) if plan is not None else None
-            changes["token"], changes["source_boot"] = claim.token, self.given.peer.boot
+            changes["token"], changes["sender_incarnation"] = claim.token, self.given.peer.incarnation
             if intake is not None:
                 chunk = notice.chunk % intake.plan.chunks
                 changes |= {"chunk": chunk, "chunk_bytes": intake.plan.chunk(chunk).size_bytes}
@@ -325,27 +329,27 @@ class Siege(World):
                 lease = leases[notice.slot % len(leases)]
                 changes |= {"slot": lease.slot, "generation": lease.generation}
         written = msgspec.structs.replace(notice, **changes)
-        self._order(self.sink, is_all=True)
-        arrival = self.sink.receiving.landed(written)
+        self._order(self.receiver, is_all=True)
+        arrival = self.receiver.receiving.landed(written)
         if arrival is not None:
             assert claim is not None and written.token == claim.token, "rows of a transfer that it was not told of"
             failure = ("digest_mismatch", "test") if notice.digest % 3 else None
             self.later("scatter", lambda: self._moved(arrival, failure))
-        self._report(self.sink)
+        self._report(self.receiver)
 
     def _moved(self, arrival: LandedChunk, failure: tuple[str, str] | None) -> None:
-        self.sink.receiving.scattered(arrival, failure)
-        self._report(self.sink)
+        self.receiver.receiving.scattered(arrival, failure)
+        self._report(self.receiver)
 
     # What must be true after every message:
 
     def check(self) -> None:
-        inbound, outbound = self.sink.inbound, self.source.outbound
+        inbound, outbound = self.receiver.inbound, self.sender.outbound
         counts = inbound.slots.counts()
         assert counts.free + counts.lent + counts.landed + counts.quarantined == SLOTS, counts
         assert counts.free == inbound.slots.free == len(set(inbound.slots._free)), counts
         ours = sum(1 for kind, _ in self.events if kind in ("gather", "write", "end"))
-        slots, open_orders = self.source.sending.slots, self.source.sending._open.values()
+        slots, open_orders = self.sender.sending.slots, self.sender.sending._open.values()
         assert slots.free + ours == len(slots)
         open_transfers = sum(len(wanted.intakes) for wanted in inbound.wants.values())
         assert len(inbound._wanted_by) <= open_transfers + 2 * SLOTS, "transfers are kept that nothing waits for"
@@ -363,18 +367,21 @@ class Siege(World):
     def end(self) -> None:
         """The hostile agent is gone, time passes: nothing of it is left, and the honest have what they wanted."""
         self.leave()
-        inbound = self.sink.inbound
+        inbound = self.receiver.inbound
         for _ in range(2):  # starts of the same agent, each of which knows those before it to be dead
             self.greet()
             opened = inbound.opened(EVIL, self.given, self.now)
-            self.do(self.sink, opened)
+            self.do(self.receiver, opened)
             for action in opened:
                 if isinstance(action, Send) and isinstance(action.body, Cancel):
-                    self.do(self.sink, inbound.drained(self.given.peer.boot, action.body.transfer, "", "", self.now))
-            self.do(self.sink, self._away(self.sink, EVIL))
+                    self.do(
+                        self.receiver,
+                        inbound.drained(self.given.peer.incarnation, action.body.transfer, "", "", self.now),
+                    )
+            self.do(self.receiver, self._away(self.receiver, EVIL))
             self.run()
         self.check()
-        honest = [m for m in self.sink.told if isinstance(m, Done | Failed) and m.request == "honest"]
+        honest = [m for m in self.receiver.told if isinstance(m, Done | Failed) and m.request == "honest"]
         assert len(honest) == 1 and isinstance(honest[0], Done), honest
         self.now += 1e6
         for _ in range(3):
@@ -386,7 +393,7 @@ class Siege(World):
 def _renamed(step: Any, number: int) -> Any:
     changes: dict[str, Any] = {name: f"f{number}" for name in ("transfer", "request") if hasattr(step, name)}
     if isinstance(step, Claim):
-        changes["sink"] = number
+        changes["receiver"] = number
     return msgspec.structs.replace(step, **changes)
 
 
@@ -435,8 +442,8 @@ class Machines:
 def _want(random: Random) -> Want:
     return Want(
         request="w",
-        room="r1",
-        source=EVIL,
+        rendezvous="r1",
+        sender=EVIL,
         first_token=0,
         end_token=64,
         blocks=(Blocks(0, 0, (0, 1, 2, 3)),),
@@ -448,7 +455,7 @@ def _offer(random: Random) -> Offer:
     blocks = (Blocks(0, 0, tuple(range(5))),)
     tokens, fence = random.choice((8, 16, 16)), random.choice((0, 0, 1))
     return Offer(
-        room="r1", request=OFFERED, tokens=tokens, blocks=blocks, is_last=tokens == 16, hold_s=30.0, fence=fence
+        rendezvous="r1", request=OFFERED, tokens=tokens, blocks=blocks, is_last=tokens == 16, hold_s=30.0, fence=fence
     )
 
 
@@ -456,11 +463,11 @@ def _claim(random: Random) -> Claim:
     return Claim(
         transfer=CLAIMED,
         want="w",
-        sink=0,
-        sinks=1,
-        room="r1",
-        source_epoch=1,
-        sink_epoch=1,
+        receiver=0,
+        receivers=1,
+        rendezvous="r1",
+        sender_epoch=1,
+        receiver_epoch=1,
         first_token=0,
         end_token=16,
         takes=ALL_ROWS,

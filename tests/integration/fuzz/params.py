@@ -12,7 +12,7 @@ from kvbridge_proto.engine import Offer, ToAgent, Want
 from kvbridge_proto.stream import HEADER, pack
 
 from kvbridge.adapters.vllm.params import read_remote
-from kvbridge.adapters.vllm.rendezvous import message_name, named, offered_room, prompt_digest, wanted_room
+from kvbridge.adapters.vllm.rendezvous import message_name, named, offered_rendezvous, prompt_digest, wanted_rendezvous
 from kvbridge.errors import EngineError
 
 NAMES = ("remote_request_id", "remote_host", "remote_port", "remote_key")
@@ -50,7 +50,8 @@ ODD = (None, True, -1, 7700, 1 << 64, 1 << 70, 0.5, [], ["x"], {"a": {}}, {})
 
 
 class Params:
-    """`read_remote` gives EngineError `bad_params`, or what an agent takes in a message; rooms have no worse end."""
+    """`read_remote` gives EngineError `bad_params`, or what an agent takes in a message; rendezvous ids have no worse
+    end."""
 
     name = "params"
 
@@ -61,7 +62,7 @@ class Params:
         prompt = [random.randrange(1 << 17) for _ in range(random.choice((0, 1, 3, 40)))]
         params = said | (known if random.random() < 0.5 else {})
         if random.random() < 0.3:
-            params["remote_request_id"] = offered_room(request_id, _digest(prompt))
+            params["remote_request_id"] = offered_rendezvous(request_id, _digest(prompt))
         text = json.dumps([params, request_id, prompt])
         if random.random() < 0.1:
             at = random.randrange(len(text))
@@ -80,19 +81,27 @@ class Params:
         if not is_ours or not all(type(token) is int and 0 <= token < 1 << 31 for token in prompt):
             return 1  # the engine looks at these itself
         digest = _digest(prompt)
-        name, room = message_name(request_id), offered_room(request_id, digest)
+        name, rendezvous = message_name(request_id), offered_rendezvous(request_id, digest)
         assert named(request_id).index >= 0
-        _check(Offer(room=room, request=name, tokens=0, blocks=(), is_last=True, hold_s=1))
+        _check(Offer(rendezvous=rendezvous, request=name, tokens=0, blocks=(), is_last=True, hold_s=1))
         try:
             remote = read_remote(params)
         except EngineError as error:
             assert error.code == "bad_params" and len(str(error)) < 500 and str(error).isprintable()
             return 1
-        wanted = wanted_room(remote.request, request_id, digest)
-        assert wanted == room or remote.request != room, "a request finds its own room again"
+        wanted = wanted_rendezvous(remote.request, request_id, digest)
+        assert wanted == rendezvous or remote.request != rendezvous, "a request finds its own rendezvous again"
         for each in (wanted or remote.request, remote.request):  # the latter where it is declined
             _check(
-                Want(request=name, room=each, source=remote.source, first_token=0, end_token=0, blocks=(), deadline_s=1)
+                Want(
+                    request=name,
+                    rendezvous=each,
+                    sender=remote.sender,
+                    first_token=0,
+                    end_token=0,
+                    blocks=(),
+                    deadline_s=1,
+                )
             )
         return 1
 

@@ -43,7 +43,7 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True):
     """One of our pools, theirs, and what is then asked for."""
 
     ours: Count
-    is_source: bool
+    is_sender: bool
     slot: Count
     first_token: Count
     end_token: Count
@@ -84,29 +84,29 @@ class Pools:
         except BadFrame:
             return 1
         ours = self._ours[said.ours % len(self._ours)]
-        source, sink = (ours, said.theirs) if said.is_source else (said.theirs, ours)
-        found = verdict(source, sink)
+        sender, receiver = (ours, said.theirs) if said.is_sender else (said.theirs, ours)
+        found = verdict(sender, receiver)
         if isinstance(found, Incompatible):
             assert found.reasons and all(0 < len(reason) <= 1024 for reason in found.reasons)
             return 1
         assert not check_pool(said.theirs)
         slot_bytes = SLOT_BYTES[said.slot % len(SLOT_BYTES)]
-        planner = Planner(source, sink)
-        for part in planner.samples(slot_bytes, said.is_source):
+        planner = Planner(sender, receiver)
+        for part in planner.samples(slot_bytes, said.is_sender):
             _check_places(part, ours)
         try:
-            assign([source], sink)
+            assign([sender], receiver)
         except KVBridgeError as error:
-            assert error.code in ("rows_not_held", "source_ranks_mismatch")
+            assert error.code in ("rows_not_held", "sender_ranks_mismatch")
         try:
-            takes = said.takes or common(source, sink)
+            takes = said.takes or common(sender, receiver)
             plan = planner.plan(takes, said.first_token, said.end_token, slot_bytes)
         except KVBridgeError as error:
             assert error.code in ("bad_tokens", "bad_take", "slot_too_small"), error.code
             return 1
-        assert Planner(source, sink).plan(takes, said.first_token, said.end_token, slot_bytes).digest == plan.digest
+        assert Planner(sender, receiver).plan(takes, said.first_token, said.end_token, slot_bytes).digest == plan.digest
         _check_chunks(plan, slot_bytes)
-        _check_parts(plan, ours, said.is_source)
+        _check_parts(plan, ours, said.is_sender)
         return 1
 
     def close(self) -> None: ...
@@ -121,7 +121,7 @@ def _check_chunks(plan: Plan, slot_bytes: int) -> None:
         assert plan.total_bytes == sum(plan.chunk(index).size_bytes for index in range(plan.chunks))
 
 
-def _check_parts(plan: Plan, ours: Pool, is_source: bool) -> None:
+def _check_parts(plan: Plan, ours: Pool, is_sender: bool) -> None:
     """Where our blocks are enough for the tokens, nothing outside them is named."""
     share = TokenShard.of(ours.shard)
     entries = [-(-share.count(plan.end_token) // group.block_tokens) for group in ours.groups]
@@ -132,7 +132,7 @@ def _check_parts(plan: Plan, ours: Pool, is_source: bool) -> None:
         for index, (group, count) in enumerate(zip(ours.groups, entries, strict=True))
     }
     for index in range(min(plan.chunks, 8)):
-        _check_places(Part(plan, plan.chunk(index), tables, is_source), ours)
+        _check_places(Part(plan, plan.chunk(index), tables, is_sender), ours)
 
 
 def _check_places(part: Part, ours: Pool) -> None:

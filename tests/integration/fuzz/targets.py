@@ -8,7 +8,7 @@ from functools import partial
 from tests.integration.fuzz.agents import Agents
 from tests.integration.fuzz.codecs import KINDS, Client, Decoding, Descriptors, Stream
 from tests.integration.fuzz.files import ConfigText, PoolFile, StatusText
-from tests.integration.fuzz.lists import BootList, KeyList
+from tests.integration.fuzz.lists import IncarnationList, KeyList
 from tests.integration.fuzz.machines import Machines
 from tests.integration.fuzz.params import Params
 from tests.integration.fuzz.pools import Pools
@@ -22,7 +22,7 @@ NAMES: dict[str, Callable[[], Target]] = {
     "params": Params,
     "config": ConfigText,
     "keylist": KeyList,
-    "bootlist": BootList,
+    "bootlist": IncarnationList,
     "poolfile": PoolFile,
     "status": StatusText,
     "pools": Pools,

@@ -62,9 +62,9 @@ def test_a_peer_whose_descriptor_was_changed_writes_no_more_than_was_registered(
         page = them.ask("unregistered")
         told, registered = bytes.fromhex(them.descriptor), struct.pack("<Q", them.address)
         assert told.count(registered) == 1
-        us.ask("connect", boot="them", descriptor=told.replace(registered, struct.pack("<Q", page)).hex())
+        us.ask("connect", incarnation="them", descriptor=told.replace(registered, struct.pack("<Q", page)).hex())
         us.ask("fill", offset=0, size=16, byte=0x5A)
-        us.ask("write", boot="them", offset=0, remote=page, size=16, notice="n", deadline_s=10)
+        us.ask("write", incarnation="them", offset=0, remote=page, size=16, notice="n", deadline_s=10)
         us.ask("watch", for_s=30.0, until="wrote")
         assert them.ask("read_unregistered") == bytes(16).hex()
 

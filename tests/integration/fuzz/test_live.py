@@ -43,7 +43,7 @@ class Attacker:
         self.agent, self.random = agent, Random(seed)
         host, _, port = agent.address.removeprefix("tcp://").partition(":")
         self.port = host, int(port)
-        self.boot = agent.status.agent.boot
+        self.incarnation = agent.status.agent.incarnation
         self.envelopes = Mutator([encode(enveloped(body)) for body in BODIES], Envelope)
         self.messages = Mutator([encode(message) for message in TO_AGENT], ToAgent)
         self.good = [pack(message) for message in TO_AGENT if type(message).__name__ in ("StatusQuery", "Withdraw")]
@@ -73,8 +73,8 @@ class Attacker:
         if random.random() < 0.5:
             return self.envelopes.frame(random)
         body = random.choice(BODIES) if random.random() < 0.8 else Ping(number=1)
-        boot = random.choice(("", self.boot, "other"))
-        return encode(Envelope(version=1, sender=f"b{random.randrange(9)}", receiver=boot, number=0, body=body))
+        incarnation = random.choice(("", self.incarnation, "other"))
+        return encode(Envelope(version=1, sender=f"b{random.randrange(9)}", receiver=incarnation, number=0, body=body))
 
     def fire_at_port(self, connections: int) -> None:
         held: list[socket.socket] = []
@@ -135,18 +135,18 @@ def at_rest(agent: AgentProcess, most: int, seconds: float = 20) -> int:
 @pytest.mark.parametrize("door", ["port", "socket"])
 def test_thousands_of_hostile_connections_leave_nothing_behind(pair: Pair, door: str) -> None:
     pair.works(f"before {door}")
-    attacker = Attacker(pair.source_agent, 7)
+    attacker = Attacker(pair.sender_agent, 7)
     fire = attacker.fire_at_port if door == "port" else attacker.fire_at_socket
-    before = descriptors(pair.source_agent)
+    before = descriptors(pair.sender_agent)
     fire(WARM)
-    at_rest(pair.source_agent, before)
-    warm = resident_kib(pair.source_agent)
+    at_rest(pair.sender_agent, before)
+    warm = resident_kib(pair.sender_agent)
     fire(ROUNDS)
-    assert at_rest(pair.source_agent, before) <= before
-    grown = resident_kib(pair.source_agent) - warm
+    assert at_rest(pair.sender_agent, before) <= before
+    grown = resident_kib(pair.sender_agent) - warm
     assert grown < GROWN_KIB, f"{grown} KiB more after {ROUNDS} connections"
     pair.works(f"after {door}")
-    text, counters = pair.source_agent.text(), pair.source_agent.status.counters
+    text, counters = pair.sender_agent.text(), pair.sender_agent.status.counters
     rejected = {name: count for name, count in counters.items() if "rejected" in name}
     assert sum(rejected.values()) > ROUNDS / 10, rejected  # it was read, not only connected to
     print(door, rejected, f"RSS +{grown} KiB")
@@ -157,23 +157,33 @@ def test_an_attached_engine_that_says_absurd_things_costs_itself_only(pair: Pair
     """Typed and within every bound, from the very engine that the agent serves."""
     big, text = (1 << 40), "\x1b[2J\n"
     said = [
-        Offer(room=text, request=text, tokens=big, blocks=(), is_last=True, hold_s=0.0, fence=0),
-        Offer(room="r", request="a", tokens=0, blocks=(Blocks(255, big, ()),), is_last=False, hold_s=86400.0),
-        Offer(room="r", request="b", tokens=1, blocks=(Blocks(0, big, (1,)),), is_last=False, hold_s=1.0, fence=big),
-        Offer(room="r", request="n", tokens=big, blocks=(), is_last=True, hold_s=1.0, first_token=big),
-        Offer(room="r", request="t", tokens=1, blocks=(), is_last=True, hold_s=1.0, first_token=big),
-        Want(request="c", room=text, source=text, first_token=0, end_token=0, blocks=(), deadline_s=0.0),
-        Want(
-            request="d", room="r", source="tcp://[::1%lo]:1", first_token=big, end_token=big, blocks=(), deadline_s=1.0
+        Offer(rendezvous=text, request=text, tokens=big, blocks=(), is_last=True, hold_s=0.0, fence=0),
+        Offer(rendezvous="r", request="a", tokens=0, blocks=(Blocks(255, big, ()),), is_last=False, hold_s=86400.0),
+        Offer(
+            rendezvous="r", request="b", tokens=1, blocks=(Blocks(0, big, (1,)),), is_last=False, hold_s=1.0, fence=big
         ),
-        Want(request="e", room="r", source="x" * 256, first_token=big, end_token=0, blocks=(), deadline_s=86400.0),
+        Offer(rendezvous="r", request="n", tokens=big, blocks=(), is_last=True, hold_s=1.0, first_token=big),
+        Offer(rendezvous="r", request="t", tokens=1, blocks=(), is_last=True, hold_s=1.0, first_token=big),
+        Want(request="c", rendezvous=text, sender=text, first_token=0, end_token=0, blocks=(), deadline_s=0.0),
+        Want(
+            request="d",
+            rendezvous="r",
+            sender="tcp://[::1%lo]:1",
+            first_token=big,
+            end_token=big,
+            blocks=(),
+            deadline_s=1.0,
+        ),
+        Want(
+            request="e", rendezvous="r", sender="x" * 256, first_token=big, end_token=0, blocks=(), deadline_s=86400.0
+        ),
         Directory(ranks=tuple(Rank(tp_rank=big, pp_rank=i, address=text) for i in range(1024))),
     ]
     for message in said * 50:
-        pair.source.client.send(message)
-        pair.sink.client.send(message)
-    for engine, agent in ((pair.source, pair.source_agent), (pair.sink, pair.sink_agent)):
+        pair.sender.client.send(message)
+        pair.receiver.client.send(message)
+    for engine, agent in ((pair.sender, pair.sender_agent), (pair.receiver, pair.receiver_agent)):
         engine.directory(agent)
         assert "Traceback" not in agent.text(), agent.text()[-3000:]
-    assert not [message for message in pair.source.client.heard if isinstance(message, Refused) and not message.about]
+    assert not [message for message in pair.sender.client.heard if isinstance(message, Refused) and not message.about]
     pair.works("after all")

@@ -85,7 +85,7 @@ def test_vllm_is_not_asked_for_a_first_token_under_a_rule_it_does_not_know(name:
 def test_legs_keep_the_clients_own_custom_params() -> None:
     prefilled = PrefilledLeg(PARAMS, 5, -0.25, ((-0.25, 5), (-2.0, 9)))
     told = {
-        "source": "tcp://[::1]:7700#K",
+        "sender": "tcp://[::1]:7700#K",
         "first_token": 5,
         "rendezvous": "room/77/d",
         "logprob": -0.25,

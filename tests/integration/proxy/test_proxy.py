@@ -88,8 +88,8 @@ def rooms(w: World, prefill: str, decode: str) -> None:
         assert second["bootstrap_room"] == room
         if prefill == "vllm":
             assert second["bootstrap_host"] == "kvbridge" and "bootstrap_port" not in second
-            source = {"source": "tcp://10.0.0.5:7700#KEY", "first_token": 7, "rendezvous": f"room/{room}/d1"}
-            assert told == source
+            sender = {"sender": "tcp://10.0.0.5:7700#KEY", "first_token": 7, "rendezvous": f"room/{room}/d1"}
+            assert told == sender
         else:
             assert second["bootstrap_host"] == "127.0.0.1" and second["bootstrap_port"] == first["bootstrap_port"]
             assert told is None

@@ -50,22 +50,22 @@ class Ear:
 
 @contextlib.asynccontextmanager
 async def two(
-    settings: Settings | None = None, *, of_source: Settings | None = None
+    settings: Settings | None = None, *, of_sender: Settings | None = None
 ) -> AsyncIterator[tuple[Control, Ear, Control, Ear]]:
-    """A sink and a source with these settings; the source may have others."""
-    own = of_source or settings
-    async with Control("sink", settings=settings) as sink, Control("source", LOOPBACK, settings=own) as source:
-        yield sink, Ear(sink), source, Ear(source)
+    """A receiver and a sender with these settings; the sender may have others."""
+    own = of_sender or settings
+    async with Control("receiver", settings=settings) as receiver, Control("sender", LOOPBACK, settings=own) as sender:
+        yield receiver, Ear(receiver), sender, Ear(sender)
 
 
 @contextlib.contextmanager
-def remote(boot: str, listen: str = LOOPBACK, dial: str = "") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def remote(incarnation: str, listen: str = LOOPBACK, dial: str = "") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A `control_peer.py`; ended, stopped or not, on leaving."""
     command = [
         sys.executable,
         "-m",
         "tests.integration.transport.control_peer",
-        boot,
+        incarnation,
         listen,
         *([dial] if dial else []),
     ]

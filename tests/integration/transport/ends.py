@@ -15,7 +15,7 @@ from kvbridge.transport.local import LocalConnection, LocalServer
 from kvbridge.transport.lock import Lock
 
 Story = Callable[[LocalServer], Awaitable[None]]
-BOOT = "0123456789abcdef"
+INCARNATION = "0123456789abcdef"
 
 
 def run(path: Path, story: Story) -> None:
@@ -28,7 +28,7 @@ def run(path: Path, story: Story) -> None:
 
 @contextlib.asynccontextmanager
 async def served(path: Path) -> AsyncIterator[LocalServer]:
-    with contextlib.closing(Lock(path, BOOT)) as lock:
+    with contextlib.closing(Lock(path, INCARNATION)) as lock:
         async with LocalServer(lock) as server:
             yield server
 

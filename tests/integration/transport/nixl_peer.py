@@ -1,4 +1,5 @@
-"""One NIXL fabric in a process of its own, told what to do by JSON lines on stdin. `python nixl_peer.py BOOT BYTES`.
+"""One NIXL fabric in a process of its own, told what to do by JSON lines on stdin. `python nixl_peer.py INCARNATION
+BYTES`.
 
 While a `watch` lasts it polls every 200 us, as an agent does that expects something.
 """
@@ -21,10 +22,10 @@ POLL_S = 0.0002
 
 
 class Peer:
-    def __init__(self, boot: str, size: int) -> None:
+    def __init__(self, incarnation: str, size: int) -> None:
         self.memory = mmap.mmap(-1, size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.fabric = NixlFabric(boot, net_devices="lo")
+        self.fabric = NixlFabric(incarnation, net_devices="lo")
         self.fabric.register(self.address, size)
 
     def describe(self) -> dict[str, Any]:
@@ -38,11 +39,11 @@ class Peer:
     def read_unregistered(self) -> str:
         return self._page[:16].hex()
 
-    def connect(self, boot: str, descriptor: str) -> None:
-        self.fabric.connect(boot, bytes.fromhex(descriptor))
+    def connect(self, incarnation: str, descriptor: str) -> None:
+        self.fabric.connect(incarnation, bytes.fromhex(descriptor))
 
-    def disconnect(self, boot: str) -> None:
-        self.fabric.disconnect(boot)
+    def disconnect(self, incarnation: str) -> None:
+        self.fabric.disconnect(incarnation)
 
     def fill(self, offset: int, size: int, byte: int) -> int:
         self.memory[offset : offset + size] = bytes([byte]) * size
@@ -51,9 +52,9 @@ class Peer:
     def sum(self, offset: int, size: int) -> int:
         return zlib.crc32(memoryview(self.memory)[offset : offset + size])
 
-    def write(self, boot: str, offset: int, remote: int, size: int, notice: str, deadline_s: float) -> int:
+    def write(self, incarnation: str, offset: int, remote: int, size: int, notice: str, deadline_s: float) -> int:
         deadline = time.monotonic() + deadline_s
-        return self.fabric.write(boot, self.address + offset, remote, size, notice.encode(), deadline)
+        return self.fabric.write(incarnation, self.address + offset, remote, size, notice.encode(), deadline)
 
     def watch(self, for_s: float, until: str = "") -> list[list[Any]]:
         """The events of the next `for_s` seconds, or up to the first of kind `until`, each with its time."""
@@ -67,12 +68,12 @@ class Peer:
             time.sleep(POLL_S)
         return seen
 
-    def measure(self, boot: str, remote: int, size: int, count: int) -> list[list[float]]:
+    def measure(self, incarnation: str, remote: int, size: int, count: int) -> list[list[float]]:
         """Post and poll hard to DONE, `count` times: seconds in post, and from post to DONE."""
         spent = []
         for number in range(count):
             begin = time.monotonic()
-            self.write(boot, 0, remote, size, f"{number}", 60)
+            self.write(incarnation, 0, remote, size, f"{number}", 60)
             posted = time.monotonic()
             while not (events := self.fabric.poll(time.monotonic())):
                 pass

@@ -32,34 +32,34 @@ from tests.integration.transport.ears import LOOPBACK, Ear, Run, cancel, envelop
         ([envelope(), envelope()], "frame_malformed"),
         ([b"x" * 1000] * 5000, "frame_malformed"),
         ([envelope(version=7)], "version_unknown"),
-        ([envelope(receiver="an old boot")], "other_receiver"),
+        ([envelope(receiver="an old incarnation")], "other_receiver"),
         ([envelope(sender="")], "other_receiver"),
         ([envelope(number=3)], "messages_lost"),
     ],
 )
 def test_nonsense_is_counted_and_dropped_and_stops_nobody(run: Run, frames: list[bytes], code: str) -> None:
     async def story() -> None:
-        async with two() as (sink, sink_ear, source, source_ear):
-            sink.dial(source.address).send(cancel("before"))
-            honest = (await source_ear.hear(Arrived)).link
-            with stranger(source.address) as say:
+        async with two() as (receiver, receiver_ear, sender, sender_ear):
+            receiver.dial(sender.address).send(cancel("before"))
+            honest = (await sender_ear.hear(Arrived)).link
+            with stranger(sender.address) as say:
                 say(*frames)
-                rejected = await source_ear.hear(Rejected)
-                assert (rejected.link, rejected.code) == (None, code) and source.rejected == {code: 1}
+                rejected = await sender_ear.hear(Rejected)
+                assert (rejected.link, rejected.code) == (None, code) and sender.rejected == {code: 1}
             assert honest.send(Drained(transfer="before"))
-            await sink_ear.hear(Arrived)
+            await receiver_ear.hear(Arrived)
 
     run(story())
 
 
 def test_a_huge_frame_costs_the_stranger_its_connection_only(run: Run) -> None:
     async def story() -> None:
-        async with two() as (sink, _, source, source_ear):
-            with stranger(source.address) as say:
+        async with two() as (receiver, _, sender, sender_ear):
+            with stranger(sender.address) as say:
                 say(b"\0" * (5 << 20))
-                await source_ear.silence(0.5)
-            sink.dial(source.address).send(cancel("t"))
-            await source_ear.hear(Arrived)
+                await sender_ear.silence(0.5)
+            receiver.dial(sender.address).send(cancel("t"))
+            await sender_ear.hear(Arrived)
 
     run(story())
 
@@ -67,31 +67,31 @@ def test_a_huge_frame_costs_the_stranger_its_connection_only(run: Run) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_raw_bytes_on_the_port_are_at_most_counted(run: Run, seed: int) -> None:
     async def story() -> None:
-        async with two() as (sink, _, source, source_ear):
-            host, port = source.address.removeprefix("tcp://").split(":")
+        async with two() as (receiver, _, sender, sender_ear):
+            host, port = sender.address.removeprefix("tcp://").split(":")
             with socket.create_connection((host, int(port))) as raw:
                 raw.sendall(random.Random(seed).randbytes(4096))  # ZeroMQ reads some of it as its version 1
                 await asyncio.sleep(0.2)
-            sink.dial(source.address).send(cancel("t"))
-            while isinstance(event := await source_ear.next(), Rejected):
+            receiver.dial(sender.address).send(cancel("t"))
+            while isinstance(event := await sender_ear.next(), Rejected):
                 pass
-            assert isinstance(event, Arrived) and event.link.peer_boot == "sink"
+            assert isinstance(event, Arrived) and event.link.peer_incarnation == "receiver"
 
     run(story())
 
 
-def test_a_gap_or_another_boot_on_one_connection_ends_its_link(run: Run) -> None:
+def test_a_gap_or_another_incarnation_on_one_connection_ends_its_link(run: Run) -> None:
     async def story() -> None:
-        async with Control("source", LOOPBACK) as source:
-            ear = Ear(source)
-            with stranger(source.address) as say:
+        async with Control("sender", LOOPBACK) as sender:
+            ear = Ear(sender)
+            with stranger(sender.address) as say:
                 say(envelope(0))
                 first = (await ear.hear(Arrived)).link
                 say(envelope(0, sender="restarted"))
                 lost = await ear.hear(Lost)
                 assert (lost.link, lost.code) == (first, "peer_restarted")
                 second = (await ear.hear(Arrived)).link
-                assert second.peer_boot == "restarted" and source.links == [second]
+                assert second.peer_incarnation == "restarted" and sender.links == [second]
                 say(envelope(2, sender="restarted"))
                 lost = await ear.hear(Lost)
                 assert (lost.link, lost.code) == (second, "messages_lost")
@@ -104,11 +104,11 @@ def test_a_gap_or_another_boot_on_one_connection_ends_its_link(run: Run) -> None
 
 def test_bounds_how_many_strangers_have_links(run: Run) -> None:
     async def story() -> None:
-        async with Control("source", LOOPBACK, settings=Settings(max_links=2)) as source:
-            ear = Ear(source)
+        async with Control("sender", LOOPBACK, settings=Settings(max_links=2)) as sender:
+            ear = Ear(sender)
             with contextlib.ExitStack() as strangers:
                 for number in range(3):
-                    strangers.enter_context(stranger(source.address))(envelope(sender=f"{number}"))
+                    strangers.enter_context(stranger(sender.address))(envelope(sender=f"{number}"))
                     event = await ear.next()
                     assert isinstance(event, Arrived) == (number < 2)
                 assert isinstance(event, Rejected) and event.code == "too_many_links"
@@ -118,9 +118,9 @@ def test_bounds_how_many_strangers_have_links(run: Run) -> None:
 
 def test_a_strangers_ping_is_answered(run: Run) -> None:
     async def story() -> None:
-        async with Control("source", LOOPBACK) as source:
+        async with Control("sender", LOOPBACK) as sender:
             with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-                dealer.connect(source.address)
+                dealer.connect(sender.address)
                 dealer.send(envelope(body=Ping(number=7)))
                 for _ in range(200):
                     if dealer.poll(0):
@@ -151,7 +151,7 @@ def test_a_strangers_ping_is_answered(run: Run) -> None:
 )
 def test_refuses_to_listen_where_it_should_not(run: Run, listen: str, code: str) -> None:
     async def story() -> None:
-        async with Control("source", listen):
+        async with Control("sender", listen):
             raise AssertionError("it listens")
 
     with pytest.raises(OperatorError) as raised:
@@ -186,10 +186,10 @@ def test_names_a_port_that_is_taken_and_knows_the_one_it_got(run: Run) -> None:
 )
 def test_dials_nothing_but_one_hosts_port(run: Run, address: str) -> None:
     async def story() -> None:
-        async with Control("sink") as sink:
+        async with Control("receiver") as receiver:
             with pytest.raises(PeerError) as raised:
-                sink.dial(address)
-            assert raised.value.code == "bad_address" and sink.links == []
+                receiver.dial(address)
+            assert raised.value.code == "bad_address" and receiver.links == []
 
     run(story())
 
@@ -198,10 +198,10 @@ def test_leaves_no_descriptors_behind(run: Run) -> None:
     async def story() -> None:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
-            async with two() as (sink, _, source, source_ear):
-                link: Link = sink.dial(source.address)
+            async with two() as (receiver, _, sender, sender_ear):
+                link: Link = receiver.dial(sender.address)
                 link.send(cancel("t"))
-                await source_ear.hear(Arrived)
+                await sender_ear.hear(Arrived)
         assert len(os.listdir("/proc/self/fd")) <= before
 
     run(story())

@@ -39,11 +39,11 @@ def pairs(count: int) -> list[Pair]:
 
 @contextlib.asynccontextmanager
 async def two(
-    sink: Trust, source: Trust, settings: Settings | None = None
+    receiver: Trust, sender: Trust, settings: Settings | None = None
 ) -> AsyncIterator[tuple[Control, Ear, Control, Ear]]:
     async with (
-        Control("sink", settings=settings, trust=sink) as dialling,
-        Control("source", LOOPBACK, settings=settings, trust=source) as listening,
+        Control("receiver", settings=settings, trust=receiver) as dialling,
+        Control("sender", LOOPBACK, settings=settings, trust=sender) as listening,
     ):
         yield dialling, Ear(dialling), listening, Ear(listening)
 
@@ -63,12 +63,12 @@ def caller(address: str, own: Pair | None, server: bytes = b"") -> Iterator[zmq.
 def test_agents_that_know_each_other_speak_and_know_by_which_key(run: Run) -> None:
     async def story() -> None:
         decode, prefill = pairs(2)
-        async with two(trust(decode, prefill=prefill), trust(prefill, decode=decode)) as (sink, heard, source, ear):
-            link = sink.dial(with_key(source.address, prefill[0].decode()))
+        async with two(trust(decode, prefill=prefill), trust(prefill, decode=decode)) as (receiver, heard, sender, ear):
+            link = receiver.dial(with_key(sender.address, prefill[0].decode()))
             link.send(cancel("t"))
             arrived = await ear.hear(Arrived)
-            assert arrived.link.key == decode[0].decode() and source.trust.name_of(arrived.link.key) == "decode"
-            assert link.key == prefill[0].decode() and sink.trust.name_of(link.key) == "prefill"
+            assert arrived.link.key == decode[0].decode() and sender.trust.name_of(arrived.link.key) == "decode"
+            assert link.key == prefill[0].decode() and receiver.trust.name_of(link.key) == "prefill"
             arrived.link.send(Drained(transfer="t"))
             assert (await heard.hear(Arrived)).envelope.body == Drained(transfer="t")
 
@@ -79,8 +79,8 @@ def test_one_pair_for_the_whole_fleet_needs_no_list(run: Run) -> None:
     async def story() -> None:
         (own,) = pairs(1)
         fleet = trust(own, fleet=own)
-        async with two(fleet, fleet) as (sink, _, source, ear):
-            sink.dial(source.address).send(cancel("t"))
+        async with two(fleet, fleet) as (receiver, _, sender, ear):
+            receiver.dial(sender.address).send(cancel("t"))
             assert (await ear.hear(Arrived)).link.key == own[0].decode()
 
     run(story())
@@ -89,13 +89,13 @@ def test_one_pair_for_the_whole_fleet_needs_no_list(run: Run) -> None:
 def test_who_is_not_on_the_list_is_told_so_and_heard_of_by_its_public_key_alone(run: Run) -> None:
     async def story() -> None:
         known, stranger, server = pairs(3)
-        async with two(trust(stranger, source=server), trust(server, known=known)) as (sink, heard, source, ear):
-            sink.dial(source.address).send(cancel("t"))
+        async with two(trust(stranger, sender=server), trust(server, known=known)) as (receiver, heard, sender, ear):
+            receiver.dial(sender.address).send(cancel("t"))
             rejected = await ear.hear(Rejected)
             assert rejected.code == "key_not_allowed" and stranger[0].decode() in rejected.text
             assert stranger[1].decode() not in rejected.text
             lost = await heard.hear(Lost)
-            assert lost.code == "key_refused" and source.links == [] == sink.links
+            assert lost.code == "key_refused" and sender.links == [] == receiver.links
 
     run(story())
 
@@ -105,8 +105,13 @@ def test_a_server_that_has_another_key_than_it_should_hears_nothing(run: Run) ->
 
     async def story() -> None:
         ours, server, impostor = pairs(3)
-        async with two(trust(ours, source=server), trust(impostor, anybody=ours), QUICK) as (sink, heard, source, ear):
-            sink.dial(with_key(source.address, server[0].decode())).send(cancel("secret"))
+        async with two(trust(ours, sender=server), trust(impostor, anybody=ours), QUICK) as (
+            receiver,
+            heard,
+            sender,
+            ear,
+        ):
+            receiver.dial(with_key(sender.address, server[0].decode())).send(cancel("secret"))
             lost = await heard.hear(Lost)
             assert lost.code == "peer_unreachable" and "handshakes failed" in lost.reason
             await ear.silence(0.2)
@@ -120,11 +125,11 @@ def test_an_agent_with_a_key_and_one_without_do_not_speak(run: Run, side: str) -
         (own,) = pairs(1)
         keyed, bare = trust(own, fleet=own), Trust()
         sides = (keyed, bare) if side == "dialling" else (bare, keyed)
-        async with two(*sides, QUICK) as (sink, heard, source, ear):
-            sink.dial(source.address).send(cancel("t"))
+        async with two(*sides, QUICK) as (receiver, heard, sender, ear):
+            receiver.dial(sender.address).send(cancel("t"))
             assert (await heard.hear(Lost)).code in ("peer_unreachable", "peer_disconnected")
             await ear.silence(0.2)
-            assert source.links == []
+            assert sender.links == []
 
     run(story())
 
@@ -133,11 +138,11 @@ def test_raw_and_plain_callers_get_nowhere_and_stop_nobody(run: Run) -> None:
     async def story() -> None:
         own, stranger = pairs(2)
         fleet = trust(own, fleet=own)
-        async with two(fleet, fleet) as (sink, _, source, ear):
-            host, port = source.address.removeprefix("tcp://").split(":")
+        async with two(fleet, fleet) as (receiver, _, sender, ear):
+            host, port = sender.address.removeprefix("tcp://").split(":")
             with (
-                caller(source.address, None) as plain,
-                caller(source.address, stranger, stranger[0]) as wrong,
+                caller(sender.address, None) as plain,
+                caller(sender.address, stranger, stranger[0]) as wrong,
                 socket.create_connection((host, int(port))) as raw,
             ):
                 raw.sendall(os.urandom(4096))
@@ -145,9 +150,9 @@ def test_raw_and_plain_callers_get_nowhere_and_stop_nobody(run: Run) -> None:
                     with contextlib.suppress(zmq.Again):  # it knows already
                         turned_away.send(envelope(), zmq.NOBLOCK)
                 await ear.silence(0.5)
-                sink.dial(source.address).send(cancel("t"))
-                assert (await ear.hear(Arrived)).envelope.sender == "sink"
-                assert source.rejected == {}
+                receiver.dial(sender.address).send(cancel("t"))
+                assert (await ear.hear(Arrived)).envelope.sender == "receiver"
+                assert sender.rejected == {}
 
     run(story())
 
@@ -158,14 +163,14 @@ def test_raw_and_plain_callers_get_nowhere_and_stop_nobody(run: Run) -> None:
 def test_a_key_that_is_added_is_let_in_without_a_restart(run: Run) -> None:
     async def story() -> None:
         server, old, new = pairs(3)
-        async with two(trust(new, source=server), trust(server, decode=old)) as (sink, heard, source, ear):
-            sink.dial(source.address)
+        async with two(trust(new, sender=server), trust(server, decode=old)) as (receiver, heard, sender, ear):
+            receiver.dial(sender.address)
             assert (await heard.hear(Lost)).code == "key_refused"
             assert (await ear.hear(Rejected)).code == "key_not_allowed"
             names = {old[0].decode(): "decode", new[0].decode(): "decode"}
-            assert source.trust.keys is not None
-            source.trusts(replace(source.trust, keys=replace(source.trust.keys, names=names)))
-            sink.dial(source.address).send(cancel("t"))
+            assert sender.trust.keys is not None
+            sender.trusts(replace(sender.trust, keys=replace(sender.trust.keys, names=names)))
+            receiver.dial(sender.address).send(cancel("t"))
             assert (await ear.hear(Arrived)).link.key == new[0].decode()
 
     run(story())
@@ -176,19 +181,19 @@ def test_a_key_that_is_taken_off_the_list_is_cut_off_at_once_and_stays_so(run: R
 
     async def story() -> None:
         server, good, bad = pairs(3)
-        async with Control("source", LOOPBACK, trust=trust(server, good=good, bad=bad)) as source:
-            ear = Ear(source)
-            with caller(source.address, bad, server[0]) as dealer, caller(source.address, good, server[0]) as other:
+        async with Control("sender", LOOPBACK, trust=trust(server, good=good, bad=bad)) as sender:
+            ear = Ear(sender)
+            with caller(sender.address, bad, server[0]) as dealer, caller(sender.address, good, server[0]) as other:
                 dealer.send(envelope(0))
                 first = (await ear.hear(Arrived)).link
                 other.send(envelope(0, sender="good"))
                 kept = (await ear.hear(Arrived)).link
-                source.trusts(trust(server, good=good))
+                sender.trusts(trust(server, good=good))
                 lost = await ear.hear(Lost)
-                assert (lost.link, lost.code) == (first, "key_revoked") and source.links == [kept]
+                assert (lost.link, lost.code) == (first, "key_revoked") and sender.links == [kept]
                 dealer.send(envelope(1))
                 assert (await ear.hear(Rejected)).code == "key_not_allowed"
-                dealer.send(envelope(0, sender="another boot"))
+                dealer.send(envelope(0, sender="another incarnation"))
                 assert (await ear.hear(Rejected)).code == "key_not_allowed"
                 other.send(envelope(1, sender="good"))
                 assert (await ear.hear(Arrived)).link is kept
@@ -199,15 +204,15 @@ def test_a_key_that_is_taken_off_the_list_is_cut_off_at_once_and_stays_so(run: R
 def test_a_dialled_server_whose_key_is_taken_off_the_list_is_lost_too(run: Run) -> None:
     async def story() -> None:
         ours, server, other = pairs(3)
-        async with two(trust(ours, source=server), trust(server, sink=ours)) as (sink, heard, source, ear):
-            address = with_key(source.address, server[0].decode())
-            link = sink.dial(address)
+        async with two(trust(ours, sender=server), trust(server, receiver=ours)) as (receiver, heard, sender, ear):
+            address = with_key(sender.address, server[0].decode())
+            link = receiver.dial(address)
             link.send(cancel("t"))
             await ear.hear(Arrived)
-            sink.trusts(trust(ours, other=other))
+            receiver.trusts(trust(ours, other=other))
             assert (await heard.hear(Lost)).code == "key_revoked"
             with pytest.raises(PeerError) as caught:
-                sink.dial(address)
+                receiver.dial(address)
             assert caught.value.code == "peer_not_allowed" and not link.send(Goodbye())
 
     run(story())
@@ -221,10 +226,10 @@ def test_a_caller_that_connects_too_often_waits_and_nobody_else_does(run: Run) -
         server, good, loud = pairs(3)
         settings = Settings(handshakes_per_s=1, handshakes_at_once=3)
         known = trust(server, good=good, loud=loud)
-        async with Control("source", LOOPBACK, settings=settings, trust=known) as source:
-            ear, arrived = Ear(source), 0
+        async with Control("sender", LOOPBACK, settings=settings, trust=known) as sender:
+            ear, arrived = Ear(sender), 0
             for number in range(8):
-                with caller(source.address, loud, server[0]) as dealer:
+                with caller(sender.address, loud, server[0]) as dealer:
                     dealer.send(envelope(sender=f"loud{number}"))
                     event = await ear.next()
                     while isinstance(event, Lost):
@@ -232,7 +237,7 @@ def test_a_caller_that_connects_too_often_waits_and_nobody_else_does(run: Run) -
                     arrived += isinstance(event, Arrived)
                     assert isinstance(event, Arrived) or event.code == "handshakes_too_many"
             assert 3 <= arrived < 8
-            with caller(source.address, good, server[0]) as dealer:
+            with caller(sender.address, good, server[0]) as dealer:
                 dealer.send(envelope(sender="good"))
                 while not isinstance(event := await ear.next(), Arrived) or event.envelope.sender != "good":
                     pass
@@ -245,15 +250,15 @@ def test_one_caller_has_not_all_the_links(run: Run) -> None:
         server, good, loud = pairs(3)
         settings = Settings(max_links=8, max_links_of_one=3)
         known = trust(server, good=good, loud=loud)
-        async with Control("source", LOOPBACK, settings=settings, trust=known) as source:
-            ear = Ear(source)
+        async with Control("sender", LOOPBACK, settings=settings, trust=known) as sender:
+            ear = Ear(sender)
             with contextlib.ExitStack() as callers:
                 for number in range(5):
-                    callers.enter_context(caller(source.address, loud, server[0])).send(envelope(sender=f"l{number}"))
+                    callers.enter_context(caller(sender.address, loud, server[0])).send(envelope(sender=f"l{number}"))
                     event = await ear.next()
                     assert isinstance(event, Arrived) == (number < 3), event
                 assert isinstance(event, Rejected) and event.code == "too_many_links"
-                callers.enter_context(caller(source.address, good, server[0])).send(envelope(sender="good"))
+                callers.enter_context(caller(sender.address, good, server[0])).send(envelope(sender="good"))
                 assert (await ear.hear(Arrived)).link.key == good[0].decode()
 
     run(story())
@@ -266,9 +271,9 @@ def test_memory_is_bounded_under_a_flood(kind: str) -> None:
     async def story() -> None:
         server, good, loud = pairs(3)
         known = trust(server, good=good, loud=loud) if kind == "allowed" else trust(server, good=good)
-        async with two(trust(good, source=server), known, Settings()) as (sink, heard, source, ear):
-            flood = caller(source.address, None if kind == "no curve" else loud, server[0])
-            link = sink.dial(source.address)
+        async with two(trust(good, sender=server), known, Settings()) as (receiver, heard, sender, ear):
+            flood = caller(sender.address, None if kind == "no curve" else loud, server[0])
+            link = receiver.dial(sender.address)
             with flood as dealer:
                 before, most, answered, sent = resident_bytes(), 0, 0, 0
                 end = time.monotonic() + FLOOD_S
@@ -285,10 +290,10 @@ def test_memory_is_bounded_under_a_flood(kind: str) -> None:
                         assert isinstance(await heard.next(), Arrived)
                         answered += 1
                         link.send(cancel("t"))
-                    assert sink.links == [link]
+                    assert receiver.links == [link]
                     most = max(most, resident_bytes() - before)
                 assert answered > 3
-                assert (source.rejected["frame_too_deep"] + source.rejected["frame_malformed"] > 0) == (
+                assert (sender.rejected["frame_too_deep"] + sender.rejected["frame_malformed"] > 0) == (
                     kind == "allowed"
                 )
                 assert most < FLOOD_BYTES, f"{most >> 20} MiB more after {sent} frames"
@@ -299,10 +304,10 @@ def test_memory_is_bounded_under_a_flood(kind: str) -> None:
 def test_memory_is_bounded_while_the_agent_is_too_busy_to_read() -> None:
     async def story() -> None:
         server, loud = pairs(2)
-        async with Control("source", LOOPBACK, trust=trust(server, loud=loud)) as source:
-            with caller(source.address, loud, server[0]) as dealer:
+        async with Control("sender", LOOPBACK, trust=trust(server, loud=loud)) as sender:
+            with caller(sender.address, loud, server[0]) as dealer:
                 dealer.send(envelope())
-                assert isinstance(await Ear(source).next(), Arrived)
+                assert isinstance(await Ear(sender).next(), Arrived)
                 before = resident_bytes()
                 frame = bytes(1 << 20)
                 for _ in range(900):

@@ -30,7 +30,7 @@ from kvbridge.transport.door import Holder, MemoryDoor, Shared, open_memory
 from kvbridge.transport.framed import close_fds
 from kvbridge.transport.lock import Lock
 from tests.integration.transport.ears import Run
-from tests.integration.transport.ends import BOOT, inode, open_fds, pipes
+from tests.integration.transport.ends import INCARNATION, inode, open_fds, pipes
 from tests.integration.transport.test_local_access import heard_by
 
 change = msgspec.structs.replace
@@ -71,7 +71,7 @@ async def opened(
     path: Path, fds: Iterable[int] = (), allowed_uids: Iterable[int] = (), is_sharing: bool = True
 ) -> AsyncIterator[MemoryDoor]:
     """A door that shares epoch 3: CUDA memory, and a region for each descriptor."""
-    with contextlib.closing(Lock(path, BOOT)) as lock:
+    with contextlib.closing(Lock(path, INCARNATION)) as lock:
         async with MemoryDoor(lock, allowed_uids=allowed_uids, is_sharing=is_sharing) as door:
             door.share(shared(3, fds))
             serving = asyncio.create_task(door.serve())
@@ -604,7 +604,7 @@ def test_only_who_has_the_agents_lock_listens_and_a_dead_ones_socket_is_replaced
             first = os.lstat(door.path).st_ino
             assert oct(os.stat(door.path).st_mode & 0o777) == "0o600"
             with pytest.raises(OperatorError) as raised:
-                Lock(path, BOOT)
+                Lock(path, INCARNATION)
             assert raised.value.code == "socket_in_use" and os.lstat(door.path).st_ino == first
         assert not door.path.exists()
         with socket.socket(socket.AF_UNIX) as dead:

@@ -18,7 +18,7 @@ AGENT = """
 import asyncio, time
 from kvbridge.transport.control import Control, Settings
 async def main():
-    async with Control("boot", "tcp://127.0.0.1:0", settings=Settings(silence_s=3)) as control:
+    async with Control("incarnation", "tcp://127.0.0.1:0", settings=Settings(silence_s=3)) as control:
         print(control.address, flush=True)
         await asyncio.sleep(0.7)
         time.sleep(2.5)  # too busy to read

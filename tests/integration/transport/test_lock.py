@@ -23,32 +23,32 @@ time.sleep(60)
 """
 
 
-def boots(count: int) -> list[str]:
+def incarnations(count: int) -> list[str]:
     return [f"{number:016x}" for number in range(count)]
 
 
-def held(path: Path, boot: str) -> set[str]:
-    lock = Lock(path, boot)
+def held(path: Path, incarnation: str) -> set[str]:
+    lock = Lock(path, incarnation)
     lock.close()
     return set(lock.before)
 
 
 def test_each_holder_knows_those_before_it(tmp_path: Path) -> None:
-    names = boots(5)
-    for number, boot in enumerate(names):
-        assert held(tmp_path / "a.sock", boot) == set(names[:number])
+    names = incarnations(5)
+    for number, incarnation in enumerate(names):
+        assert held(tmp_path / "a.sock", incarnation) == set(names[:number])
     assert held(tmp_path / "b.sock", "0" * 16) == set()
 
 
 def test_keeps_so_many_and_the_last_of_them(tmp_path: Path) -> None:
-    names = boots(2 * KEPT + 3)
-    for boot in names:
-        held(tmp_path / "a.sock", boot)
+    names = incarnations(2 * KEPT + 3)
+    for incarnation in names:
+        held(tmp_path / "a.sock", incarnation)
     assert held(tmp_path / "a.sock", "f" * 16) == set(names[-KEPT:])
     assert (tmp_path / "a.sock.lock").stat().st_size == KEPT * LINE_BYTES
 
 
-def test_takes_no_word_for_a_boot_that_is_none(tmp_path: Path) -> None:
+def test_takes_no_word_for_a_incarnation_that_is_none(tmp_path: Path) -> None:
     said = [b"0123456789abcdef", b"", b"x" * 16, b"0123456789abcde", b"0123456789ABCDEF", b"\xff\x00", b"f" * 17]
     kernel = KERNEL.read_bytes().strip()
     lines = [b"%s %s" % (each, kernel) for each in said] + [b"a" * 16, b"b" * 16 + b" ", b"c" * 16 + kernel]
@@ -72,10 +72,10 @@ def test_a_full_disk_costs_the_successor_its_knowledge_only(tmp_path: Path, monk
     monkeypatch.setattr("kvbridge.transport.lock.log.warning", lambda text, *args: warned.append(text % args))
     monkeypatch.setattr("os.pwrite", lambda fd, kept, at: len(kept) // 2)
     assert held(tmp_path / "a.sock", "a" * 16) == set()
-    assert len(warned) == 1 and "our boot was not written down" in warned[0]
+    assert len(warned) == 1 and "our incarnation was not written down" in warned[0]
 
 
-def test_what_is_cut_off_or_left_of_a_longer_line_is_no_boot(tmp_path: Path) -> None:
+def test_what_is_cut_off_or_left_of_a_longer_line_is_no_incarnation(tmp_path: Path) -> None:
     path, file = tmp_path / "a.sock", tmp_path / "a.sock.lock"
     line = b"a" * 16 + b" " + KERNEL.read_bytes().strip()
     file.write_bytes(b"-" * ((KEPT - 1) * LINE_BYTES) + b"\n" + line + b"a" * 40)  # read up to its 53rd
@@ -87,8 +87,8 @@ def test_what_is_cut_off_or_left_of_a_longer_line_is_no_boot(tmp_path: Path) -> 
 
 def test_who_lives_is_nobodys_predecessor(tmp_path: Path) -> None:
     """A process that stands still holds the lock as well; once it is killed, the next one knows."""
-    path, boot = tmp_path / "a.sock", "a" * 16
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, path, boot], stdout=subprocess.PIPE, text=True)
+    path, incarnation = tmp_path / "a.sock", "a" * 16
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, path, incarnation], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "\n"
         os.kill(holder.pid, signal.SIGSTOP)
@@ -98,7 +98,7 @@ def test_who_lives_is_nobodys_predecessor(tmp_path: Path) -> None:
     finally:
         holder.kill()
         holder.wait()
-    assert held(path, "b" * 16) == {boot}
+    assert held(path, "b" * 16) == {incarnation}
 
 
 def test_a_full_disk_costs_the_successor_its_knowledge_and_nobody_else_anything(

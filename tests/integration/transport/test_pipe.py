@@ -41,12 +41,12 @@ async def joined(
     settings: Settings | None = None,
 ) -> AsyncIterator[tuple[Link, Ear, Link, Ear, socket.socket, socket.socket]]:
     """Two agents with a link, each end and its ear, and the ends of a pipe that neither has taken yet."""
-    async with two(settings) as (sink, sink_ear, source, source_ear):
-        dialled = sink.dial(source.address)
+    async with two(settings) as (receiver, receiver_ear, sender, sender_ear):
+        dialled = receiver.dial(sender.address)
         dialled.send(cancel("first"))
-        await source_ear.hear(Arrived)
+        await sender_ear.hear(Arrived)
         ours, theirs = socket.socketpair()
-        yield dialled, sink_ear, accepted(source), source_ear, ours, theirs
+        yield dialled, receiver_ear, accepted(sender), sender_ear, ours, theirs
 
 
 async def until_by_pipe(link: Link) -> None:
@@ -59,23 +59,23 @@ def named(ear_heard: list[Arrived]) -> list[str]:
     return [each.envelope.body.transfer for each in ear_heard if isinstance(each.envelope.body, Cancel | Drained)]
 
 
-@pytest.mark.parametrize("is_source_first", [True, False])
+@pytest.mark.parametrize("is_sender_first", [True, False])
 @pytest.mark.parametrize("before", [0, 1, 300])
-def test_what_is_said_while_the_pipe_comes_keeps_its_order(run: Run, before: int, is_source_first: bool) -> None:
+def test_what_is_said_while_the_pipe_comes_keeps_its_order(run: Run, before: int, is_sender_first: bool) -> None:
     async def story() -> None:
-        async with joined() as (dialled, sink_ear, link, source_ear, ours, theirs):
+        async with joined() as (dialled, receiver_ear, link, sender_ear, ours, theirs):
             count = 2 * before + 50
             for number in range(count):
                 if number == before:
                     both = [lambda: link.carry_by(theirs), lambda: dialled.carry_by(ours)]
-                    for take in both if is_source_first else reversed(both):
+                    for take in both if is_sender_first else reversed(both):
                         take()
                 dialled.send(cancel(f"{number}"))
                 link.send(Drained(transfer=f"{number}"))
                 if number % 7 == 0:
                     await asyncio.sleep(0)
-            there = [await source_ear.hear(Arrived) for _ in range(count)]
-            back = [await sink_ear.hear(Arrived) for _ in range(count)]
+            there = [await sender_ear.hear(Arrived) for _ in range(count)]
+            back = [await receiver_ear.hear(Arrived) for _ in range(count)]
             assert named(there) == named(back) == [f"{number}" for number in range(count)]
             await until_by_pipe(link)
             assert dialled.says_by_pipe and not link.outbox and not dialled.outbox
@@ -85,31 +85,31 @@ def test_what_is_said_while_the_pipe_comes_keeps_its_order(run: Run, before: int
 
 def test_by_the_pipe_no_message_takes_the_connection(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
-        async with joined() as (dialled, sink_ear, link, source_ear, ours, theirs):
+        async with joined() as (dialled, receiver_ear, link, sender_ear, ours, theirs):
             link.carry_by(theirs)
             dialled.carry_by(ours)
             await until_by_pipe(link)
             monkeypatch.setattr(control_module.Port, "send", lambda *_: pytest.fail("the connection was used"))
             for number in range(20):
                 dialled.send(cancel(f"{number}"))
-                assert named([await source_ear.hear(Arrived)]) == [f"{number}"]
+                assert named([await sender_ear.hear(Arrived)]) == [f"{number}"]
                 link.send(Drained(transfer=f"{number}"))
-                assert named([await sink_ear.hear(Arrived)]) == [f"{number}"]
+                assert named([await receiver_ear.hear(Arrived)]) == [f"{number}"]
 
     run(story())
 
 
 def test_who_was_called_speaks_by_a_pipe_only_once_the_peer_has_it(run: Run) -> None:
     async def story() -> None:
-        async with joined() as (dialled, sink_ear, link, source_ear, ours, theirs):
+        async with joined() as (dialled, receiver_ear, link, sender_ear, ours, theirs):
             link.carry_by(theirs)
             link.send(Drained(transfer="a"))
-            assert named([await sink_ear.hear(Arrived)]) == ["a"]
+            assert named([await receiver_ear.hear(Arrived)]) == ["a"]
             ours.close()  # the peer did not take it
             await asyncio.sleep(0.05)
             assert not link.is_lost and link.pipe is None
             dialled.send(cancel("b"))
-            assert named([await source_ear.hear(Arrived)]) == ["b"]
+            assert named([await sender_ear.hear(Arrived)]) == ["b"]
             other, another = socket.socketpair()  # so it may be given another one
             link.carry_by(another)
             dialled.carry_by(other)
@@ -121,12 +121,12 @@ def test_who_was_called_speaks_by_a_pipe_only_once_the_peer_has_it(run: Run) -> 
 @pytest.mark.parametrize("who", ["dialled", "accepted"])
 def test_the_end_of_a_pipe_that_was_used_is_the_links(run: Run, who: str) -> None:
     async def story() -> None:
-        async with joined() as (dialled, sink_ear, link, source_ear, ours, theirs):
+        async with joined() as (dialled, receiver_ear, link, sender_ear, ours, theirs):
             link.carry_by(theirs)
             dialled.carry_by(ours)
             await until_by_pipe(link)
             (ours if who == "dialled" else theirs).shutdown(socket.SHUT_RDWR)
-            for ear in (sink_ear, source_ear):
+            for ear in (receiver_ear, sender_ear):
                 assert (await ear.hear(Lost)).code == "peer_disconnected"
             assert dialled.is_lost and link.is_lost and not dialled.send(cancel("late"))
 
@@ -135,7 +135,7 @@ def test_the_end_of_a_pipe_that_was_used_is_the_links(run: Run, who: str) -> Non
 
 def test_last_words_leave_by_it(run: Run) -> None:
     async def story() -> None:
-        async with joined() as (dialled, _, link, source_ear, ours, theirs):
+        async with joined() as (dialled, _, link, sender_ear, ours, theirs):
             link.carry_by(theirs)
             dialled.carry_by(ours)
             await until_by_pipe(link)
@@ -143,17 +143,17 @@ def test_last_words_leave_by_it(run: Run) -> None:
                 dialled.send(cancel(f"{number}"))
             dialled.send(Goodbye(reason="enough"))
             dialled.close()
-            heard = [await source_ear.hear(Arrived) for _ in range(501)]
+            heard = [await sender_ear.hear(Arrived) for _ in range(501)]
             assert named(heard) == [f"{number}" for number in range(500)]
             assert heard[-1].envelope.body == Goodbye(reason="enough")
-            assert (await source_ear.hear(Lost)).code == "peer_disconnected"
+            assert (await sender_ear.hear(Lost)).code == "peer_disconnected"
 
     run(story())
 
 
 def garbage(link: Link) -> dict[str, tuple[bytes, str]]:
     """What a peer must not say by a pipe, and why its link ends, if it does."""
-    end = Envelope(version=1, sender="sink", receiver="source", number=1, body=Ping(number=0))
+    end = Envelope(version=1, sender="receiver", receiver="sender", number=1, body=Ping(number=0))
     twice = framed(encode(end)) * 2
     return {
         "no message": (framed(b"\x00"), ""),
@@ -165,17 +165,17 @@ def garbage(link: Link) -> dict[str, tuple[bytes, str]]:
 @pytest.mark.parametrize("what", ["no message", "too long a frame", "a number twice"])
 def test_what_is_no_envelope_costs_the_link_or_the_pipe_and_nobody_else(run: Run, what: str) -> None:
     async def story() -> None:
-        async with joined() as (dialled, _, link, source_ear, ours, theirs):
+        async with joined() as (dialled, _, link, sender_ear, ours, theirs):
             link.carry_by(theirs)
             said, code = garbage(link)[what]
             ours.sendall(said)
-            event = await source_ear.hear(Rejected if not code else Lost)
+            event = await sender_ear.hear(Rejected if not code else Lost)
             assert not code or event.code == code
             if not code:  # nothing was heard by it: the link goes on without
                 await asyncio.sleep(0.05)
                 assert link.pipe is None
                 dialled.send(cancel("on"))
-                assert named([await source_ear.hear(Arrived)]) == ["on"]
+                assert named([await sender_ear.hear(Arrived)]) == ["on"]
             ours.close()
 
     run(story())
@@ -185,12 +185,12 @@ def test_numbers_that_never_come_end_the_link(run: Run, monkeypatch: pytest.Monk
     monkeypatch.setattr(control_module, "BACKLOG", 10)
 
     async def story() -> None:
-        async with joined() as (_, _, link, source_ear, ours, theirs):
+        async with joined() as (_, _, link, sender_ear, ours, theirs):
             link.carry_by(theirs)
             for number in range(3, 20):
-                body = Envelope(version=1, sender="sink", receiver="source", number=number, body=cancel("x"))
+                body = Envelope(version=1, sender="receiver", receiver="sender", number=number, body=cancel("x"))
                 ours.sendall(framed(encode(body)))
-            assert (await source_ear.hear(Lost)).code == "messages_lost"
+            assert (await sender_ear.hear(Lost)).code == "messages_lost"
             assert not link.early
             ours.close()
 
@@ -199,18 +199,18 @@ def test_numbers_that_never_come_end_the_link(run: Run, monkeypatch: pytest.Monk
 
 def test_a_number_that_never_comes_ends_the_link_though_pings_do(run: Run) -> None:
     async def story() -> None:
-        async with joined(Settings(silence_s=0.5)) as (dialled, _, link, source_ear, ours, theirs):
+        async with joined(Settings(silence_s=0.5)) as (dialled, _, link, sender_ear, ours, theirs):
             dialled.pinged_at = link.pinged_at = float("inf")  # they say nothing themselves
             link.carry_by(theirs)
             pings = (
-                Envelope(version=1, sender="sink", receiver="source", number=number, body=Ping(number=0))
+                Envelope(version=1, sender="receiver", receiver="sender", number=number, body=Ping(number=0))
                 for number in itertools.count(dialled._sent + 1)
             )
             began = time.monotonic()
             while not link.is_lost and time.monotonic() - began < 5:
                 ours.sendall(framed(encode(next(pings))))
                 await asyncio.sleep(0.05)
-            assert (await source_ear.hear(Lost)).code == "peer_silent"
+            assert (await sender_ear.hear(Lost)).code == "peer_silent"
             ours.close()
 
     run(story())
@@ -233,15 +233,15 @@ def test_a_second_pipe_is_closed(run: Run) -> None:
 def test_what_came_early_is_bounded_by_its_bytes(run: Run) -> None:
     async def story() -> None:
         bound = Settings(queue_bytes=1 << 20)
-        async with joined(bound) as (dialled, _, link, source_ear, ours, theirs):
+        async with joined(bound) as (dialled, _, link, sender_ear, ours, theirs):
             link.carry_by(theirs)
             ours.setblocking(False)
-            rooms = Hold(rooms=tuple(f"{number:0200}" for number in range(300)))
+            rooms = Hold(rendezvous_ids=tuple(f"{number:0200}" for number in range(300)))
             for number in range(dialled._sent + 1, dialled._sent + 40):
-                body = Envelope(version=1, sender="sink", receiver="", number=number, body=rooms)
+                body = Envelope(version=1, sender="receiver", receiver="", number=number, body=rooms)
                 with contextlib.suppress(OSError):  # it is lost on the way
                     await asyncio.get_running_loop().sock_sendall(ours, framed(encode(body)))
-            assert (await source_ear.hear(Lost)).code == "messages_lost"
+            assert (await sender_ear.hear(Lost)).code == "messages_lost"
             assert not link.early
             ours.close()
 
@@ -264,7 +264,7 @@ def test_a_flood_by_the_pipe_leaves_the_loop_its_turns(run: Run) -> None:
         async with joined() as (dialled, _, link, _, ours, theirs):
             link.carry_by(theirs)
             pings = b"".join(
-                framed(encode(Envelope(version=1, sender="sink", receiver="", number=number, body=Ping(number=0))))
+                framed(encode(Envelope(version=1, sender="receiver", receiver="", number=number, body=Ping(number=0))))
                 for number in range(dialled._sent, dialled._sent + 200_000)
             )
             flood = threading.Thread(target=_say, args=(ours, pings))
@@ -349,7 +349,7 @@ def test_any_two_ways_make_one_order() -> None:
 def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(run: Run, tmp_path: object) -> None:
     async def story() -> None:
         ends: list[socket.socket] = []
-        with contextlib.closing(Lock(f"{tmp_path}/a.sock", "boot")) as lock:
+        with contextlib.closing(Lock(f"{tmp_path}/a.sock", "incarnation")) as lock:
             async with MemoryDoor(lock) as door:
                 serving = asyncio.create_task(door.serve())
                 door.share(Shared(3, (), ()))
@@ -374,7 +374,7 @@ def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(run: Run, tmp_path: ob
 
 def test_another_descriptor_is_no_pipe(run: Run, tmp_path: object) -> None:
     async def story() -> None:
-        with contextlib.closing(Lock(f"{tmp_path}/a.sock", "boot")) as lock:
+        with contextlib.closing(Lock(f"{tmp_path}/a.sock", "incarnation")) as lock:
             async with MemoryDoor(lock) as door:
                 serving = asyncio.create_task(door.serve())
                 door.share(Shared(3, (), ()))

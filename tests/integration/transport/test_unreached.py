@@ -54,15 +54,15 @@ async def until_lost(control: Control, count: int) -> Counter[str]:
 def test_who_answers_is_reached_among_thousands_where_nobody_is(run: Run, kind: str) -> None:
     async def story() -> None:
         with ExitStack() as stack:
-            _, real = stack.enter_context(remote("source"))
-            async with Control("sink", settings=Settings(max_unreached=32)) as sink:
+            _, real = stack.enter_context(remote("sender"))
+            async with Control("receiver", settings=Settings(max_unreached=32)) as receiver:
                 made_up = silent(stack, 600) if kind == "silent" else closed(3000)
                 for number, address in enumerate(made_up):
-                    sink.dial(address)
+                    receiver.dial(address)
                     if number == len(made_up) // 2:
-                        link = sink.dial(real)
+                        link = receiver.dial(real)
                     await asyncio.sleep(0)
-                codes = await until_lost(sink, 500)
+                codes = await until_lost(receiver, 500)
                 assert codes.keys() == {"too_many_links"}
                 while not link.is_up:
                     assert not link.is_lost
@@ -76,10 +76,10 @@ def test_a_newcomer_has_a_place_soon_however_many_wait(run: Run, most: int) -> N
     async def story() -> None:
         settings = Settings(max_unreached=8, grace_s=0.5, max_waiting=most)  # in order: 16 a second, lost after 5 s
         with ExitStack() as stack:
-            _, real = stack.enter_context(remote("source"))
-            async with Control("sink", settings=settings) as sink:
-                made_up = [sink.dial(address) for address in silent(stack, 400)]
-                link = sink.dial(real)
+            _, real = stack.enter_context(remote("sender"))
+            async with Control("receiver", settings=settings) as receiver:
+                made_up = [receiver.dial(address) for address in silent(stack, 400)]
+                link = receiver.dial(real)
                 while not link.is_up:
                     assert not link.is_lost
                     await asyncio.sleep(0.01)
@@ -91,17 +91,17 @@ def test_a_newcomer_has_a_place_soon_however_many_wait(run: Run, most: int) -> N
 def test_those_that_found_nobody_give_way_first_and_then_the_oldest(run: Run) -> None:
     async def story() -> None:
         with ExitStack() as stack:
-            async with Control("sink", settings=FEW) as sink:
-                waiting = [sink.dial(address) for address in silent(stack, 4)]
-                refused = [sink.dial(address) for address in closed(4)]
+            async with Control("receiver", settings=FEW) as receiver:
+                waiting = [receiver.dial(address) for address in silent(stack, 4)]
+                refused = [receiver.dial(address) for address in closed(4)]
                 while not all(link.is_refused for link in refused):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 began = time.monotonic()
-                later = [sink.dial(address) for address in silent(stack, 5)]
-                ear = Ear(sink)
+                later = [receiver.dial(address) for address in silent(stack, 5)]
+                ear = Ear(receiver)
                 lost = [await ear.hear(Lost) for _ in range(5)]
                 assert time.monotonic() - began >= FEW.grace_s / 2
-                assert sink.links == [*waiting[1:], *later]
+                assert receiver.links == [*waiting[1:], *later]
                 assert [event.link for event in lost] == [*refused, waiting[0]]
                 assert {event.code for event in lost} == {"too_many_links"}
 
@@ -111,18 +111,18 @@ def test_those_that_found_nobody_give_way_first_and_then_the_oldest(run: Run) ->
 def test_who_is_up_is_said_and_makes_room_for_nobody(run: Run) -> None:
     async def story() -> None:
         with ExitStack() as stack:
-            async with Control("source", LOOPBACK) as source, Control("sink", settings=FEW) as sink:
-                link = sink.dial(source.address)
+            async with Control("sender", LOOPBACK) as sender, Control("receiver", settings=FEW) as receiver:
+                link = receiver.dial(sender.address)
                 heard: list[Event] = []
-                async for event in sink.events():
+                async for event in receiver.events():
                     heard.append(event)
                     break
                 assert heard == [Reached(link)]
                 for address in silent(stack, 20):
-                    sink.dial(address)
-                assert not link.is_lost and sum(each.is_tried for each in sink.links) == 9
+                    receiver.dial(address)
+                assert not link.is_lost and sum(each.is_tried for each in receiver.links) == 9
                 link.send(cancel("t"))
-                assert isinstance(await Ear(source).next(), Arrived)
+                assert isinstance(await Ear(sender).next(), Arrived)
 
     run(story())
 
@@ -138,8 +138,8 @@ def test_a_dial_for_which_no_descriptors_are_left_fails_alone() -> None:
 
 async def starved(left: int) -> None:
     """So many descriptors are left; sockets are tried all the same."""
-    async with Control("source", LOOPBACK) as source, Control("sink") as sink:
-        ear, link = Ear(source), sink.dial(source.address)
+    async with Control("sender", LOOPBACK) as sender, Control("receiver") as receiver:
+        ear, link = Ear(sender), receiver.dial(sender.address)
         link.send(cancel("before"))
         await ear.hear(Arrived)
         before = len(os.listdir("/proc/self/fd"))
@@ -152,19 +152,19 @@ async def starved(left: int) -> None:
         for _ in range(left):
             os.close(filler.pop())
         assert descriptors.are_short()
-        waiting = sink.dial("tcp://127.0.7.7:2000")
+        waiting = receiver.dial("tcp://127.0.7.7:2000")
         assert not waiting.is_tried and not waiting.is_lost
         ports, failed = [], 0
         for _ in range(8):
             try:
-                ports.append(sink._port(zmq.DEALER, False, lambda: None, lambda event: None))
+                ports.append(receiver._port(zmq.DEALER, False, lambda: None, lambda event: None))
             except zmq.ZMQError:
                 failed += 1
         assert failed
         for port in ports:
             port.close()
-        sink._try(waiting, sink._waiting.pop(waiting))  # as if there were room
-        print(left, (await Ear(sink).hear(Lost)).code if left < 3 else "too_many_links", flush=True)
+        receiver._try(waiting, receiver._waiting.pop(waiting))  # as if there were room
+        print(left, (await Ear(receiver).hear(Lost)).code if left < 3 else "too_many_links", flush=True)
         link.send(cancel("after"))
         assert (await ear.hear(Arrived)).envelope.body == cancel("after")
         waiting.close()
@@ -178,11 +178,11 @@ async def starved(left: int) -> None:
 
 def test_a_context_that_is_full_costs_one_dial(run: Run) -> None:
     async def story() -> None:
-        async with Control("sink") as sink:
-            sink._context.set(zmq.MAX_SOCKETS, 16)
-            made_up = [sink.dial(address) for address in closed(16)]
-            codes = Counter(event.code for event in sink._events if isinstance(event, Lost))
-            assert codes.keys() == {"too_many_links"} and codes.total() + len(sink.links) == len(made_up)
+        async with Control("receiver") as receiver:
+            receiver._context.set(zmq.MAX_SOCKETS, 16)
+            made_up = [receiver.dial(address) for address in closed(16)]
+            codes = Counter(event.code for event in receiver._events if isinstance(event, Lost))
+            assert codes.keys() == {"too_many_links"} and codes.total() + len(receiver.links) == len(made_up)
 
     run(story())
 
@@ -191,12 +191,12 @@ def test_who_gets_no_turn_hears_so_by_name(run: Run) -> None:
     async def story() -> None:
         settings = Settings(connect_s=0.5, max_unreached=2, grace_s=9.0, max_waiting=3)
         with ExitStack() as stack:
-            async with Control("sink", settings=settings) as sink:
-                dialled = [sink.dial(address) for address in silent(stack, 6)]
-                event = await Ear(sink).hear(Lost)
+            async with Control("receiver", settings=settings) as receiver:
+                dialled = [receiver.dial(address) for address in silent(stack, 6)]
+                event = await Ear(receiver).hear(Lost)
                 assert (event.link, event.code) == (dialled[2], "too_many_links")
                 assert "3 wait to be tried, limit 3" in event.reason
-                codes = await until_lost(sink, 5)
+                codes = await until_lost(receiver, 5)
                 # Their time is over in one tick, in which a place that becomes free may be one's turn yet.
                 assert codes.keys() == {"too_many_links", "peer_unreachable"} and codes.total() == 5
                 assert codes["peer_unreachable"] >= 2

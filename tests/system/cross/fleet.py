@@ -32,21 +32,23 @@ class Cross:
     def room() -> int:
         return random.SystemRandom().randrange(1, 1 << 63)
 
-    def to_sglang(self, source: str, sink: str, tokens: list[int], **more: Any) -> tuple[Answer, rows.Rows, rows.Rows]:
+    def to_sglang(
+        self, sender: str, receiver: str, tokens: list[int], **more: Any
+    ) -> tuple[Answer, rows.Rows, rows.Rows]:
         """vLLM prefills, SGLang decodes: the answer, the rows that were given and those that were taken."""
-        server = self.sglang[sink]  # up before anything is held for it
-        room, request = self.room(), self.vllm.name(f"p-{source}")
-        prefilled = self.vllm[source].run(request, tokens, 1, vllm.PREFILL | {"bootstrap_room": room})
-        given = joined(self.vllm.rows(source, request, 0, len(tokens)))
-        status, said = server.generate(self.decode_body(sink, tokens, room, prefilled, **more))
+        server = self.sglang[receiver]  # up before anything is held for it
+        room, request = self.room(), self.vllm.name(f"p-{sender}")
+        prefilled = self.vllm[sender].run(request, tokens, 1, vllm.PREFILL | {"bootstrap_room": room})
+        given = joined(self.vllm.rows(sender, request, 0, len(tokens)))
+        status, said = server.generate(self.decode_body(receiver, tokens, room, prefilled, **more))
         assert status == 200, said
-        return answer_of(said), given, self._kept("decode", sink, room)
+        return answer_of(said), given, self._kept("decode", receiver, room)
 
-    def decode_body(self, sink: str, tokens: list[int], room: int, prefilled: Any, **more: Any) -> dict[str, Any]:
+    def decode_body(self, receiver: str, tokens: list[int], room: int, prefilled: Any, **more: Any) -> dict[str, Any]:
         """What a router sends to SGLang's decode server when vLLM has prefilled."""
         params = prefilled.params
         told = {
-            "source": f"tcp://{params['remote_host']}:{params['remote_port']}",
+            "sender": f"tcp://{params['remote_host']}:{params['remote_port']}",
             "first_token": prefilled.tokens[0],
             "rendezvous": params["remote_request_id"],
         }
@@ -58,18 +60,18 @@ class Cross:
             "bootstrap_room": room,
         }
 
-    def to_vllm(self, source: str, sink: str, tokens: list[int]) -> tuple[list[int], int, rows.Rows, rows.Rows]:
+    def to_vllm(self, sender: str, receiver: str, tokens: list[int]) -> tuple[list[int], int, rows.Rows, rows.Rows]:
         """SGLang prefills, vLLM decodes, asked at once: the tokens, how many were not computed, both sides' rows."""
-        room, request = self.room(), self.vllm.name(f"d-{sink}")
-        host, _, port = self.sglang.agents[source][0].address.removeprefix("tcp://").partition(":")
+        room, request = self.room(), self.vllm.name(f"d-{receiver}")
+        host, _, port = self.sglang.agents[sender][0].address.removeprefix("tcp://").partition(":")
         where = {"remote_host": host, "remote_port": int(port)}
         fetched = {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room, **where}
-        begun = self.sglang[source].begin(self.prefill_body(tokens, room))
-        answer = self.vllm[sink].run(request, tokens, TOKENS, fetched)
-        taken = joined(self.vllm.rows(sink, request, 0, len(tokens) - 1))
+        begun = self.sglang[sender].begin(self.prefill_body(tokens, room))
+        answer = self.vllm[receiver].run(request, tokens, TOKENS, fetched)
+        taken = joined(self.vllm.rows(receiver, request, 0, len(tokens) - 1))
         assert begun.getresponse().status == 200
         begun.close()
-        given = self._kept("prefill", source, room)
+        given = self._kept("prefill", sender, room)
         short = rows.Rows({key: each[: len(tokens) - 1] for key, each in given.rows.items()}, given.codec)
         return list(answer.tokens), answer.cached, short, taken
 

@@ -22,28 +22,28 @@ def cross(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cross]:
         yield Cross(tmp_path_factory.mktemp("cross"), stack)
 
 
-@pytest.mark.parametrize(("source", "sink"), [("small", "d16"), ("two", "d16"), ("large", "d16")])
-def test_vllm_prefills_and_sglang_decodes(cross: Cross, source: str, sink: str) -> None:
+@pytest.mark.parametrize(("sender", "receiver"), [("small", "d16"), ("two", "d16"), ("large", "d16")])
+def test_vllm_prefills_and_sglang_decodes(cross: Cross, sender: str, receiver: str) -> None:
     for number, length in enumerate(LENGTHS):
-        tokens = prompt(length, seed=_seed(source, sink, number))
-        answer, given, taken = cross.to_sglang(source, sink, tokens)
+        tokens = prompt(length, seed=_seed(sender, receiver, number))
+        answer, given, taken = cross.to_sglang(sender, receiver, tokens)
         rows.assert_carried(given, taken)
         _assert_as_each_alone(cross, tokens, answer.tokens)
-    assert_idle(cross.sglang, sink)
-    cross.vllm[source].wait_empty()
+    assert_idle(cross.sglang, receiver)
+    cross.vllm[sender].wait_empty()
 
 
-@pytest.mark.parametrize(("source", "sink"), [("p16", "small"), ("p16-two", "small"), ("p16", "large")])
-def test_sglang_prefills_and_vllm_decodes(cross: Cross, source: str, sink: str) -> None:
-    cross.sglang.start(source)
+@pytest.mark.parametrize(("sender", "receiver"), [("p16", "small"), ("p16-two", "small"), ("p16", "large")])
+def test_sglang_prefills_and_vllm_decodes(cross: Cross, sender: str, receiver: str) -> None:
+    cross.sglang.start(sender)
     for number, length in enumerate(LENGTHS):
-        tokens = prompt(length, seed=_seed(source, sink, number))
-        found, cached, given, taken = cross.to_vllm(source, sink, tokens)
+        tokens = prompt(length, seed=_seed(sender, receiver, number))
+        found, cached, given, taken = cross.to_vllm(sender, receiver, tokens)
         assert cached == length - 1, "the prompt did not travel, it was computed again"
         rows.assert_carried(given, taken)
         _assert_as_each_alone(cross, tokens, tuple(found))
-    assert_idle(cross.sglang, source)
-    cross.vllm[sink].wait_empty()
+    assert_idle(cross.sglang, sender)
+    cross.vllm[receiver].wait_empty()
 
 
 def _assert_as_each_alone(cross: Cross, tokens: list[int], found: tuple[int, ...]) -> None:
@@ -52,6 +52,6 @@ def _assert_as_each_alone(cross: Cross, tokens: list[int], found: tuple[int, ...
     assert_same_tokens(alone, Answer(tuple(cross.vllm.alone(tokens, TOKENS)), (), 0, None))
 
 
-def _seed(source: str, sink: str, number: int) -> int:
+def _seed(sender: str, receiver: str, number: int) -> int:
     """Prompts of different pairs share no prefix."""
-    return sum(map(ord, f"{source}>{sink}")) * 7919 + number * 31
+    return sum(map(ord, f"{sender}>{receiver}")) * 7919 + number * 31

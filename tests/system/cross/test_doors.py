@@ -47,8 +47,8 @@ SEEDS = iter(range(9000, 9100))
         ({"first_token": 1024}, "token 1024: must be in [0, 1024)"),
         ({"first_token": None}, "Expected `int`, got `null`"),
         ({"rendezvous": f"room/7/{'0' * 40}"}, "the request of the other side has another prompt"),
-        ({"source": "tcp://127.0.0.1:1"}, ""),
-        ({"source": "nowhere"}, ""),
+        ({"sender": "tcp://127.0.0.1:1"}, ""),
+        ({"sender": "nowhere"}, ""),
     ],
     ids=["token", "none", "prompt", "nobody", "nonsense"],
 )
@@ -60,7 +60,7 @@ def test_what_a_router_says_wrongly_of_vllm_fails_that_request(cross: Cross, tol
     status, said = cross.sglang["d16"].generate(body)
     assert status != 200 and reason in str(said), said
     assert time.monotonic() - began < 45
-    if not told.get("source"):  # nobody comes for what was offered: it is let go of
+    if not told.get("sender"):  # nobody comes for what was offered: it is let go of
         assert time.monotonic() - began < 5
 
 
@@ -87,7 +87,7 @@ def test_a_prompt_that_sglang_has_and_vllm_does_not_ask_for_is_let_go(cross: Cro
 def test_a_client_that_leaves_while_sglang_waits_for_vllms_rows(cross: Cross) -> None:
     tokens, room = prompt(40, seed=next(SEEDS)), cross.room()
     prefilled = cross.vllm["small"].run(cross.vllm.name("p"), tokens, 1, PREFILL | {"bootstrap_room": room})
-    other = {"rendezvous": "", "source": cross.sglang.agents["p16"][0].address}  # an agent that has no such offer
+    other = {"rendezvous": "", "sender": cross.sglang.agents["p16"][0].address}  # an agent that has no such offer
     connection = cross.sglang["d16"].begin(cross.decode_body("d16", tokens, room, prefilled, **other))
     time.sleep(1)
     connection.close()

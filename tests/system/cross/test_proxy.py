@@ -36,7 +36,7 @@ class Both:
     def carried(self) -> float:
         """Bytes that the decode sides have taken over so far."""
         agents = [self.vllm.agents["decode"], *self.sglang.agents["d16"]]
-        return sum(each.status.counters.get("kvbridge_wire_bytes_total{role=sink}", 0.0) for each in agents)
+        return sum(each.status.counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0) for each in agents)
 
     def alone(self, body: dict[str, Any]) -> list[str]:
         server = self.sglang["alone"]
@@ -70,11 +70,11 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
             ),
         }
         found = Both(of_vllm, of_sglang, {})
-        for source, sink in (("vllm", "sglang"), ("sglang", "vllm")):
-            port, name = free_port(), f"{source} to {sink}"
+        for sender, receiver in (("vllm", "sglang"), ("sglang", "vllm")):
+            port, name = free_port(), f"{sender} to {receiver}"
             command = [
                 *(os.environ["KVBRIDGE_TEST_AGENT_PYTHON"], "-m", "kvbridge.cli", "proxy"),
-                *("--prefill", places[source][0], "--decode", places[sink][1], "--listen", f"127.0.0.1:{port}"),
+                *("--prefill", places[sender][0], "--decode", places[receiver][1], "--listen", f"127.0.0.1:{port}"),
             ]
             found.proxies[name] = running = serve(command, port, folder / f"{name}.log")
             stack.callback(running.kill)

@@ -142,31 +142,31 @@ class Fleet:
     def rows(self, name: str, request: str, first: int, end: int) -> Rows:
         return self[name].dump(request, first, end, self.folder / f"{name}-{request}.npz")
 
-    def crossed(self, source: str, sink: str, tokens: list[int], count: int = 12) -> tuple[Result, Rows, Rows]:
+    def crossed(self, sender: str, receiver: str, tokens: list[int], count: int = 12) -> tuple[Result, Rows, Rows]:
         """Prefill in one engine, decode in the other; the answer, and the KV rows of both."""
-        request, prefilled = self.prefill(source, tokens)
-        ours = self.rows(source, request, 0, len(tokens) - 1)
-        wanted = self.name(f"d-{sink}")
-        answer = self[sink].run(wanted, tokens, count, prefilled.params)
-        return answer, ours, self.rows(sink, wanted, 0, len(tokens) - 1)
+        request, prefilled = self.prefill(sender, tokens)
+        ours = self.rows(sender, request, 0, len(tokens) - 1)
+        wanted = self.name(f"d-{receiver}")
+        answer = self[receiver].run(wanted, tokens, count, prefilled.params)
+        return answer, ours, self.rows(receiver, wanted, 0, len(tokens) - 1)
 
 
-def assert_equal_rows(source: Rows, sink: Rows) -> None:
-    """Every byte of every row is the source's."""
-    assert source.rows.keys() == sink.rows.keys()
-    for key, expected in source.rows.items():
-        wrong = np.argwhere((expected != sink.rows[key]).any(axis=2))
+def assert_equal_rows(sender: Rows, receiver: Rows) -> None:
+    """Every byte of every row is the sender's."""
+    assert sender.rows.keys() == receiver.rows.keys()
+    for key, expected in sender.rows.items():
+        wrong = np.argwhere((expected != receiver.rows[key]).any(axis=2))
         assert not len(wrong), f"layer {key[0]} {key[1]}: {len(wrong)} rows differ, first (head, token) {wrong[0]}"
 
 
-def assert_crossed(fleet: Fleet, source: str, given: str, sink: str, wanted: str, tokens: int) -> None:
+def assert_crossed(fleet: Fleet, sender: str, given: str, receiver: str, wanted: str, tokens: int) -> None:
     """The rows of request `given` in one engine are those of `wanted` in the other, but for the last token's."""
-    assert_equal_rows(fleet.rows(source, given, 0, tokens - 1), fleet.rows(sink, wanted, 0, tokens - 1))
+    assert_equal_rows(fleet.rows(sender, given, 0, tokens - 1), fleet.rows(receiver, wanted, 0, tokens - 1))
 
 
-def assert_same_as_alone(fleet: Fleet, source: str, sink: str, tokens: list[int]) -> None:
+def assert_same_as_alone(fleet: Fleet, sender: str, receiver: str, tokens: list[int]) -> None:
     """The rows arrive byte for byte, and what is decoded from them is what one engine alone says."""
-    answer, ours, theirs = fleet.crossed(source, sink, tokens)
+    answer, ours, theirs = fleet.crossed(sender, receiver, tokens)
     assert answer.cached == len(tokens) - 1, "the prompt did not travel, it was computed again"
     assert_equal_rows(ours, theirs)
     assert list(answer.tokens) == fleet.alone(tokens, 12)

@@ -39,13 +39,13 @@ def watch() -> None:
         at_s = time.monotonic()
         offer(self, message)
         if message.is_last:
-            note(side="offered", room=message.room, at_s=at_s)
+            note(side="offered", room=message.rendezvous, at_s=at_s)
 
     def noted_want(self: Conversation, message: Want) -> None:
         at_s = time.monotonic()
-        rooms[message.request] = message.room
+        rooms[message.request] = message.rendezvous
         want(self, message)
-        note(side="wanted", room=message.room, at_s=at_s)
+        note(side="wanted", room=message.rendezvous, at_s=at_s)
 
     def noted_hear(self: Conversation, message: ToEngine) -> None:
         at_s = time.monotonic()

@@ -34,10 +34,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-@pytest.mark.parametrize(("source", "sink"), [("small", "large"), ("large", "small")], ids=["32 to 128", "128 to 32"])
+@pytest.mark.parametrize(
+    ("sender", "receiver"), [("small", "large"), ("large", "small")], ids=["32 to 128", "128 to 32"]
+)
 @pytest.mark.parametrize("length", [2, 33, 127, 128, 700])
-def test_decodes_what_an_engine_with_other_blocks_prefilled(fleet: Fleet, source: str, sink: str, length: int) -> None:
-    assert_same_as_alone(fleet, source, sink, prompt(length, seed=2 * length + (source == "large")))
+def test_decodes_what_an_engine_with_other_blocks_prefilled(
+    fleet: Fleet, sender: str, receiver: str, length: int
+) -> None:
+    assert_same_as_alone(fleet, sender, receiver, prompt(length, seed=2 * length + (sender == "large")))
 
 
 def test_engines_that_serve_both_roles_do_so_at_once_and_stay_attached(fleet: Fleet) -> None:
@@ -48,13 +52,13 @@ def test_engines_that_serve_both_roles_do_so_at_once_and_stay_attached(fleet: Fl
         name: [prompt(300 + seed, seed=60 + seed + 10 * (name == "large")) for seed in range(4)] for name in names
     }
     asked = {}
-    for source, sink in (names, names[::-1]):
-        for prefilled in [(each, fleet.prefill(source, each)[1]) for each in tokens[source]]:
-            asked[fleet.name(f"d-{sink}")] = (sink, *prefilled)
-    for request, (sink, each, prefilled) in asked.items():
-        fleet[sink].submit(request, each, 12, prefilled.params)
-    for request, (sink, each, _) in asked.items():
-        answer = fleet[sink].result(request)
+    for sender, receiver in (names, names[::-1]):
+        for prefilled in [(each, fleet.prefill(sender, each)[1]) for each in tokens[sender]]:
+            asked[fleet.name(f"d-{receiver}")] = (receiver, *prefilled)
+    for request, (receiver, each, prefilled) in asked.items():
+        fleet[receiver].submit(request, each, 12, prefilled.params)
+    for request, (receiver, each, _) in asked.items():
+        answer = fleet[receiver].result(request)
         assert answer.cached == len(each) - 1 and list(answer.tokens) == fleet.alone(each, 12)
     after = {name: [agent.status.engine for agent in fleet.agents[name]] for name in names}
     for name in names:
@@ -83,11 +87,11 @@ def test_widens_fp8_to_bf16_exactly(fleet: Fleet) -> None:
 def test_chunks_leave_while_the_prompt_is_being_prefilled(fleet: Fleet) -> None:
     """Both engines get the request at once, as the push proxy does it; 256 tokens a step make several offers."""
     tokens = prompt(1500, seed=3)
-    room, source = fleet.name("both"), fleet.agents["small"][0]
-    host, port = source.address.removeprefix("tcp://").split(":")
+    room, sender = fleet.name("both"), fleet.agents["small"][0]
+    host, port = sender.address.removeprefix("tcp://").split(":")
     params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "engine-small"}
     params |= {"remote_host": host, "remote_port": int(port), "remote_request_id": room, "tp_size": 1, "pp_size": 1}
-    offers = source.text().count("offer: ")
+    offers = sender.text().count("offer: ")
     fleet["large"].submit(f"cmpl-{room}-0", tokens, 12, params)
     time.sleep(0.3)
     fleet["small"].submit(f"cmpl-{room}-0", tokens, 1, dict(PREFILL))
@@ -96,8 +100,8 @@ def test_chunks_leave_while_the_prompt_is_being_prefilled(fleet: Fleet) -> None:
     assert_crossed(fleet, "small", f"cmpl-{room}-0", "large", f"cmpl-{room}-0", len(tokens))
     assert answer.cached == len(tokens) - 1
     assert list(answer.tokens) == fleet.alone(tokens, 12)
-    lines = [line for line in source.text().splitlines() if f"room={room}/" in line and "offer: " in line]
-    assert len(lines) >= 5 and source.text().count("offer: ") - offers >= 5
+    lines = [line for line in sender.text().splitlines() if f"room={room}/" in line and "offer: " in line]
+    assert len(lines) >= 5 and sender.text().count("offer: ") - offers >= 5
 
 
 def test_a_prefix_that_the_decode_side_has_does_not_travel(fleet: Fleet) -> None:
@@ -115,7 +119,7 @@ def test_a_prefix_that_the_decode_side_has_does_not_travel(fleet: Fleet) -> None
 
 
 def _wire_bytes(fleet: Fleet, name: str) -> float:
-    return sum(a.status.counters.get("kvbridge_wire_bytes_total{role=sink}", 0.0) for a in fleet.agents[name])
+    return sum(a.status.counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0) for a in fleet.agents[name])
 
 
 def test_the_agent_knows_which_share_of_the_prompts_came_and_why_the_rest_did_not(fleet: Fleet) -> None:
@@ -149,9 +153,9 @@ def test_an_aborted_request_leaves_nothing_behind(fleet: Fleet) -> None:
     assert fleet.agents["large"][0].status.transfers
     fleet["large"].abort(request)
     fleet["large"].wait_empty()
-    source = fleet.name("unwanted")
-    fleet["small"].submit(source, prompt(1500, seed=51), 1, dict(PREFILL))
-    fleet["small"].abort(source)
+    sender = fleet.name("unwanted")
+    fleet["small"].submit(sender, prompt(1500, seed=51), 1, dict(PREFILL))
+    fleet["small"].abort(sender)
     fleet["small"].wait_empty()
     answer, ours, theirs = fleet.crossed("small", "large", prompt(100, seed=52))
     assert answer.cached == 99

@@ -81,9 +81,9 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_the_sinks_agent_is_killed_while_it_scatters(fleet: Fleet) -> None:
+def test_the_receivers_agent_is_killed_while_it_scatters(fleet: Fleet) -> None:
     tokens = prompt(900, seed=80)
-    pid = rearm(fleet, "large", "sink.scatter_begun=kill")
+    pid = rearm(fleet, "large", "receiver.scatter_begun=kill")
     wanted = fetched_while(fleet, pid, tokens, "Z")
     answer = fleet["large"].result(wanted)
     assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
@@ -93,10 +93,10 @@ def test_the_sinks_agent_is_killed_while_it_scatters(fleet: Fleet) -> None:
     travels(fleet, seed=81)
 
 
-def test_the_sources_agent_stands_still_while_it_writes(fleet: Fleet) -> None:
+def test_the_senders_agent_stands_still_while_it_writes(fleet: Fleet) -> None:
     """It goes on after the want has failed: what it writes then counts for nothing."""
     tokens = prompt(900, seed=90)
-    pid = rearm(fleet, "small", "source.write_begun=stop")
+    pid = rearm(fleet, "small", "sender.write_begun=stop")
     wanted = fetched_while(fleet, pid, tokens, "T")
     answer = fleet["large"].result(wanted)
     assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
@@ -108,7 +108,7 @@ def test_the_sources_agent_stands_still_while_it_writes(fleet: Fleet) -> None:
     assert not slots.lent and not slots.quarantined, slots
 
 
-@pytest.mark.parametrize(("name", "place"), [("small", "source.gather_begun"), ("large", "sink.scatter_begun")])
+@pytest.mark.parametrize(("name", "place"), [("small", "sender.gather_begun"), ("large", "receiver.scatter_begun")])
 def test_an_engine_is_killed_while_its_agent_is_about_to_touch_its_blocks(fleet: Fleet, name: str, place: str) -> None:
     """The agent stands still at that very moment; it lets go of the dead engine's memory and serves the next one."""
     tokens = prompt(900, seed=len(place))

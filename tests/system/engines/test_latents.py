@@ -26,15 +26,15 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-@pytest.mark.parametrize(("source", "sink"), [("sixteen", "two-sixteen"), ("two-sixteen", "sixteen")])
+@pytest.mark.parametrize(("sender", "receiver"), [("sixteen", "two-sixteen"), ("two-sixteen", "sixteen")])
 @pytest.mark.parametrize("length", [2, 17, 300])
 def test_every_rank_gets_the_latent_whatever_the_number_of_ranks(
-    latents: Fleet, source: str, sink: str, length: int
+    latents: Fleet, sender: str, receiver: str, length: int
 ) -> None:
     """Rows only: of a model with latents vLLM's CPU backend says other tokens when it computes the last token of the
     prompt alone, as one that fetched the rest does, than when it computes it with the others; without us, too."""
-    tokens = prompt(length, seed=length + 1 + (source == "sixteen"))
-    answer, ours, theirs = latents.crossed(source, sink, tokens)
+    tokens = prompt(length, seed=length + 1 + (sender == "sixteen"))
+    answer, ours, theirs = latents.crossed(sender, receiver, tokens)
     assert answer.cached == len(tokens) - 1, "the prompt did not travel, it was computed again"
     assert_equal_rows(ours, theirs)
     assert {part for _, part in ours.rows} == {"latent"} and all(rows.any(axis=2).all() for rows in ours.rows.values())

@@ -31,10 +31,10 @@ PAIRS = [
 SEEDS = {("two", "small"): 1, ("small", "two"): 11, ("two", "large"): 21, ("large", "two"): 41}
 
 
-@pytest.mark.parametrize(("source", "sink"), PAIRS)
+@pytest.mark.parametrize(("sender", "receiver"), PAIRS)
 @pytest.mark.parametrize("length", [2, 33, 700])
-def test_decodes_what_an_engine_of_other_size_prefilled(fleet: Fleet, source: str, sink: str, length: int) -> None:
-    assert_same_as_alone(fleet, source, sink, prompt(length, seed=length + SEEDS[source, sink]))
+def test_decodes_what_an_engine_of_other_size_prefilled(fleet: Fleet, sender: str, receiver: str, length: int) -> None:
+    assert_same_as_alone(fleet, sender, receiver, prompt(length, seed=length + SEEDS[sender, receiver]))
 
 
 def test_two_prefill_engines_feed_one_decode_engine(fleet: Fleet) -> None:

@@ -73,7 +73,7 @@ def test_two_engines_on_one_host_as_in_the_readme(tmp_path: Path) -> None:
     carried, alone = re.findall(r'^"text":"(.+)"$', told, re.MULTILINE)
     assert len(set(carried.split())) > 6 and carried == alone
     assert "tcp://127.0.0.1:7701" in told, "status says nothing"
-    (moved,) = re.findall(r'^kvbridge_wire_bytes_total\{role="sink"\} (\S+)$', told, re.MULTILINE)
+    (moved,) = re.findall(r'^kvbridge_wire_bytes_total\{role="receiver"\} (\S+)$', told, re.MULTILINE)
     assert float(moved) == (PROMPT_TOKENS - 1) * ROW_BYTES, told
 
 

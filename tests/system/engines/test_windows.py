@@ -33,13 +33,13 @@ def test_decodes_from_the_windows_that_another_engine_kept(windows: Fleet, lengt
     assert_equal_where_kept(ours, theirs, length - 1)
 
 
-def test_a_sink_whose_block_is_larger_computes_by_itself(windows: Fleet) -> None:
-    """It would keep whole blocks of which the source has a part only."""
+def test_a_receiver_whose_block_is_larger_computes_by_itself(windows: Fleet) -> None:
+    """It would keep whole blocks of which the sender has a part only."""
     tokens = prompt(300, seed=98)
     _, prefilled = windows.prefill("small", tokens)
     answer = windows["large"].run(windows.name("refused"), tokens, 12, prefilled.params)
     assert answer.cached == 0 and list(answer.tokens) == windows.alone(tokens, 12)
-    said = "block_tokens: source 32, sink 128 (layer 0 k"
+    said = "block_tokens: sender 32, receiver 128 (layer 0 k"
     assert any(said in agent.text() for agent in windows.agents["large"]), "refused, but not for this"
 
 
@@ -56,7 +56,7 @@ def test_only_the_window_of_its_layers_travels(windows: Fleet) -> None:
 
 
 def first_kept(fetched: int) -> int:
-    """Where a window begins that sees token `fetched`: on a border of the sink's blocks."""
+    """Where a window begins that sees token `fetched`: on a border of the receiver's blocks."""
     return max(0, fetched + 1 - WINDOW) // 32 * 32
 
 
@@ -68,4 +68,4 @@ def assert_equal_where_kept(ours: Rows, theirs: Rows, fetched: int) -> None:
 
 
 def _wire_bytes(fleet: Fleet) -> float:
-    return sum(a.status.counters.get("kvbridge_wire_bytes_total{role=sink}", 0.0) for a in fleet.agents["small"])
+    return sum(a.status.counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0) for a in fleet.agents["small"])

@@ -1,7 +1,7 @@
 """`python -m tests.system.faults --all --times 3 --workers 2`: the whole matrix, so many times in a row, every second
 time between agents that speak CURVE, each with a key of its own.
 
-A part of it: `--match "kill the sink's engine"`, or `--all --first 100 --count 50`.
+A part of it: `--match "kill the receiver's engine"`, or `--all --first 100 --count 50`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ requests succeed again.
 
 Places on the way of slots are passed in a world of agents with slots alone, those on that of pulls between agents that
 pull, and those on any way in both. At a place of pulls who is stopped stands still for longer than any lease lasts, and
-the source's engine takes its blocks back and uses them as soon as it may.
+the sender's engine takes its blocks back and uses them as soon as it may.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Actor:
 
 
 ACTORS = tuple(Actor(role, what) for what in WHATS for role in ROLES)
-SOURCE_AGENT, SOURCE_ENGINE = Actor("source", "agent"), Actor("source", "engine")
+SENDER_AGENT, SENDER_ENGINE = Actor("sender", "agent"), Actor("sender", "engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +180,19 @@ def tell(world: World, case: Case) -> str:
     case.passer.restart(world, case.armed)
     if case.victim.what == "agent" and case.action != "fail":
         world.hurts(case.victim.side(world))
-    if case.is_of_pull and SOURCE_AGENT in case.stands_still:  # it will be given up
-        world.hurts(world.source)
+    if case.is_of_pull and SENDER_AGENT in case.stands_still:  # it will be given up
+        world.hurts(world.sender)
     told = _fails(world, case) if case.action == "fail" else _bears(world, case)
     assert case.mark in log.read_bytes()[since:], f"{case.name} did not fire"
     world.serves()
     world.is_clean()
     world.holds_no_more()
     late = [f"{side.role}'s engine missed {len(side.late)} answers" for side in world.sides.values() if side.late]
-    foreign = [f"{len(rooms)} wants held foreign rows" for side in world.sides.values() if (rooms := side.foreign)]
+    foreign = [
+        f"{len(rendezvous_ids)} wants held foreign rows"
+        for side in world.sides.values()
+        if (rendezvous_ids := side.foreign)
+    ]
     return ", ".join([*([told] if told else []), *late, *foreign])
 
 
@@ -248,9 +252,9 @@ def _strikes(world: World, case: Case) -> None:
 
 
 def _takes_back(world: World, case: Case) -> None:
-    """The source's engine wants its blocks while others stand still: it gives up an agent that does."""
-    if case.victim != SOURCE_ENGINE:
-        world.source.engine.tell("give_up" if SOURCE_AGENT in case.stands_still else "take_back")
+    """The sender's engine wants its blocks while others stand still: it gives up an agent that does."""
+    if case.victim != SENDER_ENGINE:
+        world.sender.engine.tell("give_up" if SENDER_AGENT in case.stands_still else "take_back")
 
 
 def _dies(world: World, victim: Actor) -> str:

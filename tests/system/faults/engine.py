@@ -1,9 +1,9 @@
-"""An engine rank that serves rooms, as a process: `python -m tests.system.faults.engine '<Job as JSON>'`.
+"""An engine rank that serves rendezvous ids, as a process: `python -m tests.system.faults.engine '<Job as JSON>'`.
 
 It speaks to its agent through the adapters' own link, as an engine's worker does, and uses its blocks as soon as the
 contract allows: what is not under way always has an owner, whose numbers are compared element by element. It is told
-in lines of JSON what to do, and says in lines of JSON how each room ended, what its agent was late with, and what is
-wrong.
+in lines of JSON what to do, and says in lines of JSON how each rendezvous ended, what its agent was late with, and what
+is wrong.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     width: int = 32
     prompts: int = 6
     deadline_s: float = 2.0
-    is_brief: bool = False  # rooms that ended well are only counted
+    is_brief: bool = False  # rendezvous ids that ended well are only counted
     may_be_foreign: bool = False  # wants under way may hold anybody's rows: what was read too late does not count
 
     @property
@@ -68,9 +68,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Open:
-    """A room under way."""
+    """A rendezvous under way."""
 
-    room: int
+    rendezvous: int
     blocks: list[int]
     rows: np.ndarray
     began: float
@@ -84,13 +84,13 @@ class Open:
 
 @dataclass(slots=True)
 class Told:
-    """Rooms that we were told of and have not begun, and how many of them will be given up after a moment.
+    """Rendezvous that we were told of and have not begun, and how many of them will be given up after a moment.
 
     `pace_s` is how long the second half of a prompt takes.
     """
 
-    rooms: deque[int] = field(default_factory=deque)
-    source: str = ""
+    rendezvous_ids: deque[int] = field(default_factory=deque)
+    sender: str = ""
     abandon: float = 0.0
     pace_s: float = 0.0
 
@@ -140,21 +140,21 @@ class Engine:
 
     # What we are told:
 
-    def do_run(self, first: int, count: int, source: str = "", abandon: float = 0.0, pace_s: float = 0.0) -> None:
-        self.told.rooms.extend(range(first, first + count))
-        self.told.source, self.told.abandon, self.told.pace_s = source, abandon, pace_s
+    def do_run(self, first: int, count: int, sender: str = "", abandon: float = 0.0, pace_s: float = 0.0) -> None:
+        self.told.rendezvous_ids.extend(range(first, first + count))
+        self.told.sender, self.told.abandon, self.told.pace_s = sender, abandon, pace_s
 
     def do_audit(self) -> None:
         self._audit()
-        say("audited", open=len(self.open), waiting=len(self.told.rooms), begun=self.begun, ends=self.ends)
+        say("audited", open=len(self.open), waiting=len(self.told.rendezvous_ids), begun=self.begun, ends=self.ends)
 
     def do_bear(self, patience_s: float) -> None:
-        """So long after its deadline a room has our agent asked to stop, and after as long again given up."""
+        """So long after its deadline a rendezvous has our agent asked to stop, and after as long again given up."""
         self.patience_s = patience_s
 
     def do_forget(self) -> None:
-        """Rooms that were not begun will not be."""
-        self.told.rooms.clear()
+        """Rendezvous that were not begun will not be."""
+        self.told.rendezvous_ids.clear()
 
     def do_take_back(self) -> None:
         """All that is offered. Its blocks are used again once our agent says so."""
@@ -168,21 +168,21 @@ class Engine:
     def do_detach(self) -> None:
         self._is_detaching = self.link.send(Detach())
 
-    # Rooms:
+    # Rendezvous:
 
     def _begin(self) -> None:
-        while self.told.rooms and not self.link.is_attached:
-            room = self.told.rooms.popleft()
-            say("ended", room=room, code="no_agent", reason=self.link.why, seconds=0.0)
-        while self.told.rooms and len(self.free) >= self.content.room_blocks:
-            room = self.told.rooms.popleft()
-            blocks = [self.free.popleft() for _ in range(self.content.room_blocks)]
-            began = Open(room, blocks, self.content.rows(room), began=time.monotonic())
+        while self.told.rendezvous_ids and not self.link.is_attached:
+            rendezvous = self.told.rendezvous_ids.popleft()
+            say("ended", rendezvous=rendezvous, code="no_agent", reason=self.link.why, seconds=0.0)
+        while self.told.rendezvous_ids and len(self.free) >= self.content.rendezvous_blocks:
+            rendezvous = self.told.rendezvous_ids.popleft()
+            blocks = [self.free.popleft() for _ in range(self.content.rendezvous_blocks)]
+            began = Open(rendezvous, blocks, self.content.rows(rendezvous), began=time.monotonic())
             if self.chance.random() < self.told.abandon:
                 began.abandon_at = began.began + self.chance.random() * 0.02
-            self.open[f"room-{room}"] = began
+            self.open[f"rendezvous-{rendezvous}"] = began
             self.begun += 1
-            if self.job.role == "source":
+            if self.job.role == "sender":
                 self._offer(began)
             else:
                 self._want(began)
@@ -198,14 +198,14 @@ class Engine:
             self._offer_up_to(began, len(began.blocks))
 
     def _offer_up_to(self, began: Open, upto: int) -> None:
-        name, given = f"room-{began.room}", began.offered
+        name, given = f"rendezvous-{began.rendezvous}", began.offered
         blocks = began.blocks[given:upto]
         self.memory[blocks] = self.owned[blocks] = began.rows[given:upto]
         began.offered, is_last = upto, upto == len(began.blocks)
         if is_last:
             began.rest_at = float("inf")
         offer = Offer(
-            room=name,
+            rendezvous=name,
             request=name,
             tokens=upto * self.content.shape.block_tokens,
             blocks=(Blocks(0, given, tuple(blocks)),),
@@ -219,11 +219,11 @@ class Engine:
         self.link.send(Withdraw(request=name, reason="as we were told"))
 
     def _want(self, began: Open) -> None:
-        name = f"room-{began.room}"
+        name = f"rendezvous-{began.rendezvous}"
         want = Want(
             request=name,
-            room=name,
-            source=self.told.source,
+            rendezvous=name,
+            sender=self.told.sender,
             first_token=0,
             end_token=self.job.tokens,
             blocks=(Blocks(0, 0, tuple(began.blocks)),),
@@ -236,7 +236,7 @@ class Engine:
         ended = self.open.pop(name, None)
         if ended is None:
             return
-        if self.job.role == "sink" and not code:
+        if self.job.role == "receiver" and not code:
             self.owned[ended.blocks] = ended.rows
             self._compare(ended.blocks, f"{name} is done")
             self.free.extend(ended.blocks)  # these are looked at until they are somebody else's
@@ -245,10 +245,16 @@ class Engine:
             self.free.extend(ended.blocks)
         self.ends[code] = self.ends.get(code, 0) + 1
         if code or not self.job.is_brief:
-            say("ended", room=ended.room, code=code, reason=reason[:200], seconds=time.monotonic() - ended.began)
+            say(
+                "ended",
+                rendezvous=ended.rendezvous,
+                code=code,
+                reason=reason[:200],
+                seconds=time.monotonic() - ended.began,
+            )
 
     def _stamp(self, blocks: list[int]) -> None:
-        """Somebody else's numbers, no row of any room."""
+        """Somebody else's numbers, no row of any rendezvous."""
         self._stamps += 1
         self.memory[blocks] = self.owned[blocks] = np.uint16(0x5A00 + self._stamps % 251)
 
@@ -266,7 +272,7 @@ class Engine:
                     self._end(name, code, reason)
                 case Refused(about=name, code=code, reasons=reasons):
                     self._end(name, f"refused {code}", "; ".join(reasons))
-                case ReadsOver(why=why) if self.job.role == "source":
+                case ReadsOver(why=why) if self.job.role == "sender":
                     for name in list(self.open):
                         self._end(name, "agent_gone", why)
                 case Over(why=why):
@@ -286,12 +292,12 @@ class Engine:
                 self._offer_up_to(each, len(each.blocks))
             if now > each.abandon_at:
                 each.abandon_at = float("inf")
-                if self.job.role == "source":
+                if self.job.role == "sender":
                     self._withdraw(name, each)
                 else:
                     self.link.send(Abandon(request=name, reason="as the seed says"))
             # What came while we were stopped is no less in time for being unread.
-            if self._read > each.late_at and not each.is_nudged and self.job.role == "sink":
+            if self._read > each.late_at and not each.is_nudged and self.job.role == "receiver":
                 each.is_nudged, each.late_at = True, now + self.patience_s
                 self.link.send(Abandon(request=name, reason="late"))
                 say("late", what=f"{name}: no answer {now - each.began:.1f} s after it was wanted; asked to stop")
@@ -304,9 +310,9 @@ class Engine:
             self._audit()
 
     def _audit(self) -> None:
-        """Every element of all memory: its owner's, or if a want of it is under way the room's."""
+        """Every element of all memory: its owner's, or if a want of it is under way the rendezvous's."""
         under_way = [block for each in self.open.values() for block in each.blocks]
-        if self.job.role == "source" or not under_way:
+        if self.job.role == "sender" or not under_way:
             self._compare(range(len(self.memory)), "audit")
             return
         still = np.ones(len(self.memory), bool)
@@ -316,10 +322,13 @@ class Engine:
             found = self.memory[each.blocks]
             wrong = (found != each.rows) & (found != self.owned[each.blocks])
             if wrong.any() and not self.job.may_be_foreign:
-                say("wrong", what=f"{name} under way: {np.count_nonzero(wrong)} numbers are neither old nor the room's")
+                say(
+                    "wrong",
+                    what=f"{name} under way: {np.count_nonzero(wrong)} numbers are neither old nor the rendezvous's",
+                )
             elif wrong.any() and not each.is_foreign:
                 each.is_foreign = True
-                say("foreign", room=each.room)
+                say("foreign", rendezvous=each.rendezvous)
 
     def _compare(self, blocks: Any, when: str) -> None:
         blocks = np.asarray(blocks)

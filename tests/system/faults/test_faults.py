@@ -17,31 +17,31 @@ from tests.system.faults.cases import ACTORS, all_cases
 from tests.system.faults.runner import Runner
 
 PLAIN = (
-    "kill the source's agent at source.gathered",
-    "kill the sink's agent at sink.notice_landed",
-    "kill the source's engine at engine.offer_sent",
-    "fail the source's agent at source.write_begun",
-    "kill the sink's engine while the source's agent is at source.write_posted",
-    "stop the source's agent while the sink's engine is at engine.want_sent",
+    "kill the sender's agent at sender.gathered",
+    "kill the receiver's agent at receiver.notice_landed",
+    "kill the sender's engine at engine.offer_sent",
+    "fail the sender's agent at sender.write_begun",
+    "kill the receiver's engine while the sender's agent is at sender.write_posted",
+    "stop the sender's agent while the receiver's engine is at engine.want_sent",
 )
 KEYED = (
-    "kill the source's agent at source.drained_sent",
-    "stop the sink's agent at sink.scatter_begun",
-    "fail the sink's agent at sink.scatter_begun",
-    "kill the source's agent while the sink's agent is at sink.claim_sent",
-    "kill the sink's agent while the source's agent is at source.write_begun",
-    "kill the source's engine while the source's agent is at source.gather_begun",
+    "kill the sender's agent at sender.drained_sent",
+    "stop the receiver's agent at receiver.scatter_begun",
+    "fail the receiver's agent at receiver.scatter_begun",
+    "kill the sender's agent while the receiver's agent is at receiver.claim_sent",
+    "kill the receiver's agent while the sender's agent is at sender.write_begun",
+    "kill the sender's engine while the sender's agent is at sender.gather_begun",
 )
 PULL = (
-    "stop the source's agent while the sink's agent is at sink.read_begun (pull)",
-    "kill the source's engine while the sink's agent is at sink.read_begun (pull)",
-    "fail the sink's agent at sink.read_begun (pull)",
-    "stop the sink's agent at sink.read_ended (pull)",
-    "stop the source's agent at source.renewal_heard (pull)",
+    "stop the sender's agent while the receiver's agent is at receiver.read_begun (pull)",
+    "kill the sender's engine while the receiver's agent is at receiver.read_begun (pull)",
+    "fail the receiver's agent at receiver.read_begun (pull)",
+    "stop the receiver's agent at receiver.read_ended (pull)",
+    "stop the sender's agent at sender.renewal_heard (pull)",
 )
 SLICE = PLAIN + KEYED + PULL
 CASES = {case.id: case for case in all_cases()}
-FOUR = ("source's agent", "sink's agent", "source's engine", "sink's engine")
+FOUR = ("sender's agent", "receiver's agent", "sender's engine", "receiver's engine")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_the_matrix_has_all_four_killed_and_stopped_at_every_failpoint_by_whoeve
     for name, place in PLACES.items():
         which, what = place.process.split()
         for way in ("slots", "pull") if place.way == "any" else (place.way,):
-            for passer in (f"{role}'s {what}" for role in ("source", "sink") if which in (role, "either")):
+            for passer in (f"{role}'s {what}" for role in ("sender", "receiver") if which in (role, "either")):
                 told = {case[3:] for case in cases if case[:3] == (way, name, passer)}
                 assert set(product(FOUR, ("kill", "stop"))) <= told, f"{passer} at {name}"
         assert (place.error is None) == all(case[4] != "fail" for case in cases if case[1] == name), name
@@ -91,8 +91,8 @@ def test_an_engine_that_comes_back_costs_its_agents_nothing(runner: Runner) -> N
     world = runner.world()
     before = world.held()
     for _ in range(4):
-        world.source.engine.close()
-        world.source.start_engine()
+        world.sender.engine.close()
+        world.sender.start_engine()
         world.serves()
     for role, held in world.held().items():
         assert held.is_within(before[role]), f"{role}: {before[role]} then {held}"
@@ -102,55 +102,55 @@ def test_an_agent_that_answers_nothing_is_noticed(runner: Runner) -> None:
     """Nobody has said that it would stand still."""
     world = runner.world()
     world.calm()
-    world.sink.agent.send(signal.SIGSTOP)
+    world.receiver.agent.send(signal.SIGSTOP)
     world.begin()
     with pytest.raises(AssertionError, match="no answer"):
         world.finish()
-    world.hurts(world.sink)
-    world.wakes(world.sink.agent, 0.0)
+    world.hurts(world.receiver)
+    world.wakes(world.receiver.agent, 0.0)
     world.finish()
     world.serves()
     world.is_clean()
 
 
 def test_an_agent_says_that_it_was_started_to_fail(runner: Runner) -> None:
-    world, said = runner.world(), "source.drained_sent=pause@1000"
-    world.restarts_agent(world.source, "source.drained_sent=pause:0.1@1000")
-    status = world.source.agent.status()
+    world, said = runner.world(), "sender.drained_sent=pause@1000"
+    world.restarts_agent(world.sender, "sender.drained_sent=pause:0.1@1000")
+    status = world.sender.agent.status()
     assert status is not None and f"kvbridge_failpoints_total{{armed={said}}}" in status.counters
     shown = io.StringIO()
     Console(file=shown, width=200).print(rendered(status))
     assert f"FAILPOINTS ARE ON, this agent fails on purpose: {said}" in shown.getvalue()
-    assert "FAILPOINTS ARE ON" in world.source.agent.tail(200)
-    world.source.agent.end()
+    assert "FAILPOINTS ARE ON" in world.sender.agent.tail(200)
+    world.sender.agent.end()
     with pytest.raises(AssertionError, match="bad_failpoint"):
-        world.source.start_agent("nowhere=kill")
-        assert not world.source.agent.is_dead(), world.source.agent.tail(1)
-    world.restarts_agent(world.source)
+        world.sender.start_agent("nowhere=kill")
+        assert not world.sender.agent.is_dead(), world.sender.agent.tail(1)
+    world.restarts_agent(world.sender)
     world.serves()
-    unarmed = world.source.agent.status()
+    unarmed = world.sender.agent.status()
     assert unarmed is not None and "FAILPOINTS" not in str(unarmed.counters)
 
 
 @pytest.mark.parametrize("case", PULL)
 def test_survives_while_it_pulls(runner: Runner, case: str) -> None:
     told = runner.tell(CASES[case])
-    if "source's agent while" in case:  # or the story has not shown that what was read too late does not count
+    if "sender's agent while" in case:  # or the story has not shown that what was read too late does not count
         assert "foreign rows" in told
 
 
 def test_a_receiver_that_was_given_up_lets_go_of_the_memory(runner: Runner) -> None:
-    """It stood still when its session ended, and when its source's engine did: no message tells it afterwards."""
+    """It stood still when its session ended, and when its sender's engine did: no message tells it afterwards."""
     world = runner.world(way="pull")
     world.calm()
-    world.hurts(world.sink)
-    world.sink.agent.send(signal.SIGSTOP)
-    world.source.becomes(lambda status: not status.peers, 5.0)
-    name = world.source.job.name
-    world.source.engine.close()
-    world.sink.agent.send(signal.SIGCONT)
+    world.hurts(world.receiver)
+    world.receiver.agent.send(signal.SIGSTOP)
+    world.sender.becomes(lambda status: not status.peers, 5.0)
+    name = world.sender.job.name
+    world.sender.engine.close()
+    world.receiver.agent.send(signal.SIGCONT)
     world.unmaps(name)
-    world.source.start_engine()
+    world.sender.start_engine()
     world.serves()
     world.is_clean()
     world.holds_no_more()

@@ -40,7 +40,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Ca
                     "dial": dial,
                 },
             )
-        world = World(folder, apart["source"][0], apart=apart)
+        world = World(folder, apart["sender"][0], apart=apart)
         stack.callback(world.close)
         world.meet()
         yield world, between
@@ -49,11 +49,11 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Ca
 @pytest.mark.parametrize("seconds", [SHORT_S, CUT_S])
 def test_dropped_packets_cost_requests_and_nothing_else(joined: tuple[World, Cable], seconds: float) -> None:
     world, between = joined
-    world.sink.ends.clear()
+    world.receiver.ends.clear()
     world.begin(24, abandon=0.2)
     end = time.monotonic() + 10
-    while not world.sink.ends:
-        world.sink.hear(0.001)
+    while not world.receiver.ends:
+        world.receiver.hear(0.001)
         assert time.monotonic() < end, "nothing ends"
     between.cut()
     time.sleep(seconds)

@@ -1,4 +1,5 @@
-"""A source and a sink, each an agent and an engine, and the oracle that holds whatever happens to any of the four."""
+"""A sender and a receiver, each an agent and an engine, and the oracle that holds whatever happens to any of the
+four."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from kvbridge.transport.keys import write_pair
 from tests.system.faults.engine import LEFT, PATIENCE_S, Job
 from tests.system.faults.processes import POOL, Agent, Engine, Held, Nursery, free_address, maps_pool
 
-Role = Literal["source", "sink"]
-ROLES: tuple[Role, ...] = ("source", "sink")
+Role = Literal["sender", "receiver"]
+ROLES: tuple[Role, ...] = ("sender", "receiver")
 
 # Short, so that what waits for them does not last; long enough for two busy cores.
 LIMITS = {"silence_s": "1.5", "connect_s": "1.5", "write_timeout_s": "1.5", "drain_s": "1"}
@@ -56,10 +57,12 @@ class Side:
     is_hurt: bool = False  # its agent was stopped or killed in this story: it need not answer in time
     survived: int = 0  # deaths of the other agent, since this one was started
     address: str = ""  # what it tells others: where it listens, and its key if it has one
-    rooms: set[int] = field(default_factory=set)  # told, and not ended
+    rendezvous_ids: set[int] = field(default_factory=set)  # told, and not ended
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)  # answers that the engine had to ask for, or to give up, lately
-    foreign: list[int] = field(default_factory=list)  # rooms whose blocks held others' rows for a while, lately
+    foreign: list[int] = field(
+        default_factory=list
+    )  # rendezvous ids whose blocks held others' rows for a while, lately
 
     def start_agent(self, armed: str = "") -> None:
         options = self.options | ({"listen": self.address.partition("#")[0]} if self.address else {})
@@ -71,31 +74,31 @@ class Side:
     def start_engine(self, armed: str = "") -> None:
         self.job = _renamed(self.job)
         self.engine = Engine(self.job, self.folder / f"{self.role}-engine.log", armed)
-        self.rooms.clear()  # whoever was told of them is dead
+        self.rendezvous_ids.clear()  # whoever was told of them is dead
         self.ends.clear()
 
     def wait_attached(self) -> None:
         self.engine.wait("attached", 20.0)
 
     def hear(self, seconds: float = 0.0) -> None:
-        """Keep how rooms ended; anything wrong ends the story, and so does an answer that an agent owes."""
+        """Keep how rendezvous ids ended; anything wrong ends the story, and so does an answer that an agent owes."""
         self.engine.hear(seconds)
         said, self.engine.said = self.engine.said, []
         wrong = [each["what"] for each in said if each["event"] == "wrong" or is_owed(each, self)]
         for each in said:
             match each["event"]:
                 case "ended":
-                    self.rooms.discard(each["room"])
-                    self.ends[each["room"]] = each
+                    self.rendezvous_ids.discard(each["rendezvous"])
+                    self.ends[each["rendezvous"]] = each
                 case "foreign":
-                    self.foreign.append(each["room"])
+                    self.foreign.append(each["rendezvous"])
                 case "late":
                     self.late.append(each["what"])
                 case _:
                     self.engine.said.append(each)
         assert not wrong, f"{self.role} engine: {wrong[:3]}"
-        lost = {room: each["reason"] for room, each in self.ends.items() if each["code"] == "agent_gone"}
-        lost = {room: reason for room, reason in lost.items() if reason != LEFT}
+        lost = {rendezvous: each["reason"] for rendezvous, each in self.ends.items() if each["code"] == "agent_gone"}
+        lost = {rendezvous: reason for rendezvous, reason in lost.items() if reason != LEFT}
         assert self.is_hurt or not lost, f"{self.role}: the agent was neither stopped nor killed, and left {lost}"
 
     def becomes(self, is_so: Callable[[Status], bool], seconds: float) -> Status:
@@ -143,7 +146,7 @@ def is_free(status: Status) -> bool:
 
 
 class World:
-    """`through` is what stands between the sink and the source's address, such as a proxy.
+    """`through` is what stands between the receiver and the sender's address, such as a proxy.
 
     `apart` has agents that are forked elsewhere, with more options. `is_keyed` ones speak CURVE, each with a key of its
     own and a list that has the other's alone. On which routes they go is `way`.
@@ -163,7 +166,7 @@ class World:
     ) -> None:
         self.folder, self.through, self.is_keyed, self.way = folder, through, is_keyed, way
         keys = _keys(folder) if is_keyed else {}
-        self._rooms = count(1)
+        self._rendezvous_ids = count(1)
         self.sides: dict[Role, Side] = {}
         self.base: dict[Role, Held] = {}  # of a fresh agent that has served
         self.slots: dict[Role, tuple[int, int]] = {}  # free to be lent, and to gather into
@@ -179,7 +182,7 @@ class World:
             side.start_engine()
         for side in self.sides.values():
             side.wait_attached()
-        self.source, self.sink = self.sides["source"], self.sides["sink"]
+        self.sender, self.receiver = self.sides["sender"], self.sides["receiver"]
 
     def calm(self) -> None:
         """Another story begins: nobody has been hurt."""
@@ -218,30 +221,32 @@ class World:
             keys = [other if self.is_keyed else ""]
             self.sides[role].becomes(lambda status, keys=keys: [peer.key for peer in status.peers] == keys, QUIET_S)
 
-    def begin(self, rooms: int = BATCH, abandon: float = 0.0, withdraw: float = 0.0, pace_s: float = 0.0) -> list[int]:
-        """Have both engines serve so many rooms."""
-        numbers = [next(self._rooms) for _ in range(rooms)]
-        place, mark, key = self.source.address.partition("#")
-        source = self.through(place) + mark + key
-        self.source.engine.tell("run", first=numbers[0], count=rooms, abandon=withdraw, pace_s=pace_s)
-        self.sink.engine.tell("run", first=numbers[0], count=rooms, source=source, abandon=abandon)
+    def begin(
+        self, rendezvous_ids: int = BATCH, abandon: float = 0.0, withdraw: float = 0.0, pace_s: float = 0.0
+    ) -> list[int]:
+        """Have both engines serve so many rendezvous ids."""
+        numbers = [next(self._rendezvous_ids) for _ in range(rendezvous_ids)]
+        place, mark, key = self.sender.address.partition("#")
+        sender = self.through(place) + mark + key
+        self.sender.engine.tell("run", first=numbers[0], count=rendezvous_ids, abandon=withdraw, pace_s=pace_s)
+        self.receiver.engine.tell("run", first=numbers[0], count=rendezvous_ids, sender=sender, abandon=abandon)
         for side in self.sides.values():
-            side.rooms.update(numbers)
+            side.rendezvous_ids.update(numbers)
         return numbers
 
     def is_busy(self) -> bool:
-        """Whether a room is under way, as far as a living engine was told of it."""
-        return any(side.rooms for side in self.sides.values())
+        """Whether a rendezvous is under way, as far as a living engine was told of it."""
+        return any(side.rendezvous_ids for side in self.sides.values())
 
     def finish(self, seconds: float = DEADLINE_S * 3 + SLACK_S) -> None:
-        """Wait until every room that a living engine knows has ended, each by its own deadline."""
+        """Wait until every rendezvous that a living engine knows has ended, each by its own deadline."""
         end = time.monotonic() + seconds + max(side.stuck_s for side in self.sides.values())
         while self.is_busy():
             for side in self.sides.values():
                 assert not side.engine.is_dead(), f"{side.role} engine died"
                 side.hear(0.02)
-            rooms = {side.role: sorted(side.rooms)[:8] for side in self.sides.values()}
-            assert time.monotonic() < end, f"rooms that do not end: {rooms}"
+            rendezvous_ids = {side.role: sorted(side.rendezvous_ids)[:8] for side in self.sides.values()}
+            assert time.monotonic() < end, f"rendezvous_ids that do not end: {rendezvous_ids}"
         for side in self.sides.values():
             limit = side.job.deadline_s + SLACK_S + side.stuck_s
             late = [each for each in side.ends.values() if each["seconds"] > limit]
@@ -251,15 +256,18 @@ class World:
         """Requests succeed again: one whole batch of them, element for element, within so many."""
         self.wait_attached()
         for _ in range(tries):
-            rooms = self.begin(6)
+            rendezvous_ids = self.begin(6)
             self.finish()
-            codes = {side.role: [side.ends[room]["code"] for room in rooms] for side in self.sides.values()}
-            if not any(codes["source"] + codes["sink"]):
+            codes = {
+                side.role: [side.ends[rendezvous]["code"] for rendezvous in rendezvous_ids]
+                for side in self.sides.values()
+            }
+            if not any(codes["sender"] + codes["receiver"]):
                 for side in self.sides.values():  # or that it is unmapped later proves nothing
                     assert maps_pool(side.agent.pid, side.job.name), f"{side.job.name} is not mapped"
                 return
             time.sleep(0.3)
-        raise AssertionError(f"requests do not succeed again: {codes}\n{self.sink.agent.tail()}")
+        raise AssertionError(f"requests do not succeed again: {codes}\n{self.receiver.agent.tail()}")
 
     def is_clean(self) -> None:
         """Everything is free, in both agents, and every element of both pools its owner's."""
@@ -284,7 +292,7 @@ class World:
         """Until both engines are with their agents."""
         end = time.monotonic() + BACK_S
         while not all(self.is_attached(side) for side in self.sides.values()):
-            assert time.monotonic() < end, f"an engine does not come back:\n{self.sink.agent.tail()}"
+            assert time.monotonic() < end, f"an engine does not come back:\n{self.receiver.agent.tail()}"
             time.sleep(0.05)
 
     @staticmethod

@@ -85,8 +85,8 @@ Running = vllm.Running | sglang.Running
 @dataclass(frozen=True)
 class Pair:
     name: str
-    source: Side
-    sink: Side
+    sender: Side
+    receiver: Side
     is_same_codec: bool = True
 
 
@@ -122,18 +122,18 @@ def pairs_of(is_cpu: bool) -> list[Pair]:
     """In the order of their worth. vLLM on a CPU has fp8 only with AVX-512 or AMX."""
     equal = equal_pairs(is_cpu)
     of_vllm, of_sglang = equal["vllm"], equal["sglang"]
-    page, block = 64, of_vllm.sink.block
+    page, block = 64, of_vllm.receiver.block
     large = sglang.Side("sglang-d64", "decode", (1,), page=page)
     narrow = sglang.Side("sglang-d-fp8", "decode", (1,), kv="fp8_e4m3")
-    backend = of_vllm.sink.backend if is_cpu else "TRITON_ATTN"
+    backend = of_vllm.receiver.backend if is_cpu else "TRITON_ATTN"
     of_fp8 = vllm.Side("vllm-d-fp8", (1,), block, kv="fp8", backend=backend)
     return [
-        Pair(f"vllm{block}-to-sglang{page}", of_vllm.source, large),
-        Pair(f"sglang{page}-to-vllm{block}", sglang.Side("sglang-p64", "prefill", (0,), page=page), of_vllm.sink),
-        Pair("vllm-to-sglang-fp8", of_vllm.source, narrow, is_same_codec=False),
-        Pair("sglang-to-vllm-fp8", of_sglang.source, of_fp8, is_same_codec=False),
-        Pair(f"vllm{block}-to-sglang16", of_vllm.source, of_sglang.sink),
-        Pair(f"sglang16-to-vllm{block}", of_sglang.source, of_vllm.sink),
+        Pair(f"vllm{block}-to-sglang{page}", of_vllm.sender, large),
+        Pair(f"sglang{page}-to-vllm{block}", sglang.Side("sglang-p64", "prefill", (0,), page=page), of_vllm.receiver),
+        Pair("vllm-to-sglang-fp8", of_vllm.sender, narrow, is_same_codec=False),
+        Pair("sglang-to-vllm-fp8", of_sglang.sender, of_fp8, is_same_codec=False),
+        Pair(f"vllm{block}-to-sglang16", of_vllm.sender, of_sglang.receiver),
+        Pair(f"sglang16-to-vllm{block}", of_sglang.sender, of_vllm.receiver),
     ]
 
 
@@ -173,8 +173,8 @@ class Came:
     ttft_s: float
     first_at: float
     room: int
-    source_name: str = ""  # of the request, where the engine is vLLM
-    sink_name: str = ""
+    sender_name: str = ""  # of the request, where the engine is vLLM
+    receiver_name: str = ""
     carried: dict[str, Any] = field(default_factory=dict)  # the decode side's note
 
 
@@ -183,79 +183,85 @@ class Drive:
 
     def __init__(self, pair: Pair, both: Both) -> None:
         self.pair = pair
-        self.source, self.sink = both.get(pair.source), both.get(pair.sink)
+        self.sender, self.receiver = both.get(pair.sender), both.get(pair.receiver)
         self._both = both
-        host, _, port = self.source.agents[0].address.removeprefix("tcp://").partition(":")
+        host, _, port = self.sender.agents[0].address.removeprefix("tcp://").partition(":")
         self._at = {"remote_host": host, "remote_port": int(port)}
 
     def decode(self, tokens: list[int], amount: int) -> Came:
         """AssertionError where the prompt did not travel: vLLM could have computed it."""
-        room, known = next(self._both.rooms), len(self.sink.noted("carried"))
-        if isinstance(self.source, vllm.Running):
-            came = self._one_after_the_other(self.source, tokens, amount, room)
+        room, known = next(self._both.rooms), len(self.receiver.noted("carried"))
+        if isinstance(self.sender, vllm.Running):
+            came = self._one_after_the_other(self.sender, tokens, amount, room)
         else:
-            came = self._at_once(self.source, tokens, amount, room)
-        return replace(came, carried=_awaited(self.sink, "carried", known))
+            came = self._at_once(self.sender, tokens, amount, room)
+        return replace(came, carried=_awaited(self.receiver, "carried", known))
 
-    def _one_after_the_other(self, source: vllm.Running, tokens: list[int], amount: int, room: int) -> Came:
+    def _one_after_the_other(self, sender: vllm.Running, tokens: list[int], amount: int, room: int) -> Came:
         began, name = time.monotonic(), self._both.name()
-        source.engine.submit(name, tokens, 1, PREFILL | {"bootstrap_room": room})
-        prefilled = source.engine.result(name, ANSWER_S)
+        sender.engine.submit(name, tokens, 1, PREFILL | {"bootstrap_room": room})
+        prefilled = sender.engine.result(name, ANSWER_S)
         params = prefilled.params
         assert params, f"prefill ended with {prefilled.reason} and gave no kv_transfer_params"
-        if isinstance(self.sink, vllm.Running):
-            return self._decoded_by_vllm(self.sink, tokens, amount, params, began, room, name)
+        if isinstance(self.receiver, vllm.Running):
+            return self._decoded_by_vllm(self.receiver, tokens, amount, params, began, room, name)
         told = {
-            "source": f"tcp://{params['remote_host']}:{params['remote_port']}",
+            "sender": f"tcp://{params['remote_host']}:{params['remote_port']}",
             "first_token": prefilled.tokens[0],
             "rendezvous": params["remote_request_id"],
         }
         body = _told(greedy(tokens, amount), told) | {"bootstrap_host": "kvbridge", "bootstrap_room": room}
-        return self._decoded_by_sglang(self.sink, body, amount, began, room, name)
+        return self._decoded_by_sglang(self.receiver, body, amount, began, room, name)
 
-    def _at_once(self, source: sglang.Running, tokens: list[int], amount: int, room: int) -> Came:
+    def _at_once(self, sender: sglang.Running, tokens: list[int], amount: int, room: int) -> Came:
         began = time.monotonic()
         body = greedy(tokens, amount) | {"bootstrap_host": "127.0.0.1", "bootstrap_room": room}
-        if isinstance(self.sink, sglang.Running):
-            body["bootstrap_port"] = source.server.bootstrap_port
-            with _asked(source, body):
-                return self._decoded_by_sglang(self.sink, body, amount, began, room)
+        if isinstance(self.receiver, sglang.Running):
+            body["bootstrap_port"] = sender.server.bootstrap_port
+            with _asked(sender, body):
+                return self._decoded_by_sglang(self.receiver, body, amount, began, room)
         params = {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room, **self._at}
-        with _asked(source, _told(body, {"fetched_by": "vllm"})):
-            return self._decoded_by_vllm(self.sink, tokens, amount, params, began, room)
+        with _asked(sender, _told(body, {"fetched_by": "vllm"})):
+            return self._decoded_by_vllm(self.receiver, tokens, amount, params, began, room)
 
     def _decoded_by_vllm(
         self,
-        sink: vllm.Running,
+        receiver: vllm.Running,
         tokens: list[int],
         amount: int,
         params: dict[str, Any],
         began: float,
         room: int,
-        source_name: str = "",
+        sender_name: str = "",
     ) -> Came:
         """vLLM tells of a request when it has ended: its first token is the only one where it is timed."""
         name = self._both.name()
-        sink.engine.submit(name, tokens, amount, params)
-        result = sink.engine.result(name, ANSWER_S)
+        receiver.engine.submit(name, tokens, amount, params)
+        result = receiver.engine.result(name, ANSWER_S)
         now = time.monotonic()
         assert len(result.tokens) == amount, f"decode ended with {result.reason} after {len(result.tokens)} tokens"
-        return Came(list(result.tokens), now - began, now, room, source_name, name)
+        return Came(list(result.tokens), now - began, now, room, sender_name, name)
 
     def _decoded_by_sglang(
-        self, sink: sglang.Running, body: dict[str, Any], amount: int, began: float, room: int, source_name: str = ""
+        self,
+        receiver: sglang.Running,
+        body: dict[str, Any],
+        amount: int,
+        began: float,
+        room: int,
+        sender_name: str = "",
     ) -> Came:
         asked = time.monotonic()
-        answer = sglang.ask(sink.server, body, ANSWER_S)
+        answer = sglang.ask(receiver.server, body, ANSWER_S)
         assert len(answer.tokens) == amount, f"{len(answer.tokens)} tokens, {amount} were asked for"
         first_at = asked + answer.first_s
-        return Came(answer.tokens, first_at - began, first_at, room, source_name)
+        return Came(answer.tokens, first_at - began, first_at, room, sender_name)
 
     def timed(self, tokens: list[int]) -> dict[str, float]:
         """How one prompt came: bytes, and milliseconds."""
-        reports = len(self.source.noted("reported"))
-        came = self.decode(tokens, 1 if isinstance(self.sink, vllm.Running) else 2)
-        carried, said = came.carried, ((self.sink, "wanted"), (self.source, "offered"))
+        reports = len(self.sender.noted("reported"))
+        came = self.decode(tokens, 1 if isinstance(self.receiver, vllm.Running) else 2)
+        carried, said = came.carried, ((self.receiver, "wanted"), (self.sender, "offered"))
         began = max(side.noted(what, carried["room"])[-1]["at_s"] for side, what in said)
         found = {
             "transfer_ms": (carried["at_s"] - began) * 1e3,
@@ -264,13 +270,13 @@ class Drive:
             "asked_ms": carried["agent_s"] * 1e3,
             "bytes": carried["bytes"],
         }
-        if isinstance(self.source, sglang.Running):
-            found["reported_ms"] = _awaited(self.source, "reported", reports)["latency_ms"]
+        if isinstance(self.sender, sglang.Running):
+            found["reported_ms"] = _awaited(self.sender, "reported", reports)["latency_ms"]
         return found
 
     def compare(self, voices: dict[str, list[Voice]], prompts: list[list[int]], tie: float) -> str:
         """Whether decoding goes on as the decode engine alone does, as long as both engines alone agree."""
-        kind = _kind(self.pair.sink)
+        kind = _kind(self.pair.receiver)
         verdicts, equal, continuations = [], 0, set()
         for number, tokens in enumerate(prompts):
             ours = self.decode(tokens, DECODED).tokens
@@ -294,10 +300,10 @@ class Drive:
         try:
             for length in ROW_TOKENS:
                 came = self.decode(prompt(length, seed=300 + length), 2)
-                given = self._rows(self.source, "prefill", came, length)
+                given = self._rows(self.sender, "prefill", came, length)
                 # vLLM computes the row of the last token itself.
-                until = length - 1 if isinstance(self.sink, vllm.Running) else length
-                taken = self._rows(self.sink, "decode", came, until)
+                until = length - 1 if isinstance(self.receiver, vllm.Running) else length
+                taken = self._rows(self.receiver, "decode", came, until)
                 assert self.pair.is_same_codec == (given.codec == taken.codec), f"{given.codec} to {taken.codec}"
                 cut = {key: each[:until] for key, each in given.rows.items()}
                 rows.assert_carried(rows.Rows(cut, given.codec), taken)
@@ -311,7 +317,7 @@ class Drive:
         """Of the first tokens. vLLM's are read from its blocks, which nobody has had since."""
         if isinstance(where, sglang.Running):
             return rows.load(self._both.servers.kept, side, came.room, 1)
-        name = came.source_name if side == "prefill" else came.sink_name
+        name = came.sender_name if side == "prefill" else came.receiver_name
         found = where.engine.dump(name, 0, until, self._both.engines.folder / f"{side}.npz")
         assert all(set(codec["scales"]) <= {1.0} for codec in found.codecs.values()), "scales that are not 1"
         return joined(found)
@@ -323,9 +329,9 @@ def _told(body: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _asked(source: sglang.Running, body: dict[str, Any]) -> Iterator[None]:
+def _asked(sender: sglang.Running, body: dict[str, Any]) -> Iterator[None]:
     """SGLang prefills meanwhile. Where the decode engine fails, what the prefill server says goes with it."""
-    connection = source.server.begin(body)
+    connection = sender.server.begin(body)
     with contextlib.closing(connection):
         try:
             yield
@@ -395,7 +401,7 @@ class Run:
     def start_all(self) -> None:
         """All at once, and wait: one that starts would disturb what is measured."""
         every = [*self.pairs, *self._equal.values()]
-        sides = {side.name: side for pair in every for side in (pair.source, pair.sink)}
+        sides = {side.name: side for pair in every for side in (pair.sender, pair.receiver)}
         sides[self._alone.name] = self._alone
         self._both.start(*sides.values())
         up: dict[str, dict[str, int]] = {}
@@ -438,8 +444,8 @@ class Run:
             drive = Drive(pair, self._both)
             found.kv_rows = "NO"  # unless it returns
             found.kv_rows = drive.compare_rows()
-            found.route = drive.sink.route(drive.source)
-            found.handles = handles_of([*drive.source.agents, *drive.sink.agents])
+            found.route = drive.receiver.route(drive.sender)
+            found.handles = handles_of([*drive.sender.agents, *drive.receiver.agents])
             for length in self.chosen.lengths:
                 found.tokens[length] = self._compare(drive, length)
             beside = {kind: Drive(equal, self._both) for kind, equal in self._equal.items()}
@@ -476,12 +482,12 @@ class Run:
     def _ask_alone(self, kind: str, tokens: list[int]) -> Voice:
         if kind == "sglang":
             return voice(self._both.servers.get(self._alone), tokens)
-        running = self._both.engines.get(self._equal["vllm"].source)
+        running = self._both.engines.get(self._equal["vllm"].sender)
         return Voice(*running.likely(self._both.name(), tokens, DECODED))
 
     def _say_all(self, pair: Pair) -> None:
         """What the pair's engines and agents said last, and what those know now: to see why it failed."""
-        for side in (pair.source, pair.sink):
+        for side in (pair.sender, pair.receiver):
             with contextlib.suppress(Exception):  # it never started, or is gone
                 running = self._both.get(side)
                 print(f"--- {side.name}:\n{_tail(running)}")
@@ -491,7 +497,7 @@ class Run:
                 print(_held(running), flush=True)
 
     def _drop_the_sick(self, pair: Pair) -> None:
-        for side in (pair.source, pair.sink):
+        for side in (pair.sender, pair.receiver):
             try:
                 is_well = self._both.get(side).is_well()
             except Exception:  # it never started, and said why before: another try would cost the other pairs' time

@@ -99,10 +99,10 @@ class Running:
         own."""
         return marks.noted(self.times, side, room)
 
-    def route(self, source: Running) -> str:
-        """How the KV comes from `source`, as its agent found and proved it."""
+    def route(self, sender: Running) -> str:
+        """How the KV comes from `sender`, as its agent found and proved it."""
         to = {each.address for each in self.agents}
-        peers = [peer for each in source.agents for peer in each.status.peers if peer.state.startswith("sink")]
+        peers = [peer for each in sender.agents for peer in each.status.peers if peer.state.startswith("receiver")]
         found = {peer.route for peer in peers if peer.address in to}
         return "; ".join(sorted(found))
 

@@ -58,8 +58,8 @@ MAPPED = re.compile(r"attached: .* memory=(\S+)")
 @dataclass(frozen=True)
 class Pair:
     name: str
-    source: Side
-    sink: Side
+    sender: Side
+    receiver: Side
     is_same_codec: bool = True
 
 
@@ -113,10 +113,10 @@ class Voice:
 class Drive:
     """One pair, request by request."""
 
-    def __init__(self, pair: Pair, source: Running, sink: Running, servers: Servers) -> None:
+    def __init__(self, pair: Pair, sender: Running, receiver: Running, servers: Servers) -> None:
         self.pair = pair
-        self.source = source
-        self.sink = sink
+        self.sender = sender
+        self.receiver = receiver
         self._servers = servers
 
     def decode(self, tokens: list[int], amount: int) -> tuple[Answer, int]:
@@ -124,12 +124,12 @@ class Drive:
         room = next(self._servers.rooms)
         body = greedy(tokens, amount) | {
             "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self.source.server.bootstrap_port,
+            "bootstrap_port": self.sender.server.bootstrap_port,
             "bootstrap_room": room,
         }
         with ThreadPoolExecutor(1) as pool:
-            given = pool.submit(self.source.server.generate, body, ANSWER_S)
-            answer = ask(self.sink.server, body, ANSWER_S)
+            given = pool.submit(self.sender.server.generate, body, ANSWER_S)
+            answer = ask(self.receiver.server, body, ANSWER_S)
             status, said = given.result(ANSWER_S)
         assert status == 200, f"prefill: {status} {said}"
         assert len(answer.tokens) == amount, f"{len(answer.tokens)} tokens, {amount} were asked for"
@@ -137,14 +137,14 @@ class Drive:
 
     def timed(self, tokens: list[int]) -> dict[str, float]:
         """How one prompt came, in milliseconds and bytes."""
-        known = len(self.source.noted("reported"))
+        known = len(self.sender.noted("reported"))
         answer, room = self.decode(tokens, 2)
         end = time.monotonic() + TIMES_S
         while True:
-            reported = self.source.noted("reported")[known:]
-            sent, taken = self.source.noted("prefill", room), self.sink.noted("decode", room)
+            reported = self.sender.noted("reported")[known:]
+            sent, taken = self.sender.noted("prefill", room), self.receiver.noted("decode", room)
             counts = [len(each) for each in (reported, sent, taken)]
-            if counts == [len(each.side.gpus) for each in (self.source, self.source, self.sink)]:
+            if counts == [len(each.side.gpus) for each in (self.sender, self.sender, self.receiver)]:
                 break
             assert time.monotonic() < end, f"of {room}: {counts} reports, sendings, takings"
             time.sleep(0.02)
@@ -154,8 +154,8 @@ class Drive:
             "bytes": sum(each["total_mb"] for each in reported) * 2**20,
             "ttft_ms": answer.first_s * 1e3,
         }
-        if self.sink.agents:
-            found["bytes"] = self.sink.fetched(room)
+        if self.receiver.agents:
+            found["bytes"] = self.receiver.fetched(room)
             assert found["bytes"], "no agent of the decode side has fetched it"
         return found
 
@@ -179,7 +179,7 @@ class Drive:
 
     def compare_rows(self) -> str:
         """KV of prompts on both sides, every layer. AssertionError where they differ."""
-        sizes = [len(each.side.gpus) for each in (self.source, self.sink)]
+        sizes = [len(each.side.gpus) for each in (self.sender, self.receiver)]
         self._servers.keep_rows(True)
         try:
             for length in ROW_TOKENS:
@@ -290,8 +290,8 @@ class Run:
 
     def start_all(self) -> None:
         """All at once, and wait: one that starts would disturb what is measured."""
-        sides = {side.name: side for pair in self.pairs for side in (pair.source, pair.sink)}
-        sides |= {side.name: side for side in (self._equal.source, self._equal.sink, self._alone)}
+        sides = {side.name: side for pair in self.pairs for side in (pair.sender, pair.receiver)}
+        sides |= {side.name: side for side in (self._equal.sender, self._equal.receiver, self._alone)}
         if any(len(side.gpus) > 1 for side in sides.values()):
             sides[self._alone_two.name] = self._alone_two
         self._servers.start(*sides.values())
@@ -314,8 +314,8 @@ class Run:
             )
             self.write()
             if self._servers.is_cpu:  # it has room for few at a time
-                needed = {side for later in self.pairs[index + 1 :] for side in (later.source, later.sink)}
-                for side in {pair.source, pair.sink} - needed - {self._equal.source, self._equal.sink}:
+                needed = {side for later in self.pairs[index + 1 :] for side in (later.sender, later.receiver)}
+                for side in {pair.sender, pair.receiver} - needed - {self._equal.sender, self._equal.receiver}:
                     self._servers.drop(side)
 
     def write(self) -> None:
@@ -325,23 +325,23 @@ class Run:
     def _drive(self, pair: Pair) -> Found:
         found = Found(pair.name)
         try:
-            drive = Drive(pair, self._servers.get(pair.source), self._servers.get(pair.sink), self._servers)
+            drive = Drive(pair, self._servers.get(pair.sender), self._servers.get(pair.receiver), self._servers)
             beside = [] if pair == self._equal else [self._beside()]
-            if not (drive.source.is_seeded and drive.sink.is_seeded):
+            if not (drive.sender.is_seeded and drive.receiver.is_seeded):
                 found.weights = "SGLang's dummy weights: tokens say little"
             for length in self.chosen.lengths:
                 row, *against = side_by_side([drive, *beside], length, self.chosen.repeats)
                 found.rows.append(row)
                 found.against += against
-            if pair.source.backend == "nixl":
+            if pair.sender.backend == "nixl":
                 found.ratios = ratios(found.against, found.rows, "kvbridge/nixl")
             else:
                 found.ratios = ratios(found.rows, found.against, "this/equal")
-                found.route = drive.sink.route(drive.source)
-                found.handles = handles_of([*drive.source.agents, *drive.sink.agents])
+                found.route = drive.receiver.route(drive.sender)
+                found.handles = handles_of([*drive.sender.agents, *drive.receiver.agents])
                 found.kv_rows = drive.compare_rows()
             alone = self._servers.get(self._alone)
-            is_split = len(pair.source.gpus) != len(pair.sink.gpus)
+            is_split = len(pair.sender.gpus) != len(pair.receiver.gpus)
             for row in found.rows:
                 tie = 2 * self._apart(row["tokens"]) if is_split else TIE
                 row["decoded"] = drive.compare(alone, row["tokens"], self.chosen.prompts, tie)
@@ -363,7 +363,7 @@ class Run:
 
     def _say_all(self, pair: Pair) -> None:
         """What the pair's servers and agents said last, and what those know now: to see why it failed."""
-        for side in (pair.source, pair.sink):
+        for side in (pair.sender, pair.receiver):
             with contextlib.suppress(Exception):  # it never started, or is gone
                 running = self._servers.get(side)
                 print(f"--- {side.name}: {running.server.held()}\n{running.server.tail(12)}")
@@ -371,11 +371,11 @@ class Run:
                     print(f"--- its agent: {each.status}\n" + "\n".join(each.text().splitlines()[-12:]), flush=True)
 
     def _beside(self) -> Drive:
-        source, sink = (self._servers.get(side) for side in (self._equal.source, self._equal.sink))
-        return Drive(self._equal, source, sink, self._servers)
+        sender, receiver = (self._servers.get(side) for side in (self._equal.sender, self._equal.receiver))
+        return Drive(self._equal, sender, receiver, self._servers)
 
     def _drop_the_sick(self, pair: Pair) -> None:
-        for side in (pair.source, pair.sink):
+        for side in (pair.sender, pair.receiver):
             try:
                 is_well = self._servers.get(side).is_well()
             except Exception:  # it never started, and said why before: another try would cost the other pairs' time

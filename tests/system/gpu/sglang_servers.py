@@ -72,10 +72,10 @@ class Running:
         lines = [line for each in self.agents for line in DONE.findall(each.text())]
         return sum(int(size) for name, size in lines if name == str(room))
 
-    def route(self, source: Running) -> str:
-        """How the KV comes from `source`, as its agents found and proved it."""
+    def route(self, sender: Running) -> str:
+        """How the KV comes from `sender`, as its agents found and proved it."""
         to = {each.address for each in self.agents}
-        peers = [peer for each in source.agents for peer in each.status.peers if peer.state.startswith("sink")]
+        peers = [peer for each in sender.agents for peer in each.status.peers if peer.state.startswith("receiver")]
         return "; ".join(sorted({peer.route for peer in peers if peer.address in to}))
 
     def kill(self) -> None:

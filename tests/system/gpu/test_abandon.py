@@ -17,8 +17,8 @@ from tests.integration.agent.disturbed import (
     Scale,
     abandons,
     pair_of,
-    sinks_agent_dies,
-    sources_agent_dies,
+    receivers_agent_dies,
+    senders_agent_dies,
     stands_still,
 )
 
@@ -54,16 +54,16 @@ def test_nobody_writes_after_failed(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("pair", SCALES, indirect=True)
-def test_the_sinks_agent_dies(pair: Pair) -> None:
-    sinks_agent_dies(pair, seed=2, times=1)
+def test_the_receivers_agent_dies(pair: Pair) -> None:
+    receivers_agent_dies(pair, seed=2, times=1)
 
 
 @pytest.mark.parametrize("pair", SCALES, indirect=True)
-def test_the_sources_agent_dies(pair: Pair) -> None:
-    sources_agent_dies(pair, seed=3, times=1)
+def test_the_senders_agent_dies(pair: Pair) -> None:
+    senders_agent_dies(pair, seed=3, times=1)
 
 
 @pytest.mark.parametrize("scale", [each for each in SCALES if each.id.startswith("one") and "pull" not in each.id])
-def test_the_sources_agent_stands_still(tmp_path: Path, scale: Scale) -> None:
+def test_the_senders_agent_stands_still(tmp_path: Path, scale: Scale) -> None:
     with pair_of(tmp_path, replace(scale, more={"silence_s": "2", "rebuild_s": "1"})) as pair:
         stands_still(pair, seed=4)

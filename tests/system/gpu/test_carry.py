@@ -1,4 +1,5 @@
-"""Whole transfers on GPUs: engines and agents as processes of their own, every element of the sink's memory checked.
+"""Whole transfers on GPUs: engines and agents as processes of their own, every element of the receiver's memory
+checked.
 
 Engines offer and want while a long kernel keeps their stream from having written yet, so that reading or writing
 before the fence shows as wrong bytes; `test_who_does_not_wait_is_found_out` says so by not waiting.
@@ -30,17 +31,17 @@ TOO_LATE_CYCLES = 3_000_000_000  # 1.5 s: a first transfer compiles, and others 
 def carried(
     folder: Path,
     devices: Sequence[str],
-    source: Shape,
-    sink: Shape,
+    sender: Shape,
+    receiver: Shape,
     late_cycles: int = 0,
     unfenced: str = "",
     **options: str,
 ) -> tuple[DemoOutcome, list[str]]:
     """How the transfers of one pair went, and what the agents logged when their sessions opened."""
     with ExitStack() as stack:
-        count = source.tp_size + sink.tp_size
+        count = sender.tp_size + receiver.tp_size
         running = stack.enter_context(agents(folder, [f"agent{i}" for i in range(count)], devices, **options))
-        outcome = carry(folder, running, source, sink, REQUESTS, Progress(disable=True), late_cycles, unfenced)
+        outcome = carry(folder, running, sender, receiver, REQUESTS, Progress(disable=True), late_cycles, unfenced)
         logs = "\n".join(agent.log.read_text() for agent in running)
     assert "Traceback" not in logs, logs
     return outcome, [line.partition("session open: ")[2] for line in logs.splitlines() if "session open" in line]
@@ -53,43 +54,43 @@ def assert_exact(outcome: DemoOutcome, routes: Sequence[str], route: str) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize(("source", "sink"), PAIRS, ids=[f"{a.name} to {b.name}" for a, b in PAIRS])
-def test_one_gpu(tmp_path: Path, source: Shape, sink: Shape, route: str) -> None:
-    assert_exact(*carried(tmp_path, ["cuda:0"], source, sink, routes=route, verify="always"), route)
+@pytest.mark.parametrize(("sender", "receiver"), PAIRS, ids=[f"{a.name} to {b.name}" for a, b in PAIRS])
+def test_one_gpu(tmp_path: Path, sender: Shape, receiver: Shape, route: str) -> None:
+    assert_exact(*carried(tmp_path, ["cuda:0"], sender, receiver, routes=route, verify="always"), route)
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize(("source", "sink"), PAIRS, ids=[f"{a.name} to {b.name}" for a, b in PAIRS])
-def test_two_gpus(tmp_path: Path, source: Shape, sink: Shape, route: str) -> None:
-    devices = ["cuda:0"] * source.tp_size + ["cuda:1"] * sink.tp_size
-    assert_exact(*carried(tmp_path, devices, source, sink, routes=route), route)
+@pytest.mark.parametrize(("sender", "receiver"), PAIRS, ids=[f"{a.name} to {b.name}" for a, b in PAIRS])
+def test_two_gpus(tmp_path: Path, sender: Shape, receiver: Shape, route: str) -> None:
+    devices = ["cuda:0"] * sender.tp_size + ["cuda:1"] * receiver.tp_size
+    assert_exact(*carried(tmp_path, devices, sender, receiver, routes=route), route)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("route", ROUTES)
 def test_waits_for_both_engines_streams(tmp_path: Path, route: str) -> None:
-    source, sink = PAIRS[2]
-    outcome, routes = carried(tmp_path, ["cuda:0"], source, sink, LATE_CYCLES, routes=route)
+    sender, receiver = PAIRS[2]
+    outcome, routes = carried(tmp_path, ["cuda:0"], sender, receiver, LATE_CYCLES, routes=route)
     assert_exact(outcome, routes, route)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("unfenced", ["source", "sink"])
+@pytest.mark.parametrize("unfenced", ["sender", "receiver"])
 def test_who_does_not_wait_is_found_out(tmp_path: Path, unfenced: str) -> None:
-    source, sink = PAIRS[2]
-    outcome, _ = carried(tmp_path, ["cuda:0"], source, sink, TOO_LATE_CYCLES, unfenced)
+    sender, receiver = PAIRS[2]
+    outcome, _ = carried(tmp_path, ["cuda:0"], sender, receiver, TOO_LATE_CYCLES, unfenced)
     assert outcome.wrong
 
 
 @pytest.mark.gpu
 def test_reads_the_other_engine_by_itself(tmp_path: Path) -> None:
-    source, sink = PAIRS[2]
-    assert_exact(*carried(tmp_path, ["cuda:0"], source, sink), "pull")
+    sender, receiver = PAIRS[2]
+    assert_exact(*carried(tmp_path, ["cuda:0"], sender, receiver), "pull")
 
 
 @pytest.mark.gpu
 def test_a_gpu_gives_to_a_cpu_through_the_host(tmp_path: Path) -> None:
-    source, sink = PAIRS[2]
-    outcome, routes = carried(tmp_path, ["cuda:0", "cpu"], source, sink)
+    sender, receiver = PAIRS[2]
+    outcome, routes = carried(tmp_path, ["cuda:0", "cpu"], sender, receiver)
     assert_exact(outcome, routes, "host")

@@ -55,7 +55,7 @@ def one_chunk(held: Held) -> tuple[Moves, int]:
     (takes,) = assign([held.pool], held.pool)
     planned = plan(held.pool, held.pool, takes, 3, TOKENS, 1 << 20)
     assert planned.chunks == 1
-    return Moves(planned.source_moves(planned.chunk(0), table)), planned.chunk(0).size_bytes
+    return Moves(planned.sender_moves(planned.chunk(0), table)), planned.chunk(0).size_bytes
 
 
 def filled() -> Held:
@@ -77,75 +77,75 @@ def test_gathers_what_a_cpu_gathers_and_puts_it_back(porter: GpuBlockCopier, thr
     wanted = torch.full((size,), 0xA5, dtype=torch.uint8)
     with attached(held) as (_, pool):
         digest = gather_on_cpu(pool, moves.moves(), wanted, "sum64")
-    source, sink = OnGpu(held), OnGpu(build(SHAPE))
+    sender, receiver = OnGpu(held), OnGpu(build(SHAPE))
     with porter.staging(1 << 20, 2) as slots, Staging.pinned(1 << 20, 2) as host:
         slot, pinned = slots.span(1, size), host.span(1, size) if through_host else None
-        porter.gather(source, moves, slot, "sum64", pinned)
+        porter.gather(sender, moves, slot, "sum64", pinned)
         moved = over(porter)
         assert (moved.digest, moved.failure) == (digest, None)
         found = pinned.on_cpu() if pinned else torch.frombuffer(bytearray(porter.read(slot)), dtype=torch.uint8)
         assert torch.equal(found, wanted)
         if pinned:
             porter.fill(slot, bytes(size))  # it has to come from the host's slot
-        porter.scatter(sink, moves, slot, "sum64", digest, pinned)
+        porter.scatter(receiver, moves, slot, "sum64", digest, pinned)
         assert over(porter).failure is None
-        porter.gather(sink, moves, slot, "sum64")
+        porter.gather(receiver, moves, slot, "sum64")
         assert over(porter).digest == digest
-        porter.scatter(sink, moves, slot, "sum64", digest ^ 1)
+        porter.scatter(receiver, moves, slot, "sum64", digest ^ 1)
         assert over(porter).failure[0] == "digest_mismatch"
 
 
 def test_a_move_is_not_over_before_its_kernel(porter: GpuBlockCopier) -> None:
     held = filled()
     moves, size = one_chunk(held)
-    source, sink = OnGpu(held), OnGpu(build(SHAPE))
-    before = [memory.clone() for memory in sink.memories]
+    sender, receiver = OnGpu(held), OnGpu(build(SHAPE))
+    before = [memory.clone() for memory in receiver.memories]
     with porter.staging(1 << 20, 1) as slots:
         slot = slots.span(0, size)
         porter.scatter(OnGpu(held), moves, slot, "sum64", 0)  # the kernels are compiled now
-        porter.gather(source, moves, slot, "sum64")
+        porter.gather(sender, moves, slot, "sum64")
         left = 2
         while left:
             left -= len(porter.poll())
-        assert all(map(torch.equal, before, sink.memories))
+        assert all(map(torch.equal, before, receiver.memories))
         porter.fill(slot, bytes(size))
         with torch.cuda.stream(porter._out):
             torch.cuda._sleep(SPIN)
-        porter.gather(source, moves, slot, "sum64")
-        assert porter.poll() == [] and porter.is_using(source) and not any(porter.read(slot))
+        porter.gather(sender, moves, slot, "sum64")
+        assert porter.poll() == [] and porter.is_using(sender) and not any(porter.read(slot))
         digest = over(porter).digest
-        assert not porter.is_using(source) and any(porter.read(slot))
+        assert not porter.is_using(sender) and any(porter.read(slot))
         with torch.cuda.stream(porter._in):
             torch.cuda._sleep(SPIN)
-        porter.scatter(sink, moves, slot, "sum64", digest)
-        assert porter.poll() == [] and porter.is_using(sink)
-        assert all(map(torch.equal, before, sink.memories)), "written already: then this test proves nothing"
+        porter.scatter(receiver, moves, slot, "sum64", digest)
+        assert porter.poll() == [] and porter.is_using(receiver)
+        assert all(map(torch.equal, before, receiver.memories)), "written already: then this test proves nothing"
         assert over(porter).failure is None
-        assert not all(map(torch.equal, before, sink.memories))
+        assert not all(map(torch.equal, before, receiver.memories))
 
 
 def test_new_kernels_are_compiled_beside_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known, new = filled(), build(replace(SHAPE, layout="hnd"))
     (moves, size), (other, _) = one_chunk(known), one_chunk(new)
-    source, sink, porter = OnGpu(known), OnGpu(new), GpuBlockCopier(driver.Gpu.open("cuda:0"), 2, aside=True)
+    sender, receiver, porter = OnGpu(known), OnGpu(new), GpuBlockCopier(driver.Gpu.open("cuda:0"), 2, aside=True)
     with porter.staging(1 << 20, 2) as slots, closing(porter):
         slot, far = slots.span(0, size), slots.span(1, size)
-        wait_for(lambda: porter.gather(source, moves, slot, "sum64"))
+        wait_for(lambda: porter.gather(sender, moves, slot, "sum64"))
         digest, took = over(porter).digest, []
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
         with pytest.raises(Compiling) as compiling:
-            porter.scatter(sink, other, far, "sum64", 0)
+            porter.scatter(receiver, other, far, "sum64", 0)
         began = time.perf_counter()
         while not compiling.value.is_over():
             at = time.perf_counter()
-            porter.gather(source, moves, slot, "sum64")
+            porter.gather(sender, moves, slot, "sum64")
             assert over(porter).digest == digest
             took.append(time.perf_counter() - at)
         compiled_s = time.perf_counter() - began
         print(f"{len(took)} moves, the longest {max(took) * 1e3:.1f} ms, while {compiled_s * 1e3:.0f} ms were compiled")
         assert compiled_s > 0.1, "it was compiled already: then this test proves nothing"
         assert max(took) < compiled_s / 4
-        porter.scatter(sink, other, far, "sum64", 1)  # of zeros
+        porter.scatter(receiver, other, far, "sum64", 1)  # of zeros
         assert over(porter).failure == ("digest_mismatch", f"digest: sent {1:016x}, landed {0:016x}")
 
 
@@ -186,20 +186,20 @@ def test_digests_of_one_bundle_are_told_apart(monkeypatch: pytest.MonkeyPatch) -
     wanted = torch.empty(size, dtype=torch.uint8)
     with attached(held) as (_, pool):
         digest = gather_on_cpu(pool, moves.moves(), wanted, "sum64")
-    source, porter = OnGpu(held), GpuBlockCopier(driver.Gpu.open("cuda:0"), 1)
+    sender, porter = OnGpu(held), GpuBlockCopier(driver.Gpu.open("cuda:0"), 1)
     with porter.staging(1 << 20, 2) as slots:
         slot = slots.span(0, size)
         for _ in range(2):
-            porter.gather(source, moves, slot, "sum64")
+            porter.gather(sender, moves, slot, "sum64")
             assert over(porter).digest == digest
         porter.copy(slot, slots.span(1, size))
         assert over(porter).digest == 0
-        porter.scatter(source, moves, slot, "sum64", digest)
+        porter.scatter(sender, moves, slot, "sum64", digest)
         assert over(porter) == Moved(4, digest)
         with monkeypatch.context() as patch:
             patch.setattr(driver, "copy_to_host", lambda *_: (_ for _ in ()).throw(RuntimeError("no copy")))
             with pytest.raises(RuntimeError, match="no copy"):
-                porter.gather(source, moves, slot, "sum64")  # its kernel has run: what it added is not the next one's
-        porter.gather(source, moves, slot, "sum64")
+                porter.gather(sender, moves, slot, "sum64")  # its kernel has run: what it added is not the next one's
+        porter.gather(sender, moves, slot, "sum64")
         assert over(porter).digest == digest
     porter.close()

@@ -38,9 +38,9 @@ def path(tmp_path: Path) -> Path:
 
 def peer_of(handed: Handover, ours: str) -> AttachedPool:
     """The sender's pool, which is on cuda:0, as our GPU reads it."""
-    source = AttachedPool.open_peer(build(NHD16).pool, handed.handles, handed.fds, ours)
+    sender = AttachedPool.open_peer(build(NHD16).pool, handed.handles, handed.fds, ours)
     handed.close_fds()
-    return source
+    return sender
 
 
 async def until(is_so: Callable[[], bool], within_s: float) -> bool:
@@ -63,11 +63,11 @@ def test_rows_are_pulled_from_an_engine_of_another_process(path: Path, ours: str
     async def story() -> None:
         with Sender(path, "nhd16", "cuda:0") as sender, await open_memory(sender.card(), "decode-0") as handed:
             assert {handle.kind for handle in handed.handles} == {"cuda_ipc"} and handed.fds == []
-            with torch.cuda.device(ours), peer_of(handed, ours) as source:
-                with source.hold() as regions:
+            with torch.cuda.device(ours), peer_of(handed, ours) as sender:
+                with sender.hold() as regions:
                     assert all(isinstance(each, Mapped) for each in regions.memories)
-                for sink in (HND64, PACKED, FP8):
-                    assert pulled(NHD16, source, sink, ours, pull) == ""
+                for receiver in (HND64, PACKED, FP8):
+                    assert pulled(NHD16, sender, receiver, ours, pull) == ""
             assert sender.ask("check") == "unchanged"
 
     asyncio.run(story())
@@ -80,14 +80,14 @@ def test_an_engine_may_be_killed_while_its_memory_is_mapped(path: Path, ours: st
             Sender(path, "nhd16", "cuda:0") as sender,
             await open_memory(sender.card(), "decode-0") as handed,
             torch.cuda.device(ours),
-            peer_of(handed, ours) as source,
+            peer_of(handed, ours) as sender,
         ):
-            assert pulled(NHD16, source, HND64, ours, pull) == ""
+            assert pulled(NHD16, sender, HND64, ours, pull) == ""
             sender.process.send_signal(signal.SIGKILL)
             assert "is gone" in await handed.ending()
             sender.process.wait()
             for _ in range(3):
-                assert pulled(NHD16, source, HND64, ours, pull) == ""
+                assert pulled(NHD16, sender, HND64, ours, pull) == ""
 
     asyncio.run(story())
 
@@ -146,7 +146,7 @@ def test_a_handle_that_opens_nothing_is_refused_by_name(path: Path, spoilt: byte
             with pytest.raises(KVBridgeError) as raised:
                 AttachedPool.open_peer(build(NHD16).pool, bad, [], "cuda:0")
             assert raised.value.code == "region_unmappable"
-            with peer_of(handed, "cuda:0") as source:  # what was refused left nothing in the way
-                assert pulled(NHD16, source, HND64, "cuda:0", pull) == ""
+            with peer_of(handed, "cuda:0") as sender:  # what was refused left nothing in the way
+                assert pulled(NHD16, sender, HND64, "cuda:0", pull) == ""
 
     asyncio.run(story())

@@ -100,7 +100,7 @@ def test_a_synthetic_engine_keeps_a_region_for_each_layer() -> None:
         DemoRequest(name="two", tokens=333, first_token=100, seed=2),
     ]
     jobs = [
-        Job(role="source", shape=shape, rank=0, socket="", ranks=(), requests=requests, device=device, late_cycles=late)
+        Job(role="sender", shape=shape, rank=0, socket="", ranks=(), requests=requests, device=device, late_cycles=late)
         for device, late in (("cpu", 0), ("cuda:0", 0), ("cuda:0", LATE // 10))
     ]
     engines = [SyntheticEngine(job) for job in jobs]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.agent.disturbed import Pair, Scale, pair_of, sinks_agent_dies, sources_agent_dies
+from tests.integration.agent.disturbed import Pair, Scale, pair_of, receivers_agent_dies, senders_agent_dies
 
 sys.path.append(str(Path(__file__).parents[3] / "bench"))
 
@@ -30,8 +30,8 @@ def scale(route: str) -> Scale:
 @pytest.mark.parametrize("route", ["direct", "pull"])
 def test_nothing_is_written_once_a_killed_agents_process_is_gone(tmp_path: Path, route: str) -> None:
     with pair_of(tmp_path, scale(route)) as pair:
-        sinks_agent_dies(pair, seed=5, times=KILLS)
-        sinks_agent_dies(pair, seed=6, times=3, is_patient=False)
+        receivers_agent_dies(pair, seed=5, times=KILLS)
+        receivers_agent_dies(pair, seed=6, times=3, is_patient=False)
     written = [each for each in pair.late if each]
     print(f"blocks used again at the end of the socket: {len(written)} of {len(pair.late)} were written on: {written}")
 
@@ -58,13 +58,13 @@ def test_engines_under_mps_outlive_agents_that_are_killed_in_transfers(tmp_path:
             _is_under_mps(pair)
             for kind, seed in (("decode", 7), ("gemm", 8)):
                 load.ask("start", kind=kind)
-                sinks_agent_dies(pair, seed, times=7)
-                sources_agent_dies(pair, seed, times=3)
+                receivers_agent_dies(pair, seed, times=7)
+                senders_agent_dies(pair, seed, times=3)
                 assert load.ask("stop")["steps"]
     finally:
         load.end()
 
 
 def _is_under_mps(pair: Pair) -> None:
-    for side in (pair.source, pair.sink):
+    for side in (pair.sender, pair.receiver):
         assert "(MPS)" in str(side.agent.status()), side.agent.status()

@@ -30,15 +30,15 @@ class OnGpu:
         self._slots = slots
         self._mapped: dict[int, tuple[Held, Mapped]] = {}
 
-    def carry(self, source: Held, gather: Part, sink: Held, scatter: Part, slot_bytes: int) -> None:
+    def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None:
         slot = self._slots.span(0, slot_bytes)
         self._porter.fill(slot, b"\xa5" * slot_bytes)
-        self._porter.gather(self._of(source), gather, slot, "sum64")
+        self._porter.gather(self._of(sender), gather, slot, "sum64")
         gathered = self._over()
-        target = self._of(sink)
+        target = self._of(receiver)
         self._porter.scatter(target, scatter, slot, "sum64", gathered.digest)
         self._over()
-        for memory, on_gpu in zip(sink.memory, target.memories, strict=True):
+        for memory, on_gpu in zip(receiver.memory, target.memories, strict=True):
             memory[:] = on_gpu.cpu().numpy()
 
     def forget(self) -> None:
@@ -74,7 +74,7 @@ def test_a_gpu_writes_the_bytes_that_a_cpu_writes(row: Row, gpu: tuple[GpuBlockC
         carrier = OnGpu(*gpu)
         found, wrong = carried(case, number, carrier)
         carrier.forget()
-        assert not wrong, f"case {number}: {wrong}\n{case.source}\n{case.sink}"
+        assert not wrong, f"case {number}: {wrong}\n{case.sender}\n{case.receiver}"
         expected, _ = carried(case, number, OnCpu())
         for region, (ours, theirs) in enumerate(zip(found.memory, expected.memory, strict=True)):
             different = np.flatnonzero(ours != theirs)

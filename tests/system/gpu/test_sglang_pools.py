@@ -109,17 +109,20 @@ def as_bytes(rows: torch.Tensor) -> Any:
 @pytest.mark.parametrize("kind", ["heads", "latent"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_rows_cross_from_page_16_to_page_64(tmp_path: Path, device: str, kind: str, dtype: torch.dtype) -> None:
-    source, sink = queue_of(kind, 16, torch.bfloat16, device), queue_of(kind, 64, dtype, device)
+    sender, receiver = queue_of(kind, 16, torch.bfloat16, device), queue_of(kind, 64, dtype, device)
     pages = {page: torch.randperm(SLOTS // page)[: -(-TOKENS // page)].tolist() for page in (16, 64)}
     slots = {
         page: torch.tensor([table[i // page] * page + i % page for i in range(TOKENS)], device=device)
         for page, table in pages.items()
     }
-    before, after = tensors(source), tensors(sink)
+    before, after = tensors(sender), tensors(receiver)
     rows = {key: torch.randn(TOKENS, *into.shape[1:], device=device).to(into.dtype) for key, into in before.items()}
     for into in after.values():
         into.view(torch.uint8).fill_(0x55)
-    with attached(source, tmp_path, "source", device) as given, attached(sink, tmp_path, "sink", device) as taken:
+    with (
+        attached(sender, tmp_path, "sender", device) as given,
+        attached(receiver, tmp_path, "receiver", device) as taken,
+    ):
         if device != "cpu":
             torch.cuda._sleep(LATE_CYCLES)
         for key, into in before.items():
@@ -127,7 +130,7 @@ def test_rows_cross_from_page_16_to_page_64(tmp_path: Path, device: str, kind: s
         pieces = {page: (Blocks(0, 0, tuple(table)),) for page, table in pages.items()}
         given.offer(
             Offer(
-                room="room",
+                rendezvous="room",
                 request="given",
                 tokens=TOKENS,
                 blocks=pieces[16],
@@ -139,8 +142,8 @@ def test_rows_cross_from_page_16_to_page_64(tmp_path: Path, device: str, kind: s
         taken.want(
             Want(
                 request="taken",
-                room="room",
-                source=given.address,
+                rendezvous="room",
+                sender=given.address,
                 first_token=0,
                 end_token=TOKENS,
                 blocks=pieces[64],

@@ -53,8 +53,8 @@ PAUSE_S = 0.05  # an engine that was idle for so long is slower at first
 @dataclass(frozen=True)
 class Pair:
     name: str
-    source: Side
-    sink: Side
+    sender: Side
+    receiver: Side
     is_same_codec: bool = True
 
 
@@ -112,10 +112,10 @@ def cpu_pairs() -> list[Pair]:
 class Drive:
     """One pair, request by request."""
 
-    def __init__(self, pair: Pair, source: Running, sink: Running, folder: Path, numbers: count[int]) -> None:
+    def __init__(self, pair: Pair, sender: Running, receiver: Running, folder: Path, numbers: count[int]) -> None:
         self.pair = pair
-        self.source = source
-        self.sink = sink
+        self.sender = sender
+        self.receiver = receiver
         self._folder = folder
         self._numbers = numbers
 
@@ -130,23 +130,23 @@ class Drive:
         return name, where.engine.result(name, 40)
 
     def prefill(self, tokens: list[int]) -> dict[str, Any]:
-        result = self.run(self.source, tokens, 1, dict(PREFILL))
+        result = self.run(self.sender, tokens, 1, dict(PREFILL))
         assert result.params, f"prefill ended with {result.reason} and gave no kv_transfer_params"
         return result.params
 
     def decode(self, tokens: list[int], amount: int) -> tuple[Result, dict[str, float]]:
         """Prefilled there, decoded here; and how its KV came."""
         params = self.prefill(tokens)
-        self.sink.transfer("")  # forgets what came before
-        name, result = self.named(self.sink, tokens, amount, params)
+        self.receiver.transfer("")  # forgets what came before
+        name, result = self.named(self.receiver, tokens, amount, params)
         assert len(result.tokens) == amount, f"decode ended with {result.reason} after {len(result.tokens)} tokens"
-        transfer = self.sink.transfer(name)
+        transfer = self.receiver.transfer(name)
         assert transfer, "the prompt did not travel, the decode engine computed it"
         return result, transfer
 
     def timed(self, length: int, repeats: int) -> dict[str, Any]:
         """Times of one prompt length; every prompt is used once."""
-        for where in (self.source, self.sink):  # kernels of this shape; nothing travels
+        for where in (self.sender, self.receiver):  # kernels of this shape; nothing travels
             self.run(where, prompt(length, seed=999), 2)
         ttft, transfers, floor, alone = [], [], [], []
         for repeat in range(repeats):
@@ -154,9 +154,9 @@ class Drive:
             ttft.append(result.seconds * 1e3)
             transfers.append(transfer)
             time.sleep(PAUSE_S)
-            floor.append(self.run(self.sink, prompt(FLOOR_TOKENS, seed=700 + repeat), 1).seconds * 1e3)
+            floor.append(self.run(self.receiver, prompt(FLOOR_TOKENS, seed=700 + repeat), 1).seconds * 1e3)
         for repeat in range(2):
-            alone.append(self.run(self.sink, prompt(length, seed=500 + repeat), 1).seconds * 1e3)
+            alone.append(self.run(self.receiver, prompt(length, seed=500 + repeat), 1).seconds * 1e3)
         moved = [transfer["ms"] for transfer in transfers]
         later = statistics.median(moved[1:])
         return {
@@ -182,7 +182,7 @@ class Drive:
         for number in range(prompts):
             tokens = prompt(length, seed=200 + number)
             ours = self.decode(tokens, DECODED)[0].tokens
-            alone = self.run(self.sink, tokens, DECODED).tokens
+            alone = self.run(self.receiver, tokens, DECODED).tokens
             same = next((i for i in range(DECODED) if ours[i] != alone[i]), DECODED)
             equal += same
             continuations.add(ours)
@@ -197,16 +197,16 @@ class Drive:
 
     def _gap(self, tokens: list[int], expected: int, ours: int) -> float:
         """How much likelier the decode engine alone finds its own token than the one that came."""
-        _, (likely,) = self.sink.likely(f"{self.pair.name}-{next(self._numbers)}", tokens)
+        _, (likely,) = self.receiver.likely(f"{self.pair.name}-{next(self._numbers)}", tokens)
         return abs(likely.get(expected, np.inf) - likely.get(ours, -np.inf))
 
     def compare_rows(self) -> str:
         """KV of a prompt in both engines, every layer."""
         tokens = prompt(ROW_TOKENS, seed=300)
-        name, result = self.named(self.source, tokens, 1, dict(PREFILL))
-        ours = self.source.engine.dump(name, 0, ROW_TOKENS - 1, self._folder / "source.npz")
-        name, _ = self.named(self.sink, tokens, 1, result.params)
-        theirs = self.sink.engine.dump(name, 0, ROW_TOKENS - 1, self._folder / "sink.npz")
+        name, result = self.named(self.sender, tokens, 1, dict(PREFILL))
+        ours = self.sender.engine.dump(name, 0, ROW_TOKENS - 1, self._folder / "sender.npz")
+        name, _ = self.named(self.receiver, tokens, 1, result.params)
+        theirs = self.receiver.engine.dump(name, 0, ROW_TOKENS - 1, self._folder / "receiver.npz")
         if self.pair.is_same_codec:
             assert_equal_rows(ours, theirs)
             return "yes"
@@ -214,11 +214,11 @@ class Drive:
             assert theirs.codecs[key]["name"] == "fp8_e4m3" and set(theirs.codecs[key]["scales"]) == {1.0}
             wrong = int((to_fp8(bf16_values(rows)) != theirs.rows[key]).sum())
             assert not wrong, f"layer {key[0]} {key[1]}: {wrong} numbers differ from the reference conversion"
-        name, _ = self.named(self.sink, tokens, 1)
-        alone = self.sink.engine.dump(name, 0, ROW_TOKENS - 1, self._folder / "alone.npz")
+        name, _ = self.named(self.receiver, tokens, 1)
+        alone = self.receiver.engine.dump(name, 0, ROW_TOKENS - 1, self._folder / "alone.npz")
         for key in [key for key in alone.rows if key[0] == 0]:  # the one layer that no attention has touched
             share = float((np.abs(_ordered(alone.rows[key]) - _ordered(theirs.rows[key])) > 1).mean())
-            assert share < UNEQUAL, f"layer 0 {key[1]}: {share:.1%} of numbers differ from what the sink computes"
+            assert share < UNEQUAL, f"layer 0 {key[1]}: {share:.1%} of numbers differ from what the receiver computes"
         return "as converted"
 
 
@@ -231,17 +231,17 @@ def _ordered(codes: np.ndarray) -> np.ndarray:
 def drive(pair: Pair, engines: Engines, chosen: argparse.Namespace, numbers: count[int]) -> Found:
     found = Found(pair.name)
     try:
-        source, sink = engines.get(pair.source), engines.get(pair.sink)
-        found.weights = source.weights_failure or sink.weights_failure or found.weights
-        now = Drive(pair, source, sink, engines.folder, numbers)
-        now.run(sink, prompt(FLOOR_TOKENS, seed=999), 1)  # kernels of this shape
+        sender, receiver = engines.get(pair.sender), engines.get(pair.receiver)
+        found.weights = sender.weights_failure or receiver.weights_failure or found.weights
+        now = Drive(pair, sender, receiver, engines.folder, numbers)
+        now.run(receiver, prompt(FLOOR_TOKENS, seed=999), 1)  # kernels of this shape
         for length in chosen.lengths:
             found.rows.append(now.timed(length, chosen.repeats))
         for row in found.rows:
             row["decoded"] = now.compare(row["tokens"], chosen.prompts)
-        if pair.sink.connector == "kvbridge":
+        if pair.receiver.connector == "kvbridge":
             found.kv_rows = now.compare_rows()
-            found.route = sink.route(source)
+            found.route = receiver.route(sender)
     except AssertionError as error:
         found.failure = str(error) or traceback.format_exc(limit=-2)
         found.kv_rows = "NO" if "rows differ" in found.failure or "numbers differ" in found.failure else found.kv_rows
@@ -253,7 +253,7 @@ def drive(pair: Pair, engines: Engines, chosen: argparse.Namespace, numbers: cou
 
 
 def _restart_the_sick(pair: Pair, engines: Engines) -> None:
-    for side in (pair.source, pair.sink):
+    for side in (pair.sender, pair.receiver):
         try:
             is_well = engines.get(side).is_well()
         except Exception:  # it never started, and said why before
@@ -342,7 +342,7 @@ def main() -> int:
         stack.callback(_keep_logs, Path(name), chosen.out)
         pairs = pairs_of(chosen, len(about["gpus"]))
         if not chosen.cpu:
-            engines.start(*(side for pair in pairs for side in (pair.source, pair.sink)))
+            engines.start(*(side for pair in pairs for side in (pair.sender, pair.receiver)))
             _wait(engines, pairs)
         numbers = count(1)
         for pair in pairs:
@@ -368,7 +368,7 @@ def main() -> int:
 def _wait(engines: Engines, pairs: list[Pair]) -> None:
     """Until all engines are up or have failed: one that starts would disturb what is measured."""
     began = time.monotonic()
-    for side in {side.name: side for pair in pairs for side in (pair.source, pair.sink)}.values():
+    for side in {side.name: side for pair in pairs for side in (pair.sender, pair.receiver)}.values():
         try:
             failure = engines.get(side).weights_failure
             said = f"is up, with dummy weights: {failure}" if failure else "is up"

@@ -155,7 +155,7 @@ class Fleet:
 
     def carried(self) -> float:
         """Bytes that the decode side has taken over so far."""
-        return self.agents["decode"].status.counters.get("kvbridge_wire_bytes_total{role=sink}", 0.0)
+        return self.agents["decode"].status.counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0)
 
     def prefills(self) -> float:
         """Requests that the prefill engine has answered so far."""

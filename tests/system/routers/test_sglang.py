@@ -59,7 +59,7 @@ def front(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[Server]:
 
 
 def carried(fleet: Fleet) -> float:
-    return fleet.agents["d64"][0].status.counters.get("kvbridge_wire_bytes_total{role=sink}", 0.0)
+    return fleet.agents["d64"][0].status.counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0)
 
 
 def alone(fleet: Fleet, body: dict[str, Any]) -> list[str]:

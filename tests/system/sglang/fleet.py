@@ -106,7 +106,7 @@ class Fleet:
         """A rendezvous that was not used before."""
         return next(self._rooms)
 
-    def body(self, source: str, tokens: Sequence[Any], room: Any, count: int = TOKENS, **more: Any) -> dict[str, Any]:
+    def body(self, sender: str, tokens: Sequence[Any], room: Any, count: int = TOKENS, **more: Any) -> dict[str, Any]:
         """The same for both servers of a pair; a prompt and a room, or as many of each."""
         return {
             "input_ids": tokens,
@@ -114,41 +114,41 @@ class Fleet:
             "return_logprob": True,
             "top_logprobs_num": 2,
             "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self[source].bootstrap_port,
+            "bootstrap_port": self[sender].bootstrap_port,
             "bootstrap_room": room,
             **more,
         }
 
-    def both(self, source: str, sink: str, body: dict[str, Any]) -> tuple[tuple[int, Any], tuple[int, Any]]:
+    def both(self, sender: str, receiver: str, body: dict[str, Any]) -> tuple[tuple[int, Any], tuple[int, Any]]:
         """What the prefilling server says to it, and what the decoding one."""
-        self.start(source, sink)
+        self.start(sender, receiver)
         with ThreadPoolExecutor(2) as pool:
-            given, taken = (pool.submit(self[name].generate, body) for name in (source, sink))
+            given, taken = (pool.submit(self[name].generate, body) for name in (sender, receiver))
             return given.result(), taken.result()
 
     def ask(
-        self, source: str, sink: str, prompts: Sequence[list[int]], count: int = TOKENS
+        self, sender: str, receiver: str, prompts: Sequence[list[int]], count: int = TOKENS
     ) -> list[tuple[int, Answer]]:
         """Each prompt's room and the decoding server's answer; several go as arrays of one request."""
         rooms = [self.room() for _ in prompts]
-        self.start(source, sink)
-        body = self.body(source, prompts, rooms, count)
-        (_, given), (status, taken) = self.both(source, sink, body)
+        self.start(sender, receiver)
+        body = self.body(sender, prompts, rooms, count)
+        (_, given), (status, taken) = self.both(sender, receiver, body)
         assert status == 200, (taken, given)
         return list(zip(rooms, (answer_of(each) for each in taken), strict=True))
 
-    def rows(self, source: str, sink: str, room: int) -> tuple[rows.Rows, rows.Rows]:
+    def rows(self, sender: str, receiver: str, room: int) -> tuple[rows.Rows, rows.Rows]:
         """What was given and what was taken."""
-        shards = [CONFIGS[name].shards for name in (source, sink)]
+        shards = [CONFIGS[name].shards for name in (sender, receiver)]
         given = rows.load(self.kept, "prefill", room, shards[0])
         return given, rows.load(self.kept, "decode", room, shards[1])
 
-    def crossed(self, source: str, sink: str, *prompts: list[int], count: int = TOKENS) -> list[Answer]:
+    def crossed(self, sender: str, receiver: str, *prompts: list[int], count: int = TOKENS) -> list[Answer]:
         """Prompts go from one server to the other; the rows that arrive are the reference conversion of those sent."""
-        answers = self.ask(source, sink, prompts, count)
+        answers = self.ask(sender, receiver, prompts, count)
         for room, answer in answers:
             assert len(answer.tokens) == count, answer
-            self.assert_carried(*self.rows(source, sink, room))
+            self.assert_carried(*self.rows(sender, receiver, room))
         return [answer for _, answer in answers]
 
     @staticmethod

@@ -47,11 +47,11 @@ def reason(answer: tuple[int, Any]) -> str:
     return str(said)
 
 
-def works(fleet: Fleet, source: str, sink: str, seed: int) -> None:
+def works(fleet: Fleet, sender: str, receiver: str, seed: int) -> None:
     tokens = prompt(100, seed=seed)
-    (answer,) = fleet.crossed(source, sink, tokens)
+    (answer,) = fleet.crossed(sender, receiver, tokens)
     fleet.assert_same_as_alone(tokens, answer)
-    assert_idle(fleet, source, sink)
+    assert_idle(fleet, sender, receiver)
 
 
 def test_a_room_that_is_in_use_is_refused_to_the_next(fleet: Fleet) -> None:

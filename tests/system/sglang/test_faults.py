@@ -23,26 +23,26 @@ from tests.system.sglang.server import PATIENCE_S
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 LONG = 4000  # tokens, in chunks of 256: the prompt takes a second or more
-SOURCE, SINK = "p16", "d32"
+SENDER, RECEIVER = "p16", "d32"
 LATE_S = PATIENCE_S + 25
-OWN = {SOURCE: 0, SINK: 1, "prefill": 0, "decode": 1}  # no prompt is used twice
+OWN = {SENDER: 0, RECEIVER: 1, "prefill": 0, "decode": 1}  # no prompt is used twice
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with ExitStack() as stack:
         fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
-        fleet.start(SOURCE, SINK, "alone")
+        fleet.start(SENDER, RECEIVER, "alone")
         yield fleet
 
 
 def works(fleet: Fleet, seed: int) -> None:
     """Nothing is held, and the next prompt is carried."""
-    assert_idle(fleet, SOURCE, SINK, timeout_s=LATE_S)
+    assert_idle(fleet, SENDER, RECEIVER, timeout_s=LATE_S)
     tokens = prompt(100, seed=seed)
-    (answer,) = fleet.crossed(SOURCE, SINK, tokens)
+    (answer,) = fleet.crossed(SENDER, RECEIVER, tokens)
     fleet.assert_same_as_alone(tokens, answer)
-    assert_idle(fleet, SOURCE, SINK)
+    assert_idle(fleet, SENDER, RECEIVER)
 
 
 class Asked:
@@ -52,10 +52,10 @@ class Asked:
         self.room = fleet.room()
         self.rid = f"asked-{self.room}"
         self._pool = ThreadPoolExecutor(2)
-        body = fleet.body(SOURCE, prompt(tokens, seed=seed), self.room, rid=self.rid)
-        self.taken: Future[Any] = self._pool.submit(_ask, fleet, SINK, body)
-        self.given: Future[Any] = self._pool.submit(_ask, fleet, SOURCE, body)
-        wait_for(lambda: fleet[SINK].held()["decode_transfer_queue_reqs"], 10)
+        body = fleet.body(SENDER, prompt(tokens, seed=seed), self.room, rid=self.rid)
+        self.taken: Future[Any] = self._pool.submit(_ask, fleet, RECEIVER, body)
+        self.given: Future[Any] = self._pool.submit(_ask, fleet, SENDER, body)
+        wait_for(lambda: fleet[RECEIVER].held()["decode_transfer_queue_reqs"], 10)
 
     def ended(self, timeout_s: float = LATE_S) -> tuple[Any, Any]:
         return self.given.result(timeout_s), self.taken.result(timeout_s)
@@ -74,19 +74,19 @@ def failed(answer: tuple[int, Any]) -> bool:
     return status != 200 or (isinstance(said, dict) and said["meta_info"]["finish_reason"]["type"] == "abort")
 
 
-@pytest.mark.parametrize(("name", "queue"), [(SINK, "decode"), (SOURCE, "prefill")])
+@pytest.mark.parametrize(("name", "queue"), [(RECEIVER, "decode"), (SENDER, "prefill")])
 def test_a_client_goes_away_while_one_side_waits_for_the_other(fleet: Fleet, name: str, queue: str) -> None:
-    body = fleet.body(SOURCE, prompt(200, seed=1 + OWN[queue]), fleet.room())
+    body = fleet.body(SENDER, prompt(200, seed=1 + OWN[queue]), fleet.room())
     connection = fleet[name].begin(body)
     wait_for(lambda: _waits(fleet, name, queue), 10)
     connection.close()
     works(fleet, seed=4 + OWN[queue])
 
 
-@pytest.mark.parametrize(("name", "queue"), [(SINK, "decode"), (SOURCE, "prefill")])
+@pytest.mark.parametrize(("name", "queue"), [(RECEIVER, "decode"), (SENDER, "prefill")])
 def test_a_request_is_aborted_while_one_side_waits_for_the_other(fleet: Fleet, name: str, queue: str) -> None:
     rid = f"waits-{queue}"
-    body = fleet.body(SOURCE, prompt(200, seed=11 + OWN[queue]), fleet.room(), rid=rid)
+    body = fleet.body(SENDER, prompt(200, seed=11 + OWN[queue]), fleet.room(), rid=rid)
     connection = fleet[name].begin(body)
     wait_for(lambda: _waits(fleet, name, queue), 10)
     fleet[name].abort(rid)
@@ -99,7 +99,7 @@ def _waits(fleet: Fleet, name: str, queue: str) -> int:
     return sum(count for key, count in fleet[name].held().items() if key.startswith(queue))
 
 
-@pytest.mark.parametrize("name", [SOURCE, SINK])
+@pytest.mark.parametrize("name", [SENDER, RECEIVER])
 def test_a_request_is_aborted_while_it_travels(fleet: Fleet, name: str) -> None:
     """The side that is told ends at once, the other one when it has heard of it."""
     asked = Asked(fleet, seed=20 + OWN[name])
@@ -112,15 +112,15 @@ def test_a_request_is_aborted_while_it_travels(fleet: Fleet, name: str) -> None:
     works(fleet, seed=30 + OWN[name])
 
 
-@pytest.mark.parametrize("name", [SOURCE, SINK])
+@pytest.mark.parametrize("name", [SENDER, RECEIVER])
 def test_a_client_goes_away_while_its_request_travels(fleet: Fleet, name: str) -> None:
-    other = SINK if name == SOURCE else SOURCE
-    body = fleet.body(SOURCE, prompt(LONG, seed=40 + OWN[name]), fleet.room())
+    other = RECEIVER if name == SENDER else SENDER
+    body = fleet.body(SENDER, prompt(LONG, seed=40 + OWN[name]), fleet.room())
     leaves = fleet[name].begin(body)
     answers: list[Any] = []
     stays = threading.Thread(target=lambda: answers.append(_ask(fleet, other, body)))
     stays.start()
-    wait_for(lambda: fleet[SINK].held()["decode_transfer_queue_reqs"], 10)
+    wait_for(lambda: fleet[RECEIVER].held()["decode_transfer_queue_reqs"], 10)
     time.sleep(0.3)
     leaves.close()
     stays.join(LATE_S + 15)
@@ -128,7 +128,7 @@ def test_a_client_goes_away_while_its_request_travels(fleet: Fleet, name: str) -
     works(fleet, seed=50 + OWN[name])
 
 
-@pytest.mark.parametrize("name", [SOURCE, SINK])
+@pytest.mark.parametrize("name", [SENDER, RECEIVER])
 def test_an_agent_is_killed_while_a_request_travels(fleet: Fleet, name: str) -> None:
     """The request fails, the servers stay; with the next agent the next one is carried."""
     asked = Asked(fleet, seed=60 + OWN[name])
@@ -136,7 +136,7 @@ def test_an_agent_is_killed_while_a_request_travels(fleet: Fleet, name: str) -> 
     fleet.agents[name][0].kill()
     _, taken = asked.ended()
     assert failed(taken), taken
-    for side in (SOURCE, SINK):
+    for side in (SENDER, RECEIVER):
         assert fleet[side].process.poll() is None
         fleet[side].wait_empty(LATE_S)
     fleet.start_agents(name)
@@ -145,7 +145,7 @@ def test_an_agent_is_killed_while_a_request_travels(fleet: Fleet, name: str) -> 
     works(fleet, seed=80 + OWN[name])
 
 
-@pytest.mark.parametrize("name", [SOURCE, SINK])
+@pytest.mark.parametrize("name", [SENDER, RECEIVER])
 def test_an_idle_server_attaches_again_before_the_next_request(fleet: Fleet, name: str) -> None:
     works(fleet, seed=90 + OWN[name])
     fleet.agents[name][0].kill()
@@ -159,15 +159,15 @@ def test_an_idle_server_attaches_again_before_the_next_request(fleet: Fleet, nam
 def _carries(fleet: Fleet, seed: int) -> bool:
     """Peers may need a moment to find each other again."""
     room = fleet.room()
-    _, taken = fleet.both(SOURCE, SINK, fleet.body(SOURCE, prompt(50, seed=seed), room))
+    _, taken = fleet.both(SENDER, RECEIVER, fleet.body(SENDER, prompt(50, seed=seed), room))
     return not failed(taken)
 
 
 def test_a_room_that_nobody_has_costs_that_request_only(fleet: Fleet) -> None:
     tokens = prompt(150, seed=120)
-    lost = fleet[SINK].begin(fleet.body(SOURCE, tokens, fleet.room()))
-    wait_for(lambda: _waits(fleet, SINK, "decode"), 10)
-    (answer,) = fleet.crossed(SOURCE, SINK, prompt(150, seed=121))
+    lost = fleet[RECEIVER].begin(fleet.body(SENDER, tokens, fleet.room()))
+    wait_for(lambda: _waits(fleet, RECEIVER, "decode"), 10)
+    (answer,) = fleet.crossed(SENDER, RECEIVER, prompt(150, seed=121))
     assert answer.tokens
     with contextlib.closing(lost):
         answered = lost.getresponse()
@@ -177,8 +177,8 @@ def test_a_room_that_nobody_has_costs_that_request_only(fleet: Fleet) -> None:
 
 
 def test_an_array_of_rooms_with_a_hole_costs_that_request_only(fleet: Fleet) -> None:
-    body = fleet.body(SOURCE, [prompt(90, seed=130), prompt(90, seed=131)], [fleet.room(), None])
-    given, taken = fleet.both(SOURCE, SINK, body)
+    body = fleet.body(SENDER, [prompt(90, seed=130), prompt(90, seed=131)], [fleet.room(), None])
+    given, taken = fleet.both(SENDER, RECEIVER, body)
     assert taken[0] != 200, (given, taken)
     works(fleet, seed=132)
 
@@ -187,9 +187,9 @@ def test_a_decode_server_of_another_model_is_refused_by_the_request(fleet: Fleet
     with ExitStack() as stack:
         other = Fleet(tmp_path / "other", stack, write=partial(write_model, num_hidden_layers=2))
         other.start("d16")
-        body = fleet.body(SOURCE, prompt(100, seed=180), fleet.room())
+        body = fleet.body(SENDER, prompt(100, seed=180), fleet.room())
         with ThreadPoolExecutor(2) as pool:
-            given, taken = pool.submit(_ask, fleet, SOURCE, body), pool.submit(_ask, other, "d16", body)
+            given, taken = pool.submit(_ask, fleet, SENDER, body), pool.submit(_ask, other, "d16", body)
         assert failed(taken.result()), (given.result(), taken.result())
         works(fleet, seed=181)
         assert_idle(other, "d16", timeout_s=LATE_S)
@@ -197,9 +197,9 @@ def test_a_decode_server_of_another_model_is_refused_by_the_request(fleet: Fleet
 
 
 # The last ones: they start servers anew.
-@pytest.mark.parametrize("name", [SINK, SOURCE])
+@pytest.mark.parametrize("name", [RECEIVER, SENDER])
 def test_a_server_is_killed_while_a_request_travels(fleet: Fleet, name: str) -> None:
-    other = SINK if name == SOURCE else SOURCE
+    other = RECEIVER if name == SENDER else SENDER
     asked = Asked(fleet, seed=140 + OWN[name])
     time.sleep(0.3)
     fleet.kill(name)

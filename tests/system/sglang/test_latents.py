@@ -26,16 +26,16 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.mark.parametrize(
-    ("source", "sink"), [("p16", "d16"), ("p16-two", "d16"), ("p16", "d16-two"), ("p16", "d64-bf16")]
+    ("sender", "receiver"), [("p16", "d16"), ("p16-two", "d16"), ("p16", "d16-two"), ("p16", "d64-bf16")]
 )
-def test_every_rank_gets_the_latent(latents: Fleet, source: str, sink: str) -> None:
+def test_every_rank_gets_the_latent(latents: Fleet, sender: str, receiver: str) -> None:
     for length in (1, 17, 300):
-        tokens = prompt(length, seed=length * 100 + sum(map(ord, source + sink)))
-        ((room, answer),) = latents.ask(source, sink, [tokens])
-        given, taken = latents.rows(source, sink, room)
+        tokens = prompt(length, seed=length * 100 + sum(map(ord, sender + receiver)))
+        ((room, answer),) = latents.ask(sender, receiver, [tokens])
+        given, taken = latents.rows(sender, receiver, room)
         latents.assert_carried(given, taken)
         assert {part for _, part in taken.rows} == {"latent"}
         assert {rows.shape[1:] for rows in given.rows.values()} == {(1, 4 * (LATENT + ROPE))}
         if given.codec == taken.codec:
             latents.assert_same_as_alone(tokens, answer)
-    assert_idle(latents, source, sink)
+    assert_idle(latents, sender, receiver)

@@ -31,43 +31,43 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-@pytest.mark.parametrize(("source", "sink"), PAIRS)
-def test_says_what_one_server_alone_says(fleet: Fleet, source: str, sink: str) -> None:
+@pytest.mark.parametrize(("sender", "receiver"), PAIRS)
+def test_says_what_one_server_alone_says(fleet: Fleet, sender: str, receiver: str) -> None:
     for number, length in enumerate(LENGTHS * 2):  # rooms that follow each other go to one replica after the other
-        tokens = prompt(length, seed=_seed(source, sink, number))
-        (answer,) = fleet.crossed(source, sink, tokens)
+        tokens = prompt(length, seed=_seed(sender, receiver, number))
+        (answer,) = fleet.crossed(sender, receiver, tokens)
         fleet.assert_same_as_alone(tokens, answer)
-    assert_idle(fleet, source, sink)
+    assert_idle(fleet, sender, receiver)
 
 
-@pytest.mark.parametrize(("source", "sink"), PAIRS)
-def test_sixteen_requests_at_once(fleet: Fleet, source: str, sink: str) -> None:
-    prompts = [prompt(40 + 23 * i, seed=_seed(source, sink, 1000 + i)) for i in range(16)]
+@pytest.mark.parametrize(("sender", "receiver"), PAIRS)
+def test_sixteen_requests_at_once(fleet: Fleet, sender: str, receiver: str) -> None:
+    prompts = [prompt(40 + 23 * i, seed=_seed(sender, receiver, 1000 + i)) for i in range(16)]
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda tokens: fleet.crossed(source, sink, tokens)[0], prompts))
+        answers = list(pool.map(lambda tokens: fleet.crossed(sender, receiver, tokens)[0], prompts))
     for tokens, answer in zip(prompts, answers, strict=True):
         fleet.assert_same_as_alone(tokens, answer)
-    assert_idle(fleet, source, sink)
+    assert_idle(fleet, sender, receiver)
 
 
 def test_all_answers_to_a_prompt_come_from_one_replica(fleet: Fleet) -> None:
     """The one whose prefix cache the first of their requests has filled."""
-    source, sink = "p16-replicas", "d32-replicas"
+    sender, receiver = "p16-replicas", "d32-replicas"
     for number in range(2):  # a room for each replica
-        tokens = prompt(200, seed=_seed(source, sink, 2000 + number))
+        tokens = prompt(200, seed=_seed(sender, receiver, 2000 + number))
         sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True, "n": 2}
-        body = fleet.body(source, tokens, fleet.room(), sampling_params=sampling)
-        given, (status, said) = fleet.both(source, sink, body)
+        body = fleet.body(sender, tokens, fleet.room(), sampling_params=sampling)
+        given, (status, said) = fleet.both(sender, receiver, body)
         assert status == 200, (said, given)
         for each in map(answer_of, said):
             fleet.assert_same_as_alone(tokens, each)
             assert each.cached >= 192, f"{each.cached} tokens of the prompt were in the cache"
-    assert_idle(fleet, source, sink)
+    assert_idle(fleet, sender, receiver)
 
 
-def _seed(source: str, sink: str, number: int) -> int:
+def _seed(sender: str, receiver: str, number: int) -> int:
     """Prompts of different pairs share no prefix."""
-    return sum(map(ord, f"{source}>{sink}")) * 7919 + number * 31
+    return sum(map(ord, f"{sender}>{receiver}")) * 7919 + number * 31
 
 
 # The last one: four ranks on two cores want them for themselves.

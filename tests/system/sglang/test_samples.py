@@ -34,23 +34,23 @@ def sampled(fleet: Fleet, tokens: Any, room: Any, n: int = N, **more: Any) -> di
     return fleet.body("p16", tokens, room, sampling_params=sampling)
 
 
-def works(fleet: Fleet, sink: str, body: dict[str, Any], prompts: list[list[int]]) -> None:
+def works(fleet: Fleet, receiver: str, body: dict[str, Any], prompts: list[list[int]]) -> None:
     """All answers to a prompt are the greedy one."""
-    given, (status, said) = fleet.both("p16", sink, body)
+    given, (status, said) = fleet.both("p16", receiver, body)
     assert status == 200, (said, given)
     expected = [tokens for tokens in prompts for _ in range(len(said) // len(prompts))]
     for tokens, each in zip(expected, said, strict=True):
         assert_same_tokens(fleet.alone(tokens), answer_of(each))
-    assert_idle(fleet, "p16", sink)
+    assert_idle(fleet, "p16", receiver)
 
 
-@pytest.mark.parametrize("sink", ["d32", "d32-plain"])
-def test_each_is_carried_and_says_what_one_server_alone_says(fleet: Fleet, sink: str) -> None:
+@pytest.mark.parametrize("receiver", ["d32", "d32-plain"])
+def test_each_is_carried_and_says_what_one_server_alone_says(fleet: Fleet, receiver: str) -> None:
     """A decoding side that keeps prefixes fetches the prompt's once."""
-    tokens, room, rooms = prompt(300, seed=71 + len(sink)), fleet.room(), SampleRooms()
-    works(fleet, sink, sampled(fleet, tokens, room), [tokens])
+    tokens, room, rooms = prompt(300, seed=71 + len(receiver)), fleet.room(), SampleRooms()
+    works(fleet, receiver, sampled(fleet, tokens, room), [tokens])
     for _ in range(N + 1):
-        fleet.assert_carried(*fleet.rows("p16", sink, rooms.next(room)))
+        fleet.assert_carried(*fleet.rows("p16", receiver, rooms.next(room)))
 
 
 @pytest.mark.parametrize("shared", ["follow each other", "differ", "are one"])

@@ -37,8 +37,8 @@ def refused(world: World) -> None:
 
 def rescaled(world: World) -> None:
     world.offer("r", 64, 16)
-    (source,) = world.sources
-    world.do(source, source.outbound.rescaled("test", world.now))
+    (sender,) = world.senders
+    world.do(sender, sender.outbound.rescaled("test", world.now))
 
 
 ENDS = {
@@ -50,8 +50,8 @@ ENDS = {
 }
 
 
-def failure(world: World, request: str, sink: int = 0) -> str:
-    answer = world.answers(sink)[request]
+def failure(world: World, request: str, receiver: int = 0) -> str:
+    answer = world.answers(receiver)[request]
     assert isinstance(answer, Failed), answer
     return answer.code
 
@@ -64,12 +64,12 @@ def test_a_claim_on_an_offer_that_has_ended_hears_at_once_why(code: str, monkeyp
     world.want("r", 64)
     world.run()
     assert failure(world, "r") == code
-    assert not world.nodes["P0"].outbound._rooms._ended
+    assert not world.nodes["P0"].outbound._rendezvous_ids._ended
 
 
-def only(world: World, sink: int, act: Callable[[], None]) -> None:
-    """Only this rank of the sinks' engine does it."""
-    others = [node for i, node in enumerate(world.sinks) if i != sink]
+def only(world: World, receiver: int, act: Callable[[], None]) -> None:
+    """Only this rank of the receivers' engine does it."""
+    others = [node for i, node in enumerate(world.receivers) if i != receiver]
     nodes = dict(world.nodes)
     for node in others:
         del world.nodes[node.name]
@@ -80,8 +80,8 @@ def only(world: World, sink: int, act: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("comes_again", [False, True])
-def test_all_sinks_of_a_want_hear_the_same_though_another_is_offered_meanwhile(comes_again: bool) -> None:
-    world = World(sinks=2)
+def test_all_receivers_of_a_want_hear_the_same_though_another_is_offered_meanwhile(comes_again: bool) -> None:
+    world = World(receivers=2)
     world.offer("r", 32, 8, last=False)
     only(world, 0, lambda: world.want("r", 64))
     world.run()
@@ -91,8 +91,8 @@ def test_all_sinks_of_a_want_hear_the_same_though_another_is_offered_meanwhile(c
     comes_for_the_first(world)
 
 
-def test_the_sinks_of_a_want_that_come_after_the_end_hear_though_another_is_offered_between() -> None:
-    world = World(sinks=2)
+def test_the_receivers_of_a_want_that_come_after_the_end_hear_though_another_is_offered_between() -> None:
+    world = World(receivers=2)
     withdrawn(world)
     only(world, 0, lambda: world.want("r", 64))
     world.run()
@@ -101,19 +101,20 @@ def test_the_sinks_of_a_want_that_come_after_the_end_hear_though_another_is_offe
 
 
 def comes_for_the_first(world: World) -> None:
-    """Another is offered in the room, and only then the second sink of a want comes whose first has failed."""
-    world.offer("s", 64, 16, room="r")
+    """Another is offered in the rendezvous, and only then the second receiver of a want comes whose first has
+    failed."""
+    world.offer("s", 64, 16, rendezvous="r")
     only(world, 1, lambda: world.want("r", 64))
     world.run()
     assert failure(world, "r", 1) == "withdrawn"
-    world.want("again", 64, room="r")
+    world.want("again", 64, rendezvous="r")
     world.run()
-    assert all(isinstance(world.answers(sink)["again"], Done) for sink in (0, 1))
+    assert all(isinstance(world.answers(receiver)["again"], Done) for receiver in (0, 1))
     world.check_rest()
 
 
-def test_a_sink_that_never_came_in_time_hears_that_the_offer_expired() -> None:
-    world = World(sinks=2)
+def test_a_receiver_that_never_came_in_time_hears_that_the_offer_expired() -> None:
+    world = World(receivers=2)
     world.offer("r", 64, 16)
     only(world, 0, lambda: world.want("r", 64))
     world.run()
@@ -130,24 +131,24 @@ def test_a_want_that_failed_may_come_again_under_its_name() -> None:
     world.want("r", 64)
     world.run()
     assert failure(world, "r") == "withdrawn"
-    world.sinks[0].told.clear()
+    world.receivers[0].told.clear()
     world.want("r", 64)
     world.run()
     assert not world.answers(), "one offer's end is the answer to one want"
-    world.offer("s", 64, 16, room="r")
+    world.offer("s", 64, 16, rendezvous="r")
     world.run()
     assert isinstance(world.answers()["r"], Done)
     world.check_rest()
 
 
-def test_another_offer_in_the_room_is_what_claims_come_for() -> None:
+def test_another_offer_in_the_rendezvous_is_what_claims_come_for() -> None:
     world = World()
     withdrawn(world)
-    world.offer("s", 64, 16, room="r")
+    world.offer("s", 64, 16, rendezvous="r")
     world.want("r", 64)
     world.run()
     assert isinstance(world.answers()["r"], Done)
-    world.want("next", 64, room="r")  # the end of the first is forgotten
+    world.want("next", 64, rendezvous="r")  # the end of the first is forgotten
     world.run()
     assert "next" not in world.answers()
 
@@ -159,7 +160,7 @@ def test_a_preempted_prompt_is_waited_for() -> None:
     world.want("r", 64)
     world.run()
     assert not world.answers()
-    world.offer("r~1", 64, 16, room="r")
+    world.offer("r~1", 64, 16, rendezvous="r")
     world.run()
     assert isinstance(world.answers()["r"], Done)
     world.check_rest()
@@ -168,49 +169,49 @@ def test_a_preempted_prompt_is_waited_for() -> None:
 def test_the_end_of_a_write_gives_nothing_back_of_what_is_offered_under_that_name_since() -> None:
     """Released comes when the blocks are read: what was gathered of them may be on its way, or late."""
     world = World()
-    (source,) = world.sources
+    (sender,) = world.senders
     world.offer("r", 64, 16)
     world.want("r", 64)
     world.hold = {"write"}
     world.run()
     world.withdraw("r", comes_again=True)
     world.run()
-    assert "r" in world.released() and source.outbound.outlets
+    assert "r" in world.released() and sender.outbound.outlets
     world.offer("r", 64, 16)
     world.hold.clear()
     world.run()
-    assert not source.outbound.outlets and "r" in world.released() and "r" in source.outbound.offers
-    world.want("next", 64, room="r")
+    assert not sender.outbound.outlets and "r" in world.released() and "r" in sender.outbound.offers
+    world.want("next", 64, rendezvous="r")
     world.run()
     assert isinstance(world.answers()["next"], Done)
-    assert [told.code for told in source.told if isinstance(told, Released)] == ["withdrawn", ""]
-    assert not source.outbound.offers and source.sending.slots.free == len(source.sending.slots)
+    assert [told.code for told in sender.told if isinstance(told, Released)] == ["withdrawn", ""]
+    assert not sender.outbound.offers and sender.sending.slots.free == len(sender.sending.slots)
 
 
 @pytest.mark.parametrize("end", [64, 0])
 def test_an_offer_that_was_served_is_not_remembered(end: int) -> None:
-    """The next equal prompt has the same room; its claim may come before its offer."""
-    world = World(sinks=2)
-    world.offer("a", 64, 16, room="prompt")
-    world.want("a", end, room="prompt")
+    """The next equal prompt has the same rendezvous; its claim may come before its offer."""
+    world = World(receivers=2)
+    world.offer("a", 64, 16, rendezvous="prompt")
+    world.want("a", end, rendezvous="prompt")
     world.run()
     world.withdraw("a")
-    world.want("b", 64, room="prompt")
+    world.want("b", 64, rendezvous="prompt")
     world.run()
     assert "b" not in world.answers()
-    world.offer("b", 64, 16, room="prompt")
+    world.offer("b", 64, 16, rendezvous="prompt")
     world.run()
-    assert all(isinstance(world.answers(sink)["b"], Done) for sink in (0, 1))
+    assert all(isinstance(world.answers(receiver)["b"], Done) for receiver in (0, 1))
     world.check_rest()
 
 
 def test_of_two_equal_prompts_the_one_that_is_open_goes_first() -> None:
     world = World()
     for name in ("a", "b"):
-        world.offer(name, 64, 16, room="prompt")
+        world.offer(name, 64, 16, rendezvous="prompt")
     world.withdraw("a")
     for name in ("c", "d"):
-        world.want(name, 64, room="prompt")
+        world.want(name, 64, rendezvous="prompt")
     world.run()
     assert isinstance(world.answers()["c"], Done) and failure(world, "d") == "withdrawn"
 
@@ -218,30 +219,30 @@ def test_of_two_equal_prompts_the_one_that_is_open_goes_first() -> None:
 def test_ends_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.rendezvous.MOST_ENDED", 3)
     world = World()
-    rooms: Rendezvous = world.nodes["P0"].outbound._rooms
+    rendezvous_ids: Rendezvous = world.nodes["P0"].outbound._rendezvous_ids
     for number in range(5):
         world.offer(f"r{number}", 64, 16)
         world.withdraw(f"r{number}")
-    assert list(rooms._ended) == ["r2", "r3", "r4"] and len(rooms._by_age) == 3
+    assert list(rendezvous_ids._ended) == ["r2", "r3", "r4"] and len(rendezvous_ids._by_age) == 3
     world.pass_time(ENDED_S)
     world.want("r4", 64, deadline=SOON_S)
     world.run()
-    assert "r4" not in world.answers() and not rooms._ended and not rooms._by_age
+    assert "r4" not in world.answers() and not rendezvous_ids._ended and not rendezvous_ids._by_age
 
 
 def test_an_engine_that_left_takes_its_ends_with_it() -> None:
     world = World()
     withdrawn(world)
-    (source,) = world.sources
-    world.do(source, source.outbound.engine_left(world.now))
-    assert not source.outbound._rooms._ended
+    (sender,) = world.senders
+    world.do(sender, sender.outbound.engine_left(world.now))
+    assert not sender.outbound._rendezvous_ids._ended
 
 
 def test_claims_that_wait_for_a_rebuild_hear_of_an_end_at_once() -> None:
     world = World()
-    (source,) = world.sources
+    (sender,) = world.senders
     world.offer("r", 64, 16)
-    source.outbound.pause(is_alone=True)
+    sender.outbound.pause(is_alone=True)
     world.want("r", 64)
     world.run()
     assert not world.answers()
@@ -252,11 +253,13 @@ def test_claims_that_wait_for_a_rebuild_hear_of_an_end_at_once() -> None:
 
 
 def test_a_rank_that_offers_nothing_is_named_at_the_deadline() -> None:
-    world = World(sources=2)
-    source = world.nodes["P0"]
-    said = Offer(room="r", request="r", tokens=64, blocks=(Blocks(0, 0, tuple(range(16))),), is_last=True, hold_s=100.0)
+    world = World(senders=2)
+    sender = world.nodes["P0"]
+    said = Offer(
+        rendezvous="r", request="r", tokens=64, blocks=(Blocks(0, 0, tuple(range(16))),), is_last=True, hold_s=100.0
+    )
     world.want("r", 64)
-    world.do(source, source.outbound.offer(said, source.home, 0.0))
+    world.do(sender, sender.outbound.offer(said, sender.home, 0.0))
     world.run()
     world.pass_time(50)
     world.settle()
@@ -266,8 +269,8 @@ def test_a_rank_that_offers_nothing_is_named_at_the_deadline() -> None:
 
 
 def test_a_rank_that_its_engine_has_not_named_is_missed_at_the_deadline() -> None:
-    world = World(sources=2)
-    for node in world.sources:
+    world = World(senders=2)
+    for node in world.senders:
         node.home = replace(node.home, ranks=())
     world.want("r", 64)
     world.run(20)

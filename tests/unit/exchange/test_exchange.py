@@ -20,9 +20,9 @@ SEEDS = range(25)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("sources", "sinks"), [(1, 1), (2, 1), (1, 2), (2, 4)])
-def test_carries_requests_whatever_the_order(sources: int, sinks: int, seed: int) -> None:
-    world = World(sources, sinks, seed=seed)
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_carries_requests_whatever_the_order(senders: int, receivers: int, seed: int) -> None:
+    world = World(senders, receivers, seed=seed)
     for i in range(6):
         if (seed + i) % 2:
             world.want(f"r{i}", 40 + i)
@@ -30,11 +30,11 @@ def test_carries_requests_whatever_the_order(sources: int, sinks: int, seed: int
         if not (seed + i) % 2:
             world.want(f"r{i}", 40 + i)
     world.run()
-    for sink in range(sinks):
-        assert all(isinstance(answer, Done) for answer in world.answers(sink).values())
-        assert len(world.answers(sink)) == 6
-    for source in range(sources):
-        assert len(world.released(source)) == 6
+    for receiver in range(receivers):
+        assert all(isinstance(answer, Done) for answer in world.answers(receiver).values())
+        assert len(world.answers(receiver)) == 6
+    for sender in range(senders):
+        assert len(world.released(sender)) == 6
     world.check_rest()
 
 
@@ -64,7 +64,7 @@ def test_blocks_are_released_before_the_network_is_through() -> None:
 
 
 def test_an_empty_want_releases_the_offer() -> None:
-    world = World(sources=2)
+    world = World(senders=2)
     world.offer("r", 16, 4)
     world.want("r", 16, first=16)
     world.run()
@@ -72,7 +72,7 @@ def test_an_empty_want_releases_the_offer() -> None:
     world.check_rest()
 
 
-def test_a_prefix_on_the_sink_is_not_sent() -> None:
+def test_a_prefix_on_the_receiver_is_not_sent() -> None:
     world = World()
     world.offer("r", 48, 12)
     world.want("r", 48, first=32)
@@ -82,11 +82,11 @@ def test_a_prefix_on_the_sink_is_not_sent() -> None:
     world.check_rest()
 
 
-def test_equal_rooms_are_served_one_offer_each() -> None:
+def test_equal_rendezvous_ids_are_served_one_offer_each() -> None:
     world = World()
     for i in range(3):
-        world.offer(f"p{i}", 16, 4, room="same")
-        world.want(f"d{i}", 16, room="same")
+        world.offer(f"p{i}", 16, 4, rendezvous="same")
+        world.want(f"d{i}", 16, rendezvous="same")
     world.run()
     assert all(isinstance(a, Done) for a in world.answers().values()) and len(world.released()) == 3
     world.check_rest()
@@ -102,7 +102,7 @@ def test_abandoned_want_is_answered_once_and_quarantines_until_drained(seed: int
     world.abandon("r")
     world.hold = {"write", "message"}
     world.run()
-    counts = world.sinks[0].inbound.slots.counts()
+    counts = world.receivers[0].inbound.slots.counts()
     assert isinstance(world.answers()["r"], Failed) and counts.quarantined > 0 and counts.lent == 0
     world.hold = set()
     world.run()
@@ -122,7 +122,7 @@ def test_quarantined_slots_are_not_lent_again_by_time() -> None:
     world.run()
     world.pass_time(40)
     world.run()
-    assert "s" not in world.answers() and world.sinks[0].inbound.slots.free == 0
+    assert "s" not in world.answers() and world.receivers[0].inbound.slots.free == 0
     world.hold = set()
     world.run()
     assert isinstance(world.answers()["s"], Done)
@@ -130,8 +130,8 @@ def test_quarantined_slots_are_not_lent_again_by_time() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_dead_source_fails_the_want_and_its_slots_wait_for_proof(seed: int) -> None:
-    world = World(sources=2, seed=seed)
+def test_a_dead_sender_fails_the_want_and_its_slots_wait_for_proof(seed: int) -> None:
+    world = World(senders=2, seed=seed)
     world.offer("r", 64, 16)
     world.want("r", 64)
     world.hold = {"write"}
@@ -141,13 +141,13 @@ def test_a_dead_source_fails_the_want_and_its_slots_wait_for_proof(seed: int) ->
     world.run()
     answer = world.answers()["r"]
     assert isinstance(answer, Failed) and answer.code == "peer_lost"
-    inbound = world.sinks[0].inbound
+    inbound = world.receivers[0].inbound
     assert not inbound.wants
-    boot = world.nodes["P1"].home.agent.boot
+    incarnation = world.nodes["P1"].home.agent.incarnation
     asked = [action.body for action in inbound.refused("P1", "next") if isinstance(action, Send)]
     assert bool(asked) == bool(inbound.slots.counts().quarantined)
     for body in asked:
-        assert isinstance(body, Cancel) and body.boot == boot
+        assert isinstance(body, Cancel) and body.incarnation == incarnation
         inbound.drained("next", body.transfer, "", "", world.now)
     world.check_rest()
 
@@ -180,16 +180,18 @@ def test_what_is_said_of_an_offer_that_has_expired_is_no_new_offer(is_last: bool
     world.run()
     world.pass_time(101)
     assert world.released()["r"].code == "offer_expired"
-    outbound = world.sources[0].outbound
+    outbound = world.senders[0].outbound
     world.want("r", 16)
-    more = Offer(room="r", request="r", tokens=16, blocks=(Blocks(0, 0, (0, 1, 2, 3)),), is_last=is_last, hold_s=100.0)
+    more = Offer(
+        rendezvous="r", request="r", tokens=16, blocks=(Blocks(0, 0, (0, 1, 2, 3)),), is_last=is_last, hold_s=100.0
+    )
     for _ in range(2 - is_last):
-        (said,) = outbound.offer(more, world.sources[0].home, world.now)
+        (said,) = outbound.offer(more, world.senders[0].home, world.now)
         assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "offer_over"
     assert not outbound.offers
     (said,) = outbound.withdraw("r", "over", 0.0)
     assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "unknown_offer"
-    outbound.offer(more, world.sources[0].home, world.now)
+    outbound.offer(more, world.senders[0].home, world.now)
     assert "r" in outbound.offers, "a new life of that name"
 
 
@@ -200,7 +202,7 @@ def test_a_want_for_more_than_was_offered_fails_with_both_numbers() -> None:
     world.run()
     answer = world.answers()["r"]
     assert isinstance(answer, Failed) and answer.code == "tokens_missing" and "20" in answer.reason
-    world.check_rest() if not world.sources[0].outbound.offers else world.pass_time(101)
+    world.check_rest() if not world.senders[0].outbound.offers else world.pass_time(101)
 
 
 def test_withdrawn_offer_waits_for_its_gathers() -> None:
@@ -228,9 +230,9 @@ def test_withdrawn_offer_waits_for_its_gathers() -> None:
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["abandon", "withdraw", "time"])), max_size=4),
 )
 def test_every_request_ends_once_and_nothing_leaks(
-    sources: int, sinks: int, slots: int, seed: int, faults: list[tuple[int, str]]
+    senders: int, receivers: int, slots: int, seed: int, faults: list[tuple[int, str]]
 ) -> None:
-    world = World(sources, sinks, slots=slots, seed=seed)
+    world = World(senders, receivers, slots=slots, seed=seed)
     for i in range(6):
         if seed % 2:
             world.want(f"r{i}", 24)
@@ -247,20 +249,20 @@ def test_every_request_ends_once_and_nothing_leaks(
     world.run()
     world.pass_time(200)
     world.run()
-    for sink in range(sinks):
-        assert len(world.answers(sink)) == 6
-    for source in range(sources):
-        assert len(world.released(source)) == 6
+    for receiver in range(receivers):
+        assert len(world.answers(receiver)) == 6
+    for sender in range(senders):
+        assert len(world.released(sender)) == 6
     world.check_rest()
 
 
 NOTICE_LIES = {
     "transfer": "t999",
     "token": b"\0" * 16,
-    "source_boot": "another",
-    "sink_boot": "another",
-    "source_epoch": 7,
-    "sink_epoch": 7,
+    "sender_incarnation": "another",
+    "receiver_incarnation": "another",
+    "sender_epoch": 7,
+    "receiver_epoch": 7,
     "slot": 99,
     "generation": 99,
     "chunk": 77,
@@ -275,7 +277,7 @@ def test_a_landed_chunk_counts_only_if_every_field_matches(field: str) -> None:
     world.want("r", 64)
     world.hold = {"notice"}
     world.run()
-    receiving, true = world.sinks[0].receiving, world.notices[0]
+    receiving, true = world.receivers[0].receiving, world.notices[0]
     lie = replace(true, **{field: NOTICE_LIES[field]})
     assert receiving.landed(lie) is None and receiving.scattering == 0
     arrival = receiving.landed(true)
@@ -292,11 +294,11 @@ def test_a_request_wanted_twice_goes_on_and_another_under_its_name_is_refused(ho
     world.want("r", 64)
     world.hold = {hold}
     world.run()
-    (sink,) = world.sinks
+    (receiver,) = world.receivers
     world.want("r", 64)
-    assert not sink.told
+    assert not receiver.told
     world.want("r", 48)
-    (refused,) = sink.told
+    (refused,) = receiver.told
     assert isinstance(refused, Refused) and (refused.code, refused.about) == ("duplicate_request", "want r")
     world.hold = set()
     world.run()
@@ -305,7 +307,7 @@ def test_a_request_wanted_twice_goes_on_and_another_under_its_name_is_refused(ho
 
 
 def test_a_want_that_fails_before_its_claim_lets_the_reached_ranks_go() -> None:
-    world = World(sources=2)
+    world = World(senders=2)
     world.offer("r", 64, 16)
     world.nodes["P1"].is_dead = True
     world.want("r", 64, first=37)
@@ -316,45 +318,45 @@ def test_a_want_that_fails_before_its_claim_lets_the_reached_ranks_go() -> None:
     assert not world.refused
 
 
-def test_a_source_that_lost_us_still_answers_the_cancel_of_what_it_was_writing() -> None:
+def test_a_sender_that_lost_us_still_answers_the_cancel_of_what_it_was_writing() -> None:
     world = World()
     world.offer("r", 64, 16)
     world.want("r", 64)
     world.hold = {"write"}
     world.run()
-    source, sink = world.sources[0], world.sinks[0]
-    world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
-    world.do(source, source.outbound.lost(sink.home.agent.boot))
+    sender, receiver = world.senders[0], world.receivers[0]
+    world.do(receiver, receiver.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
+    world.do(sender, sender.outbound.lost(receiver.home.agent.incarnation))
     world.settle()
-    assert isinstance(world.answers()["r"], Failed) and sink.inbound.slots.counts().quarantined
-    world.pass_time(6)  # nobody wants anything of it: the sink looks for it on account of its slots alone
+    assert isinstance(world.answers()["r"], Failed) and receiver.inbound.slots.counts().quarantined
+    world.pass_time(6)  # nobody wants anything of it: the receiver looks for it on account of its slots alone
     world.run()
-    assert sink.inbound.slots.counts().quarantined, "writes are under way"
+    assert receiver.inbound.slots.counts().quarantined, "writes are under way"
     world.hold = set()
     world.run()
     world.check_rest()
 
 
-def test_a_source_that_lost_us_does_not_call_drained_what_it_is_writing() -> None:
+def test_a_sender_that_lost_us_does_not_call_drained_what_it_is_writing() -> None:
     """Whoever asks without a session must not hear that nothing is written while something is."""
     world = World()
     world.offer("r", 64, 16)
     world.want("r", 64)
     world.hold = {"write"}
     world.run()
-    source, sink = world.sources[0].outbound, world.sinks[0]
-    (transfer,) = source.outlets
-    world.do(world.sources[0], source.lost(sink.home.agent.boot))
-    assert not source.renounce(sink.home.agent.boot, Cancel(transfer=transfer, code=""))
-    world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
+    sender, receiver = world.senders[0].outbound, world.receivers[0]
+    (transfer,) = sender.outlets
+    world.do(world.senders[0], sender.lost(receiver.home.agent.incarnation))
+    assert not sender.renounce(receiver.home.agent.incarnation, Cancel(transfer=transfer, code=""))
+    world.do(receiver, receiver.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
     world.hold = set()
     world.run()
     for each in (transfer, "never heard of"):
-        assert source.renounce(sink.home.agent.boot, Cancel(transfer=each, code=""))
+        assert sender.renounce(receiver.home.agent.incarnation, Cancel(transfer=each, code=""))
 
 
 def test_ranks_of_two_engines_are_not_taken_for_one() -> None:
-    world = World(sources=2)
+    world = World(senders=2)
     other = world.nodes["P1"]
     pool = replace(other.home.pool, engine=replace(other.home.pool.engine, id="stranger"))
     other.home = dataclasses.replace(other.home, pool=pool)
@@ -362,4 +364,4 @@ def test_ranks_of_two_engines_are_not_taken_for_one() -> None:
     world.want("r", 16)
     world.run()
     answer = world.answers()["r"]
-    assert isinstance(answer, Failed) and answer.code == "source_ranks_mismatch" and "stranger" in answer.reason
+    assert isinstance(answer, Failed) and answer.code == "sender_ranks_mismatch" and "stranger" in answer.reason

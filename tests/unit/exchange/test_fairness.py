@@ -1,4 +1,4 @@
-"""Slots are few: whoever has waited longest for one goes first, at the sink as at the source."""
+"""Slots are few: whoever has waited longest for one goes first, at the receiver as at the sender."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG = 240
 @pytest.mark.parametrize(("slots", "local"), [(2, 2), (1, 4), (4, 1), (8, 2)])
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(slots: int, local: int, seed: int) -> None:
     world = World(1, 1, slots=slots, local=local, seed=seed)
-    inbound = world.sinks[0].inbound
+    inbound = world.receivers[0].inbound
     world.offer("long", LONG, LONG // 4)
     world.want("long", LONG)
     for _ in range(25):
@@ -39,7 +39,7 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come(
 ) -> None:
     """Who has just come has not waited longest: each round of all is one chunk for the long one as well."""
     world = World(1, 1, slots=slots, local=local, seed=seed)
-    inbound = world.sinks[0].inbound
+    inbound = world.receivers[0].inbound
     world.offer("long", LONG, LONG // 4)
     world.want("long", LONG)
     for _ in range(40):
@@ -60,7 +60,7 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come(
 def test_many_get_on_at_one_pace(seed: int) -> None:
     """At any moment nobody is more than a few chunks ahead, however the slots become free."""
     world = World(1, 1, slots=3, local=2, seed=seed)
-    inbound = world.sinks[0].inbound
+    inbound = world.receivers[0].inbound
     names = [f"r{i}" for i in range(5)]
     for name in names:
         world.offer(name, 80, 20)

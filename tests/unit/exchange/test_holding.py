@@ -30,19 +30,21 @@ def test_an_offer_that_nobody_asks_for_ends_with_its_hold() -> None:
     assert "64 tokens" in world.released()["r"].reason
 
 
-@pytest.mark.parametrize("sources", [1, 2])
-@pytest.mark.parametrize("sinks", [1, 2])
-def test_an_offer_is_held_while_a_request_queues_for_it(sources: int, sinks: int) -> None:
-    world = World(sources, sinks)
+@pytest.mark.parametrize("senders", [1, 2])
+@pytest.mark.parametrize("receivers", [1, 2])
+def test_an_offer_is_held_while_a_request_queues_for_it(senders: int, receivers: int) -> None:
+    world = World(senders, receivers)
     world.offer("r", 64, 16)
     world.expect("r")
     world.run()
-    assert all(len(source.accepted) == sinks for source in world.sources), "sessions are there before they are needed"
+    assert all(len(sender.accepted) == receivers for sender in world.senders), (
+        "sessions are there before they are needed"
+    )
     wait(world, 5 * HOLD_S)
-    assert not any(world.released(source) for source in range(sources))
+    assert not any(world.released(sender) for sender in range(senders))
     world.want("r", 64)
     world.run()
-    assert all("r" in world.answers(sink) for sink in range(sinks))
+    assert all("r" in world.answers(receiver) for receiver in range(receivers))
     wait(world, HOLD_S)
     world.check_rest()
 
@@ -69,20 +71,20 @@ def test_who_waits_no_longer_holds_no_longer(end: str) -> None:
     if end == "abandon":
         world.abandon("r")
     elif end == "engine_left":
-        world.do(world.sinks[0], world.sinks[0].inbound.engine_left(world.now))
+        world.do(world.receivers[0], world.receivers[0].inbound.engine_left(world.now))
     else:
         world.want("r", 0)
-    assert not world.sinks[0].inbound.awaited
+    assert not world.receivers[0].inbound.awaited
     wait(world, HOLD_S + HOLD_EVERY_S)
     assert "r" in world.released()
 
 
-def test_the_sources_engine_hears_that_its_offer_is_held() -> None:
+def test_the_senders_engine_hears_that_its_offer_is_held() -> None:
     world = World()
     world.offer("r", 64, 16)
     world.expect("r")
     wait(world, 2.0)
-    assert Held(requests=("r",)) in world.sources[0].told
+    assert Held(requests=("r",)) in world.senders[0].told
 
 
 def test_all_that_waits_is_said_at_once_and_only_every_few_seconds() -> None:
@@ -91,7 +93,7 @@ def test_all_that_waits_is_said_at_once_and_only_every_few_seconds() -> None:
         world.expect(f"r{number}")
     wait(world, 4 * HOLD_EVERY_S)
     assert len(world.holds) <= 6
-    assert any(len(hold.rooms) == 50 for hold in world.holds)
+    assert any(len(hold.rendezvous_ids) == 50 for hold in world.holds)
 
 
 def test_a_request_that_gets_its_blocks_at_once_costs_no_message() -> None:
@@ -111,22 +113,22 @@ def test_a_request_that_gets_its_blocks_at_once_costs_no_message() -> None:
     world.check_rest()
 
 
-def test_one_word_holds_one_offer_of_a_room() -> None:
+def test_one_word_holds_one_offer_of_a_rendezvous() -> None:
     world = World()
     for number in range(3):
-        world.offer(f"r{number}", 64, 16, room="same")
-    source = world.sources[0]
+        world.offer(f"r{number}", 64, 16, rendezvous="same")
+    sender = world.senders[0]
     world.now += 50
-    world.do(source, source.outbound.hold("boot", ("same", "same"), world.now))
+    world.do(sender, sender.outbound.hold("incarnation", ("same", "same"), world.now))
     wait(world, 51)
     assert set(world.released()) == {"r2"}
 
 
 def reclaim(world: World, blocks: int) -> set[str]:
-    """Which offers end when the source's engine is short of so many blocks."""
-    source = world.sources[0]
+    """Which offers end when the sender's engine is short of so many blocks."""
+    sender = world.senders[0]
     before = set(world.released())
-    world.do(source, source.outbound.reclaim(blocks, world.now))
+    world.do(sender, sender.outbound.reclaim(blocks, world.now))
     new = set(world.released()) - before
     assert all(world.released()[name].code == "reclaimed" for name in new)
     return new
@@ -189,26 +191,26 @@ def test_an_offer_is_left_that_was_awaited_before_it_was_made() -> None:
     world.offer("r", 64, 16)
     world.now += FRESH_S
     assert reclaim(world, 100) == set()
-    outbound = world.sources[0].outbound
+    outbound = world.senders[0].outbound
     assert outbound.unclaimed(world.now + AWAITED_S + 1) == [outbound.offers["r"]]
 
 
-def test_two_sinks_that_wait_for_equal_prompts_hold_one_each() -> None:
+def test_two_receivers_that_wait_for_equal_prompts_hold_one_each() -> None:
     world = World()
     for number in range(3):
-        world.offer(f"r{number}", 64, 16, room="same")
-    source = world.sources[0]
+        world.offer(f"r{number}", 64, 16, rendezvous="same")
+    sender = world.senders[0]
     world.now += 50
-    for boot in ("one", "two"):
-        world.do(source, source.outbound.hold(boot, ("same",), world.now))
+    for incarnation in ("one", "two"):
+        world.do(sender, sender.outbound.hold(incarnation, ("same",), world.now))
     world.now += FRESH_S
     assert reclaim(world, 100) == {"r2"}
     wait(world, 51)
     assert set(world.released()) == {"r2"}
 
 
-def test_nobody_is_told_before_all_ranks_of_a_source_can_hear_it() -> None:
-    world = World(sources=2)
+def test_nobody_is_told_before_all_ranks_of_a_sender_can_hear_it() -> None:
+    world = World(senders=2)
     for number in range(2):
         world.offer(f"r{number}", 64, 16)
     world.hold.add("hello")
@@ -224,12 +226,12 @@ def test_nobody_is_told_before_all_ranks_of_a_source_can_hear_it() -> None:
     assert len(world.holds) >= 2, "both ranks hear of it, without waiting for the next round"
 
 
-def test_what_is_said_of_unknown_rooms_and_requests_is_nothing() -> None:
+def test_what_is_said_of_unknown_rendezvous_ids_and_requests_is_nothing() -> None:
     world = World()
-    source, sink = world.sources[0], world.sinks[0]
-    assert source.outbound.hold("boot", ("nowhere",) * 1000, 0.0) == []
-    assert source.outbound.reclaim(1 << 40, 0.0) == []
-    assert sink.inbound.abandon("nobody", 0.0) == []
+    sender, receiver = world.senders[0], world.receivers[0]
+    assert sender.outbound.hold("incarnation", ("nowhere",) * 1000, 0.0) == []
+    assert sender.outbound.reclaim(1 << 40, 0.0) == []
+    assert receiver.inbound.abandon("nobody", 0.0) == []
 
 
 def test_expected_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,12 +239,12 @@ def test_expected_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     for number in range(5):
         world.expect(f"r{number}")
-    assert len(world.sinks[0].inbound.awaited) == 3
+    assert len(world.receivers[0].inbound.awaited) == 3
 
 
-def test_many_rooms_are_said_in_several_messages() -> None:
+def test_many_rendezvous_ids_are_said_in_several_messages() -> None:
     from kvbridge.exchange.expected import holds
 
-    said = holds([f"room {number}" for number in range(2500)])
-    assert [len(hold.rooms) for hold in said] == [1024, 1024, 452]
+    said = holds([f"rendezvous {number}" for number in range(2500)])
+    assert [len(hold.rendezvous_ids) for hold in said] == [1024, 1024, 452]
     assert all(isinstance(hold, Hold) for hold in said)

@@ -23,14 +23,14 @@ class Claimant:
 
     def __init__(self) -> None:
         self.world = World()
-        (source,) = self.world.sources
-        self.machine, self.home = source.outbound, source.home
+        (sender,) = self.world.senders
+        self.machine, self.home = sender.outbound, sender.home
         self.world.want("seen", end=32)
         self.world.run()  # a session, and a claim that waits
-        (self.session,) = source.accepted.values()
+        (self.session,) = sender.accepted.values()
         assert isinstance(self.session, Session)
         (out,) = self.machine.outlets.values()
-        self.boot, self.first = out.boot, out.claim
+        self.incarnation, self.first = out.incarnation, out.claim
 
     def claim(self, **changes: object) -> list[Action]:
         return self.machine.claim(msgspec.structs.replace(self.first, **changes), self.session, self.home, 0.0)
@@ -57,13 +57,13 @@ def test_a_grant_of_more_slots_than_chunks_ends_that_transfer_alone() -> None:
     peer = Claimant()
     peer.claim(transfer="other", leases=())
     (out,) = [each for each in peer.machine.outlets.values() if each.transfer == "other"]
-    assert peer.machine.grant(peer.boot, Grant(transfer="other", leases=leases(out.plan.chunks))) == []
-    (said,) = peer.machine.grant(peer.boot, Grant(transfer="other", leases=leases(1, 9)))
+    assert peer.machine.grant(peer.incarnation, Grant(transfer="other", leases=leases(out.plan.chunks))) == []
+    (said,) = peer.machine.grant(peer.incarnation, Grant(transfer="other", leases=leases(1, 9)))
     assert isinstance(said, Send) and said.body.code == "bad_lease"  # type: ignore[union-attr]
     assert set(peer.machine.outlets) == {peer.first.transfer}
 
 
-def test_unused_slots_of_one_sink_are_bounded_over_all_its_claims() -> None:
+def test_unused_slots_of_one_receiver_are_bounded_over_all_its_claims() -> None:
     peer = Claimant()
     tokens = 1 << 20
     plan = peer.session.planner.plan(peer.first.takes, 0, tokens, peer.session.slot_bytes)
@@ -77,26 +77,26 @@ def test_unused_slots_of_one_sink_are_bounded_over_all_its_claims() -> None:
 
 def test_a_claim_of_no_rank_is_refused() -> None:
     peer = Claimant()
-    for sink, sinks in ((1, 1), (7, 4), (5, 1 << 40)):
-        assert refusal(peer.claim(transfer="t", sink=sink, sinks=sinks)) == "bad_sink"
+    for receiver, receivers in ((1, 1), (7, 4), (5, 1 << 40)):
+        assert refusal(peer.claim(transfer="t", receiver=receiver, receivers=receivers)) == "bad_receiver"
 
 
 def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back() -> None:
     """Neither beside one that is served in its place, nor later, slot by slot."""
     peer = Claimant()
-    world, (source,) = peer.world, peer.world.sources
-    room: dict[str, object] = {"room": "room", "want": "any"}
+    world, (sender,) = peer.world, peer.world.senders
+    rendezvous: dict[str, object] = {"rendezvous": "rendezvous", "want": "any"}
     nothing = peer.session.planner.plan((), 0, 0, peer.session.slot_bytes)
-    world.do(source, peer.claim(transfer="greedy", leases=(), deadline_s=86400.0, **room))
-    world.offer("r", 32, 8, room="room")
-    world.do(source, peer.claim(transfer="done", takes=(), leases=(), end_token=0, plan=nothing.digest, **room))
+    world.do(sender, peer.claim(transfer="greedy", leases=(), deadline_s=86400.0, **rendezvous))
+    world.offer("r", 32, 8, rendezvous="rendezvous")
+    world.do(sender, peer.claim(transfer="done", takes=(), leases=(), end_token=0, plan=nothing.digest, **rendezvous))
     assert "done" not in peer.machine.outlets and not world.released(), "the other has not read yet"
-    world.do(source, peer.machine.grant(peer.boot, Grant(transfer="greedy", leases=leases(1))))
+    world.do(sender, peer.machine.grant(peer.incarnation, Grant(transfer="greedy", leases=leases(1))))
     world.hold = {"gather"}
     world.run()
-    assert source.sending.moving == 1
+    assert sender.sending.moving == 1
     world.pass_time(101)
-    assert not peer.machine.grant(peer.boot, Grant(transfer="greedy", leases=leases(1, 2)))
+    assert not peer.machine.grant(peer.incarnation, Grant(transfer="greedy", leases=leases(1, 2)))
     world.run()
     assert not world.released(), "it is being read"
     world.hold = set()
@@ -104,61 +104,71 @@ def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back
     assert world.released()["r"].code == "offer_expired"
 
 
-def test_a_claim_cannot_change_how_many_sinks_an_offer_waits_for() -> None:
+def test_a_claim_cannot_change_how_many_receivers_an_offer_waits_for() -> None:
     peer = Claimant()
-    world, (source,) = peer.world, peer.world.sources
-    world.offer("r", 32, 8, room="room")
-    world.do(source, peer.claim(transfer="first", leases=(), room="room", want="w", sink=1, sinks=2))
-    said = peer.claim(transfer="second", leases=(), room="room", want="w", sink=0, sinks=1)
+    world, (sender,) = peer.world, peer.world.senders
+    world.offer("r", 32, 8, rendezvous="rendezvous")
+    world.do(
+        sender, peer.claim(transfer="first", leases=(), rendezvous="rendezvous", want="w", receiver=1, receivers=2)
+    )
+    said = peer.claim(transfer="second", leases=(), rendezvous="rendezvous", want="w", receiver=0, receivers=1)
     (drained,) = [action.body for action in said if isinstance(action, Send)]
-    assert isinstance(drained, Drained) and drained.code == "bad_sink" and "first 2, now 1" in drained.reason
-    assert peer.machine.offers["r"].sinks == 2 and not world.released()
+    assert isinstance(drained, Drained) and drained.code == "bad_receiver" and "first 2, now 1" in drained.reason
+    assert peer.machine.offers["r"].receivers == 2 and not world.released()
 
 
-def test_open_claims_of_one_sink_are_bounded() -> None:
+def test_open_claims_of_one_receiver_are_bounded() -> None:
     peer = Claimant()
-    nothing: dict[str, object] = {"takes": (), "leases": (), "end_token": peer.first.first_token, "room": "nobody's"}
+    nothing: dict[str, object] = {
+        "takes": (),
+        "leases": (),
+        "end_token": peer.first.first_token,
+        "rendezvous": "nobody's",
+    }
     plan = peer.session.planner.plan((), peer.first.first_token, peer.first.first_token, peer.session.slot_bytes)
     peer.machine = Sender(most_claims=3)
     for number in range(3):
         assert peer.claim(transfer=f"claim {number}", plan=plan.digest, **nothing) == []
     assert refusal(peer.claim(transfer="more", plan=plan.digest, **nothing)) == "too_many_claims"
-    peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, boot="another"))
+    peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, incarnation="another"))
     assert peer.claim(transfer="theirs", plan=plan.digest, **nothing) == []
 
 
-def test_open_claims_of_all_sinks_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_claims_of_all_receivers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.sender.MOST_CLAIMS_OF_ALL", 4)
     peer = Claimant()
     for number in range(3):
-        peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, boot=f"sink {number}"))
-        assert peer.claim(transfer=f"claim {number}", leases=(), room="nobody's") == []
-    assert refusal(peer.claim(transfer="more", leases=(), room="nobody's")) == "too_many_transfers"
-    assert peer.machine.lost("sink 1") == []
-    assert peer.claim(transfer="theirs", leases=(), room="nobody's") == []
+        peer.session = replace(
+            peer.session, peer=msgspec.structs.replace(peer.session.peer, incarnation=f"receiver {number}")
+        )
+        assert peer.claim(transfer=f"claim {number}", leases=(), rendezvous="nobody's") == []
+    assert refusal(peer.claim(transfer="more", leases=(), rendezvous="nobody's")) == "too_many_transfers"
+    assert peer.machine.lost("receiver 1") == []
+    assert peer.claim(transfer="theirs", leases=(), rendezvous="nobody's") == []
 
 
 def test_what_was_called_drained_cannot_be_claimed_any_more() -> None:
-    """A claim may come by a link that was given up, after its sink has asked by another and lent the slots again."""
+    """A claim may come by a link that was given up, after its receiver has asked by another and lent the slots
+    again."""
     peer = Claimant()
     asked = Cancel(transfer="late", code="forgotten")
-    assert peer.machine.renounce(peer.boot, asked)
+    assert peer.machine.renounce(peer.incarnation, asked)
     assert refusal(peer.claim(transfer="late", leases=leases(1))) == "cancelled"
     for number in range(MOST_RENOUNCED):  # bounded; what was asked about last stays
-        assert peer.machine.renounce(peer.boot, asked if number == 1 else Cancel(transfer=f"u{number}", code=""))
+        assert peer.machine.renounce(peer.incarnation, asked if number == 1 else Cancel(transfer=f"u{number}", code=""))
     assert refusal(peer.claim(transfer="late", leases=leases(1))) == "cancelled"
     assert len(peer.machine._renounced) == MOST_RENOUNCED
     assert refusal(peer.claim(transfer=f"u{MOST_RENOUNCED - 1}", leases=())) == "cancelled"
     assert peer.claim(transfer="other", leases=()) == [] and "other" in peer.machine.outlets
 
 
-def test_transfers_without_slots_are_forgotten_though_their_source_never_says_drained() -> None:
+def test_transfers_without_slots_are_forgotten_though_their_sender_never_says_drained() -> None:
     world = World(slots=2)
     world.want("first", end=32)
     world.run()
-    (node,) = world.sinks
+    (node,) = world.receivers
     machine = node.inbound
-    world.hold = {"message"}  # the source hears and says nothing any more
+    world.hold = {"message"}  # the sender hears and says nothing any more
     for number in range(50):
         world.want(f"r{number}", end=32)
         world.abandon(f"r{number}")

@@ -1,4 +1,4 @@
-"""A sink, a source or an engine that says what cannot be: refused by name, soon, and nothing of it stays."""
+"""A receiver, a sender or an engine that says what cannot be: refused by name, soon, and nothing of it stays."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ HUGE = (1 << 62) + 1
 
 
 class Scene:
-    """One source with an offer of 64 tokens in 16 blocks, and a session with a sink that may say anything."""
+    """One sender with an offer of 64 tokens in 16 blocks, and a session with a receiver that may say anything."""
 
     def __init__(self) -> None:
         self.world = World()
         self.world.offer("r", 64, 16)
         self.world.run()
-        self.sink = self.world.sinks[0]
-        self.world._greet(self.sink, "P0")
-        self.session: Session = self.source.accepted[self.sink.home.agent.boot]
+        self.receiver = self.world.receivers[0]
+        self.world._greet(self.receiver, "P0")
+        self.session: Session = self.sender.accepted[self.receiver.home.agent.incarnation]
 
     @property
-    def source(self) -> Node:
-        return self.world.sources[0]
+    def sender(self) -> Node:
+        return self.world.senders[0]
 
     def claim(self, **changes: Any) -> Claim:
         first, end = changes.get("first_token", 0), changes.get("end_token", 64)
@@ -60,11 +60,11 @@ class Scene:
         fields: dict[str, Any] = {
             "transfer": "x",
             "want": "w",
-            "sink": 0,
-            "sinks": 1,
-            "room": "r",
-            "source_epoch": 1,
-            "sink_epoch": 1,
+            "receiver": 0,
+            "receivers": 1,
+            "rendezvous": "r",
+            "sender_epoch": 1,
+            "receiver_epoch": 1,
             "first_token": first,
             "end_token": end,
             "takes": takes,
@@ -77,7 +77,7 @@ class Scene:
 
     def say(self, claim: Claim) -> list[Action]:
         began = time.monotonic()
-        actions = self.source.outbound.claim(claim, self.session, self.source.home, self.world.now)
+        actions = self.sender.outbound.claim(claim, self.session, self.sender.home, self.world.now)
         assert time.monotonic() - began < QUICK_S
         return actions
 
@@ -85,7 +85,7 @@ class Scene:
         """The code; and the claim has left nothing behind."""
         (action,) = self.say(claim)
         assert isinstance(action, Send) and isinstance(action.body, Refuse), action
-        assert action.body.about == claim.transfer and not self.source.outbound.outlets
+        assert action.body.about == claim.transfer and not self.sender.outbound.outlets
         return action.body.code
 
     def still_works(self) -> None:
@@ -106,8 +106,8 @@ BAD_CLAIMS: dict[str, tuple[str, dict[str, Any]]] = {
     "tokens turned round": ("bad_tokens", {"first_token": 9, "end_token": 3}),
     "another plan": ("plan_mismatch", {"plan": "0" * 16}),
     "another plan for all tokens there could be": ("plan_mismatch", {"end_token": HUGE, "plan": "0" * 16}),
-    "another engine's epoch": ("stale_epoch", {"source_epoch": 2}),
-    "another epoch of its own": ("stale_epoch", {"sink_epoch": 2}),
+    "another engine's epoch": ("stale_epoch", {"sender_epoch": 2}),
+    "another epoch of its own": ("stale_epoch", {"receiver_epoch": 2}),
     "leases for chunks that are none": ("bad_lease", {"leases": tuple(SlotLease(0, i + 1) for i in range(4096))}),
     "leases for nothing": ("bad_lease", {"takes": (), "leases": (SlotLease(0, 1),)}),
 }
@@ -129,12 +129,12 @@ def test_slots_that_are_lent_where_blocks_are_read_are_refused() -> None:
     scene.session = replace(scene.session, routed=Routed("pull"))
     assert scene.refusal(scene.claim(leases=(SlotLease(0, 1),))) == "bad_lease"
     scene.say(scene.claim())
-    outbound, boot = scene.source.outbound, scene.sink.home.agent.boot
+    outbound, incarnation = scene.sender.outbound, scene.receiver.home.agent.incarnation
     (told,) = outbound.answers(scene.world.now, scene.world.now, lambda count: True)
     assert isinstance(told, Send) and isinstance(told.body, BlockTables) and told.body.is_last
-    (failing,) = outbound.grant(boot, Grant(transfer="x", leases=(SlotLease(0, 1),)))
+    (failing,) = outbound.grant(incarnation, Grant(transfer="x", leases=(SlotLease(0, 1),)))
     assert isinstance(failing, Send) and isinstance(failing.body, Failing) and failing.body.code == "bad_lease"
-    ended = outbound.cancel(boot, Cancel(transfer="x", code="bad_lease"))
+    ended = outbound.cancel(incarnation, Cancel(transfer="x", code="bad_lease"))
     kinds = [type(each.body if isinstance(each, Send) else each.message) for each in ended]
     assert kinds == [Drained, Released] and not outbound.offers and not outbound.outlets
 
@@ -145,20 +145,20 @@ def test_blocks_that_are_read_are_released_when_nobody_counts_on_them(end: str) 
     scene = Scene()
     scene.session = replace(scene.session, routed=Routed("pull"))
     scene.say(scene.claim())
-    outbound, boot, now = scene.source.outbound, scene.sink.home.agent.boot, scene.world.now
+    outbound, incarnation, now = scene.sender.outbound, scene.receiver.home.agent.incarnation, scene.world.now
     assert outbound.answers(now, now - HEARD_S, lambda count: True) == []  # its engine may have said something since
     assert outbound.answers(now, now, lambda count: False) == [Watch(0)]
     assert outbound.answers(now, now, lambda count: True)
     said = outbound.withdraw("r", "aborted", now)
     assert [type(each.body) for each in said if isinstance(each, Send)] == [Failing]
     assert not any(isinstance(each, Tell) for each in said) and outbound.is_promised
-    outbound.renew(boot, Renew(transfer="x", number=1))
+    outbound.renew(incarnation, Renew(transfer="x", number=1))
     assert outbound.settled("another", "x") == [] and outbound.answers(now, now, lambda count: True) == []
     match end:
         case "settled":
-            said = outbound.settled(boot, "x")
+            said = outbound.settled(incarnation, "x")
         case "cancel":
-            said = outbound.cancel(boot, Cancel(transfer="x", code="aborted"))
+            said = outbound.cancel(incarnation, Cancel(transfer="x", code="aborted"))
         case _:
             assert not any(isinstance(each, Tell) for each in outbound.tick(now + LEASE_S - 0.01))
             said = outbound.tick(now + LEASE_S + 0.01)
@@ -179,39 +179,41 @@ def test_a_claim_of_more_tokens_than_there_are_ends_when_all_is_offered() -> Non
     scene = Scene()
     actions = scene.say(scene.claim(end_token=1 << 40))
     assert [a.body.code for a in actions if isinstance(a, Send) and isinstance(a.body, Drained)] == ["tokens_missing"]
-    assert not scene.source.outbound.outlets and not any(isinstance(a, SendOrder) for a in actions)
+    assert not scene.sender.outbound.outlets and not any(isinstance(a, SendOrder) for a in actions)
 
 
 def test_more_slots_than_chunks_end_the_transfer() -> None:
     scene = Scene()
-    scene.say(scene.claim(room="nothing here yet"))
-    boot, chunks = scene.sink.home.agent.boot, scene.source.outbound.outlets["x"].plan.chunks
+    scene.say(scene.claim(rendezvous="nothing here yet"))
+    incarnation, chunks = scene.receiver.home.agent.incarnation, scene.sender.outbound.outlets["x"].plan.chunks
     for generation in range(chunks):
-        assert scene.source.outbound.grant(boot, Grant(transfer="x", leases=(SlotLease(0, generation + 1),))) == []
-    (ended,) = scene.source.outbound.grant(boot, Grant(transfer="x", leases=(SlotLease(0, 99),)))
+        assert (
+            scene.sender.outbound.grant(incarnation, Grant(transfer="x", leases=(SlotLease(0, generation + 1),))) == []
+        )
+    (ended,) = scene.sender.outbound.grant(incarnation, Grant(transfer="x", leases=(SlotLease(0, 99),)))
     assert isinstance(ended, Send) and isinstance(ended.body, Drained) and ended.body.code == "bad_lease"
-    assert not scene.source.outbound.outlets
+    assert not scene.sender.outbound.outlets
     scene.still_works()
 
 
-def test_another_sink_cannot_touch_a_transfer() -> None:
+def test_another_receiver_cannot_touch_a_transfer() -> None:
     scene = Scene()
-    scene.say(scene.claim(room="nothing here yet"))
-    out = scene.source.outbound.outlets["x"]
-    assert scene.source.outbound.grant("another boot", Grant(transfer="x", leases=(SlotLease(0, 1),))) == []
-    assert scene.source.outbound.cancel("another boot", Cancel(transfer="x", code="c")) == []
-    assert not out.early and "x" in scene.source.outbound.outlets
+    scene.say(scene.claim(rendezvous="nothing here yet"))
+    out = scene.sender.outbound.outlets["x"]
+    assert scene.sender.outbound.grant("another incarnation", Grant(transfer="x", leases=(SlotLease(0, 1),))) == []
+    assert scene.sender.outbound.cancel("another incarnation", Cancel(transfer="x", code="c")) == []
+    assert not out.early and "x" in scene.sender.outbound.outlets
 
 
-def test_another_source_cannot_touch_a_transfer() -> None:
-    world = World(sources=2)
+def test_another_sender_cannot_touch_a_transfer() -> None:
+    world = World(senders=2)
     world.offer("r", 64, 16)
     world.want("r", 64)
     world.hold = {"gather"}
     world.run()
-    inbound = world.sinks[0].inbound
+    inbound = world.receivers[0].inbound
     of_p0 = next(t for t, wanted in inbound._wanted_by.items() if wanted.intakes[t].address == "P0")
-    before, other = inbound.slots.counts(), world.nodes["P1"].home.agent.boot
+    before, other = inbound.slots.counts(), world.nodes["P1"].home.agent.incarnation
     for hear in (
         lambda: inbound.drained(other, of_p0, "c", "not mine", 0.0),
         lambda: inbound.failing(other, of_p0, "c", "not mine", 0.0),
@@ -226,17 +228,17 @@ def test_another_source_cannot_touch_a_transfer() -> None:
     world.check_rest()
 
 
-def test_a_source_that_promises_more_than_there_is_gets_no_more_slots() -> None:
+def test_a_sender_that_promises_more_than_there_is_gets_no_more_slots() -> None:
     world = World(slots=64)
     world.want("r", 64)
     world.run()
-    inbound, boot = world.sinks[0].inbound, world.sources[0].home.agent.boot
+    inbound, incarnation = world.receivers[0].inbound, world.senders[0].home.agent.incarnation
     (transfer,) = inbound._wanted_by
     chunks = inbound._wanted_by[transfer].intakes[transfer].plan.chunks
     for told in (1 << 62, -1, 0):
-        inbound.ready(boot, transfer, told)
+        inbound.ready(incarnation, transfer, told)
         assert inbound.slots.lent_to(transfer) <= chunks
-    inbound.ready(boot, "no such transfer", 5)
+    inbound.ready(incarnation, "no such transfer", 5)
 
 
 # The frames themselves: what no field may hold never comes as far as the machines.
@@ -257,9 +259,9 @@ LIES: dict[str, dict[str, Any]] = {
     "negative tokens": {"first_token": -1},
     "short token": {"token": b"t" * 15},
     "long token": {"token": b"t" * 17},
-    "no sinks": {"sinks": 0},
-    "negative sink": {"sink": -1},
-    "long room": {"room": "r" * 257},
+    "no receivers": {"receivers": 0},
+    "negative receiver": {"receiver": -1},
+    "long rendezvous": {"rendezvous": "r" * 257},
     "long transfer": {"transfer": "t" * 65},
 }
 
@@ -280,7 +282,7 @@ def test_a_claim_with_such_a_field_is_no_message(case: str) -> None:
 
 
 def want(blocks: tuple[Blocks, ...], **changes: Any) -> Want:
-    fields: dict[str, Any] = {"request": "r", "room": "r", "source": "P0", "first_token": 0, "end_token": 64}
+    fields: dict[str, Any] = {"request": "r", "rendezvous": "r", "sender": "P0", "first_token": 0, "end_token": 64}
     return Want(**fields | {"blocks": blocks, "deadline_s": 50.0} | changes)
 
 
@@ -303,7 +305,7 @@ ENGINE_LIES: dict[str, tuple[str, Callable[[], Want]]] = {
 @pytest.mark.parametrize("case", ENGINE_LIES)
 def test_a_want_that_cannot_be_fails_alone(case: str) -> None:
     world = World()
-    node = world.sinks[0]
+    node = world.receivers[0]
     code, make = ENGINE_LIES[case]
     began = time.monotonic()
     (answer,) = node.inbound.want(make(), node.home, 0.0)
@@ -314,7 +316,7 @@ def test_a_want_that_cannot_be_fails_alone(case: str) -> None:
 
 @pytest.mark.parametrize("hold_s", [float("nan"), float("inf"), -1.0, 1e300])
 def test_an_offer_is_held_for_a_time_that_is_one(hold_s: float) -> None:
-    body = {"type": "offer", "room": "r", "request": "r", "tokens": 4, "blocks": [[0, 0, [0]]], "is_last": True}
+    body = {"type": "offer", "rendezvous": "r", "request": "r", "tokens": 4, "blocks": [[0, 0, [0]]], "is_last": True}
     decode(encode(body | {"hold_s": 1.0}), ToAgent)
     with pytest.raises(BadFrame):
         decode(encode(body | {"hold_s": hold_s}), ToAgent)

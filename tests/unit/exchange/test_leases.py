@@ -29,25 +29,25 @@ def reading_of(pool: Any) -> Reading:
 def test_a_receiver_is_told_all_that_it_may_read(case: str, tokens: range) -> None:
     """In one piece, and as the prompt is computed."""
     ours, theirs = CASES[case]
-    sources, end = build_all(ours), tokens.stop
-    ids = tables_of(sources[0].pool, end, seed=1)
+    senders, end = build_all(ours), tokens.stop
+    ids = tables_of(senders[0].pool, end, seed=1)
     for steps in ([end], [*range(8, end, 13), end], [end, end]):
-        for sink in build_all(theirs):
-            takes = assign([source.pool for source in sources], sink.pool)
-            for source, taken in zip(sources, takes, strict=True):
-                planned = plan(source.pool, sink.pool, taken, tokens.start, end, SLOT_BYTES)
-                promise, reading, read = Promise(), reading_of(source.pool), 0
+        for receiver in build_all(theirs):
+            takes = assign([sender.pool for sender in senders], receiver.pool)
+            for sender, taken in zip(senders, takes, strict=True):
+                planned = plan(sender.pool, receiver.pool, taken, tokens.start, end, SLOT_BYTES)
+                promise, reading, read = Promise(), reading_of(sender.pool), 0
                 for number, there in enumerate(steps):
                     is_last = number == len(steps) - 1
-                    tables = block_table(source.pool, ids, 0, there)
+                    tables = block_table(sender.pool, ids, 0, there)
                     told = promise.answer("t", planned, tables, there, is_last)
                     reading.learn(told, planned)
                     ready = ready_chunks(planned, told.tokens, told.is_last)
                     assert promise.ready == ready
                     for index in range(read, ready):
                         chunk = planned.chunk(index)
-                        right = planned.source_moves(chunk, block_table(source.pool, ids, 0, end))
-                        found = planned.source_moves(chunk, reading.tables)
+                        right = planned.sender_moves(chunk, block_table(sender.pool, ids, 0, end))
+                        found = planned.sender_moves(chunk, reading.tables)
                         for one, other in zip(right, found, strict=True):
                             assert one.places.tolist() == other.places.tolist()
                     read = ready
@@ -55,10 +55,10 @@ def test_a_receiver_is_told_all_that_it_may_read(case: str, tokens: range) -> No
 
 
 def test_nothing_is_told_twice() -> None:
-    source, sink = build_all(CASES["tensor parallel"][0])[0], build_all(CASES["tensor parallel"][1])[0]
-    (taken, *_) = assign([each.pool for each in build_all(CASES["tensor parallel"][0])], sink.pool)
-    planned = plan(source.pool, sink.pool, taken, 0, 64, SLOT_BYTES)
-    tables = block_table(source.pool, tables_of(source.pool, 64, seed=1), 0, 64)
+    sender, receiver = build_all(CASES["tensor parallel"][0])[0], build_all(CASES["tensor parallel"][1])[0]
+    (taken, *_) = assign([each.pool for each in build_all(CASES["tensor parallel"][0])], receiver.pool)
+    planned = plan(sender.pool, receiver.pool, taken, 0, 64, SLOT_BYTES)
+    tables = block_table(sender.pool, tables_of(sender.pool, 64, seed=1), 0, 64)
     promise = Promise()
     first, second = promise.answer("t", planned, tables, 40, False), promise.answer("t", planned, tables, 64, True)
     assert [len(piece.ids) for piece in first.blocks] == [3] and [len(piece.ids) for piece in second.blocks] == [1]
@@ -77,10 +77,10 @@ def test_nothing_is_told_twice() -> None:
 def test_blocks_that_the_senders_pool_or_the_plan_does_not_have_are_refused(
     pieces: tuple[Blocks, ...], code: str
 ) -> None:
-    sources, sink = build_all(CASES["tensor parallel"][0]), build_all(CASES["tensor parallel"][1])[0]
-    (taken, *_) = assign([each.pool for each in sources], sink.pool)
-    planned = plan(sources[0].pool, sink.pool, taken, 0, 64, SLOT_BYTES)
-    reading = reading_of(sources[0].pool)
+    senders, receiver = build_all(CASES["tensor parallel"][0]), build_all(CASES["tensor parallel"][1])[0]
+    (taken, *_) = assign([each.pool for each in senders], receiver.pool)
+    planned = plan(senders[0].pool, receiver.pool, taken, 0, 64, SLOT_BYTES)
+    reading = reading_of(senders[0].pool)
     with pytest.raises(KVBridgeError) as caught:
         reading.learn(BlockTables(transfer="t", tokens=16, is_last=False, renewal=0, blocks=pieces), planned)
     assert caught.value.code == code

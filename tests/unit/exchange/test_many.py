@@ -22,51 +22,51 @@ MOST = 8  # times as long with 64 times as many: looking at each would take some
 
 
 class Crowd:
-    """So many wants of a sink, and as many claims of a source's that wait for offers."""
+    """So many wants of a receiver, and as many claims of a sender's that wait for offers."""
 
     def __init__(self, others: int) -> None:
         world = World()
         world.want("first", 16)
         world.run()
-        (self.sink,), (self.source,) = world.sinks, world.sources
-        self.sink.inbound._new_id = map("t{}".format, count()).__next__
-        self.session = self.source.accepted[self.sink.home.agent.boot]
-        self.outbound, self.inbound = self.source.outbound, self.sink.inbound
+        (self.receiver,), (self.sender,) = world.receivers, world.senders
+        self.receiver.inbound._new_id = map("t{}".format, count()).__next__
+        self.session = self.sender.accepted[self.receiver.home.agent.incarnation]
+        self.outbound, self.inbound = self.sender.outbound, self.receiver.inbound
         self.numbers = count()
         for _ in range(others):
             self.claim()
 
     def claim(self) -> Claim:
-        """One more want, claimed of its source."""
+        """One more want, claimed of its sender."""
         number = next(self.numbers)
         want = Want(
             request=f"r{number}",
-            room=f"r{number}",
-            source="P0",
+            rendezvous=f"r{number}",
+            sender="P0",
             first_token=0,
             end_token=16,
             blocks=(Blocks(0, 0, (0,)),),
             deadline_s=100.0,
         )
-        *_, send = self.inbound.want(want, self.sink.home, 0.0)
+        *_, send = self.inbound.want(want, self.receiver.home, 0.0)
         assert isinstance(send, Send) and isinstance(send.body, Claim)
-        peer = structs.replace(self.session.peer, boot=f"sink {number % 8}")
-        self.outbound.claim(send.body, replace(self.session, peer=peer), self.source.home, 0.0)
+        peer = structs.replace(self.session.peer, incarnation=f"receiver {number % 8}")
+        self.outbound.claim(send.body, replace(self.session, peer=peer), self.sender.home, 0.0)
         return send.body
 
     def cancelled(self) -> Iterator[Callable[[], object]]:
-        """What makes the source forget a transfer."""
+        """What makes the sender forget a transfer."""
         for number, transfer in enumerate(list(self.outbound.outlets)):
-            boot = self.outbound.outlets[transfer].boot
-            yield lambda b=boot, t=transfer: self.outbound.cancel(b, Cancel(transfer=t, code="cancelled"))
+            incarnation = self.outbound.outlets[transfer].incarnation
+            yield lambda b=incarnation, t=transfer: self.outbound.cancel(b, Cancel(transfer=t, code="cancelled"))
             if number == 20:
                 return
 
     def ready(self) -> Iterator[Callable[[], object]]:
-        """What makes the sink look for slots."""
-        boot = self.source.home.agent.boot
+        """What makes the receiver look for slots."""
+        incarnation = self.sender.home.agent.incarnation
         for transfer in list(self.inbound._wanted_by)[:20]:
-            yield lambda t=transfer: self.inbound.ready(boot, t, 4)
+            yield lambda t=transfer: self.inbound.ready(incarnation, t, 4)
 
 
 def seconds(events: Iterator[Callable[[], object]]) -> float:

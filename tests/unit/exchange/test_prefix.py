@@ -19,8 +19,8 @@ from tests.unit.exchange.world import Node, World, make_pool
 TOKEN_BYTES = 2 * 2 * 4 * 16  # layers x parts x heads x row
 
 
-def failure(world: World, request: str, sink: int = 0) -> tuple[str, str]:
-    answer = world.answers(sink)[request]
+def failure(world: World, request: str, receiver: int = 0) -> tuple[str, str]:
+    answer = world.answers(receiver)[request]
     assert isinstance(answer, Failed), answer
     return answer.code, answer.reason
 
@@ -107,7 +107,7 @@ def test_a_want_of_tokens_before_it_fails_at_once(first: int, offered: int, is_w
     world.check_rest()
 
 
-def test_it_is_held_until_every_sink_of_the_want_has_heard() -> None:
+def test_it_is_held_until_every_receiver_of_the_want_has_heard() -> None:
     world = World(1, 2)
     world.offer("r", 48, 4, first=8, first_token=32)
     world.want("r", 48)
@@ -172,9 +172,9 @@ def test_an_offer_of_no_tokens_is_not_what_a_want_of_some_needs(first: int, end:
 def test_a_rank_looks_at_its_own_tokens(want_first: int, reason: str) -> None:
     """Of tokens from 4 on the first rank, with runs of 4 of two ranks, has [8, 12) and so begins with its entry 1."""
     world = World(ranks("prefill", 2, 4, 4), 1, slots=8)
-    for node, first in zip(world.sources, (1, 0), strict=True):
+    for node, first in zip(world.senders, (1, 0), strict=True):
         pieces = (Blocks(0, first, tuple(range(first, 2))),)
-        offer = Offer(room="r", request="r", tokens=16, blocks=pieces, is_last=True, hold_s=100.0, first_token=4)
+        offer = Offer(rendezvous="r", request="r", tokens=16, blocks=pieces, is_last=True, hold_s=100.0, first_token=4)
         world.do(node, node.outbound.offer(offer, node.home, world.now))
     world.want("r", 16, first=want_first)
     world.run()
@@ -196,7 +196,7 @@ def test_a_rank_that_has_nothing_before_it_does_not_miss_it() -> None:
         pass
     (_, claim) = [event for kind, event in world.events if kind == "message"]
     claim()
-    assert not world.released(1) and world.sources[1].outbound.outlets
+    assert not world.released(1) and world.senders[1].outbound.outlets
     world.hold = set()
 
 
@@ -211,9 +211,9 @@ def test_a_group_that_keeps_less_counts_as_what_it_keeps(kind: str, end: int, fi
     world.check_rest()
 
 
-def test_a_window_that_begins_behind_the_offer_is_all_that_its_source_checks() -> None:
+def test_a_window_that_begins_behind_the_offer_is_all_that_its_sender_checks() -> None:
     world = World([hybrid("prefill", 4, 16)], [hybrid("decode", 16, 4)])
-    home = world.sources[0].home
+    home = world.senders[0].home
     extended({}, home, (blocks(FULL, 8, 10), blocks(LATE, 2, 3)), 32, 39, True)
     with pytest.raises(Exception, match=r"\[32, 39\) asked for, the blocks hold \[0, 32\)"):
         extended({}, home, (blocks(FULL, 8, 10), blocks(LATE, 0, 2)), 32, 39, True)
@@ -224,31 +224,31 @@ def test_a_window_that_begins_behind_the_offer_is_all_that_its_source_checks() -
 class Watched(World):
     """Notes of which tokens rows are read and written; every request has the blocks that its tokens are numbers of."""
 
-    def __init__(self, sources: int, sinks: int, block_tokens: tuple[int, int]) -> None:
+    def __init__(self, senders: int, receivers: int, block_tokens: tuple[int, int]) -> None:
         pools = [
             [make_pool(engine, rank, size, tokens, all_heads=6) for rank in range(size)]
-            for engine, size, tokens in zip(("prefill", "decode"), (sources, sinks), block_tokens, strict=True)
+            for engine, size, tokens in zip(("prefill", "decode"), (senders, receivers), block_tokens, strict=True)
         ]
         super().__init__(*pools, slots=8, local=4)
         self.block_tokens = block_tokens
-        self.read: dict[tuple[str, str], set[int]] = {}  # source, request
-        self.written: dict[tuple[str, str], set[int]] = {}  # sink, request
+        self.read: dict[tuple[str, str], set[int]] = {}  # sender, request
+        self.written: dict[tuple[str, str], set[int]] = {}  # receiver, request
 
-    def _gathered(self, source: Node, departure: LeavingChunk) -> None:
+    def _gathered(self, sender: Node, departure: LeavingChunk) -> None:
         plan = departure.order.plan
-        part = Part(plan, plan.chunk(departure.chunk), departure.tables, is_source=True)
-        self.read.setdefault((source.name, departure.order.request), set()).update(_tokens(part))
-        super()._gathered(source, departure)
+        part = Part(plan, plan.chunk(departure.chunk), departure.tables, is_sender=True)
+        self.read.setdefault((sender.name, departure.order.request), set()).update(_tokens(part))
+        super()._gathered(sender, departure)
 
-    def _scattered(self, sink: Node, arrival: LandedChunk) -> None:
+    def _scattered(self, receiver: Node, arrival: LandedChunk) -> None:
         order = arrival.order
-        part = Part(order.plan, order.plan.chunk(arrival.notice.chunk), order.tables, is_source=False)
-        request = sink.inbound._wanted_by[order.transfer].want.request
-        self.written.setdefault((sink.name, request), set()).update(_tokens(part))
-        super()._scattered(sink, arrival)
+        part = Part(order.plan, order.plan.chunk(arrival.notice.chunk), order.tables, is_sender=False)
+        request = receiver.inbound._wanted_by[order.transfer].want.request
+        self.written.setdefault((receiver.name, request), set()).update(_tokens(part))
+        super()._scattered(receiver, arrival)
 
-    def tables(self, is_sink: bool, first: int, end: int) -> tuple[Blocks, ...]:
-        size = self.block_tokens[is_sink]
+    def tables(self, is_receiver: bool, first: int, end: int) -> tuple[Blocks, ...]:
+        size = self.block_tokens[is_receiver]
         ids = tuple(range(first // size, -(-end // size)))
         return (Blocks(0, first // size, ids),) if first < end else ()
 
@@ -266,8 +266,8 @@ RANGES = [(first, end) for first, end in itertools.product(UP_TO, UP_TO) if firs
 @pytest.mark.parametrize("block_tokens", list(itertools.product((1, 3, 4), (1, 3, 4))))
 def test_whatever_is_offered_and_wanted_is_answered_and_released(block_tokens: tuple[int, int]) -> None:
     """Every offer of the last tokens of 5, every want of some of them, between 1 to 3 ranks and 1 to 3."""
-    for sources, sinks in itertools.product((1, 2, 3), (1, 2, 3)):
-        world = Watched(sources, sinks, block_tokens)
+    for senders, receivers in itertools.product((1, 2, 3), (1, 2, 3)):
+        world = Watched(senders, receivers, block_tokens)
         for number, (offered, (first, end)) in enumerate(itertools.product(UP_TO, RANGES)):
             request, want = f"{offered}: {first}-{end}", world.tables(True, first, end)
             if number % 2:
@@ -278,13 +278,13 @@ def test_whatever_is_offered_and_wanted_is_answered_and_released(block_tokens: t
             world.run()
             tokens, is_there = set(range(first, end)), first == end or first >= offered
             tail = set(range(end, -(-end // block_tokens[1]) * block_tokens[1]))  # equal sides move whole blocks
-            for sink in range(sinks):
-                answer = world.answers(sink)[request]
+            for receiver in range(receivers):
+                answer = world.answers(receiver)[request]
                 assert isinstance(answer, Done if is_there else Failed), (request, answer)
-                written = world.written.get((f"D{sink}", request), set())
+                written = world.written.get((f"D{receiver}", request), set())
                 assert written - tail == (tokens if is_there else set()), request
-            for source in range(sources):
-                assert world.released(source)[request].code == ("" if is_there else "tokens_missing"), request
-            read = set().union(*(world.read.get((f"P{source}", request), set()) for source in range(sources)))
+            for sender in range(senders):
+                assert world.released(sender)[request].code == ("" if is_there else "tokens_missing"), request
+            read = set().union(*(world.read.get((f"P{sender}", request), set()) for sender in range(senders)))
             assert read - tail == (tokens if is_there else set()), request
         world.check_rest()

@@ -13,17 +13,17 @@ from tests.unit.exchange.world import Node, World, make_pool
 SAYS = {"rescaled", "peer_left", "peer_lost", "no_session", "stale_epoch", "deadline", "offer_expired"}
 
 
-def scaled(sources: int = 1, seed: int = 0) -> World:
-    """fp8 under 0.5 at the source, under 1 at the sink."""
-    pools = [make_pool("prefill", rank, sources, 4, 0.5) for rank in range(sources)]
+def scaled(senders: int = 1, seed: int = 0) -> World:
+    """fp8 under 0.5 at the sender, under 1 at the receiver."""
+    pools = [make_pool("prefill", rank, senders, 4, 0.5) for rank in range(senders)]
     return World(pools, [make_pool("decode", 0, 1, 16, 1.0)], seed=seed)
 
 
 def assert_never_mixed(world: World) -> None:
     """Every move went by a plan that knew the scales which its rows had, or were to have, when it began."""
-    for strips, is_source, pool in world.moved:
+    for strips, is_sender, pool in world.moved:
         (held,) = {plane.codec.scales for plane in pool.planes}
-        assert {(strip.source if is_source else strip.sink).codec.scales for strip in strips} == {held}
+        assert {(strip.sender if is_sender else strip.receiver).codec.scales for strip in strips} == {held}
 
 
 def rescale_after(world: World, node: Node, events: int) -> None:
@@ -54,8 +54,8 @@ def test_what_was_planned_before_fails_and_never_mixes(seed: int, who: str) -> N
     answers = world.answers()
     assert len(answers) == 7 and isinstance(answers["after"], Done)
     assert {answer.code for answer in answers.values() if isinstance(answer, Failed)} <= SAYS
-    for source in range(2):
-        assert len(world.released(source)) == 7
+    for sender in range(2):
+        assert len(world.released(sender)) == 7
     assert_never_mixed(world)
     world.check_rest()
 
@@ -64,7 +64,7 @@ def test_a_plan_of_the_old_scales_ends_with_the_code_and_a_new_want_gets_through
     world = scaled()
     world.want("old", 40)
     world.run()  # claimed, nothing offered yet
-    world.rescale(world.sinks[0], 0.25)
+    world.rescale(world.receivers[0], 0.25)
     world.run()
     assert isinstance(failed := world.answers()["old"], Failed) and failed.code == "rescaled"
     world.want("new", 40)
@@ -75,10 +75,10 @@ def test_a_plan_of_the_old_scales_ends_with_the_code_and_a_new_want_gets_through
     world.check_rest()
 
 
-def test_offers_of_a_source_whose_scales_changed_are_over() -> None:
+def test_offers_of_a_sender_whose_scales_changed_are_over() -> None:
     world = scaled()
     world.offer("r", 40, 12)
-    world.rescale(world.sources[0], 0.25)
+    world.rescale(world.senders[0], 0.25)
     assert world.released()["r"].code == "rescaled"
     world.want("again", 40)
     world.offer("again", 40, 12)
@@ -94,7 +94,7 @@ def test_a_want_that_was_reaching_goes_on() -> None:
     world.hold.add("hello")
     world.run()
     assert not world.answers()
-    world.rescale(world.sinks[0], 0.25)
+    world.rescale(world.receivers[0], 0.25)
     world.hold.clear()
     world.offer("r", 40, 12)
     world.run()
@@ -104,18 +104,18 @@ def test_a_want_that_was_reaching_goes_on() -> None:
 
 
 @pytest.mark.parametrize("has_claimed", [False, True])
-def test_a_want_of_which_nothing_came_reaches_a_source_of_new_scales_again(has_claimed: bool) -> None:
-    """Its claim, or its greeting, crosses the goodbye of the source, and is under the scales from before."""
+def test_a_want_of_which_nothing_came_reaches_a_sender_of_new_scales_again(has_claimed: bool) -> None:
+    """Its claim, or its greeting, crosses the goodbye of the sender, and is under the scales from before."""
     world = scaled()
     world.want("before", 40)
     world.offer("before", 40, 12)
     world.run()
     world.hold |= {"message", "hello"}
     if not has_claimed:
-        (sink,) = world.sinks
-        world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "test", world.now))
-    world.rescale(world.sources[0], 0.25)
-    world.want("after", 40)  # the sink has not heard of it
+        (receiver,) = world.receivers
+        world.do(receiver, receiver.inbound.unreachable("P0", "peer_lost", "test", world.now))
+    world.rescale(world.senders[0], 0.25)
+    world.want("after", 40)  # the receiver has not heard of it
     world.offer("after", 40, 12)
     world.hold.clear()
     world.run()
@@ -125,35 +125,35 @@ def test_a_want_of_which_nothing_came_reaches_a_source_of_new_scales_again(has_c
     world.check_rest()
 
 
-def test_a_claim_of_the_epoch_before_is_refused_though_its_sink_has_greeted_anew() -> None:
+def test_a_claim_of_the_epoch_before_is_refused_though_its_receiver_has_greeted_anew() -> None:
     """It comes late, by a link that was given up; its plan is the same, for only the revision is new."""
     world = scaled()
     world.want("before", 40)
     world.offer("before", 40, 12)
     world.run()
-    (source,), (sink,) = world.sources, world.sinks
+    (sender,), (receiver,) = world.senders, world.receivers
     world.hold.add("message")
     world.want("r", 40)
-    world.rescale(source, 0.5)
-    session = answer(hello(sink.home), source.home)
+    world.rescale(sender, 0.5)
+    session = answer(hello(receiver.home), sender.home)
     assert isinstance(session, Session)
-    source.accepted[sink.home.agent.boot] = session
+    sender.accepted[receiver.home.agent.incarnation] = session
     world.hold.clear()
     world.offer("r", 40, 12)
     world.run()
-    assert [refuse.code for refuse in world.refused] == ["stale_epoch"] and not sink.dropped
+    assert [refuse.code for refuse in world.refused] == ["stale_epoch"] and not receiver.dropped
     assert isinstance(world.answers()["r"], Done)
     world.check_rest()
 
 
-@pytest.mark.parametrize("field", ["source_epoch", "sink_epoch"])
+@pytest.mark.parametrize("field", ["sender_epoch", "receiver_epoch"])
 def test_a_chunk_of_another_epoch_does_not_count(field: str) -> None:
     world = scaled()
     world.want("r", 40)
     world.offer("r", 40, 12)
     world.hold.add("notice")
     world.run()
-    receiving, true = world.sinks[0].receiving, world.notices[0]
+    receiving, true = world.receivers[0].receiving, world.notices[0]
     lie = structs.replace(true, **{field: 2})
     assert receiving.landed(lie) is None and receiving.take_reports() == [Dropped(lie.transfer, lie.slot)]
     world.hold.clear()
@@ -162,24 +162,24 @@ def test_a_chunk_of_another_epoch_does_not_count(field: str) -> None:
     world.check_rest()
 
 
-def test_a_want_fails_when_its_source_leaves_in_the_middle_of_its_rows() -> None:
+def test_a_want_fails_when_its_sender_leaves_in_the_middle_of_its_rows() -> None:
     world = scaled()
     world.want("r", 240)
     world.offer("r", 120, 30, last=False)
     world.run()
     assert world.scatters and not world.answers()
-    (sink,) = world.sinks
-    world.do(sink, sink.inbound.unreachable("P0", "peer_left", "test", world.now))
+    (receiver,) = world.receivers
+    world.do(receiver, receiver.inbound.unreachable("P0", "peer_left", "test", world.now))
     world.settle()
     assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "peer_left"
 
 
-def test_a_want_ends_when_the_source_that_said_goodbye_is_gone() -> None:
+def test_a_want_ends_when_the_sender_that_said_goodbye_is_gone() -> None:
     world = scaled()
     world.want("r", 40)
     world.run()
-    (sink,) = world.sinks
+    (receiver,) = world.receivers
     world.nodes["P0"].is_dead = True
-    world.do(sink, sink.inbound.unreachable("P0", "peer_left", "test", world.now))
+    world.do(receiver, receiver.inbound.unreachable("P0", "peer_left", "test", world.now))
     world.run()
     assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "peer_unreachable"

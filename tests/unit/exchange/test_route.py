@@ -11,7 +11,7 @@ from kvbridge.exchange.route import Site
 
 def card(memory: str) -> FabricCard:
     return FabricCard(
-        kind="nixl", name="boot", memory=memory, descriptor=b"", base=1 << 30, slot_bytes=1 << 20, slots=4
+        kind="nixl", name="incarnation", memory=memory, descriptor=b"", base=1 << 30, slot_bytes=1 << 20, slots=4
     )
 
 
@@ -29,7 +29,7 @@ CASES = [
     ("a GPU and a CPU", gpu(), CPU, ["host"]),
     ("a CPU and a GPU", CPU, gpu(), ["host"]),
     ("a GPU without host slots and a CPU", gpu(host=False), CPU, []),
-    ("a sink that allows less", gpu(), gpu(routes=("host",)), ["host"]),
+    ("a receiver that allows less", gpu(), gpu(routes=("host",)), ["host"]),
     ("our order counts", gpu(routes=("host", "nixl")), gpu(), ["host", "nixl"]),
 ]
 

@@ -17,12 +17,12 @@ def sessions_of(world: World) -> list[Session]:
     world.offer("r", 64, 16)
     world.want("r", 64)
     world.run()
-    return [world.sinks[0].inbound._sources.open[node.name] for node in world.sources]
+    return [world.receivers[0].inbound._senders.open[node.name] for node in world.senders]
 
 
 def test_the_same_sessions_are_assigned_once_and_others_anew() -> None:
-    world = World(sources=2)
-    sessions, pool, givers = sessions_of(world), world.sinks[0].home.pool, ShardAssignment()
+    world = World(senders=2)
+    sessions, pool, givers = sessions_of(world), world.receivers[0].home.pool, ShardAssignment()
     first = givers.takes("P0", sessions, pool)
     assert givers.takes("P0", list(sessions), pool) is first
     again = givers.takes("P0", [sessions[0], replace(sessions[1])], pool)
@@ -33,7 +33,7 @@ def test_the_same_sessions_are_assigned_once_and_others_anew() -> None:
 
 
 def test_a_rank_that_is_missing_is_named() -> None:
-    world = World(sources=2)
+    world = World(senders=2)
     sessions = sessions_of(world)
     with pytest.raises(PeerError, match=r"expected 2, the agents hold \[1\]"):
-        ShardAssignment().takes("P0", sessions[1:], world.sinks[0].home.pool)
+        ShardAssignment().takes("P0", sessions[1:], world.receivers[0].home.pool)

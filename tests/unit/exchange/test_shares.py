@@ -41,11 +41,11 @@ def test_carries_requests_whatever_the_order(ours: int, theirs: int, seed: int) 
         if not (seed + i) % 2:
             world.want(f"r{i}", 40 + i)
     world.run()
-    for sink in range(theirs):
-        assert [type(answer) for answer in world.answers(sink).values()] == [Done] * 4
-    for source in range(ours):
-        assert len(world.released(source)) == 4
-    moved = [sum(answer.moved_bytes for answer in world.answers(sink).values()) for sink in range(theirs)]
+    for receiver in range(theirs):
+        assert [type(answer) for answer in world.answers(receiver).values()] == [Done] * 4
+    for sender in range(ours):
+        assert len(world.released(sender)) == 4
+    moved = [sum(answer.moved_bytes for answer in world.answers(receiver).values()) for receiver in range(theirs)]
     assert sum((40 + i) * TOKEN_BYTES for i in range(4)) <= sum(moved)
     world.check_rest()
 
@@ -73,7 +73,7 @@ def test_a_rank_without_a_token_of_the_prompt_is_told_and_released() -> None:
     world.want("r", 7)
     world.run()
     assert isinstance(world.answers()["r"], Done)
-    assert [world.released(source)["r"].code for source in range(3)] == ["", "", ""]
+    assert [world.released(sender)["r"].code for sender in range(3)] == ["", "", ""]
     world.check_rest()
 
 
@@ -110,23 +110,23 @@ def test_no_rank_names_blocks_beyond_those_of_its_own_tokens(seed: int) -> None:
     world = World(ranks("prefill", 3, INTERLEAVE, 4), ranks("decode", 4, 2, 16), seed=seed)
     first = (0, 3, 24)[seed % 3]
     end = first + 1 + seed % 4
-    names = dict(room="r", request="r")
+    names = dict(rendezvous="r", request="r")
     silent = 0
-    for node in world.sources:
+    for node in world.senders:
         blocks = pieces_of(node.home.pool, 0, end)
         offer = Offer(**names, tokens=end, blocks=blocks, is_last=True, hold_s=100)
         world.do(node, node.outbound.offer(offer, node.home, world.now))
-    for node in world.sinks:
+    for node in world.receivers:
         blocks = pieces_of(node.home.pool, first, end)
         silent += not blocks
-        want = Want(**names, source="P0", first_token=first, end_token=end, blocks=blocks, deadline_s=50)
+        want = Want(**names, sender="P0", first_token=first, end_token=end, blocks=blocks, deadline_s=50)
         world.do(node, node.inbound.want(want, node.home, world.now))
     assert silent, "every rank has some"
     world.run()
-    answers = [world.answers(sink)["r"] for sink in range(4)]
+    answers = [world.answers(receiver)["r"] for receiver in range(4)]
     assert [type(answer) for answer in answers] == [Done] * 4
     assert sum(answer.moved_bytes for answer in answers) >= (end - first) * TOKEN_BYTES
-    assert [world.released(source)["r"].code for source in range(3)] == [""] * 3
+    assert [world.released(sender)["r"].code for sender in range(3)] == [""] * 3
     world.check_rest()
 
 
@@ -138,7 +138,7 @@ def test_a_wants_table_counts_the_tokens_that_its_rank_keeps(first: int, end: in
     pool = ranks("decode", 2, 1, 16)[1]
     assert pieces_of(pool, first, end) == ((Blocks(0, entries[0], entries),) if entries else ())
     world = World(1, ranks("decode", 2, 1, 16))
-    home = world.sinks[1].home
+    home = world.receivers[1].home
     right = tuple(Blocks(0, entry, (40 + entry,)) for entry in entries)
     tables = tables_of(home, right, first, end)
     for token in range(first | 1, end, 2):

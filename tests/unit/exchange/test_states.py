@@ -122,7 +122,7 @@ def test_deadlines_move_and_clear() -> None:
 
 def _refusal(**changes: object) -> Refuse:
     world = World()
-    ours, theirs = world.sources[0].home, world.sinks[0].home
+    ours, theirs = world.senders[0].home, world.receivers[0].home
     found = answer(replace(hello(theirs), **changes), ours)
     assert isinstance(found, Refuse)
     return found
@@ -130,27 +130,27 @@ def _refusal(**changes: object) -> Refuse:
 
 def test_refuses_other_versions_digests_fabrics_models_and_itself() -> None:
     world = World()
-    source, sink = world.sources[0].home, world.sinks[0].home
+    sender, receiver = world.senders[0].home, world.receivers[0].home
     assert "ours 1-1, theirs 7-9" in _refusal(versions=VersionRange(7, 9)).reasons[0]
     assert _refusal(digests=("other",)).code == "no_common_digest"
-    assert _refusal(fabric=replace(sink.site.fabric, kind="other")).code == "fabric_mismatch"
-    refused = _refusal(fabric=replace(sink.site.fabric, base=(1 << 62) + 77, slots=4096, slot_bytes=1 << 50))
+    assert _refusal(fabric=replace(receiver.site.fabric, kind="other")).code == "fabric_mismatch"
+    refused = _refusal(fabric=replace(receiver.site.fabric, base=(1 << 62) + 77, slots=4096, slot_bytes=1 << 50))
     assert refused.code == "bad_card" and "4096" in refused.reasons[0] and str(1 << 62)[:9] not in refused.reasons[0]
-    assert answer(hello(source), source).code == "same_agent"
-    assert answer(hello(sink), None).code == "no_engine"
-    layers = tuple(replace(layer, key_width=96) for layer in sink.pool.model.layers)
-    refused = _refusal(pool=replace(sink.pool, model=replace(sink.pool.model, layers=layers)))
+    assert answer(hello(sender), sender).code == "same_agent"
+    assert answer(hello(receiver), None).code == "no_engine"
+    layers = tuple(replace(layer, key_width=96) for layer in receiver.pool.model.layers)
+    refused = _refusal(pool=replace(receiver.pool, model=replace(receiver.pool.model, layers=layers)))
     assert refused.code == "incompatible" and any("96" in r and "8" in r for r in refused.reasons)
 
 
-def test_a_sink_refuses_a_welcome_it_cannot_keep() -> None:
+def test_a_receiver_refuses_a_welcome_it_cannot_keep() -> None:
     world = World()
-    source, sink = world.sources[0].home, world.sinks[0].home
-    session = answer(hello(sink), source)
-    good = welcome(session, source)
-    assert accept(good, sink).peer == source.agent
-    assert accept(replace(good, version=9), sink).code == "version_mismatch"
-    assert accept(replace(good, digest="other"), sink).code == "no_common_digest"
-    assert accept(replace(good, slot_bytes=1 << 30), sink).code == "slot_mismatch"
-    picky = dataclasses.replace(sink, site=Site(sink.site.fabric, routes=("nixl",)))
+    sender, receiver = world.senders[0].home, world.receivers[0].home
+    session = answer(hello(receiver), sender)
+    good = welcome(session, sender)
+    assert accept(good, receiver).peer == sender.agent
+    assert accept(replace(good, version=9), receiver).code == "version_mismatch"
+    assert accept(replace(good, digest="other"), receiver).code == "no_common_digest"
+    assert accept(replace(good, slot_bytes=1 << 30), receiver).code == "slot_mismatch"
+    picky = dataclasses.replace(receiver, site=Site(receiver.site.fabric, routes=("nixl",)))
     assert accept(replace(good, route="direct"), picky).code == "route_mismatch"

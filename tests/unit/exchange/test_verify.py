@@ -58,14 +58,14 @@ class PromisingSender:
         scene = Scene()
         scene.session = replace(scene.session, routed=Routed("pull"))
         scene.say(scene.claim())
-        self.outbound: Sender = scene.source.outbound
-        self.boot, self.now = scene.sink.home.agent.boot, scene.world.now
+        self.outbound: Sender = scene.sender.outbound
+        self.incarnation, self.now = scene.receiver.home.agent.incarnation, scene.world.now
         self.outbound.answers(self.now, self.now, lambda count: True)
         self.chunks = self.outbound.outlets["x"].plan.chunks
 
-    def check(self, *chunks: int, boot: str = "", transfer: str = "x") -> list[Action]:
+    def check(self, *chunks: int, incarnation: str = "", transfer: str = "x") -> list[Action]:
         sums = tuple(Sum(chunk, 1000 + chunk) for chunk in chunks)
-        return self.outbound.check(boot or self.boot, Check(transfer=transfer, digests=sums))
+        return self.outbound.check(incarnation or self.incarnation, Check(transfer=transfer, digests=sums))
 
     def digested(self, digest: Action, failure: Failure = None) -> list[Action]:
         assert isinstance(digest, Digest)
@@ -84,7 +84,7 @@ def test_a_sender_digests_what_it_is_asked_and_answers_once() -> None:
     assert sender.digested(first) == sender.digested(second) == []
     (answer,) = sent(sender.digested(third))
     assert answer == Checked(transfer="x", digests=(Sum(0, 7), Sum(1, 7), Sum(2, 7)))
-    said = sender.outbound.settled(sender.boot, "x")
+    said = sender.outbound.settled(sender.incarnation, "x")
     assert [type(each) for each in told(said)] == [Released] and sender.is_free()
 
 
@@ -102,23 +102,25 @@ def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pyte
     """However the transfer ends meanwhile, at the sender or at its receiver."""
     monkeypatch.setattr(sending, "MOST_DIGESTS", 1)
     sender = PromisingSender()
-    outbound, boot, now = sender.outbound, sender.boot, sender.now
+    outbound, incarnation, now = sender.outbound, sender.incarnation, sender.now
     (digest,) = sender.check(0, 1)
     match end:
         case "cancel":
-            said = outbound.cancel(boot, Cancel(transfer="x", code="aborted"))
+            said = outbound.cancel(incarnation, Cancel(transfer="x", code="aborted"))
         case "withdraw":
-            said = outbound.withdraw("r", "test", now) + outbound.cancel(boot, Cancel(transfer="x", code="withdrawn"))
+            said = outbound.withdraw("r", "test", now) + outbound.cancel(
+                incarnation, Cancel(transfer="x", code="withdrawn")
+            )
         case "lost":
-            said = outbound.lost(boot) + outbound.tick(now + LEASE_S + 0.01)
+            said = outbound.lost(incarnation) + outbound.tick(now + LEASE_S + 0.01)
         case "lease":
             said = outbound.tick(now + LEASE_S + 0.01) + outbound.withdraw("r", "test", now)
         case "left":
             said = outbound.engine_left(now) + outbound.tick(now + LEASE_S + 0.01)
         case "settled":
-            said = outbound.settled(boot, "x")
-            assert outbound.check(boot, Check(transfer="x", digests=(Sum(2, 1),))) == []
-            outbound.renew(boot, Renew(transfer="x", number=1))
+            said = outbound.settled(incarnation, "x")
+            assert outbound.check(incarnation, Check(transfer="x", digests=(Sum(2, 1),))) == []
+            outbound.renew(incarnation, Renew(transfer="x", number=1))
             assert not outbound.is_owing and not outbound.is_promised
         case _:
             said = []
@@ -127,7 +129,7 @@ def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pyte
     assert not any(isinstance(each, Digest) for each in said), "nobody wants to know any more"
     if end == "failed":
         assert [each.code for each in sent(said)] == ["gather_failed"]
-        outbound.cancel(boot, Cancel(transfer="x", code="gather_failed"))
+        outbound.cancel(incarnation, Cancel(transfer="x", code="gather_failed"))
     assert sender.is_free() or end == "left"
     assert not outbound.outlets
     assert not any(isinstance(each, Checked) for each in sent(said))
@@ -139,7 +141,7 @@ def test_who_asks_for_what_it_was_not_told_fails_its_transfer() -> None:
         said = sender.check(*chunks)
         assert [each.code for each in sent(said) if isinstance(each, Failing)] == ["bad_check"]
         assert not any(isinstance(each, Digest) for each in said)
-        sender.outbound.cancel(sender.boot, Cancel(transfer="x", code="bad_check"))
+        sender.outbound.cancel(sender.incarnation, Cancel(transfer="x", code="bad_check"))
         assert sender.is_free()
 
 
@@ -148,18 +150,18 @@ def test_who_asks_again_fails_its_transfer() -> None:
     (digest,) = sender.check(0)
     assert [each.code for each in sent(sender.check(0))] == ["bad_check"]
     sender.digested(digest)
-    sender.outbound.cancel(sender.boot, Cancel(transfer="x", code="bad_check"))
+    sender.outbound.cancel(sender.incarnation, Cancel(transfer="x", code="bad_check"))
     assert sender.is_free()
 
 
 def test_nobody_is_answered_about_a_transfer_that_is_not_its_own_or_has_slots() -> None:
     sender = PromisingSender()
-    assert sender.check(0, transfer="y") == [] and sender.check(0, boot="another") == []
+    assert sender.check(0, transfer="y") == [] and sender.check(0, incarnation="another") == []
     assert not sender.outbound.outlets["x"].asked
     scene = Scene()
     scene.say(scene.claim())
     check = Check(transfer="x", digests=(Sum(0, 1),))
-    assert scene.source.outbound.check(scene.sink.home.agent.boot, check) == []
+    assert scene.sender.outbound.check(scene.receiver.home.agent.incarnation, check) == []
 
 
 class PullingReceiver:
@@ -167,20 +169,22 @@ class PullingReceiver:
 
     def __init__(self, check_every: int = 1) -> None:
         world = World()
-        home, theirs = world.sinks[0].home, world.sources[0].home
+        home, theirs = world.receivers[0].home, world.senders[0].home
         self.inbound = Receiver(SlotPool(4), lambda: "x", lambda: b"t" * 16, check_every)
-        self.boot = theirs.agent.boot
+        self.incarnation = theirs.agent.incarnation
         session = answer(hello(home), theirs)
         assert isinstance(session, Session)
         agreed = accept(welcome(session, theirs), home)
         assert isinstance(agreed, Session)
         self.inbound.opened("P0", replace(agreed, routed=Routed("pull")), NOW)
         blocks = (Blocks(0, 0, (0, 1, 2, 3)),)
-        want = Want(request="r", room="r", source="P0", first_token=0, end_token=64, blocks=blocks, deadline_s=50.0)
+        want = Want(
+            request="r", rendezvous="r", sender="P0", first_token=0, end_token=64, blocks=blocks, deadline_s=50.0
+        )
         (claim,) = sent(self.inbound.want(want, home, NOW))
         assert isinstance(claim, Claim)
         told = BlockTables(transfer="x", tokens=64, is_last=True, renewal=0, blocks=(Blocks(0, 0, tuple(range(16))),))
-        *_, pull = self.inbound.tables(self.boot, told, NOW)
+        *_, pull = self.inbound.tables(self.incarnation, told, NOW)
         assert isinstance(pull, Pull)
         self.pull = pull
 
@@ -188,8 +192,8 @@ class PullingReceiver:
         digests = {chunk: 100 + chunk for chunk in self.pull.compared}
         return self.inbound.hear([Pulled("x", self.pull.end_chunk, 1, 1, digests, None)], NOW)
 
-    def checked(self, *digests: Sum, boot: str = "", transfer: str = "x") -> list[Action]:
-        return self.inbound.checked(boot or self.boot, Checked(transfer=transfer, digests=digests), NOW)
+    def checked(self, *digests: Sum, incarnation: str = "", transfer: str = "x") -> list[Action]:
+        return self.inbound.checked(incarnation or self.incarnation, Checked(transfer=transfer, digests=digests), NOW)
 
 
 def test_done_is_said_once_the_sender_has_the_same() -> None:
@@ -255,7 +259,7 @@ def test_digests_that_nobody_asked_for_change_nothing() -> None:
     assert receiver.checked(Sum(0, 5)) == []
     receiver.pulled()
     assert receiver.checked(Sum(99, 5), Sum(1 << 62, 5)) == []
-    assert receiver.checked(Sum(0, 5), boot="another") == [] and receiver.checked(Sum(0, 5), transfer="y") == []
+    assert receiver.checked(Sum(0, 5), incarnation="another") == [] and receiver.checked(Sum(0, 5), transfer="y") == []
     assert receiver.checked(Sum(0, 100)) == [] and receiver.checked(Sum(0, 5)) == []
     assert "r" in receiver.inbound.wants and receiver.inbound.compared == 1
 
@@ -264,14 +268,14 @@ def test_digests_that_nobody_asked_for_change_nothing() -> None:
 def test_no_want_waits_for_a_sender_that_does_not_answer(end: str) -> None:
     receiver = PullingReceiver()
     receiver.pulled()
-    inbound, boot = receiver.inbound, receiver.boot
+    inbound, incarnation = receiver.inbound, receiver.incarnation
     match end:
         case "abandon":
             said = inbound.abandon("r", NOW)
         case "lost":
             said = inbound.unreachable("P0", "peer_silent", "test", NOW)
         case "failing":
-            said = inbound.failing(boot, "x", "withdrawn", "test", NOW)
+            said = inbound.failing(incarnation, "x", "withdrawn", "test", NOW)
         case "left":
             said = inbound.engine_left(NOW)
         case _:

@@ -76,7 +76,7 @@ def test_a_window_waits_for_the_last_offer(kind: str) -> None:
     early = sum(one.scatters.values())
     one.offer_pieces("r", 39, (blocks(FULL, 5, 10),), last=False)
     one.run()
-    (outlet,) = one.sources[0].outbound.outlets.values()
+    (outlet,) = one.senders[0].outbound.outlets.values()
     assert early < sum(one.scatters.values()) == outlet.shipped == outlet.plan.early_chunks < outlet.plan.chunks
     one.offer_pieces("r", 39, (late_entries(kind, 39, 16),))
     one.run()
@@ -90,7 +90,7 @@ def test_no_slots_are_lent_to_a_window_that_waits() -> None:
     one.run()
     one.offer_pieces("r", 39, (blocks(FULL, 0, 10),), last=False)
     one.run()
-    (outlet,) = one.sources[0].outbound.outlets.values()
+    (outlet,) = one.senders[0].outbound.outlets.values()
     assert outlet.told_ready == outlet.lent == outlet.shipped == outlet.plan.early_chunks < outlet.plan.chunks
     one.offer_pieces("r", 39, (late_entries("sliding", 39, 16),))
     one.run()
@@ -166,7 +166,7 @@ def test_a_chunk_that_is_over_needs_no_blocks() -> None:
 
 @pytest.mark.parametrize(("kind", "end", "first"), [("sliding", 46, 9), ("chunked", 53, 12)])
 def test_the_block_in_which_a_window_begins_is_wanted_whole(kind: str, end: int, first: int) -> None:
-    """The sink's engine keeps it, and may take it for another request: no row of it may be left as it was."""
+    """The receiver's engine keeps it, and may take it for another request: no row of it may be left as it was."""
     one = world(kind)
     late = blocks(LATE, first, -(-end // 4))
     one.offer_pieces("r", end, (blocks(FULL, 0, 14), late_entries(kind, end, 16)))

@@ -104,16 +104,16 @@ def make_pool(
     )
 
 
-def notice_of(departure: LeavingChunk, source: AttachedEngine) -> Notice:
-    """What comes with a chunk that this source has written."""
+def notice_of(departure: LeavingChunk, sender: AttachedEngine) -> Notice:
+    """What comes with a chunk that this sender has written."""
     order, lease = departure.order, departure.lease
     return Notice(
         transfer=order.transfer,
         token=order.token,
-        source_boot=source.agent.boot,
-        sink_boot=order.boot,
-        source_epoch=source.epoch,
-        sink_epoch=order.sink_epoch,
+        sender_incarnation=sender.agent.incarnation,
+        receiver_incarnation=order.incarnation,
+        sender_epoch=sender.epoch,
+        receiver_epoch=order.receiver_epoch,
         slot=lease.slot,
         generation=lease.generation,
         chunk=departure.chunk,
@@ -163,23 +163,23 @@ class Node:
 class World:
     """`run` makes everything happen that is under way, in an order the seed decides.
 
-    The engines are `sources` and `sinks` ranks that split the heads, or have the pools given.
+    The engines are `senders` and `receivers` ranks that split the heads, or have the pools given.
     """
 
     def __init__(
         self,
-        sources: int | Sequence[Pool] = 1,
-        sinks: int | Sequence[Pool] = 1,
+        senders: int | Sequence[Pool] = 1,
+        receivers: int | Sequence[Pool] = 1,
         slots: int = 4,
         local: int = 2,
         seed: int = 0,
     ) -> None:
         self.now = 0.0
-        self.key = ""  # what sources prove to have
+        self.key = ""  # what senders prove to have
         self.random = random.Random(seed)
         self.events: list[tuple[str, Callable[[], None]]] = []
         self.numbers = count(1)
-        self.writing: dict[tuple[str, int], LeavingChunk] = {}  # (sink boot, slot) -> the write under way
+        self.writing: dict[tuple[str, int], LeavingChunk] = {}  # (receiver incarnation, slot) -> the write under way
         self._goodbyes: set[tuple[str, str]] = set()  # on their way, to whom and of whom
         self.scatters: Counter[tuple[str, int]] = Counter()
         self.notices: list[Notice] = []
@@ -190,7 +190,7 @@ class World:
         ] = []  # begun: by which plan, gathers, under which pool
         self.hold: set[str] = set()  # kinds of events that do not happen now
         self.nodes: dict[str, Node] = {}
-        for letter, engine, block_tokens, pools in (("P", "prefill", 4, sources), ("D", "decode", 16, sinks)):
+        for letter, engine, block_tokens, pools in (("P", "prefill", 4, senders), ("D", "decode", 16, receivers)):
             if isinstance(pools, int):
                 pools = [make_pool(engine, rank, pools, block_tokens) for rank in range(pools)]
             ranks = tuple(Rank(tp_rank=r, pp_rank=0, address=f"{letter}{r}") for r in range(len(pools)))
@@ -198,8 +198,10 @@ class World:
                 self._add(f"{letter}{r}", pool, ranks, slots, local)
 
     def _add(self, name: str, pool: Pool, ranks: tuple[Rank, ...], slots: int, local: int) -> None:
-        agent = AgentCard(name=name, boot=f"boot-{name}-{next(self.numbers)}", address=name, version="1")
-        card = FabricCard(kind="world", name=agent.boot, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=slots)
+        agent = AgentCard(name=name, incarnation=f"incarnation-{name}-{next(self.numbers)}", address=name, version="1")
+        card = FabricCard(
+            kind="world", name=agent.incarnation, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=slots
+        )
         inbound = Receiver(
             SlotPool(slots), lambda: f"t{next(self.numbers)}", lambda: next(self.numbers).to_bytes(16, "big")
         )
@@ -207,11 +209,11 @@ class World:
         self.nodes[name] = Node(name, home, inbound, Sender(), SendOrders(local))
 
     @property
-    def sources(self) -> list[Node]:
+    def senders(self) -> list[Node]:
         return [node for name, node in self.nodes.items() if name[0] == "P"]
 
     @property
-    def sinks(self) -> list[Node]:
+    def receivers(self) -> list[Node]:
         return [node for name, node in self.nodes.items() if name[0] == "D"]
 
     # What engines say:
@@ -223,11 +225,11 @@ class World:
         blocks: int,
         first: int = 0,
         last: bool = True,
-        room: str = "",
+        rendezvous: str = "",
         first_token: int = 0,
     ) -> None:
         pieces = (Blocks(0, first, tuple(range(first, first + blocks))),) if blocks else ()
-        self.offer_pieces(request, tokens, pieces, last, room, first_token)
+        self.offer_pieces(request, tokens, pieces, last, rendezvous, first_token)
 
     def offer_pieces(
         self,
@@ -235,11 +237,11 @@ class World:
         tokens: int,
         pieces: tuple[Blocks, ...],
         last: bool = True,
-        room: str = "",
+        rendezvous: str = "",
         first_token: int = 0,
     ) -> None:
         message = Offer(
-            room=room or request,
+            rendezvous=rendezvous or request,
             request=request,
             tokens=tokens,
             blocks=pieces,
@@ -247,12 +249,12 @@ class World:
             hold_s=100.0,
             first_token=first_token,
         )
-        for node in self.sources:
+        for node in self.senders:
             self.do(node, node.outbound.offer(message, node.home, self.now))
 
-    def expect(self, request: str, room: str = "", source: str = "P0") -> None:
-        message = Expect(request=request, room=room or request, source=source)
-        for node in self.sinks:
+    def expect(self, request: str, rendezvous: str = "", sender: str = "P0") -> None:
+        message = Expect(request=request, rendezvous=rendezvous or request, sender=sender)
+        for node in self.receivers:
             self.do(node, node.inbound.expect(message, self.now))
 
     def want(
@@ -260,13 +262,13 @@ class World:
         request: str,
         end: int,
         first: int = 0,
-        room: str = "",
+        rendezvous: str = "",
         deadline: float = 50.0,
-        source: str = "P0",
+        sender: str = "P0",
     ) -> None:
         begin = first // 16
         pieces = (Blocks(0, begin, tuple(range(begin, -(-end // 16)))),)
-        self.want_pieces(request, end, pieces, first, room, deadline, source)
+        self.want_pieces(request, end, pieces, first, rendezvous, deadline, sender)
 
     def want_pieces(
         self,
@@ -274,28 +276,28 @@ class World:
         end: int,
         pieces: tuple[Blocks, ...],
         first: int = 0,
-        room: str = "",
+        rendezvous: str = "",
         deadline: float = 50.0,
-        source: str = "P0",
+        sender: str = "P0",
     ) -> None:
         message = Want(
             request=request,
-            room=room or request,
-            source=source,
+            rendezvous=rendezvous or request,
+            sender=sender,
             first_token=first,
             end_token=end,
             blocks=pieces,
             deadline_s=deadline,
         )
-        for node in self.sinks:
+        for node in self.receivers:
             self.do(node, node.inbound.want(message, node.home, self.now))
 
     def abandon(self, request: str) -> None:
-        for node in self.sinks:
+        for node in self.receivers:
             self.do(node, node.inbound.abandon(request, self.now))
 
     def withdraw(self, request: str, comes_again: bool = False) -> None:
-        for node in self.sources:
+        for node in self.senders:
             self.do(node, node.outbound.withdraw(request, "test", self.now, comes_again))
 
     # The network and the movers:
@@ -308,10 +310,10 @@ class World:
                 case Reach(address=address) | Ask(address=address):
                     self.later("hello", lambda a=address: self._greet(node, a))
                 case Send(peer=peer, body=body) if node.name[0] == "D":
-                    self.later("message", lambda p=peer, b=body: self._to_source(node, self.nodes[p], b))
-                case Send(peer=boot, body=body):
-                    sink = next(n for n in self.nodes.values() if n.home.agent.boot == boot)
-                    self.later("message", lambda s=sink, b=body: self._to_sink(node, s, b))
+                    self.later("message", lambda p=peer, b=body: self._to_sender(node, self.nodes[p], b))
+                case Send(peer=incarnation, body=body):
+                    receiver = next(n for n in self.nodes.values() if n.home.agent.incarnation == incarnation)
+                    self.later("message", lambda s=receiver, b=body: self._to_receiver(node, s, b))
                 case Tell(message=message):
                     node.told.append(message)
                 case _:
@@ -362,49 +364,51 @@ class World:
         self._parted(node, peer)
         session = answer(hello(node.home), peer.home)
         assert isinstance(session, Session)
-        peer.accepted[node.home.agent.boot] = session
+        peer.accepted[node.home.agent.incarnation] = session
         agreed = accept(welcome(session, peer.home), node.home, self.key)
         assert isinstance(agreed, Session)
         self.do(node, node.inbound.opened(address, agreed, self.now))
 
-    def _to_source(self, sink: Node, source: Node, body: object) -> None:
-        boot, machine = sink.home.agent.boot, source.outbound
-        if source.is_dead or sink.is_dead:
+    def _to_sender(self, receiver: Node, sender: Node, body: object) -> None:
+        incarnation, machine = receiver.home.agent.incarnation, sender.outbound
+        if sender.is_dead or receiver.is_dead:
             return
         match body:
-            case Claim() if boot not in source.accepted:
+            case Claim() if incarnation not in sender.accepted:
                 refuse = Refuse(code="no_session", reasons=("test",), about=body.transfer)
-                self.later("message", lambda: self._to_sink(source, sink, refuse))
+                self.later("message", lambda: self._to_receiver(sender, receiver, refuse))
             case Claim():
-                self.do(source, machine.claim(body, source.accepted[boot], source.home, self.now))
+                self.do(sender, machine.claim(body, sender.accepted[incarnation], sender.home, self.now))
             case Grant():
-                self.do(source, machine.grant(boot, body))
+                self.do(sender, machine.grant(incarnation, body))
             case Cancel():
-                self.do(source, machine.cancel(boot, body))
-            case Hold(rooms=rooms):
+                self.do(sender, machine.cancel(incarnation, body))
+            case Hold(rendezvous_ids=rendezvous_ids):
                 self.holds.append(body)
-                self.do(source, machine.hold(boot, rooms, self.now))
+                self.do(sender, machine.hold(incarnation, rendezvous_ids, self.now))
             case Settled():
                 pass
             case _:
                 raise AssertionError(body)
 
-    def _to_sink(self, source: Node, sink: Node, body: object) -> None:
-        if source.is_dead or sink.is_dead:
+    def _to_receiver(self, sender: Node, receiver: Node, body: object) -> None:
+        if sender.is_dead or receiver.is_dead:
             return
-        boot, machine = source.home.agent.boot, sink.inbound
+        incarnation, machine = sender.home.agent.incarnation, receiver.inbound
         match body:
             case Ready(transfer=transfer, chunks=chunks):
-                self.do(sink, machine.ready(boot, transfer, chunks, self.key))
+                self.do(receiver, machine.ready(incarnation, transfer, chunks, self.key))
             case Failing(transfer=transfer, code=code, reason=reason):
-                self.do(sink, machine.failing(boot, transfer, code, reason, self.now, self.key))
+                self.do(receiver, machine.failing(incarnation, transfer, code, reason, self.now, self.key))
             case Drained(transfer=transfer, code=code, reason=reason):
-                self.do(sink, machine.drained(boot, transfer, code, reason, self.now, self.key))
+                self.do(receiver, machine.drained(incarnation, transfer, code, reason, self.now, self.key))
             case Refuse(about=transfer, code=code, reasons=reasons):
                 self.refused.append(body)
-                self.do(sink, machine.drained(boot, transfer, code, "; ".join(reasons), self.now, self.key))
-                if code == "no_session" and sink.home.agent.boot not in source.accepted:  # nor greeted again since
-                    self.do(sink, machine.unreachable(source.name, code, "test", self.now))
+                self.do(receiver, machine.drained(incarnation, transfer, code, "; ".join(reasons), self.now, self.key))
+                if (
+                    code == "no_session" and receiver.home.agent.incarnation not in sender.accepted
+                ):  # nor greeted again since
+                    self.do(receiver, machine.unreachable(sender.name, code, "test", self.now))
             case _:
                 raise AssertionError(body)
 
@@ -415,13 +419,13 @@ class World:
         ended = node.outbound.rescaled("test", self.now)
         node.home = replace(node.home, epoch=node.home.epoch + 1, pool=rescaled(pool, scales), revision=revision)
         self.do(node, ended)
-        others = self.sinks if node.name[0] == "P" else self.sources
+        others = self.receivers if node.name[0] == "P" else self.senders
         for other in others:
-            if other.home.agent.boot in node.accepted or node.home.agent.boot in other.accepted:
+            if other.home.agent.incarnation in node.accepted or node.home.agent.incarnation in other.accepted:
                 self._goodbyes.add((other.name, node.name))
                 self.later("message", partial(self._parted, other, node))
-            if node.accepted.pop(other.home.agent.boot, None) is not None:
-                self.do(node, node.outbound.lost(other.home.agent.boot))
+            if node.accepted.pop(other.home.agent.incarnation, None) is not None:
+                self.do(node, node.outbound.lost(other.home.agent.incarnation))
         self.do(node, node.inbound.rescaled(node.home, self.now))
 
     def _parted(self, node: Node, other: Node) -> None:
@@ -429,8 +433,8 @@ class World:
         if (node.name, other.name) not in self._goodbyes:
             return
         self._goodbyes.discard((node.name, other.name))
-        if node.accepted.pop(other.home.agent.boot, None) is not None:
-            self.do(node, node.outbound.lost(other.home.agent.boot))
+        if node.accepted.pop(other.home.agent.incarnation, None) is not None:
+            self.do(node, node.outbound.lost(other.home.agent.incarnation))
         self.do(node, node.inbound.unreachable(other.name, "peer_left", "test", self.now))
 
     # Data planes:
@@ -446,62 +450,62 @@ class World:
     def _take_up(self, node: Node, order: SendingOrder | ReceivingOrder) -> None:
         take_up(order, node.sending, node.receiving)
 
-    def _send(self, source: Node) -> None:
-        while not source.orders and (departure := source.sending.begin()) is not None:
-            self._begin(source, departure)
+    def _send(self, sender: Node) -> None:
+        while not sender.orders and (departure := sender.sending.begin()) is not None:
+            self._begin(sender, departure)
 
-    def _begin(self, source: Node, departure: LeavingChunk) -> None:
+    def _begin(self, sender: Node, departure: LeavingChunk) -> None:
         transfer = departure.order.transfer
-        offered = source.outbound.outlets[transfer].offered
-        assert offered in source.outbound.offers.values(), f"{transfer} reads blocks that were given back"
-        self.moved.append((departure.order.plan.strips, True, source.home.pool))
-        self.later("gather", lambda: self._gathered(source, departure))
+        offered = sender.outbound.outlets[transfer].offered
+        assert offered in sender.outbound.offers.values(), f"{transfer} reads blocks that were given back"
+        self.moved.append((departure.order.plan.strips, True, sender.home.pool))
+        self.later("gather", lambda: self._gathered(sender, departure))
 
-    def _gathered(self, source: Node, departure: LeavingChunk) -> None:
-        if source.is_dead:
+    def _gathered(self, sender: Node, departure: LeavingChunk) -> None:
+        if sender.is_dead:
             return
-        plan, boot = departure.order.plan, departure.order.boot
-        assert Part(plan, plan.chunk(departure.chunk), departure.tables, is_source=True).moves()
-        key = (boot, departure.lease.slot)
+        plan, incarnation = departure.order.plan, departure.order.incarnation
+        assert Part(plan, plan.chunk(departure.chunk), departure.tables, is_sender=True).moves()
+        key = (incarnation, departure.lease.slot)
         assert key not in self.writing, f"slot {key} is written under two leases"
         self.writing[key] = departure
-        self.later("write", lambda: self._written(source, departure))
-        source.sending.gathered(departure)
-        self._report(source)
+        self.later("write", lambda: self._written(sender, departure))
+        sender.sending.gathered(departure)
+        self._report(sender)
 
-    def _written(self, source: Node, departure: LeavingChunk) -> None:
-        """The write has landed: the sink may see the notice before or after the source sees the end."""
-        boot = departure.order.boot
-        del self.writing[boot, departure.lease.slot]
-        sink = next(n for n in self.nodes.values() if n.home.agent.boot == boot)
-        notice = notice_of(departure, source.home)
+    def _written(self, sender: Node, departure: LeavingChunk) -> None:
+        """The write has landed: the receiver may see the notice before or after the sender sees the end."""
+        incarnation = departure.order.incarnation
+        del self.writing[incarnation, departure.lease.slot]
+        receiver = next(n for n in self.nodes.values() if n.home.agent.incarnation == incarnation)
+        notice = notice_of(departure, sender.home)
         self.notices.append(notice)
-        self.later("notice", lambda: self._landed(sink, notice))
-        self.later("end", lambda: self._ended(source, departure, None))
+        self.later("notice", lambda: self._landed(receiver, notice))
+        self.later("end", lambda: self._ended(sender, departure, None))
 
-    def _ended(self, source: Node, departure: LeavingChunk, failure: Failure) -> None:
-        if not source.is_dead:
-            source.sending.written(departure, 0.0, failure)
-            self._send(source)
-            self._report(source)
+    def _ended(self, sender: Node, departure: LeavingChunk, failure: Failure) -> None:
+        if not sender.is_dead:
+            sender.sending.written(departure, 0.0, failure)
+            self._send(sender)
+            self._report(sender)
 
-    # What was asked of a sink's before a notice came is done before that is looked at.
+    # What was asked of a receiver's before a notice came is done before that is looked at.
 
-    def _landed(self, sink: Node, notice: Notice) -> None:
-        if sink.is_dead:
+    def _landed(self, receiver: Node, notice: Notice) -> None:
+        if receiver.is_dead:
             return
-        self._order(sink, is_all=True)
-        if (arrival := sink.receiving.landed(notice)) is not None:
-            self.moved.append((arrival.order.plan.strips, False, sink.home.pool))
-            self.later("scatter", lambda: None if sink.is_dead else self._scattered(sink, arrival))
-        self._report(sink)
+        self._order(receiver, is_all=True)
+        if (arrival := receiver.receiving.landed(notice)) is not None:
+            self.moved.append((arrival.order.plan.strips, False, receiver.home.pool))
+            self.later("scatter", lambda: None if receiver.is_dead else self._scattered(receiver, arrival))
+        self._report(receiver)
 
-    def _scattered(self, sink: Node, arrival: LandedChunk) -> None:
+    def _scattered(self, receiver: Node, arrival: LandedChunk) -> None:
         order, notice = arrival.order, arrival.notice
-        assert Part(order.plan, order.plan.chunk(notice.chunk), order.tables, is_source=False).moves()
+        assert Part(order.plan, order.plan.chunk(notice.chunk), order.tables, is_sender=False).moves()
         self.scatters[order.transfer, notice.chunk] += 1
-        sink.receiving.scattered(arrival, None)
-        self._report(sink)
+        receiver.receiving.scattered(arrival, None)
+        self._report(receiver)
 
     def _report(self, node: Node) -> None:
         if sent := node.sending.take_reports():
@@ -519,23 +523,23 @@ class World:
                 self.later("message", lambda n=node: self._lose(n, dead))
 
     def _lose(self, node: Node, dead: Node) -> None:
-        self.do(node, node.outbound.lost(dead.home.agent.boot))
+        self.do(node, node.outbound.lost(dead.home.agent.incarnation))
         self.do(node, node.inbound.unreachable(dead.name, "peer_lost", "link ended", self.now))
 
     # What must be true:
 
-    def answers(self, sink: int = 0) -> dict[str, object]:
+    def answers(self, receiver: int = 0) -> dict[str, object]:
         """The last word on each want; asserts that there is one word on each."""
         found: dict[str, object] = {}
-        for message in self.sinks[sink].told:
+        for message in self.receivers[receiver].told:
             if isinstance(message, Done | Failed):
                 assert message.request not in found, f"two answers: {found[message.request]}, {message}"
                 found[message.request] = message
         return found
 
-    def released(self, source: int = 0) -> dict[str, Released]:
+    def released(self, sender: int = 0) -> dict[str, Released]:
         found: dict[str, Released] = {}
-        for message in self.sources[source].told:
+        for message in self.senders[sender].told:
             if isinstance(message, Released) and message.code != "unknown_offer":
                 assert message.request not in found, f"released twice: {message}"
                 found[message.request] = message
@@ -548,7 +552,7 @@ class World:
                 continue
             inbound, outbound = node.inbound, node.outbound
             assert not inbound.wants and not outbound.offers and not outbound.outlets
-            assert not outbound._waiting and not outbound._of_sink and not inbound._hungry
+            assert not outbound._waiting and not outbound._of_receiver and not inbound._hungry
             counts = inbound.slots.counts()
             assert counts.free == len(inbound.slots), counts
             assert node.sending.slots.free == len(node.sending.slots)

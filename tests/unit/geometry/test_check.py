@@ -162,7 +162,7 @@ def test_a_plane_that_cannot_be_is_named_with_both_values(changes: dict[str, Any
     broken = change(pool, planes=(change(pool.planes[0], **changes), *pool.planes[1:]))
     assert f"plane 0 (layer {broken.planes[0].layer} k): {expected}" in check_pool(broken)
     found = verdict(pool, broken)
-    assert isinstance(found, Incompatible) and any(reason.startswith("sink plane 0") for reason in found.reasons)
+    assert isinstance(found, Incompatible) and any(reason.startswith("receiver plane 0") for reason in found.reasons)
 
 
 def test_refuses_two_planes_for_one_part_and_parts_of_other_heads() -> None:

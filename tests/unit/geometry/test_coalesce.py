@@ -18,8 +18,8 @@ SHAPE = Shape(layers=3, kv_heads=4, key_width=32, value_width=16, block_tokens=1
 KEY, VALUE = 64, 32  # bytes of a row
 
 
-def folded(source: Shape, sink: Shape, first_token: int = 0, slot_bytes: int = 1 << 20) -> list[PlanePair]:
-    ours, theirs = describe(source), describe(sink)
+def folded(sender: Shape, receiver: Shape, first_token: int = 0, slot_bytes: int = 1 << 20) -> list[PlanePair]:
+    ours, theirs = describe(sender), describe(receiver)
     (takes,) = assign([ours], theirs)
     return fold(pair(ours, theirs, takes), ours, theirs, first_token, slot_bytes)
 
@@ -53,11 +53,11 @@ def test_equal_sides_move_whole_blocks(layout: str, strips: int, expected: list[
     found = folded(shape, shape)
     assert len(found) == strips and forms(found) == expected
     for strip in found:
-        assert strip.source.codec.name == "opaque" and strip.source.token_axis == (Step(1, 0),)
+        assert strip.sender.codec.name == "opaque" and strip.sender.token_axis == (Step(1, 0),)
 
 
 @pytest.mark.parametrize(
-    ("source", "sink", "first_token", "expected"),
+    ("sender", "receiver", "first_token", "expected"),
     [
         # Another block size or a first token inside a block: whole tokens of all heads.
         ({"layout": "nhd"}, {"layout": "nhd", "block_tokens": 32}, 0, [(1, 4 * VALUE, 1), (1, 4 * KEY, 1)]),
@@ -80,14 +80,14 @@ def test_equal_sides_move_whole_blocks(layout: str, strips: int, expected: list[
         ({"layout": "nhd"}, {"layout": "nhd", "codec": "fp8_e4m3"}, 0, [(4, VALUE // 2, 1), (4, KEY // 2, 1)]),
     ],
 )
-def test_folds_as_far_as_both_sides_agree(source, sink, first_token, expected) -> None:
-    assert forms(folded(replace(SHAPE, **source), replace(SHAPE, **sink), first_token)) == expected
+def test_folds_as_far_as_both_sides_agree(sender, receiver, first_token, expected) -> None:
+    assert forms(folded(replace(SHAPE, **sender), replace(SHAPE, **receiver), first_token)) == expected
 
 
 def test_other_scales_are_not_folded_equal_ones_are() -> None:
     shape = replace(SHAPE, codec="fp8_e4m3", scales={"k": (0.5,), "v": (1.0, 2.0, 3.0, 4.0)})
     other = replace(shape, scales={"k": (0.5, 0.5, 0.5, 0.5), "v": (1.0, 2.0, 3.0, 5.0)})
-    by_part = {strip.sink.part: strip.wire.name for strip in folded(shape, other)}
+    by_part = {strip.receiver.part: strip.wire.name for strip in folded(shape, other)}
     assert by_part == {"k": "opaque", "v": "fp8_e4m3"}
 
 
@@ -134,21 +134,21 @@ def test_planes_that_only_begin_side_by_side_stay_apart(layout, first_token, fie
     key, kept = whole.planes
     apart = msgspec.structs.replace(whole, planes=(key, msgspec.structs.replace(kept, **{field: value})))
     (takes,) = assign([whole], whole)
-    for source, sink, count in ((whole, whole, 1), (whole, apart, 2), (apart, whole, 2), (apart, apart, 2)):
-        strips = fold(pair(source, sink, takes), source, sink, first_token, 1 << 20)
+    for sender, receiver, count in ((whole, whole, 1), (whole, apart, 2), (apart, whole, 2), (apart, apart, 2)):
+        strips = fold(pair(sender, receiver, takes), sender, receiver, first_token, 1 << 20)
         assert len(strips) == count
 
 
 def test_a_block_that_is_tiled_otherwise_is_moved_row_by_row() -> None:
     """Elements lie alike on both sides and both blocks are dense, but tokens follow another order."""
     shape = replace(SHAPE, layers=1, kv_heads=1, layout="cpu_vec")
-    source = describe(shape)
-    key = source.planes[0]
+    sender = describe(shape)
+    key = sender.planes[0]
     turned = msgspec.structs.replace(key, token_axis=(Step(8, 2), Step(2, 16)))
-    sink = msgspec.structs.replace(source, planes=(turned, source.planes[1]))
-    (takes,) = assign([source], sink)
-    assert {strip.wire.name for strip in fold(pair(source, source, takes), source, source, 0, 1 << 20)} == {"opaque"}
-    assert {strip.wire.name for strip in fold(pair(source, sink, takes), source, sink, 0, 1 << 20)} == {
+    receiver = msgspec.structs.replace(sender, planes=(turned, sender.planes[1]))
+    (takes,) = assign([sender], receiver)
+    assert {strip.wire.name for strip in fold(pair(sender, sender, takes), sender, sender, 0, 1 << 20)} == {"opaque"}
+    assert {strip.wire.name for strip in fold(pair(sender, receiver, takes), sender, receiver, 0, 1 << 20)} == {
         "bf16",
         "opaque",
     }

@@ -17,8 +17,8 @@ SHAPE = Shape(key_width=32, value_width=16)
 change = msgspec.structs.replace
 
 
-def reasons(source: Pool, sink: Pool) -> tuple[str, ...]:
-    found = verdict(source, sink)
+def reasons(sender: Pool, receiver: Pool) -> tuple[str, ...]:
+    found = verdict(sender, receiver)
     assert isinstance(found, Incompatible), found
     return found.reasons
 
@@ -42,13 +42,13 @@ def test_every_layout_is_a_pool_that_can_be(layout: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"block_tokens": 32}, "block_tokens: source 16, sink 32 (layer 0 k and 3 more)"),
-        ({"codec": "fp8_e4m3"}, "codec: source bf16, sink fp8_e4m3 (layer 0 k and 3 more)"),
-        ({"tp_size": 2}, "tp_size: source 1, sink 2"),
-        ({"pp_size": 2}, "pp_size: source 1, sink 2"),
+        ({"block_tokens": 32}, "block_tokens: sender 16, receiver 32 (layer 0 k and 3 more)"),
+        ({"codec": "fp8_e4m3"}, "codec: sender bf16, receiver fp8_e4m3 (layer 0 k and 3 more)"),
+        ({"tp_size": 2}, "tp_size: sender 1, receiver 2"),
+        ({"pp_size": 2}, "pp_size: sender 1, receiver 2"),
         (
             {"layout": "hnd"},
-            "layout: source block > token > head > element, sink block > head > token > element (layer 0 k and 3 more)",
+            "layout: sender block > token > head > element, receiver block > head > token > element (layer 0 k and 3 more)",
         ),
     ],
 )
@@ -59,11 +59,11 @@ def test_says_what_is_converted(changes: dict[str, Any], expected: str) -> None:
 
 
 def test_says_that_scales_are_not_the_same() -> None:
-    source, sink = (
+    sender, receiver = (
         describe(replace(SHAPE, codec="int8", scales=scales)) for scales in (None, {"k": (2.0,), "v": (2.0,)})
     )
-    found = verdict(source, sink)
-    assert found == Convertible(("scales: source none, sink 2 (layer 0 k and 3 more)",))
+    found = verdict(sender, receiver)
+    assert found == Convertible(("scales: sender none, receiver 2 (layer 0 k and 3 more)",))
 
 
 SAME_MODEL = "; needs the same model on both sides"
@@ -73,11 +73,11 @@ SAME_CODEC = "; needs the same kv_cache_dtype on both sides"
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"key_width": 64}, f"key_width: source 32, sink 64 (layer 0 and 1 more){SAME_MODEL}"),
-        ({"value_width": 64}, f"value_width: source 16, sink 64 (layer 0 and 1 more){SAME_MODEL}"),
-        ({"kv_heads": 8}, f"kv_heads: source 4, sink 8 (layer 0 and 1 more){SAME_MODEL}"),
-        ({"model": "other"}, f"model: source oracle, sink other{SAME_MODEL}"),
-        ({"codec": "opaque"}, f"codec: source bf16, sink opaque of 32 bytes (layer 0 k and 1 more){SAME_CODEC}"),
+        ({"key_width": 64}, f"key_width: sender 32, receiver 64 (layer 0 and 1 more){SAME_MODEL}"),
+        ({"value_width": 64}, f"value_width: sender 16, receiver 64 (layer 0 and 1 more){SAME_MODEL}"),
+        ({"kv_heads": 8}, f"kv_heads: sender 4, receiver 8 (layer 0 and 1 more){SAME_MODEL}"),
+        ({"model": "other"}, f"model: sender oracle, receiver other{SAME_MODEL}"),
+        ({"codec": "opaque"}, f"codec: sender bf16, receiver opaque of 32 bytes (layer 0 k and 1 more){SAME_CODEC}"),
     ],
 )
 def test_refuses_another_model(changes: dict[str, Any], expected: str) -> None:
@@ -92,67 +92,73 @@ def test_refuses_a_model_of_another_depth_though_it_has_all_layers_that_are_aske
         pool = describe(replace(SHAPE, layers=layers))
         return msgspec.structs.replace(pool, model=msgspec.structs.replace(pool.model, depth=depth))
 
-    assert reasons(deep(4, 4), deep(2, 2)) == (f"depth: source 4, sink 2{SAME_MODEL}",)
-    for source, sink in ((deep(4, 0), deep(2, 2)), (deep(4, 2), deep(2, 0)), (deep(3, 2), deep(2, 2))):
-        assert not isinstance(verdict(source, sink), Incompatible)
+    assert reasons(deep(4, 4), deep(2, 2)) == (f"depth: sender 4, receiver 2{SAME_MODEL}",)
+    for sender, receiver in ((deep(4, 0), deep(2, 2)), (deep(4, 2), deep(2, 0)), (deep(3, 2), deep(2, 2))):
+        assert not isinstance(verdict(sender, receiver), Incompatible)
 
 
 def test_refuses_layers_of_another_kind() -> None:
     pool = describe(SHAPE)
     assert reasons(pool, with_layers(pool, rope_width=64)) == (
-        f"rope_width: source 0, sink 64 (layer 0 and 1 more){SAME_MODEL}",
+        f"rope_width: sender 0, receiver 64 (layer 0 and 1 more){SAME_MODEL}",
     )
     assert reasons(pool, with_layers(pool, kind="mla")) == (
-        f"kind: source full, sink mla (layer 0 and 1 more){SAME_MODEL}",
+        f"kind: sender full, receiver mla (layer 0 and 1 more){SAME_MODEL}",
     )
     assert reasons(with_layers(pool, window=64), with_layers(pool, window=128)) == (
-        f"window: source 64, sink 128 (layer 0 and 1 more){SAME_MODEL}",
+        f"window: sender 64, receiver 128 (layer 0 and 1 more){SAME_MODEL}",
     )
 
 
 def test_context_parallel_sizes_are_said() -> None:
     pool = describe(SHAPE)
     split = describe(replace(SHAPE, cp_size=2, cp_interleave=16))
-    assert verdict(pool, split) == Convertible(("tp_size: source 1, sink 2", "cp_size: source 1, sink 2"))
+    assert verdict(pool, split) == Convertible(("tp_size: sender 1, receiver 2", "cp_size: sender 1, receiver 2"))
     other = describe(replace(SHAPE, cp_size=2, cp_interleave=3), cp_rank=1)
-    assert verdict(split, other) == Convertible(("cp_interleave: source 16, sink 3",))
+    assert verdict(split, other) == Convertible(("cp_interleave: sender 16, receiver 3",))
 
 
 def test_refuses_interleaves_that_are_never_in_step() -> None:
-    source, sink = (describe(replace(SHAPE, cp_size=2, cp_interleave=il)) for il in (1021, 1019))
-    assert reasons(source, sink) == (
-        "cp_interleave: source 1021 x 2 ranks, sink 1019 x 2 ranks; "
+    sender, receiver = (describe(replace(SHAPE, cp_size=2, cp_interleave=il)) for il in (1021, 1019))
+    assert reasons(sender, receiver) == (
+        "cp_interleave: sender 1021 x 2 ranks, receiver 1019 x 2 ranks; "
         "needs interleaves whose common period is below 65536 tokens",
     )
 
 
-HYBRID = "the hybrid KV cache manager on the sink, or off at the source"
+HYBRID = "the hybrid KV cache manager on the receiver, or off at the sender"
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "expected"),
     [
-        (("full", 0), ("sliding", 64), Convertible(("kind: source full, sink sliding 64 (layer 0 k and 3 more)",))),
-        (("full", 0), ("chunked", 64), Convertible(("kind: source full, sink chunked 64 (layer 0 k and 3 more)",))),
+        (("full", 0), ("sliding", 64), Convertible(("kind: sender full, receiver sliding 64 (layer 0 k and 3 more)",))),
+        (("full", 0), ("chunked", 64), Convertible(("kind: sender full, receiver chunked 64 (layer 0 k and 3 more)",))),
         (("sliding", 64), ("sliding", 64), Same()),
-        (("sliding", 64), ("full", 0), f"kind: source sliding 64, sink full (layer 0 k and 3 more); needs {HYBRID}"),
+        (
+            ("sliding", 64),
+            ("full", 0),
+            f"kind: sender sliding 64, receiver full (layer 0 k and 3 more); needs {HYBRID}",
+        ),
         (
             ("sliding", 64),
             ("chunked", 64),
-            f"kind: source sliding 64, sink chunked 64 (layer 0 k and 3 more); needs {HYBRID}",
+            f"kind: sender sliding 64, receiver chunked 64 (layer 0 k and 3 more); needs {HYBRID}",
         ),
         (
             ("chunked", 64),
             ("chunked", 32),
-            f"kind: source chunked 64, sink chunked 32 (layer 0 k and 3 more); needs {HYBRID}",
+            f"kind: sender chunked 64, receiver chunked 32 (layer 0 k and 3 more); needs {HYBRID}",
         ),
     ],
 )
 def test_a_window_comes_from_all_tokens_or_from_the_same_window(
     ours: tuple[Any, int], theirs: tuple[Any, int], expected: Any
 ) -> None:
-    source, sink = (describe(replace(SHAPE, kinds=(kind,), window=window)) for kind, window in (ours, theirs))
-    assert (expected in reasons(source, sink)) if isinstance(expected, str) else verdict(source, sink) == expected
+    sender, receiver = (describe(replace(SHAPE, kinds=(kind,), window=window)) for kind, window in (ours, theirs))
+    assert (
+        (expected in reasons(sender, receiver)) if isinstance(expected, str) else verdict(sender, receiver) == expected
+    )
 
 
 def test_a_state_is_carried_between_equal_ranks_only() -> None:
@@ -160,12 +166,12 @@ def test_a_state_is_carried_between_equal_ranks_only() -> None:
     pool, other = describe(shape), describe(replace(shape, tp_size=2))
     assert check_pool(pool) == () and verdict(pool, pool) == Same()
     assert reasons(pool, other) == (
-        "tp_size: source 1, sink 2 (layer 1 conv and 1 more); "
+        "tp_size: sender 1, receiver 2 (layer 1 conv and 1 more); "
         "needs equal tensor parallel sizes: a state is cut by rank",
     )
     split = describe(replace(shape, cp_size=2))
     assert reasons(split, split) == (
-        "cp_size: source 2, sink 2 (layer 1 conv and 1 more); "
+        "cp_size: sender 2, receiver 2 (layer 1 conv and 1 more); "
         "needs no context parallel ranks where layers keep a state",
     )
 
@@ -177,7 +183,7 @@ def test_refuses_a_state_of_another_width() -> None:
         conv, codec=change(conv.codec, width=12, row_bytes=24), element_axis=(Step(12, conv.element_axis[0].stride),)
     )
     other = change(pool, planes=(*pool.planes[:2], narrow, *pool.planes[3:]))
-    assert reasons(pool, other) == (f"width: source 24, sink 12 (layer 1 conv){SAME_MODEL}",)
+    assert reasons(pool, other) == (f"width: sender 24, receiver 12 (layer 1 conv){SAME_MODEL}",)
 
 
 def test_a_layer_that_one_side_does_not_know_is_not_compared() -> None:
@@ -188,7 +194,7 @@ def test_a_layer_that_one_side_does_not_know_is_not_compared() -> None:
     assert check_pool(mine) == check_pool(yours) == ()
     assert not isinstance(verdict(mine, yours), Incompatible)
     wide = describe(replace(SHAPE, key_width=96))
-    assert f"key_width: source 32, sink 96 (layer 0){SAME_MODEL}" in reasons(mine, wide)
+    assert f"key_width: sender 32, receiver 96 (layer 0){SAME_MODEL}" in reasons(mine, wide)
 
 
 def test_a_packed_row_moves_to_its_like_only() -> None:
@@ -196,39 +202,43 @@ def test_a_packed_row_moves_to_its_like_only() -> None:
     assert verdict(latent, latent) == verdict(opaque, opaque) == Same()
     other = describe(mla("bf16", key_width=512))
     assert reasons(latent, other) == (
-        f"codec: source fp8_ds_v4 of 576 bytes, sink bf16 (layer 0 latent and 1 more){SAME_CODEC}",
+        f"codec: sender fp8_ds_v4 of 576 bytes, receiver bf16 (layer 0 latent and 1 more){SAME_CODEC}",
     )
 
 
 @pytest.mark.parametrize(
-    ("source", "sink", "expected"),
+    ("sender", "receiver", "expected"),
     [
-        ((16, 1), (32, 1), "source 16, sink 32"),
-        ((48, 1), (32, 1), "source 48, sink 32"),
-        ((16, 1), (16, 2), "source 16, sink 16 x 2 ranks"),
-        ((16, 2), (16, 3), "source 16 x 2 ranks, sink 16 x 3 ranks"),
+        ((16, 1), (32, 1), "sender 16, receiver 32"),
+        ((48, 1), (32, 1), "sender 48, receiver 32"),
+        ((16, 1), (16, 2), "sender 16, receiver 16 x 2 ranks"),
+        ((16, 2), (16, 3), "sender 16 x 2 ranks, receiver 16 x 3 ranks"),
         ((16, 2), (32, 1), ""),
         ((64, 1), (16, 2), ""),
     ],
 )
-def test_windows_need_a_block_that_is_a_multiple(source: tuple[int, int], sink: tuple[int, int], expected: str) -> None:
-    """What the source keeps begins on a border of its own blocks; of those with all tokens any block will do."""
-    needs = "a block at the source that is a multiple of the sink's, where layers keep a window"
+def test_windows_need_a_block_that_is_a_multiple(
+    sender: tuple[int, int], receiver: tuple[int, int], expected: str
+) -> None:
+    """What the sender keeps begins on a border of its own blocks; of those with all tokens any block will do."""
+    needs = "a block at the sender that is a multiple of the receiver's, where layers keep a window"
     for kinds in (("sliding",), ("chunked",), ("full",)):
         shape = replace(SHAPE, kinds=kinds, window=64)
-        ours, theirs = (describe(replace(shape, block_tokens=block, cp_size=size)) for block, size in (source, sink))
+        ours, theirs = (
+            describe(replace(shape, block_tokens=block, cp_size=size)) for block, size in (sender, receiver)
+        )
         if expected and kinds != ("full",):
             assert reasons(ours, theirs) == (f"block_tokens: {expected} (layer 0 k and 3 more); needs {needs}",)
         else:
             assert isinstance(verdict(ours, theirs), Convertible)
-        from_all = describe(replace(SHAPE, block_tokens=source[0], cp_size=source[1]))
+        from_all = describe(replace(SHAPE, block_tokens=sender[0], cp_size=sender[1]))
         assert isinstance(verdict(from_all, theirs), Convertible)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "fp8_e4m3"])
 def test_a_latent_of_656_bytes_becomes_a_plain_one_and_back(codec: Any) -> None:
     packed, plain = describe(mla("fp8_ds_mla")), describe(mla(codec))
-    expected = f"codec: source fp8_ds_mla of 656 bytes, sink {codec} (layer 0 latent and 1 more)"
+    expected = f"codec: sender fp8_ds_mla of 656 bytes, receiver {codec} (layer 0 latent and 1 more)"
     found = verdict(packed, plain)
     assert isinstance(found, Convertible) and expected in found.changes
     assert isinstance(verdict(plain, packed), Convertible)
@@ -240,7 +250,7 @@ def test_a_latent_is_cut_only_where_its_numbers_lie_side_by_side() -> None:
     spread = change(spread, regions=(change(spread.regions[0], size_bytes=size),) * 2)
     assert check_pool(spread) == ()
     assert reasons(spread, describe(mla("fp8_ds_mla"))) == (
-        "codec: source bf16, 2 bytes apart, sink fp8_ds_mla of 656 bytes (layer 0 latent and 1 more); "
+        "codec: sender bf16, 2 bytes apart, receiver fp8_ds_mla of 656 bytes (layer 0 latent and 1 more); "
         "needs rows whose numbers lie side by side",
     )
 
@@ -248,8 +258,8 @@ def test_a_latent_is_cut_only_where_its_numbers_lie_side_by_side() -> None:
 @pytest.mark.parametrize("one", ["fp8_row_scale", "int8_row_scale", "bf16", "int8"])
 def test_rows_with_scales_of_their_own_become_any_plain_rows(one: Any) -> None:
     for other in ("fp8_row_scale", "int8_row_scale", "fp8_e5m2", "fp32"):
-        source, sink = describe(replace(SHAPE, codec=one)), describe(replace(SHAPE, codec=other))
-        found = verdict(source, sink)
+        sender, receiver = describe(replace(SHAPE, codec=one)), describe(replace(SHAPE, codec=other))
+        found = verdict(sender, receiver)
         assert found == Same() if one == other else isinstance(found, Convertible)
 
 
@@ -259,13 +269,13 @@ def test_block_scaled_rows_move_to_their_like_only(one: Any) -> None:
     assert verdict(describe(shape), describe(shape)) == Same()
     assert isinstance(verdict(describe(shape), describe(replace(shape, tp_size=2))), Convertible)
     found = reasons(describe(shape), describe(replace(shape, codec="bf16")))
-    assert found[0].endswith(f", sink bf16 (layer 0 k and 3 more){SAME_CODEC}") and len(found) == 1
+    assert found[0].endswith(f", receiver bf16 (layer 0 k and 3 more){SAME_CODEC}") and len(found) == 1
 
 
-def test_refuses_a_source_that_lacks_a_part() -> None:
+def test_refuses_a_sender_that_lacks_a_part() -> None:
     pool = describe(SHAPE)
     keys = change(pool, planes=tuple(plane for plane in pool.planes if plane.part == "k"))
-    assert reasons(keys, pool) == (f"parts: source k, sink k v (layer 0 and 1 more){SAME_MODEL}",)
+    assert reasons(keys, pool) == (f"parts: sender k, receiver k v (layer 0 and 1 more){SAME_MODEL}",)
     assert verdict(pool, keys) == Same()
 
 
@@ -282,4 +292,4 @@ def test_a_reason_fits_a_message() -> None:
     pool = describe(replace(SHAPE, layers=1))
     planes = tuple(change(pool.planes[0], part=f"{index:032}") for index in range(200))
     (found,) = reasons(pool, change(pool, planes=planes))
-    assert found.startswith("parts: source k v, sink 000") and found.endswith("...") and len(found) == 1024
+    assert found.startswith("parts: sender k v, receiver 000") and found.endswith("...") and len(found) == 1024

@@ -26,7 +26,7 @@ def test_all_block_pairs(ours: int, theirs: int) -> None:
         (one, other), kv_heads, first = next(layouts), next(heads), next(firsts)
         end = first + next(tokens)
         widths = {"key_width": 16, "value_width": 16, "kv_heads": kv_heads, "layers": 1 + case % 2}
-        source = shape_for(end, layout=one, block_tokens=block, tp_size=ours, **widths)
-        sink = shape_for(end, layout=other, block_tokens=other_block, tp_size=theirs, **widths)
-        source, sink = (each if fits(each) else replace(each, layout="cpu_vec") for each in (source, sink))
-        check(source, sink, range(first, end), slot_bytes=1 << (10 + case % 8))
+        sender = shape_for(end, layout=one, block_tokens=block, tp_size=ours, **widths)
+        receiver = shape_for(end, layout=other, block_tokens=other_block, tp_size=theirs, **widths)
+        sender, receiver = (each if fits(each) else replace(each, layout="cpu_vec") for each in (sender, receiver))
+        check(sender, receiver, range(first, end), slot_bytes=1 << (10 + case % 8))

@@ -32,27 +32,27 @@ def test_every_field_has_words() -> None:
 def test_every_change_of_the_matrix_has_words() -> None:
     for row in ROWS:
         for case in row.cases():
-            source, sink = build(case.source).pool, build(case.sink).pool
-            if type(verdict(source, sink)).__name__ == "Convertible":
-                assert all(sentence(each, source, sink) for each in changes(source, sink))
+            sender, receiver = build(case.sender).pool, build(case.receiver).pool
+            if type(verdict(sender, receiver)).__name__ == "Convertible":
+                assert all(sentence(each, sender, receiver) for each in changes(sender, receiver))
 
 
-def said(source: Shape, sink: Shape) -> dict[str, str]:
-    pools = describe(source), describe(sink)
+def said(sender: Shape, receiver: Shape) -> dict[str, str]:
+    pools = describe(sender), describe(receiver)
     return {each.field: sentence(each, *pools) for each in changes(*pools)}
 
 
 def test_says_where_rows_are_converted_and_how_many_bytes_cross() -> None:
     fp8 = replace(SHAPE, codec="fp8_e4m3")
     assert said(SHAPE, fp8)["codec"] == (
-        "rows are quantized at the source; 32 bytes of a row cross, 64 there and 32 here; "
+        "rows are quantized at the sender; 32 bytes of a row cross, 64 there and 32 here; "
         "off by at most |x|/16 + s/1024, saturating at 448 s"
     )
     assert said(fp8, SHAPE)["codec"] == (
-        "rows are converted at the sink; 32 bytes of a row cross, 32 there and 64 here"
+        "rows are converted at the receiver; 32 bytes of a row cross, 32 there and 64 here"
     )  # fmt: skip
     assert said(mla("fp8_ds_mla"), mla())["codec"] == (
-        "rows are converted at the source; 1152 bytes of a row cross, 656 there and 1152 here"
+        "rows are converted at the sender; 1152 bytes of a row cross, 656 there and 1152 here"
     )
 
 
@@ -66,5 +66,5 @@ def test_says_which_tokens_travel() -> None:
 
 def test_says_by_how_much_requantizing_is_off() -> None:
     int8 = replace(SHAPE, codec="int8", scales={"k": (2.0,), "v": (2.0,)})
-    expected = "requantized to the sink's scales; off by at most s/2, saturating at 127 s"
+    expected = "requantized to the receiver's scales; off by at most s/2, saturating at 127 s"
     assert said(replace(SHAPE, codec="int8"), int8) == {"scales": expected}

@@ -18,13 +18,13 @@ from tests.support.pools import Shape, describe
 
 
 @pytest.mark.parametrize("block_tokens", [1 << 31, 1 << 40])
-@pytest.mark.parametrize("is_source", [True, False])
-def test_a_group_of_huge_blocks_costs_no_table_of_states(block_tokens: int, is_source: bool) -> None:
+@pytest.mark.parametrize("is_sender", [True, False])
+def test_a_group_of_huge_blocks_costs_no_table_of_states(block_tokens: int, is_sender: bool) -> None:
     ours = describe(Shape(kinds=("state", "full")))
     theirs = replace(ours, groups=(*ours.groups, Group(kind="full", block_tokens=block_tokens, blocks=1)))
     assert verdict(ours, theirs) == Same()
-    pools = (ours, theirs) if is_source else (theirs, ours)
-    assert Planner(*pools).samples(1 << 20, is_source) == []
+    pools = (ours, theirs) if is_sender else (theirs, ours)
+    assert Planner(*pools).samples(1 << 20, is_sender) == []
 
 
 def test_states_are_among_the_samples() -> None:
@@ -35,7 +35,7 @@ def test_states_are_among_the_samples() -> None:
 
 
 def test_layers_that_all_have_other_parts_are_assigned_in_no_time() -> None:
-    """Found quadratic: 1.5 s for each such source."""
+    """Found quadratic: 1.5 s for each such sender."""
     ours = describe(Shape())
     layer, plane = ours.model.layers[0], ours.planes[0]
     more = tuple(replace(plane, layer=index, part=f"part {index}") for index in range(2, 4096))

@@ -59,31 +59,31 @@ def test_the_packed_row_is_cut_where_its_parts_begin() -> None:
     assert cuts == [(0, 4, 128, "fp8_row_scale", 128), (512, 4, 4, "fp32", 1), (528, 1, 0, "bf16", 64)]
 
 
-@pytest.mark.parametrize("packed_is_source", [True, False])
+@pytest.mark.parametrize("packed_is_sender", [True, False])
 @pytest.mark.parametrize("name", ["bf16", "fp32", "fp8_e4m3", "int8"])
-def test_a_pair_is_tiles_under_scales_and_rope(name: str, packed_is_source: bool) -> None:
+def test_a_pair_is_tiles_under_scales_and_rope(name: str, packed_is_sender: bool) -> None:
     scales = (0.25,) if name in ("fp8_e4m3", "int8") else ()
     packed, plain = latent_pool("fp8_ds_mla"), latent_pool(name, scales, block_tokens=32)
-    source, sink = (packed, plain) if packed_is_source else (plain, packed)
-    strips = pair(source, sink, ALL)
+    sender, receiver = (packed, plain) if packed_is_sender else (plain, packed)
+    strips = pair(sender, receiver, ALL)
     assert len(strips) == 4
     for tiles, rope in (strips[:2], strips[2:]):
-        own = tiles.source_scale if packed_is_source else tiles.sink_scale
+        own = tiles.sender_scale if packed_is_sender else tiles.receiver_scale
         assert own is not None and own.codec.name == "fp32"
-        assert (tiles.source_scale is None) != (tiles.sink_scale is None)
+        assert (tiles.sender_scale is None) != (tiles.receiver_scale is None)
         assert (tiles.heads, tiles.wire.name, tiles.wire.width, tiles.wire.scales) == (4, name, 128, scales)
-        assert rope.source_scale is rope.sink_scale is None and (rope.heads, rope.wire.width) == (1, 64)
+        assert rope.sender_scale is rope.receiver_scale is None and (rope.heads, rope.wire.width) == (1, 64)
         narrow = name if scales else "bf16"
         assert (rope.wire.name, rope.wire.scales) == (narrow, scales)
-    folded = fold(strips, source, sink, 0, 1 << 20)
+    folded = fold(strips, sender, receiver, 0, 1 << 20)
     assert sum(strip.wire.name == "opaque" for strip in folded) == (2 if name == "bf16" else 0)
-    assert sum(strip.source_scale is not None or strip.sink_scale is not None for strip in folded) == 2
+    assert sum(strip.sender_scale is not None or strip.receiver_scale is not None for strip in folded) == 2
 
 
 def test_moves_of_tiles_say_where_their_scales_are() -> None:
     packed, plain = latent_pool("fp8_ds_mla"), latent_pool("bf16")
     planned = plan(plain, packed, ALL, 0, 40, 1 << 20)
-    assert sum(strip.sink_scale is not None for strip in planned.strips) == 2
+    assert sum(strip.receiver_scale is not None for strip in planned.strips) == 2
     assert (
         plan(plain, packed, ALL, 0, 40, 1 << 20).digest
         == planned.digest
@@ -93,10 +93,10 @@ def test_moves_of_tiles_say_where_their_scales_are() -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_equal_sides_are_not_cut(name: str) -> None:
-    source, sink = latent_pool(name), latent_pool(name, block_tokens=32)
-    strips = pair(source, sink, ALL)
+    sender, receiver = latent_pool(name), latent_pool(name, block_tokens=32)
+    strips = pair(sender, receiver, ALL)
     assert [(strip.heads, strip.wire.name, strip.wire.row_bytes) for strip in strips] == [(1, name, ROWS[name])] * 2
-    assert {strip.wire.name for strip in fold(strips, source, sink, 0, 1 << 20)} == {"opaque"}
+    assert {strip.wire.name for strip in fold(strips, sender, receiver, 0, 1 << 20)} == {"opaque"}
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_ds_mla"])
@@ -122,6 +122,6 @@ def test_refuses_a_take_of_latents_that_cannot_be_cut() -> None:
     packed, plain = latent_pool("fp8_ds_mla"), latent_pool("bf16")
     change = msgspec.structs.replace
     spread = tuple(change(plane, element_axis=(Step(288, 4), Step(2, 2))) for plane in plain.planes)
-    for source, sink in ((packed, change(plain, planes=spread)), (change(plain, planes=spread), packed)):
+    for sender, receiver in ((packed, change(plain, planes=spread)), (change(plain, planes=spread), packed)):
         with pytest.raises(PeerError, match="rows of layer 0 latent cannot be cut into tiles"):
-            pair(source, sink, ALL)
+            pair(sender, receiver, ALL)

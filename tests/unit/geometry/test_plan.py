@@ -25,8 +25,8 @@ from tests.support.oracle import Shape, block_table, build, describe, fill, read
 SHAPE = Shape(layers=3, key_width=16, value_width=24)
 
 
-def plan_between(source: Shape, sink: Shape, tokens: range, slot_bytes: int = 4096) -> Plan:
-    ours, theirs = describe(source), describe(sink)
+def plan_between(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 4096) -> Plan:
+    ours, theirs = describe(sender), describe(receiver)
     (takes,) = assign([ours], theirs)
     return plan(ours, theirs, takes, tokens.start, tokens.stop, slot_bytes)
 
@@ -87,24 +87,24 @@ def test_chunks_are_arithmetic() -> None:
 def test_strips_of_a_chunk_are_aligned_and_apart() -> None:
     shape = replace(SHAPE, key_width=5, value_width=3)
     planned = plan_between(shape, replace(shape, layout="hnd", block_tokens=32), range(33), 1 << 12)
-    sink = describe(shape)
+    receiver = describe(shape)
     for index in range(planned.chunks):
         chunk = planned.chunk(index)
         end = 0
-        for move in planned.source_moves(chunk, block_table(sink, table_of(sink, 33))):
+        for move in planned.sender_moves(chunk, block_table(receiver, table_of(receiver, 33))):
             assert move.slot_offset % ALIGN == 0 and end <= move.slot_offset < end + ALIGN
             end = move.slot_offset + move.size_bytes
         assert end <= chunk.size_bytes < end + ALIGN
 
 
 def test_only_the_blocks_of_a_chunk_are_needed() -> None:
-    """A progressive source gathers the first chunk while later blocks do not exist yet."""
+    """A progressive sender gathers the first chunk while later blocks do not exist yet."""
     held = build(replace(SHAPE, blocks=40))
     planned = plan_between(replace(SHAPE, blocks=40), replace(SHAPE, layout="hnd"), range(600), 1 << 14)
     chunk = planned.chunk(0)
     blocks = -(-chunk.needs_tokens // 16)
     assert blocks < 38
-    assert planned.source_moves(chunk, block_table(held.pool, table_of(held.pool, blocks * 16)))
+    assert planned.sender_moves(chunk, block_table(held.pool, table_of(held.pool, blocks * 16)))
 
 
 def test_nothing_to_take_is_a_plan_without_chunks() -> None:
@@ -118,7 +118,7 @@ NARROW = {"codec": "fp8_e4m3", "scales": {"k": (0.5,), "v": (1.0, 2.0, 3.0, 4.0)
 
 
 @pytest.mark.parametrize(
-    ("source", "sink", "key_wire", "value_wire"),
+    ("sender", "receiver", "key_wire", "value_wire"),
     [
         ({}, {}, ("bf16", ()), ("bf16", ())),
         ({}, NARROW, ("fp8_e4m3", (0.5,)), ("fp8_e4m3", (3.0, 4.0))),
@@ -128,14 +128,14 @@ NARROW = {"codec": "fp8_e4m3", "scales": {"k": (0.5,), "v": (1.0, 2.0, 3.0, 4.0)
         ({}, {"codec": "fp32"}, ("bf16", ()), ("bf16", ())),
     ],
 )
-def test_the_narrower_codec_crosses_with_the_scales_of_its_heads(source, sink, key_wire, value_wire) -> None:
-    ours = describe(replace(SHAPE, **source))
-    theirs = describe(replace(SHAPE, tp_size=2, block_tokens=32, **sink), tp_rank=1)
+def test_the_narrower_codec_crosses_with_the_scales_of_its_heads(sender, receiver, key_wire, value_wire) -> None:
+    ours = describe(replace(SHAPE, **sender))
+    theirs = describe(replace(SHAPE, tp_size=2, block_tokens=32, **receiver), tp_rank=1)
     (takes,) = assign([ours], theirs)
     planned = plan(ours, theirs, takes, 3, 40, 1 << 20)
     tables = block_table(ours, table_of(ours, 40)), block_table(theirs, table_of(theirs, 40))
-    gathers = planned.source_moves(planned.chunk(0), tables[0])
-    scatters = planned.sink_moves(planned.chunk(0), tables[1])
+    gathers = planned.sender_moves(planned.chunk(0), tables[0])
+    scatters = planned.receiver_moves(planned.chunk(0), tables[1])
     for gather, scatter in zip(gathers, scatters, strict=True):
         assert gather.wire == scatter.wire and gather.heads == scatter.heads
         assert gather.is_bitwise == (gather.wire.name == gather.plane.codec.name)
@@ -148,14 +148,14 @@ def test_the_narrower_codec_crosses_with_the_scales_of_its_heads(source, sink, k
 def test_other_scales_are_not_bitwise() -> None:
     ours = replace(SHAPE, **NARROW)
     planned = plan_between(ours, replace(ours, scales={"k": (0.25,), "v": (1.0, 2.0, 3.0, 4.0)}), range(16), 1 << 20)
-    sink = describe(ours)
-    moves = planned.sink_moves(planned.chunk(0), block_table(sink, table_of(sink, 16)))
+    receiver = describe(ours)
+    moves = planned.receiver_moves(planned.chunk(0), block_table(receiver, table_of(receiver, 16)))
     assert {(move.plane.part, move.is_bitwise) for move in moves if not move.plane.name} == {("k", False)}
     assert {move.is_bitwise for move in moves if move.plane.name} == {True}
 
 
 def test_planes_of_other_groups_use_their_own_tables() -> None:
-    """Source: K in a group of 16, V in one of 8. The sink has one group; each side looks only at its own."""
+    """Sender: K in a group of 16, V in one of 8. The receiver has one group; each side looks only at its own."""
     small = build(replace(SHAPE, block_tokens=8, blocks=20))
     mixed = build(SHAPE)
     value_planes = [each for each in small.pool.planes if each.part == "v"]
@@ -167,11 +167,11 @@ def test_planes_of_other_groups_use_their_own_tables() -> None:
         regions=mixed.pool.regions + small.pool.regions,
         planes=tuple(planes),
     )
-    sink = describe(SHAPE)
-    (takes,) = assign([pool], sink)
-    planned = plan(pool, sink, takes, 0, 24, 1 << 20)
+    receiver = describe(SHAPE)
+    (takes,) = assign([pool], receiver)
+    planned = plan(pool, receiver, takes, 0, 24, 1 << 20)
     tables = {**block_table(pool, (3, 1)), 1: BlockTable.of(pool.groups[1], Blocks(1, 0, (9, 7, 5)))}
-    moves = planned.source_moves(planned.chunk(0), tables)
+    moves = planned.sender_moves(planned.chunk(0), tables)
     for move in moves:
         first = 9 * 8 if move.plane.group else 3 if move.plane.name else 3 * 16
         assert move.places[0] == first
@@ -180,9 +180,9 @@ def test_planes_of_other_groups_use_their_own_tables() -> None:
 @pytest.mark.parametrize(
     ("takes", "reason"),
     [
-        ((Take(0, 4, 0, 4),), "take: layers [0, 4) heads [0, 4), the sink holds no layer 3"),
-        ((Take(0, 1 << 40, 0, 4),), f"take: layers [0, {1 << 40}) heads [0, 4), the sink holds no layer 3"),
-        ((Take(0, 3, 0, 5),), "take: layers [0, 3) heads [0, 5), the source holds heads [0, 4) of layer 0 k"),
+        ((Take(0, 4, 0, 4),), "take: layers [0, 4) heads [0, 4), the receiver holds no layer 3"),
+        ((Take(0, 1 << 40, 0, 4),), f"take: layers [0, {1 << 40}) heads [0, 4), the receiver holds no layer 3"),
+        ((Take(0, 3, 0, 5),), "take: layers [0, 3) heads [0, 5), the sender holds heads [0, 4) of layer 0 k"),
         ((Take(0, 3, 2, 2),), "take: layers [0, 3) heads [2, 2) is empty"),
         ((Take(2, 1, 0, 2),), "take: layers [2, 1) heads [0, 2) is empty"),
         (
@@ -198,8 +198,8 @@ def test_refuses_takes_that_cannot_be(takes: tuple[Take, ...], reason: str) -> N
     assert (refused.value.code, refused.value.reasons) == ("bad_take", (reason,))
 
 
-def test_refuses_a_take_of_rows_that_the_sink_lacks() -> None:
-    with pytest.raises(PeerError, match=r"the sink holds heads \[2, 4\) of layer 0 k"):
+def test_refuses_a_take_of_rows_that_the_receiver_lacks() -> None:
+    with pytest.raises(PeerError, match=r"the receiver holds heads \[2, 4\) of layer 0 k"):
         plan(describe(SHAPE), describe(replace(SHAPE, tp_size=2), 1), (Take(0, 3, 0, 2),), 0, 10, 4096)
 
 
@@ -221,10 +221,10 @@ def test_refuses_a_slot_that_holds_no_row() -> None:
 DIGEST = """
 from tests.unit.geometry.test_plan import *
 shape = replace(SHAPE, layout="packed", kv_heads=7, layers=9, **NARROW)
-sources = [describe(replace(shape, tp_size=3, layout="cpu_vec"), rank) for rank in range(3)]
-sink = describe(replace(shape, tp_size=2, pp_size=2), 1, 1)
-takes = assign(sources, sink)
-print([plan(pool, sink, each, 16, 5000, 9000).digest for pool, each in zip(sources, takes)])
+senders = [describe(replace(shape, tp_size=3, layout="cpu_vec"), rank) for rank in range(3)]
+receiver = describe(replace(shape, tp_size=2, pp_size=2), 1, 1)
+takes = assign(senders, receiver)
+print([plan(pool, receiver, each, 16, 5000, 9000).digest for pool, each in zip(senders, takes)])
 """
 
 
@@ -246,32 +246,32 @@ def test_another_process_derives_the_same_plan() -> None:
 
 
 def test_whatever_a_slot_depends_on_changes_the_digest() -> None:
-    sink = replace(SHAPE, block_tokens=32)
+    receiver = replace(SHAPE, block_tokens=32)
     plans = [
-        plan_between(SHAPE, sink, range(100)),
-        plan_between(SHAPE, sink, range(101)),
-        plan_between(SHAPE, sink, range(1, 100)),
-        plan_between(SHAPE, sink, range(100), 8192),
-        plan_between(replace(SHAPE, codec="fp16"), replace(sink, codec="fp16"), range(100)),
-        plan_between(SHAPE, replace(sink, codec="fp8_e4m3"), range(100)),
-        plan_between(SHAPE, replace(sink, codec="fp8_e4m3", scales={"k": (2.0,)}), range(100)),
+        plan_between(SHAPE, receiver, range(100)),
+        plan_between(SHAPE, receiver, range(101)),
+        plan_between(SHAPE, receiver, range(1, 100)),
+        plan_between(SHAPE, receiver, range(100), 8192),
+        plan_between(replace(SHAPE, codec="fp16"), replace(receiver, codec="fp16"), range(100)),
+        plan_between(SHAPE, replace(receiver, codec="fp8_e4m3"), range(100)),
+        plan_between(SHAPE, replace(receiver, codec="fp8_e4m3", scales={"k": (2.0,)}), range(100)),
         plan_between(SHAPE, SHAPE, range(100)),
-        plan_between(SHAPE, replace(sink, tp_size=2), range(100)),
-        plan_between(SHAPE, replace(sink, pp_size=2), range(100)),
+        plan_between(SHAPE, replace(receiver, tp_size=2), range(100)),
+        plan_between(SHAPE, replace(receiver, pp_size=2), range(100)),
     ]
     assert len({planned.digest for planned in plans}) == len(plans)
-    assert plan_between(SHAPE, sink, range(100)).digest == plans[0].digest
+    assert plan_between(SHAPE, receiver, range(100)).digest == plans[0].digest
 
 
 def test_the_slow_way_agrees() -> None:
     """One transfer compared row by row with the definition, so that the fast comparison is not the only witness."""
-    source, sink = build(replace(SHAPE, layout="cpu_vec")), build(replace(SHAPE, layout="hnd", block_tokens=32))
-    tables = table_of(source.pool, 50, 1), table_of(sink.pool, 50, 2)
-    fill(source, tables[0], range(50))
+    sender, receiver = build(replace(SHAPE, layout="cpu_vec")), build(replace(SHAPE, layout="hnd", block_tokens=32))
+    tables = table_of(sender.pool, 50, 1), table_of(receiver.pool, 50, 2)
+    fill(sender, tables[0], range(50))
     planned = plan_between(replace(SHAPE, layout="cpu_vec"), replace(SHAPE, layout="hnd", block_tokens=32), range(50))
-    run(planned, source, tables[0], sink, tables[1])
+    run(planned, sender, tables[0], receiver, tables[1])
     for layer, part, head, token in [(0, "k", 0, 0), (2, "v", 3, 49), (1, "k", 2, 31), (1, "v", 1, 32)]:
-        row = read(sink, tables[1], layer, part, head, token)
-        assert row == read(source, tables[0], layer, part, head, token)
-        (plane,) = [each for each in sink.pool.planes if (each.layer, each.part) == (layer, part)]
+        row = read(receiver, tables[1], layer, part, head, token)
+        assert row == read(sender, tables[0], layer, part, head, token)
+        (plane,) = [each for each in receiver.pool.planes if (each.layer, each.part) == (layer, part)]
         assert row == rows(plane, range(token, token + 1))[0, head].tobytes()

@@ -1,4 +1,4 @@
-"""Scales to take over: those of the source's ranks, put together for the heads of the sink."""
+"""Scales to take over: those of the sender's ranks, put together for the heads of the receiver."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def ranks(scales: dict[str, tuple[float, ...]], tp_size: int = 2) -> list[Pool]:
     return [describe(replace(SHAPE, tp_size=tp_size, scales=scales), rank) for rank in range(tp_size)]
 
 
-def test_a_sink_gets_the_scales_of_its_heads() -> None:
-    sink = ranks({"k": (1.0,), "v": (1.0,)})[1]
-    assert scales_there([describe(replace(SHAPE, scales=BY_HEAD))], sink) == planes((3.0, 4.0), (7.0, 8.0))
+def test_a_receiver_gets_the_scales_of_its_heads() -> None:
+    receiver = ranks({"k": (1.0,), "v": (1.0,)})[1]
+    assert scales_there([describe(replace(SHAPE, scales=BY_HEAD))], receiver) == planes((3.0, 4.0), (7.0, 8.0))
 
 
 def test_scales_of_several_ranks_are_put_together() -> None:
@@ -51,4 +51,4 @@ def test_a_pool_under_others_is_told_the_first() -> None:
     assert other_scales(there, rescaled(own, there)) is None
     assert other_scales(planes((1.0,), (1.0,)), own) is None  # no scale is a scale of 1
     found = other_scales(there, rescaled(own, there[:1]))
-    assert str(found) == "scales: source 0.25, sink none (layer 0 v); needs scales=requantize"
+    assert str(found) == "scales: sender 0.25, receiver none (layer 0 v); needs scales=requantize"

@@ -52,20 +52,20 @@ def ranks(shape: Shape) -> list[Pool]:
 )
 def test_the_assignment_is_an_exact_cover(kv_heads, layers, tp, pp, order) -> None:
     shape = Shape(kv_heads=kv_heads, layers=layers)
-    sources = ranks(replace(shape, tp_size=tp[0], pp_size=min(layers, pp[0])))
-    order.shuffle(sources)
-    for sink in ranks(replace(shape, tp_size=tp[1], pp_size=min(layers, pp[1]))):
-        takes = assign(sources, sink)
-        assert len(takes) == len(sources)
-        assert sum((taken(each) for each in takes), Counter()) == held(sink)
-        for source, each in zip(sources, takes, strict=True):
-            assert not taken(each) - held(source)
+    senders = ranks(replace(shape, tp_size=tp[0], pp_size=min(layers, pp[0])))
+    order.shuffle(senders)
+    for receiver in ranks(replace(shape, tp_size=tp[1], pp_size=min(layers, pp[1]))):
+        takes = assign(senders, receiver)
+        assert len(takes) == len(senders)
+        assert sum((taken(each) for each in takes), Counter()) == held(receiver)
+        for sender, each in zip(senders, takes, strict=True):
+            assert not taken(each) - held(sender)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_the_cover_is_exact_for_any_holdings(data: st.DataObject) -> None:
-    """Sources with any layers and heads, also overlapping, also with a part missing: a cover or a refusal."""
+    """Senders with any layers and heads, also overlapping, also with a part missing: a cover or a refusal."""
     whole = describe(Shape(kv_heads=6, layers=6))
 
     def some(minimum: int) -> Pool:
@@ -81,38 +81,38 @@ def test_the_cover_is_exact_for_any_holdings(data: st.DataObject) -> None:
                 planes.append(msgspec.structs.replace(plane, first_head=first, heads=min(heads, 6 - first)))
         return msgspec.structs.replace(whole, planes=tuple(planes))
 
-    sources, sink = [some(0) for _ in range(data.draw(st.integers(1, 5)))], some(1)
+    senders, receiver = [some(0) for _ in range(data.draw(st.integers(1, 5)))], some(1)
     both = [
         {
             (layer, head)
-            for layer, part, head in held(source)
-            if not {(layer, each, head) for each in PARTS} - held(source).keys()
+            for layer, part, head in held(sender)
+            if not {(layer, each, head) for each in PARTS} - held(sender).keys()
         }
-        for source in sources
+        for sender in senders
     ]
-    missing = {(layer, head) for layer, _, head in held(sink)} - set().union(*both)
+    missing = {(layer, head) for layer, _, head in held(receiver)} - set().union(*both)
     if missing:
         with pytest.raises(PeerError) as refused:
-            assign(sources, sink)
+            assign(senders, receiver)
         assert refused.value.code == "rows_not_held"
         return
-    takes = assign(sources, sink)
-    assert sum((taken(each) for each in takes), Counter()) == held(sink)
-    for source, each in zip(sources, takes, strict=True):
-        assert not taken(each) - held(source)
+    takes = assign(senders, receiver)
+    assert sum((taken(each) for each in takes), Counter()) == held(receiver)
+    for sender, each in zip(senders, takes, strict=True):
+        assert not taken(each) - held(sender)
 
 
 def test_equal_ranks_take_from_their_like_in_one_piece() -> None:
     shape = Shape(kv_heads=8, layers=12, tp_size=4, pp_size=2)
-    for index, sink in enumerate(ranks(shape)):
-        takes = assign(ranks(shape), sink)
+    for index, receiver in enumerate(ranks(shape)):
+        takes = assign(ranks(shape), receiver)
         pp, tp = divmod(index, 4)
         assert takes[index] == (Take(pp * 6, pp * 6 + 6, tp * 2, tp * 2 + 2),)
         assert sum(map(len, takes)) == 1
 
 
 @pytest.mark.parametrize(
-    ("sources", "sinks", "kv_heads", "expected"),
+    ("senders", "receivers", "kv_heads", "expected"),
     [
         (8, 8, 4, {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1}),
         (8, 8, 1, dict.fromkeys(range(8), 1)),
@@ -120,21 +120,21 @@ def test_equal_ranks_take_from_their_like_in_one_piece() -> None:
         (4, 8, 2, {0: 2, 1: 2, 2: 2, 3: 2}),
     ],
 )
-def test_sinks_spread_over_the_holders_of_a_head(sources, sinks, kv_heads, expected) -> None:
+def test_receivers_spread_over_the_holders_of_a_head(senders, receivers, kv_heads, expected) -> None:
     shape = Shape(kv_heads=kv_heads)
-    pools = ranks(replace(shape, tp_size=sources))
+    pools = ranks(replace(shape, tp_size=senders))
     asked: Counter[int] = Counter()
-    for sink in ranks(replace(shape, tp_size=sinks)):
-        asked.update(index for index, takes in enumerate(assign(pools, sink)) if takes)
+    for receiver in ranks(replace(shape, tp_size=receivers)):
+        asked.update(index for index, takes in enumerate(assign(pools, receiver)) if takes)
     assert asked == expected
 
 
 def test_names_the_rows_that_nobody_holds() -> None:
-    sources = ranks(Shape(kv_heads=8, layers=4, tp_size=2, pp_size=2))
-    del sources[3]
+    senders = ranks(Shape(kv_heads=8, layers=4, tp_size=2, pp_size=2))
+    del senders[3]
     with pytest.raises(PeerError) as refused:
-        assign(sources, describe(Shape(kv_heads=8, layers=4)))
+        assign(senders, describe(Shape(kv_heads=8, layers=4)))
     assert refused.value.code == "rows_not_held"
     assert refused.value.reasons == (
-        "layers: the sink needs [2, 4), heads [4, 8), parts k v; none of 3 sources holds them",
+        "layers: the receiver needs [2, 4), heads [4, 8), parts k v; none of 3 senders holds them",
     )

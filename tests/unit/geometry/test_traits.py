@@ -35,9 +35,9 @@ OTHERS = [
 def test_what_can_be_carried_has_one_key_on_every_rank() -> None:
     carried = 0
     for one, other in itertools.product(ALIKE, ALIKE):
-        for source, sink in itertools.product(build_all(one), build_all(other)):
-            if not isinstance(verdict(source.pool, sink.pool), Incompatible):
-                assert model_key(source.pool) == model_key(sink.pool), (one, other)
+        for sender, receiver in itertools.product(build_all(one), build_all(other)):
+            if not isinstance(verdict(sender.pool, receiver.pool), Incompatible):
+                assert model_key(sender.pool) == model_key(receiver.pool), (one, other)
                 carried += 1
     assert carried > 200
 
@@ -46,8 +46,8 @@ def test_other_models_have_other_keys() -> None:
     keys = [{model_key(held.pool) for held in build_all(shape)} for shape in (BASE, *OTHERS)]
     assert all(len(each) == 1 for each in keys) and len(set.union(*keys)) == len(keys)
     for other in OTHERS:
-        source, sink = build_all(BASE)[0].pool, build_all(other)[0].pool
-        assert isinstance(verdict(source, sink), Incompatible)
+        sender, receiver = build_all(BASE)[0].pool, build_all(other)[0].pool
+        assert isinstance(verdict(sender, receiver), Incompatible)
 
 
 def test_traits_are_of_all_ranks_and_can_be_labels() -> None:

@@ -39,13 +39,13 @@ HYBRID = Shape(layers=4, kinds=("full", "sliding"), window=20)
 STATEFUL = Shape(layers=3, kinds=("full", "state", "sliding"), window=20)
 
 
-def carry(source: Shape, sink: Shape, tokens: range, slot_bytes: int = 1 << 12, prompt: int = 0) -> None:
-    wrong = transfer(build_all(source), build_all(sink), tokens, slot_bytes, prompt)
-    assert not wrong, f"{wrong}\n{source}\n{sink}\n{tokens}"
+def carry(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 12, prompt: int = 0) -> None:
+    wrong = transfer(build_all(sender), build_all(receiver), tokens, slot_bytes, prompt)
+    assert not wrong, f"{wrong}\n{sender}\n{receiver}\n{tokens}"
 
 
-def planned_for(source: Shape, sink: Shape, tokens: range, slot_bytes: int = 1 << 12) -> Plan:
-    ours, theirs = describe(source), describe(sink)
+def planned_for(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 12) -> Plan:
+    ours, theirs = describe(sender), describe(receiver)
     (takes,) = assign([ours], theirs)
     return plan(ours, theirs, takes, tokens.start, tokens.stop, slot_bytes)
 
@@ -53,8 +53,8 @@ def planned_for(source: Shape, sink: Shape, tokens: range, slot_bytes: int = 1 <
 @pytest.mark.parametrize("first", [0, 16, 40, 61, 70])
 def test_only_the_window_travels(first: int) -> None:
     """80 tokens: the query at 80 sees 61 and on, from the block that begins at 48."""
-    for sink in (HYBRID, replace(HYBRID, layout="hnd", tp_size=2)):
-        carry(HYBRID, sink, range(first, 80))
+    for receiver in (HYBRID, replace(HYBRID, layout="hnd", tp_size=2)):
+        carry(HYBRID, receiver, range(first, 80))
     planned = planned_for(HYBRID, HYBRID, range(first, 80))
     assert planned.total_bytes == ROW_BYTES * 2 * (80 - first + 80 - max(first, 48))
 
@@ -67,37 +67,40 @@ def test_a_window_begins_with_the_prompt_or_later(end: int) -> None:
     assert (full.first, full.end) == (0, end) and (window.first, window.end) == (max(0, end - 19) // 16 * 16, end)
 
 
-@pytest.mark.parametrize(("source", "sink"), [(16, 16), (32, 16), (48, 8), (16, 1)])
+@pytest.mark.parametrize(("sender", "receiver"), [(16, 16), (32, 16), (48, 8), (16, 1)])
 @pytest.mark.parametrize("kind", ["sliding", "chunked"])
-def test_no_row_of_a_block_that_is_kept_stays_as_it_was(kind: str, source: int, sink: int) -> None:
-    """At any length: what the sink keeps it may take for other requests, whole."""
+def test_no_row_of_a_block_that_is_kept_stays_as_it_was(kind: str, sender: int, receiver: int) -> None:
+    """At any length: what the receiver keeps it may take for other requests, whole."""
     shape = Shape(layers=1, kv_heads=1, kinds=(kind,), window=32, blocks=90)
     for end in range(1, 80):
-        ours, theirs = build(replace(shape, block_tokens=source)), build(replace(shape, block_tokens=sink))
+        ours, theirs = build(replace(shape, block_tokens=sender)), build(replace(shape, block_tokens=receiver))
         tables = tables_of(ours.pool, end, 1), tables_of(theirs.pool, end, 2)
         fill(ours, tables[0], range(end))
         (takes,) = assign([ours.pool], theirs.pool)
         run(plan(ours.pool, theirs.pool, takes, 0, end, 1 << 12), ours, tables[0], theirs, tables[1])
         needed = max(0, end - 31) if kind == "sliding" else end // 32 * 32
-        for entry in range(needed // sink, -(-end // sink)):
-            tokens = range(entry * sink, min(end, (entry + 1) * sink))
+        for entry in range(needed // receiver, -(-end // receiver)):
+            tokens = range(entry * receiver, min(end, (entry + 1) * receiver))
             for plane in theirs.pool.planes:
-                found = take_rows(theirs, plane, places_of(tables[1][0], tokens, sink))
+                found = take_rows(theirs, plane, places_of(tables[1][0], tokens, receiver))
                 assert np.array_equal(found, rows(plane, tokens)), (end, entry)
 
 
 def test_blocks_before_the_window_are_not_read() -> None:
     """Neither side's table has entries there."""
-    source, sink = build(HYBRID), build(replace(HYBRID, block_tokens=8, blocks=24))
-    tables = tables_of(source.pool, 80, 1), tables_of(sink.pool, 80, 2)
-    ours, theirs = block_table(source.pool, tables[0], 0, 80), block_table(sink.pool, tables[1], 0, 80)
+    sender, receiver = build(HYBRID), build(replace(HYBRID, block_tokens=8, blocks=24))
+    tables = tables_of(sender.pool, 80, 1), tables_of(receiver.pool, 80, 2)
+    ours, theirs = block_table(sender.pool, tables[0], 0, 80), block_table(receiver.pool, tables[1], 0, 80)
     assert (ours[1].first_token, theirs[1].first_token) == (48, 56) and ours[0].first_token == 0
     planned = planned_for(HYBRID, replace(HYBRID, block_tokens=8, blocks=24), range(80))
     for index in range(planned.chunks):
         chunk = planned.chunk(index)
-        for table, moves in ((ours, planned.source_moves(chunk, ours)), (theirs, planned.sink_moves(chunk, theirs))):
+        for table, moves in (
+            (ours, planned.sender_moves(chunk, ours)),
+            (theirs, planned.receiver_moves(chunk, theirs)),
+        ):
             for move in moves:
-                units = sink.pool.groups[0].block_tokens if table is theirs else 16
+                units = receiver.pool.groups[0].block_tokens if table is theirs else 16
                 assert move.plane.group != 1 or set(move.places // units) <= set(table[1].ids)
 
 
@@ -125,7 +128,7 @@ def test_state_takes_one_row(end: int, tp_size: int) -> None:
     planned = planned_for(replace(shape, tp_size=1), replace(shape, tp_size=1), range(end))
     state = planned.legs[-1]
     assert (state.kind, state.first, state.end) == ("state", 0, 1)
-    assert {strip.sink.part for strip in state.strips} == set(STATES)
+    assert {strip.receiver.part for strip in state.strips} == set(STATES)
     assert state.total_bytes == sum(-(-2 * STATE_WIDTHS[part] // ALIGN) * ALIGN for part in STATES)
 
 
@@ -143,14 +146,14 @@ def test_one_recipe_does_for_every_state() -> None:
     for end in (32, 64):
         planned = planner.plan(takes, 0, end, 1 << 12)
         last = planned.chunk(planned.chunks - 1)
-        parts.append(Part(planned, last, block_table(pool, table, 0, end), is_source=True))
+        parts.append(Part(planned, last, block_table(pool, table, 0, end), is_sender=True))
     assert {part.plan.legs[part.chunk.leg].kind for part in parts} == {"state"}
     assert parts[0].form == parts[1].form
     assert [part.places(1, 1).tolist() for part in parts] == [[table[1][1]], [table[1][3]]]
 
 
 @pytest.mark.parametrize("kind", ["sliding", "chunked"])
-def test_a_source_that_keeps_everything_gives_a_window(kind: str) -> None:
+def test_a_sender_that_keeps_everything_gives_a_window(kind: str) -> None:
     full = Shape(layers=2)
     for end in (10, 47, 80):
         carry(full, replace(full, kinds=(kind,), window=30, layout="hnd"), range(end))
@@ -160,11 +163,11 @@ def test_a_source_that_keeps_everything_gives_a_window(kind: str) -> None:
 @pytest.mark.parametrize(("ours", "theirs"), list(itertools.product(((1, 1), (2, 1), (3, 16), (8, 3)), repeat=2)))
 def test_windows_under_context_parallelism(ours: tuple[int, int], theirs: tuple[int, int]) -> None:
     shape = replace(HYBRID, layers=2, window=37, blocks=100)
-    whole = math.lcm(16 * ours[0], 16 * theirs[0])  # a block of all ranks of the source
-    source = replace(shape, cp_size=ours[0], cp_interleave=ours[1], block_tokens=whole // ours[0])
-    sink = replace(shape, cp_size=theirs[0], cp_interleave=theirs[1], layout="hnd")
-    carry(source, sink, range(90))
-    carry(source, sink, range(60, 90))
+    whole = math.lcm(16 * ours[0], 16 * theirs[0])  # a block of all ranks of the sender
+    sender = replace(shape, cp_size=ours[0], cp_interleave=ours[1], block_tokens=whole // ours[0])
+    receiver = replace(shape, cp_size=theirs[0], cp_interleave=theirs[1], layout="hnd")
+    carry(sender, receiver, range(90))
+    carry(sender, receiver, range(60, 90))
 
 
 def test_late_legs_come_last_and_need_all_tokens() -> None:
@@ -224,20 +227,20 @@ def test_groups_with_other_block_sizes_overlay_the_same_bytes() -> None:
     shape = replace(HYBRID, layers=2, group_tokens={"sliding": 32}, blocks=20)
     ours = {0: (3, 9, 0, 7, 12), 1: (1, 15, 2)}
     theirs = {0: (4, 2, 11, 10, 19), 1: (0, 18, 5, 6, 8, 13, 14, 16, 17, 1)}
-    source, sink = (
+    sender, receiver = (
         overlaid(build(each)) for each in (shape, replace(shape, layout="hnd", group_tokens={"sliding": 8}))
     )
-    fill(source, ours, range(80))
-    before = sink.copy()
-    (takes,) = assign([source.pool], sink.pool)
-    run(plan(source.pool, sink.pool, takes, 0, 80, 1 << 12), source, ours, sink, theirs)
-    assert not mismatch(sink, before, theirs, range(80))
+    fill(sender, ours, range(80))
+    before = receiver.copy()
+    (takes,) = assign([sender.pool], receiver.pool)
+    run(plan(sender.pool, receiver.pool, takes, 0, 80, 1 << 12), sender, ours, receiver, theirs)
+    assert not mismatch(receiver, before, theirs, range(80))
 
 
 def test_samples_have_a_chunk_of_every_leg() -> None:
-    for source, sink in ((STATEFUL, STATEFUL), (STATEFUL, replace(STATEFUL, block_tokens=32))):
-        for is_source in (True, False):
-            parts = Planner(describe(source), describe(sink)).samples(1 << 12, is_source)
+    for sender, receiver in ((STATEFUL, STATEFUL), (STATEFUL, replace(STATEFUL, block_tokens=32))):
+        for is_sender in (True, False):
+            parts = Planner(describe(sender), describe(receiver)).samples(1 << 12, is_sender)
             kinds = {part.plan.legs[part.chunk.leg].kind for part in parts}
             assert kinds == {"full", "sliding", "state"}
             assert all(len(move.places) for part in parts for move in part.moves())

@@ -20,9 +20,9 @@ from tests.unit.kernels.pulls import PULLS, check_pull, converted, ends_of
 from tests.unit.kernels.rows import Rows, segment_of
 
 
-@pytest.mark.parametrize(("source", "sink"), PULLS[::8], ids=str)
-def test_rows_are_pulled_bit_for_bit(source: Shape, sink: Shape) -> None:
-    check_pull(pull, ends_of([source], [sink], 3, 7))
+@pytest.mark.parametrize(("sender", "receiver"), PULLS[::8], ids=str)
+def test_rows_are_pulled_bit_for_bit(sender: Shape, receiver: Shape) -> None:
+    check_pull(pull, ends_of([sender], [receiver], 3, 7))
 
 
 @pytest.mark.parametrize("shape", [MOVES[0], MOVES[8]], ids=str)
@@ -31,9 +31,9 @@ def test_no_digest_is_taken_where_none_is_wanted(shape: Shape) -> None:
 
 
 def test_a_chunk_of_several_forms_on_either_side() -> None:
-    sources = [Shape("nhd", planes=3), Shape("hnd"), Shape("folded"), Shape("nhd", shift=1), Shape("nhd")]
-    sinks = [Shape("hnd", planes=3), Shape("hnd", shift=2), Shape("folded"), Shape("columns"), Shape("nhd")]
-    check_pull(pull, ends_of(sources, sinks, 3, 5))
+    senders = [Shape("nhd", planes=3), Shape("hnd"), Shape("folded"), Shape("nhd", shift=1), Shape("nhd")]
+    receivers = [Shape("hnd", planes=3), Shape("hnd", shift=2), Shape("folded"), Shape("columns"), Shape("nhd")]
+    check_pull(pull, ends_of(senders, receivers, 3, 5))
 
 
 @pytest.mark.parametrize(("old", "new"), CASTS)
@@ -57,29 +57,29 @@ ROW_SCALED = [
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("fp8_e4m3", "int8"), ("int8", "fp8_e4m3")])
-@pytest.mark.parametrize(("source", "sink"), ROW_SCALED, ids=str)
-def test_rows_with_scales_of_their_own_at_both_ends(source: Rows, sink: Rows, ours: str, theirs: str) -> None:
-    one, size = segment_of(source, ours, Number("fp32"), 9, tame=True, is_exact=True)
-    other, _ = segment_of(sink, theirs, Number("fp32"), 9, seed=3)
+@pytest.mark.parametrize(("sender", "receiver"), ROW_SCALED, ids=str)
+def test_rows_with_scales_of_their_own_at_both_ends(sender: Rows, receiver: Rows, ours: str, theirs: str) -> None:
+    one, size = segment_of(sender, ours, Number("fp32"), 9, tame=True, is_exact=True)
+    other, _ = segment_of(receiver, theirs, Number("fp32"), 9, seed=3)
     check_pull(pull, ([one], [other], size))
 
 
-@pytest.mark.parametrize("is_source", [True, False])
+@pytest.mark.parametrize("is_sender", [True, False])
 @pytest.mark.parametrize("plain", ["fp32", "fp16", "fp8_e5m2"])
-def test_rows_with_scales_of_their_own_at_one_end(plain: str, is_source: bool) -> None:
+def test_rows_with_scales_of_their_own_at_one_end(plain: str, is_sender: bool) -> None:
     """The plain side keeps the rows as they are on the way."""
     own, size = segment_of(Rows("token", width=40), "fp8_e4m3", Number(plain), 9, tame=True, is_exact=True)
     sizes = {"fp32": 4, "fp16": 2, "fp8_e5m2": 1}
-    sources, _ = chunk_of([Shape("hnd", width=40, size=sizes[plain])], 3, 9, tame=True)
-    plainly = replace(sources[0], slot_offset=own.slot_offset, slot_pitch=own.slot_pitch)
-    check_pull(pull, ([own], [plainly], size) if is_source else ([plainly], [own], size))
+    senders, _ = chunk_of([Shape("hnd", width=40, size=sizes[plain])], 3, 9, tame=True)
+    plainly = replace(senders[0], slot_offset=own.slot_offset, slot_pitch=own.slot_pitch)
+    check_pull(pull, ([own], [plainly], size) if is_sender else ([plainly], [own], size))
 
 
 def test_planes_meet_however_they_are_cut() -> None:
-    sources, sinks, size = ends_of([Shape("nhd", planes=5)], [Shape("hnd", planes=5)], 3, 7)
-    (whole,) = sinks
-    check_pull(pull, (sources, apart(whole), size))
-    check_pull(pull, (apart(sources[0]), [whole], size))
+    senders, receivers, size = ends_of([Shape("nhd", planes=5)], [Shape("hnd", planes=5)], 3, 7)
+    (whole,) = receivers
+    check_pull(pull, (senders, apart(whole), size))
+    check_pull(pull, (apart(senders[0]), [whole], size))
 
 
 def apart(segment: Segment) -> list[Segment]:
@@ -114,12 +114,12 @@ def test_any_number_of_programs_walks_all_tiles(programs: int, monkeypatch: pyte
 
 def test_a_recipe_is_used_with_other_places() -> None:
     shapes = [Shape("nhd", planes=2), Shape("folded")], [Shape("hnd", planes=2), Shape("folded")]
-    sources, sinks, size = ends_of(*shapes, 3, 2)
-    recipe, work, memory = PreparedPull(sources, sinks, size), work_on("cpu"), sinks[0].field.memory
+    senders, receivers, size = ends_of(*shapes, 3, 2)
+    recipe, work, memory = PreparedPull(senders, receivers, size), work_on("cpu"), receivers[0].field.memory
     before = memory.clone()
     for step in range(3):
         chunk = recipe.at(
-            *([Places((each.index + step) % 3) for each in end.places] for end in (recipe.source, recipe.sink))
+            *([Places((each.index + step) % 3) for each in end.places] for end in (recipe.sender, recipe.receiver))
         )
         found = []
         for run in (pull, pull_ref.pull):
@@ -128,11 +128,11 @@ def test_a_recipe_is_used_with_other_places() -> None:
             found.append(memory.clone())
         assert torch.equal(*found) and not torch.equal(found[0], before)
     with pytest.raises(ValueError, match="3 places, the recipe is for 2"):
-        recipe.at([Places(torch.arange(3))] * 2, recipe.sink.places)
+        recipe.at([Places(torch.arange(3))] * 2, recipe.receiver.places)
 
 
 def test_warming_writes_nothing() -> None:
-    sources, sinks, size = ends_of([Shape("nhd")], [Shape("columns")], 3, 5)
-    before = on(sinks, "cpu")[0].field.memory
-    warm(PreparedPull(sources, sinks, size).chunk, True, work_on("cpu"))
-    assert torch.equal(sinks[0].field.memory, before)
+    senders, receivers, size = ends_of([Shape("nhd")], [Shape("columns")], 3, 5)
+    before = on(receivers, "cpu")[0].field.memory
+    warm(PreparedPull(senders, receivers, size).chunk, True, work_on("cpu"))
+    assert torch.equal(receivers[0].field.memory, before)

@@ -45,22 +45,22 @@ WIRES = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8")
 
 
 def ends_of(
-    source: Sequence[Shape],
-    sink: Sequence[Shape],
+    sender: Sequence[Shape],
+    receiver: Sequence[Shape],
     blocks: int,
     wanted: int,
     casts: tuple[Cast | None, Cast | None] = (None, None),
     tame: bool = False,
 ) -> Ends:
     """Segments of both ends and the bytes of their slot."""
-    sources, size = chunk_of(source, blocks, wanted, casts[0], seed=0, tame=tame)
-    sinks, their_size = chunk_of(sink, blocks, wanted, casts[1], seed=5, tame=tame)
+    senders, size = chunk_of(sender, blocks, wanted, casts[0], seed=0, tame=tame)
+    receivers, their_size = chunk_of(receiver, blocks, wanted, casts[1], seed=5, tame=tame)
     assert size == their_size
-    return sources, sinks, size
+    return senders, receivers, size
 
 
 def converted(old: str, new: str, wire: str, scales: tuple[int, int] | None, layouts: tuple[str, str]) -> Ends:
-    """Numbers of one codec in the source, of another in the sink; tame, and scaled where that has 8 bits."""
+    """Numbers of one codec in the sender, of another in the receiver; tame, and scaled where that has 8 bits."""
     sides = []
     for name, seed in ((old, 1), (new, 2)):
         is_scaled = scales is not None and DTYPES[name].itemsize == 1
@@ -82,23 +82,23 @@ def check_pull(
     has_sums: bool = True,
     name: str | None = None,
 ) -> None:
-    """All of the sink's memory against the twins through a slot, and the digest against that of this gather.
+    """All of the receiver's memory against the twins through a slot, and the digest against that of this gather.
 
-    `name` says what the sink's numbers are where it does not convert them: one NaN is as good as another.
+    `name` says what the receiver's numbers are where it does not convert them: one NaN is as good as another.
     """
-    sources, sinks, size = ends
+    senders, receivers, size = ends
     _whole, span = slot_on("cpu", size)
-    gather_ref.gather(sources, span, None, Work("cpu"))
-    twins = on(sinks, "cpu")
+    gather_ref.gather(senders, span, None, Work("cpu"))
+    twins = on(receivers, "cpu")
     scatter_ref.scatter(twins, span, None, Work("cpu"))
-    assert sinks[0].places.count == 0 or not torch.equal(twins[0].field.memory, sinks[0].field.memory)
+    assert receivers[0].places.count == 0 or not torch.equal(twins[0].field.memory, receivers[0].field.memory)
 
-    ours, theirs = on(sources, device), on(sinks, device)
+    ours, theirs = on(senders, device), on(receivers, device)
     sums = torch.full((1,), 77, dtype=torch.int64, device=device)
     pull(PreparedPull(ours, theirs, size).chunk, sums if has_sums else None, work_on(device))
-    named = [replace(sink, cast=Cast(Number(name), Number(name))) for sink in sinks] if name else sinks
+    named = [replace(receiver, cast=Cast(Number(name), Number(name))) for receiver in receivers] if name else receivers
     assert_same_memory(named, theirs[0].field.memory.cpu(), twins[0].field.memory)
-    assert torch.equal(ours[0].field.memory.cpu(), sources[0].field.memory)
+    assert torch.equal(ours[0].field.memory.cpu(), senders[0].field.memory)
     if has_sums:
         wanted = torch.full_like(sums, 77)
         _slot, span = slot_on(device, size)

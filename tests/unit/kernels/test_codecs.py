@@ -46,10 +46,10 @@ def bytes_as_stored(raw: np.ndarray, name: str) -> np.ndarray:
 
 
 def run(patterns: np.ndarray, old: Number, new: Number, planes: int = 1, heads: int = 1) -> np.ndarray:
-    source = torch.from_numpy(stored_as_bytes(patterns, old.name)).view(planes, heads, -1)
+    sender = torch.from_numpy(stored_as_bytes(patterns, old.name)).view(planes, heads, -1)
     size = patterns.size // (planes * heads) * DTYPES[new.name].itemsize
     target = torch.full((planes, heads, size), 0xA5, dtype=torch.uint8)
-    cast(source, target, old, new)
+    cast(sender, target, old, new)
     return bytes_as_stored(target.view(-1).numpy(), new.name)
 
 
@@ -162,7 +162,7 @@ def test_the_corners_of_8_bits(old: str, new: str, corners: dict[int, int]) -> N
     assert new == "int8" or np.isnan(slow.numbers(new)[found[len(corners) :]]).all()
 
 
-# The source's scale and the sink's: alike, far apart either way, and anything.
+# The sender's scale and the receiver's: alike, far apart either way, and anything.
 PAIRS = [(1.0, 1.0), (0.5, 0.5), (1.0, 0.5), (0.5, 1.0), (1.0, 64.0), (64.0, 1.0), (1e-3, 1e3), (1e3, 1e-3)]
 PAIRS += [tuple(pair) for pair in np.exp2(np.random.default_rng(4).uniform(-8, 8, (12, 2))).tolist()]
 BOUNDS = {"fp8_e4m3": (2.0**-4, 2.0**-10), "fp8_e5m2": (2.0**-3, 2.0**-17), "int8": (0.0, 0.5)}

@@ -1,4 +1,4 @@
-"""Finds every error code that the source can say, by reading it. Pure."""
+"""Finds every error code that the sender can say, by reading it. Pure."""
 
 from __future__ import annotations
 

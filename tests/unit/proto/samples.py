@@ -50,7 +50,7 @@ POOL = Pool(
         _plane(0, "v", 8192, (Step(2, 8), Step(8, 16)), FP8),
     ),
 )
-AGENT = AgentCard(name="prefill-0", boot="b00d5eed", address="tcp://127.0.0.1:7700", version="0.1.0")
+AGENT = AgentCard(name="prefill-0", incarnation="b00d5eed", address="tcp://127.0.0.1:7700", version="0.1.0")
 RANKS = (
     Rank(tp_rank=0, pp_rank=0, address="tcp://127.0.0.1:7700"),
     Rank(tp_rank=1, pp_rank=0, address="tcp://127.0.0.1:7701"),
@@ -73,7 +73,7 @@ TO_AGENT: tuple[Any, ...] = (
     ),
     engine.Directory(ranks=RANKS),
     engine.Offer(
-        room="cmpl-1",
+        rendezvous="cmpl-1",
         request="cmpl-1-a",
         tokens=40,
         blocks=BLOCKS,
@@ -84,11 +84,11 @@ TO_AGENT: tuple[Any, ...] = (
     ),
     engine.Withdraw(request="cmpl-1-a", reason="preempted", comes_again=True),
     engine.Reclaim(blocks=47),
-    engine.Expect(request="cmpl-1-b", room="cmpl-1", source="tcp://127.0.0.1:7700"),
+    engine.Expect(request="cmpl-1-b", rendezvous="cmpl-1", sender="tcp://127.0.0.1:7700"),
     engine.Want(
         request="cmpl-1-b",
-        room="cmpl-1",
-        source="tcp://127.0.0.1:7700",
+        rendezvous="cmpl-1",
+        sender="tcp://127.0.0.1:7700",
         first_token=16,
         end_token=40,
         blocks=BLOCKS,
@@ -137,7 +137,7 @@ TO_ENGINE: tuple[Any, ...] = (
             status.PeerStatus(
                 name="decode-0",
                 address="tcp://127.0.0.1:7702",
-                boot="feed",
+                incarnation="feed",
                 state="open",
                 verdict="Same",
                 key="decode",
@@ -145,9 +145,9 @@ TO_ENGINE: tuple[Any, ...] = (
         ),
         transfers=(
             status.TransferStatus(
-                role="source",
+                role="sender",
                 request="cmpl-1-a",
-                room="cmpl-1",
+                rendezvous="cmpl-1",
                 peer="feed",
                 state="flowing",
                 chunks_done=1,
@@ -155,12 +155,12 @@ TO_ENGINE: tuple[Any, ...] = (
                 age_s=0.25,
             ),
         ),
-        counters={"kvbridge_chunks_total{role=source}": 1.0},
+        counters={"kvbridge_chunks_total{role=sender}": 1.0},
         rebuild_refused="rebuild_refused",
         offers=(
             status.OfferStatus(
                 request="cmpl-2-a",
-                room="cmpl-2",
+                rendezvous="cmpl-2",
                 state="awaited",
                 peer="decode-0",
                 tokens=1500,
@@ -174,7 +174,7 @@ TO_ENGINE: tuple[Any, ...] = (
         ),
         errors=(
             status.ErrorStatus(
-                level="warning", logger="kvbridge.sink", text="failed: request=cmpl-1-b code=peer_lost", age_s=4.5
+                level="warning", logger="kvbridge.receiver", text="failed: request=cmpl-1-b code=peer_lost", age_s=4.5
             ),
         ),
     ),
@@ -183,7 +183,7 @@ TO_ENGINE: tuple[Any, ...] = (
         agent=AGENT,
         entries=(
             status.TraceEntry(
-                at_s=1763900000.25, what="wanted", request="cmpl-1-b", room="cmpl-1", text="tokens [16, 40)"
+                at_s=1763900000.25, what="wanted", request="cmpl-1-b", rendezvous="cmpl-1", text="tokens [16, 40)"
             ),
             status.TraceEntry(at_s=1763900000.26, what="claimed", request="cmpl-1-b", transfer="t1"),
             status.TraceEntry(at_s=1763900000.3, what="done", request="cmpl-1-b", text="49152 bytes", seconds=0.05),
@@ -202,9 +202,9 @@ BODIES: tuple[Any, ...] = (
         agent=AGENT,
         epoch=3,
         pool=POOL,
-        fabric=card("boot-1", b"\x00nixl\xff", 1 << 45),
+        fabric=card("incarnation-1", b"\x00nixl\xff", 1 << 45),
         digests=("xxh3",),
-        host=card("boot-1.host", b"\x00nixl\xfe", 1 << 46),
+        host=card("incarnation-1.host", b"\x00nixl\xfe", 1 << 46),
         device=peer.DeviceCard(machine="4c4c4544", uuid="GPU-5d2e", payload=TOKEN * 4),
         routes=("nixl", "host"),
         probe_lane=7,
@@ -225,11 +225,11 @@ BODIES: tuple[Any, ...] = (
     peer.Claim(
         transfer="2f6c1d",
         want="decode-9c/cmpl-1-b",
-        sink=0,
-        sinks=1,
-        room="cmpl-1",
-        source_epoch=3,
-        sink_epoch=1,
+        receiver=0,
+        receivers=1,
+        rendezvous="cmpl-1",
+        sender_epoch=3,
+        receiver_epoch=1,
         first_token=16,
         end_token=40,
         takes=(peer.Take(0, 2, 2, 4),),
@@ -247,7 +247,7 @@ BODIES: tuple[Any, ...] = (
     peer.Cancel(transfer="2f6c1d", code="aborted", reason="abandoned by the engine"),
     peer.Drained(transfer="2f6c1d"),
     peer.Failing(transfer="2f6c1d", code="write_failed", reason="the peer disconnected"),
-    peer.Hold(rooms=("cmpl-1", "cmpl-2")),
+    peer.Hold(rendezvous_ids=("cmpl-1", "cmpl-2")),
     peer.Settled(transfer="2f6c1d"),
     peer.Ping(number=7),
     peer.Pong(number=7),
@@ -256,10 +256,10 @@ BODIES: tuple[Any, ...] = (
 NOTICE = peer.Notice(
     transfer="2f6c1d",
     token=TOKEN,
-    source_boot="b00d5eed",
-    sink_boot="feed",
-    source_epoch=3,
-    sink_epoch=1,
+    sender_incarnation="b00d5eed",
+    receiver_incarnation="feed",
+    sender_epoch=3,
+    receiver_epoch=1,
     slot=5,
     generation=12,
     chunk=0,

@@ -59,7 +59,7 @@ def test_every_version_we_speak_has_golden_frames_that_decode() -> None:
 
 
 def test_bodies_are_what_the_two_roles_may_say() -> None:
-    assert {*get_args(peer.ToSource), *get_args(peer.ToSink)} == {*get_args(peer.Body)}
+    assert {*get_args(peer.ToSender), *get_args(peer.ToReceiver)} == {*get_args(peer.Body)}
 
 
 def test_tags_are_unique_in_each_union() -> None:

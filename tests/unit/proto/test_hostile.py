@@ -100,15 +100,15 @@ WRONG = {
     "no tag": {"type": ...},
     "tag of another type": {"type": 7},
     "tag of the other direction": {"type": "done"},
-    "missing field": {"room": ...},
+    "missing field": {"rendezvous": ...},
     "text for a number": {"end_token": "40"},
     "half a token": {"end_token": 40.5},
     "negative token": {"first_token": -1},
     "nothing for a number": {"end_token": None},
-    "number for a text": {"room": 7},
+    "number for a text": {"rendezvous": 7},
     "empty name": {"request": ""},
     "long name": {"request": "r" * 257},
-    "bytes for a text": {"room": b"room"},
+    "bytes for a text": {"rendezvous": b"rendezvous"},
     "negative block": {"blocks": [[0, 0, [-1]]]},
     "block id beyond 31 bits": {"blocks": [[0, 0, [1 << 31]]]},
     "block table too short": {"blocks": [[0, 0]]},
@@ -179,7 +179,7 @@ def _with_extras(value: Any) -> Any:
     """`value` with a field added to every record of it; positional records are only added to at the root."""
     if isinstance(value, dict):
         grown = {k: _with_extras(v) for k, v in value.items()}
-        return grown if "kvbridge_chunks_total{role=source}" in grown else {**grown, "new_in_v9": {"a": [1]}}
+        return grown if "kvbridge_chunks_total{role=sender}" in grown else {**grown, "new_in_v9": {"a": [1]}}
     if isinstance(value, list) and value and all(isinstance(item, dict | None) for item in value):
         return [_with_extras(item) for item in value]
     return value

@@ -1,4 +1,4 @@
-"""One want or two between one source and one sink, real machines of both, as states that a search can go through.
+"""One want or two between one sender and one receiver, real machines of both, as states that a search can go through.
 
 Everything that may happen next is a move; moves of the adversary (cuts, restarts, writes that fail or are late) may be
 made so many times. One of them is a lie: a chunk that is under way is written once more, under a lease that was meant
@@ -68,17 +68,17 @@ class Wrong(AssertionError):
 class State:
     """Where both machines and everything between them are."""
 
-    sink_home: AttachedEngine
-    source_home: AttachedEngine
+    receiver_home: AttachedEngine
+    sender_home: AttachedEngine
     inbound: Receiver
     outbound: Sender
     budget: dict[str, int]
-    lag: str = ""  # whose exchange and data plane hear each other later: "sink", "source"
-    boots: int = 1
-    is_open: bool = False  # the source has the sink's session
-    is_reaching: bool = False  # the sink wants one
-    to_source: deque[Any] = field(default_factory=deque)
-    to_sink: deque[Any] = field(default_factory=deque)
+    lag: str = ""  # whose exchange and data plane hear each other later: "receiver", "sender"
+    incarnations: int = 1
+    is_open: bool = False  # the sender has the receiver's session
+    is_reaching: bool = False  # the receiver wants one
+    to_sender: deque[Any] = field(default_factory=deque)
+    to_receiver: deque[Any] = field(default_factory=deque)
     flights: list[Flight] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     sending: SendOrders = field(default_factory=lambda: SendOrders(0))
@@ -96,7 +96,7 @@ class State:
 
     def clone(self) -> State:
         """A copy of all that changes; values stay the same objects."""
-        memo = {id(each): each for each in (self.sink_home, self.source_home, *self._values())}
+        memo = {id(each): each for each in (self.receiver_home, self.sender_home, *self._values())}
         return copy.deepcopy(self, memo)
 
     def _values(self) -> Iterator[object]:
@@ -110,9 +110,9 @@ class State:
             yield from (out.claim, out.plan)
         for offered in self.outbound.offers.values():
             yield offered.tables
-        yield from self.inbound._sources.open.values()
-        yield from self.to_source
-        yield from self.to_sink
+        yield from self.inbound._senders.open.values()
+        yield from self.to_sender
+        yield from self.to_receiver
         yield from self.notices
         yield from (*self.orders, *self.reports, *self.to_send, *self.sent)
         yield NOTHING
@@ -144,9 +144,9 @@ class State:
         dispatches = tuple(_key_of(each) for each in self.sending._open.values())
         hungry = tuple((turn, name) for turn, _, name in sorted(self.sending._hungry._heap))
         to_send = tuple((type(o), o.transfer, _amount(o)) for o in self.to_send), tuple(self.sent)
-        ended = tuple((e.room, e.want, tuple(sorted(e.heard))) for e in outbound._rooms._by_age)
+        ended = tuple((e.rendezvous, e.want, tuple(sorted(e.heard))) for e in outbound._rendezvous_ids._by_age)
         wants = tuple((name, w.state) for name, w in inbound.wants.items())
-        network = tuple(self.to_source), tuple(self.to_sink), tuple(self.notices)
+        network = tuple(self.to_sender), tuple(self.to_receiver), tuple(self.notices)
         flights = tuple(flight.key for flight in self.flights)
         scatters = tuple((s.order.transfer, s.notice.chunk, s.notice.slot) for s in self.scatters)
         receipts = tuple(
@@ -154,11 +154,17 @@ class State:
             for r in self.receiving._open.values()
         )
         orders = tuple((type(o), o.transfer, o.leases if isinstance(o, Lend) else ()) for o in self.orders)
-        rest = tuple(self.budget.items()), self.boots, self.is_open, self.is_reaching, tuple(self.answers.items())
+        rest = (
+            tuple(self.budget.items()),
+            self.incarnations,
+            self.is_open,
+            self.is_reaching,
+            tuple(self.answers.items()),
+        )
         doubts = tuple(inbound._doubts._of.items()), tuple(inbound._doubts._met.items())
         free = tuple(inbound.slots._free)
         held, rows = (tuple(sorted(self.slots.items())), tuple(self.remains)), frozenset(self.rows)
-        has_session = bool(inbound._sources.open)
+        has_session = bool(inbound._senders.open)
         return (
             slots,
             intakes,
@@ -188,8 +194,8 @@ class State:
 
     def moves(self) -> list[Move]:
         found: list[Move] = []
-        found += [("to source",)] if self.to_source else []
-        found += [("to sink",)] if self.to_sink else []
+        found += [("to sender",)] if self.to_sender else []
+        found += [("to receiver",)] if self.to_receiver else []
         found += [("greet",)] if self.is_reaching else []
         for i, flight in enumerate(self.flights):
             if flight.state == "gather":
@@ -229,101 +235,101 @@ class State:
 
     def settle(self) -> None:
         """Data planes that do not lag do what they were asked, and are heard."""
-        while self.lag != "sink" and (self.orders or self.reports):
+        while self.lag != "receiver" and (self.orders or self.reports):
             self._order() if self.orders else self._report()
-        while self.lag != "source" and (self.to_send or self.sent):
+        while self.lag != "sender" and (self.to_send or self.sent):
             self._order_to_send() if self.to_send else self._report_of_sending()
 
     # Engines:
 
     def offer(self, request: str, tokens: int) -> None:
         blocks = (Blocks(0, 0, tuple(range(-(-tokens // 4)))),)
-        said = Offer(room=request, request=request, tokens=tokens, blocks=blocks, is_last=True, hold_s=100.0)
-        self.source(self.outbound.offer(said, self.source_home, 0.0))
+        said = Offer(rendezvous=request, request=request, tokens=tokens, blocks=blocks, is_last=True, hold_s=100.0)
+        self.sender(self.outbound.offer(said, self.sender_home, 0.0))
 
     def want(self, request: str, tokens: int) -> None:
         blocks = (Blocks(0, 0, tuple(range(-(-tokens // 16)))),)
         said = Want(
             request=request,
-            room=request,
-            source=ADDRESS,
+            rendezvous=request,
+            sender=ADDRESS,
             first_token=0,
             end_token=tokens,
             blocks=blocks,
             deadline_s=100.0,
         )
-        self.sink(self.inbound.want(said, self.sink_home, 0.0))
+        self.receiver(self.inbound.want(said, self.receiver_home, 0.0))
 
     def _abandon(self) -> None:
         for name in list(self.inbound.wants):
-            self.sink(self.inbound.abandon(Abandon(request=name).request, 0.0))
+            self.receiver(self.inbound.abandon(Abandon(request=name).request, 0.0))
 
     def _withdraw(self) -> None:
         for name in list(self.outbound.offers):
-            self.source(self.outbound.withdraw(Withdraw(request=name).request, "test", 0.0))
+            self.sender(self.outbound.withdraw(Withdraw(request=name).request, "test", 0.0))
 
     # The network:
 
     def _greet(self) -> None:
         self.is_reaching = False
-        session = answer(hello(self.sink_home), self.source_home)
+        session = answer(hello(self.receiver_home), self.sender_home)
         assert isinstance(session, Session)
         if self.is_open:
-            self.source(self.outbound.lost(self.sink_home.agent.boot))
+            self.sender(self.outbound.lost(self.receiver_home.agent.incarnation))
         self.is_open = True
-        agreed = accept(welcome(session, self.source_home), self.sink_home)
+        agreed = accept(welcome(session, self.sender_home), self.receiver_home)
         assert isinstance(agreed, Session)
-        self.sink(self.inbound.opened(ADDRESS, agreed, 0.0))
+        self.receiver(self.inbound.opened(ADDRESS, agreed, 0.0))
 
     def _cut(self) -> None:
-        self.to_source.clear()
-        self.to_sink.clear()
+        self.to_sender.clear()
+        self.to_receiver.clear()
         if self.is_open:
             self.is_open = False
-            self.source(self.outbound.lost(self.sink_home.agent.boot))
-        self.sink(self.inbound.unreachable(ADDRESS, "peer_lost", "cut", 0.0))
+            self.sender(self.outbound.lost(self.receiver_home.agent.incarnation))
+        self.receiver(self.inbound.unreachable(ADDRESS, "peer_lost", "cut", 0.0))
 
     def _restart(self) -> None:
-        """The source dies; what it had posted has landed before, or never will."""
-        self.to_source.clear()
-        self.to_sink.clear()
+        """The sender dies; what it had posted has landed before, or never will."""
+        self.to_sender.clear()
+        self.to_receiver.clear()
         self.flights.clear()
         self.is_open = False
-        self.boots += 1
-        before = {*self.outbound._before, self.source_home.agent.boot}
-        self.source_home = _restarted(self.source_home, self.boots)
+        self.incarnations += 1
+        before = {*self.outbound._before, self.sender_home.agent.incarnation}
+        self.sender_home = _restarted(self.sender_home, self.incarnations)
         self.outbound, self.sending = Sender(before=before), SendOrders(len(self.sending.slots))
         self.to_send.clear()
         self.sent.clear()
-        self.sink(self.inbound.unreachable(ADDRESS, "peer_lost", "dead", 0.0))
+        self.receiver(self.inbound.unreachable(ADDRESS, "peer_lost", "dead", 0.0))
 
-    def _to_source(self) -> None:
-        body, boot, machine = self.to_source.popleft(), self.sink_home.agent.boot, self.outbound
-        session = answer(hello(self.sink_home), self.source_home)
+    def _to_sender(self) -> None:
+        body, incarnation, machine = self.to_sender.popleft(), self.receiver_home.agent.incarnation, self.outbound
+        session = answer(hello(self.receiver_home), self.sender_home)
         assert isinstance(session, Session)
         match body:
             case Claim() if not self.is_open:
-                self.to_sink.append(Refuse(code="no_session", reasons=(), about=body.transfer))
+                self.to_receiver.append(Refuse(code="no_session", reasons=(), about=body.transfer))
             case Claim():
-                self.source(machine.claim(body, session, self.source_home, 0.0))
+                self.sender(machine.claim(body, session, self.sender_home, 0.0))
             case Grant() if self.is_open:
-                self.source(machine.grant(boot, body))
+                self.sender(machine.grant(incarnation, body))
             case Cancel() if self.is_open:
-                self.source(machine.cancel(boot, body))
-            case Cancel(transfer=transfer) if machine.renounce(boot, body):
-                self.to_sink.append(Drained(transfer=transfer))
+                self.sender(machine.cancel(incarnation, body))
+            case Cancel(transfer=transfer) if machine.renounce(incarnation, body):
+                self.to_receiver.append(Drained(transfer=transfer))
 
-    def _to_sink(self) -> None:
-        body, boot, machine = self.to_sink.popleft(), self.source_home.agent.boot, self.inbound
+    def _to_receiver(self) -> None:
+        body, incarnation, machine = self.to_receiver.popleft(), self.sender_home.agent.incarnation, self.inbound
         match body:
             case Ready(transfer=transfer, chunks=chunks):
-                self.sink(machine.ready(boot, transfer, chunks))
+                self.receiver(machine.ready(incarnation, transfer, chunks))
             case Failing(transfer=transfer, code=code, reason=reason):
-                self.sink(machine.failing(boot, transfer, code, reason, 0.0))
+                self.receiver(machine.failing(incarnation, transfer, code, reason, 0.0))
             case Drained(transfer=transfer, code=code, reason=reason):
-                self.sink(machine.drained(boot, transfer, code, reason, 0.0))
+                self.receiver(machine.drained(incarnation, transfer, code, reason, 0.0))
             case Refuse(about=transfer, code=code):
-                self.sink(machine.drained(boot, transfer, code, "", 0.0))
+                self.receiver(machine.drained(incarnation, transfer, code, "", 0.0))
 
     # The mover's side:
 
@@ -341,7 +347,7 @@ class State:
         self.sent += self.sending.take_reports()
 
     def _report_of_sending(self) -> None:
-        self.source(self.outbound.hear([self.sent.popleft()]))
+        self.sender(self.outbound.hear([self.sent.popleft()]))
 
     def _gathered(self, index: int) -> None:
         flight = self.flights[index]
@@ -365,7 +371,7 @@ class State:
     def _wrote(self, index: int) -> None:
         """The initiator sees the end of its write; now its notice leaves."""
         flight = self.flights.pop(index)
-        self.notices.append(notice_of(flight.departure, self.source_home))
+        self.notices.append(notice_of(flight.departure, self.sender_home))
         self._written(flight, None)
 
     def _fails(self, index: int) -> None:
@@ -403,7 +409,7 @@ class State:
         flight = self.flights[index]
         again = replace(flight.departure, lease=self._unused(flight).popleft())
         self._put(again)
-        self.notices.append(notice_of(again, self.source_home))
+        self.notices.append(notice_of(again, self.sender_home))
 
     def _order(self) -> None:
         take_up(self.orders.popleft(), self.sending, self.receiving)
@@ -435,14 +441,14 @@ class State:
 
     def _report(self) -> None:
         chunks = {name: _chunks(wanted) for name, wanted in self.inbound.wants.items()}
-        self.sink(self.inbound.hear([self.reports.popleft()], 0.0))
+        self.receiver(self.inbound.hear([self.reports.popleft()], 0.0))
         for request, needed in chunks.items():
             if self.answers.get(request) == "Done" and not needed <= self.rows:
                 raise Wrong(f"{request} is done without {needed - self.rows}")
 
     # Both shells:
 
-    def sink(self, actions: Sequence[object]) -> None:
+    def receiver(self, actions: Sequence[object]) -> None:
         for action in actions:
             match action:
                 case Reach() | Ask():
@@ -450,7 +456,7 @@ class State:
                 case Send(body=Settled()):
                     pass
                 case Send(body=body):
-                    self.to_source.append(body)
+                    self.to_sender.append(body)
                 case Tell(message=Done(request=name) | Failed(request=name) as message):
                     if name in self.answers:
                         raise Wrong(f"{name} is answered twice")
@@ -458,11 +464,11 @@ class State:
                 case _:
                     self.orders.append(action)
 
-    def source(self, actions: Sequence[object]) -> None:
+    def sender(self, actions: Sequence[object]) -> None:
         for action in actions:
             match action:
                 case Send(body=body):
-                    self.to_sink.append(body)
+                    self.to_receiver.append(body)
                 case Tell(message=Released(request=name)):
                     if any(each.state == "gather" and each.departure.order.request == name for each in self.flights):
                         raise Wrong(f"{name} is released while it is read")
@@ -477,8 +483,8 @@ class State:
         calm = self.clone()
         calm.budget = {}
         for now in (200.0, 300.0, 400.0):
-            calm.sink(calm.inbound.tick(now))
-            calm.source(calm.outbound.tick(now))
+            calm.receiver(calm.inbound.tick(now))
+            calm.sender(calm.outbound.tick(now))
             while moves := calm.moves():
                 calm.make(moves[0])
         counts = calm.inbound.slots.counts()
@@ -495,7 +501,7 @@ class State:
 
 
 def _restarted(home: AttachedEngine, number: int) -> AttachedEngine:
-    return replace(home, agent=changed(home.agent, boot=f"boot-{number}"))
+    return replace(home, agent=changed(home.agent, incarnation=f"incarnation-{number}"))
 
 
 def _key_of(dispatch: OrderedSend) -> object:
@@ -535,10 +541,10 @@ class _Names:
 def begin(wants: int, tokens: int, slots: int, local: int, budget: dict[str, int], lag: str = "") -> State:
     """The first state: everything offered and wanted, nothing said yet."""
     world = World(slots=slots, local=local)
-    sink, source = world.sinks[0], world.sources[0]
+    receiver, sender = world.receivers[0], world.senders[0]
     names = _Names()
     inbound = Receiver(SlotPool(slots), names.name, names.token)
-    state = State(sink.home, source.home, inbound, Sender(), budget, lag, sending=SendOrders(local))
+    state = State(receiver.home, sender.home, inbound, Sender(), budget, lag, sending=SendOrders(local))
     for i in range(wants):
         state.offer(f"r{i}", tokens)
         state.want(f"r{i}", tokens)

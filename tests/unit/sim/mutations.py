@@ -65,7 +65,7 @@ def _quarantine(put: Callable[[Any, str, Any], None]) -> None:
 def _freed_in_place(put: Callable[[Any, str, Any], None]) -> None:
     def rebuild(self: Engines, docks: StagingEndpoints, reason: str) -> None:
         self.peers.renew(reason)
-        self.sink.rebuilt(self._home)
+        self.receiver.rebuilt(self._home)
 
     put(Engines, "rebuild", rebuild)
 
@@ -140,14 +140,14 @@ def _drained_too_soon(put: Callable[[Any, str, Any], None]) -> None:
     def stop(self: Sender, out: Any, code: str, reason: str) -> Any:
         actions = right(self, out, code, reason)
         if actions and out.state is OutgoingState.STOPPING:
-            actions.append(Send(out.boot, Drained(transfer=out.transfer, code=code, reason=reason)))
+            actions.append(Send(out.incarnation, Drained(transfer=out.transfer, code=code, reason=reason)))
         return actions
 
     put(Sender, "_stop", stop)
 
 
 def _says_drained_always(put: Callable[[Any, str, Any], None]) -> None:
-    put(Sender, "renounce", lambda self, boot, cancel: True)
+    put(Sender, "renounce", lambda self, incarnation, cancel: True)
 
 
 def _lost_is_gone(put: Callable[[Any, str, Any], None]) -> None:
@@ -252,7 +252,7 @@ def _lost_leaves_no_doubt(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _refusal_is_the_end(put: Callable[[Any, str, Any], None]) -> None:
-    put(Receiver, "refused", lambda self, address, boot, key="": [])
+    put(Receiver, "refused", lambda self, address, incarnation, key="": [])
 
 
 def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
@@ -280,14 +280,20 @@ def _silent(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _own_start_only(put: Callable[[Any, str, Any], None]) -> None:
-    put(UndrainedTransfers, "can_settle", lambda self, transfer, boot, key: self._of.get(transfer, ("", ""))[1] == boot)
+    put(
+        UndrainedTransfers,
+        "can_settle",
+        lambda self, transfer, incarnation, key: self._of.get(transfer, ("", ""))[1] == incarnation,
+    )
 
 
 def _slower_does_not_wait(put: Callable[[Any, str, Any], None]) -> None:
     def sort_out(self: OutgoingPeers) -> None:
-        for dialled in [each for each in self.sessions.values() if each.known_boot]:
-            others = [own for own in self.sessions.values() if not own.known_boot and own.link.key == dialled.link.key]
-            same = [own for own in others if own.link.peer_boot == dialled.known_boot]
+        for dialled in [each for each in self.sessions.values() if each.known_incarnation]:
+            others = [
+                own for own in self.sessions.values() if not own.known_incarnation and own.link.key == dialled.link.key
+            ]
+            same = [own for own in others if own.link.peer_incarnation == dialled.known_incarnation]
             self._merge(dialled, same[0]) if same else self._insist(dialled)
 
     put(OutgoingPeers, "_sort_out", sort_out)
@@ -295,7 +301,7 @@ def _slower_does_not_wait(put: Callable[[Any, str, Any], None]) -> None:
 
 def _unnumbered(put: Callable[[Any, str, Any], None]) -> None:
     def check(self: Numbered, envelope: Any) -> None:
-        self.peer_boot = envelope.sender
+        self.peer_incarnation = envelope.sender
 
     put(Numbered, "check", check)
 
@@ -353,10 +359,10 @@ def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
 def _begins_when_answered(put: Callable[[Any, str, Any], None]) -> None:
     right = Receiver.tables
 
-    def tables(self: Receiver, boot: str, told: BlockTables, now: float, key: str = "") -> Any:
-        if (intake := self._intake(boot, told.transfer, key)) is not None and intake.reading is not None:
+    def tables(self: Receiver, incarnation: str, told: BlockTables, now: float, key: str = "") -> Any:
+        if (intake := self._intake(incarnation, told.transfer, key)) is not None and intake.reading is not None:
             intake.reading.lease.ends = now + LEASE_S
-        return right(self, boot, told, now, key)
+        return right(self, incarnation, told, now, key)
 
     put(Receiver, "tables", tables)
 
@@ -400,14 +406,14 @@ def _not_compared(put: Callable[[Any, str, Any], None]) -> None:
     """Whatever the sender finds is taken for what was read."""
     right = Receiver.checked
 
-    def checked(self: Receiver, boot: str, told: Checked, now: float, key: str = "") -> Any:
-        intake = self._intake(boot, told.transfer, key)
+    def checked(self: Receiver, incarnation: str, told: Checked, now: float, key: str = "") -> Any:
+        intake = self._intake(incarnation, told.transfer, key)
         if intake is not None and intake.reading is not None:
             read = intake.reading.unchecked
             told = msgspec.structs.replace(
                 told, digests=tuple(Sum(e.chunk, read.get(e.chunk, 0)) for e in told.digests)
             )
-        return right(self, boot, told, now, key)
+        return right(self, incarnation, told, now, key)
 
     put(Receiver, "checked", checked)
 
@@ -446,10 +452,10 @@ MUTATIONS: dict[str, Mutate] = {
     "doubtful slots are free at once": _quarantine,
     "no digest": _digest,
     "a notice's token is not looked at": _matches("token"),
-    "a notice's source boot is not looked at": _matches("source_boot"),
-    "a notice's sink boot is not looked at": _matches("sink_boot"),
-    "a notice's source epoch is not looked at": _matches("source_epoch"),
-    "a notice's sink epoch is not looked at": _matches("sink_epoch"),
+    "a notice's sender incarnation is not looked at": _matches("sender_incarnation"),
+    "a notice's receiver incarnation is not looked at": _matches("receiver_incarnation"),
+    "a notice's sender epoch is not looked at": _matches("sender_epoch"),
+    "a notice's receiver epoch is not looked at": _matches("receiver_epoch"),
     "a notice's size is not looked at": _matches("chunk_bytes"),
     "blocks are released while they are read": _released_while_read,
     "tokens before an offer are given": _nothing(sender, "check_begin"),
@@ -460,7 +466,7 @@ MUTATIONS: dict[str, Mutate] = {
     ),
     "drained is said while writes are under way": _drained_too_soon,
     "drained is said of a lost session whatever it writes": _says_drained_always,
-    "a lost link counts as a dead source": _lost_is_gone,
+    "a lost link counts as a dead sender": _lost_is_gone,
     "failed is said while rows are scattered": _failed_while_scattering,
     "an engine is let go while its memory is used": _leave_at_once,
     "an engine that has given its agent up waits for no reader": lambda put: put(rank, "READERS_S", 0.0),
@@ -468,7 +474,7 @@ MUTATIONS: dict[str, Mutate] = {
     "an agent lets go without a word": _leaves_without_a_word,
     "done is said one chunk too soon": _done_too_soon,
     "a lost transfer's slots are forgotten": _lost_leaves_no_doubt,
-    "a source that refuses is not asked": _refusal_is_the_end,
+    "a sender that refuses is not asked": _refusal_is_the_end,
     "an agent without an engine dials": _half_a_session,
     "slots in doubt are freed where they are": _freed_in_place,
     "whoever says Hello last has the session": lambda put: put(IncomingPeers, "_may_replace", lambda *_: True),
@@ -480,8 +486,8 @@ MUTATIONS: dict[str, Mutate] = {
     "a route outlives its session": _nothing(DataPlane, "disconnect"),
     "a probe's lane is kept": _nothing(ProbeLanes, "take_back"),
     "memory of an engine that left stays mapped": _nothing(AttachedMemory, "close"),
-    "slots in doubt stay so while their source stands still": _never_rebuilt,
-    "slots to gather into stay stuck while their sink stands still": _stuck_outbound,
+    "slots in doubt stay so while their sender stands still": _never_rebuilt,
+    "slots to gather into stay stuck while their receiver stands still": _stuck_outbound,
     "messages are not counted": _unnumbered,
     "a session is given up without a word": _silent,
     "a successor is not believed": _own_start_only,
@@ -505,7 +511,7 @@ MUTATIONS: dict[str, Mutate] = {
     "blocks are released while they are digested": _released_while_digested,
     "scattered is said before rows are": _over_at_once("scatter", "_moving", lambda mover, ticket: Moved(ticket)),
 }
-# Rules against a source that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
+# Rules against a sender that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
 # write finds its lease used up: so the simulator cannot miss this rule, and tests/unit/sim/test_exhaustive.py does.
 AGAINST_LIARS: dict[str, Mutate] = {"a chunk may land twice": _twice}
 # A rule that a moment decides which the simulator seldom meets; tests/unit/sim/test_exhaustive.py meets it.

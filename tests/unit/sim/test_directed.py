@@ -66,7 +66,7 @@ def test_an_agent_that_lets_go_refuses_only_when_it_touches_nothing_more() -> No
         assert [message.code for message in heard] == ["not_attached"] * 2
 
 
-@pytest.mark.parametrize("speaker", ["the sink", "the source"])
+@pytest.mark.parametrize("speaker", ["the receiver", "the sender"])
 @pytest.mark.parametrize("kind", OF_MESSAGES)
 def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: FaultKind, speaker: str) -> None:
     """The dialling end hangs up; by what the accepting one says nothing more, the other one knows by the silence."""
@@ -80,7 +80,7 @@ def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: F
         (link,) = world.processes["d00"].links.open
         codes = _lost(world)
         assert link.peer is not None
-        says = link if speaker == "the sink" else link.peer
+        says = link if speaker == "the receiver" else link.peer
         world.chance = lambda probability: True  # type: ignore[method-assign]
         says.send(Ping(number=1))
         world.disorder = lambda one, other: (kind,) if one == says.links.process.name else ()  # type: ignore[method-assign]
@@ -88,7 +88,7 @@ def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: F
         del world.chance, world.disorder
         says.send(Ping(number=3))
         world.clock.run(4.0)
-        if speaker == "the sink":
+        if speaker == "the receiver":
             assert codes == {"p00": "messages_lost", "d00": "peer_silent"}
         else:
             assert codes == {"d00": "messages_lost", "p00": "peer_disconnected"}

@@ -64,15 +64,15 @@ def test_no_order_of_events_breaks_it(wants: int, slots: int, budget: dict[str, 
 @pytest.mark.parametrize(
     ("lag", "slots", "budget", "at_least"),
     [
-        ("sink", 1, {"abandon": 1}, 100),
-        ("sink", 1, {"abandon": 1, "cut": 1}, 500),
-        ("sink", 1, {"fails": 1, "remain": 1}, 70),
-        ("sink", 1, {"repeat": 1, "withdraw": 1}, 500),
-        ("sink", 2, {"abandon": 1}, 500),
-        ("source", 1, {"abandon": 1, "cut": 1}, 500),
-        ("source", 1, {"fails": 1, "remain": 1}, 100),
-        ("source", 1, {"withdraw": 1, "late": 1}, 100),
-        ("source", 2, {"abandon": 1, "restart": 1}, 1000),
+        ("receiver", 1, {"abandon": 1}, 100),
+        ("receiver", 1, {"abandon": 1, "cut": 1}, 500),
+        ("receiver", 1, {"fails": 1, "remain": 1}, 70),
+        ("receiver", 1, {"repeat": 1, "withdraw": 1}, 500),
+        ("receiver", 2, {"abandon": 1}, 500),
+        ("sender", 1, {"abandon": 1, "cut": 1}, 500),
+        ("sender", 1, {"fails": 1, "remain": 1}, 100),
+        ("sender", 1, {"withdraw": 1, "late": 1}, 100),
+        ("sender", 2, {"abandon": 1, "restart": 1}, 1000),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value),
 )
@@ -88,11 +88,11 @@ def test_no_order_of_events_breaks_it_when_the_data_plane_hears_and_is_heard_lat
 @pytest.mark.parametrize(
     ("lag", "rule"),
     [
-        ("sink", "what a want that has ended was to receive is scattered"),
-        ("sink", "failed is said while rows are scattered"),
-        ("source", "what is to stop is sent"),
-        ("source", "blocks are said to be read no more while they are"),
-        ("source", "blocks are released while they are read"),
+        ("receiver", "what a want that has ended was to receive is scattered"),
+        ("receiver", "failed is said while rows are scattered"),
+        ("sender", "what is to stop is sent"),
+        ("sender", "blocks are said to be read no more while they are"),
+        ("sender", "blocks are released while they are read"),
     ],
 )
 def test_the_search_misses_this_rule_between_exchange_and_data_plane(lag: str, rule: str) -> None:
@@ -105,7 +105,7 @@ def test_the_search_misses_this_rule_between_exchange_and_data_plane(lag: str, r
     [
         ("doubtful slots are free at once", 2, 2),
         ("drained is said while writes are under way", 2, 2),
-        ("a lost link counts as a dead source", 2, 2),
+        ("a lost link counts as a dead sender", 2, 2),
         ("blocks are released while they are read", 2, 2),
         ("a lost transfer's slots are forgotten", 2, 2),
         ("a chunk may land twice", 2, 1),  # the second lease waits for a local slot: it is free to lie with
@@ -123,7 +123,7 @@ def test_a_slot_is_not_lent_to_another_while_what_landed_in_it_is_read() -> None
 
 
 def test_a_chunk_that_landed_under_two_leases_is_not_another_chunk() -> None:
-    """The one thing that a lying source could gain without that rule: Done with rows that never came."""
+    """The one thing that a lying sender could gain without that rule: Done with rows that never came."""
     with switched_off("a chunk may land twice"), pytest.raises(Wrong, match="is done without"):
         explore(begin(1, 8, slots=2, local=1, budget={"lie": 1}))
 
