@@ -72,7 +72,7 @@ class Side:
         return [Part(planned, planned.chunk(i), self._tables, is_sender) for i in range(planned.chunks)]
 
 
-def measure(pair: Pair, tokens: int, rounds: int, porter: BlockCopier, device: str) -> tuple[int, float, float]:
+def measure(pair: Pair, tokens: int, rounds: int, copier: BlockCopier, device: str) -> tuple[int, float, float]:
     """Wire bytes, and seconds of gathering and of scattering them: the medians."""
     slot_bytes = SLOT_BYTES[device.partition(":")[0]]
     sender = Side(pair.sender, ranks_of(pair.sender)[0], tokens, device, 1)
@@ -80,18 +80,18 @@ def measure(pair: Pair, tokens: int, rounds: int, porter: BlockCopier, device: s
     takes = assign([describe(pair.sender, *ranks) for ranks in ranks_of(pair.sender)], receiver.pool)[0]
     planned = plan(sender.pool, receiver.pool, takes, 0, tokens, slot_bytes)
     assert planned.chunks, f"{pair.name}: the first ranks have nothing in common"
-    gathering, scattering, kind = [], [], porter.digests[0]
-    with porter.staging(slot_bytes, 1) as slots:
+    gathering, scattering, kind = [], [], copier.digests[0]
+    with copier.staging(slot_bytes, 1) as slots:
         for _ in range(rounds + 1):
             gathered = scattered = 0.0
             for ours, theirs in zip(sender.parts(planned, True), receiver.parts(planned, False), strict=True):
                 slot = slots.span(0, ours.chunk.size_bytes)
                 started = time.perf_counter()
-                porter.gather(sender.mapped, ours, slot, kind)
-                moved = over(porter)
+                copier.gather(sender.mapped, ours, slot, kind)
+                moved = over(copier)
                 halfway = time.perf_counter()
-                porter.scatter(receiver.mapped, theirs, slot, kind, moved.digest)
-                over(porter)
+                copier.scatter(receiver.mapped, theirs, slot, kind, moved.digest)
+                over(copier)
                 gathered += halfway - started
                 scattered += time.perf_counter() - halfway
             gathering.append(gathered)
@@ -99,14 +99,14 @@ def measure(pair: Pair, tokens: int, rounds: int, porter: BlockCopier, device: s
     return planned.total_bytes, statistics.median(gathering[1:]), statistics.median(scattering[1:])
 
 
-def over(porter: BlockCopier) -> Moved:
-    while not (moved := porter.poll()):
+def over(copier: BlockCopier) -> Moved:
+    while not (moved := copier.poll()):
         pass
     assert moved[0].failure is None, moved[0].failure
     return moved[0]
 
 
-def porter_of(device: str) -> BlockCopier:
+def copier_of(device: str) -> BlockCopier:
     if device == "cpu":
         return CpuBlockCopier()
     from kvbridge.device.copier_gpu import GpuBlockCopier
@@ -123,12 +123,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    porter = porter_of(options.device)
+    copier = copier_of(options.device)
     rows, whole = [], {}
     heads = f"{'wire MiB':>9} {'gather':>8} {'scatter':>8} GB/s {'ms':>8} {'wire':>6} {'time':>6}"
     print(f"{'':28} {heads} of the equal pair's")
     for pair in PAIRS:
-        size, gathered, scattered = measure(pair, options.tokens, options.rounds, porter, options.device)
+        size, gathered, scattered = measure(pair, options.tokens, options.rounds, copier, options.device)
         whole[pair.name] = size, gathered + scattered
         equal_bytes, equal_s = whole[pair.like]
         row = {
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f" {row['wire_of_equal']:6.2f} {row['time_of_equal']:6.2f}",
             flush=True,
         )
-    porter.close()
+    copier.close()
     name = "convert" if options.device == "cpu" else "convert_gpu"
     write(name, {"unit": "GB/s", "device": options.device, "tokens": options.tokens, "rows": rows}, options.out)
 

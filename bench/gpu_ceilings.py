@@ -98,7 +98,8 @@ def _pair(
         row["gb_s"] = total / row["p50_s"] / 1e9
         shape = f"{total // piece} x {piece / 1024:.0f} KiB"
         place.say(
-            f"  NIXL {sender} -> {receiver}, SGL {sgl:3} {shape:>18}: {row['p50_s'] * 1e3:8.3f} ms {row['gb_s']:7.1f} GB/s"
+            f"  NIXL {sender} -> {receiver}, SGL {sgl:3} {shape:>18}: "
+            f"{row['p50_s'] * 1e3:8.3f} ms {row['gb_s']:7.1f} GB/s"
         )
         found.append(row)
     return found

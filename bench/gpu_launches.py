@@ -101,9 +101,9 @@ class Stopwatch:
         return found
 
 
-def measure(pair: Pair, porter: Any, slots: Any, watch: Stopwatch, rounds: int) -> dict[str, Any]:
+def measure(pair: Pair, copier: Any, slots: Any, watch: Stopwatch, rounds: int) -> dict[str, Any]:
     """The longest launch of the plan's fullest chunk, of its gather and of its scatter, and how many there are."""
-    device = porter.device
+    device = copier.device
     tokens = max(TOKENS, _tokens_of(pair))
     sender = Side(pair.sender, ranks_of(pair.sender)[0], tokens, device, 1)
     receiver = Side(pair.receiver, ranks_of(pair.receiver)[0], tokens, device, 2)
@@ -111,19 +111,19 @@ def measure(pair: Pair, porter: Any, slots: Any, watch: Stopwatch, rounds: int) 
     planned = plan(sender.pool, receiver.pool, takes, 0, tokens, SLOT_BYTES["cuda"])
     fullest = max(range(planned.chunks), key=lambda index: planned.chunk(index).size_bytes)
     ours, theirs = sender.parts(planned, True)[fullest], receiver.parts(planned, False)[fullest]
-    slot, kind = slots.span(0, ours.chunk.size_bytes), porter.digests[0]
+    slot, kind = slots.span(0, ours.chunk.size_bytes), copier.digests[0]
     found: dict[str, Any] = {"pair": pair.name, "slot_mib": round(slot.size_bytes / 2**20, 1)}
     times: dict[str, list[float]] = {"gather": [], "scatter": []}
     for number in range(rounds + 1):
-        for name, stream in (("gather", porter._out), ("scatter", porter._in)):
+        for name, stream in (("gather", copier._out), ("scatter", copier._in)):
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(AHEAD_CYCLES)
             if name == "gather":
-                porter.gather(sender.mapped, ours, slot, kind)
-                digest = over(porter).digest
+                copier.gather(sender.mapped, ours, slot, kind)
+                digest = over(copier).digest
             else:
-                porter.scatter(receiver.mapped, theirs, slot, kind, digest)
-                over(porter)
+                copier.scatter(receiver.mapped, theirs, slot, kind, digest)
+                over(copier)
             taken = watch.taken()
             if number:  # the first compiles
                 times[name] += taken
@@ -131,8 +131,8 @@ def measure(pair: Pair, porter: Any, slots: Any, watch: Stopwatch, rounds: int) 
     for name, taken in times.items():
         ordered = sorted(taken)
         found |= {f"{name}_p50_us": round(ordered[len(ordered) // 2], 1), f"{name}_max_us": round(ordered[-1], 1)}
-    porter.forget(sender.mapped)
-    porter.forget(receiver.mapped)
+    copier.forget(sender.mapped)
+    copier.forget(receiver.mapped)
     return found
 
 
@@ -149,17 +149,17 @@ def child(rounds: int) -> None:
     from kvbridge.device.copier_gpu import GpuBlockCopier
     from kvbridge.device.driver import Gpu
 
-    porter = GpuBlockCopier(Gpu.open("cuda:0"), 4, SLOT_BYTES["cuda"] // 16)
+    copier = GpuBlockCopier(Gpu.open("cuda:0"), 4, SLOT_BYTES["cuda"] // 16)
     watch = Stopwatch()
-    with porter.staging(SLOT_BYTES["cuda"], 1) as slots:
+    with copier.staging(SLOT_BYTES["cuda"], 1) as slots:
         for pair in pairs():
             try:
-                found = measure(pair, porter, slots, watch, rounds)
+                found = measure(pair, copier, slots, watch, rounds)
             except Exception as error:
                 found = {"pair": pair.name, "failure": f"{type(error).__name__}: {error}"}
             print(json.dumps(found), flush=True)
             torch.cuda.empty_cache()
-    porter.close()
+    copier.close()
 
 
 def rows(rounds: int, env: dict[str, str]) -> list[dict[str, Any]]:

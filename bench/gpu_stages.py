@@ -1,6 +1,6 @@
 """The two ends of the host route by themselves: blocks -> pinned host slots, and back, chunk after chunk in flight.
 
-The middle of that route is the network's. What the porter adds to a plain copy over PCIe shows here: gathers and
+The middle of that route is the network's. What the copier adds to a plain copy over PCIe shows here: gathers and
 scatters have to hide behind the copies of other chunks.
 
     python bench/gpu_stages.py [--chunk-mib 64] [--chunks 24]
@@ -35,7 +35,7 @@ RECEIVER = Shape(name="HND", axes="LPBHTE", block_tokens=64, blocks=1 << 12, lay
 
 
 class OwnMemory:
-    """A pool in this process's own memory: what an attached one is to a porter."""
+    """A pool in this process's own memory: what an attached one is to a copier."""
 
     def __init__(self, shape: Shape) -> None:
         layers = shape.layers_apart
@@ -61,27 +61,27 @@ def parts(ours: Pool, theirs: Pool, is_sender: bool, slot_bytes: int, chunks: in
     return [Part(planned, planned.chunk(i % planned.chunks), table, is_sender) for i in range(chunks)]
 
 
-def rate(porter: GpuBlockCopier, moves: Sequence[Callable[[], int]], size_bytes: int) -> float:
+def rate(copier: GpuBlockCopier, moves: Sequence[Callable[[], int]], size_bytes: int) -> float:
     """GB/s of all of them, IN_FLIGHT at a time; the best of three rounds after one that warms up."""
     best = 0.0
     for i in range(4):
         began, left = time.perf_counter(), 0
         for move in moves:
             while left >= IN_FLIGHT:
-                left -= len(porter.poll())
+                left -= len(copier.poll())
             move()
             left += 1
         while left:
-            left -= len(porter.poll())
+            left -= len(copier.poll())
         if i:
             best = max(best, size_bytes / (time.perf_counter() - began) / 1e9)
     return best
 
 
 def measure(chunk_bytes: int, chunks: int) -> dict[str, Any]:
-    porter = GpuBlockCopier(driver.Gpu.open("cuda:0"), IN_FLIGHT + 1)
+    copier = GpuBlockCopier(driver.Gpu.open("cuda:0"), IN_FLIGHT + 1)
     sender, receiver = OwnMemory(SENDER), OwnMemory(RECEIVER)
-    with porter.staging(chunk_bytes, IN_FLIGHT) as slots, Staging.pinned(chunk_bytes, IN_FLIGHT) as host:
+    with copier.staging(chunk_bytes, IN_FLIGHT) as slots, Staging.pinned(chunk_bytes, IN_FLIGHT) as host:
         found: dict[str, Any] = {"chunk_bytes": chunk_bytes, "chunks": chunks, "in_flight": IN_FLIGHT}
         out = parts(sender.pool, receiver.pool, True, chunk_bytes, chunks)
         into = parts(sender.pool, receiver.pool, False, chunk_bytes, chunks)
@@ -92,18 +92,18 @@ def measure(chunk_bytes: int, chunks: int) -> dict[str, Any]:
 
         def gather(i: int, part: Part) -> int:
             slot, pinned = spans(i, part)
-            return porter.gather(sender, part, slot, "sum64", pinned)
+            return copier.gather(sender, part, slot, "sum64", pinned)
 
         def scatter(i: int, part: Part) -> int:
             slot, pinned = spans(i, part)
-            return porter.scatter(receiver, part, slot, "sum64", 0, pinned)
+            return copier.scatter(receiver, part, slot, "sum64", 0, pinned)
 
         moved = sum(part.chunk.size_bytes for part in out)
-        found["gather_to_host"] = rate(porter, [lambda i=i, p=p: gather(i, p) for i, p in enumerate(out)], moved)
+        found["gather_to_host"] = rate(copier, [lambda i=i, p=p: gather(i, p) for i, p in enumerate(out)], moved)
         moved = sum(part.chunk.size_bytes for part in into)
-        found["host_to_scatter"] = rate(porter, [lambda i=i, p=p: scatter(i, p) for i, p in enumerate(into)], moved)
+        found["host_to_scatter"] = rate(copier, [lambda i=i, p=p: scatter(i, p) for i, p in enumerate(into)], moved)
         found["copy_to_host"], found["copy_from_host"] = copies(slots, host, chunks)
-    porter.close()
+    copier.close()
     return found
 
 

@@ -14,7 +14,7 @@ from gpu_place import MIB, Place, spread
 from gpu_processes import Problem
 
 SLOT_MIB = (4, 8, 16, 32, 64, 128)
-INBOUND_BYTES, OUTBOUND_BYTES = 512 * MIB, 256 * MIB
+RECEIVE_BYTES, SEND_BYTES = 512 * MIB, 256 * MIB
 ROUND_S = 20.0
 
 
@@ -24,8 +24,8 @@ def tune(place: Place) -> list[dict[str, Any]]:
         slot_bytes = slot_mib * MIB
         slots = {
             "slot_bytes": str(slot_bytes),
-            "inbound_slots": str(max(4, INBOUND_BYTES // slot_bytes if place.is_gpu else 8)),
-            "outbound_slots": str(max(2, OUTBOUND_BYTES // slot_bytes if place.is_gpu else 4)),
+            "receive_slots": str(max(4, RECEIVE_BYTES // slot_bytes if place.is_gpu else 8)),
+            "send_slots": str(max(2, SEND_BYTES // slot_bytes if place.is_gpu else 4)),
         }
         if not place.is_time_for(f"slots of {slot_mib} MiB", ROUND_S):
             break

@@ -110,7 +110,7 @@ def pool_of(layout: Layout, pool_bytes: int) -> Pool:
 class OneMove:
     """A part of one move, without a plan around it; what it has in common with the others is kept between calls."""
 
-    strips = form = object()
+    pairs = form = object()
 
     def __init__(self, move: Move) -> None:
         self.move = move
@@ -153,8 +153,8 @@ def measure(layout: Layout, pool_bytes: int, chunk_bytes: int) -> tuple[float, f
     pool = pool_of(layout, pool_bytes)
     memory = torch.randint(0, 120, (pool_bytes,), dtype=torch.uint8)
     handle, fd = export(memory.untyped_storage(), 0, 0)
-    porter = CpuBlockCopier()
-    with porter.staging(chunk_bytes, 1) as staging, AttachedPool.open(pool, [handle], [fd]) as attached:
+    copier = CpuBlockCopier()
+    with copier.staging(chunk_bytes, 1) as staging, AttachedPool.open(pool, [handle], [fd]) as attached:
         os.close(fd)
         chunks = moves_of(layout, pool, chunk_bytes)
         size = chunks[0].move.size_bytes
@@ -166,12 +166,12 @@ def measure(layout: Layout, pool_bytes: int, chunk_bytes: int) -> tuple[float, f
         slot = staging.span(0, size)
 
         def gather(i: int) -> Moved:
-            porter.gather(attached, chunks[i % len(chunks)], slot, DIGEST)
-            return over(porter)
+            copier.gather(attached, chunks[i % len(chunks)], slot, DIGEST)
+            return over(copier)
 
         def scatter(i: int) -> Moved:
-            porter.scatter(attached, chunks[i % len(chunks)], slot, DIGEST, expected)
-            return over(porter)
+            copier.scatter(attached, chunks[i % len(chunks)], slot, DIGEST, expected)
+            return over(copier)
 
         gathered = timed(gather)
         expected = digest(slot.on_cpu())
@@ -180,8 +180,8 @@ def measure(layout: Layout, pool_bytes: int, chunk_bytes: int) -> tuple[float, f
     return copied, gathered, scattered
 
 
-def over(porter: CpuBlockCopier) -> Moved:
-    (moved,) = porter.poll()
+def over(copier: CpuBlockCopier) -> Moved:
+    (moved,) = copier.poll()
     assert moved.failure is None, moved.failure
     return moved
 
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     digest_rate = slot.numel() / timed(lambda i: digest(slot)) / 1e9
     print(f"{'digest (xxh3), in cache':50} {digest_rate:8.1f}")
     found = {"threads": options.threads, "chunk_mib": options.chunk_mib, "digest": round(digest_rate, 1)}
-    write("mover", {"unit": "GB/s", **found, "rows": rows})
+    write("data_plane", {"unit": "GB/s", **found, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def start(
 
 
 def beside(folder: Path, side: str, listen: str = "tcp://127.0.0.1:0"):  # type: ignore[no-untyped-def]
-    return agent(folder, side, listen=listen, slot_bytes=1 << 20, inbound_slots=16)
+    return agent(folder, side, listen=listen, slot_bytes=1 << 20, receive_slots=16)
 
 
 def main() -> None:

@@ -82,7 +82,8 @@ def main() -> None:
             )
         ]
         receiver_ms, sender_ms, chunks = measure(*shapes)
-        pair = f"{sender_layout} block {sender_block} tp {sender_tp} -> {receiver_layout} block {receiver_block} tp {receiver_tp}"
+        given = f"{sender_layout} block {sender_block} tp {sender_tp}"
+        pair = f"{given} -> {receiver_layout} block {receiver_block} tp {receiver_tp}"
         print(f"{pair}: receiver {receiver_ms:.2f} ms, sender {sender_ms:.2f} ms, {chunks} chunks")
         rows.append(
             {"pair": pair, "receiver_ms": round(receiver_ms, 2), "sender_ms": round(sender_ms, 2), "chunks": chunks}

@@ -151,7 +151,7 @@ def start(setup: Setup, folder: Path, model: Path, stack: ExitStack) -> Running:
     for role, engine, block in zip(setup.roles, setup.engines, setup.blocks, strict=False):
         with on_cores(CORES[role]):
             if setup.carrier == "kvbridge":
-                defaults = dict.fromkeys(("slot_bytes", "inbound_slots", "outbound_slots"))
+                defaults = dict.fromkeys(("slot_bytes", "receive_slots", "send_slots"))
                 running.agents[role] = stack.enter_context(agent(folder, role, **defaults))
             if engine == "vllm":
                 server = _vllm(setup, role, block, folder, model)

@@ -96,7 +96,7 @@ def start(stack: ExitStack, folder: Path, name: str, ranks: tuple[int, int]) -> 
         told = {"KVBRIDGE_TEST_TIMES": str(times)}
         if name == "kvbridge":
             for rank in range(size):
-                slots = {"slot_bytes": 4 << 20, "inbound_slots": 16, "outbound_slots": 8}
+                slots = {"slot_bytes": 4 << 20, "receive_slots": 16, "send_slots": 8}
                 stack.enter_context(agent(own, f"{role}-{rank}", **slots))
             told["KVBRIDGE_ENGINE_SOCKET"] = str(own / f"{role}-{{rank}}.sock")
         config = ServerConfig(

@@ -46,7 +46,7 @@ ROUNDS = 2 * ENDS + 1  # after the warm-up, at least: of fewer it says nothing
 GROWTH = 1.05
 FAULTS = ("none", "kill agent", "kill engine", "stop agent", "stop engine", "cut", "reset", "half-open", "abandon")
 NO_FAULTS = ("none", "abandon")  # these are done to no process and no connection
-SLOTS = {"inbound_slots": "64", "outbound_slots": "32", "log_level": "error"}
+SLOTS = {"receive_slots": "64", "send_slots": "32", "log_level": "error"}
 
 
 @dataclass(frozen=True, slots=True)

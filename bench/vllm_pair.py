@@ -61,7 +61,7 @@ def start(stack: ExitStack, folder: Path, name: str, receiver_block: int) -> Pai
         more: dict[str, object] = {"num_gpu_blocks_override": TOKENS // block}
         config = replace(base, block_size=block, cores=core, more=more)
         if name == "kvbridge":
-            stack.enter_context(agent(folder, f"{side}-0", slot_bytes=4 << 20, inbound_slots=16, outbound_slots=8))
+            stack.enter_context(agent(folder, f"{side}-0", slot_bytes=4 << 20, receive_slots=16, send_slots=8))
             config = replace(config, connector={"kvbridge_socket": str(folder / f"{side}-{{rank}}.sock")})
         else:
             more["kv_transfer_config"] = {

@@ -12,8 +12,8 @@ EXTRA = "this needs the packages of the {0}: pip install 'kvbridge[{0}]' (missin
 def main() -> None:
     """Run what the command line says.
 
-    Exit codes: 0 done, 1 it failed and said why, 2 only another command line or setting helps, 3 the agent's mover was
-    stuck.
+    Exit codes: 0 done, 1 it failed and said why, 2 only another command line or setting helps, 3 the agent's data plane
+    was stuck.
     """
     if sys.argv[1:2] == ["agent"]:  # before the slow imports: a reload while it starts must not end it
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

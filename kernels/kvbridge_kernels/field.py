@@ -1,6 +1,6 @@
 """The memory a kernel moves: a strided field of rows. Pure.
 
-Knows nothing of pools or engines; the mover makes these from planes.
+Knows nothing of pools or engines; the data plane makes these from planes.
 """
 
 from __future__ import annotations

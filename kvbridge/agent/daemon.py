@@ -1,6 +1,6 @@
-"""The agent's life: start, serve, drain with a deadline, stop.
+"""The agent's record: start, serve, drain with a deadline, stop.
 
-Everything that decides lives in exchange/; this file puts the parts together and takes them apart again, in order.
+Everything that decides records in exchange/; this file puts the parts together and takes them apart again, in order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvbridge_proto.status import SlotCounts, Status
 from msgspec import structs
 
 from ..dataplane.data_plane import DataPlane
-from ..dataplane.resources import equip
+from ..dataplane.resources import open_resources
 from ..dataplane.watchdog import STUCK_S
 from ..errors import OperatorError
 from ..exchange.leases import CHECK_EVERY
@@ -71,14 +71,14 @@ log = logging.getLogger("kvbridge.agent")
 TICK_S = 0.02
 IDLE_TICK_S = 0.25
 STATES = (SessionState.NEW, SessionState.GREETING, SessionState.OPEN)  # of sessions that we have dialled
-# The loop and the mover share the interpreter; at Python's 5 ms each waits that long for the other.
+# The loop and the data plane share the interpreter; at Python's 5 ms each waits that long for the other.
 SWITCH_S = 0.0002
 
 
 def run(config: AgentConfig, stuck_s: float = STUCK_S, supervision: Supervision | None = None) -> None:
     """Run one agent until SIGTERM or SIGINT. Raises OperatorError or FabricError when it cannot start.
 
-    Does not return if the mover is stuck (stuck.py): the process ends with its STATUS.
+    Does not return if the data plane is stuck (stuck.py): the process ends with its STATUS.
     """
     set_up(config.log_level, config.log_format, errors := LastErrors())
     faulthandler.enable()  # systemd's watchdog ends us by SIGABRT: the log says where each thread stood
@@ -142,7 +142,7 @@ class Agent:
                     tasks.create_task(self._serve_local(tasks)),
                 ]
                 if self._supervisor.look_s:
-                    serving.append(tasks.create_task(self._supervisor.feed(lambda: self.mover.turns)))
+                    serving.append(tasks.create_task(self._supervisor.feed(lambda: self.data_plane.turns)))
                 self.state = "serving"
                 self.control.trusts(self.trust)  # should the list have changed meanwhile
                 gc.collect()
@@ -153,7 +153,7 @@ class Agent:
                     self.incarnation,
                     self.card.address,
                     self.config.socket,
-                    self.mover.description,
+                    self.data_plane.description,
                     self.trust.description,
                 )
                 self._supervisor.ready()
@@ -189,18 +189,18 @@ class Agent:
         devices = self.trust.data_devices(config.listen, config.advertise, config.net_devices)
         config = structs.replace(config, net_devices=devices)
         timeout_s, linger_s = config.write_timeout_s, config.linger_s
-        self.mover = DataPlane(
-            lambda: equip(config, self.incarnation), self.incarnation, self, timeout_s, self._stuck_s, linger_s
+        self.data_plane = DataPlane(
+            lambda: open_resources(config, self.incarnation), self.incarnation, self, timeout_s, self._stuck_s, linger_s
         )
-        stack.push_async_callback(self.mover.stop)
-        await self.mover.start()
-        self.slots = SlotPool(self.mover.site.fabric.slots)
+        stack.push_async_callback(self.data_plane.stop)
+        await self.data_plane.start()
+        self.slots = SlotPool(self.data_plane.site.fabric.slots)
         self.control = await stack.enter_async_context(self._control(descriptors))
         self.local = await stack.enter_async_context(LocalServer(self.lock, allowed_uids=config.allowed_uids or None))
-        if self.mover.site.machine:
+        if self.data_plane.site.machine:
             uids = config.share_memory_uids
             door = await stack.enter_async_context(MemoryDoor(self.lock, allowed_uids=uids, clock=self._clock))
-            self.doors = LocalDoors(door, self.mover, config.name, uids)
+            self.doors = LocalDoors(door, self.data_plane, config.name, uids)
         self.card = AgentCard(
             name=config.name,
             incarnation=self.incarnation,
@@ -210,7 +210,7 @@ class Agent:
             version=version("kvbridge"),
         )
         self._assemble()
-        # However we end: no socket closes before the mover is through with its engine's memory.
+        # However we end: no socket closes before the data plane is through with its engine's memory.
         stack.push_async_callback(self.engines.leave, "the agent is ending")
         stack.callback(self.rebuilder.close)
         if config.metrics:
@@ -250,76 +250,85 @@ class Agent:
     def _assemble(self) -> None:
         clock, entropy, config = self._clock, self._entropy, self.config
         check_every = CHECK_EVERY[config.verify]
-        self.inbound = Receiver(self.slots, lambda: entropy(8).hex(), lambda: entropy(16), check_every)
-        self.outbound = Sender(before=self.before)
+        self.receiving = Receiver(self.slots, lambda: entropy(8).hex(), lambda: entropy(16), check_every)
+        self.sending = Sender(before=self.before)
         self.engines = self._assemble_engines()
         self.engines.doors = self.doors
-        home = lambda: self.engines.home  # noqa: E731
-        self.peers = Peers(self.control, self.mover, home, self.metrics, config.connect_s, self.doors, clock)
+        engine = lambda: self.engines.engine  # noqa: E731
+        self.peers = Peers(self.control, self.data_plane, engine, self.metrics, config.connect_s, self.doors, clock)
         receivers, senders = (
             RequestRecords("receiver", self.journal, self._look_back),
             RequestRecords("sender", self.journal, self._look_back),
         )
         self.receiver = ReceiverRunner(
-            self.inbound, self.peers.dialling, self.mover, self.metrics, receivers, self.engines.tell, clock
+            self.receiving, self.peers.outgoing, self.data_plane, self.metrics, receivers, self.engines.tell, clock
         )
         self.sender = SenderRunner(
-            self.outbound,
-            self.peers.accepting,
-            self.mover,
+            self.sending,
+            self.peers.incoming,
+            self.data_plane,
             self.metrics,
             senders,
             self.engines.tell,
-            home,
+            engine,
             self.engines.listen,
             clock,
         )
-        self.peers.dialling.receiver = self.engines.receiver = self.receiver
-        self.peers.accepting.sender = self.engines.sender = self.sender
+        self.peers.outgoing.receiver = self.engines.receiver = self.receiver
+        self.peers.incoming.sender = self.engines.sender = self.sender
         self.engines.peers = self.peers
         self.rebuilder = Rebuilder(
-            self.slots, self.mover.sending.slots, self.engines, self.mover, self.metrics, config.rebuild_s, self._clock
+            self.slots,
+            self.data_plane.sending.slots,
+            self.engines,
+            self.data_plane,
+            self.metrics,
+            config.rebuild_s,
+            self._clock,
         )
         self.metrics.watch(
             Gauges(
-                inbound=self._inbound_slots,
-                outbound=self.mover.sending.slots.counts,
-                wants=lambda: len(self.inbound.wants),
-                offers=lambda: len(self.outbound.offers),
-                unclaimed=lambda: len(self.outbound.unclaimed(self._clock())),
+                receive_slots=self._receive_slots,
+                send_slots=self.data_plane.sending.slots.counts,
+                wants=lambda: len(self.receiving.wants),
+                offers=lambda: len(self.sending.offers),
+                unclaimed=lambda: len(self.sending.unclaimed(self._clock())),
                 waiting={
-                    ("receiver", "session"): lambda: self.inbound.without_session,
-                    ("receiver", "slot"): lambda: self.inbound.without_slot,
-                    ("sender", "offer"): lambda: self.outbound.without_offer,
-                    ("sender", "credit"): lambda: self.mover.sending.without_credit,
-                    ("sender", "slot"): lambda: self.mover.sending.without_slot,
+                    ("receiver", "session"): lambda: self.receiving.without_session,
+                    ("receiver", "slot"): lambda: self.receiving.without_slot,
+                    ("sender", "offer"): lambda: self.sending.without_offer,
+                    ("sender", "credit"): lambda: self.data_plane.sending.without_credit,
+                    ("sender", "slot"): lambda: self.data_plane.sending.without_slot,
                 },
-                moving={"receiver": lambda: self.inbound.moving, "sender": lambda: len(self.outbound.outlets)},
+                moving={
+                    "receiver": lambda: self.receiving.moving,
+                    "sender": lambda: len(self.sending.outgoing_transfers),
+                },
                 sessions={
                     **{("receiver", state.name.lower()): partial(self.peers.count_dialled, state) for state in STATES},
                     ("sender", "open"): self.peers.count_accepted,
                 },
                 open_sessions={"receiver": self.peers.open_dialled, "sender": self.peers.open_accepted},
-                is_attached=lambda: self.engines.home is not None,
+                is_attached=lambda: self.engines.engine is not None,
                 is_rebuild_refused=lambda: bool(self.rebuilder.refused),
                 readers=self.doors.holders,
             )
         )
 
-    def _look_back(self, life: RequestRecord) -> None:
+    def _look_back(self, record: RequestRecord) -> None:
         """A request is over."""
-        self.metrics.lived(life)
+        self.metrics.lived(record)
         if self._spans is not None:
-            self._spans.ended(life)
+            self._spans.ended(record)
 
-    def _inbound_slots(self) -> SlotCounts:
+    def _receive_slots(self) -> SlotCounts:
         """What was written and is being read is the data plane's to know."""
         counts = self.slots.counts()
-        landed = min(counts.lent, self.mover.receiving.scattering)
+        landed = min(counts.lent, self.data_plane.receiving.scattering)
         return structs.replace(counts, lent=counts.lent - landed, landed=landed)
 
     def _assemble_engines(self) -> Engines:
-        return Engines(lambda: self.card, self.mover, self.metrics, self.status, self.journal, self._clock)
+        return Engines(lambda: self.card, self.data_plane, self.metrics, self.status, self.journal, self._clock)
 
     # Serve:
 
@@ -340,7 +349,9 @@ class Agent:
 
     async def _tick(self) -> None:
         while True:
-            is_busy = self.inbound.wants or self.inbound.awaited or self.outbound.outlets or self.outbound.offers
+            is_busy = (
+                self.receiving.wants or self.receiving.awaited or self.sending.outgoing_transfers or self.sending.offers
+            )
             at = self._clock() + (TICK_S if is_busy else IDLE_TICK_S)
             await asyncio.sleep(at - self._clock())
             self.tick(self._clock() - at)
@@ -348,7 +359,7 @@ class Agent:
     def tick(self, late_s: float) -> None:
         """Time has passed. For so long we stood still: what others said meanwhile is not heard yet."""
         self.engines.listen()
-        self.peers.dialling.tick(self._clock(), late_s)
+        self.peers.outgoing.tick(self._clock(), late_s)
         self.receiver.tick()
         self.sender.tick()
         self.engines.prompts.tick(self._clock())
@@ -363,7 +374,7 @@ class Agent:
         self.slots.make(site.fabric.slots)
         self.engines.staged(site)
 
-    def on_mover_died(self, error: BaseException) -> None:
+    def on_data_plane_died(self, error: BaseException) -> None:
         self._failure = error
         self.stop()
 
@@ -373,11 +384,11 @@ class Agent:
         """Take nothing new, let what flows finish, then say goodbye."""
         self.state = "draining"
         self._supervisor.stopping()
-        self.engines.is_closing = self.peers.accepting.is_closing = True
-        log.info("draining: wants=%d transfers=%d", len(self.inbound.wants), len(self.outbound.outlets))
+        self.engines.is_closing = self.peers.incoming.is_closing = True
+        log.info("draining: wants=%d transfers=%d", len(self.receiving.wants), len(self.sending.outgoing_transfers))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_s):
-                while self.inbound.wants or self.outbound.outlets:  # noqa: ASYNC110 - two machines, no one event
+                while self.receiving.wants or self.sending.outgoing_transfers:  # noqa: ASYNC110 - two machines, no one event
                     await asyncio.sleep(TICK_S)
         await self.engines.leave("the agent is stopping")
         self.peers.end_all("the agent is stopping")
@@ -390,16 +401,16 @@ class Agent:
             agent=self.card,
             state=self.state,
             uptime_s=now - self._started,
-            fabric=self.mover.site.fabric.kind,
-            device=self.mover.description,
+            fabric=self.data_plane.site.fabric.kind,
+            device=self.data_plane.description,
             security=self.trust.description,
-            slot_bytes=self.mover.site.fabric.slot_bytes,
-            inbound=self._inbound_slots(),
-            outbound=self.mover.sending.slots.counts(),
+            slot_bytes=self.data_plane.site.fabric.slot_bytes,
+            receive_slots=self._receive_slots(),
+            send_slots=self.data_plane.sending.slots.counts(),
             engine=self.engines.engine_status(),
             peers=tuple(self.peers.statuses()),
-            transfers=transfers(self.inbound, self.outbound, now),
-            offers=offers(self.outbound, self.peers.accepting.name_of, now),
+            transfers=transfers(self.receiving, self.sending, now),
+            offers=offers(self.sending, self.peers.incoming.name_of, now),
             counters=self.metrics.values(),
             rebuild_refused=self.rebuilder.refused,
             readers=readers(self.doors.holders(), now),

@@ -81,9 +81,9 @@ class NoDoors:
 class LocalDoors:
     """Our door, and those of other agents of this host. `name` is ours, for their logs."""
 
-    def __init__(self, door: MemoryDoor, mover: DataPlane, name: str, allowed_uids: Iterable[int]) -> None:
+    def __init__(self, door: MemoryDoor, data_plane: DataPlane, name: str, allowed_uids: Iterable[int]) -> None:
         self._door = door
-        self._mover = mover
+        self._data_plane = data_plane
         self._name = name
         self._allowed_uids = tuple(allowed_uids)
         self._listening: asyncio.TaskGroup
@@ -104,7 +104,7 @@ class LocalDoors:
             stack.callback(handover.close)
             if (pipe := handover.take_pipe()) is not None:
                 link.carry_by(pipe)
-            rate = await self._mover.open_peer(
+            rate = await self._data_plane.open_peer(
                 session.whose, session.peer_pool, handover.handles, handover.fds, handover.close
             )
             stack.pop_all()

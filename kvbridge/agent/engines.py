@@ -74,7 +74,7 @@ class Engines:
     def __init__(
         self,
         agent: Callable[[], AgentCard],
-        mover: DataPlane,
+        data_plane: DataPlane,
         metrics: Metrics,
         status: Callable[[], Status],
         journal: Journal,
@@ -87,21 +87,21 @@ class Engines:
         self.is_closing = False
         self.prompts = Prompts(metrics)
         self._agent = agent
-        self._mover = mover
+        self._data_plane = data_plane
         self._metrics = metrics
         self._status = status
         self._journal = journal
         self._clock = clock
         self._connection: LocalConnection | None = None
         self._attached: AttachedMemory | None = None
-        self._home: AttachedEngine | None = None
+        self._engine: AttachedEngine | None = None
         self._epoch = 0
         self._leaving: asyncio.Task[None] | None = None
 
     @property
-    def home(self) -> AttachedEngine | None:
+    def engine(self) -> AttachedEngine | None:
         """What sessions are about, while an engine is attached."""
-        return self._home
+        return self._engine
 
     def tell(self, message: ToEngine) -> None:
         """To the attached engine; nobody else hears of its requests."""
@@ -115,7 +115,7 @@ class Engines:
             while (received := await connection.receive()) is not None:
                 message, fds = received
                 if connection is self._connection:
-                    self._mover.stir()
+                    self._data_plane.stir()
                 try:
                     await self._hear(connection, message, fds)
                 finally:
@@ -134,7 +134,7 @@ class Engines:
         """Note it where our engine has said nothing that we have not heard."""
         now = self._clock()
         if self._attached is not None and self._connection is not None and self._connection.is_silent:
-            self._attached.word.heard_at = now
+            self._attached.liveness.heard_at = now
 
     async def leave(self, reason: str) -> None:
         """The engine is gone, or we are going: forget its requests, end its sessions, unmap its memory, say so.
@@ -154,13 +154,13 @@ class Engines:
             self._leaving = None
 
     async def _leave(self, reason: str) -> None:
-        if self._home is None:
+        if self._engine is None:
             return
-        epoch, connection, self._connection = self._home.epoch, self._connection, None
+        epoch, connection, self._connection = self._engine.epoch, self._connection, None
         self.sender.engine_left()
         self.receiver.engine_left()
         self.peers.end_all(reason)
-        self._home = None
+        self._engine = None
         self._metrics.left()
         attached, self._attached = self._attached, None
         if attached is not None:
@@ -169,7 +169,7 @@ class Engines:
         failpoint("agent.leaving")
         is_let_go = True
         if attached is not None:
-            is_let_go = await self._mover.let_go(attached)  # what was begun is finished; nothing new can begin
+            is_let_go = await self._data_plane.let_go(attached)  # what was begun is finished; nothing new can begin
             attached.close()
         if connection is not None:
             await self.sender.unread()
@@ -180,23 +180,23 @@ class Engines:
     # What clients say:
 
     async def _hear(self, connection: LocalConnection, message: ToAgent, fds: list[int]) -> None:
-        home = self._home
+        engine = self._engine
         match message:
             case StatusQuery():
                 connection.send(self._status())
             case PoolQuery():
-                connection.send(self._pool_status(home))
+                connection.send(self._pool_status(engine))
             case TraceQuery(names=names):
                 connection.send(Trace(agent=self._agent(), entries=self._journal.about(names)))
             case Attach():
                 self._attach(connection, message, fds)
-            case _ if home is None or connection is not self._connection:
+            case _ if engine is None or connection is not self._connection:
                 if self._leaving is not None:  # a refusal says that nothing of it is touched: not before that is so
                     await asyncio.shield(self._leaving)
                 about = getattr(message, "request", "")
                 connection.send(Refused(code="not_attached", reasons=("attach first",), about=about))
             case Directory(ranks=ranks):
-                self._directory(home, ranks)
+                self._directory(engine, ranks)
             case Offer() if self.is_closing and not self.sender.is_due(message):
                 connection.send(Released(request=message.request, code="draining"))
             case Offer(fence=fence) | Want(fence=fence) if fence and self._has_no_fence():
@@ -204,10 +204,10 @@ class Engines:
                 connection.send(Refused(code="no_fence", reasons=(reason,), about=message.request))
             case Offer():
                 self.prompts.offered(message, self._clock())
-                self.sender.offer(message, home)
+                self.sender.offer(message, engine)
             case Withdraw(request=request, reason=reason, comes_again=comes_again):
                 if self._attached is not None:
-                    self._attached.word.withdrew(request, self._clock())
+                    self._attached.liveness.withdrew(request, self._clock())
                 self.sender.withdraw(request, reason, comes_again)
             case Reclaim(blocks=blocks):
                 self.sender.reclaim(blocks)
@@ -218,13 +218,13 @@ class Engines:
                 reason = "this agent is stopping"
                 connection.send(WantFailed(request=message.request, code="draining", reason=reason))
             case Want():
-                self.receiver.want(message, home)
+                self.receiver.want(message, engine)
             case Abandon(request=request):
                 self.receiver.abandon(request)
             case Computed():
                 self.prompts.computed(message, self._clock())
             case Rescale():
-                self._rescale(connection, message, home)
+                self._rescale(connection, message, engine)
             case Decline(revision=revision, reason=reason):
                 self.receiver.declined(revision, reason)
             case Detach():
@@ -242,8 +242,8 @@ class Engines:
         self.doors.share(attached)
         pool, agent = attach.pool, self._agent()
         own = Rank(tp_rank=pool.shard.tp_rank, pp_rank=pool.shard.pp_rank, address=agent.address)
-        site, digests = self._mover.site, self._mover.digests
-        self._home = AttachedEngine(agent, self._epoch, pool, site, digests, (own,), attach.policy)
+        site, digests = self._data_plane.site, self._data_plane.digests
+        self._engine = AttachedEngine(agent, self._epoch, pool, site, digests, (own,), attach.policy)
         log.info(
             "attached: %s epoch=%d pid=%d planes=%d memory=%s",
             _name(attach),
@@ -255,32 +255,32 @@ class Engines:
         self._metrics.attached(model_key(pool), traits(pool))
         connection.send(Attached(version=version, epoch=self._epoch, agent=agent, is_shared=bool(site.machine)))
         failpoint("agent.attached")
-        twin, slot_bytes = Planner(pool, pool), self._mover.site.fabric.slot_bytes
+        twin, slot_bytes = Planner(pool, pool), self._data_plane.site.fabric.slot_bytes
         for is_sender in (True, False):  # most peers will be alike; what others need is made ready when they come
-            self._mover.warm(attached, twin.samples(slot_bytes, is_sender))
+            self._data_plane.warm(attached, twin.samples(slot_bytes, is_sender))
 
-    def _rescale(self, connection: LocalConnection, message: Rescale, home: AttachedEngine) -> None:
+    def _rescale(self, connection: LocalConnection, message: Rescale, engine: AttachedEngine) -> None:
         """Rows come under other scales: another epoch of the same memory. What is under way ends as its end comes."""
         try:
-            pool = _checked(message, home)
+            pool = _checked(message, engine)
         except EngineError as error:
             return self._refuse(connection, "new scales", error, about=f"rescale {message.revision}")
         assert self._attached is not None
         self._epoch += 1
         reason = f"scales of the engine changed (revision {message.revision})"
         self.sender.rescaled(reason)
-        self._home = replace(home, epoch=self._epoch, pool=pool, revision=message.revision)
+        self._engine = replace(engine, epoch=self._epoch, pool=pool, revision=message.revision)
         self.doors.withdraw(self._attached, reason)
         self._attached = self.receiver.attached = self.sender.attached = replace(self._attached, epoch=self._epoch)
         self.doors.share(self._attached)
         self.peers.renew(reason)
-        self.receiver.rescaled(self._home)
+        self.receiver.rescaled(self._engine)
         log.info("rescaled: revision=%d epoch=%d planes=%d", message.revision, self._epoch, len(message.scales))
         connection.send(Rescaled(revision=message.revision, epoch=self._epoch))
 
     def pause(self) -> bool:
         """Begin nothing for our engine until `rebuild` or `resume`. Whether nothing is under way any more."""
-        is_alone = self._home is None or engine_ranks(self._home.pool) == 1
+        is_alone = self._engine is None or engine_ranks(self._engine.pool) == 1
         return all([self.receiver.pause(), self.sender.pause(is_alone)])
 
     def resume(self) -> None:
@@ -290,17 +290,17 @@ class Engines:
 
     def staged(self, site: Site) -> None:
         """There are slots now: sessions from here on name them, and those of before need none."""
-        if self._home is not None:
-            self._home = replace(self._home, site=site)
+        if self._engine is not None:
+            self._engine = replace(self._engine, site=site)
 
-    def rebuild(self, docks: StagingEndpoints, reason: str) -> None:
+    def rebuild(self, endpoints: StagingEndpoints, reason: str) -> None:
         """Other slots for the same engine and epoch: all sessions end, and new ones name these."""
         self.sender.rebuilt(reason)  # while its receivers hear it: their wants need not wait for what is over
         self.peers.renew(reason)
-        if self._home is not None:
-            self._home = replace(self._home, site=docks.site)
-        self.receiver.rebuilt(self._home)  # first: what lands in the old slots from here on is nobody's
-        self._mover.switch(docks)
+        if self._engine is not None:
+            self._engine = replace(self._engine, site=endpoints.site)
+        self.receiver.rebuilt(self._engine)  # first: what lands in the old slots from here on is nobody's
+        self._data_plane.switch(endpoints)
 
     def _refuse(self, connection: LocalConnection, what: str, error: KVBridgeError, about: str = "") -> None:
         log.warning("refused %s: pid=%d code=%s %s", what, connection.pid, error.code, error)
@@ -311,13 +311,13 @@ class Engines:
     def _open(self, attach: Attach, fds: list[int]) -> AttachedMemory:
         """Map what the engine sent. Raises KVBridgeError; nothing stays mapped then."""
         with ExitStack() as opened:
-            memory = AttachedPool.open(attach.pool, attach.handles, fds, self._mover.device)
+            memory = AttachedPool.open(attach.pool, attach.handles, fds, self._data_plane.device)
             opened.callback(memory.close)
             failpoint("agent.attaching")
             fence = None if attach.fence_fd is None else FencePage(_fd(fds, attach.fence_fd))
             if fence is not None:
                 opened.callback(fence.close)
-            shared = SharedHandles.keep(attach.handles, fds) if self._mover.site.machine else None
+            shared = SharedHandles.keep(attach.handles, fds) if self._data_plane.site.machine else None
             opened.pop_all()
         return AttachedMemory(self._epoch + 1, memory, fence, EngineLiveness(self._clock()), shared)
 
@@ -329,8 +329,8 @@ class Engines:
             raise KVBridgeError("draining", "this agent is stopping")
         if self._leaving is not None:
             raise KVBridgeError("engine_present", "engine: the one before is still being detached; try again")
-        if self._home is not None and self._connection is not None:
-            holder = self._home.pool.engine
+        if self._engine is not None and self._connection is not None:
+            holder = self._engine.pool.engine
             reason = f"engine: {holder.kind} {holder.id} (pid {self._connection.pid}) is attached to this agent"
             raise KVBridgeError("engine_present", reason)
         version = negotiate(OURS, attach.versions)
@@ -340,22 +340,22 @@ class Engines:
             raise KVBridgeError("version_mismatch", reason)
         return version
 
-    def _directory(self, home: AttachedEngine, ranks: tuple[Rank, ...]) -> None:
-        self._home = replace(home, ranks=ranks)
+    def _directory(self, engine: AttachedEngine, ranks: tuple[Rank, ...]) -> None:
+        self._engine = replace(engine, ranks=ranks)
 
-    def _pool_status(self, home: AttachedEngine | None) -> PoolStatus | Refused:
-        if home is None:
+    def _pool_status(self, engine: AttachedEngine | None) -> PoolStatus | Refused:
+        if engine is None:
             return Refused(code="no_engine", reasons=("no engine is attached to this agent",))
-        return PoolStatus(pool=home.pool, slot_bytes=self._mover.site.fabric.slot_bytes)
+        return PoolStatus(pool=engine.pool, slot_bytes=self._data_plane.site.fabric.slot_bytes)
 
     def engine_status(self) -> EngineStatus | None:
-        home = self._home
-        if home is None or self._connection is None:
+        engine = self._engine
+        if engine is None or self._connection is None:
             return None
-        pool = home.pool
+        pool = engine.pool
         return EngineStatus(
             engine=f"{pool.engine.kind} {pool.engine.version} {pool.engine.id}"[:256],
-            epoch=home.epoch,
+            epoch=engine.epoch,
             pid=self._connection.pid,
             model=pool.model.name,
             shard=f"tp {pool.shard.tp_rank}/{pool.shard.tp_size} pp {pool.shard.pp_rank}/{pool.shard.pp_size}",
@@ -372,15 +372,15 @@ def _fd(fds: list[int], index: int) -> int:
     return fds[index]
 
 
-def _checked(message: Rescale, home: AttachedEngine) -> Pool:
+def _checked(message: Rescale, engine: AttachedEngine) -> Pool:
     """The pool under its new scales. Raises EngineError."""
-    if message.revision <= home.revision:
-        raise EngineError("stale_revision", f"revision: {message.revision}, the last was {home.revision}")
-    planes = {(plane.layer, plane.part) for plane in home.pool.planes}
+    if message.revision <= engine.revision:
+        raise EngineError("stale_revision", f"revision: {message.revision}, the last was {engine.revision}")
+    planes = {(plane.layer, plane.part) for plane in engine.pool.planes}
     for each in message.scales:
         if (each.layer, each.part) not in planes:
             raise EngineError("scales_unknown_plane", f"scales: layer {each.layer} {each.part}, the pool has none")
-    pool = rescaled(home.pool, message.scales)
+    pool = rescaled(engine.pool, message.scales)
     if reasons := check_pool(pool):
         raise EngineError("bad_pool", *reasons)
     return pool

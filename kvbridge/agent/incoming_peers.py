@@ -52,8 +52,8 @@ class IncomingPeers:
 
     def __init__(
         self,
-        mover: DataPlane,
-        home: Callable[[], AttachedEngine | None],
+        data_plane: DataPlane,
+        engine: Callable[[], AttachedEngine | None],
         metrics: Metrics,
         fault: Callable[[Link, str], None],
         doors: Doors,
@@ -61,8 +61,8 @@ class IncomingPeers:
         self.sender: SenderEvents
         self.is_closing = False
         self.sessions: dict[str, IncomingPeer] = {}
-        self._mover = mover
-        self._home = home
+        self._data_plane = data_plane
+        self._engine = engine
         self._metrics = metrics
         self._fault = fault
         self._doors = doors
@@ -154,12 +154,12 @@ class IncomingPeers:
     async def _greeted(self, link: Link, greeting: Hello) -> None:
         """Somebody wants to fetch from us."""
         failpoint("sender.hello_received")
-        home = self._home()
+        engine = self._engine()
         if self.is_closing:
             self._say_no(link, Refuse(code="draining", reasons=("this agent is stopping",)))
             return
-        session = answer(greeting, home)
-        if isinstance(session, Refuse) or home is None:
+        session = answer(greeting, engine)
+        if isinstance(session, Refuse) or engine is None:
             assert isinstance(session, Refuse)
             log.warning("refused a peer: peer=%s code=%s %s", greeting.agent.name, session.code, session.reasons)
             self._metrics.refused(session.code)
@@ -173,7 +173,7 @@ class IncomingPeers:
         else:  # it has forgotten what was proved before, or never knew
             if known is not None and known.link is not link:  # what it lent may be other slots in those proved now
                 self.sender.lost(incarnation)
-            connected = await self._connect(link, greeting, home)
+            connected = await self._connect(link, greeting, engine)
             if connected is None and known is not None and self.sessions.get(incarnation) is known:
                 self._dismiss(incarnation, "its route was given up for another that could not be had")
         if connected is None:
@@ -189,13 +189,13 @@ class IncomingPeers:
         elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
             self.sender.lost(incarnation)
         if known is not None and connected.serial == NOT_CONNECTED:  # another that is connected takes its place itself
-            self._mover.disconnect(incarnation, known.connected.serial)
+            self._data_plane.disconnect(incarnation, known.connected.serial)
         self.sessions[incarnation] = IncomingPeer(link, session, connected, greeting)
         if known is None or known.session.routed.route != session.routed.route:
             self.sender.met(session)
         link.version = session.version
         door = self._doors.let_in(session, link) if session.routed.is_pulled else None
-        link.send(welcome(session, home, door))
+        link.send(welcome(session, engine, door))
         failpoint("sender.welcome_sent")
 
     def _may_replace(self, known: IncomingPeer, link: Link, greeting: Hello) -> bool:
@@ -229,22 +229,22 @@ class IncomingPeers:
         """Whether the receiver that said this Hello is still there and has not said Goodbye since."""
         return not link.is_lost and self._greeted_by[link] is greeting
 
-    async def _connect(self, link: Link, greeting: Hello, home: AttachedEngine) -> Connected | None:
+    async def _connect(self, link: Link, greeting: Hello, engine: AttachedEngine) -> Connected | None:
         """Prove a route to the receiver's slots; None if there is none or it has become pointless meanwhile."""
         incarnation = greeting.agent.incarnation
         try:
-            home = await self._staged(greeting, home)
-            connected = await self._proved(link, greeting, home)
+            engine = await self._staged(greeting, engine)
+            connected = await self._proved(link, greeting, engine)
         except FabricError as error:
             reasons = tuple(reason[:1024] for reason in error.reasons[:64])
             self._say_no(link, Refuse(code=error.code, reasons=reasons))
             return None
         if connected is None:
             return None
-        current = self._home()
-        is_same = current is not None and current.epoch == home.epoch and current.site is home.site
+        current = self._engine()
+        is_same = current is not None and current.epoch == engine.epoch and current.site is engine.site
         if not self._is_waiting(link, greeting) or not is_same:
-            self._mover.disconnect(incarnation, connected.serial)
+            self._data_plane.disconnect(incarnation, connected.serial)
             if self._greeted_by[link] is not greeting:
                 return None
             code, what = ("no_engine", "left") if current is None else ("stale_epoch", "or its agent changed")
@@ -252,19 +252,19 @@ class IncomingPeers:
             return None
         return connected
 
-    async def _staged(self, greeting: Hello, home: AttachedEngine) -> AttachedEngine:
+    async def _staged(self, greeting: Hello, engine: AttachedEngine) -> AttachedEngine:
         """We have slots, and so does the receiver, if it can only be written to. Raises FabricError."""
         site = Site.of(greeting)
-        if to_be_read(home.site, site) is not None or not may_be_written(home.site, site):
-            return home
+        if to_be_read(engine.site, site) is not None or not may_be_written(engine.site, site):
+            return engine
         if not site.has_slots:
-            against = (reason for _, reason in options(home.site, site) if reason)
+            against = (reason for _, reason in options(engine.site, site) if reason)
             raise FabricError("no_slots", "fabric.slots: 0, and they are what this agent would write to", *against)
-        await self._mover.stage()
-        current = self._home()
-        return home if current is None or current.epoch != home.epoch else current
+        await self._data_plane.stage()
+        current = self._engine()
+        return engine if current is None or current.epoch != engine.epoch else current
 
-    async def _proved(self, link: Link, greeting: Hello, home: AttachedEngine) -> Connected | None:
+    async def _proved(self, link: Link, greeting: Hello, engine: AttachedEngine) -> Connected | None:
         """When its turn comes; None if nobody waits for it any more. Raises FabricError."""
         await self._turn.acquire()
         with ExitStack() as turn:
@@ -273,9 +273,9 @@ class IncomingPeers:
                 return None
             asyncio.get_running_loop().call_later(TURN_S, turn.close)
             site = Site.of(greeting)
-            if (routed := to_be_read(home.site, site)) is not None:
+            if (routed := to_be_read(engine.site, site)) is not None:
                 return Connected(routed, NOT_CONNECTED)
-            return await self._mover.connect(Landing(greeting.agent.incarnation, site, greeting.probe_lane))
+            return await self._data_plane.connect(Landing(greeting.agent.incarnation, site, greeting.probe_lane))
 
     def _dismiss(self, incarnation: str, reason: str) -> None:
         self.sessions[incarnation].link.send(Goodbye(reason=reason))
@@ -286,5 +286,5 @@ class IncomingPeers:
             return
         log.info("session over: receiver=%s incarnation=%s %s", accepted.session.peer.name, incarnation, reason)
         self.sender.lost(incarnation)
-        self._mover.disconnect(incarnation, accepted.connected.serial)
+        self._data_plane.disconnect(incarnation, accepted.connected.serial)
         self._doors.see_off(accepted.session)

@@ -33,8 +33,8 @@ SECONDS = (
 class Gauges:
     """Read when Prometheus asks, on a thread of its own: nothing that the loop may change meanwhile is iterated."""
 
-    inbound: Callable[[], SlotCounts]
-    outbound: Callable[[], SlotCounts]
+    receive_slots: Callable[[], SlotCounts]
+    send_slots: Callable[[], SlotCounts]
     wants: Callable[[], int]
     offers: Callable[[], int]
     unclaimed: Callable[[], int]
@@ -101,7 +101,7 @@ class Metrics:
 
     def watch(self, gauges: Gauges) -> None:
         """Add what is read at scrape time."""
-        for role, counts in (("inbound", gauges.inbound), ("outbound", gauges.outbound)):
+        for role, counts in (("receive_slots", gauges.receive_slots), ("send_slots", gauges.send_slots)):
             slots = Gauge(f"kvbridge_{role}_slots", f"Slots of the {role} staging", ["state"], registry=self.registry)
             for state in SlotCounts.__struct_fields__:
                 slots.labels(state).set_function(partial(_count, counts, state))
@@ -167,10 +167,10 @@ class Metrics:
         self._bytes.labels(role).inc(size_bytes)
         self._routed.labels(role, session.routed.route, conversion(session.verdict)).inc(size_bytes)
 
-    def lived(self, life: RequestRecord) -> None:
+    def lived(self, record: RequestRecord) -> None:
         """A request is over."""
-        for stage, began_at, ended_at in life.stages:
-            self._stage_s.labels(life.role, stage).observe(ended_at - began_at)
+        for stage, began_at, ended_at in record.stages:
+            self._stage_s.labels(record.role, stage).observe(ended_at - began_at)
 
     def spans(self, outcome: str, count: int) -> None:
         """So many were "sent", or "dropped"."""

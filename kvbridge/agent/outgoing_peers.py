@@ -45,8 +45,8 @@ class OutgoingPeers:
     def __init__(
         self,
         control: Control,
-        mover: DataPlane,
-        home: Callable[[], AttachedEngine | None],
+        data_plane: DataPlane,
+        engine: Callable[[], AttachedEngine | None],
         metrics: Metrics,
         connect_s: float,
         clock: Callable[[], float],
@@ -55,8 +55,8 @@ class OutgoingPeers:
         self.receiver: ReceiverEvents
         self.sessions: dict[str, OutgoingPeer] = {}
         self._control = control
-        self._mover = mover
-        self._home = home
+        self._data_plane = data_plane
+        self._engine = engine
         self._metrics = metrics
         self._connect_s = connect_s
         self._clock = clock
@@ -81,21 +81,21 @@ class OutgoingPeers:
 
     def ask(self, address: str) -> None:
         """Say Hello, the first time or again. A lane is lent only to who can be spoken to."""
-        home, dialled = self._home(), self._at(address)
-        if home is None or dialled is None or not dialled.link.is_up or dialled.state is SessionState.GREETING:
+        engine, dialled = self._engine(), self._at(address)
+        if engine is None or dialled is None or not dialled.link.is_up or dialled.state is SessionState.GREETING:
             return
         self._deadlines.set(dialled.address, self._clock() + self._connect_s)
         if dialled.session is None and not self._lanes.lend(dialled):
             self._without_lane.append(dialled.address)
             return
         dialled.step(SessionEvent.HELLO)
-        self._greet(home, dialled, min(each.serial for each in self.sessions.values()))
+        self._greet(engine, dialled, min(each.serial for each in self.sessions.values()))
 
-    def _greet(self, home: AttachedEngine, dialled: OutgoingPeer, oldest: int) -> None:
+    def _greet(self, engine: AttachedEngine, dialled: OutgoingPeer, oldest: int) -> None:
         """What we have dialled before `oldest` we have given up, but for this one."""
         can_pull = not dialled.against_pull
-        dialled.names_slots = home.site.has_slots
-        dialled.link.send(hello(home, dialled.lane, dialled.address, dialled.serial, oldest, can_pull))
+        dialled.names_slots = engine.site.has_slots
+        dialled.link.send(hello(engine, dialled.lane, dialled.address, dialled.serial, oldest, can_pull))
 
     def reached(self, link: Link) -> None:
         """Somebody is there."""
@@ -123,15 +123,15 @@ class OutgoingPeers:
 
     async def _welcomed(self, link: Link, dialled: OutgoingPeer | None, greeting: Welcome) -> None:
         failpoint("receiver.welcome_received")
-        home = self._home()
-        if home is None or dialled is None or self._of(link) is not dialled:
+        engine = self._engine()
+        if engine is None or dialled is None or self._of(link) is not dialled:
             return
         if dialled.state is not SessionState.GREETING:
             return
         if greeting.probe is not None and greeting.probe.lane != dialled.lane:
             return  # the answer to a Hello that we gave up
         ranks = tuple(structs.replace(rank, address=canonical(rank.address)) for rank in greeting.ranks)
-        session: Session | Refuse = accept(structs.replace(greeting, ranks=ranks), home, link.key)
+        session: Session | Refuse = accept(structs.replace(greeting, ranks=ranks), engine, link.key)
         if greeting.agent.incarnation != link.peer_incarnation:
             session = Refuse(code="bad_welcome", reasons=("agent.incarnation: not the one on the envelope",))
         is_greeted_again = False
@@ -146,8 +146,8 @@ class OutgoingPeers:
                 session, is_greeted_again = readable or session, readable is None
             elif not await self._is_proved(session, dialled):
                 session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
-        current = self._home()  # looking took a while; the engine may have named more ranks, or left
-        if current is None or current.epoch != home.epoch or self._of(link) is not dialled:
+        current = self._engine()  # looking took a while; the engine may have named more ranks, or left
+        if current is None or current.epoch != engine.epoch or self._of(link) is not dialled:
             return
         if dialled.state is not SessionState.GREETING:
             return
@@ -170,18 +170,18 @@ class OutgoingPeers:
 
     async def greet_with_slots(self, dialled: OutgoingPeer) -> None:
         """Greet once more, with slots of ours to write to: the sender's blocks are not read by us."""
-        if (home := self._home()) is not None and home.site.routes_to(can_pull=False):
+        if (engine := self._engine()) is not None and engine.site.routes_to(can_pull=False):
             try:
-                await self._mover.stage()
+                await self._data_plane.stage()
             except FabricError as error:
                 if self._of(dialled.link) is dialled:
                     self._end(dialled.address, error.code, str(error))
                 return
-        home = self._home()
-        if home is None or self._of(dialled.link) is not dialled or dialled.state is not SessionState.GREETING:
+        engine = self._engine()
+        if engine is None or self._of(dialled.link) is not dialled or dialled.state is not SessionState.GREETING:
             return
         self._deadlines.set(dialled.address, self._clock() + self._connect_s)
-        self._greet(home, dialled, min(each.serial for each in self.sessions.values()))
+        self._greet(engine, dialled, min(each.serial for each in self.sessions.values()))
 
     def _open(self, dialled: OutgoingPeer, session: Session) -> None:
         address = dialled.address
@@ -269,15 +269,15 @@ class OutgoingPeers:
     def _insist(self, dialled: OutgoingPeer) -> None:
         """Greet once more: what that agent takes for a session with us we have given up."""
         dialled.known_incarnation, dialled.has_insisted = "", True
-        if (home := self._home()) is not None:
-            self._greet(home, dialled, self._serial + 1)
+        if (engine := self._engine()) is not None:
+            self._greet(engine, dialled, self._serial + 1)
 
     def _names(self, address: str) -> list[str]:
         return [address, *(name for name, own in self._also.items() if own == address)]
 
     def _dial(self, address: str) -> None:
         """Raises PeerError."""
-        if self._home() is None:  # nobody could say Hello then
+        if self._engine() is None:  # nobody could say Hello then
             raise PeerError("not_attached", "no engine is attached to this agent")
         link = self._control.dial(address)
         self._serial += 1
@@ -371,7 +371,7 @@ class OutgoingPeers:
         if self._of(dialled.link) is dialled:
             dialled.opened = session.whose
         else:  # it is over meanwhile
-            self._mover.close_peer(session.whose)
+            self._data_plane.close_peer(session.whose)
         return replace(session, routed=replace(session.routed, read=rate))
 
     def _memory_ended(self, dialled: OutgoingPeer, code: str, reason: str) -> None:
@@ -381,9 +381,9 @@ class OutgoingPeers:
 
     def _close_memory(self, dialled: OutgoingPeer) -> None:
         if dialled.opened is not None:
-            self._mover.close_peer(dialled.opened)
+            self._data_plane.close_peer(dialled.opened)
             dialled.opened = None
 
     async def _is_proved(self, session: Session, dialled: OutgoingPeer) -> bool:
         probe = session.routed.probe
-        return probe is not None and await self._mover.is_proved(session.routed.route, dialled.lane, probe)
+        return probe is not None and await self._data_plane.is_proved(session.routed.route, dialled.lane, probe)

@@ -52,17 +52,17 @@ class Peers:
     def __init__(
         self,
         control: Control,
-        mover: DataPlane,
-        home: Callable[[], AttachedEngine | None],
+        data_plane: DataPlane,
+        engine: Callable[[], AttachedEngine | None],
         metrics: Metrics,
         connect_s: float,
         doors: Doors,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.dialling = OutgoingPeers(control, mover, home, metrics, connect_s, clock, doors.enter)
-        self.accepting = IncomingPeers(mover, home, metrics, self._fault, doors)
+        self.outgoing = OutgoingPeers(control, data_plane, engine, metrics, connect_s, clock, doors.enter)
+        self.incoming = IncomingPeers(data_plane, engine, metrics, self._fault, doors)
         self._control = control
-        self._mover = mover
+        self._data_plane = data_plane
         self._metrics = metrics
         self._clock = clock
         self._warned: dict[str, float] = {}
@@ -73,7 +73,7 @@ class Peers:
             async for event in self._control.events():
                 match event:
                     case Reached(link=link):
-                        self.dialling.reached(link)
+                        self.outgoing.reached(link)
                     case Arrived(link=link, envelope=envelope):
                         self._take(tasks, link, envelope.sender, envelope.body)
                     case Lost(link=link, code=code, reason=reason):
@@ -84,47 +84,47 @@ class Peers:
     def end_all(self, reason: str) -> None:
         """Our engine left or we are stopping: every session names an epoch that is over."""
         for address in self.renew(reason):
-            self.dialling.receiver.unreachable(address, "engine_left", reason)
+            self.outgoing.receiver.unreachable(address, "engine_left", reason)
 
     def renew(self, reason: str) -> list[str]:
         """Another epoch of the same engine: sessions end, the receiver knows and asks anew for whom it needs."""
-        addresses = self.dialling.renew(reason)
-        self.accepting.renew(reason)
+        addresses = self.outgoing.renew(reason)
+        self.incoming.renew(reason)
         return addresses
 
     def statuses(self) -> list[PeerStatus]:
         name_of = self._control.trust.name_of
-        return peer_statuses(self.dialling.sessions.values(), self.accepting.sessions.values(), name_of)
+        return peer_statuses(self.outgoing.sessions.values(), self.incoming.sessions.values(), name_of)
 
     # Any thread may ask for these: each list is made without a step of Python in between.
 
     def count_dialled(self, state: SessionState) -> int:
         """How many sessions that we dialled are in this state."""
-        return sum(each.state is state for each in list(self.dialling.sessions.values()))
+        return sum(each.state is state for each in list(self.outgoing.sessions.values()))
 
     def count_accepted(self) -> int:
-        return len(self.accepting.sessions)
+        return len(self.incoming.sessions)
 
     def open_dialled(self) -> list[Session]:
         """Sessions with those that we fetch from."""
-        return [each.session for each in list(self.dialling.sessions.values()) if each.session is not None]
+        return [each.session for each in list(self.outgoing.sessions.values()) if each.session is not None]
 
     def open_accepted(self) -> list[Session]:
         """Sessions with those that fetch from us."""
-        return [each.session for each in list(self.accepting.sessions.values())]
+        return [each.session for each in list(self.incoming.sessions.values())]
 
     def _take(self, tasks: asyncio.TaskGroup, link: Link, sender: str, body: Body) -> None:
         """One message; what goes wrong with it costs its link and nothing else."""
         try:
-            if isinstance(body, Hello):  # waits for the mover; nobody else shall
-                self.accepting.knocked(tasks, link, sender, body)
+            if isinstance(body, Hello):  # waits for the data plane; nobody else shall
+                self.incoming.knocked(tasks, link, sender, body)
             elif isinstance(body, Welcome) and link.is_dialled:
                 tasks.create_task(self._welcome(link, body))
             elif (dialled := self._to_greet_again(link, body)) is not None:
-                tasks.create_task(self._answer(link, "Refuse", self.dialling.greet_with_slots(dialled)))
+                tasks.create_task(self._answer(link, "Refuse", self.outgoing.greet_with_slots(dialled)))
             else:
-                if link.is_dialled or sender in self.accepting.sessions:
-                    self._mover.stir()
+                if link.is_dialled or sender in self.incoming.sessions:
+                    self._data_plane.stir()
                 self._hear(link, sender, body)
         except Exception:
             self._fault(link, f"{type(body).__name__} of {sender}")
@@ -132,11 +132,11 @@ class Peers:
     def _to_greet_again(self, link: Link, body: Body) -> OutgoingPeer | None:
         """Who would write to slots of ours, where our greeting named none."""
         is_of_hello = isinstance(body, Refuse) and body.code == "no_slots" and not body.about
-        return self.dialling.lacks_slots(link) if is_of_hello and link.is_dialled else None
+        return self.outgoing.lacks_slots(link) if is_of_hello and link.is_dialled else None
 
     def _welcome(self, link: Link, greeting: Welcome) -> Coroutine[Any, Any, None]:
         """Answers whom we greet now: once this has its turn, that may be over, and the link greet for another."""
-        return self._answer(link, "Welcome", self.dialling.welcomed(link, greeting))
+        return self._answer(link, "Welcome", self.outgoing.welcomed(link, greeting))
 
     async def _answer(self, link: Link, what: str, answered: Coroutine[Any, Any, None]) -> None:
         try:
@@ -147,14 +147,14 @@ class Peers:
     def _hear(self, link: Link, sender: str, body: Body) -> None:
         match body:
             case BlockTables() | Checked() | Ready() | Failing() | Drained() | Refuse() | Goodbye() if link.is_dialled:
-                self.dialling.hear(link, sender, body)
+                self.outgoing.hear(link, sender, body)
             case Claim() | Grant() | Renew() | Check() | Cancel() | Hold() | Settled() | Goodbye():
-                self.accepting.hear(link, sender, body)
+                self.incoming.hear(link, sender, body)
             case _:
                 self._metrics.rejected("unexpected_message")
 
     def _lose(self, link: Link, reason: str) -> None:
-        (self.dialling if link.is_dialled else self.accepting).lose(link, reason)
+        (self.outgoing if link.is_dialled else self.incoming).lose(link, reason)
 
     def _fault(self, link: Link, what: str) -> None:
         """Our own fault: it costs the link, the log has the cause."""

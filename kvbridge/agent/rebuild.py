@@ -1,8 +1,8 @@
 """When doubt has eaten the staging: other slots behind another fabric, beside the same engine.
 
-An inbound slot is quarantined until there is proof that nothing can be written there any more, an outbound one until
+An receive slot is quarantined until there is proof that nothing can be written there any more, an send slots until
 the late write out of it ends. Where that does not come (the peer stands still, or went and never came back), the slots
-are not freed: they are left behind, inbound ones for good with their addresses, and others take their place.
+are not freed: they are left behind, receive slots for good with their addresses, and others take their place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("kvbridge.agent")
 LOOK_S = 0.5
 PAUSE_S = 2.0  # no request begins while those under way end; those that have not by then fail, as `rebuilt`
 PAUSED_LOOK_S = 0.01
-AGAIN_S = 10.0  # after a rebuild that failed: it takes the mover some time
+AGAIN_S = 10.0  # after a rebuild that failed: it takes the data plane some time
 
 
 class Patience:
@@ -53,24 +53,26 @@ class Rebuilder:
 
     def __init__(
         self,
-        inbound: SlotPool,
-        outbound: LocalSlots,
+        receive_slots: SlotPool,
+        send_slots: LocalSlots,
         engines: Engines,
-        mover: DataPlane,
+        data_plane: DataPlane,
         metrics: Metrics,
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots: dict[str, SlotPool | LocalSlots] = {"inbound": inbound, "outbound": outbound}
+        self._slots: dict[str, SlotPool | LocalSlots] = {"receive_slots": receive_slots, "send_slots": send_slots}
         self._engines = engines
-        self._mover = mover
+        self._data_plane = data_plane
         self._metrics = metrics
         self._seconds = seconds
         self._patience = self._patient()
         self._clock = clock
         self.refused = ""  # why others cannot be had although it is time for them: a code
         self._again_at = float("-inf")
-        self._docks: StagingEndpoints | None = None  # made, and not worked with yet: what is under way comes to its end
+        self._endpoints: StagingEndpoints | None = (
+            None  # made, and not worked with yet: what is under way comes to its end
+        )
         self._pause_ends = 0.0
 
     async def watch(self) -> None:
@@ -81,7 +83,7 @@ class Rebuilder:
 
     @property
     def is_pausing(self) -> bool:
-        return self._docks is not None
+        return self._endpoints is not None
 
     @property
     def look_in_s(self) -> float:
@@ -90,10 +92,10 @@ class Rebuilder:
 
     async def look(self) -> None:
         """Rebuild if it is time to."""
-        if self._docks is None:
-            self._docks = await self._prepared()
+        if self._endpoints is None:
+            self._endpoints = await self._prepared()
             self._pause_ends = self._clock() + PAUSE_S
-        if self._docks is None:
+        if self._endpoints is None:
             return
         if not (reasons := self._reasons()):
             self.close()
@@ -101,10 +103,10 @@ class Rebuilder:
             return
         if not self._engines.pause() and self._clock() < self._pause_ends:
             return
-        docks, self._docks = self._docks, None
+        endpoints, self._endpoints = self._endpoints, None
         reason = f"rebuild_s: {' and '.join(reasons)} were quarantined for {self._seconds:g} s"
-        self._engines.rebuild(docks, reason)
-        self._patience = self._patient()  # the mover's slots are as they were until its thread has heard of it
+        self._engines.rebuild(endpoints, reason)
+        self._patience = self._patient()  # the data plane's slots are as they were until its thread has heard of it
         self._metrics.rebuilt()
         log.warning("made the slots anew: %s", reason)
 
@@ -119,12 +121,12 @@ class Rebuilder:
 
     def close(self) -> None:
         """Nothing is made anew: what proof was missing has come, or the agent ends."""
-        if self._docks is not None:
-            self._mover.discard(self._docks)
-            self._docks = None
+        if self._endpoints is not None:
+            self._data_plane.discard(self._endpoints)
+            self._endpoints = None
 
     async def _prepared(self) -> StagingEndpoints | None:
-        """Other docks, if it is time for them and they can be had."""
+        """Other endpoints, if it is time for them and they can be had."""
         now = self._clock()
         if not self._reasons():
             self.refused = ""
@@ -132,7 +134,7 @@ class Rebuilder:
         if now < self._again_at:
             return None
         try:
-            docks = await self._mover.prepare_docks()
+            endpoints = await self._data_plane.prepare_endpoints()
         except (KVBridgeError, OSError, RuntimeError, MemoryError) as error:  # no memory, most likely: as it was
             self._again_at = now + AGAIN_S
             code = error.code if isinstance(error, KVBridgeError) else type(error).__name__
@@ -141,4 +143,4 @@ class Rebuilder:
                 log.error("the slots cannot be made anew: code=%s %s", code, error)
             return None
         self.refused = ""
-        return docks
+        return endpoints

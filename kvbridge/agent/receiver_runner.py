@@ -1,7 +1,7 @@
 """The receiver's story: our engine wants tokens, other agents bring them, we put them into its blocks.
 
 A want comes in (`want`), sessions open (`opened`), the data plane reports what has come into the blocks (`hear`), and
-the engine is told. What to do is decided by exchange.inbound; here it is done.
+the engine is told. What to do is decided by exchange.receiving; here it is done.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ class ReceiverRunner:
 
     def __init__(
         self,
-        inbound: Receiver,
+        receiving: Receiver,
         peers: OutgoingPeers,
-        mover: DataPlane,
+        data_plane: DataPlane,
         metrics: Metrics,
-        lives: RequestRecords,
+        records: RequestRecords,
         tell: Callable[[ToEngine], None],
         clock: Callable[[], float],
     ) -> None:
         self.attached: AttachedMemory | None = None
-        self._inbound = inbound
+        self._receiving = receiving
         self._peers = peers
-        self._mover = mover
+        self._data_plane = data_plane
         self._metrics = metrics
-        self._lives = lives
+        self._records = records
         self._tell = tell
         self._clock = clock
         self._warned = float("-inf")
@@ -81,9 +81,9 @@ class ReceiverRunner:
 
     def expect(self, expect: Expect) -> None:
         expect = structs.replace(expect, sender=canonical(expect.sender))
-        self._do(self._inbound.expect(expect, self._clock()))
+        self._do(self._receiving.expect(expect, self._clock()))
 
-    def want(self, want: Want, home: AttachedEngine) -> None:
+    def want(self, want: Want, engine: AttachedEngine) -> None:
         want = structs.replace(want, sender=canonical(want.sender))
         log.debug(
             "want: request=%s rendezvous=%s tokens=[%d,%d) sender=%s",
@@ -94,39 +94,39 @@ class ReceiverRunner:
             want.sender,
         )
         tokens = f"tokens [{want.first_token}, {want.end_token}) of {want.sender}"
-        self._lives.note(
+        self._records.note(
             "wanted", tokens, request=want.request, rendezvous=want.rendezvous, traceparent=want.traceparent
         )
         failpoint("receiver.want_heard")
-        self._mover.get_up()
-        self._do(self._inbound.want(want, home, self._clock()))
+        self._data_plane.get_up()
+        self._do(self._receiving.want(want, engine, self._clock()))
 
     def knows(self, request: str) -> bool:
         """Whether this want is open."""
-        return request in self._inbound.wants
+        return request in self._receiving.wants
 
     def abandon(self, request: str) -> None:
-        self._lives.note("abandoned", request=request)
-        self._do(self._inbound.abandon(request, self._clock()))
+        self._records.note("abandoned", request=request)
+        self._do(self._receiving.abandon(request, self._clock()))
 
-    def rescaled(self, home: AttachedEngine) -> None:
-        self._do(self._inbound.rescaled(home, self._clock()))
+    def rescaled(self, engine: AttachedEngine) -> None:
+        self._do(self._receiving.rescaled(engine, self._clock()))
 
-    def rebuilt(self, home: AttachedEngine | None) -> None:
-        self._do(self._inbound.rebuilt(home, self._clock()))
+    def rebuilt(self, engine: AttachedEngine | None) -> None:
+        self._do(self._receiving.rebuilt(engine, self._clock()))
 
     def pause(self) -> bool:
         """Begin nothing until `rebuilt` or `resume`. Whether nothing is under way any more."""
-        return self._inbound.pause()
+        return self._receiving.pause()
 
     def resume(self) -> None:
-        self._do(self._inbound.resume(self._clock()))
+        self._do(self._receiving.resume(self._clock()))
 
     def declined(self, revision: int, reason: str) -> None:
-        self._do(self._inbound.declined(revision, reason, self._clock()))
+        self._do(self._receiving.declined(revision, reason, self._clock()))
 
     def engine_left(self) -> None:
-        self._do(self._inbound.engine_left(self._clock()))
+        self._do(self._receiving.engine_left(self._clock()))
 
     # Other agents:
 
@@ -138,51 +138,51 @@ class ReceiverRunner:
         if session.routed.is_pulled:
             theirs = session.planner.samples(session.slot_bytes, is_sender=True)
             pairs = list(zip(theirs, ours, strict=False))  # where one side cannot have such samples there are none
-            self._mover.warm_pull(self.attached, session.whose, pairs, self._inbound.sampling.kinds)
+            self._data_plane.warm_pull(self.attached, session.whose, pairs, self._receiving.sampling.kinds)
         else:
-            self._mover.warm(self.attached, ours)
+            self._data_plane.warm(self.attached, ours)
 
     def opened(self, address: str, session: Session) -> None:
-        self._do(self._inbound.opened(address, session, self._clock()))
+        self._do(self._receiving.opened(address, session, self._clock()))
 
     def is_wanted(self, address: str) -> bool:
         """Whether a want names this address or takes from there."""
         return any(
-            address in (wanted.want.sender, *(intake.address for intake in wanted.intakes.values()))
-            for wanted in self._inbound.wants.values()
+            address in (wanted.want.sender, *(incoming.address for incoming in wanted.incoming_transfers.values()))
+            for wanted in self._receiving.wants.values()
         )
 
     def refused(self, address: str, incarnation: str, key: str) -> None:
-        self._do(self._inbound.refused(address, incarnation, key))
+        self._do(self._receiving.refused(address, incarnation, key))
 
     def unreachable(self, address: str, code: str, reason: str) -> None:
-        self._do(self._inbound.unreachable(address, code, reason, self._clock()))
+        self._do(self._receiving.unreachable(address, code, reason, self._clock()))
 
     def from_sender(
         self, incarnation: str, key: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse
     ) -> None:
-        now, inbound = self._clock(), self._inbound
+        now, receiving = self._clock(), self._receiving
         self._note_heard(body)
         match body:
             case Ready(transfer=transfer, chunks=chunks):
-                self._do(inbound.ready(incarnation, transfer, chunks, key))
+                self._do(receiving.ready(incarnation, transfer, chunks, key))
             case BlockTables():
                 failpoint("receiver.tables_heard")
-                self._do(inbound.tables(incarnation, body, now, key))
+                self._do(receiving.tables(incarnation, body, now, key))
             case Checked():
-                compared, differing = inbound.compared, inbound.differing
-                self._do(inbound.checked(incarnation, body, now, key))
-                self._metrics.compared("receiver", inbound.compared - compared, inbound.differing - differing)
+                compared, differing = receiving.compared, receiving.differing
+                self._do(receiving.checked(incarnation, body, now, key))
+                self._metrics.compared("receiver", receiving.compared - compared, receiving.differing - differing)
             case Failing(transfer=transfer, code=code, reason=reason):
-                self._do(inbound.failing(incarnation, transfer, code, reason, now, key))
+                self._do(receiving.failing(incarnation, transfer, code, reason, now, key))
             case Drained(transfer=transfer, code=code, reason=reason):
                 failpoint("receiver.drained_heard")
-                self._do(inbound.drained(incarnation, transfer, code, reason, now, key))
+                self._do(receiving.drained(incarnation, transfer, code, reason, now, key))
             case Refuse(about=transfer, code=code, reasons=reasons):  # a refused claim is never written for
-                self._do(inbound.drained(incarnation, transfer, code, "; ".join(reasons), now, key))
+                self._do(receiving.drained(incarnation, transfer, code, "; ".join(reasons), now, key))
 
     def _note_heard(self, body: BlockTables | Checked | Ready | Failing | Drained | Refuse) -> None:
-        note = self._lives.note
+        note = self._records.note
         match body:
             case BlockTables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
                 note("readable", f"tokens up to {tokens}", transfer=transfer)
@@ -205,21 +205,21 @@ class ReceiverRunner:
                 case Landed(transfer=transfer, chunks=chunks, size_bytes=size_bytes):
                     failpoint("receiver.scattered")
                     if chunks:
-                        self._lives.note("landed", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
-                        self._metrics.chunks("receiver", chunks, size_bytes, self._inbound.session_of(transfer))
+                        self._records.note("landed", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
+                        self._metrics.chunks("receiver", chunks, size_bytes, self._receiving.session_of(transfer))
                 case Dropped():
                     self._on_dropped(report)
                 case Malformed(code=code):
                     self._metrics.rejected(code)
                 case Pulled(transfer=transfer, chunks=chunks, size_bytes=size_bytes, failure=None):
-                    self._lives.note("read", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
-                    self._metrics.chunks("receiver", chunks, size_bytes, self._inbound.session_of(transfer))
+                    self._records.note("read", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
+                    self._metrics.chunks("receiver", chunks, size_bytes, self._receiving.session_of(transfer))
                 case (
                     Pulled(transfer=transfer, failure=(code, reason))
                     | Broken(transfer=transfer, code=code, reason=reason)
                 ):
-                    self._lives.note("broken", f"{code}: {reason}", transfer=transfer)
-        self._do(self._inbound.hear(reports, self._clock()))
+                    self._records.note("broken", f"{code}: {reason}", transfer=transfer)
+        self._do(self._receiving.hear(reports, self._clock()))
 
     def _on_dropped(self, dropped: Dropped) -> None:
         self._metrics.late_write()
@@ -229,9 +229,9 @@ class ReceiverRunner:
             log.warning("late or foreign write dropped: transfer=%r slot=%d", dropped.transfer, dropped.slot)
 
     def tick(self) -> None:
-        before = self._inbound.uncompared
-        self._do(self._inbound.tick(self._clock()))
-        if late := self._inbound.uncompared - before:
+        before = self._receiving.uncompared
+        self._do(self._receiving.tick(self._clock()))
+        if late := self._receiving.uncompared - before:
             log.warning("%d pulled chunks were not compared: their sender said no digests in %g s", late, CHECK_S)
             self._metrics.uncompared(late)
 
@@ -246,8 +246,8 @@ class ReceiverRunner:
                     self._peers.ask(address)
                 case Send(peer=address, body=body):
                     if isinstance(body, Claim):
-                        request = self._inbound.request_of(body.transfer)
-                        self._lives.note(
+                        request = self._receiving.request_of(body.transfer)
+                        self._records.note(
                             "claimed",
                             f"of {address}",
                             request=request,
@@ -262,19 +262,19 @@ class ReceiverRunner:
                 case ReceiveOrder() | Lend() | StopReceiving() | Pull():
                     if isinstance(action, Pull):
                         chunks = f"chunks [{action.first_chunk}, {action.end_chunk}) of {action.plan.chunks}"
-                        self._lives.note("reading", chunks, transfer=action.transfer)
-                    self._mover.give(action, self.attached)
+                        self._records.note("reading", chunks, transfer=action.transfer)
+                    self._data_plane.give(action, self.attached)
 
     def _told(self, message: ToEngine) -> None:
         match message:
             case Done(request=request, moved_bytes=moved, seconds=seconds):
                 log.debug("done: request=%s bytes=%d ms=%.2f", request, moved, seconds * 1e3)
-                self._lives.note("done", f"{moved} bytes", request=request, seconds=seconds)
+                self._records.note("done", f"{moved} bytes", request=request, seconds=seconds)
                 self._metrics.want_done(seconds)
                 failpoint("receiver.done_told")
             case Failed(request=request, code=code, reason=reason):
                 log.warning("failed: request=%s code=%s %s", request, code, reason)
-                self._lives.note("failed", f"{code}: {reason}", request=request)
+                self._records.note("failed", f"{code}: {reason}", request=request)
                 self._metrics.want_failed(code)
 
 

@@ -82,34 +82,34 @@ class RequestRecords:
         entry = self._journal.note(
             what, text, request=request, rendezvous=rendezvous, transfer=transfer, seconds=seconds
         )
-        if (life := self._life(entry)) is None:
+        if (record := self._record(entry)) is None:
             return
-        life.add(entry)
-        life.traceparent = life.traceparent or traceparent
+        record.add(entry)
+        record.traceparent = record.traceparent or traceparent
         if transfer:
-            self._keep(self._of_transfer, transfer, life)
+            self._keep(self._of_transfer, transfer, record)
         if what in ENDS[self._role]:
             self._of_request.pop(request, None)
-            for each in life.transfers:
+            for each in record.transfers:
                 self._of_transfer.pop(each, None)
-            self._ended(life)
+            self._ended(record)
 
-    def _life(self, entry: TraceEntry) -> RequestRecord | None:
+    def _record(self, entry: TraceEntry) -> RequestRecord | None:
         """Whose entry it is; None for what comes after the end."""
-        life = self._of_request.get(entry.request)
+        record = self._of_request.get(entry.request)
         by_transfer = self._of_transfer.get(entry.transfer)
-        if life is None and entry.what == BEGINS[self._role]:
-            self._keep(self._of_request, entry.request, life := RequestRecord(self._role))
-        if by_transfer is None and life is None and entry.what == "claimed":
+        if record is None and entry.what == BEGINS[self._role]:
+            self._keep(self._of_request, entry.request, record := RequestRecord(self._role))
+        if by_transfer is None and record is None and entry.what == "claimed":
             return RequestRecord(self._role)
-        if life is None:
+        if record is None:
             return by_transfer
-        if by_transfer is not None and by_transfer is not life:  # claimed before anybody knew by which request
+        if by_transfer is not None and by_transfer is not record:  # claimed before anybody knew by which request
             for each in by_transfer.first.values():
-                life.add(each)
-        return life
+                record.add(each)
+        return record
 
-    def _keep(self, kept: dict[str, RequestRecord], name: str, life: RequestRecord) -> None:
-        kept[name] = life
+    def _keep(self, kept: dict[str, RequestRecord], name: str, record: RequestRecord) -> None:
+        kept[name] = record
         if len(kept) > self._most:
             del kept[next(iter(kept))]

@@ -56,7 +56,7 @@ def serve(registry: CollectorRegistry, address: str, request_s: float = REQUEST_
 class Page:
     """What is shown. Made at most once in KEPT_S, by one thread; others wait for it.
 
-    To make it takes more than a millisecond of the interpreter, and the loop and the mover wait for that.
+    To make it takes more than a millisecond of the interpreter, and the loop and the data plane wait for that.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

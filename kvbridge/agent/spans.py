@@ -56,12 +56,12 @@ class Spans:
         self._thread = threading.Thread(target=self._run, name="kvbridge-spans", daemon=True)
         self._thread.start()
 
-    def ended(self, life: RequestRecord) -> None:
+    def ended(self, record: RequestRecord) -> None:
         """A request is over. Never blocks."""
         try:
-            self._waiting.put_nowait(life)
+            self._waiting.put_nowait(record)
         except queue.Full:
-            self._count("dropped", 1 + len(list(life.stages)))
+            self._count("dropped", 1 + len(list(record.stages)))
 
     def close(self) -> None:
         """Send what waits, if that takes no longer than CLOSE_S."""
@@ -73,12 +73,12 @@ class Spans:
     def _run(self) -> None:
         is_open = True
         while is_open:
-            lives = [self._waiting.get()]
+            records = [self._waiting.get()]
             with suppress(queue.Empty):
-                while len(lives) < MOST_AT_ONCE:
-                    lives.append(self._waiting.get_nowait())
-            is_open = None not in lives
-            self._send([span for life in lives if life is not None for span in spans_of(life, self._resource)])
+                while len(records) < MOST_AT_ONCE:
+                    records.append(self._waiting.get_nowait())
+            is_open = None not in records
+            self._send([span for record in records if record is not None for span in spans_of(record, self._resource)])
 
     def _send(self, spans: list[ReadableSpan]) -> None:
         if not spans:
@@ -96,41 +96,43 @@ class Spans:
             log.warning("spans are dropped: %s", error)
 
 
-def spans_of(life: RequestRecord, resource: Resource) -> Iterator[ReadableSpan]:
+def spans_of(record: RequestRecord, resource: Resource) -> Iterator[ReadableSpan]:
     """One of the request, with what the journal was told as events, and one of each stage. None if it is not sampled.
 
     Its parent is the engine's span, where it has said one; else both agents of a rendezvous make the same trace of it.
     """
-    known = _TRACEPARENT.fullmatch(life.traceparent)
+    known = _TRACEPARENT.fullmatch(record.traceparent)
     if known and not int(known["flags"], 16) & TraceFlags.SAMPLED:
         return
-    entries = sorted(life.first.values(), key=lambda entry: entry.at_s)
-    request, rendezvous = (next((each for each in named if each), "") for named in _names(life))
+    entries = sorted(record.first.values(), key=lambda entry: entry.at_s)
+    request, rendezvous = (next((each for each in named if each), "") for named in _names(record))
     trace = int(known["trace"], 16) if known else _number(rendezvous)
     parent = _context(trace, int(known["span"], 16), is_remote=True) if known else None
     own = _context(trace, secrets.randbits(64) or 1)
-    ends = [life.first[what] for what in ENDS[life.role] if what in life.first]
+    ends = [record.first[what] for what in ENDS[record.role] if what in record.first]
     failure = next((entry.text for entry in ends if entry.what == "failed"), "")
     yield ReadableSpan(
-        name=NAMES[life.role],
+        name=NAMES[record.role],
         context=own,
         parent=parent,
         resource=resource,
         attributes={
             "kvbridge.request": request,
             "kvbridge.rendezvous": rendezvous,
-            "kvbridge.transfers": len(life.transfers),
+            "kvbridge.transfers": len(record.transfers),
             "kvbridge.outcome": ends[0].text if ends else "",
         },
         events=[Event(each.what, {"text": each.text}, _ns(each.at_s)) for each in entries],
         kind=SpanKind.INTERNAL,
         status=Status(StatusCode.ERROR, failure) if failure else Status(),
-        start_time=_ns(life.first[BEGINS[life.role]].at_s if BEGINS[life.role] in life.first else entries[0].at_s),
+        start_time=_ns(
+            record.first[BEGINS[record.role]].at_s if BEGINS[record.role] in record.first else entries[0].at_s
+        ),
         end_time=_ns(entries[-1].at_s),
     )
-    for stage, began_at, ended_at in life.stages:
+    for stage, began_at, ended_at in record.stages:
         yield ReadableSpan(
-            name=f"{NAMES[life.role]}: {stage}",
+            name=f"{NAMES[record.role]}: {stage}",
             context=_context(trace, secrets.randbits(64) or 1),
             parent=own,
             resource=resource,
@@ -140,8 +142,8 @@ def spans_of(life: RequestRecord, resource: Resource) -> Iterator[ReadableSpan]:
         )
 
 
-def _names(life: RequestRecord) -> tuple[Iterator[str], Iterator[str]]:
-    entries = life.first.values()
+def _names(record: RequestRecord) -> tuple[Iterator[str], Iterator[str]]:
+    entries = record.first.values()
     return (each.request for each in entries), (each.rendezvous for each in entries)
 
 

@@ -23,7 +23,7 @@ MOST_OFFERS = 1024  # the oldest; metrics count them all
 MOST_VERDICT, MOST_ROUTE = 4096, 2048  # two peers can differ in more than fits
 
 
-def transfers(inbound: Receiver, outbound: Sender, now: float) -> tuple[TransferStatus, ...]:
+def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[TransferStatus, ...]:
     """One line per want and per outgoing transfer."""
     wants = [
         TransferStatus(
@@ -32,43 +32,45 @@ def transfers(inbound: Receiver, outbound: Sender, now: float) -> tuple[Transfer
             rendezvous=wanted.want.rendezvous,
             peer=wanted.want.sender,
             state=wanted.state.name.lower(),
-            chunks_done=sum(intake.scattered for intake in wanted.intakes.values()),
-            chunks=min(MOST, sum(intake.plan.chunks for intake in wanted.intakes.values())),
+            chunks_done=sum(incoming.scattered for incoming in wanted.incoming_transfers.values()),
+            chunks=min(MOST, sum(incoming.plan.chunks for incoming in wanted.incoming_transfers.values())),
             age_s=_age(wanted.started, now),
         )
-        for wanted in inbound.wants.values()
+        for wanted in receiving.wants.values()
     ]
-    outlets = [
+    outgoing_transfers = [
         TransferStatus(
             role="sender",
-            request=outlet.offered.request if outlet.offered else "",
-            rendezvous=outlet.claim.rendezvous,
-            peer=outlet.incarnation,
-            state=outlet.state.name.lower(),
-            chunks_done=outlet.shipped,
-            chunks=min(MOST, outlet.plan.chunks),  # a claim may be of any number of tokens
-            age_s=_age(outlet.started, now),
+            request=outgoing.offered.request if outgoing.offered else "",
+            rendezvous=outgoing.claim.rendezvous,
+            peer=outgoing.incarnation,
+            state=outgoing.state.name.lower(),
+            chunks_done=outgoing.shipped,
+            chunks=min(MOST, outgoing.plan.chunks),  # a claim may be of any number of tokens
+            age_s=_age(outgoing.started, now),
         )
-        for outlet in outbound.outlets.values()
+        for outgoing in sending.outgoing_transfers.values()
     ]
-    return tuple(wants + outlets)
+    return tuple(wants + outgoing_transfers)
 
 
-def offers(outbound: Sender, name_of: Callable[[str], str], now: float) -> tuple[OfferStatus, ...]:
+def offers(sending: Sender, name_of: Callable[[str], str], now: float) -> tuple[OfferStatus, ...]:
     """One line per prompt that is held for others, the oldest first; `name_of` tells whose a incarnation is."""
-    unclaimed = {offered.request for offered in outbound.unclaimed(now)}
-    claimed_by = {out.offered.request: out.incarnation for out in outbound.outlets.values() if out.offered is not None}
+    unclaimed = {offered.request for offered in sending.unclaimed(now)}
+    claimed_by = {
+        out.offered.request: out.incarnation for out in sending.outgoing_transfers.values() if out.offered is not None
+    }
     return tuple(
         OfferStatus(
             request=offered.request,
             rendezvous=offered.rendezvous,
             state=_state(offered, offered.request in unclaimed),
-            peer=name_of(claimed_by.get(offered.request, outbound.awaited_by(offered)))[:256],
+            peer=name_of(claimed_by.get(offered.request, sending.awaited_by(offered)))[:256],
             tokens=offered.tokens - offered.first_token,
             blocks=offered.blocks,
             age_s=_age(offered.began, now),
         )
-        for offered in islice(outbound.offers.values(), MOST_OFFERS)
+        for offered in islice(sending.offers.values(), MOST_OFFERS)
     )
 
 

@@ -224,7 +224,7 @@ def _takes(part: PlannedPart) -> Table:
 
 def _chunks(plan: Plan) -> Table:
     table = Table()
-    for column in ("chunk", "tokens", "strips", "bytes"):
+    for column in ("chunk", "tokens", "pairs", "bytes"):
         table.add_column(column, justify="right")
     for index in range(min(plan.chunks, SHOWN_CHUNKS)):
         table.add_row(*_row(plan.chunk(index)))
@@ -236,7 +236,7 @@ def _chunks(plan: Plan) -> Table:
 
 def _row(chunk: Chunk) -> tuple[str, str, str, str]:
     tokens = f"{chunk.first_mark}-{chunk.end_mark - 1}"
-    return str(chunk.index), tokens, f"{chunk.first_strip}-{chunk.end_strip - 1}", f"{chunk.size_bytes:,}"
+    return str(chunk.index), tokens, f"{chunk.first_pair}-{chunk.end_pair - 1}", f"{chunk.size_bytes:,}"
 
 
 def _rank(pool: Pool) -> str:

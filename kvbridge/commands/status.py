@@ -249,7 +249,7 @@ def _slots(status: Status) -> list[RenderableType]:
     columns = SlotCounts.__struct_fields__
     for name in ("", *columns):
         table.add_column(name, justify="right" if name else "left")
-    for name, counts in (("inbound", status.inbound), ("outbound", status.outbound)):
+    for name, counts in (("receive_slots", status.receive_slots), ("send_slots", status.send_slots)):
         _add(table, name, *(str(getattr(counts, column)) for column in columns))
     parts: list[RenderableType] = [_title(f"slots of {status.slot_bytes / 2**20:g} MiB"), _indented(table)]
     if status.rebuild_refused:

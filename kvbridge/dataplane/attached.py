@@ -13,7 +13,7 @@ KEPT = 1024
 
 @dataclass(slots=True)
 class EngineLiveness:
-    """How far the loop has heard our engine, on its clock. The loop writes it, the mover reads it.
+    """How far the loop has heard our engine, on its clock. The loop writes it, the data plane reads it.
 
     An engine that takes blocks back waits for us to stop reading them, but not for ever (READERS_S): what was read
     while we stood still may be another request's.
@@ -30,7 +30,9 @@ class EngineLiveness:
         self.withdrawals[request] = now, min(said_after, self.heard_at)
         if len(self.withdrawals) > KEPT:
             oldest = next(iter(self.withdrawals))
-            self.forgotten_at = max(self.forgotten_at, self.withdrawals[oldest][0])  # first: the mover looks at both
+            self.forgotten_at = max(
+                self.forgotten_at, self.withdrawals[oldest][0]
+            )  # first: the data plane looks at both
             del self.withdrawals[oldest]
 
     def has_withdrawn(self, request: str, since: float, before: float) -> bool:
@@ -46,7 +48,7 @@ class AttachedMemory:
     epoch: int
     memory: AttachedPool
     fence: FencePage | None
-    word: EngineLiveness = field(default_factory=EngineLiveness)
+    liveness: EngineLiveness = field(default_factory=EngineLiveness)
     shared: SharedHandles | None = None  # what receivers of this host open it by
 
     def has_reached(self, count: int) -> bool:

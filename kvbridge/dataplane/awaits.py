@@ -1,4 +1,4 @@
-"""Jobs of the mover's thread: generators that say what they wait for and are resumed with how it ended."""
+"""Jobs of the data plane's thread: generators that say what they wait for and are resumed with how it ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .attached import AttachedMemory
 from .receive_orders import OrderedReceive
 from .send_orders import OrderedSend
 
-log = logging.getLogger("kvbridge.mover")
+log = logging.getLogger("kvbridge.data_plane")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class WaitEngineHeard:
 
     @property
     def is_over(self) -> bool:
-        return self.attachment.word.heard_at >= self.at
+        return self.attachment.liveness.heard_at >= self.at
 
     def late(self) -> EngineError:
         return EngineError("engine_unheard", "what the engine said was not heard in time")
@@ -73,15 +73,15 @@ class WaitLease:
 
 @dataclass(frozen=True, slots=True)
 class WaitCopier:
-    """Until the porter may begin another move; resumed with None, or EngineError as WaitFence is."""
+    """Until the copier may begin another move; resumed with None, or EngineError as WaitFence is."""
 
     attachment: AttachedMemory
-    porter: BlockCopier
+    copier: BlockCopier
     deadline: float
 
     @property
     def is_over(self) -> bool:
-        return self.porter.has_room
+        return self.copier.has_room
 
     def late(self) -> EngineError:
         return EngineError("too_many_moves", "other moves did not end in time")
@@ -105,7 +105,7 @@ class WaitKernels:
 
 @dataclass(frozen=True, slots=True)
 class WaitMove:
-    """Until the porter's move is over; resumed with Moved."""
+    """Until the copier's move is over; resumed with Moved."""
 
     ticket: int
 

@@ -1,4 +1,4 @@
-"""The one thread that touches memory: it gathers, pushes, scatters, and owns the porter and the fabrics.
+"""The one thread that touches memory: it gathers, pushes, scatters, and owns the copier and the fabrics.
 
 The loop gives it orders, one or a few for each transfer, and hears reports, in the order in which things happened
 (orders.py). What goes out next and whether what lands counts is found here (send_orders.py, receive_orders.py), so that
@@ -77,7 +77,7 @@ from .routes.staged import Landing
 from .send_orders import SendOrders
 from .watchdog import STUCK_S, Watchdog, end_process
 
-log = logging.getLogger("kvbridge.mover")
+log = logging.getLogger("kvbridge.data_plane")
 
 IDLE_S = 1.0
 ALIVE_S = 1.0
@@ -92,12 +92,12 @@ NOTICE = Limits(frame_bytes=4096)  # the fabric would bring notices of 16 MiB
 
 
 class DataPlaneListener(Protocol):
-    """Who hears what the mover did, on the loop."""
+    """Who hears what the data plane did, on the loop."""
 
     def on_sending(self, reports: Sequence[SendingReport]) -> None: ...
     def on_receiving(self, reports: Sequence[ReceivingReport]) -> None: ...
     def on_staged(self, site: Site) -> None: ...
-    def on_mover_died(self, error: BaseException) -> None: ...
+    def on_data_plane_died(self, error: BaseException) -> None: ...
 
 
 class DataPlane:
@@ -134,7 +134,7 @@ class DataPlane:
         self._fenced: list[tuple[WaitOnLoop, Job]] = []
         self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kvbridge-mover", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvbridge-data_plane", daemon=True)
         self._watchdog = Watchdog(self._thread, stuck_s, end)
         self._equipment: Resources | None = None
         self._jobs: Jobs
@@ -246,15 +246,15 @@ class DataPlane:
         """Whether our lane holds what the sender says it wrote."""
         return bool(await self._call(lambda: self._jobs.is_proved(route, lane, probe)))
 
-    async def prepare_docks(self) -> StagingEndpoints:
+    async def prepare_endpoints(self) -> StagingEndpoints:
         """Slots behind a fabric that nobody knows yet, for `switch`. Raises FabricError."""
-        docks: StagingEndpoints = await self._call(self._prepare)
-        return docks
+        endpoints: StagingEndpoints = await self._call(self._prepare)
+        return endpoints
 
-    def switch(self, docks: StagingEndpoints) -> None:
+    def switch(self, endpoints: StagingEndpoints) -> None:
         """Work with these slots. What was begun with those of before is finished; nobody may be connected to them."""
-        self.site = docks.site
-        self._put(lambda: self._switch(docks))
+        self.site = endpoints.site
+        self._put(lambda: self._switch(endpoints))
 
     def _prepare(self) -> StagingEndpoints:
         with self._starting_threads():
@@ -270,25 +270,25 @@ class DataPlane:
             except Exception as error:  # no memory, no fabric: nothing of it is kept
                 reason = f"staging: slots of {card.slot_bytes} bytes in {card.memory} cannot be made: {error}"
                 raise FabricError("no_staging", reason) from error
-            self.sending.slots.make(equipment.dock.outbound.slots)
-            inbound, outbound = equipment.dock.inbound, equipment.dock.outbound
+            self.sending.slots.make(equipment.endpoint.send_slots.slots)
+            receive_slots, send_slots = equipment.endpoint.receive_slots, equipment.endpoint.send_slots
             log.info(
-                "made slots: inbound=%d outbound=%d slot_bytes=%d memory=%s s=%.3f",
-                inbound.slots,
-                outbound.slots,
-                inbound.slot_bytes,
-                inbound.memory,
+                "made slots: receive_slots=%d send_slots=%d slot_bytes=%d memory=%s s=%.3f",
+                receive_slots.slots,
+                send_slots.slots,
+                receive_slots.slot_bytes,
+                receive_slots.memory,
                 time.monotonic() - began,
             )
         return equipment.site
 
-    def _switch(self, docks: StagingEndpoints) -> None:
-        self._at_work.switch(docks)
-        self.sending.slots.make(docks.dock.outbound.slots)
+    def _switch(self, endpoints: StagingEndpoints) -> None:
+        self._at_work.switch(endpoints)
+        self.sending.slots.make(endpoints.endpoint.send_slots.slots)
 
-    def discard(self, docks: StagingEndpoints) -> None:
-        """Close docks that were prepared and are not switched to."""
-        self._put(docks.closing.close)
+    def discard(self, endpoints: StagingEndpoints) -> None:
+        """Close endpoints that were prepared and are not switched to."""
+        self._put(endpoints.closing.close)
 
     async def let_go(self, attachment: AttachedMemory) -> bool:
         """Return when no job given before touches this memory or will (writes out of slots may be under way).
@@ -296,7 +296,7 @@ class DataPlane:
         False if that is not known: the thread has died, and what it left to a GPU may still run.
         Ends the process when that does not come about: to unmap under a running kernel would be worse.
         """
-        attachment.word.has_left = True
+        attachment.liveness.has_left = True
         await self._watchdog.until(self._unused(attachment))
         return self._thread.is_alive()
 
@@ -318,7 +318,7 @@ class DataPlane:
     async def _may_use(self, attachment: AttachedMemory) -> bool:
         try:
             return bool(await self._call(lambda: self._is_using(attachment)))
-        except FabricError:  # a mover that has died begins nothing more either
+        except FabricError:  # a data plane that has died begins nothing more either
             return False
 
     def _put(self, task: Callable[[], None]) -> None:
@@ -350,7 +350,7 @@ class DataPlane:
     async def _settled(self, done: asyncio.Future[Any]) -> Any:
         while not (await asyncio.wait({done}, timeout=ALIVE_S))[0]:
             if not self._thread.is_alive():
-                raise FabricError("mover_died", "the mover's thread has ended")
+                raise FabricError("data_plane_died", "the data plane's thread has ended")
         return await done
 
     # On the thread:
@@ -359,8 +359,8 @@ class DataPlane:
         try:
             self._serve()
         except (Exception, DeviceLost) as error:  # nobody else can move anything: the agent must end
-            log.exception("the mover died")
-            self._tell(self._listener.on_mover_died, error)
+            log.exception("the data plane died")
+            self._tell(self._listener.on_data_plane_died, error)
         finally:
             self._say()
             if self._equipment is not None:
@@ -448,16 +448,16 @@ class DataPlane:
 
     def _open(self) -> None:
         equipment = self._equip()
-        self.site, self.digests = equipment.site, equipment.porter.digests
-        self.device, self.description = equipment.porter.device, equipment.porter.description
+        self.site, self.digests = equipment.site, equipment.copier.digests
+        self.device, self.description = equipment.copier.device, equipment.copier.description
         if equipment.current is not None:
-            self.sending.slots.make(equipment.dock.outbound.slots)
+            self.sending.slots.make(equipment.endpoint.send_slots.slots)
         wait_s, clock = self._write_timeout_s, self._clock
         self._jobs = Jobs(equipment, self._incarnation, self.sending, self.receiving, wait_s, clock)
         self._pulling = PullRoute(equipment, self._tell, self.receiving, wait_s, clock)
         self._equipment = equipment
         if self._linger_s is None:
-            self._linger_s = LINGER_ON_GPU_S if equipment.porter.memory == "vram" else 0.0
+            self._linger_s = LINGER_ON_GPU_S if equipment.copier.memory == "vram" else 0.0
         self._linger = Linger(self._linger_s)
         self._nap_exactly()
 
@@ -479,7 +479,7 @@ class DataPlane:
                 self._fail(job, wait.late())
             else:
                 self._fenced.append((wait, job))
-        moves = equipment.porter.poll()
+        moves = equipment.copier.poll()
         for moved in moves:
             if moved.ticket in self._moving:
                 self._resume(self._moving.pop(moved.ticket), moved)
@@ -489,16 +489,16 @@ class DataPlane:
             self._pulling.close_parting()
         self._say()  # slots to lend, before others are scattered
         is_moving = bool(moves) or len(self._fenced) < len(fenced)
-        for dock in equipment.docks:
-            events = dock.fabric.poll(self._clock())
+        for endpoint in equipment.endpoints:
+            events = endpoint.fabric.poll(self._clock())
             if any(isinstance(event, Noticed) for event in events):
                 self._do_tasks()  # a receive order is given before its notices can come, perhaps since we looked last
             for event in events:
                 is_moving = True
                 if isinstance(event, Noticed):
                     self._notice(event.payload)
-                elif (id(dock.fabric), event.id) in self._writing:  # else a probe's that was given up
-                    self._resume(self._writing.pop((id(dock.fabric), event.id)), event)
+                elif (id(endpoint.fabric), event.id) in self._writing:  # else a probe's that was given up
+                    self._resume(self._writing.pop((id(endpoint.fabric), event.id)), event)
         is_moving = self._send() or is_moving
         if equipment.has_retired and not self._moving and not self._fenced:
             equipment.close_retired()
@@ -548,10 +548,10 @@ class DataPlane:
         memory = attachment.memory  # of all its epochs: scales may have changed since a job began
         error = EngineError("engine_left", "the engine left before its forward had finished")
         self._end_waits(lambda wait: wait.attachment.memory is memory, error)
-        porter = self._at_work.porter
-        if porter.is_using(memory):
+        copier = self._at_work.copier
+        if copier.is_using(memory):
             return True
-        porter.forget(memory)
+        copier.forget(memory)
         return False
 
     def _end_waits(self, is_over: Callable[[WaitOnLoop], bool], error: EngineError) -> None:

@@ -1,4 +1,4 @@
-"""What the mover's thread does with a chunk, each job a story: out of the blocks and over, or into the blocks."""
+"""What the data plane's thread does with a chunk, each job a story: out of the blocks and over, or into the blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .routes.rate import MOST_BYTES
 from .routes.staged import Landing, Target
 from .send_orders import LeavingChunk, SendOrders
 
-log = logging.getLogger("kvbridge.mover")
+log = logging.getLogger("kvbridge.data_plane")
 
 UNHEARD_S = READERS_S / 2
 
@@ -74,8 +74,8 @@ class Jobs:
         return self._clock() + self._write_timeout_s
 
     @property
-    def _porter(self) -> BlockCopier:
-        return self._equipment.porter
+    def _copier(self) -> BlockCopier:
+        return self._equipment.copier
 
     # Receivers:
 
@@ -110,11 +110,11 @@ class Jobs:
 
     def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the sender says it wrote."""
-        dock = STAGED[route].dock(self._equipment)
-        ours = dock.inbound.lane(lane)
+        endpoint = STAGED[route].endpoint(self._equipment)
+        ours = endpoint.receive_slots.lane(lane)
         if not 0 < probe.size_bytes <= min(ours.size_bytes, MOST_BYTES):
             return False
-        found = dock.porter.read(Span(ours.address, probe.size_bytes))
+        found = endpoint.copier.read(Span(ours.address, probe.size_bytes))
         return found == pattern(probe.seed, probe.size_bytes)
 
     # Out:
@@ -156,7 +156,7 @@ class Jobs:
             def begin() -> Generator[Wait, Event, int]:
                 yield from begun(attachment, departure.fence, self._ends, departure.dispatch)
                 failpoint("sender.gather_begun")
-                return self._porter.gather(attachment.memory, part, slot, order.digest_kind, host)
+                return self._copier.gather(attachment.memory, part, slot, order.digest_kind, host)
 
             moved = yield WaitMove((yield from self._started(begin, attachment)))
             assert isinstance(moved, Moved)
@@ -169,13 +169,13 @@ class Jobs:
     def digest(self, digest: Digest, attachment: AttachedMemory, asked_at: float) -> Job:
         """Digest a chunk that its receiver has read, as it is in the engine's blocks now. Asked for at that time."""
         part, found = Part(digest.plan, digest.plan.chunk(digest.read.chunk), digest.tables, True), 0
-        porter = self._porter
+        copier = self._copier
         failure: Failure
 
         def begin() -> Generator[Wait, Event, int]:
-            if not porter.has_room:
-                yield WaitCopier(attachment, porter, self._ends)
-            return porter.digest(attachment.memory, part)
+            if not copier.has_room:
+                yield WaitCopier(attachment, copier, self._ends)
+            return copier.digest(attachment.memory, part)
 
         try:
             ended = yield WaitMove((yield from self._started(begin, attachment)))
@@ -197,7 +197,7 @@ class Jobs:
         An engine uses them again READERS_S after it withdrew them or gave us up. It was sent after we last found the
         socket empty and before we read it; once the engine is gone it is not found empty again.
         """
-        word, now = attachment.word, self._clock()
+        word, now = attachment.liveness, self._clock()
         if word.has_left:  # nobody will hear of it any more
             return "engine_left", "the engine left while its blocks were read"
         if now - word.heard_at >= UNHEARD_S:
@@ -248,19 +248,19 @@ class Jobs:
 
     def warm(self, attachment: AttachedMemory, part: Part) -> None:
         """Begin to compile for parts like this one, if the engine stays. What goes wrong is said when it matters."""
-        if attachment.word.has_left:
+        if attachment.liveness.has_left:
             return
         try:
-            self._porter.warm(attachment.memory, part, self._any_slot(part))
+            self._copier.warm(attachment.memory, part, self._any_slot(part))
         except Exception:
             log.exception("could not get ready for a peer")
 
     def _any_slot(self, part: Part) -> Span | None:
         """That such a part may be moved to or from, if there are slots: else what a session needs is warmed with it."""
-        docks = self._equipment.current
-        if docks is None:
+        endpoints = self._equipment.current
+        if endpoints is None:
             return None
-        staging = docks.dock.outbound if part.is_sender else docks.dock.inbound
+        staging = endpoints.endpoint.send_slots if part.is_sender else endpoints.endpoint.receive_slots
         return staging.span(0, part.chunk.size_bytes)
 
     # In:
@@ -269,17 +269,17 @@ class Jobs:
         """Put a chunk that landed into the engine's blocks, once the engine is through with them."""
         order, notice, attachment = arrival.order, arrival.notice, arrival.attachment
         chunk = order.plan.chunk(notice.chunk)
-        dock, porter = STAGED[order.route].dock(self._equipment), self._porter
-        slot, host = self._equipment.dock.inbound.span(notice.slot, chunk.size_bytes), None
-        if dock is not self._equipment.dock:
-            host = dock.inbound.span(notice.slot, chunk.size_bytes)
+        endpoint, copier = STAGED[order.route].endpoint(self._equipment), self._copier
+        slot, host = self._equipment.endpoint.receive_slots.span(notice.slot, chunk.size_bytes), None
+        if endpoint is not self._equipment.endpoint:
+            host = endpoint.receive_slots.span(notice.slot, chunk.size_bytes)
         failure: Failure
 
         def begin() -> Generator[Wait, Event, int]:
             yield from begun(attachment, order.fence, self._ends, arrival.receipt)
             failpoint("receiver.scatter_begun")
             part = Part(order.plan, chunk, order.tables, False)
-            return porter.scatter(attachment.memory, part, slot, order.digest_kind, notice.digest, host)
+            return copier.scatter(attachment.memory, part, slot, order.digest_kind, notice.digest, host)
 
         try:
             ended = yield WaitMove((yield from self._started(begin, attachment)))

@@ -1,4 +1,5 @@
-"""What the mover works with: a porter, slots, fabrics. Made and closed on the mover's thread, which owns all of it.
+"""What the data plane works with: a copier, slots, fabrics. Made and closed on the data plane's thread, which owns all
+of it.
 
 Slots and fabrics are made when a peer needs them, at the start where every peer will: who reads and is read needs none.
 """
@@ -31,60 +32,62 @@ MOST_KEPT = 2  # stagings that rebuilds may keep: of a GPU for good, host memory
 
 @dataclass(frozen=True, slots=True)
 class StagingEndpoint:
-    """Slots in one kind of memory, the fabric that knows them and the porter that reaches them.
+    """Slots in one kind of memory, the fabric that knows them and the copier that reaches them.
 
-    `name` is what the fabric is called among all fabrics. `lanes` are those of `outbound` that no proof writes out of.
+    `name` is what the fabric is called among all fabrics. `lanes` are those of `send_slots` that no proof writes out
+    of.
     """
 
     name: str
-    inbound: Staging
-    outbound: Staging
+    receive_slots: Staging
+    send_slots: Staging
     fabric: Fabric
-    porter: BlockCopier
+    copier: BlockCopier
     lanes: deque[int] = field(default_factory=lambda: deque(range(PROBE_LANES)), compare=False)
 
     def card(self) -> FabricCard:
         return FabricCard(
             kind=self.fabric.kind,
             name=self.name,
-            memory=self.inbound.memory,
+            memory=self.receive_slots.memory,
             descriptor=self.fabric.descriptor(),
-            base=self.inbound.base,
-            slot_bytes=self.inbound.slot_bytes,
-            slots=self.inbound.slots,
+            base=self.receive_slots.base,
+            slot_bytes=self.receive_slots.slot_bytes,
+            slots=self.receive_slots.slots,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StagingEndpoints:
-    """`dock` holds the slots that rows are moved to and from; `host` their twins in host memory, on a GPU's agent."""
+    """`endpoint` holds the slots that rows are moved to and from; `host` their twins in host memory, on a GPU's
+    agent."""
 
-    dock: StagingEndpoint
+    endpoint: StagingEndpoint
     host: StagingEndpoint | None
     site: Site
     closing: ExitStack
 
     @property
     def all(self) -> tuple[StagingEndpoint, ...]:
-        return (self.dock,) if self.host is None else (self.dock, self.host)
+        return (self.endpoint,) if self.host is None else (self.endpoint, self.host)
 
     def retire(self) -> int:
         """End them although peers that stand still may write to them yet. Returns how many bytes that keeps."""
-        for dock in self.all:
-            dock.fabric.close()
-        kept = sum(dock.inbound.seal() for dock in self.all)
+        for endpoint in self.all:
+            endpoint.fabric.close()
+        kept = sum(endpoint.receive_slots.seal() for endpoint in self.all)
         self.closing.close()
         return kept
 
 
 @dataclass(slots=True)
 class Resources:
-    """A porter, and docks that can be made anew; those of before stay until what they write has ended.
+    """A copier, and endpoints that can be made anew; those of before stay until what they write has ended.
 
-    `bare` is our site while there are no docks.
+    `bare` is our site while there are no endpoints.
     """
 
-    porter: BlockCopier
+    copier: BlockCopier
     bare: Site
     _make: Callable[[int], StagingEndpoints]  # the n-th
     _closing: ExitStack
@@ -96,9 +99,9 @@ class Resources:
     _scratch: Staging | None = None
 
     @property
-    def dock(self) -> StagingEndpoint:
+    def endpoint(self) -> StagingEndpoint:
         assert self.current is not None, "no slots were made"
-        return self.current.dock
+        return self.current.endpoint
 
     @property
     def host(self) -> StagingEndpoint | None:
@@ -115,19 +118,20 @@ class Resources:
         OperatorError if there is no room.
         """
         if self._scratch is None:
-            self._scratch = self.porter.staging(SCRATCH_BYTES, 1)
+            self._scratch = self.copier.staging(SCRATCH_BYTES, 1)
         return self._scratch.span(0)
 
     def stage(self) -> None:
-        """See to it that there are docks. Raises OperatorError or FabricError."""
+        """See to it that there are endpoints. Raises OperatorError or FabricError."""
         if self.current is None:
-            docks = self._make(0)
-            self.porter.make_room(docks.dock.inbound.slots + docks.dock.outbound.slots)
-            self.current = docks
+            endpoints = self._make(0)
+            self.copier.make_room(endpoints.endpoint.receive_slots.slots + endpoints.endpoint.send_slots.slots)
+            self.current = endpoints
 
     def prepare(self) -> StagingEndpoints:
-        """Other docks, which nobody knows yet. Raises FabricError, `rebuild_refused` where it would keep too much."""
-        staging_bytes = self.dock.inbound.size_bytes
+        """Other endpoints, which nobody knows yet. Raises FabricError, `rebuild_refused` where it would keep too
+        much."""
+        staging_bytes = self.endpoint.receive_slots.size_bytes
         kept_bytes = self._kept_bytes + len(self._retired) * staging_bytes
         if kept_bytes >= MOST_KEPT * staging_bytes:
             reason = f"staging: rebuilds before this one keep, or wait for writes out of, {kept_bytes} bytes"
@@ -135,60 +139,62 @@ class Resources:
         self._made += 1
         return self._make(self._made)
 
-    def switch(self, docks: StagingEndpoints) -> None:
+    def switch(self, endpoints: StagingEndpoints) -> None:
         """Work with these from here on."""
         if self.current is not None:
             self._retired.append(self.current)
-        self.current = docks
+        self.current = endpoints
 
     def close_retired(self) -> None:
-        """Close the docks of before that nothing is written from any more. No job may be at work in memory."""
-        for docks in [docks for docks in self._retired if not any(dock.fabric.is_busy for dock in docks.all)]:
-            self._retired.remove(docks)
-            self._kept_bytes += docks.retire()
+        """Close the endpoints of before that nothing is written from any more. No job may be at work in memory."""
+        for endpoints in [
+            endpoints for endpoints in self._retired if not any(endpoint.fabric.is_busy for endpoint in endpoints.all)
+        ]:
+            self._retired.remove(endpoints)
+            self._kept_bytes += endpoints.retire()
 
-    def join(self, dock: StagingEndpoint, name: str, descriptor: bytes) -> None:
-        """Let a peer's slots be written by this dock's fabric; leave as often. Raises FabricError."""
-        dock.fabric.connect(name, descriptor)
-        self._joined[dock.name, name] += 1
+    def join(self, endpoint: StagingEndpoint, name: str, descriptor: bytes) -> None:
+        """Let a peer's slots be written by this endpoint's fabric; leave as often. Raises FabricError."""
+        endpoint.fabric.connect(name, descriptor)
+        self._joined[endpoint.name, name] += 1
 
-    def leave(self, dock: StagingEndpoint, name: str) -> None:
+    def leave(self, endpoint: StagingEndpoint, name: str) -> None:
         """The last one that leaves disconnects the peer."""
-        self._joined[dock.name, name] -= 1
-        if not self._joined[dock.name, name]:
-            del self._joined[dock.name, name]
-            dock.fabric.disconnect(name)
+        self._joined[endpoint.name, name] -= 1
+        if not self._joined[endpoint.name, name]:
+            del self._joined[endpoint.name, name]
+            endpoint.fabric.disconnect(name)
 
     @property
     def has_retired(self) -> bool:
         return bool(self._retired)
 
     @property
-    def docks(self) -> tuple[StagingEndpoint, ...]:
+    def endpoints(self) -> tuple[StagingEndpoint, ...]:
         """All whose fabrics want to be polled."""
-        return tuple(dock for docks in self._all for dock in docks.all)
+        return tuple(endpoint for endpoints in self._all for endpoint in endpoints.all)
 
     @property
     def _all(self) -> list[StagingEndpoints]:
         return self._retired if self.current is None else [self.current, *self._retired]
 
     def close(self) -> None:
-        """The porter, then fabrics, then the memory they knew: all of it, whatever goes wrong with one."""
+        """The copier, then fabrics, then the memory they knew: all of it, whatever goes wrong with one."""
         with ExitStack() as last_first:
             if self._scratch is not None:
                 last_first.callback(self._scratch.close)
-            for docks in self._all:
-                last_first.push(docks.closing)
+            for endpoints in self._all:
+                last_first.push(endpoints.closing)
             last_first.push(self._closing)
 
 
 @dataclass(frozen=True, slots=True)
 class StagingSize:
-    """How much staging memory: (inbound + outbound + 2) * slot_bytes, a probe slot each."""
+    """How much staging memory: (receive_slots + send_slots + 2) * slot_bytes, a probe slot each."""
 
     slot_bytes: int
-    inbound: int
-    outbound: int
+    receive_slots: int
+    send_slots: int
 
 
 # A chunk costs either agent about half a millisecond of Python, whatever its size: large ones for fast links.
@@ -197,26 +203,26 @@ ROOM_ON_GPU = StagingSize(128 << 20, 6, 2)
 ROOM_IN_HOST = StagingSize(4 << 20, 32, 16)
 
 
-def room(config: AgentConfig, is_gpu: bool) -> StagingSize:
+def staging_size(config: AgentConfig, is_gpu: bool) -> StagingSize:
     """What the operator said, and the rest as it suits the device."""
     usual = ROOM_ON_GPU if is_gpu else ROOM_IN_HOST
     return StagingSize(
         config.slot_bytes or usual.slot_bytes,
-        config.inbound_slots or usual.inbound,
-        config.outbound_slots or usual.outbound,
+        config.receive_slots or usual.receive_slots,
+        config.send_slots or usual.send_slots,
     )
 
 
-def equip(config: AgentConfig, incarnation: str) -> Resources:
+def open_resources(config: AgentConfig, incarnation: str) -> Resources:
     """For the device that the operator chose. Raises OperatorError or FabricError."""
     gpu = chosen_gpu(config.device)
-    size = room(config, gpu is not None)
-    check_slots(size.slot_bytes, min(size.inbound, size.outbound))
+    size = staging_size(config, gpu is not None)
+    check_slots(size.slot_bytes, min(size.receive_slots, size.send_slots))
     with ExitStack() as closing:
-        porter = _porter(gpu, size, config)
-        closing.callback(porter.close)  # before anything that its streams may work on
-        make = partial(_docks, incarnation, config, size, gpu, porter)
-        equipment = Resources(porter, _bare(incarnation, config, size, porter), make, closing.pop_all())
+        copier = _copier(gpu, size, config)
+        closing.callback(copier.close)  # before anything that its streams may work on
+        make = partial(_endpoints, incarnation, config, size, gpu, copier)
+        equipment = Resources(copier, _bare(incarnation, config, size, copier), make, closing.pop_all())
     if config.routes[0] != PULL or not config.share_memory:  # every peer will need slots
         try:
             equipment.stage()
@@ -226,9 +232,9 @@ def equip(config: AgentConfig, incarnation: str) -> Resources:
     return equipment
 
 
-def _bare(incarnation: str, config: AgentConfig, size: StagingSize, porter: BlockCopier) -> Site:
+def _bare(incarnation: str, config: AgentConfig, size: StagingSize, copier: BlockCopier) -> Site:
     """As long as there are no slots."""
-    kind, memory = NixlFabric.kind, porter.memory
+    kind, memory = NixlFabric.kind, copier.memory
     card = FabricCard(
         kind=kind, name=incarnation, memory=memory, descriptor=b"", base=0, slot_bytes=size.slot_bytes, slots=0
     )
@@ -239,18 +245,18 @@ def _machine(config: AgentConfig) -> str:
     return KERNEL.read_text().strip() if PULL in config.routes and config.share_memory else ""
 
 
-def _docks(
-    incarnation: str, config: AgentConfig, size: StagingSize, gpu: driver.Gpu | None, porter: BlockCopier, number: int
+def _endpoints(
+    incarnation: str, config: AgentConfig, size: StagingSize, gpu: driver.Gpu | None, copier: BlockCopier, number: int
 ) -> StagingEndpoints:
     name = f"{incarnation}.{number}" if number else incarnation
     with ExitStack() as closing:
-        dock = _dock(name, config, size, gpu, porter, closing)
+        endpoint = _endpoint(name, config, size, gpu, copier, closing)
         host = None
         if gpu is not None and "host" in config.routes:
-            host = _host_dock(f"{name}.host", config, size, closing)
-        device = _device_card(gpu, dock) if gpu is not None and "direct" in config.routes else None
-        site = Site(dock.card(), host.card() if host is not None else None, device, config.routes, _machine(config))
-        return StagingEndpoints(dock, host, site, closing.pop_all())
+            host = _host_endpoint(f"{name}.host", config, size, closing)
+        device = _device_card(gpu, endpoint) if gpu is not None and "direct" in config.routes else None
+        site = Site(endpoint.card(), host.card() if host is not None else None, device, config.routes, _machine(config))
+        return StagingEndpoints(endpoint, host, site, closing.pop_all())
 
 
 def chosen_gpu(device: str) -> driver.Gpu | None:
@@ -265,7 +271,7 @@ def chosen_gpu(device: str) -> driver.Gpu | None:
         raise
 
 
-def _porter(gpu: driver.Gpu | None, size: StagingSize, config: AgentConfig) -> BlockCopier:
+def _copier(gpu: driver.Gpu | None, size: StagingSize, config: AgentConfig) -> BlockCopier:
     if gpu is None:
         return CpuBlockCopier()
     from ..device.copier_gpu import GpuBlockCopier
@@ -274,36 +280,36 @@ def _porter(gpu: driver.Gpu | None, size: StagingSize, config: AgentConfig) -> B
     return GpuBlockCopier(gpu, 1, table_bytes, pulls, config.pull_ctas, aside=True)
 
 
-def _dock(
-    name: str, config: AgentConfig, size: StagingSize, gpu: driver.Gpu | None, porter: BlockCopier, closing: ExitStack
+def _endpoint(
+    name: str, config: AgentConfig, size: StagingSize, gpu: driver.Gpu | None, copier: BlockCopier, closing: ExitStack
 ) -> StagingEndpoint:
-    inbound = porter.staging(size.slot_bytes, size.inbound)
-    closing.callback(inbound.close)
-    outbound = porter.staging(size.slot_bytes, size.outbound)
-    closing.callback(outbound.close)
+    receive_slots = copier.staging(size.slot_bytes, size.receive_slots)
+    closing.callback(receive_slots.close)
+    send_slots = copier.staging(size.slot_bytes, size.send_slots)
+    closing.callback(send_slots.close)
     if gpu is None:
         fabric = NixlFabric(name, net_devices=config.net_devices)
     else:
         fabric = NixlFabric(name, memory="VRAM", device=gpu.ordinal, net_devices=config.net_devices)
-    return _registered(StagingEndpoint(name, inbound, outbound, fabric, porter), closing)
+    return _registered(StagingEndpoint(name, receive_slots, send_slots, fabric, copier), closing)
 
 
-def _host_dock(name: str, config: AgentConfig, size: StagingSize, closing: ExitStack) -> StagingEndpoint:
-    inbound = Staging.pinned(size.slot_bytes, size.inbound)
-    closing.callback(inbound.close)
-    outbound = Staging.pinned(size.slot_bytes, size.outbound)
-    closing.callback(outbound.close)
+def _host_endpoint(name: str, config: AgentConfig, size: StagingSize, closing: ExitStack) -> StagingEndpoint:
+    receive_slots = Staging.pinned(size.slot_bytes, size.receive_slots)
+    closing.callback(receive_slots.close)
+    send_slots = Staging.pinned(size.slot_bytes, size.send_slots)
+    closing.callback(send_slots.close)
     fabric = NixlFabric(name, net_devices=config.net_devices)
-    return _registered(StagingEndpoint(name, inbound, outbound, fabric, CpuBlockCopier()), closing)
+    return _registered(StagingEndpoint(name, receive_slots, send_slots, fabric, CpuBlockCopier()), closing)
 
 
-def _registered(dock: StagingEndpoint, closing: ExitStack) -> StagingEndpoint:
-    closing.callback(dock.fabric.close)
-    dock.fabric.register(dock.inbound.base, dock.inbound.size_bytes)
-    dock.fabric.register(dock.outbound.base, dock.outbound.size_bytes, is_target=False)
-    return dock
+def _registered(endpoint: StagingEndpoint, closing: ExitStack) -> StagingEndpoint:
+    closing.callback(endpoint.fabric.close)
+    endpoint.fabric.register(endpoint.receive_slots.base, endpoint.receive_slots.size_bytes)
+    endpoint.fabric.register(endpoint.send_slots.base, endpoint.send_slots.size_bytes, is_target=False)
+    return endpoint
 
 
-def _device_card(gpu: driver.Gpu, dock: StagingEndpoint) -> DeviceCard:
+def _device_card(gpu: driver.Gpu, endpoint: StagingEndpoint) -> DeviceCard:
     machine = KERNEL.read_text().strip()
-    return DeviceCard(machine=machine, uuid=gpu.uuid, payload=driver.ipc_export(dock.inbound.base))
+    return DeviceCard(machine=machine, uuid=gpu.uuid, payload=driver.ipc_export(endpoint.receive_slots.base))

@@ -1,4 +1,4 @@
-"""The end of an agent whose mover's thread does not come back from what it has in hand.
+"""The end of an agent whose data plane's thread does not come back from what it has in hand.
 
 Nothing takes a thread out of a driver's call, and while it is there its engine's memory is mapped and may be touched.
 The end of the process is what unmaps it for sure, and what the engine sees; whoever keeps agents starts another.
@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-log = logging.getLogger("kvbridge.mover")
+log = logging.getLogger("kvbridge.data_plane")
 T = TypeVar("T")
 
 STUCK_S = 30.0  # what it may take at most: a kernel's compilation, slots made anew, on a busy host
@@ -27,7 +27,7 @@ FRAMES = 6
 
 def end_process(reason: str) -> NoReturn:
     """At once: to end in order would wait for the thread, and give the lock back while it may still write."""
-    log.error("ending the agent: code=mover_stuck %s", reason)
+    log.error("ending the agent: code=data_plane_stuck %s", reason)
     os._exit(STATUS)
 
 

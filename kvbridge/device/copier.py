@@ -1,6 +1,6 @@
 """Who moves rows between an engine's blocks and slots: a CPU, or a GPU's streams. The contract of both.
 
-Every call is made on the mover's thread. A move is begun by `gather`, `digest`, `scatter`, `pull` or `copy`, which
+Every call is made on the data plane's thread. A move is begun by `gather`, `digest`, `scatter`, `pull` or `copy`, which
 return a ticket at once, and is over when `poll` says so; until then memory, slots and pool stay as they are. All but
 `copy` may raise Compiling where kernels are new.
 """

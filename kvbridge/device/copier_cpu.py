@@ -1,4 +1,4 @@
-"""The porter without a GPU: rows are moved by this thread, at once.
+"""The copier without a GPU: rows are moved by this thread, at once.
 
 What peers may write to is read once: a chunk is copied out of its slot, and only the copy is checked and scattered, so
 that a write which comes late cannot change what was found right.
@@ -29,7 +29,7 @@ from .staging import Staging
 
 
 class CpuBlockCopier:
-    """Keeps the contract of `porter.Porter`. The copies release the GIL."""
+    """Keeps the contract of `copier.Copier`. The copies release the GIL."""
 
     memory: Literal["dram", "vram"] = "dram"
     device = "cpu"

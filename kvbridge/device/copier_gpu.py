@@ -1,4 +1,4 @@
-"""The porter on a GPU: kernels on two streams, copies to and from host slots on two more, nobody waits for any.
+"""The copier on a GPU: kernels on two streams, copies to and from host slots on two more, nobody waits for any.
 
 Gathers and scatters have a stream each, so that what comes in does not queue behind what goes out. Buffers and events
 are made beforehand; a move takes one bundle of them and gives it back when it is over.
@@ -71,7 +71,7 @@ class _GpuMove:
 
 
 class GpuBlockCopier:
-    """Keeps the contract of `porter.Porter`. `moves` is how many may be under way at once, beside so many `pulls`.
+    """Keeps the contract of `copier.Copier`. `moves` is how many may be under way at once, beside so many `pulls`.
 
     `table_bytes` a move, pinned and on the GPU, hold where its rows are: 8 bytes a token and list of places. A pull
     takes `pull_ctas` at most; None: few where they run beside the engine's own (MPS), all where they take turns. New

@@ -47,33 +47,39 @@ class _SegmentTemplate:
 class CopyTemplate:
     """What the segments of parts alike have in common: all but the contents of their places. Compared by identity."""
 
-    def __init__(self, attached: AttachedPool, strips: object, moulds: Sequence[_SegmentTemplate]) -> None:
+    def __init__(self, attached: AttachedPool, pairs: object, segment_templates: Sequence[_SegmentTemplate]) -> None:
         self.attached = attached
-        self.strips = strips
-        self.recipe: PreparedCopy | None = None  # for a porter that keeps one
-        self._moulds = moulds
+        self.pairs = pairs
+        self.recipe: PreparedCopy | None = None  # for a copier that keeps one
+        self._segment_templates = segment_templates
         first: dict[tuple[int, int], _SegmentTemplate] = {}
-        for mould in moulds:
-            first.setdefault((mould.group, mould.unit_tokens), mould)
+        for segment_template in segment_templates:
+            first.setdefault((segment_template.group, segment_template.unit_tokens), segment_template)
         self._first = list(first.values())
 
     def places(self, part: Part) -> list[Places]:
         """Where the part's rows are, each list once in the order of the segments. EngineError if one is outside."""
         found: list[Places] = []
-        for mould in self._first:
-            places = Places(torch.from_numpy(part.places(mould.group, mould.unit_tokens)))
-            mould.check(places)
+        for segment_template in self._first:
+            places = Places(torch.from_numpy(part.places(segment_template.group, segment_template.unit_tokens)))
+            segment_template.check(places)
             found.append(places)
         return found
 
     def segments(self, places: Sequence[Places]) -> list[Segment]:
         """With these places, as `places` gave them."""
-        of = {(mould.group, mould.unit_tokens): each for mould, each in zip(self._first, places, strict=True)}
-        return [mould.fill(of[mould.group, mould.unit_tokens]) for mould in self._moulds]
+        of = {
+            (segment_template.group, segment_template.unit_tokens): each
+            for segment_template, each in zip(self._first, places, strict=True)
+        }
+        return [
+            segment_template.fill(of[segment_template.group, segment_template.unit_tokens])
+            for segment_template in self._segment_templates
+        ]
 
 
 class CopyTemplates:
-    """The forms of one porter. Most parts are like one before."""
+    """The forms of one copier. Most parts are like one before."""
 
     KEPT = 256
 
@@ -82,10 +88,10 @@ class CopyTemplates:
 
     def of(self, attached: AttachedPool, regions: Regions, part: Part, slot_bytes: int) -> CopyTemplate:
         """The form of a part in a slot of `slot_bytes`. EngineError when something in it is not right."""
-        key, strips = (part.form, slot_bytes), part.plan.strips
+        key, pairs = (part.form, slot_bytes), part.plan.pairs
         form = self._kept.pop(key, None)
-        if form is None or form.attached is not attached or form.strips is not strips:
-            form = CopyTemplate(attached, strips, _moulds(attached, regions, part.moves(), slot_bytes))
+        if form is None or form.attached is not attached or form.pairs is not pairs:
+            form = CopyTemplate(attached, pairs, _segment_templates(attached, regions, part.moves(), slot_bytes))
             if len(self._kept) == self.KEPT:
                 del self._kept[next(iter(self._kept))]
         self._kept[key] = form  # the newest last
@@ -96,10 +102,12 @@ class CopyTemplates:
         self._kept = {key: form for key, form in self._kept.items() if form.attached is not attached}
 
 
-def _moulds(attached: AttachedPool, regions: Regions, moves: Sequence[Move], slot_bytes: int) -> list[_SegmentTemplate]:
+def _segment_templates(
+    attached: AttachedPool, regions: Regions, moves: Sequence[Move], slot_bytes: int
+) -> list[_SegmentTemplate]:
     for move in moves:
         _check(attached.pool, move, slot_bytes)
-    return [_mould(attached, regions, batch) for batch in batches(moves)]
+    return [_segment_template(attached, regions, batch) for batch in batches(moves)]
 
 
 def _check(pool: Pool, move: Move, slot_bytes: int) -> None:
@@ -136,7 +144,7 @@ def _check_scale(pool: Pool, plane: Plane, scale: Plane) -> None:
         raise EngineError("bad_plane", f"heads: {plane.heads} of {plane.part}, {scale.heads} of {scale.part}")
 
 
-def _mould(attached: AttachedPool, regions: Regions, batch: Batch) -> _SegmentTemplate:
+def _segment_template(attached: AttachedPool, regions: Regions, batch: Batch) -> _SegmentTemplate:
     move = batch.moves[0]
     plane = move.plane
     blocks = attached.pool.groups[plane.group].blocks

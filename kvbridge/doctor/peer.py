@@ -98,18 +98,18 @@ async def _greeted(subject: Subject, pool: Pool) -> tuple[Link, Welcome | Refuse
         link = control.dial(subject.peer)
         try:
             async with asyncio.timeout(config.connect_s + ANSWER_S):
-                answer = await _heard(control, link, _home(incarnation, config.advertise or config.listen, pool))
+                answer = await _heard(control, link, _engine(incarnation, config.advertise or config.listen, pool))
         except TimeoutError:
             raise OperatorError("peer_silent", f"no answer from {subject.peer}") from None
         link.close()
         return link, answer
 
 
-async def _heard(control: Control, link: Link, home: AttachedEngine) -> Welcome | Refuse:
+async def _heard(control: Control, link: Link, engine: AttachedEngine) -> Welcome | Refuse:
     async for event in control.events():
         match event:
             case Reached():
-                link.send(hello(home, address=link.address, serial=1, oldest=1, can_pull=False))
+                link.send(hello(engine, address=link.address, serial=1, oldest=1, can_pull=False))
             case Lost(code=code, reason=reason):
                 raise OperatorError(code, reason)
             case Arrived(envelope=envelope) if isinstance(envelope.body, Welcome | Refuse):
@@ -121,7 +121,7 @@ async def _heard(control: Control, link: Link, home: AttachedEngine) -> Welcome 
     raise OperatorError("peer_silent", "the link ended")
 
 
-def _home(incarnation: str, address: str, pool: Pool) -> AttachedEngine:
+def _engine(incarnation: str, address: str, pool: Pool) -> AttachedEngine:
     """An agent without slots: nothing can be written to it, whatever the other thinks of us."""
     card = FabricCard(kind="nixl", name=incarnation, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0)
     agent = AgentCard(name="doctor", incarnation=incarnation, address=address, version=version("kvbridge"))

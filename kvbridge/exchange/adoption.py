@@ -24,25 +24,25 @@ class Adoption:
         self._last = 0
         self._agreed: dict[str, tuple[list[Session], Pool]] = {}
 
-    def question(self, sender: str, sessions: Sequence[Session], home: AttachedEngine) -> list[Action] | None:
+    def question(self, sender: str, sessions: Sequence[Session], engine: AttachedEngine) -> list[Action] | None:
         """What to ask before rows of these sessions are taken; nothing while an answer is awaited, None if all is well.
 
         Raises EngineError if the engine has other scales and will keep them.
         """
-        if home.policy != "adopt" or self._is_known(sender, sessions, home):
+        if engine.policy != "adopt" or self._is_known(sender, sessions, engine):
             return None
-        scales = scales_there([session.peer_pool for session in sessions], home.pool)
-        difference = other_scales(scales, home.pool)
+        scales = scales_there([session.peer_pool for session in sessions], engine.pool)
+        difference = other_scales(scales, engine.pool)
         if difference is None:
-            self._agreed[sender] = list(sessions), home.pool
+            self._agreed[sender] = list(sessions), engine.pool
             return None
         revision = self._asked.get(scales)
         if revision is None:
-            self._last = revision = max(self._last, home.revision) + 1
+            self._last = revision = max(self._last, engine.revision) + 1
             self._forget_old()
             self._asked[scales] = revision
             return [Tell(Adopt(revision=revision, scales=scales))]
-        if revision not in self._refusals and revision > home.revision:
+        if revision not in self._refusals and revision > engine.revision:
             return []
         raise EngineError("adopt_refused", f"{difference} ({self._refusals.get(revision, 'the engine took others')})")
 
@@ -57,10 +57,10 @@ class Adoption:
         """A session is over: keep none of its engine's."""
         self._agreed.clear()
 
-    def _is_known(self, sender: str, sessions: Sequence[Session], home: AttachedEngine) -> bool:
+    def _is_known(self, sender: str, sessions: Sequence[Session], engine: AttachedEngine) -> bool:
         """The very same sessions and pool: to compare scales costs more than all else of a want."""
-        before, pool = self._agreed.get(sender, ([], home.pool))
-        return pool is home.pool and are_same(before, sessions)
+        before, pool = self._agreed.get(sender, ([], engine.pool))
+        return pool is engine.pool and are_same(before, sessions)
 
     def _forget_old(self) -> None:
         if len(self._refusals) >= MOST_ANSWERS:

@@ -16,7 +16,7 @@ from .session import AttachedEngine
 
 def extended(
     tables: Mapping[int, BlockTable],
-    home: AttachedEngine,
+    engine: AttachedEngine,
     pieces: Sequence[Blocks],
     first_token: int,
     end_token: int,
@@ -26,50 +26,50 @@ def extended(
 
     A group that keeps a window is looked at when `is_last`: its blocks change until then, and need not be said before.
     """
-    grown = _appended(tables, home, pieces)
-    _check(grown, home, first_token, end_token, is_last)
+    grown = _appended(tables, engine, pieces)
+    _check(grown, engine, first_token, end_token, is_last)
     return grown
 
 
 def tables_of(
-    home: AttachedEngine, pieces: Sequence[Blocks], first_token: int, end_token: int
+    engine: AttachedEngine, pieces: Sequence[Blocks], first_token: int, end_token: int
 ) -> dict[int, BlockTable]:
     """The tables of a want. Raises EngineError if they do not cover what is needed of [first_token, end_token)."""
-    tables = _appended({}, home, pieces)
-    _check(tables, home, first_token, end_token, True)
+    tables = _appended({}, engine, pieces)
+    _check(tables, engine, first_token, end_token, True)
     for index, table in tables.items():
-        if home.pool.groups[index].kind == "full":  # the others may point at one block for all that they do not keep
+        if engine.pool.groups[index].kind == "full":  # the others may point at one block for all that they do not keep
             table.check_distinct(index)
     return tables
 
 
 def _appended(
-    tables: Mapping[int, BlockTable], home: AttachedEngine, pieces: Sequence[Blocks]
+    tables: Mapping[int, BlockTable], engine: AttachedEngine, pieces: Sequence[Blocks]
 ) -> dict[int, BlockTable]:
-    grown, groups = dict(tables), home.pool.groups
+    grown, groups = dict(tables), engine.pool.groups
     for piece in pieces:
         if piece.group >= len(groups):
             raise EngineError("unknown_group", f"group: got {piece.group}, the pool has {len(groups)}")
-        table = grown.get(piece.group) or BlockTable.of(groups[piece.group], share=home.share)
+        table = grown.get(piece.group) or BlockTable.of(groups[piece.group], share=engine.share)
         grown[piece.group] = table.extended(piece)
     return grown
 
 
 def _check(
-    tables: Mapping[int, BlockTable], home: AttachedEngine, first_token: int, end_token: int, is_last: bool
+    tables: Mapping[int, BlockTable], engine: AttachedEngine, first_token: int, end_token: int, is_last: bool
 ) -> None:
     if first_token == end_token:
         return
-    for index, group in enumerate(home.pool.groups):
+    for index, group in enumerate(engine.pool.groups):
         if group.kind == "full":
             begin = first_token
         elif is_last:
-            begin = max(first_token, kept(group, end_token, home.pool.shard))
+            begin = max(first_token, kept(group, end_token, engine.pool.shard))
         else:
             continue
         first, end = begin, end_token
         if group.kind != "state":
-            first, end = home.share.count(first), home.share.count(end)
+            first, end = engine.share.count(first), engine.share.count(end)
         if first < end:
             _table(tables, index).check(first, end)
 
@@ -79,31 +79,31 @@ def check_begin(plan: Plan, first_token: int) -> None:
 
     They may lie in the first block of the offer, and yet be anything. A state is of all tokens, wherever it begins.
     """
-    for leg in plan.legs:
-        if leg.kind != "state" and leg.first < leg.comb.count(first_token):
+    for group_plan in plan.group_plans:
+        if group_plan.kind != "state" and group_plan.first < group_plan.token_shard.count(first_token):
             reason = f"first_token: wanted {plan.first_token}, offered from {first_token}"
             raise EngineError("tokens_missing", reason)
 
 
 def check_late(plan: Plan, tables: Mapping[int, BlockTable], tokens: int) -> None:
-    """Raises EngineError if the late legs of a plan are not in the sender's tables, now that they are whole.
+    """Raises EngineError if the late group plans of a plan are not in the sender's tables, now that they are whole.
 
     What was offered last, `tokens`, may be more than is wanted. Its windows begin later then, and its states are those
     after tokens that are not wanted.
     """
-    for leg in plan.legs:
-        if not leg.is_late:
+    for group_plan in plan.group_plans:
+        if not group_plan.is_late:
             continue
-        if leg.kind == "state" and plan.end_token != tokens:
+        if group_plan.kind == "state" and plan.end_token != tokens:
             reason = f"end_token: wanted {plan.end_token}, offered {tokens}, and a state is of exactly these"
             raise EngineError("state_moved_on", reason)
-        for group in sorted({strip.sender.group for strip in leg.strips}):
+        for group in sorted({pair.sender.group for pair in group_plan.pairs}):
             table = _table(tables, group)
-            if leg.kind == "state":
+            if group_plan.kind == "state":
                 table.last(plan.end_token)
             else:
-                for mark in (leg.first, leg.end - 1):
-                    table.at(leg.comb, mark, mark + 1)
+                for mark in (group_plan.first, group_plan.end - 1):
+                    table.at(group_plan.token_shard, mark, mark + 1)
 
 
 def _table(tables: Mapping[int, BlockTable], group: int) -> BlockTable:

@@ -16,10 +16,10 @@ from .session import AttachedEngine, Session
 MOST_LEASES = 4096  # unused, of one receiver: as many slots as an agent can have
 
 
-def planned(claim: Claim, session: Session, home: AttachedEngine) -> Plan:
+def planned(claim: Claim, session: Session, engine: AttachedEngine) -> Plan:
     """What its receiver takes, which must be what it says. Raises KVBridgeError."""
     epochs = (
-        ("sender_epoch", home.epoch, claim.sender_epoch),
+        ("sender_epoch", engine.epoch, claim.sender_epoch),
         ("receiver_epoch", session.peer_epoch, claim.receiver_epoch),
     )
     for name, ours, theirs in epochs:

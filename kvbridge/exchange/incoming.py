@@ -109,11 +109,11 @@ class OpenWant:
     """One want and how far it is."""
 
     want: Want
-    home: AttachedEngine
+    engine: AttachedEngine
     tables: Mapping[int, BlockTable]
     started: float
     state: WantState = WantState.REACHING
-    intakes: dict[str, IncomingTransfer] = field(default_factory=dict)
+    incoming_transfers: dict[str, IncomingTransfer] = field(default_factory=dict)
     parting: list[Action] = field(default_factory=list)  # what senders hear once nothing is read any more
     failure: tuple[str, str] = ("", "")
 
@@ -124,50 +124,50 @@ class OpenWant:
     @property
     def is_carried(self) -> bool:
         """Whether the data plane may touch its blocks."""
-        return any(intake.is_carried for intake in self.intakes.values())
+        return any(incoming.is_carried for incoming in self.incoming_transfers.values())
 
     @property
     def has_rows(self) -> bool:
         """Whether any have come, as far as the data plane has said, or are being read."""
-        intakes = self.intakes.values()
-        return any(each.scattered or (each.reading is not None and each.reading.is_busy) for each in intakes)
+        incoming_transfers = self.incoming_transfers.values()
+        return any(each.scattered or (each.reading is not None and each.reading.is_busy) for each in incoming_transfers)
 
 
 def claim_of(
-    wanted: OpenWant, intake: IncomingTransfer, takes: tuple[Take, ...], leases: tuple[SlotLease, ...], now: float
+    wanted: OpenWant, incoming: IncomingTransfer, takes: tuple[Take, ...], leases: tuple[SlotLease, ...], now: float
 ) -> Claim:
-    """What the sender of an intake is asked for."""
-    want, home = wanted.want, wanted.home
+    """What the sender of an incoming transfer is asked for."""
+    want, engine = wanted.want, wanted.engine
     return Claim(
-        transfer=intake.transfer,
-        want=f"{home.pool.engine.id}/{want.request}"[:256],
-        receiver=rank_index(home.pool),
-        receivers=engine_ranks(home.pool),
+        transfer=incoming.transfer,
+        want=f"{engine.pool.engine.id}/{want.request}"[:256],
+        receiver=rank_index(engine.pool),
+        receivers=engine_ranks(engine.pool),
         rendezvous=want.rendezvous,
-        sender_epoch=intake.session.peer_epoch,
-        receiver_epoch=home.epoch,
+        sender_epoch=incoming.session.peer_epoch,
+        receiver_epoch=engine.epoch,
         first_token=want.first_token,
         end_token=want.end_token,
         takes=takes,
-        plan=intake.plan.digest,
-        token=intake.token,
+        plan=incoming.plan.digest,
+        token=incoming.token,
         leases=leases,
         deadline_s=max(0.0, wanted.started + want.deadline_s - now),
     )
 
 
-def order_of(wanted: OpenWant, intake: IncomingTransfer) -> ReceiveOrder:
-    """What the data plane is to do with chunks of an intake."""
-    session = intake.session
+def order_of(wanted: OpenWant, incoming: IncomingTransfer) -> ReceiveOrder:
+    """What the data plane is to do with chunks of an incoming transfer."""
+    session = incoming.session
     return ReceiveOrder(
-        intake.transfer,
-        intake.plan,
+        incoming.transfer,
+        incoming.plan,
         wanted.tables,
-        intake.token,
+        incoming.token,
         session.peer.incarnation,
-        wanted.home.agent.incarnation,
+        wanted.engine.agent.incarnation,
         session.peer_epoch,
-        wanted.home.epoch,
+        wanted.engine.epoch,
         session.digest,
         session.routed.route,
         wanted.want.fence,
@@ -175,13 +175,13 @@ def order_of(wanted: OpenWant, intake: IncomingTransfer) -> ReceiveOrder:
 
 
 def pull_of(
-    wanted: OpenWant, intake: IncomingTransfer, reading: Reading, end_chunk: int, compared: frozenset[int]
+    wanted: OpenWant, incoming: IncomingTransfer, reading: Reading, end_chunk: int, compared: frozenset[int]
 ) -> Pull:
     """What is to be read, from the first chunk that has not been, up to `end_chunk`; some of it is `compared`."""
     return Pull(
-        intake.transfer,
-        intake.session.whose,
-        intake.plan,
+        incoming.transfer,
+        incoming.session.whose,
+        incoming.plan,
         dict(reading.tables),
         wanted.tables,
         reading.begun,
@@ -202,8 +202,8 @@ def can_begin_again(wanted: OpenWant, code: str) -> bool:
         return code in GOES_ON
     if wanted.state is not WantState.FLOWING or code != "peer_left":
         return False
-    intakes = wanted.intakes.values()
-    return not wanted.has_rows and all(intake.state is IncomingState.ENDED for intake in intakes)
+    incoming_transfers = wanted.incoming_transfers.values()
+    return not wanted.has_rows and all(incoming.state is IncomingState.ENDED for incoming in incoming_transfers)
 
 
 def why_late(wanted: OpenWant, lacks: str) -> str:
@@ -211,9 +211,12 @@ def why_late(wanted: OpenWant, lacks: str) -> str:
     passed = f"deadline_s: {wanted.want.deadline_s} passed"
     if wanted.state is WantState.REACHING:
         return f"{passed} while reaching {lacks}" if lacks else f"{passed} while agreeing with the sender"
-    intakes = wanted.intakes.values()
-    done, total = sum(intake.scattered for intake in intakes), sum(intake.plan.chunks for intake in intakes)
-    silent = ", ".join(intake.address for intake in intakes if intake.is_silent)
+    incoming_transfers = wanted.incoming_transfers.values()
+    done, total = (
+        sum(incoming.scattered for incoming in incoming_transfers),
+        sum(incoming.plan.chunks for incoming in incoming_transfers),
+    )
+    silent = ", ".join(incoming.address for incoming in incoming_transfers if incoming.is_silent)
     return f"{passed} with {done} of {total} chunks" + (f"; nothing came from {silent}" if silent else "")
 
 

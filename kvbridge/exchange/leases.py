@@ -63,8 +63,8 @@ class Promise:
 
 def _groups(plan: Plan, is_last: bool) -> list[int]:
     """Of the sender's pool: those that the plan reads, and can already."""
-    legs = [leg for leg in plan.legs if is_last or not leg.is_late]
-    return sorted({strip.sender.group for leg in legs for strip in leg.strips})
+    group_plans = [group_plan for group_plan in plan.group_plans if is_last or not group_plan.is_late]
+    return sorted({pair.sender.group for group_plan in group_plans for pair in group_plan.pairs})
 
 
 def _first_entry(plan: Plan, table: BlockTable) -> int:

@@ -60,7 +60,7 @@ class OpenOffer:
     receivers: int = 0
     is_declined: bool = False  # they said that they need nothing
     served: set[int] = field(default_factory=set)
-    outlets: dict[str, OutgoingTransfer] = field(
+    outgoing_transfers: dict[str, OutgoingTransfer] = field(
         default_factory=dict, repr=False, compare=False
     )  # that read it, until they end
     over: tuple[str, str] | None = None  # (code, reason): no new gathers
@@ -153,5 +153,5 @@ class OutgoingTransfer:
 class ReceiverClaims:
     """What one receiver has claimed and is not over. `unused` counts its leases under which nothing was shipped."""
 
-    outlets: dict[str, OutgoingTransfer] = field(default_factory=dict)
+    outgoing_transfers: dict[str, OutgoingTransfer] = field(default_factory=dict)
     unused: int = 0

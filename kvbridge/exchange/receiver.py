@@ -72,12 +72,12 @@ class Receiver:
         self._is_paused = False
         self._new_id = new_id
         self._new_token = new_token
-        self._givers = ShardAssignment()
+        self._assignment = ShardAssignment()
         self._senders = SenderSessions()
         self._adoption = Adoption()
         self._wanted_by: dict[str, OpenWant] = {}  # transfer -> its want
         self._hungry: Turns[IncomingTransfer] = Turns()  # of which chunks are ready that have no slot
-        self._doubts = UndrainedTransfers()
+        self._undrained = UndrainedTransfers()
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
 
     # From our engine:
@@ -89,7 +89,7 @@ class Receiver:
         self.awaited.add(expect, now)
         return [Reach(address) for address in self._senders.missing(expect.sender)]
 
-    def want(self, want: Want, home: AttachedEngine, now: float) -> list[Action]:
+    def want(self, want: Want, engine: AttachedEngine, now: float) -> list[Action]:
         """Our engine wants these tokens."""
         self.awaited.end(want.request)
         if (twin := self.wants.get(want.request)) is not None:
@@ -100,10 +100,10 @@ class Receiver:
             if want.end_token < want.first_token:
                 reason = f"end_token: got {want.end_token}, first_token {want.first_token}"
                 return [failed(want.request, "bad_range", reason)]
-            tables = tables_of(home, want.blocks, want.first_token, want.end_token)
+            tables = tables_of(engine, want.blocks, want.first_token, want.end_token)
         except KVBridgeError as error:
             return [failed(want.request, error.code, str(error))]
-        wanted = OpenWant(want, home, tables, now)
+        wanted = OpenWant(want, engine, tables, now)
         self.wants[want.request] = wanted
         self._deadlines.set(("want", want.request), now + want.deadline_s)
         return self._advance(wanted, now)
@@ -123,9 +123,9 @@ class Receiver:
         self.awaited.clear()
         return [action for action in actions if not isinstance(action, Tell)]
 
-    def rescaled(self, home: AttachedEngine, now: float) -> list[Action]:
+    def rescaled(self, engine: AttachedEngine, now: float) -> list[Action]:
         """Our rows come under other scales from here on, and all sessions are over: they were planned with the old."""
-        return self._end_sessions(home, "rescaled", "scales of our engine changed", now)
+        return self._end_sessions(engine, "rescaled", "scales of our engine changed", now)
 
     def pause(self) -> bool:
         """Claim nothing until `rebuilt`. Whether nothing is under way any more: until then it had better wait."""
@@ -137,20 +137,20 @@ class Receiver:
         self._is_paused = False
         return self._advance_all(now)
 
-    def rebuilt(self, home: AttachedEngine | None, now: float) -> list[Action]:
+    def rebuilt(self, engine: AttachedEngine | None, now: float) -> list[Action]:
         """Our slots are others from here on, and all sessions are over: theirs were the old ones. So is every doubt."""
         self._is_paused = False
-        actions = [] if home is None else self._end_sessions(home, "rebuilt", "the agent made its slots anew", now)
-        self._doubts.clear()
+        actions = [] if engine is None else self._end_sessions(engine, "rebuilt", "the agent made its slots anew", now)
+        self._undrained.clear()
         self.slots.rebuilt()
         return actions + self._pump()
 
-    def _end_sessions(self, home: AttachedEngine, code: str, reason: str, now: float) -> list[Action]:
+    def _end_sessions(self, engine: AttachedEngine, code: str, reason: str, now: float) -> list[Action]:
         """All sessions are over. Wants that have not claimed anything yet go on, by new ones."""
         actions: list[Action] = []
         for wanted in list(self.wants.values()):
             if wanted.state in (WantState.REACHING, WantState.RETURNING):
-                wanted.home = home
+                wanted.engine = engine
             else:
                 actions += self._fail(wanted, code, reason, now)
         for address in list(self._senders.open):
@@ -185,8 +185,8 @@ class Receiver:
         """
         return [
             Send(address, Cancel(transfer=transfer, code="forgotten", incarnation="" if of == incarnation else of))
-            for transfer, of in self._doubts.meet(address, incarnation, key)
-            if (intake := self._known(transfer)) is None or intake.state is IncomingState.ENDED
+            for transfer, of in self._undrained.meet(address, incarnation, key)
+            if (incoming := self._known(transfer)) is None or incoming.state is IncomingState.ENDED
         ]
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
@@ -216,21 +216,21 @@ class Receiver:
 
     def _reach_again(self, wanted: OpenWant, event: WantEvent, now: float) -> list[Action]:
         wanted.state = WANT_TABLE.after(wanted.state, event)
-        for transfer in wanted.intakes:
+        for transfer in wanted.incoming_transfers:
             self._wanted_by.pop(transfer, None)
-        wanted.intakes.clear()
+        wanted.incoming_transfers.clear()
         return self._advance(wanted, now)
 
     def _lose(self, address: str, now: float) -> list[OpenWant]:
         """The session with `address` is over: so is all that comes from there. Whose transfers that were."""
         self._senders.open.pop(address, None)
-        self._givers.forget()
+        self._assignment.forget()
         self._adoption.forget()
         hurt = []
         for transfer, wanted in list(self._wanted_by.items()):
-            intake = wanted.intakes[transfer]
-            if intake.address == address and intake.state is not IncomingState.ENDED:
-                self._end_intake(intake, IncomingEvent.LOSE, now)
+            incoming = wanted.incoming_transfers[transfer]
+            if incoming.address == address and incoming.state is not IncomingState.ENDED:
+                self._end_incoming(incoming, IncomingEvent.LOSE, now)
                 hurt.append(wanted)
                 self._forget_if_over(transfer)
         return hurt
@@ -240,73 +240,73 @@ class Receiver:
 
     def ready(self, incarnation: str, transfer: str, chunks: int, key: str = "") -> list[Action]:
         """The sender could gather this many chunks."""
-        intake = self._intake(incarnation, transfer, key)
-        if intake is None or intake.state is not IncomingState.CLAIMED or intake.reading is not None:
+        incoming = self._incoming(incarnation, transfer, key)
+        if incoming is None or incoming.state is not IncomingState.CLAIMED or incoming.reading is not None:
             return []
-        intake.ready = max(intake.ready, min(chunks, intake.plan.chunks))
-        queue(self.slots, self._hungry, intake)
+        incoming.ready = max(incoming.ready, min(chunks, incoming.plan.chunks))
+        queue(self.slots, self._hungry, incoming)
         return self._pump()
 
     def tables(self, incarnation: str, told: BlockTables, now: float, key: str = "") -> list[Action]:
         """Where the sender's rows lie, as far as they are computed: read them."""
-        intake = self._intake(incarnation, told.transfer, key)
-        if intake is None or intake.state is not IncomingState.CLAIMED or (reading := intake.reading) is None:
+        incoming = self._incoming(incarnation, told.transfer, key)
+        if incoming is None or incoming.state is not IncomingState.CLAIMED or (reading := incoming.reading) is None:
             return []
         reading.lease.answered(told.renewal)
         try:
-            reading.learn(told, intake.plan)
+            reading.learn(told, incoming.plan)
         except KVBridgeError as error:
             return self._fail(self._wanted_by[told.transfer], error.code, str(error), now)
-        intake.ready = max(intake.ready, ready_chunks(intake.plan, told.tokens, told.is_last))
-        return self._read(intake, reading, now)
+        incoming.ready = max(incoming.ready, ready_chunks(incoming.plan, told.tokens, told.is_last))
+        return self._read(incoming, reading, now)
 
-    def _read(self, intake: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
+    def _read(self, incoming: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
         """Read what is there, one read after another."""
-        if reading.is_busy or reading.begun >= intake.ready:
+        if reading.is_busy or reading.begun >= incoming.ready:
             return []
-        wanted = self._wanted_by[intake.transfer]
-        compared = self.sampling.choose(reading.begun, intake.ready)
-        pull = pull_of(wanted, intake, reading, intake.ready, compared)
-        reading.begun, reading.is_busy, intake.is_carried = intake.ready, True, True
-        return [*self._renew(intake, reading, now), pull]
+        wanted = self._wanted_by[incoming.transfer]
+        compared = self.sampling.choose(reading.begun, incoming.ready)
+        pull = pull_of(wanted, incoming, reading, incoming.ready, compared)
+        reading.begun, reading.is_busy, incoming.is_carried = incoming.ready, True, True
+        return [*self._renew(incoming, reading, now), pull]
 
-    def _renew(self, intake: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
+    def _renew(self, incoming: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
         """Ask for the lease again where it ends soon."""
         due = reading.lease.asked_at + LEASE_S / 2
         if now < due:
-            self._deadlines.set(("lease", intake.transfer), due)
+            self._deadlines.set(("lease", incoming.transfer), due)
             return []
-        self._deadlines.set(("lease", intake.transfer), now + LEASE_S / 2)
-        return [Send(intake.address, Renew(transfer=intake.transfer, number=reading.lease.renew(now)))]
+        self._deadlines.set(("lease", incoming.transfer), now + LEASE_S / 2)
+        return [Send(incoming.address, Renew(transfer=incoming.transfer, number=reading.lease.renew(now)))]
 
-    def _renew_if_read(self, intake: IncomingTransfer, now: float) -> list[Action]:
-        reading = intake.reading
-        if reading is None or intake.state is not IncomingState.CLAIMED:
+    def _renew_if_read(self, incoming: IncomingTransfer, now: float) -> list[Action]:
+        reading = incoming.reading
+        if reading is None or incoming.state is not IncomingState.CLAIMED:
             return []
-        return self._renew(intake, reading, now) if reading.is_busy or reading.unchecked else []
+        return self._renew(incoming, reading, now) if reading.is_busy or reading.unchecked else []
 
     def _pulled(self, pulled: Pulled, now: float) -> list[Action]:
         """A read has ended."""
         transfer, end_chunk = pulled.transfer, pulled.end_chunk
         wanted = self._wanted_by[transfer]
-        intake = wanted.intakes[transfer]
-        reading = intake.reading
+        incoming = wanted.incoming_transfers[transfer]
+        reading = incoming.reading
         assert reading is not None
         reading.is_busy = False
         self._deadlines.clear(("lease", transfer))
         if wanted.state is not WantState.FLOWING:  # it was told to stop, and will be quiet
             return []
-        intake.is_carried = False
+        incoming.is_carried = False
         if pulled.failure is not None:
             return self._fail(wanted, *pulled.failure, now)
-        intake.scattered = end_chunk
-        actions = self._check(intake, reading, pulled.digests, now)
-        if end_chunk < intake.plan.chunks:
-            return actions + self._read(intake, reading, now)
-        return actions + self._settle_if_read(intake, reading, now)
+        incoming.scattered = end_chunk
+        actions = self._check(incoming, reading, pulled.digests, now)
+        if end_chunk < incoming.plan.chunks:
+            return actions + self._read(incoming, reading, now)
+        return actions + self._settle_if_read(incoming, reading, now)
 
     def _check(
-        self, intake: IncomingTransfer, reading: Reading, digests: Mapping[int, int], now: float
+        self, incoming: IncomingTransfer, reading: Reading, digests: Mapping[int, int], now: float
     ) -> list[Action]:
         """Ask the sender for its digests of these chunks. It keeps their blocks meanwhile."""
         if not digests and not reading.unchecked:
@@ -314,13 +314,13 @@ class Receiver:
         reading.unchecked.update(digests)
         sums = [Sum(chunk, digest) for chunk, digest in sorted(digests.items())]
         pieces = [tuple(sums[at : at + MAX_SUMS]) for at in range(0, len(sums), MAX_SUMS)]
-        asked = [Send(intake.address, Check(transfer=intake.transfer, digests=piece)) for piece in pieces]
-        return [*self._renew(intake, reading, now), *asked]
+        asked = [Send(incoming.address, Check(transfer=incoming.transfer, digests=piece)) for piece in pieces]
+        return [*self._renew(incoming, reading, now), *asked]
 
     def checked(self, incarnation: str, told: Checked, now: float, key: str = "") -> list[Action]:
         """What the sender finds in its blocks. Chunks that it was not asked for are nothing to us."""
-        intake = self._intake(incarnation, told.transfer, key)
-        if intake is None or intake.state is not IncomingState.CLAIMED or (reading := intake.reading) is None:
+        incoming = self._incoming(incarnation, told.transfer, key)
+        if incoming is None or incoming.state is not IncomingState.CLAIMED or (reading := incoming.reading) is None:
             return []
         for each in told.digests:
             if (read := reading.unchecked.pop(each.chunk, None)) is None:
@@ -330,29 +330,29 @@ class Receiver:
                 self.differing += 1
                 reason = f"chunk {each.chunk}: the sender has digest {each.digest:016x}, read was {read:016x}"
                 return self._fail(self._wanted_by[told.transfer], "digest_mismatch", reason, now)
-        return self._settle_if_read(intake, reading, now)
+        return self._settle_if_read(incoming, reading, now)
 
-    def _settle_if_read(self, intake: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
+    def _settle_if_read(self, incoming: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
         """All was read, and nothing of it waits to be compared."""
-        if intake.scattered < intake.plan.chunks:
+        if incoming.scattered < incoming.plan.chunks:
             return []
         if reading.unchecked:
             if not self.sampling.is_all:
-                self._deadlines.set(("check", intake.transfer), now + CHECK_S)
+                self._deadlines.set(("check", incoming.transfer), now + CHECK_S)
             return []
-        self._deadlines.clear(("lease", intake.transfer))
-        self._end_intake(intake, IncomingEvent.FINISH, now)
-        settled = Send(intake.address, Settled(transfer=intake.transfer))
-        return [*self._finish_if_complete(self._wanted_by[intake.transfer], now), settled]
+        self._deadlines.clear(("lease", incoming.transfer))
+        self._end_incoming(incoming, IncomingEvent.FINISH, now)
+        settled = Send(incoming.address, Settled(transfer=incoming.transfer))
+        return [*self._finish_if_complete(self._wanted_by[incoming.transfer], now), settled]
 
-    def _compare_no_more(self, intake: IncomingTransfer, now: float) -> list[Action]:
+    def _compare_no_more(self, incoming: IncomingTransfer, now: float) -> list[Action]:
         """Its sender does not say its digests, for long: a sample is not worth the request."""
-        reading = intake.reading
-        if reading is None or intake.state is not IncomingState.CLAIMED:
+        reading = incoming.reading
+        if reading is None or incoming.state is not IncomingState.CLAIMED:
             return []
         self.uncompared += len(reading.unchecked)
         reading.unchecked.clear()
-        return self._settle_if_read(intake, reading, now)
+        return self._settle_if_read(incoming, reading, now)
 
     def hear(self, reports: Iterable[ReceivingReport], now: float) -> list[Action]:
         """What the data plane reports."""
@@ -372,27 +372,27 @@ class Receiver:
     def _landed(self, landed: Landed, now: float) -> list[Action]:
         transfer = landed.transfer
         wanted = self._wanted_by[transfer]
-        intake = wanted.intakes[transfer]
+        incoming = wanted.incoming_transfers[transfer]
         self.slots.land(landed.leases, transfer)
-        intake.scattered += landed.chunks
-        if intake.state is not IncomingState.CLAIMED:
+        incoming.scattered += landed.chunks
+        if incoming.state is not IncomingState.CLAIMED:
             if not self.slots.has_out(transfer):
-                self._doubts.settle(transfer)
+                self._undrained.settle(transfer)
             return []
-        if intake.scattered < intake.plan.chunks:
+        if incoming.scattered < incoming.plan.chunks:
             return []
-        self._end_intake(intake, IncomingEvent.FINISH, now)
-        settled = Send(intake.address, Settled(transfer=transfer))
+        self._end_incoming(incoming, IncomingEvent.FINISH, now)
+        settled = Send(incoming.address, Settled(transfer=transfer))
         return [*self._finish_if_complete(wanted, now), settled]  # our engine waits: it hears first
 
     def _quiet(self, transfer: str, now: float) -> list[Action]:
         wanted = self._wanted_by[transfer]
-        intake = wanted.intakes[transfer]
-        intake.is_carried = False
-        if intake.is_drained:
+        incoming = wanted.incoming_transfers[transfer]
+        incoming.is_carried = False
+        if incoming.is_drained:
             self.slots.drain(transfer)
-        if intake.state is IncomingState.STOPPING and not self.slots.has_out(transfer):
-            self._end_intake(intake, IncomingEvent.DRAIN, now)  # all it was lent has landed
+        if incoming.state is IncomingState.STOPPING and not self.slots.has_out(transfer):
+            self._end_incoming(incoming, IncomingEvent.DRAIN, now)  # all it was lent has landed
         if wanted.is_carried:
             return []
         if wanted.state is WantState.ENDING:
@@ -405,8 +405,8 @@ class Receiver:
         self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
     ) -> list[Action]:
         """The sender gives up; writes may still be under way."""
-        intake = self._intake(incarnation, transfer, key)
-        if intake is None or intake.state is not IncomingState.CLAIMED:
+        incoming = self._incoming(incarnation, transfer, key)
+        if incoming is None or incoming.state is not IncomingState.CLAIMED:
             return []
         return self._fail(self._wanted_by[transfer], code or "sender_failed", reason, now)
 
@@ -414,15 +414,15 @@ class Receiver:
         self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
     ) -> list[Action]:
         """The sender will not write anything of this transfer any more: its slots are free again."""
-        intake = self._intake(incarnation, transfer, key)
-        if intake is None and not self._doubts.can_settle(transfer, incarnation, key):
+        incoming = self._incoming(incarnation, transfer, key)
+        if incoming is None and not self._undrained.can_settle(transfer, incarnation, key):
             return []
-        self._doubts.settle(transfer)
+        self._undrained.settle(transfer)
         self._drain(transfer)
         actions: list[Action] = []
-        if intake is not None and intake.state is not IncomingState.ENDED:
-            was_claimed = intake.state is IncomingState.CLAIMED
-            self._end_intake(intake, IncomingEvent.DRAIN, now)
+        if incoming is not None and incoming.state is not IncomingState.ENDED:
+            was_claimed = incoming.state is IncomingState.CLAIMED
+            self._end_incoming(incoming, IncomingEvent.DRAIN, now)
             if was_claimed:
                 actions = self._fail(self._wanted_by[transfer], code or "sender_failed", reason, now)
         self._forget_if_over(transfer)
@@ -430,9 +430,9 @@ class Receiver:
 
     def _drain(self, transfer: str) -> None:
         """Its slots are free once the data plane is through with them as well."""
-        intake = self._known(transfer)
-        if intake is not None and intake.is_carried:
-            intake.is_drained = True
+        incoming = self._known(transfer)
+        if incoming is not None and incoming.is_carried:
+            incoming.is_drained = True
         else:
             self.slots.drain(transfer)
 
@@ -447,10 +447,10 @@ class Receiver:
             elif kind == "ask" and key in self._senders.open:
                 actions.append(Ask(key))
             elif kind == "lease" and key in self._wanted_by:
-                actions += self._renew_if_read(self._wanted_by[key].intakes[key], now)
+                actions += self._renew_if_read(self._wanted_by[key].incoming_transfers[key], now)
             elif kind == "check" and key in self._wanted_by:
-                actions += self._compare_no_more(self._wanted_by[key].intakes[key], now)
-            elif kind == "doubt" and self._doubts.is_any(key):
+                actions += self._compare_no_more(self._wanted_by[key].incoming_transfers[key], now)
+            elif kind == "doubt" and self._undrained.is_any(key):
                 self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
                 actions.append(Reach(key))
         return actions + self._hold(now)
@@ -485,7 +485,7 @@ class Receiver:
         sessions = self._senders.reached(sender)
         try:
             if wanted.want.first_token < wanted.want.end_token:
-                question = self._adoption.question(sender, list(sessions.values()), wanted.home)
+                question = self._adoption.question(sender, list(sessions.values()), wanted.engine)
                 if question is not None:
                     return question
             return self._claim(wanted, sessions, now)
@@ -494,8 +494,8 @@ class Receiver:
 
     def _claim(self, wanted: OpenWant, sessions: Mapping[str, Session], now: float) -> list[Action]:
         """Everybody is there: say who gives what. Raises KVBridgeError before anything has changed."""
-        want, home = wanted.want, wanted.home
-        takes = self._givers.takes(want.sender, list(sessions.values()), home.pool)
+        want, engine = wanted.want, wanted.engine
+        takes = self._assignment.takes(want.sender, list(sessions.values()), engine.pool)
         if want.first_token == want.end_token:
             takes = tuple(() for _ in takes)
         plans = [
@@ -511,27 +511,27 @@ class Receiver:
     def _claim_from(
         self, wanted: OpenWant, address: str, session: Session, takes: tuple[Take, ...], planned: Plan, now: float
     ) -> list[Action]:
-        intake = IncomingTransfer(self._new_id(), address, session, planned, self._new_token(), turn=self.slots.turn)
+        incoming = IncomingTransfer(self._new_id(), address, session, planned, self._new_token(), turn=self.slots.turn)
         actions: list[Action] = []
         leases: tuple[SlotLease, ...] = ()
         if planned.chunks:
-            wanted.intakes[intake.transfer] = intake
-            self._wanted_by[intake.transfer] = wanted
+            wanted.incoming_transfers[incoming.transfer] = incoming
+            self._wanted_by[incoming.transfer] = wanted
         if planned.chunks and session.routed.is_pulled:
-            intake.reading = Reading(ReadLease(now), session)
+            incoming.reading = Reading(ReadLease(now), session)
         elif planned.chunks:
-            intake.is_carried = True
-            leases = lend_early(self.slots, intake)
-            actions = [order_of(wanted, intake), *([Lend(intake.transfer, leases)] if leases else [])]
-        return [*actions, Send(address, claim_of(wanted, intake, takes, leases, now))]
+            incoming.is_carried = True
+            leases = lend_early(self.slots, incoming)
+            actions = [order_of(wanted, incoming), *([Lend(incoming.transfer, leases)] if leases else [])]
+        return [*actions, Send(address, claim_of(wanted, incoming, takes, leases, now))]
 
     def _finish_if_complete(self, wanted: OpenWant, now: float) -> list[Action]:
         if wanted.state is not WantState.FLOWING:
             return []
-        if any(intake.state is not IncomingState.ENDED for intake in wanted.intakes.values()):
+        if any(incoming.state is not IncomingState.ENDED for incoming in wanted.incoming_transfers.values()):
             return []
         wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FINISH)
-        moved = sum(intake.plan.total_bytes for intake in wanted.intakes.values())
+        moved = sum(incoming.plan.total_bytes for incoming in wanted.incoming_transfers.values())
         self._forget(wanted)
         want, seconds = wanted.want, max(0.0, now - wanted.started)
         tokens = want.end_token - want.first_token
@@ -545,11 +545,11 @@ class Receiver:
         actions: list[Action] = self._waive(wanted) if wanted.state is WantState.REACHING else []
         if wanted.state is WantState.FLOWING:
             actions += self._stops(wanted)
-        for intake in wanted.intakes.values():
-            if intake.state is IncomingState.CLAIMED:
-                self._end_intake(intake, IncomingEvent.STOP, now)
-                cancel = Send(intake.address, Cancel(transfer=intake.transfer, code=code, reason=reason[:1024]))
-                (actions if intake.reading is None else wanted.parting).append(cancel)
+        for incoming in wanted.incoming_transfers.values():
+            if incoming.state is IncomingState.CLAIMED:
+                self._end_incoming(incoming, IncomingEvent.STOP, now)
+                cancel = Send(incoming.address, Cancel(transfer=incoming.transfer, code=code, reason=reason[:1024]))
+                (actions if incoming.reading is None else wanted.parting).append(cancel)
         if wanted.is_carried:
             wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
             return actions
@@ -557,7 +557,11 @@ class Receiver:
 
     def _stops(self, wanted: OpenWant) -> list[Action]:
         """Nothing more is put into its blocks. What waits for our engine's own stream does not hold up its end."""
-        return [StopReceiving(each.transfer, *wanted.failure) for each in wanted.intakes.values() if each.is_carried]
+        return [
+            StopReceiving(each.transfer, *wanted.failure)
+            for each in wanted.incoming_transfers.values()
+            if each.is_carried
+        ]
 
     def _waive(self, wanted: OpenWant) -> list[Action]:
         """Tell the ranks we did reach that nothing will be taken, or they keep their blocks until the hold ends."""
@@ -573,32 +577,38 @@ class Receiver:
         self._forget(wanted)
         return [failed(wanted.want.request, *wanted.failure), *wanted.parting]
 
-    def _end_intake(self, intake: IncomingTransfer, event: IncomingEvent, now: float) -> None:
-        """Move an intake on; leases that are still out when it stops or is lost become doubtful."""
-        intake.state = INCOMING_TABLE.after(intake.state, event)
-        if intake.reading is not None:
-            intake.reading.lease.is_given_up = True
-        self._hungry.discard(intake.transfer)
+    def _end_incoming(self, incoming: IncomingTransfer, event: IncomingEvent, now: float) -> None:
+        """Move an incoming transfer on; leases that are still out when it stops or is lost become doubtful."""
+        incoming.state = INCOMING_TABLE.after(incoming.state, event)
+        if incoming.reading is not None:
+            incoming.reading.lease.is_given_up = True
+        self._hungry.discard(incoming.transfer)
         if event in (IncomingEvent.STOP, IncomingEvent.LOSE):
-            doubted = self.slots.doubt(intake.transfer)
+            doubted = self.slots.doubt(incoming.transfer)
             if doubted:
-                self._doubts.add(intake.transfer, intake.address, intake.session.peer.incarnation, intake.session.key)
-                self._deadlines.set(("doubt", intake.address), now + DOUBT_AGAIN_S)
+                self._undrained.add(
+                    incoming.transfer, incoming.address, incoming.session.peer.incarnation, incoming.session.key
+                )
+                self._deadlines.set(("doubt", incoming.address), now + DOUBT_AGAIN_S)
             elif event is IncomingEvent.STOP:  # no slot is out: nothing that the sender could say is waited for
-                intake.state = INCOMING_TABLE.after(intake.state, IncomingEvent.DRAIN)
+                incoming.state = INCOMING_TABLE.after(incoming.state, IncomingEvent.DRAIN)
         elif event is IncomingEvent.FINISH:
-            intake.is_carried = False
-            self.slots.drain(intake.transfer)  # leases it never used: the sender has written every chunk it will
+            incoming.is_carried = False
+            self.slots.drain(incoming.transfer)  # leases it never used: the sender has written every chunk it will
 
     def _forget(self, wanted: OpenWant) -> None:
         del self.wants[wanted.want.request]
         self._deadlines.clear(("want", wanted.want.request))
-        for transfer in wanted.intakes:
+        for transfer in wanted.incoming_transfers:
             self._forget_if_over(transfer)
 
     def _forget_if_over(self, transfer: str) -> None:
         wanted = self._wanted_by.get(transfer)
-        if wanted and wanted.state is WantState.ENDED and wanted.intakes[transfer].state is IncomingState.ENDED:
+        if (
+            wanted
+            and wanted.state is WantState.ENDED
+            and wanted.incoming_transfers[transfer].state is IncomingState.ENDED
+        ):
             del self._wanted_by[transfer]
 
     def request_of(self, transfer: str) -> str:
@@ -608,7 +618,7 @@ class Receiver:
 
     def session_of(self, transfer: str) -> Session:
         """By which it comes, while the data plane may report something of it."""
-        return self._wanted_by[transfer].intakes[transfer].session
+        return self._wanted_by[transfer].incoming_transfers[transfer].session
 
     @property
     def moving(self) -> int:
@@ -625,14 +635,17 @@ class Receiver:
         """Transfers of which chunks are ready that have no slot. Any thread may ask."""
         return len(self._hungry)
 
-    def _intake(self, incarnation: str, transfer: str, key: str) -> IncomingTransfer | None:
-        intake = self._known(transfer)
-        is_its = intake is not None and (intake.session.peer.incarnation, intake.session.key) == (incarnation, key)
-        return intake if is_its else None
+    def _incoming(self, incarnation: str, transfer: str, key: str) -> IncomingTransfer | None:
+        incoming = self._known(transfer)
+        is_its = incoming is not None and (incoming.session.peer.incarnation, incoming.session.key) == (
+            incarnation,
+            key,
+        )
+        return incoming if is_its else None
 
     def _known(self, transfer: str) -> IncomingTransfer | None:
         wanted = self._wanted_by.get(transfer)
-        return wanted.intakes.get(transfer) if wanted else None
+        return wanted.incoming_transfers.get(transfer) if wanted else None
 
     def _pump(self) -> list[Action]:
         """Lend what is free to whom it serves."""

@@ -73,7 +73,7 @@ class Sender:
         self._renounced: Recent[tuple[str, str]] = Recent(MOST_RENOUNCED)  # (incarnation, transfer)
         self._most_claims = most_claims
         self.offers: dict[str, OpenOffer] = {}
-        self.outlets: dict[str, OutgoingTransfer] = {}
+        self.outgoing_transfers: dict[str, OutgoingTransfer] = {}
         self._of_receiver: dict[str, ReceiverClaims] = {}  # by incarnation
         self._waiting: dict[str, dict[str, OutgoingTransfer]] = {}  # by rendezvous
         self._comparing: dict[
@@ -88,7 +88,7 @@ class Sender:
 
     # From our engine:
 
-    def offer(self, offer: Offer, home: AttachedEngine, now: float) -> list[Action]:
+    def offer(self, offer: Offer, engine: AttachedEngine, now: float) -> list[Action]:
         """Tokens are ready, the first time or more of them."""
         offered = self.offers.get(offer.request)
         if offered is not None and offered.over is not None:
@@ -110,14 +110,14 @@ class Sender:
             self._rendezvous_ids.enter(offered)
         offered.is_told_out |= offer.is_last
         try:
-            self._grow(offered, offer, home)
+            self._grow(offered, offer, engine)
         except KVBridgeError as error:
             return self._end_offer(offered, error.code, str(error), now)
         offered.told_at, offered.hold_s = now, offer.hold_s
         self._deadlines.set(("offer", offer.request), now + offer.hold_s)
         actions = self._bind_waiting(offer.rendezvous)
         actions += self._short_of(offered)
-        for out in list(offered.outlets.values()):
+        for out in list(offered.outgoing_transfers.values()):
             self._owe(out)
             actions += self._progress(out)
         return actions
@@ -175,7 +175,7 @@ class Sender:
         """Whether all that flowed has ended, but for writes that do. Begin no transfer until `rebuilt` or `resume`, if
         we are our engine's one rank: what others have begun a receiver could not claim again."""
         self._is_paused = is_alone
-        return not any(out.state is OutgoingState.FLOWING or out.is_reading for out in self.outlets.values())
+        return not any(out.state is OutgoingState.FLOWING or out.is_reading for out in self.outgoing_transfers.values())
 
     def resume(self) -> list[Action]:
         """There will be no rebuild."""
@@ -188,7 +188,7 @@ class Sender:
         Claims of what is not offered yet go with their sessions, and come again by others.
         """
         self._is_paused = False
-        moving = [out for out in self.outlets.values() if out.state is not OutgoingState.WAITING]
+        moving = [out for out in self.outgoing_transfers.values() if out.state is not OutgoingState.WAITING]
         return [action for out in moving for action in self._stop(out, "rebuilt", reason)]
 
     def engine_left(self, now: float) -> list[Action]:
@@ -204,29 +204,29 @@ class Sender:
         actions: list[Action] = []
         for offered in list(self.offers.values()):
             actions += self._end_offer(offered, code, reason, now)
-        for out in list(self.outlets.values()):
+        for out in list(self.outgoing_transfers.values()):
             actions += self._stop(out, code, reason)
         return actions
 
     # From a receiver:
 
-    def claim(self, claim: Claim, session: Session, home: AttachedEngine, now: float) -> list[Action]:
+    def claim(self, claim: Claim, session: Session, engine: AttachedEngine, now: float) -> list[Action]:
         """A receiver takes rows of a rendezvous."""
         incarnation = session.peer.incarnation
         if (incarnation, claim.transfer) in self._renounced:
             return [
                 refused(incarnation, claim, "cancelled", f"transfer: {claim.transfer} was cancelled before it came")
             ]
-        if claim.transfer in self.outlets:
+        if claim.transfer in self.outgoing_transfers:
             return [refused(incarnation, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
         its = self._of_receiver.get(incarnation) or ReceiverClaims()
-        if len(its.outlets) >= self._most_claims:
+        if len(its.outgoing_transfers) >= self._most_claims:
             return [refused(incarnation, claim, "too_many_claims", f"claims: {self._most_claims} of yours are open")]
-        if len(self.outlets) >= MOST_CLAIMS_OF_ALL:
+        if len(self.outgoing_transfers) >= MOST_CLAIMS_OF_ALL:
             reason = f"claims: {MOST_CLAIMS_OF_ALL} of all receivers are open"
             return [refused(incarnation, claim, "too_many_transfers", reason)]
         try:
-            plan = planned(claim, session, home)
+            plan = planned(claim, session, engine)
         except KVBridgeError as error:
             return [refused(incarnation, claim, error.code, str(error))]
         out = OutgoingTransfer(claim, session, plan, now)
@@ -239,7 +239,7 @@ class Sender:
         if too_many := surplus(out, claim.leases, its.unused):
             return [refused(incarnation, claim, "bad_lease", too_many)]
         self._of_receiver[incarnation] = its
-        self.outlets[claim.transfer] = its.outlets[claim.transfer] = out
+        self.outgoing_transfers[claim.transfer] = its.outgoing_transfers[claim.transfer] = out
         self._waiting.setdefault(claim.rendezvous, {})[claim.transfer] = out
         self._lend(out, claim.leases)
         self._rendezvous_ids.forget_old(now)
@@ -267,7 +267,7 @@ class Sender:
 
     def grant(self, incarnation: str, grant: Grant) -> list[Action]:
         """The receiver lends more slots."""
-        out = self.outlets.get(grant.transfer)
+        out = self.outgoing_transfers.get(grant.transfer)
         if (
             out is None
             or out.incarnation != incarnation
@@ -292,7 +292,7 @@ class Sender:
         """The receiver gives up. Drained follows when nothing is being written; at once for what we do not know."""
         if self.renounce(incarnation, cancel):
             return [Send(incarnation, Drained(transfer=cancel.transfer))]
-        out = self.outlets.get(cancel.transfer)
+        out = self.outgoing_transfers.get(cancel.transfer)
         if cancel.incarnation or out is None or out.incarnation != incarnation:
             return []
         out.is_lost = False  # it came back, and asks about what it could not hear the end of
@@ -308,7 +308,7 @@ class Sender:
         """
         if cancel.incarnation:
             return cancel.incarnation in self._before
-        if cancel.transfer in self.outlets:
+        if cancel.transfer in self.outgoing_transfers:
             return False
         self._renounced.add((incarnation, cancel.transfer))
         return True
@@ -317,19 +317,19 @@ class Sender:
         """The session with this receiver is over."""
         actions: list[Action] = []
         its = self._of_receiver.get(incarnation)
-        for out in list(its.outlets.values()) if its is not None else []:
+        for out in list(its.outgoing_transfers.values()) if its is not None else []:
             out.is_lost = True
             actions += self._stop(out, "peer_lost", "the receiver's agent is gone")
         return actions
 
     def request_of(self, transfer: str) -> str:
         """Whose rows it takes; "" while nobody knows."""
-        out = self.outlets.get(transfer)
+        out = self.outgoing_transfers.get(transfer)
         return out.offered.request if out is not None and out.offered is not None else ""
 
     def session_of(self, transfer: str) -> Session:
         """By which it goes, while the data plane may report something of it."""
-        return self.outlets[transfer].session
+        return self.outgoing_transfers[transfer].session
 
     @property
     def without_offer(self) -> int:
@@ -340,21 +340,21 @@ class Sender:
 
     def renew(self, incarnation: str, renew: Renew) -> None:
         """It is still reading. Heard of by `answers`, if the blocks are still its to read."""
-        out = self.outlets.get(renew.transfer)
+        out = self.outgoing_transfers.get(renew.transfer)
         if out is not None and out.incarnation == incarnation and out.promise is not None:
             out.promise.renewal, out.promise.is_asked = max(out.promise.renewal, renew.number), True
             self._owe(out)
 
     def read_by(self, incarnation: str, transfer: str) -> Plan | None:
         """What this receiver reads itself, if it does."""
-        out = self.outlets.get(transfer)
+        out = self.outgoing_transfers.get(transfer)
         if out is None or out.incarnation != incarnation or out.promise is None or out.is_settled:
             return None
         return out.plan if out.state is OutgoingState.FLOWING else None
 
     def settled(self, incarnation: str, transfer: str) -> list[Action]:
         """It has read all that it claimed."""
-        out = self.outlets.get(transfer)
+        out = self.outgoing_transfers.get(transfer)
         if out is None or out.incarnation != incarnation or out.promise is None:
             return []
         offered = out.offered
@@ -380,7 +380,7 @@ class Sender:
 
     def check(self, incarnation: str, check: Check) -> list[Action]:
         """It has read these chunks, and wants to compare. Nobody is answered whose transfer has ended."""
-        out = self.outlets.get(check.transfer)
+        out = self.outgoing_transfers.get(check.transfer)
         if out is None or out.incarnation != incarnation or out.promise is None:
             return []
         if out.state is not OutgoingState.FLOWING or out.is_settled:
@@ -412,7 +412,7 @@ class Sender:
 
     def _digested(self, report: Digested) -> list[Action]:
         self._digesting -= 1
-        out = self.outlets[report.transfer]
+        out = self.outgoing_transfers[report.transfer]
         out.digesting -= 1
         if out.state is OutgoingState.STOPPING:
             return self._end_if_quiet(out)
@@ -433,7 +433,7 @@ class Sender:
     @property
     def is_promised(self) -> bool:
         """Whether a receiver counts on blocks of our engine."""
-        return any(out.is_promised for out in self.outlets.values())
+        return any(out.is_promised for out in self.outgoing_transfers.values())
 
     @property
     def is_owing(self) -> bool:
@@ -502,17 +502,17 @@ class Sender:
         for report in reports:
             match report:
                 case Shipped(transfer=transfer, chunks=chunks):
-                    out = self.outlets[transfer]
+                    out = self.outgoing_transfers[transfer]
                     out.shipped += chunks
                     self._of_receiver[out.incarnation].unused -= chunks
                 case Gathered(transfer=transfer):
-                    actions += self._gathered(self.outlets[transfer])
+                    actions += self._gathered(self.outgoing_transfers[transfer])
                 case Sent(transfer=transfer):
-                    self._sent(self.outlets[transfer])
+                    self._sent(self.outgoing_transfers[transfer])
                 case Broken(transfer=transfer, code=code, reason=reason):
-                    actions += self._stop(self.outlets[transfer], code, reason)
+                    actions += self._stop(self.outgoing_transfers[transfer], code, reason)
                 case Quiet(transfer=transfer):
-                    out = self.outlets[transfer]
+                    out = self.outgoing_transfers[transfer]
                     out.is_ordered = out.is_gathering = False
                     actions += self._end_if_quiet(out)
                 case Digested():
@@ -539,21 +539,21 @@ class Sender:
         for kind, key in self._deadlines.due(now):
             if kind == "offer" and key in self.offers:
                 actions += self._end_offer(self.offers[key], "offer_expired", _why_expired(self.offers[key], now), now)
-            elif kind == "claim" and key in self.outlets:
-                out = self.outlets[key]
+            elif kind == "claim" and key in self.outgoing_transfers:
+                out = self.outgoing_transfers[key]
                 what = (
                     f"nothing was offered in rendezvous {out.claim.rendezvous}"
                     if out.offered is None
                     else "not all was offered"
                 )
                 actions += self._stop(out, "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}")
-            elif kind == "lease" and key in self.outlets:
-                actions += self._lease_over(self.outlets[key])
+            elif kind == "lease" and key in self.outgoing_transfers:
+                actions += self._lease_over(self.outgoing_transfers[key])
         return actions
 
     # Rendezvous:
 
-    def _grow(self, offered: OpenOffer, offer: Offer, home: AttachedEngine) -> None:
+    def _grow(self, offered: OpenOffer, offer: Offer, engine: AttachedEngine) -> None:
         if offer.rendezvous != offered.rendezvous:
             raise EngineError("rendezvous_changed", f"rendezvous: first {offered.rendezvous}, now {offer.rendezvous}")
         if offer.first_token != offered.first_token:
@@ -564,7 +564,7 @@ class Sender:
             raise EngineError("bad_range", f"tokens: got {offer.tokens}, first_token {offer.first_token}")
         if offer.tokens < offered.tokens:
             raise EngineError("tokens_shrank", f"tokens: first {offered.tokens}, now {offer.tokens}")
-        offered.tables = extended(offered.tables, home, offer.blocks, offer.first_token, offer.tokens, offer.is_last)
+        offered.tables = extended(offered.tables, engine, offer.blocks, offer.first_token, offer.tokens, offer.is_last)
         offered.is_last = offer.is_last
         offered.grew(offer.fence, offer.tokens)
 
@@ -587,7 +587,7 @@ class Sender:
                 )
                 continue
             out.offered = offered
-            offered.outlets[out.transfer] = out
+            offered.outgoing_transfers[out.transfer] = out
             self._waits_no_more(out)
             out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.BIND)
             if out.plan.chunks == 0:
@@ -631,7 +631,7 @@ class Sender:
     def _short_of(self, offered: OpenOffer) -> list[Action]:
         """Fail what an offer can never satisfy: what it lacks at its begin at once, all else with its last word."""
         actions: list[Action] = []
-        for out in list(offered.outlets.values()):
+        for out in list(offered.outgoing_transfers.values()):
             try:
                 check_begin(out.plan, offered.first_token)
                 if offered.is_last:
@@ -650,11 +650,11 @@ class Sender:
             return []
         offered.over = (code, reason)
         actions: list[Action] = []
-        heard = offered.served | {out.claim.receiver for out in offered.outlets.values()}
+        heard = offered.served | {out.claim.receiver for out in offered.outgoing_transfers.values()}
         if len(heard) < offered.receivers or (offered.want is None and not comes_again):
             ended = EndedOffer(offered.rendezvous, offered.over, now + ENDED_S, offered.want, offered.receivers, heard)
             actions += self._come_in_vain(ended, now)
-        for out in list(offered.outlets.values()):
+        for out in list(offered.outgoing_transfers.values()):
             if out.will_read:  # what is read already may arrive
                 actions += self._stop(out, code, reason)
         return actions + self._release_if_over(offered)
@@ -666,7 +666,7 @@ class Sender:
 
     def _readers(self, offered: OpenOffer) -> list[OutgoingTransfer]:
         """Who has not read all of it that it claimed. A receiver that claims again what it gave up is one of them."""
-        return [out for out in offered.outlets.values() if out.will_read]
+        return [out for out in offered.outgoing_transfers.values() if out.will_read]
 
     def _release_if_over(self, offered: OpenOffer) -> list[Action]:
         """Give the blocks back once nobody reads or will read them."""
@@ -674,7 +674,7 @@ class Sender:
         is_known = self.offers.get(offered.request) is offered  # else it was released, and may be offered again
         if not (offered.over or all_served) or not is_known:
             return []
-        if any(out.is_reading for out in offered.outlets.values()):
+        if any(out.is_reading for out in offered.outgoing_transfers.values()):
             return []
         if not offered.over and self._readers(offered):
             return []
@@ -731,18 +731,18 @@ class Sender:
         return [] if out.is_lost else [Send(out.incarnation, body)]
 
     def _forget(self, out: OutgoingTransfer) -> None:
-        del self.outlets[out.transfer]
+        del self.outgoing_transfers[out.transfer]
         self._deadlines.clear(("claim", out.transfer))
         self._comparing.pop(out.transfer, None)
         self._owed.pop(out.transfer, None)
         if out.offered is None:
             self._waits_no_more(out)
         else:
-            del out.offered.outlets[out.transfer]
+            del out.offered.outgoing_transfers[out.transfer]
         its = self._of_receiver[out.incarnation]
-        del its.outlets[out.transfer]
+        del its.outgoing_transfers[out.transfer]
         its.unused -= out.lent - out.shipped
-        if not its.outlets:
+        if not its.outgoing_transfers:
             del self._of_receiver[out.incarnation]
 
 

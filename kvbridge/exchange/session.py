@@ -113,21 +113,21 @@ def rank_index(pool: Pool) -> int:
 
 
 def hello(
-    home: AttachedEngine,
+    engine: AttachedEngine,
     probe_lane: int = 0,
     address: str = "",
     serial: int = 0,
     oldest: int = 0,
     can_pull: bool = True,
 ) -> Hello:
-    site = home.site
+    site = engine.site
     return Hello(
         versions=OURS,
-        agent=home.agent,
-        epoch=home.epoch,
-        pool=home.pool,
+        agent=engine.agent,
+        epoch=engine.epoch,
+        pool=engine.pool,
         fabric=site.fabric,
-        digests=home.digests,
+        digests=engine.digests,
         host=site.host,
         device=site.device,
         routes=site.routes_to(can_pull),
@@ -139,19 +139,19 @@ def hello(
     )
 
 
-def answer(greeting: Hello, home: AttachedEngine | None) -> Session | Refuse:
+def answer(greeting: Hello, engine: AttachedEngine | None) -> Session | Refuse:
     """What a sender makes of a Hello; a Session is told to the peer with `welcome`."""
-    if home is None:
+    if engine is None:
         return Refuse(code="no_engine", reasons=("no engine is attached to this agent",))
-    if greeting.agent.incarnation == home.agent.incarnation:
-        return Refuse(code="same_agent", reasons=(f"agent: ours {home.agent.name}, theirs the same",))
+    if greeting.agent.incarnation == engine.agent.incarnation:
+        return Refuse(code="same_agent", reasons=(f"agent: ours {engine.agent.name}, theirs the same",))
     version = negotiate(OURS, greeting.versions)
     if version is None:
         return Refuse(code="version_mismatch", reasons=(version_reason(greeting),))
-    digest = next((name for name in home.digests if name in greeting.digests), None)
+    digest = next((name for name in engine.digests if name in greeting.digests), None)
     if digest is None:
-        return Refuse(code="no_common_digest", reasons=(f"digests: ours {home.digests}, theirs {greeting.digests}",))
-    ours, theirs = home.site.fabric, greeting.fabric
+        return Refuse(code="no_common_digest", reasons=(f"digests: ours {engine.digests}, theirs {greeting.digests}",))
+    ours, theirs = engine.site.fabric, greeting.fabric
     for card in (theirs, greeting.host):
         if card is not None and card.base + (card.slots + 1) * card.slot_bytes >= 1 << 63:
             reason = f"slots: {card.slots} of {card.slot_bytes} bytes end beyond any memory"
@@ -159,7 +159,7 @@ def answer(greeting: Hello, home: AttachedEngine | None) -> Session | Refuse:
     if theirs.kind != ours.kind:
         reason = f"fabric.kind: ours {ours.kind}, theirs {theirs.kind}"
         return Refuse(code="fabric_mismatch", reasons=(reason,))
-    found = verdict(home.pool, greeting.pool)
+    found = verdict(engine.pool, greeting.pool)
     if isinstance(found, Incompatible):
         return Refuse(code="incompatible", reasons=found.reasons)
     return Session(
@@ -167,11 +167,11 @@ def answer(greeting: Hello, home: AttachedEngine | None) -> Session | Refuse:
         version=version,
         peer_epoch=greeting.epoch,
         peer_pool=greeting.pool,
-        our_epoch=home.epoch,
+        our_epoch=engine.epoch,
         digest=digest,
         slot_bytes=min(ours.slot_bytes, theirs.slot_bytes),
         verdict=found,
-        planner=Planner(home.pool, greeting.pool),
+        planner=Planner(engine.pool, greeting.pool),
     )
 
 
@@ -180,15 +180,15 @@ def version_reason(greeting: Hello) -> str:
     return f"versions: ours {ours.oldest}-{ours.newest}, theirs {theirs.oldest}-{theirs.newest}"
 
 
-def welcome(session: Session, home: AttachedEngine, door: DoorCard | None = None) -> Welcome:
+def welcome(session: Session, engine: AttachedEngine, door: DoorCard | None = None) -> Welcome:
     return Welcome(
         version=session.version,
-        agent=home.agent,
-        epoch=home.epoch,
-        pool=home.pool,
+        agent=engine.agent,
+        epoch=engine.epoch,
+        pool=engine.pool,
         digest=session.digest,
         slot_bytes=session.slot_bytes,
-        ranks=home.ranks,
+        ranks=engine.ranks,
         route=session.routed.route,
         why=session.routed.why,
         probe=session.routed.probe,
@@ -196,23 +196,23 @@ def welcome(session: Session, home: AttachedEngine, door: DoorCard | None = None
     )
 
 
-def accept(greeting: Welcome, home: AttachedEngine, key: str = "") -> Session | Refuse:
+def accept(greeting: Welcome, engine: AttachedEngine, key: str = "") -> Session | Refuse:
     """What a receiver makes of a Welcome; Refuse says why it cannot go on, in the words it would tell its engine."""
     if not OURS.oldest <= greeting.version <= OURS.newest:
         reason = f"version: ours {OURS.oldest}-{OURS.newest}, theirs {greeting.version}"
         return Refuse(code="version_mismatch", reasons=(reason,))
-    if greeting.digest not in home.digests:
-        return Refuse(code="no_common_digest", reasons=(f"digest: ours {home.digests}, theirs {greeting.digest}",))
-    if greeting.slot_bytes > home.site.fabric.slot_bytes:
-        reason = f"slot_bytes: ours {home.site.fabric.slot_bytes}, theirs {greeting.slot_bytes}"
+    if greeting.digest not in engine.digests:
+        return Refuse(code="no_common_digest", reasons=(f"digest: ours {engine.digests}, theirs {greeting.digest}",))
+    if greeting.slot_bytes > engine.site.fabric.slot_bytes:
+        reason = f"slot_bytes: ours {engine.site.fabric.slot_bytes}, theirs {greeting.slot_bytes}"
         return Refuse(code="slot_mismatch", reasons=(reason,))
-    routed, site = Routed(greeting.route, greeting.why, greeting.probe), home.site
+    routed, site = Routed(greeting.route, greeting.why, greeting.probe), engine.site
     if greeting.route not in site.routes or (greeting.route == "host" and site.dram is None):
         reason = f"route: ours {', '.join(site.routes)}, theirs {greeting.route}"
         return Refuse(code="route_mismatch", reasons=(reason,))
     if not routed.is_pulled and not site.has_slots:
         return Refuse(code="route_mismatch", reasons=(f"route: {greeting.route}, and our Hello named no slots",))
-    found = verdict(greeting.pool, home.pool)
+    found = verdict(greeting.pool, engine.pool)
     if isinstance(found, Incompatible):
         return Refuse(code="incompatible", reasons=found.reasons)
     return Session(
@@ -220,12 +220,12 @@ def accept(greeting: Welcome, home: AttachedEngine, key: str = "") -> Session | 
         version=greeting.version,
         peer_epoch=greeting.epoch,
         peer_pool=greeting.pool,
-        our_epoch=home.epoch,
+        our_epoch=engine.epoch,
         digest=greeting.digest,
         slot_bytes=greeting.slot_bytes,
         verdict=found,
         ranks=greeting.ranks,
         routed=routed,
         key=key,
-        planner=Planner(greeting.pool, home.pool),
+        planner=Planner(greeting.pool, engine.pool),
     )

@@ -1,8 +1,8 @@
 """Longer rows where both sides keep the same bytes together: fewer, larger copies and nothing else. Pure.
 
-A strip whose rows are bit-equal on both sides is read as a run of bytes, and the run grows while both sides agree on
+A pair whose rows are bit-equal on both sides is read as a run of bytes, and the run grows while both sides agree on
 what comes next: the other heads, the other tokens of the block, the next plane (K then V, layer after layer). What
-comes out is a strip again, of two ordinary planes whose rows are the runs; nothing after this knows of folding.
+comes out is a pair again, of two ordinary planes whose rows are the runs; nothing after this knows of folding.
 
 A run over a whole block needs the same block_tokens and a first token on a border; the last block then travels whole,
 with whatever its unused rows hold.
@@ -24,7 +24,7 @@ LONGEST_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class RunPlane:
-    """Where the first run of a strip is in one pool; blocks and region are the plane's."""
+    """Where the first run of a pair is in one pool; blocks and region are the plane's."""
 
     plane: Plane
     offset: int
@@ -42,20 +42,20 @@ class Run:
     block_tokens: int
 
 
-def fold(
-    strips: Sequence[PlanePair], sender: Pool, receiver: Pool, first_token: int, slot_bytes: int, is_whole: bool = True
+def coalesce(
+    pairs: Sequence[PlanePair], sender: Pool, receiver: Pool, first_token: int, slot_bytes: int, is_whole: bool = True
 ) -> list[PlanePair]:
-    """The same bytes as fewer strips of longer rows, none longer than a slot; of tokens only, unless `is_whole`."""
+    """The same bytes as fewer pairs of longer rows, none longer than a slot; of tokens only, unless `is_whole`."""
     longest = min(LONGEST_BYTES, slot_bytes)
     kept: list[PlanePair] = []
     runs: list[Run] = []
-    for strip in strips:
-        ours = sender.groups[strip.sender.group].block_tokens
-        theirs = receiver.groups[strip.receiver.group].block_tokens
+    for pair in pairs:
+        ours = sender.groups[pair.sender.group].block_tokens
+        theirs = receiver.groups[pair.receiver.group].block_tokens
         block_tokens = ours if is_whole and ours == theirs and first_token % ours == 0 else 0
-        run = _first_run(strip, block_tokens, longest)
+        run = _first_run(pair, block_tokens, longest)
         if run is None:
-            kept.append(strip)
+            kept.append(pair)
         else:
             runs.append(run)
     runs.sort(key=lambda run: (run.sender.plane.region, run.sender.offset))
@@ -65,21 +65,21 @@ def fold(
             break
         runs = grown
     codecs = {size: _opaque(size) for size in {run.row_bytes for run in runs}}
-    return kept + [_strip(run, codecs[run.row_bytes]) for run in runs]
+    return kept + [_plane_pair(run, codecs[run.row_bytes]) for run in runs]
 
 
-def _first_run(strip: PlanePair, block_tokens: int, longest: int) -> Run | None:
+def _first_run(pair: PlanePair, block_tokens: int, longest: int) -> Run | None:
     """One row, or all rows of a block and head where rows are not dense but blocks are; None if neither."""
-    sender, receiver, heads = strip.sender, strip.receiver, strip.heads
+    sender, receiver, heads = pair.sender, pair.receiver, pair.heads
     ours, theirs = sender.codec, receiver.codec
     if not is_same_row(ours, theirs) or sender.element_axis != receiver.element_axis:
         return None
-    scales = scales_of(ours, strip.sender_head, heads), scales_of(theirs, strip.receiver_head, heads)
+    scales = scales_of(ours, pair.sender_head, heads), scales_of(theirs, pair.receiver_head, heads)
     if not is_same_scales(*scales):
         return None
     sides = (
-        RunPlane(sender, sender.offset + strip.sender_head * sender.head_stride),
-        RunPlane(receiver, receiver.offset + strip.receiver_head * receiver.head_stride),
+        RunPlane(sender, sender.offset + pair.sender_head * sender.head_stride),
+        RunPlane(receiver, receiver.offset + pair.receiver_head * receiver.head_stride),
     )
     if _is_dense(sender.element_axis, ours.element_bytes):
         return Run(*sides, heads, ours.row_bytes, False, block_tokens)
@@ -146,7 +146,7 @@ def _opaque(row_bytes: int) -> Codec:
     return Codec(name="opaque", width=row_bytes, element_bytes=1, row_bytes=row_bytes)
 
 
-def _strip(run: Run, codec: Codec) -> PlanePair:
+def _plane_pair(run: Run, codec: Codec) -> PlanePair:
     unit_tokens = run.block_tokens if run.is_block else 1
     return PlanePair(
         _plane(run.sender, run, codec), 0, _plane(run.receiver, run, codec), 0, run.heads, codec, unit_tokens

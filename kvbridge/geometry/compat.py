@@ -138,10 +138,10 @@ def _other_layer(ours: Layer, theirs: Layer, place: str) -> Iterator[Difference]
 
 def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
     """Tokens that one side does not keep, or not where the other could find them."""
-    combs = [(pool.shard.cp_size, pool.shard.cp_interleave) for pool in (sender, receiver)]
+    token_shards = [(pool.shard.cp_size, pool.shard.cp_interleave) for pool in (sender, receiver)]
     if lcm(period_of(sender.shard), period_of(receiver.shard)) > MOST_PERIOD:
         needs = f"interleaves whose common period is below {MOST_PERIOD} tokens"
-        mine, yours = (f"{interleave} x {size} ranks" for size, interleave in combs)
+        mine, yours = (f"{interleave} x {size} ranks" for size, interleave in token_shards)
         yield Difference("cp_interleave", mine, yours, needs=needs)
     for ours, theirs in common_planes(sender, receiver):
         place = f"layer {ours.layer} {ours.part}"
@@ -158,9 +158,9 @@ def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
         if kept.kind == wanted.kind == "state":
             needs = "equal tensor parallel sizes: a state is cut by rank"
             yield from _if_other("tp_size", ours.total_heads, theirs.total_heads, place, needs)
-            if combs[0][0] > 1 or combs[1][0] > 1:
+            if token_shards[0][0] > 1 or token_shards[1][0] > 1:
                 needs = "no context parallel ranks where layers keep a state"
-                yield Difference("cp_size", combs[0][0], combs[1][0], place, needs)
+                yield Difference("cp_size", token_shards[0][0], token_shards[1][0], place, needs)
 
 
 def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:

@@ -1,8 +1,8 @@
-"""Legs: strips that move for the same tokens, as a grid of token spans x bands of strips. Pure.
+"""GroupPlans: pairs that move for the same tokens, as a grid of token spans x bands of pairs. Pure.
 
-A leg counts marks: the tokens that sender and receiver have in common, one after another (see token_shard.py). All full
-layers are one leg; layers that keep a window of tokens are another for each kind, window and block; the states, one row
-each however many tokens, are the last. A strip is of the leg of its group in the receiver's pool.
+A group plan counts marks: the tokens that sender and receiver have in common, one after another (see token_shard.py).
+All full layers are one group plan; layers that keep a window of tokens are another for each kind, window and block; the
+states, one row each however many tokens, are the last. A pair is of the group plan of its group in the receiver's pool.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvbridge_proto.pool import Group, GroupKind, Shard
 from .plane_pair import PlanePair, split_heads
 from .token_shard import TokenShard
 
-# Strips begin at multiples of this in a slot, so that rows can be moved as wide words.
+# Plane pairs begin at multiples of this in a slot, so that rows can be moved as wide words.
 ALIGN = 16
-# Tokens are cut so that a strip has about this much in a chunk: less costs a call per few rows, more delays the
+# Tokens are cut so that a pair has about this much in a chunk: less costs a call per few rows, more delays the
 # first chunk of a prompt that is still being computed.
 PIECE_BYTES = 128 << 10
 ORDER: tuple[GroupKind, ...] = ("full", "sliding", "chunked", "state")
@@ -52,33 +52,33 @@ def kept(group: Group, end_token: int, shard: Shard) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTemplate:
-    """The strips of a leg, before its tokens are known; `first_strip` is where they begin among all of a plan."""
+    """The pairs of a group plan, before its tokens are known; `first_pair` is where they begin among all of a plan."""
 
     group: Group  # the receiver's, or one like it: it says which tokens are needed
     shard: Shard  # the receiver's
-    comb: TokenShard
-    strips: tuple[PlanePair, ...]
-    first_strip: int
+    token_shard: TokenShard
+    pairs: tuple[PlanePair, ...]
+    first_pair: int
     unit_tokens: Numbers
     unit_bytes: Numbers
 
     @classmethod
     def of(
-        cls, group: Group, shard: Shard, comb: TokenShard, strips: Sequence[PlanePair], first_strip: int
+        cls, group: Group, shard: Shard, token_shard: TokenShard, pairs: Sequence[PlanePair], first_pair: int
     ) -> GroupTemplate:
-        unit_tokens = np.array([strip.unit_tokens for strip in strips], np.int64)
-        unit_bytes = np.array([strip.unit_bytes for strip in strips], np.int64)
-        return cls(group, shard, comb, tuple(strips), first_strip, unit_tokens, unit_bytes)
+        unit_tokens = np.array([pair.unit_tokens for pair in pairs], np.int64)
+        unit_bytes = np.array([pair.unit_bytes for pair in pairs], np.int64)
+        return cls(group, shard, token_shard, tuple(pairs), first_pair, unit_tokens, unit_bytes)
 
     def cut(self, first_token: int, end_token: int, slot_bytes: int) -> GroupPlan | None:
-        """The leg of the tokens [first_token, end_token), at least one; None if none of them is needed here."""
-        kind, comb = self.group.kind, self.comb
+        """The group plan of the tokens [first_token, end_token), at least one; None if none of them is needed here."""
+        kind, token_shard = self.group.kind, self.token_shard
         if kind == "state":
             first, end = 0, 1
         else:
             if kind != "full":
                 first_token = max(first_token, kept(self.group, end_token, self.shard))
-            first, end = comb.count(first_token), comb.count(end_token)
+            first, end = token_shard.count(first_token), token_shard.count(end_token)
         if first == end:
             return None
         span = _span(self.unit_tokens, self.unit_bytes, end - first, slot_bytes)
@@ -86,23 +86,24 @@ class GroupTemplate:
         bands = _bands(sizes, slot_bytes)
         chunks = -(-(end - first) // span) * (len(bands) - 1)
         numbers = self.unit_tokens, self.unit_bytes
-        return GroupPlan(kind, comb, first, end, self.strips, self.first_strip, *numbers, span, bands, chunks)
+        return GroupPlan(kind, token_shard, first, end, self.pairs, self.first_pair, *numbers, span, bands, chunks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPlan:
-    """Marks [first, end) of `comb` for each strip; a state's is [0, 1). `bands`: where a band begins, and the end.
+    """Marks [first, end) of `token_shard` for each pair; a state's is [0, 1). `bands`: where a band begins, and the
+    end.
 
-    Chunk i of a leg is band `i % bands` of span `i // bands`, so that the first tokens leave first while a prompt is
-    still being computed.
+    Chunk i of a group plan is band `i % bands` of span `i // bands`, so that the first tokens leave first while a
+    prompt is still being computed.
     """
 
     kind: GroupKind
-    comb: TokenShard
+    token_shard: TokenShard
     first: int
     end: int
-    strips: tuple[PlanePair, ...]
-    first_strip: int
+    pairs: tuple[PlanePair, ...]
+    first_pair: int
     unit_tokens: Numbers
     unit_bytes: Numbers
     span_tokens: int
@@ -123,7 +124,7 @@ class GroupPlan:
         return spans * full + int(_sizes(self.unit_tokens, self.unit_bytes, tail).sum())
 
     def sizes(self, band: int, marks: int) -> Numbers:
-        """Slot bytes of each strip of a band, for a span of so many marks."""
+        """Slot bytes of each pair of a band, for a span of so many marks."""
         first, end = self.bands[band], self.bands[band + 1]
         return _sizes(self.unit_tokens[first:end], self.unit_bytes[first:end], marks)
 
@@ -135,25 +136,25 @@ class GroupPlan:
         return size
 
 
-def fitted(strips: Sequence[PlanePair], slot_bytes: int) -> list[PlanePair] | None:
-    """The strips, cut by heads so that the fewest tokens of a span fit a slot; None where one head does not."""
-    grain = lcm(*{strip.unit_tokens for strip in strips})
+def fitted(pairs: Sequence[PlanePair], slot_bytes: int) -> list[PlanePair] | None:
+    """The pairs, cut by heads so that the fewest tokens of a span fit a slot; None where one head does not."""
+    grain = lcm(*{pair.unit_tokens for pair in pairs})
     fitting: list[PlanePair] = []
-    for strip in strips:
-        heads = slot_bytes // (grain // strip.unit_tokens * strip.wire.row_bytes)
+    for pair in pairs:
+        heads = slot_bytes // (grain // pair.unit_tokens * pair.wire.row_bytes)
         if not heads:
             return None
-        fitting += split_heads(strip, heads)
+        fitting += split_heads(pair, heads)
     return fitting
 
 
 def _sizes(unit_tokens: Numbers, unit_bytes: Numbers, tokens: int) -> Numbers:
-    """Slot bytes of each strip for a span of so many tokens."""
+    """Slot bytes of each pair for a span of so many tokens."""
     return -(-(-(-tokens // unit_tokens) * unit_bytes) // ALIGN) * ALIGN
 
 
 def _span(unit_tokens: Numbers, unit_bytes: Numbers, tokens: int, slot_bytes: int) -> int:
-    """Tokens of a span: enough to fill a slot, or strips of about PIECE_BYTES; no strip more than a slot.
+    """Tokens of a span: enough to fill a slot, or pairs of about PIECE_BYTES; no pair more than a slot.
 
     A multiple of every unit, and of ALIGN where it can be (then nothing is padded); all about equal.
     """
@@ -171,7 +172,7 @@ def _span(unit_tokens: Numbers, unit_bytes: Numbers, tokens: int, slot_bytes: in
 
 
 def _bands(sizes: Numbers, slot_bytes: int) -> tuple[int, ...]:
-    """Where to cut a span's strips so that each band fits a slot."""
+    """Where to cut a span's pairs so that each band fits a slot."""
     ends = np.cumsum(sizes)
     bands = [0]
     while bands[-1] < len(sizes):

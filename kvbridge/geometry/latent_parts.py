@@ -14,7 +14,7 @@ from kvbridge_proto.pool import Codec, Plane, Step
 
 from .wire import PLAIN
 
-FACETTED = "fp8_ds_mla"
+LATENT_FP8 = "fp8_ds_mla"
 TILE_WIDTH = 128
 ROPE_WIDTH = 64
 
@@ -28,14 +28,15 @@ class LatentPart:
 
 
 def is_cuttable(plane: Plane, rope_width: int = ROPE_WIDTH) -> bool:
-    """True if `facets` can cut the plane: one head of dense rows, plain or `fp8_ds_mla`, whole tiles and a rope."""
+    """True if `latent_parts` can cut the plane: one head of dense rows, plain or `fp8_ds_mla`, whole tiles and a
+    rope."""
     codec = plane.codec
     steps = tuple(step for step in plane.element_axis if step.count > 1)
     tiles = codec.width - rope_width
     return (
         (
             codec.name in PLAIN
-            or (codec.name == FACETTED and codec.row_bytes == tiles + _scale_bytes(tiles) + 2 * rope_width)
+            or (codec.name == LATENT_FP8 and codec.row_bytes == tiles + _scale_bytes(tiles) + 2 * rope_width)
         )
         and steps == (Step(codec.row_bytes // codec.element_bytes, codec.element_bytes),)
         and plane.heads == plane.total_heads == 1
@@ -44,13 +45,13 @@ def is_cuttable(plane: Plane, rope_width: int = ROPE_WIDTH) -> bool:
     )
 
 
-def facets(plane: Plane, rope_width: int = ROPE_WIDTH) -> tuple[LatentPart, LatentPart]:
+def latent_parts(plane: Plane, rope_width: int = ROPE_WIDTH) -> tuple[LatentPart, LatentPart]:
     """The tiles as heads of TILE_WIDTH numbers, and the rope as one head; cut alike on both sides they are pairs."""
     assert is_cuttable(plane, rope_width), f"layer {plane.layer} {plane.part}"
     codec = plane.codec
     width = codec.width - rope_width
     tiles = width // TILE_WIDTH
-    if codec.name != FACETTED:
+    if codec.name != LATENT_FP8:
         size = codec.element_bytes
         tile = _dense(codec.name, TILE_WIDTH, size, codec.scales)
         rope = _dense(codec.name, rope_width, size, codec.scales)
@@ -84,5 +85,5 @@ def _cut(plane: Plane, at: int, heads: int, codec: Codec, part: str = "") -> Pla
         heads=heads,
         total_heads=heads,
         codec=codec,
-        name="facet",
+        name="latent_part",
     )

@@ -2,8 +2,8 @@
 
 Both agents derive the same plan from the two pools; they compare its digest, then speak of chunks by number.
 
-A plan is a list of legs, each a grid of chunks (see group_plan.py): first the full layers, then what keeps a window,
-then states. Nothing is listed: a chunk is arithmetic, and only its moves are spelled out when its turn comes.
+A plan is a list of group plans, each a grid of chunks (see group_plan.py): first the full layers, then what keeps a
+window, then states. Nothing is listed: a chunk is arithmetic, and only its moves are spelled out when its turn comes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Codec, Group, Plane, Pool
 
 from ..errors import KVBridgeError, OperatorError, PeerError
-from .coalesce import fold
+from .coalesce import coalesce
 from .group_plan import ALIGN as ALIGN
 from .group_plan import ORDER, GroupPlan, GroupTemplate, fitted
 from .layers import align
-from .plane_pair import PlanePair, pair
+from .plane_pair import PlanePair, pair_planes
 from .shard import common
 from .token_shard import TokenShard
 from .tokens import BlockTable, Places
@@ -66,17 +66,18 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Strips [first_strip, end_strip) of marks [first_mark, end_mark) of a leg, to be gathered once it may be.
+    """Plane pairs [first_pair, end_pair) of marks [first_mark, end_mark) of a group plan, to be gathered once it may
+    be.
 
     That is once `needs_tokens` tokens are there, and if it `is_late`, once no more will come.
     """
 
     index: int
-    leg: int
+    group_plan: int
     first_mark: int
     end_mark: int
-    first_strip: int
-    end_strip: int
+    first_pair: int
+    end_pair: int
     size_bytes: int
     needs_tokens: int
     is_late: bool
@@ -84,12 +85,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The legs, see the module; `strips` are those of all legs, `digest` names all of it."""
+    """The group plans, see the module; `pairs` are those of all group plans, `digest` names all of it."""
 
     first_token: int
     end_token: int
-    strips: tuple[PlanePair, ...]
-    legs: tuple[GroupPlan, ...]
+    pairs: tuple[PlanePair, ...]
+    group_plans: tuple[GroupPlan, ...]
     chunks: int
     digest: str
     _spelled: dict[int, Chunk] = field(default_factory=dict, init=False, repr=False)  # asked for many times each
@@ -97,12 +98,12 @@ class Plan:
     @property
     def total_bytes(self) -> int:
         """Slot bytes of all chunks together."""
-        return sum(leg.total_bytes for leg in self.legs)
+        return sum(group_plan.total_bytes for group_plan in self.group_plans)
 
     @property
     def early_chunks(self) -> int:
         """How many chunks, the first ones, may be gathered while tokens are still being computed."""
-        return sum(leg.chunks for leg in self.legs if not leg.is_late)
+        return sum(group_plan.chunks for group_plan in self.group_plans if not group_plan.is_late)
 
     def chunk(self, index: int) -> Chunk:
         """Chunk `index` of [0, chunks)."""
@@ -111,23 +112,23 @@ class Plan:
         if not 0 <= index < self.chunks:
             raise IndexError(f"chunk: {index} of {self.chunks}")
         number, at = 0, index
-        while at >= self.legs[number].chunks:
-            at -= self.legs[number].chunks
+        while at >= self.group_plans[number].chunks:
+            at -= self.group_plans[number].chunks
             number += 1
-        leg = self.legs[number]
-        span, band = divmod(at, len(leg.bands) - 1)
-        first = leg.first + span * leg.span_tokens
-        end = min(first + leg.span_tokens, leg.end)
+        group_plan = self.group_plans[number]
+        span, band = divmod(at, len(group_plan.bands) - 1)
+        first = group_plan.first + span * group_plan.span_tokens
+        end = min(first + group_plan.span_tokens, group_plan.end)
         chunk = self._spelled[index] = Chunk(
             index,
             number,
             first,
             end,
-            leg.first_strip + leg.bands[band],
-            leg.first_strip + leg.bands[band + 1],
-            leg.bytes_of(band, end - first),
-            self.end_token if leg.is_late else leg.comb.token(end - 1) + 1,
-            leg.is_late,
+            group_plan.first_pair + group_plan.bands[band],
+            group_plan.first_pair + group_plan.bands[band + 1],
+            group_plan.bytes_of(band, end - first),
+            self.end_token if group_plan.is_late else group_plan.token_shard.token(end - 1) + 1,
+            group_plan.is_late,
         )
         return chunk
 
@@ -150,49 +151,49 @@ class Part:
     is_sender: bool
 
     def moves(self) -> tuple[Move, ...]:
-        chunk, leg = self.chunk, self.plan.legs[self.chunk.leg]
-        first, end = chunk.first_strip - leg.first_strip, chunk.end_strip - leg.first_strip
-        sizes = leg.sizes(bisect_left(leg.bands, first), chunk.end_mark - chunk.first_mark)
+        chunk, group_plan = self.chunk, self.plan.group_plans[self.chunk.group_plan]
+        first, end = chunk.first_pair - group_plan.first_pair, chunk.end_pair - group_plan.first_pair
+        sizes = group_plan.sizes(bisect_left(group_plan.bands, first), chunk.end_mark - chunk.first_mark)
         offsets = (np.cumsum(sizes) - sizes).tolist()
         places: dict[tuple[int, int], Places] = {}
         moves: list[Move] = []
-        for strip, offset in zip(leg.strips[first:end], offsets, strict=True):
+        for pair, offset in zip(group_plan.pairs[first:end], offsets, strict=True):
             if self.is_sender:
-                plane, first_head, scale = strip.sender, strip.sender_head, strip.sender_scale
+                plane, first_head, scale = pair.sender, pair.sender_head, pair.sender_scale
             else:
-                plane, first_head, scale = strip.receiver, strip.receiver_head, strip.receiver_scale
-            unit_tokens = strip.unit_tokens
+                plane, first_head, scale = pair.receiver, pair.receiver_head, pair.receiver_scale
+            unit_tokens = pair.unit_tokens
             key = (plane.group, unit_tokens)
             if key not in places:
                 places[key] = self.places(*key)
-            moves.append(Move(plane, first_head, strip.heads, strip.wire, offset, places[key], unit_tokens, scale))
+            moves.append(Move(plane, first_head, pair.heads, pair.wire, offset, places[key], unit_tokens, scale))
         return tuple(moves)
 
     def places(self, group: int, unit_tokens: int) -> Places:
         """The places of every move of this group whose rows are `unit_tokens` long."""
-        chunk, leg = self.chunk, self.plan.legs[self.chunk.leg]
+        chunk, group_plan = self.chunk, self.plan.group_plans[self.chunk.group_plan]
         table = self.tables[group]
-        if leg.kind == "state":
+        if group_plan.kind == "state":
             return table.last(self.plan.end_token)
-        return table.at(leg.comb, chunk.first_mark, chunk.end_mark, unit_tokens)
+        return table.at(group_plan.token_shard, chunk.first_mark, chunk.end_mark, unit_tokens)
 
     @property
     def form(self) -> object:
-        """Equal for parts whose moves differ in their places only, while the plan's strips exist.
+        """Equal for parts whose moves differ in their places only, while the plan's pairs exist.
 
-        The strips tell the leg: each is of one.
+        The pairs tell the group plan: each is of one.
         """
         chunk = self.chunk
         marks = chunk.end_mark - chunk.first_mark
-        return id(self.plan.strips), chunk.first_strip, chunk.end_strip, marks, self.is_sender
+        return id(self.plan.pairs), chunk.first_pair, chunk.end_pair, marks, self.is_sender
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanTemplate:
     """What plans of the same rows share, whichever tokens they are of; `digest` is of all of it."""
 
-    strips: tuple[PlanePair, ...]
-    strands: tuple[GroupTemplate, ...]
+    pairs: tuple[PlanePair, ...]
+    group_templates: tuple[GroupTemplate, ...]
     digest: bytes
 
 
@@ -200,7 +201,7 @@ NOTHING = PlanTemplate((), (), b"")
 
 
 class Planner:
-    """Makes the plans between two pools. Keeps what it has woven: requests mostly differ in their tokens only."""
+    """Makes the plans between two pools. Keeps what it has prepared: requests mostly differ in their tokens only."""
 
     KEPT = 64
 
@@ -208,10 +209,10 @@ class Planner:
         self._sender = align(sender, receiver)
         self._receiver = receiver
         ours, theirs = TokenShard.of(sender.shard), TokenShard.of(receiver.shard)
-        self._comb = ours & theirs
-        self._is_whole = self._comb == ours == theirs
+        self._token_shard = ours & theirs
+        self._is_whole = self._token_shard == ours == theirs
         self._period = lcm(*(group.block_tokens for group in sender.groups if group.kind != "state"))
-        self._woven: dict[object, PlanTemplate] = {}
+        self._templates: dict[object, PlanTemplate] = {}
 
     def plan(self, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
         """The plan by which the sender gives the rows `takes` of tokens [first_token, end_token) to the receiver.
@@ -223,25 +224,25 @@ class Planner:
             raise PeerError("bad_tokens", f"end_token: {end_token}, first_token: {first_token}")
         if not takes or first_token == end_token:
             return _cut(NOTHING, first_token, first_token, slot_bytes)
-        first_mark = self._comb.count(first_token) % self._period if self._is_whole else 0
+        first_mark = self._token_shard.count(first_token) % self._period if self._is_whole else 0
         key = (tuple(takes), first_mark, slot_bytes)
-        if (weave := self._woven.pop(key, None)) is None:
-            weave = self._weave(takes, first_mark, slot_bytes)
-            if len(self._woven) == self.KEPT:
-                del self._woven[next(iter(self._woven))]
-        self._woven[key] = weave  # the newest last
-        return _cut(weave, first_token, end_token, slot_bytes)
+        if (template := self._templates.pop(key, None)) is None:
+            template = self._template(takes, first_mark, slot_bytes)
+            if len(self._templates) == self.KEPT:
+                del self._templates[next(iter(self._templates))]
+        self._templates[key] = template  # the newest last
+        return _cut(template, first_token, end_token, slot_bytes)
 
     def samples(self, slot_bytes: int, is_sender: bool) -> list[Part]:
-        """The first chunk of each leg, from a block's border on and from inside a block: what is to be expected.
+        """The first chunk of each group plan, from a block's border on and from inside a block: what is to be expected.
 
         As one side sees them; their blocks are any. Empty where the two pools have no rows in common.
         """
         takes, own = common(self._sender, self._receiver), self._sender if is_sender else self._receiver
-        if not self._comb.marks:
+        if not self._token_shard.marks:
             return []
         groups = [group for pool in (self._sender, self._receiver) for group in pool.groups if group.kind != "state"]
-        end_token = self._comb.token(max((group.block_tokens for group in groups), default=1) - 1) + 1
+        end_token = self._token_shard.token(max((group.block_tokens for group in groups), default=1) - 1) + 1
         share = TokenShard.of(own.shard)
         tables = {}
         for index, group in enumerate(own.groups):
@@ -257,31 +258,37 @@ class Planner:
             plans = [self.plan(takes, first, end_token + first, slot_bytes) for first in (0, 1)]
         except KVBridgeError:  # whoever wants something will be told
             return []
-        return [Part(each, each.chunk(index), tables, is_sender) for each in plans for index in _first_of_legs(each)]
+        return [
+            Part(each, each.chunk(index), tables, is_sender) for each in plans for index in _first_of_group_plans(each)
+        ]
 
-    def _weave(self, takes: Sequence[Take], first_mark: int, slot_bytes: int) -> PlanTemplate:
+    def _template(self, takes: Sequence[Take], first_mark: int, slot_bytes: int) -> PlanTemplate:
         usable, groups = slot_bytes // ALIGN * ALIGN, self._receiver.groups
-        strands: list[GroupTemplate] = []
-        sealed: list[object] = [self._comb.period, self._comb.marks]
-        first_strip = 0
-        for group, rows in _by_leg(pair(self._sender, self._receiver, takes), groups):
-            strips = None
+        group_templates: list[GroupTemplate] = []
+        sealed: list[object] = [self._token_shard.period, self._token_shard.marks]
+        first_pair = 0
+        for group, rows in _by_group_plan(pair_planes(self._sender, self._receiver, takes), groups):
+            pairs = None
             if group.kind != "state":  # a window does not begin at `first_mark`, by which rows are folded
                 is_whole = self._is_whole and group.kind == "full"
-                strips = fitted(fold(rows, self._sender, self._receiver, first_mark, usable, is_whole), usable)
-            strips = strips or fitted(rows, usable)
-            if strips is None:
-                widest = max(rows, key=lambda strip: strip.wire.row_bytes)
+                pairs = fitted(coalesce(rows, self._sender, self._receiver, first_mark, usable, is_whole), usable)
+            pairs = pairs or fitted(rows, usable)
+            if pairs is None:
+                widest = max(rows, key=lambda pair: pair.wire.row_bytes)
                 raise OperatorError(
                     "slot_too_small",
                     f"slot_bytes: {slot_bytes}, a row of layer {widest.receiver.layer} {widest.receiver.part} "
                     f"has {widest.wire.row_bytes} bytes",
                 )
-            strands.append(GroupTemplate.of(group, self._receiver.shard, self._comb, strips, first_strip))
-            first_strip += len(strips)
-            sealed += [*_leg_of(group), _seal(rows), _seal(strips)]
+            group_templates.append(GroupTemplate.of(group, self._receiver.shard, self._token_shard, pairs, first_pair))
+            first_pair += len(pairs)
+            sealed += [*_group_plan_of(group), _seal(rows), _seal(pairs)]
         digest = hashlib.blake2b(msgspec.msgpack.encode(sealed), digest_size=16).digest()
-        return PlanTemplate(tuple(strip for strand in strands for strip in strand.strips), tuple(strands), digest)
+        return PlanTemplate(
+            tuple(pair for group_template in group_templates for pair in group_template.pairs),
+            tuple(group_templates),
+            digest,
+        )
 
 
 def plan(
@@ -291,51 +298,61 @@ def plan(
     return Planner(sender, receiver).plan(takes, first_token, end_token, slot_bytes)
 
 
-def _by_leg(strips: Sequence[PlanePair], groups: Sequence[Group]) -> list[tuple[Group, list[PlanePair]]]:
-    """The strips of each leg, in the order of the legs, with a group that is like all of its groups."""
-    legs: dict[tuple[int, int, int], tuple[Group, list[PlanePair]]] = {}
-    of = [legs.setdefault(_leg_of(group), (group, []))[1] for group in groups]
-    for strip in strips:
-        of[strip.receiver.group].append(strip)
-    return [legs[key] for key in sorted(legs) if legs[key][1]]
+def _by_group_plan(pairs: Sequence[PlanePair], groups: Sequence[Group]) -> list[tuple[Group, list[PlanePair]]]:
+    """The pairs of each group plan, in the order of the group plans, with a group that is like all of its groups."""
+    group_plans: dict[tuple[int, int, int], tuple[Group, list[PlanePair]]] = {}
+    of = [group_plans.setdefault(_group_plan_of(group), (group, []))[1] for group in groups]
+    for pair in pairs:
+        of[pair.receiver.group].append(pair)
+    return [group_plans[key] for key in sorted(group_plans) if group_plans[key][1]]
 
 
-def _leg_of(group: Group) -> tuple[int, int, int]:
+def _group_plan_of(group: Group) -> tuple[int, int, int]:
     """Groups for which this is the same need the same tokens."""
     is_window = group.kind in ("sliding", "chunked")
     return ORDER.index(group.kind), *((group.window, group.block_tokens) if is_window else (0, 0))
 
 
-def _seal(strips: Sequence[PlanePair]) -> list[object]:
-    """All of these strips that both sides must see alike."""
+def _seal(pairs: Sequence[PlanePair]) -> list[object]:
+    """All of these pairs that both sides must see alike."""
     return [
         (
-            strip.receiver.layer,
-            strip.receiver.part,
-            strip.receiver.first_head + strip.receiver_head,
-            strip.heads,
-            strip.wire,
-            strip.unit_tokens,
+            pair.receiver.layer,
+            pair.receiver.part,
+            pair.receiver.first_head + pair.receiver_head,
+            pair.heads,
+            pair.wire,
+            pair.unit_tokens,
         )
-        for strip in strips
+        for pair in pairs
     ]
 
 
-def _cut(weave: PlanTemplate, first_token: int, end_token: int, slot_bytes: int) -> Plan:
+def _cut(template: PlanTemplate, first_token: int, end_token: int, slot_bytes: int) -> Plan:
     """The plan of some tokens, with its digest."""
     usable = slot_bytes // ALIGN * ALIGN
-    found = [strand.cut(first_token, end_token, usable) for strand in weave.strands]
-    legs = tuple(leg for leg in found if leg is not None)
-    grids = [(leg.kind, leg.first, leg.end, leg.span_tokens, leg.bands) for leg in legs]
-    whole = ("kvbridge plan 2", ALIGN, slot_bytes, first_token, end_token, grids, weave.digest)
+    found = [group_template.cut(first_token, end_token, usable) for group_template in template.group_templates]
+    group_plans = tuple(group_plan for group_plan in found if group_plan is not None)
+    grids = [
+        (group_plan.kind, group_plan.first, group_plan.end, group_plan.span_tokens, group_plan.bands)
+        for group_plan in group_plans
+    ]
+    whole = ("kvbridge plan 2", ALIGN, slot_bytes, first_token, end_token, grids, template.digest)
     digest = hashlib.blake2b(msgspec.msgpack.encode(whole), digest_size=16).hexdigest()
-    return Plan(first_token, end_token, weave.strips, legs, sum(leg.chunks for leg in legs), digest)
+    return Plan(
+        first_token,
+        end_token,
+        template.pairs,
+        group_plans,
+        sum(group_plan.chunks for group_plan in group_plans),
+        digest,
+    )
 
 
-def _first_of_legs(planned: Plan) -> list[int]:
-    """The first chunk of each leg."""
+def _first_of_group_plans(planned: Plan) -> list[int]:
+    """The first chunk of each group plan."""
     firsts, done = [], 0
-    for leg in planned.legs:
+    for group_plan in planned.group_plans:
         firsts.append(done)
-        done += leg.chunks
+        done += group_plan.chunks
     return firsts

@@ -9,7 +9,7 @@ from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Codec, Plane, Pool
 
 from ..errors import PeerError
-from .latent_parts import FACETTED, facets, is_cuttable
+from .latent_parts import LATENT_FP8, is_cuttable, latent_parts
 from .wire import ROW_SCALED, SCALED_ROWS, is_same_row, is_scale, wire_codec
 
 
@@ -60,8 +60,8 @@ class _Side:
         return self.held(plane.layer, f"{plane.part}_scale", take) if plane.codec.name in ROW_SCALED else None
 
 
-def pair(sender: Pool, receiver: Pool, takes: Sequence[Take]) -> list[PlanePair]:
-    """Strips for all of the receiver's rows that a take touches. Raises PeerError for rows a side lacks.
+def pair_planes(sender: Pool, receiver: Pool, takes: Sequence[Take]) -> list[PlanePair]:
+    """Plane pairs for all of the receiver's rows that a take touches. Raises PeerError for rows a side lacks.
 
     One for each plane, but two of a latent that is cut; scales in memory follow the rows that both sides keep alike.
     """
@@ -70,7 +70,7 @@ def pair(sender: Pool, receiver: Pool, takes: Sequence[Take]) -> list[PlanePair]
     for plane in receiver.planes:
         if not is_scale(plane.part):
             layers.setdefault(plane.layer, []).append(plane.part)
-    strips: list[PlanePair] = []
+    pairs: list[PlanePair] = []
     taken: dict[int, list[Take]] = {}
     for take in takes:
         if take.first_layer >= take.end_layer or take.first_head >= take.end_head:
@@ -84,47 +84,47 @@ def pair(sender: Pool, receiver: Pool, takes: Sequence[Take]) -> list[PlanePair]
                     raise PeerError("bad_take", f"take: {_spell(take)} overlaps {_spell(other)}")
             before.append(take)
             for part in layers[layer]:
-                strips += _strips(theirs, ours, layer, part, take)
-    return strips
+                pairs += _pairs(theirs, ours, layer, part, take)
+    return pairs
 
 
-def _strips(sender: _Side, receiver: _Side, layer: int, part: str, take: Take) -> Iterator[PlanePair]:
+def _pairs(sender: _Side, receiver: _Side, layer: int, part: str, take: Take) -> Iterator[PlanePair]:
     theirs, ours = sender.held(layer, part, take), receiver.held(layer, part, take)
     names = {theirs.codec.name, ours.codec.name}
     if is_same_row(theirs.codec, ours.codec):
-        yield _strip(theirs, ours, take)
+        yield _plane_pair(theirs, ours, take)
         if names <= SCALED_ROWS:
             scales = f"{part}_scale"
-            yield _strip(sender.held(layer, scales, take), receiver.held(layer, scales, take), take)
-    elif FACETTED in names:
+            yield _plane_pair(sender.held(layer, scales, take), receiver.held(layer, scales, take), take)
+    elif LATENT_FP8 in names:
         if not (is_cuttable(theirs) and is_cuttable(ours)):
             raise PeerError("bad_take", f"take: {_spell(take)}, rows of layer {layer} {part} cannot be cut into tiles")
-        for one, other in zip(facets(theirs), facets(ours), strict=True):
+        for one, other in zip(latent_parts(theirs), latent_parts(ours), strict=True):
             heads = one.plane.heads
             wire = wire_codec(one.plane.codec, 0, other.plane.codec, 0, heads)
             yield PlanePair(one.plane, 0, other.plane, 0, heads, wire, 1, one.scale, other.scale)
     else:
-        strip = _strip(theirs, ours, take)
-        yield replace(strip, sender_scale=sender.own_scale(theirs, take), receiver_scale=receiver.own_scale(ours, take))
+        pair = _plane_pair(theirs, ours, take)
+        yield replace(pair, sender_scale=sender.own_scale(theirs, take), receiver_scale=receiver.own_scale(ours, take))
 
 
-def _strip(sender: Plane, receiver: Plane, take: Take) -> PlanePair:
+def _plane_pair(sender: Plane, receiver: Plane, take: Take) -> PlanePair:
     sender_head, receiver_head = take.first_head - sender.first_head, take.first_head - receiver.first_head
     heads = take.end_head - take.first_head
     wire = wire_codec(sender.codec, sender_head, receiver.codec, receiver_head, heads)
     return PlanePair(sender, sender_head, receiver, receiver_head, heads, wire)
 
 
-def split_heads(strip: PlanePair, heads: int) -> list[PlanePair]:
-    """The strip as several of at most `heads` heads each."""
-    if strip.heads <= heads:
-        return [strip]
+def split_heads(pair: PlanePair, heads: int) -> list[PlanePair]:
+    """The pair as several of at most `heads` heads each."""
+    if pair.heads <= heads:
+        return [pair]
     pieces = []
-    for first in range(0, strip.heads, heads):
-        count = min(heads, strip.heads - first)
-        sender_head, receiver_head = strip.sender_head + first, strip.receiver_head + first
-        wire = wire_codec(strip.sender.codec, sender_head, strip.receiver.codec, receiver_head, count)
-        pieces.append(replace(strip, sender_head=sender_head, receiver_head=receiver_head, heads=count, wire=wire))
+    for first in range(0, pair.heads, heads):
+        count = min(heads, pair.heads - first)
+        sender_head, receiver_head = pair.sender_head + first, pair.receiver_head + first
+        wire = wire_codec(pair.sender.codec, sender_head, pair.receiver.codec, receiver_head, count)
+        pieces.append(replace(pair, sender_head=sender_head, receiver_head=receiver_head, heads=count, wire=wire))
     return pieces
 
 

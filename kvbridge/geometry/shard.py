@@ -164,7 +164,8 @@ def _cut_heads(
             if not able:
                 raise PeerError(
                     "rows_not_held",
-                    f"layers: the receiver needs [{cell.first_layer}, {cell.end_layer}), heads [{first_head}, {end_head}), "
+                    f"layers: the receiver needs [{cell.first_layer}, {cell.end_layer}), "
+                    f"heads [{first_head}, {end_head}), "
                     f"parts {' '.join(sorted(cell.parts))}{share.tokens}; none of {len(held)} senders holds them",
                 )
             cut.append((able[receiver_rank % len(able)], Take(cell.first_layer, cell.end_layer, first_head, end_head)))

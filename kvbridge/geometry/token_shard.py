@@ -1,4 +1,4 @@
-"""Combs: the tokens that a rank holds under context parallelism, and that two ranks have in common. Pure."""
+"""TokenShards: the tokens that a rank holds under context parallelism, and that two ranks have in common. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import numpy.typing as npt
 from kvbridge_proto.pool import Shard
 
 Places = npt.NDArray[np.int64]
-# Tokens. A comb is listed mark by mark: whoever speaks to us makes us do that, so it is a few milliseconds at most.
+# Tokens. A token shard is listed mark by mark: whoever speaks to us makes us do that, so it is a few milliseconds at
+# most.
 MOST_PERIOD = 1 << 16
 
 
 def period_of(shard: Shard) -> int:
-    """After how many tokens a rank's share repeats. Two ranks have combs in common up to an lcm of MOST_PERIOD."""
+    """After how many tokens a rank's share repeats. Two ranks have token shards in common up to an lcm of
+    MOST_PERIOD."""
     return shard.cp_size * shard.cp_interleave if shard.cp_size > 1 else 1
 
 
@@ -24,8 +26,8 @@ def period_of(shard: Shard) -> int:
 class TokenShard:
     """The tokens t with `t % period` in `marks`: ascending, in [0, period); none if there are no marks.
 
-    A token of the comb is a mark; marks are counted from the first on, over all periods. `of` and `&` give the least
-    period, so that equal sets compare equal.
+    A token of the token shard is a mark; marks are counted from the first on, over all periods. `of` and `&` give the
+    least period, so that equal sets compare equal.
     """
 
     period: int
@@ -87,7 +89,8 @@ ALL = TokenShard(1, (0,))
 
 
 def _least(mask: npt.NDArray[np.bool_]) -> TokenShard:
-    """The comb of a mask, with the least period it has: every prime of its length is taken out where that can be."""
+    """The token shard of a mask, with the least period it has: every prime of its length is taken out where that can
+    be."""
     rest, prime = len(mask), 2
     while rest > 1:
         if prime * prime > rest:

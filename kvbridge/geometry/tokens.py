@@ -22,7 +22,7 @@ class BlockTable:
     """The blocks of one request in one group: `ids[i]` holds tokens from `(first_block + i) * block_tokens` on.
 
     Tokens are counted as the rank keeps them: under context parallelism only those of its `share`, without gaps.
-    A value: growing makes a new one, so a table that the mover thread reads never changes under it.
+    A value: growing makes a new one, so a table that the data plane thread reads never changes under it.
     """
 
     group: Group
@@ -100,15 +100,15 @@ class BlockTable:
         whole: Places = (ids[:, np.newaxis] * units + np.arange(units)).reshape(-1)
         return whole[first - entry * units : end - entry * units]
 
-    def at(self, comb: TokenShard, first: int, end: int, unit_tokens: int = 1) -> Places:
-        """The places of marks [first, end) of a comb whose tokens are all in this share.
+    def at(self, token_shard: TokenShard, first: int, end: int, unit_tokens: int = 1) -> Places:
+        """The places of marks [first, end) of a token shard whose tokens are all in this share.
 
         Units of more than a token need the whole share. Raises EngineError where a token has no block.
         """
-        if first == end or comb == self.share:
+        if first == end or token_shard == self.share:
             return self.places(first, end, unit_tokens)
         assert unit_tokens == 1
-        token = self.share.index(comb.tokens(first, end))
+        token = self.share.index(token_shard.tokens(first, end))
         self.check(int(token[0]), int(token[-1]) + 1)
         block_tokens = self.group.block_tokens
         block = token // block_tokens

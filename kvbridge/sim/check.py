@@ -43,48 +43,48 @@ def _left_over(world: World) -> Iterator[str]:
 
 
 def _kept(process: Process) -> Iterator[str]:
-    inbound, outbound, mover = process.inbound, process.outbound, process.mover
-    slots, has_engine = inbound.slots.counts(), process.engines.home is not None
-    if slots.free + (0 if has_engine else slots.quarantined) != len(inbound.slots):
+    receiving, sending, data_plane = process.receiving, process.sending, process.data_plane
+    slots, has_engine = receiving.slots.counts(), process.engines.engine is not None
+    if slots.free + (0 if has_engine else slots.quarantined) != len(receiving.slots):
         yield f"slots: {slots}"
-    gathered = mover.sending.slots
+    gathered = data_plane.sending.slots
     if gathered.free != len(gathered):
         yield f"slots to gather into: {gathered.counts()}"
     for name, left in (
-        ("wants", inbound.wants),
-        ("requests that are expected", inbound.awaited),
-        ("transfers in", inbound._wanted_by),
-        ("transfers in doubt", has_engine and inbound._doubts._of),
-        ("slots of transfers", has_engine and inbound.slots._of_transfer),
-        ("offers", outbound.offers),
-        ("transfers out", outbound.outlets),
-        ("rendezvous_ids", outbound._rendezvous_ids._offers),
-        ("transfers that wait for an offer", outbound._waiting),
-        ("receivers that claim", outbound._of_receiver),
-        ("transfers that wait for a slot", (*mover.sending._hungry._waiting, *inbound._hungry._waiting)),
-        ("orders to send", mover.sending._open),
-        ("chunks on their way", mover.sending.moving),
-        ("moves", mover._moving or mover._moved),
-        ("docks of before", mover._equipment is not None and mover._equipment.has_retired),
-        ("writes", mover._writing),
-        ("waits for a fence", mover._fenced),
-        ("targets that leave", mover._jobs._leaving),
-        ("uses of targets", +mover._jobs._users),
-        ("memory that is left", mover._pulling._parting),
-        ("receivers that wait for an answer", outbound._owed),
+        ("wants", receiving.wants),
+        ("requests that are expected", receiving.awaited),
+        ("transfers in", receiving._wanted_by),
+        ("transfers in doubt", has_engine and receiving._undrained._of),
+        ("slots of transfers", has_engine and receiving.slots._of_transfer),
+        ("offers", sending.offers),
+        ("transfers out", sending.outgoing_transfers),
+        ("rendezvous_ids", sending._rendezvous_ids._offers),
+        ("transfers that wait for an offer", sending._waiting),
+        ("receivers that claim", sending._of_receiver),
+        ("transfers that wait for a slot", (*data_plane.sending._hungry._waiting, *receiving._hungry._waiting)),
+        ("orders to send", data_plane.sending._open),
+        ("chunks on their way", data_plane.sending.moving),
+        ("moves", data_plane._moving or data_plane._moved),
+        ("endpoints of before", data_plane._equipment is not None and data_plane._equipment.has_retired),
+        ("writes", data_plane._writing),
+        ("waits for a fence", data_plane._fenced),
+        ("targets that leave", data_plane._jobs._leaving),
+        ("uses of targets", +data_plane._jobs._users),
+        ("memory that is left", data_plane._pulling._parting),
+        ("receivers that wait for an answer", sending._owed),
     ):
         if left:
             yield f"{name}: {left}"
-    for key in (*inbound._deadlines._at, *outbound._deadlines._at):
+    for key in (*receiving._deadlines._at, *sending._deadlines._at):
         if has_engine or key[0] != "doubt":
             yield f"a deadline for {key}"
-    for address, dialled in process.peers.dialling.sessions.items():
+    for address, dialled in process.peers.outgoing.sessions.items():
         if dialled.state is not SessionState.OPEN:
             yield f"a session with {address} that is {dialled.state.name}"
     if process.engines._leaving is not None:
         yield "an engine that is still leaving"
     attached: Any = process.engines._attached
-    opened: dict[Any, Any] = dict(mover._pulling._peers)
+    opened: dict[Any, Any] = dict(data_plane._pulling._peers)
     for memory in process.mapped:
         is_read = any(memory is each for each, _ in opened.values())
         if memory.is_open and not is_read and (attached is None or memory is not attached.memory):
@@ -94,27 +94,27 @@ def _kept(process: Process) -> Iterator[str]:
 
 def _between_agents(process: Process) -> Iterator[str]:
     """Sessions, and what is kept for each: nothing but what an open one needs."""
-    peers, jobs, equipment = process.peers, process.mover._jobs, process.mover._at_work
+    peers, jobs, equipment = process.peers, process.data_plane._jobs, process.data_plane._at_work
     reached = {incarnation: target.serial for incarnation, target in jobs._targets.items()}
-    written = ((incarnation, each.connected.serial) for incarnation, each in peers.accepting.sessions.items())
+    written = ((incarnation, each.connected.serial) for incarnation, each in peers.incoming.sessions.items())
     sessions = {incarnation: serial for incarnation, serial in written if serial != NOT_CONNECTED}
     if reached != sessions:
         yield f"targets {reached}, sessions {sessions}"
-    joined = Counter((target.dock.name, target.name) for target in jobs._targets.values())
+    joined = Counter((target.endpoint.name, target.name) for target in jobs._targets.values())
     if equipment._joined != joined:
         yield f"peers that are joined: {equipment._joined} for {joined}"
     for called, fabric in process.fabrics.items():
         connected = {name for at, name in joined if at == called}
         if fabric._peers != connected:
             yield f"{called}: connected to {fabric._peers}, for {connected}"
-    opened = {each.opened for each in peers.dialling.sessions.values() if each.opened}
-    if opened != (mapped := {*process.mover._pulling._peers}):
+    opened = {each.opened for each in peers.outgoing.sessions.values() if each.opened}
+    if opened != (mapped := {*process.data_plane._pulling._peers}):
         yield f"memory of {mapped} is mapped, for {opened}"
     for name, left in (
-        ("lanes that are out", PROBE_LANES - len(peers.dialling._lanes)),
-        ("sessions without a lane", peers.dialling._without_lane),
-        ("Hellos being answered", peers.accepting._greeted_by),
-        ("deadlines of greetings", peers.dialling._deadlines._at),
+        ("lanes that are out", PROBE_LANES - len(peers.outgoing._lanes)),
+        ("sessions without a lane", peers.outgoing._without_lane),
+        ("Hellos being answered", peers.incoming._greeted_by),
+        ("deadlines of greetings", peers.outgoing._deadlines._at),
     ):
         if left:
             yield f"{name}: {left}"
@@ -128,4 +128,4 @@ def _between_agents(process: Process) -> Iterator[str]:
 
 
 def _sessions(peers: Peers) -> list[OutgoingPeer | IncomingPeer]:
-    return [*peers.dialling.sessions.values(), *peers.accepting.sessions.values()]
+    return [*peers.outgoing.sessions.values(), *peers.incoming.sessions.values()]

@@ -1,7 +1,7 @@
 """The data side: one-sided writes that nobody can recall, over a network that may hold, fail or spoil them.
 
-A write lands whatever has become of those who asked for it: it needs neither loop nor mover of either side, only that
-the memory it goes to still exists. Its notice leaves when its initiator polls it to its end, and not before.
+A write lands whatever has become of those who asked for it: it needs neither loop nor data plane of either side, only
+that the memory it goes to still exists. Its notice leaves when its initiator polls it to its end, and not before.
 """
 
 from __future__ import annotations

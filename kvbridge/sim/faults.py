@@ -80,7 +80,7 @@ class Faults:
         process = self._world.processes[name]
         self._freeze(fault, process, process.loop)
 
-    def _freeze_mover(self, fault: Fault, name: str) -> None:
+    def _freeze_data_plane(self, fault: Fault, name: str) -> None:
         process = self._world.processes[name]
         self._freeze(fault, process, process.thread)
 
@@ -109,8 +109,8 @@ class Faults:
     def _preempt(self, fault: Fault, name: str) -> None:
         """In the middle of its next gather the agent stands still, and its engine takes back all that it offers.
 
-        One time in five the engine has given its agent up just before, for a reason of its own, and the agent's mover
-        goes on before its loop can hear of that.
+        One time in five the engine has given its agent up just before, for a reason of its own, and the agent's data
+        plane goes on before its loop can hear of that.
         """
         process = self._world.processes[name]
         engine = next(each for each in self._world.engines.values() if name in each.agents)
@@ -127,7 +127,7 @@ class Faults:
             self._freeze(fault, process, process.loop, process.thread)
             if is_given_up:
                 engine.later(fault.seconds / 4, give_up)
-                self._world.clock.after(fault.seconds / 2, process.thaw_mover)
+                self._world.clock.after(fault.seconds / 2, process.thaw_data_plane)
             else:
                 engine.later(self._world.uniform(0.0, 0.3), engine.preempt)
 

@@ -1,4 +1,4 @@
-"""Memory as cells, one for a row of one head: an engine's blocks, and the porter that moves cells into slots and back.
+"""Memory as cells, one for a row of one head: an engine's blocks, and the copier that moves cells into slots and back.
 
 A cell holds a number that names what was written there: whose request, which token, which row. So a foreign or a torn
 byte shows as a wrong number, and the real plan decides where each one goes.
@@ -130,7 +130,7 @@ class _SimMove:
 
 
 class SimCopier:
-    """Keeps the contract of `porter.Porter`. A move takes time: half of its cells go at once, half at its end."""
+    """Keeps the contract of `copier.Copier`. A move takes time: half of its cells go at once, half at its end."""
 
     memory: Literal["dram", "vram"] = "dram"
     device = "cpu"

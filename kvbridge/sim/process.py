@@ -46,7 +46,7 @@ from .matter import SLOT_BYTES, Fence, SimAttached, SimCopier
 if TYPE_CHECKING:
     from .world import World
 
-OUTBOUND = 1 << 30  # where, beyond the first inbound slot, the outbound ones begin
+SENDING = 1 << 30  # where, beyond the first receive slot, the send slots begin
 
 
 class NoMetrics(Metrics):
@@ -59,7 +59,7 @@ class NoMetrics(Metrics):
 
     def watch(self, gauges: Gauges) -> None: ...
     def chunks(self, role: str, count: int, size_bytes: int, session: Session) -> None: ...
-    def lived(self, life: RequestRecord) -> None: ...
+    def lived(self, record: RequestRecord) -> None: ...
     def spans(self, outcome: str, count: int) -> None: ...
     def greeted(self, role: str, outcome: str) -> None: ...
     def leases_over(self, count: int) -> None: ...
@@ -92,8 +92,8 @@ class NoMetrics(Metrics):
         return {}
 
 
-class SteppedMover(DataPlane):
-    """The real mover, whose thread has a turn whenever something may have moved."""
+class SteppedDataPlane(DataPlane):
+    """The real data plane, whose thread has a turn whenever something may have moved."""
 
     def __init__(self, process: Process, equip: Callable[[], Resources]) -> None:
         timeout_s = process.config.write_timeout_s
@@ -146,7 +146,7 @@ class SteppedMover(DataPlane):
 
 
 def _stuck(reason: str) -> NoReturn:
-    raise AssertionError(f"the mover was stuck: {reason}")
+    raise AssertionError(f"the data plane was stuck: {reason}")
 
 
 class _Alive:
@@ -178,7 +178,7 @@ class Process(Agent):
         self.world = world
         self.name = name
         self.loop = ProcessLoop(world.clock, lambda text: world.foul(f"{name}: {text}"))
-        self.thread = Thread(world.clock)  # the mover's
+        self.thread = Thread(world.clock)  # the data plane's
         self.died_at = 0.0
         self.on_gather: Callable[[], None] | None = None  # happens once, in the middle of one
         self.fabrics: dict[str, SlotFabric] = {}  # that are not closed, by name
@@ -199,32 +199,34 @@ class Process(Agent):
 
     def _put_together(self, slots: int, local: int, digest: str) -> None:
         world, name = self.world, self.name
-        self.porter = SimCopier(self, digest)
-        porter = cast(BlockCopier, self.porter)
+        self.copier = SimCopier(self, digest)
+        copier = cast(BlockCopier, self.copier)
 
-        def docks(number: int) -> StagingEndpoints:
+        def endpoints(number: int) -> StagingEndpoints:
             called = f"{self.incarnation}.{number}" if number else self.incarnation
             base, fabric = world.next_base(), SlotFabric(self, called)
-            inbound = SimStaging(SLOT_BYTES, slots, "dram", base, _nothing)
-            outbound = SimStaging(SLOT_BYTES, local, "dram", base + OUTBOUND, _nothing)
-            dock = StagingEndpoint(called, inbound, outbound, fabric, porter)
+            receiving = SimStaging(SLOT_BYTES, slots, "dram", base, _nothing)
+            sending = SimStaging(SLOT_BYTES, local, "dram", base + SENDING, _nothing)
+            endpoint = StagingEndpoint(called, receiving, sending, fabric, copier)
             self.fabrics[called] = fabric
             machine = "one" if "pull" in self.config.routes else ""
-            return StagingEndpoints(dock, None, Site(dock.card(), None, None, self.config.routes, machine), ExitStack())
+            return StagingEndpoints(
+                endpoint, None, Site(endpoint.card(), None, None, self.config.routes, machine), ExitStack()
+            )
 
         def equip() -> Resources:
             card = FabricCard(
                 kind=SlotFabric.kind, name=self.incarnation, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0
             )
             machine = "one" if "pull" in self.config.routes else ""
-            equipment = Resources(porter, Site(card, None, None, self.config.routes, machine), docks, ExitStack())
+            equipment = Resources(copier, Site(card, None, None, self.config.routes, machine), endpoints, ExitStack())
             if not machine:
                 equipment.stage()
             return equipment
 
-        self.stepped = SteppedMover(self, equip)
-        self.mover = self.stepped
-        self.slots = SlotPool(self.mover.site.fabric.slots)
+        self.stepped = SteppedDataPlane(self, equip)
+        self.data_plane = self.stepped
+        self.slots = SlotPool(self.data_plane.site.fabric.slots)
         self.doors = SimDoors(self)
         self.links = AgentLinks(self, world.address_of(name), self.config.connect_s)
         self.control = cast(Control, self.links)
@@ -234,7 +236,9 @@ class Process(Agent):
         self.loop.create_task(self.peers.serve())
 
     def _assemble_engines(self) -> Engines:
-        return SimEngines(self, lambda: self.card, self.mover, self.metrics, self.status, self.journal, self.clock_s)
+        return SimEngines(
+            self, lambda: self.card, self.data_plane, self.metrics, self.status, self.journal, self.clock_s
+        )
 
     # What the world does:
 
@@ -264,7 +268,7 @@ class Process(Agent):
         self.died_at = self.world.clock.now
         self.loop.is_dead = True
         self.thread.kill()
-        self.porter.outlive()
+        self.copier.outlive()
         self.links.die()
         for socket in self._sockets:
             if not socket.is_closed:
@@ -283,7 +287,7 @@ class Process(Agent):
         self._go_on(first)
         self.world.clock.after(self.world.quick(), lambda: self._go_on(second))
 
-    def thaw_mover(self) -> None:
+    def thaw_data_plane(self) -> None:
         """Its loop may stand still for longer."""
         if not self.is_dead:
             self._go_on(self.thread)
@@ -299,16 +303,16 @@ class Process(Agent):
         return self.loop.is_frozen or self.thread.is_frozen
 
     def slot_at(self, address: int) -> int:
-        return address % OUTBOUND // SLOT_BYTES
+        return address % SENDING // SLOT_BYTES
 
     def is_current(self, address: int) -> bool:
         """Whether this is in the slots that are lent now, and not in those that a rebuild left behind.
 
-        As the loop knows them: the mover's thread hears of others a little later.
+        As the loop knows them: the data plane's thread hears of others a little later.
         """
-        return address >> 32 == self.mover.site.fabric.base >> 32
+        return address >> 32 == self.data_plane.site.fabric.base >> 32
 
-    # The mover's thread and the ticks:
+    # The data plane's thread and the ticks:
 
     def rouse(self) -> None:
         """Something may have moved."""
@@ -337,23 +341,23 @@ class Process(Agent):
 
     def _plan_look(self) -> None:
         """Whether slots must be made anew is looked at while some are in doubt, or it is about to be done."""
-        quarantined = self.slots.counts().quarantined + self.mover.sending.slots.counts().quarantined
+        quarantined = self.slots.counts().quarantined + self.data_plane.sending.slots.counts().quarantined
         if not self._is_looking and (quarantined or self.rebuilder.is_pausing):
             self._is_looking = True
             self.loop.post(self.rebuilder.look_in_s, self._look)
 
     def look_at_waits(self) -> None:
         """No chunk of what is over waits for a fence, for its engine waits for the end of it."""
-        for wait, _ in self.mover._fenced:
+        for wait, _ in self.data_plane._fenced:
             if not isinstance(wait, WaitFence) or wait.what is None or wait.is_over:
                 continue
             transfer = wait.what.transfer
             if isinstance(wait.what, OrderedSend):
-                out = self.outbound.outlets.get(transfer)
+                out = self.sending.outgoing_transfers.get(transfer)
                 offered = out and out.offered
                 is_over = out is None or out.state is OutgoingState.STOPPING or (offered and offered.over is not None)
             else:
-                wanted = self.inbound._wanted_by.get(transfer)
+                wanted = self.receiving._wanted_by.get(transfer)
                 is_over = wanted is None or wanted.state is not WantState.FLOWING
             if is_over:
                 self.world.foul(f"{self.name}: a chunk of {transfer}, which is over, waits for a fence")
@@ -365,11 +369,11 @@ class Process(Agent):
     def _plan_tick(self) -> None:
         """Agents tick many times a second; here only the ticks happen that have something to do."""
         self._plan_look()
-        due = [each._deadlines.next() for each in (self.inbound, self.outbound, self.peers.dialling)]
+        due = [each._deadlines.next() for each in (self.receiving, self.sending, self.peers.outgoing)]
         first = min((at for at in due if at is not None), default=None)
         if first is None or self._tick_at <= first + IDLE_TICK_S:
             return
-        is_busy = self.inbound.wants or self.outbound.outlets or self.outbound.offers
+        is_busy = self.receiving.wants or self.sending.outgoing_transfers or self.sending.offers
         at = first + self.world.uniform(0.0, TICK_S if is_busy else IDLE_TICK_S)
         self._tick_at = at
         self.loop.post(at - self.world.clock.now, lambda: self._do_tick(at))
@@ -414,9 +418,9 @@ class SimDoors:
             raise PeerError("no_door", f"{door.path}: there is nobody, or not any more")
         read = SimAttached(memory.blocks, peer)
         process.mapped.append(read)
-        pulling = process.mover._pulling
+        pulling = process.data_plane._pulling
         mapped = lambda: cast(AttachedPool, read)  # noqa: E731
-        await process.mover._job(lambda settle: pulling.open(session.whose, mapped, _nothing, settle))
+        await process.data_plane._job(lambda settle: pulling.open(session.whose, mapped, _nothing, settle))
         return None
 
 

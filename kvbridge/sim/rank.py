@@ -142,7 +142,7 @@ class SimRank:
         if self._has_let_go:
             self._end()
         elif not socket.is_crashed:
-            self.engine.world.foul(f"{self.blocks.name}: its agent lives and has closed its end without a word")
+            self.engine.world.foul(f"{self.blocks.name}: its agent records and has closed its end without a word")
         else:
             self.engine.later(max(GONE_S, shared_s), self._end)
 

@@ -18,7 +18,7 @@ FaultKind = Literal[
     "stop agent",
     "freeze agent",
     "freeze loop",
-    "freeze mover",
+    "freeze data plane",
     "stall agent",
     "preempt",
     "kill engine",
@@ -56,7 +56,7 @@ OF_AGENTS: tuple[FaultKind, ...] = (
     "stop agent",
     "freeze agent",
     "freeze loop",
-    "freeze mover",
+    "freeze data plane",
     "preempt",
     "forge notice",
     "forge notice",
@@ -303,7 +303,7 @@ def _stops(rng: random.Random, scenario: Scenario) -> list[Fault]:
     for _ in range(rng.randint(0, 3)):
         request, at = rng.choice(scenario.requests), _moment(rng, scenario)
         agent = rng.choice(scenario.engines[rng.choice((request.prefill, request.decode))])
-        kind: FaultKind = rng.choice(("freeze agent", "freeze loop", "freeze mover", "preempt"))
+        kind: FaultKind = rng.choice(("freeze agent", "freeze loop", "freeze data plane", "preempt"))
         faults.append(Fault(round(at, 5), kind, (agent,), round(rng.uniform(0.05, 1.8), 4)))
     return faults
 

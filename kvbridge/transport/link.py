@@ -81,7 +81,8 @@ class Link(Numbered):
 
     def __repr__(self) -> str:
         state = "lost" if self.is_lost else "up" if self.is_up else "connecting"
-        return f"<Link {'to' if self.is_dialled else 'from'} {self.address} incarnation={self.peer_incarnation or '?'} {state}>"
+        way, incarnation = "to" if self.is_dialled else "from", self.peer_incarnation or "?"
+        return f"<Link {way} {self.address} incarnation={incarnation} {state}>"
 
     @property
     def is_dialled(self) -> bool:

@@ -128,8 +128,8 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     device: Name = ""
     security: Annotated[str, Meta(max_length=512)] = ""
     slot_bytes: Count
-    inbound: SlotCounts
-    outbound: SlotCounts
+    receive_slots: SlotCounts
+    send_slots: SlotCounts
     engine: EngineStatus | None
     peers: tuple[PeerStatus, ...]
     transfers: tuple[TransferStatus, ...]

@@ -706,7 +706,16 @@ def test_plan_refuses_a_file_that_is_no_pool(text: str, tmp_path: Path) -> None:
 def test_agent_starts_answers_status_and_stops(tmp_path: Path) -> None:
     path = tmp_path / "agent.sock"
     (tmp_path / "kvbridge.toml").write_text('name = "from-file"\nmetrics = ""\nlisten = "tcp://127.0.0.1:0"\n')
-    flags = ("--config", tmp_path / "kvbridge.toml", "--socket", path, "--inbound-slots", "2", "--outbound-slots", "2")
+    flags = (
+        "--config",
+        tmp_path / "kvbridge.toml",
+        "--socket",
+        path,
+        "--receive_slots-slots",
+        "2",
+        "--send_slots-slots",
+        "2",
+    )
     command = [sys.executable, "-m", "kvbridge.cli", "agent", *map(str, flags)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as agent:
         try:

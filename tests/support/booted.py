@@ -132,7 +132,7 @@ def _script(folder: Path, drop_in: str) -> list[str]:
 
 def _seen() -> str:
     """Homes are as hidden, but for this Python, which an operator would have put elsewhere."""
-    inside = [path for path in of_python() if any(Path(home) in Path(path).parents for home in HOMES)]
+    inside = [path for path in of_python() if any(Path(engine) in Path(path).parents for engine in HOMES)]
     return "ProtectHome=tmpfs\n" + "".join(f"BindReadOnlyPaths={path}\n" for path in inside) if inside else ""
 
 

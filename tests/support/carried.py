@@ -1,4 +1,4 @@
-"""Carries one case of the matrix through a porter, into one rank of the receiver."""
+"""Carries one case of the matrix through a copier, into one rank of the receiver."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class Mapped:
 
 
 class OnCpu:
-    """By the CPU's porter, in the pools' own memory."""
+    """By the CPU's copier, in the pools' own memory."""
 
     def __init__(self) -> None:
-        self._porter = CpuBlockCopier()
+        self._copier = CpuBlockCopier()
         self._mapped: dict[int, Mapped] = {}
 
     def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None:
         slot = torch.full((slot_bytes,), 0xA5, dtype=torch.uint8)
         span = Span(slot.data_ptr(), slot.numel())
-        self._porter.gather(self._of(sender), gather, span, "sum64")
-        (gathered,) = self._porter.poll()
+        self._copier.gather(self._of(sender), gather, span, "sum64")
+        (gathered,) = self._copier.poll()
         assert gathered.failure is None, gathered.failure
-        self._porter.scatter(self._of(receiver), scatter, span, "sum64", gathered.digest)
-        (scattered,) = self._porter.poll()
+        self._copier.scatter(self._of(receiver), scatter, span, "sum64", gathered.digest)
+        (scattered,) = self._copier.poll()
         if scattered.failure is not None:
             raise KVBridgeError(*scattered.failure)
 

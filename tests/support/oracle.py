@@ -1,4 +1,4 @@
-"""Pools whose every element knows its own (layer, part, head, token, element), and a mover in plain numpy.
+"""Pools whose every element knows its own (layer, part, head, token, element), and a data plane in plain numpy.
 
 `tests.support.pools` makes a pool of a layout that an engine uses, poison in all of its memory; `fill` writes the rows
 of a request, every element a hash of its five coordinates; `mismatch` says which row of a pool is wrong and where what

@@ -22,7 +22,7 @@ UNIT = ROOT / "deploy" / "systemd" / "kvbridge-agent@.service"
 NOBODY = 65534  # stands for the unit's own user, who is not here
 PLACES = {"RuntimeDirectory": "/run", "CacheDirectory": "/var/cache"}
 SPECIFIERS = {"%i": "0", "%t": "/run", "%C": "/var/cache", "%%": "%"}
-HOMES = ("/home", "/root")
+HOMES = ("/engine", "/root")
 ENACTED = {
     *("User", "Group", "Environment", "ExecStart", "UMask", "NoNewPrivileges", "CapabilityBoundingSet"),
     *("AmbientCapabilities", "ProtectSystem", "ProtectHome", "ProtectKernelTunables", "ProtectControlGroups"),
@@ -142,10 +142,10 @@ def of_python() -> list[str]:
 def _hidden(homes: Iterable[str], needed: Iterable[str]) -> list[str]:
     """Commands: nothing is seen there but what is needed."""
     script = []
-    for home in filter(os.path.isdir, homes):
-        inside = [path for path in needed if Path(home) in Path(path).parents]
+    for engine in filter(os.path.isdir, homes):
+        inside = [path for path in needed if Path(engine) in Path(path).parents]
         kept = [(path, f"/run/.kept{number}") for number, path in enumerate(inside)]
         script += [f"mkdir {place}; mount --bind {path} {place}" for path, place in kept]
-        script.append(f"mount -t tmpfs -o mode={'0755' if kept else '0000'} tmpfs {home}")
+        script.append(f"mount -t tmpfs -o mode={'0755' if kept else '0000'} tmpfs {engine}")
         script += [f"mkdir -p {path}; mount --move {place} {path}; rmdir {place}" for path, place in kept]
     return script

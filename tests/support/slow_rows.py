@@ -1,4 +1,5 @@
-"""What rows become when they are converted, row by row and by definition: nothing here knows plans, facets or combs.
+"""What rows become when they are converted, row by row and by definition: nothing here knows plans, latent parts or
+token shards.
 
 A row's numbers are decoded from the bytes that the sender has for its coordinates, and encoded again as the receiver
 stores them. Where the receiver makes scales of its own only the numbers are compared, within a bound: a number of 8

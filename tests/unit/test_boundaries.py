@@ -103,7 +103,7 @@ THIRD: dict[str, set[str] | None] = {
 }
 PURE = (
     *("kvbridge_proto", "kvbridge.options", "kvbridge.geometry", "kvbridge.exchange"),
-    *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs")),
+    *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "group_plans")),
 )
 IMPURE = {
     *("asyncio", "datetime", "logging", "os", "pathlib", "random", "secrets", "select", "signal", "socket"),

@@ -28,9 +28,9 @@ def test_nothing_said_gives_the_defaults() -> None:
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
     path = write(tmp_path, 'name = "file"\ninbound_slots = 3\noutbound_slots = 4\ndrain_s = 1\n')
-    environment = {"KVBRIDGE_NAME": "environment", "KVBRIDGE_OUTBOUND_SLOTS": "5", "OTHER": "x"}
+    environment = {"KVBRIDGE_NAME": "environment", "KVBRIDGE_SEND_SLOTS": "5", "OTHER": "x"}
     config = load(path, {"name": "flag", "socket": None}, environment)
-    assert (config.name, config.inbound_slots, config.outbound_slots, config.drain_s) == ("flag", 3, 5, 1.0)
+    assert (config.name, config.receive_slots, config.send_slots, config.drain_s) == ("flag", 3, 5, 1.0)
     assert config.socket == AgentConfig().socket
 
 
@@ -70,7 +70,7 @@ BAD = {
     "no number": ("slot_bytes", "abc"),
     "too small": ("slot_bytes", "100"),
     "not whole pages": ("slot_bytes", "70000"),
-    "no slots": ("inbound_slots", "0"),
+    "no slots": ("receive_slots", "0"),
     "negative time": ("drain_s", "-1"),
     "no time": ("connect_s", "nan"),
     "unknown level": ("log_level", "loud"),
@@ -115,9 +115,9 @@ def test_refuses_what_is_not_printable_text(value: str) -> None:
 
 
 def test_says_where_the_bad_value_came_from(tmp_path: Path) -> None:
-    path = write(tmp_path, 'inbound_slots = "8"\n')
+    path = write(tmp_path, 'receive slots = "8"\n')
     whole = "a whole number, at least 1, at most 4096"
-    with pytest.raises(OperatorError, match=rf"inbound_slots: got '8' from .*kvbridge\.toml: must be {whole}"):
+    with pytest.raises(OperatorError, match=rf"receive slots: got '8' from .*kvbridge\.toml: must be {whole}"):
         load(path, None, {})
     with pytest.raises(OperatorError, match=r"drain_s: got 'x' from KVBRIDGE_DRAIN_S"):
         load(None, None, {"KVBRIDGE_DRAIN_S": "x"})
@@ -218,9 +218,9 @@ def test_deployed_file_loads_and_names_every_option_with_its_default() -> None:
     assert list(named) == list(options())
     shown = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
     depends = {name for name, value in defaults().items() if value is None}
-    assert depends == {"slot_bytes", "inbound_slots", "outbound_slots", "linger_s", "pull_ctas"}
-    usual = {"slot_bytes": ROOM_IN_HOST.slot_bytes, "inbound_slots": ROOM_IN_HOST.inbound}
-    assert shown == defaults() | usual | {"outbound_slots": ROOM_IN_HOST.outbound, "linger_s": 0, "pull_ctas": 33}
+    assert depends == {"slot_bytes", "receive_slots", "send_slots", "linger_s", "pull_ctas"}
+    usual = {"slot_bytes": ROOM_IN_HOST.slot_bytes, "receive_slots": ROOM_IN_HOST.receive_slots}
+    assert shown == defaults() | usual | {"send_slots": ROOM_IN_HOST.send_slots, "linger_s": 0, "pull_ctas": 33}
 
 
 def test_what_is_generated_is_fresh() -> None:

@@ -28,7 +28,7 @@ def test_what_the_verdict_says_is_what_carrying_it_gives(row: Row) -> None:
             found = verdict(*pools_of(case, rank))
             if isinstance(found, Incompatible):
                 assert all(REASON.match(reason) for reason in found.reasons), found.reasons
-                with pytest.raises((KVBridgeError, ValueError)):  # ValueError: at the porter's door
+                with pytest.raises((KVBridgeError, ValueError)):  # ValueError: at the copier's door
                     carried(case, rank, OnCpu())
                 continue
             _, wrong = carried(case, rank, OnCpu())

@@ -1,8 +1,8 @@
 """Chooses the route to a receiver's slots and proves it: a pattern is written where only probes go, and timed.
 
-Runs on the mover's thread as a generator that waits as the mover's other jobs do (see data_plane.py). What a route
-cannot do shows here, before a request depends on it: UCX, for one, falls back to a tenth of a percent of NVLink in
-silence.
+Runs on the data plane's thread as a generator that waits as the data plane's other jobs do (see data_plane.py). What a
+route cannot do shows here, before a request depends on it: UCX, for one, falls back to a tenth of a percent of NVLink
+in silence.
 """
 
 from __future__ import annotations
@@ -120,15 +120,15 @@ def _probe(landing: Landing, target: Target, clock: Callable[[], float]) -> Gene
     A write that is late may read that lane when another proof fills it. It brings one pattern or the other to a
     receiver that was refused; the longest unused is taken first, so that it seldom does.
     """
-    dock = target.dock
-    number = dock.lanes.popleft()
+    endpoint = target.endpoint
+    number = endpoint.lanes.popleft()
     try:
-        ours = dock.outbound.lane(number)
+        ours = endpoint.send_slots.lane(number)
         lane = lane_of(target.base, target.slot_bytes, target.slots, landing.lane)
         size_bytes, seed = min(lane.size_bytes, ours.size_bytes, MOST_BYTES), secrets.randbits(32)
-        dock.porter.fill(Span(ours.address, size_bytes), pattern(seed, size_bytes))
+        endpoint.copier.fill(Span(ours.address, size_bytes), pattern(seed, size_bytes))
         written = Span(lane.address, size_bytes)
         rate = yield from fastest(size_bytes, lambda deadline: target.probe(ours, written, deadline), clock)
         return Probe(lane=landing.lane, seed=seed, size_bytes=size_bytes, bytes_per_s=rate.bytes_per_s)
     finally:
-        dock.lanes.append(number)
+        endpoint.lanes.append(number)

@@ -28,10 +28,10 @@ class DirectTarget(Target):
         return self.slot(lease, size_bytes), None
 
     def push(self, local: LocalSlot, lease: SlotLease, size_bytes: int, notice: bytes, deadline: float) -> None:
-        self.dock.fabric.notify(self.name, notice)
+        self.endpoint.fabric.notify(self.name, notice)
 
     def probe(self, ours: Span, lane: Span, deadline: float) -> Wait:
-        return WaitMove(self.equipment.porter.copy(Span(ours.address, lane.size_bytes), lane))
+        return WaitMove(self.equipment.copier.copy(Span(ours.address, lane.size_bytes), lane))
 
     def close(self) -> None:
         Target.close(self)
@@ -53,13 +53,13 @@ class DirectRoute(SlotRoute):
 
     def open(self, equipment: Resources, landing: Landing, serial: int) -> Target:
         card = landing.site.fabric
-        dock = self.join(equipment, landing, card)
+        endpoint = self.join(equipment, landing, card)
         try:
             base = _map(equipment, landing.site)
         except BaseException:
-            equipment.leave(dock, card.name)
+            equipment.leave(endpoint, card.name)
             raise
-        return DirectTarget(serial, self.name, card.name, base, card.slot_bytes, card.slots, equipment, dock)
+        return DirectTarget(serial, self.name, card.name, base, card.slot_bytes, card.slots, equipment, endpoint)
 
 
 def _map(equipment: Resources, site: Site) -> int:

@@ -17,9 +17,9 @@ from .staged import Landing, SlotRoute, Target, memories
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTarget(Target):
     def places(self, local: LocalSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
-        host = self.dock.outbound.span(local.index, size_bytes)
-        gathered = self.equipment.dock
-        return (host, None) if gathered is self.dock else (gathered.outbound.span(local.index, size_bytes), host)
+        host = self.endpoint.send_slots.span(local.index, size_bytes)
+        gathered = self.equipment.endpoint
+        return (host, None) if gathered is self.endpoint else (gathered.send_slots.span(local.index, size_bytes), host)
 
 
 class HostRoute(SlotRoute):
@@ -33,8 +33,8 @@ class HostRoute(SlotRoute):
     def open(self, equipment: Resources, landing: Landing, serial: int) -> Target:
         card = landing.site.dram
         assert card is not None
-        dock = self.join(equipment, landing, card)
-        return HostTarget(serial, self.name, card.name, card.base, card.slot_bytes, card.slots, equipment, dock)
+        endpoint = self.join(equipment, landing, card)
+        return HostTarget(serial, self.name, card.name, card.base, card.slot_bytes, card.slots, equipment, endpoint)
 
-    def dock(self, equipment: Resources) -> StagingEndpoint:
-        return equipment.host or equipment.dock
+    def endpoint(self, equipment: Resources) -> StagingEndpoint:
+        return equipment.host or equipment.endpoint

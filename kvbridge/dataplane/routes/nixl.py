@@ -17,5 +17,5 @@ class NixlRoute(SlotRoute):
 
     def open(self, equipment: Resources, landing: Landing, serial: int) -> Target:
         card = landing.site.fabric
-        dock = self.join(equipment, landing, card)
-        return Target(serial, self.name, card.name, card.base, card.slot_bytes, card.slots, equipment, dock)
+        endpoint = self.join(equipment, landing, card)
+        return Target(serial, self.name, card.name, card.base, card.slot_bytes, card.slots, equipment, endpoint)

@@ -26,7 +26,7 @@ from ..resources import Resources
 from .rate import fastest
 from .staged import memories
 
-log = logging.getLogger("kvbridge.mover")
+log = logging.getLogger("kvbridge.data_plane")
 
 GIVEN_UP = -1  # no ticket
 MOST_AHEAD = 2  # chunks that are begun while one is being read: a stream must not run dry
@@ -96,11 +96,11 @@ class PullRoute:
 
     def close_parting(self) -> None:
         """Unmap what nothing reads any more."""
-        porter, left = self._equipment.porter, self._parting
-        self._parting = [each for each in left if each[0] in self._measured or porter.is_using(each[0])]
+        copier, left = self._equipment.copier, self._parting
+        self._parting = [each for each in left if each[0] in self._measured or copier.is_using(each[0])]
         for memory, closed in left:
             if all(memory is not kept for kept, _ in self._parting):
-                porter.forget(memory)
+                copier.forget(memory)
                 self._unmap(memory, closed)
 
     def _unmap(self, memory: AttachedPool, closed: Callable[[], None]) -> None:
@@ -108,7 +108,7 @@ class PullRoute:
         self._tell(closed)
 
     def close_all(self) -> None:
-        """The porter is closed: nothing is read any more."""
+        """The copier is closed: nothing is read any more."""
         for memory, _ in (*self._peers.values(), *self._parting):
             memory.close()
 
@@ -141,9 +141,9 @@ class PullRoute:
 
     def _begun(self, pull: Pull, attachment: AttachedMemory, index: int) -> Generator[Wait, Event, int]:
         """Begin to read a chunk as soon as there is room. GIVEN_UP if the transfer has ended by then."""
-        porter = self._equipment.porter
-        if not porter.has_room:
-            yield WaitCopier(attachment, porter, self._clock() + self._wait_s)
+        copier = self._equipment.copier
+        if not copier.has_room:
+            yield WaitCopier(attachment, copier, self._clock() + self._wait_s)
         if pull.lease.is_given_up:
             return GIVEN_UP
         if (opened := self._peers.get(pull.whose)) is None:
@@ -152,7 +152,7 @@ class PullRoute:
         chunk = pull.plan.chunk(index)
         theirs = Part(pull.plan, chunk, pull.peer_tables, True)
         ours = Part(pull.plan, chunk, pull.tables, False)
-        return porter.pull(opened[0], theirs, attachment.memory, ours, index in pull.compared)
+        return copier.pull(opened[0], theirs, attachment.memory, ours, index in pull.compared)
 
     def _read(
         self, pull: Pull, tickets: deque[tuple[int, int]], digests: dict[int, int]
@@ -175,7 +175,7 @@ class PullRoute:
             return "aborted", "the transfer ended while it was read"
         if pull.lease.counts(now):
             return None
-        if attachment.word.has_left:  # nobody hears of it later
+        if attachment.liveness.has_left:  # nobody hears of it later
             return "engine_left", "the engine left while its blocks were written"
         try:
             yield WaitLease(attachment, pull.lease, now, now + self._wait_s)
@@ -186,10 +186,10 @@ class PullRoute:
     def warm(self, attachment: AttachedMemory, whose: Whose, theirs: Part, ours: Part, has_digest: bool) -> None:
         """Begin to compile for such a part, if both engines stay. What goes wrong will be said when it matters."""
         opened = self._peers.get(whose)
-        if opened is None or attachment.word.has_left:
+        if opened is None or attachment.liveness.has_left:
             return
         try:
-            self._equipment.porter.warm_pull(opened[0], theirs, attachment.memory, ours, has_digest)
+            self._equipment.copier.warm_pull(opened[0], theirs, attachment.memory, ours, has_digest)
         except Exception:
             log.exception("could not get ready for a peer")
 
@@ -203,6 +203,6 @@ def read_rate(equipment: Resources, memory: AttachedPool, clock: Callable[[], fl
 
     def begin(deadline: float) -> Wait:
         sender, target = Span(theirs.address, size_bytes), Span(ours.address, size_bytes)
-        return WaitMove(equipment.porter.copy(sender, target))
+        return WaitMove(equipment.copier.copy(sender, target))
 
     return (yield from fastest(size_bytes, begin, clock))

@@ -26,7 +26,7 @@ class Landing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A receiver's slots by one route. `name` is what `dock`'s fabric calls the peer, `serial` which connect it is
+    """A receiver's slots by one route. `name` is what `endpoint`'s fabric calls the peer, `serial` which connect it is
     of."""
 
     serial: int
@@ -36,7 +36,7 @@ class Target:
     slot_bytes: int
     slots: int
     equipment: Resources = field(repr=False)
-    dock: StagingEndpoint
+    endpoint: StagingEndpoint
 
     def slot(self, lease: SlotLease, size_bytes: int) -> Span:
         """The slot lent under this lease."""
@@ -44,11 +44,11 @@ class Target:
 
     def places(self, local: LocalSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
         """Where a chunk is gathered to, and where it is copied to in host memory after that, if it is."""
-        return self.dock.outbound.span(local.index, size_bytes), None
+        return self.endpoint.send_slots.span(local.index, size_bytes), None
 
     def push(self, local: LocalSlot, lease: SlotLease, size_bytes: int, notice: bytes, deadline: float) -> Wait | None:
         """Write our slot to the peer's, notice with it; what to wait for, if that is not over. Raises FabricError."""
-        ours, theirs = self.dock.outbound.address(local.index), self.slot(lease, size_bytes).address
+        ours, theirs = self.endpoint.send_slots.address(local.index), self.slot(lease, size_bytes).address
         return self.write(ours, theirs, size_bytes, notice, deadline)
 
     def probe(self, ours: Span, lane: Span, deadline: float) -> Wait:
@@ -56,12 +56,12 @@ class Target:
         return self.write(ours.address, lane.address, lane.size_bytes, b"", deadline)
 
     def write(self, ours: int, theirs: int, size_bytes: int, notice: bytes, deadline: float) -> Wait:
-        fabric = self.dock.fabric
+        fabric = self.endpoint.fabric
         return WaitWrite(fabric, fabric.write(self.name, ours, theirs, size_bytes, notice, deadline))
 
     def close(self) -> None:
         """Nothing is written to these slots by this route any more."""
-        self.equipment.leave(self.dock, self.name)
+        self.equipment.leave(self.endpoint, self.name)
 
 
 class SlotRoute(abc.ABC):
@@ -77,19 +77,19 @@ class SlotRoute(abc.ABC):
     def open(self, equipment: Resources, landing: Landing, serial: int) -> Target:
         """Connect. Raises KVBridgeError."""
 
-    def dock(self, equipment: Resources) -> StagingEndpoint:
+    def endpoint(self, equipment: Resources) -> StagingEndpoint:
         """Whose slots of ours it leaves from and lands in."""
-        return equipment.dock
+        return equipment.endpoint
 
     def join(self, equipment: Resources, landing: Landing, card: FabricCard) -> StagingEndpoint:
         """Let our fabric know the peer's. Raises KVBridgeError; else `Resources.leave` is owed."""
-        incarnation, dock = landing.incarnation, self.dock(equipment)
+        incarnation, endpoint = landing.incarnation, self.endpoint(equipment)
         if card.name != incarnation and not card.name.startswith(
             f"{incarnation}."
         ):  # another agent's is not this one's to give
             raise PeerError("bad_card", f"name: {card.name}, of {incarnation}")
-        equipment.join(dock, card.name, card.descriptor)
-        return dock
+        equipment.join(endpoint, card.name, card.descriptor)
+        return endpoint
 
 
 def memories(ours: Site, theirs: Site) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from kvbridge.adapters.engine.prompts import is_in, rendezvous
 from kvbridge.adapters.sglang import prompts as sglang
-from kvbridge.adapters.vllm import rooms as vllm
+from kvbridge.adapters.vllm import rendezvous as vllm
 
 # tokens, (adapter's name, its folder), salt
 PROMPTS: dict[str, tuple[list[int], tuple[str, str] | None, str]] = {

@@ -89,8 +89,14 @@ class Travels:
 
     def first(self, end: int) -> tuple[int, int]:
         """The first token of either group; `end` where there is none."""
-        legs = {leg.strips[0].receiver.group: leg for leg in self.planner.plan(self.takes, 0, end, 1 << 12).legs}
-        full, late = (legs[group].comb.token(legs[group].first) if group in legs else end for group in (0, 1))
+        group_plans = {
+            group_plan.pairs[0].receiver.group: group_plan
+            for group_plan in self.planner.plan(self.takes, 0, end, 1 << 12).group_plans
+        }
+        full, late = (
+            group_plans[group].token_shard.token(group_plans[group].first) if group in group_plans else end
+            for group in (0, 1)
+        )
         return full, late
 
 

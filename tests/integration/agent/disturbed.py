@@ -48,13 +48,13 @@ class Scale:
     route: str
     tokens: int
     slot_bytes: int
-    inbound_slots: int
-    outbound_slots: int
+    receive_slots: int
+    send_slots: int
     more: Mapping[str, str] = field(default_factory=dict)  # options of both agents
 
     @property
     def options(self) -> dict[str, str]:
-        names = ("slot_bytes", "inbound_slots", "outbound_slots")
+        names = ("slot_bytes", "receive_slots", "send_slots")
         return {name: str(getattr(self, name)) for name in names} | {"routes": self.route} | dict(self.more)
 
     def shape(self, axes: str, block_tokens: int) -> Shape:
@@ -133,7 +133,7 @@ class Side:
         """Wait until no transfer is left and every slot is free."""
 
         def is_free(status: Status) -> bool:
-            slots = (status.inbound, status.outbound)
+            slots = (status.receive_slots, status.send_slots)
             return not status.transfers and not any(s.lent or s.landed or s.quarantined for s in slots)
 
         self.becomes(is_free)
@@ -284,13 +284,13 @@ def stands_still(pair: Pair, seed: int) -> int:
             **rendezvous,
         )
         assert told["wrong"] == "" and told["code"] in ("", "peer_lost"), told
-        slots = pair.receiver.agent.status().inbound
+        slots = pair.receiver.agent.status().receive_slots
         print(f"stopped: {told['code'] or 'done'}, {slots}")
-        is_enough = bool(told["code"]) and slots.quarantined * 2 >= pair.scale.inbound_slots
+        is_enough = bool(told["code"]) and slots.quarantined * 2 >= pair.scale.receive_slots
         if is_enough:
             status = pair.receiver.becomes(partial(_has_rebuilt, before=before))
             assert status.engine is not None and status.engine.epoch == 1, "its engine was not left alone"
-            assert status.inbound.free == pair.scale.inbound_slots
+            assert status.receive_slots.free == pair.scale.receive_slots
         os.kill(sender, signal.SIGCONT)
         pair.sender.offer_ended()
         pair.is_sound()
@@ -347,9 +347,9 @@ def senders_agent_dies(pair: Pair, seed: int, times: int) -> None:
     quarantined = 0
     for failed, released in _kills(pair, pair.sender, seed, times):
         assert failed in ("", "peer_lost") and released in ("", GONE)
-        slots = pair.receiver.becomes(lambda status: not status.transfers and not status.inbound.landed).inbound
+        slots = pair.receiver.becomes(lambda status: not status.transfers and not status.receive_slots.landed).receiving
         time.sleep(CALM_S)
-        assert not slots.lent and pair.receiver.agent.status().inbound == slots
+        assert not slots.lent and pair.receiver.agent.status().receive_slots == slots
         print(f"{slots.quarantined} slots are quarantined until the sender's agent is back")
         quarantined += slots.quarantined
     if pair.scale.route == "pull":

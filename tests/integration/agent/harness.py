@@ -107,7 +107,7 @@ def wait_for(claim: Any, seconds: float = 20.0) -> None:
 
 def is_at_rest(status: Status) -> bool:
     """No transfer is under way, and no slot is anything but free."""
-    slots = (status.inbound, status.outbound)
+    slots = (status.receive_slots, status.send_slots)
     return not status.transfers and not any(each.lent or each.landed or each.quarantined for each in slots)
 
 
@@ -156,8 +156,8 @@ def agent(
     `nofile` are the soft and the hard limit of its descriptors.
     """
     path, log = folder / f"{name}.sock", folder / f"{name}.log"
-    chosen = {"socket": path, "listen": "tcp://127.0.0.1:0", "name": name, "metrics": "", "inbound_slots": 8}
-    chosen |= {"outbound_slots": 4, "slot_bytes": 65536} | options
+    chosen = {"socket": path, "listen": "tcp://127.0.0.1:0", "name": name, "metrics": "", "receive_slots": 8}
+    chosen |= {"send_slots": 4, "slot_bytes": 65536} | options
     said = {key: value for key, value in chosen.items() if value is not None}
     flags = [
         part

@@ -1,5 +1,5 @@
-"""`kvbridge agent` that waits STUCK_S for its mover: `python -m tests.integration.agent.impatient_agent agent --FLAG
-VALUE`."""
+"""`kvbridge agent` that waits STUCK_S for its data plane: `python -m tests.integration.agent.impatient_agent agent
+--FLAG VALUE`."""
 
 from __future__ import annotations
 

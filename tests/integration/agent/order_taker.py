@@ -1,4 +1,4 @@
-"""A mover that moves nothing: it keeps orders, and says that it is quiet when it is told to stop."""
+"""A data plane that moves nothing: it keeps orders, and says that it is quiet when it is told to stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.exchange.world import take_up
 
 
 class OrderTaker:
-    """The part of `Mover` that a receiver and a sender call. `report` lets them hear what there is to say."""
+    """The part of `DataPlane` that a receiver and a sender call. `report` lets them hear what there is to say."""
 
     receiver: ReceiverRunner
     sender: SenderRunner

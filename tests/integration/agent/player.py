@@ -22,12 +22,12 @@ from tests.unit.exchange.world import World
 
 
 class Player:
-    """Control, mover, receiver and sender: the test's. A proof takes until `may_prove` is set."""
+    """Control, data plane, receiver and sender: the test's. A proof takes until `may_prove` is set."""
 
     trust = Trust()
 
-    def __init__(self, home: AttachedEngine) -> None:
-        self.home: AttachedEngine | None = home
+    def __init__(self, engine: AttachedEngine) -> None:
+        self.engine: AttachedEngine | None = engine
         self.wires: dict[str, Wire] = {}
         self.may_prove = asyncio.Event()
         self.proving: list[Landing] = []
@@ -37,8 +37,8 @@ class Player:
         self.drained = False
         self.opened_at: list[str] = []
         self.over: list[tuple[str, str]] = []
-        self.peers = Peers(self, self, lambda: self.home, Metrics(), 0.2, NoDoors())
-        self.peers.dialling.receiver = self.peers.accepting.sender = self
+        self.peers = Peers(self, self, lambda: self.engine, Metrics(), 0.2, NoDoors())
+        self.peers.outgoing.receiver = self.peers.incoming.sender = self
 
     def stir(self) -> None: ...
 
@@ -98,12 +98,12 @@ def replace_struct(value: Any, **changes: Any) -> Any:
 
 
 def greeting(world: World, incarnation: str) -> Hello:
-    home = world.receivers[0].home
-    return hello(replace(home, agent=replace_struct(home.agent, incarnation=incarnation)), 0)
+    engine = world.receivers[0].engine
+    return hello(replace(engine, agent=replace_struct(engine.agent, incarnation=incarnation)), 0)
 
 
 async def met(world: World, key: str = "") -> tuple[Player, Wire]:
-    player, wire = Player(world.senders[0].home), Wire("D0", key, "D")
+    player, wire = Player(world.senders[0].engine), Wire("D0", key, "D")
     player.may_prove.set()
     async with asyncio.TaskGroup() as tasks:
         player.peers._take(tasks, wire, "D", greeting(world, "D"))
@@ -112,7 +112,7 @@ async def met(world: World, key: str = "") -> tuple[Player, Wire]:
 
 
 def welcomed(world: World, wire: Wire) -> Welcome:
-    sender = world.senders[0].home
+    sender = world.senders[0].engine
     said = wire.said(Hello)[-1]
     session = answer(said, sender)
     assert isinstance(session, Session)
@@ -123,9 +123,9 @@ def welcomed(world: World, wire: Wire) -> Welcome:
 
 async def reached(world: World) -> tuple[Player, str]:
     """A session with P0, and who that is."""
-    player, incarnation = Player(world.receivers[0].home), world.senders[0].home.agent.incarnation
+    player, incarnation = Player(world.receivers[0].engine), world.senders[0].engine.agent.incarnation
     player.may_prove.set()
-    player.peers.dialling.reach("P0")
+    player.peers.outgoing.reach("P0")
     await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
     assert player.opened_at == ["P0"]
     return player, incarnation

@@ -22,7 +22,7 @@ from tests.integration.agent.disturbed import (
 )
 
 # A scatter, or a read, of 4 MiB outlasts an engine's waking up: were Failed told while one runs, it would show.
-SCALE = Scale(devices=("cpu", "cpu"), route="nixl", tokens=1024, slot_bytes=4 << 20, inbound_slots=4, outbound_slots=2)
+SCALE = Scale(devices=("cpu", "cpu"), route="nixl", tokens=1024, slot_bytes=4 << 20, receive_slots=4, send_slots=2)
 
 
 @pytest.fixture(scope="module", params=["nixl", "pull"])

@@ -61,7 +61,7 @@ def test_a_connection_that_its_receiver_has_given_up_keeps_nobody_out() -> None:
 
 def test_of_two_addresses_the_slower_is_told_of_the_other_whichever_was_dialled_first() -> None:
     async def story(world: World) -> None:
-        player = Player(world.senders[0].home)
+        player = Player(world.senders[0].engine)
         player.may_prove.set()
         fast, slow = Wire("D0", peer_incarnation="D"), Wire("D0 again", peer_incarnation="D")
         await says_hello(player, world, fast, address="tcp://a:1", serial=2, oldest=1)
@@ -89,7 +89,7 @@ def test_who_asks_by_another_link_is_not_told_that_a_claim_is_over_that_may_be_o
 
 def test_a_hello_after_a_goodbye_takes_the_place_of_the_one_that_is_being_proved() -> None:
     async def story(world: World) -> None:
-        player, wire = Player(world.senders[0].home), Wire("D0", peer_incarnation="D")
+        player, wire = Player(world.senders[0].engine), Wire("D0", peer_incarnation="D")
         async with asyncio.TaskGroup() as tasks:
             player.peers._take(tasks, wire, "D", replace_struct(greeting(world, "D"), serial=1))
             await settle()
@@ -100,7 +100,7 @@ def test_a_hello_after_a_goodbye_takes_the_place_of_the_one_that_is_being_proved
             player.may_prove.set()
         assert [landing.lane for landing in player.proving] == [0, 3] and player.disconnected == [("D", 1)]
         assert len(wire.said(Welcome)) == 1 and len(player.peers.statuses()) == 1
-        assert not player.peers.accepting._greeted_by
+        assert not player.peers.incoming._greeted_by
 
     run(story)
 

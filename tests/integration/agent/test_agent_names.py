@@ -25,49 +25,53 @@ from tests.unit.exchange.world import NOTHING, World
 class Fetching(Player, OrderTaker):
     """A real receiver, whose engine's requests bring whatever address their clients say."""
 
-    def __init__(self, home: AttachedEngine) -> None:
-        super().__init__(home)
+    def __init__(self, engine: AttachedEngine) -> None:
+        super().__init__(engine)
         OrderTaker.__init__(self)
         self.told: list[Any] = []
         numbers = count()
-        self.inbound = Receiver(SlotPool(4), lambda: f"t{next(numbers)}", lambda: next(numbers).to_bytes(16, "big"))
-        dialling = self.peers.dialling
+        self.receiving = Receiver(SlotPool(4), lambda: f"t{next(numbers)}", lambda: next(numbers).to_bytes(16, "big"))
+        outgoing = self.peers.outgoing
         clock = lambda: 0.0  # noqa: E731
         metrics = Metrics()
-        lives = RequestRecords("receiver", Journal(), metrics.lived)
-        self.receiver = ReceiverRunner(self.inbound, dialling, self, metrics, lives, self.told.append, clock)  # type: ignore[arg-type]
+        records = RequestRecords("receiver", Journal(), metrics.lived)
+        self.receiver = ReceiverRunner(self.receiving, outgoing, self, metrics, records, self.told.append, clock)  # type: ignore[arg-type]
         self.receiver.attached = NOTHING
-        dialling.receiver = self.receiver
+        outgoing.receiver = self.receiver
         self.may_prove.set()
 
     def want(self, sender: str) -> None:
-        assert self.home is not None
+        assert self.engine is not None
         blocks = (Blocks(0, 0, (0,)),)
-        request = f"r{len(self.inbound.wants)}-{len(self.told)}"
+        request = f"r{len(self.receiving.wants)}-{len(self.told)}"
         want = Want(
             request=request, rendezvous="r", sender=sender, first_token=0, end_token=16, blocks=blocks, deadline_s=100.0
         )
-        self.receiver.want(want, self.home)
+        self.receiver.want(want, self.engine)
 
     @property
     def kept(self) -> list[int]:
         """How many addresses are kept anywhere."""
-        inbound, dialling = self.inbound, self.peers.dialling
-        parts = [*vars(inbound._senders).values(), *vars(inbound._doubts).values(), inbound._givers._assigned]
-        return [len(kept) for kept in (*parts, dialling.sessions, dialling._also)]
+        receiving, outgoing = self.receiving, self.peers.outgoing
+        parts = [
+            *vars(receiving._senders).values(),
+            *vars(receiving._undrained).values(),
+            receiving._assignment._assigned,
+        ]
+        return [len(kept) for kept in (*parts, outgoing.sessions, outgoing._also)]
 
 
 async def fetching(world: World) -> tuple[Fetching, str]:
     """One whose engine wants something of P0, and who that is."""
-    player = Fetching(world.receivers[0].home)
+    player = Fetching(world.receivers[0].engine)
     player.want("P0")
     await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
-    return player, world.senders[0].home.agent.incarnation
+    return player, world.senders[0].engine.agent.incarnation
 
 
 def test_spellings_of_one_host_are_one_address() -> None:
     async def story(world: World) -> None:
-        player = Fetching(world.receivers[0].home)
+        player = Fetching(world.receivers[0].engine)
         letters = product(*((letter, letter.upper()) for letter in "localhost"))
         for number, spelled in enumerate(islice(letters, 500)):
             player.want(f"tcp://{''.join(spelled)}:{'0' * (number % 2)}7700" + "#" * (number % 3 == 0))
@@ -84,7 +88,7 @@ def test_a_session_has_only_so_many_names_and_a_want_by_one_more_fails_at_once()
             if number < MOST_NAMES - 1:
                 assert not player.told
             knows(player, f"name-{number}", incarnation)
-        assert max(player.kept) <= MOST_NAMES and list(player.peers.dialling.sessions) == ["P0"]
+        assert max(player.kept) <= MOST_NAMES and list(player.peers.outgoing.sessions) == ["P0"]
         failed = [told for told in player.told if isinstance(told, Failed)]
         assert len(failed) == 500 - (MOST_NAMES - 1) and {each.code for each in failed} == {"too_many_names"}
         assert "name-499 is P0" in failed[-1].reason and f"limit {MOST_NAMES}" in failed[-1].reason
@@ -105,7 +109,7 @@ def test_a_name_that_nothing_is_wanted_by_makes_rendezvous_for_another() -> None
         for number in range(500):
             player.want(f"name-{number}")
             knows(player, f"name-{number}", incarnation)
-            player.receiver.abandon(next(reversed(player.inbound.wants)))
+            player.receiver.abandon(next(reversed(player.receiving.wants)))
             player.report()
         assert max(player.kept) <= MOST_NAMES and "too_many_names" not in {told.code for told in player.told}
         before = len(player.wires["P0"].said(Claim))
@@ -113,22 +117,22 @@ def test_a_name_that_nothing_is_wanted_by_makes_rendezvous_for_another() -> None
             player.want(address)
             if address in ("real", "name-0"):
                 knows(player, address, incarnation)
-        assert len(player.wires["P0"].said(Claim)) == before + 4 and len(player.inbound.wants) == 6
+        assert len(player.wires["P0"].said(Claim)) == before + 4 and len(player.receiving.wants) == 6
 
     run(story)
 
 
 def test_an_address_of_a_rank_stays_a_name_whoever_else_comes() -> None:
     async def story(world: World) -> None:
-        player, incarnation = Fetching(world.receivers[0].home), world.senders[0].home.agent.incarnation
+        player, incarnation = Fetching(world.receivers[0].engine), world.senders[0].engine.agent.incarnation
         player.want("P0")
         greeting = welcomed(world, player.wires["P0"])
         ranks = (Rank(tp_rank=0, pp_rank=0, address="its own"),)
         await player.peers._welcome(player.wires["P0"], replace_struct(greeting, ranks=ranks))
         for address in ("its own", *(f"name-{number}" for number in range(40))):
-            player.peers.dialling.reach(address)
+            player.peers.outgoing.reach(address)
             knows(player, address, incarnation)
-        assert "its own" in player.peers.dialling._also and "name-0" not in player.peers.dialling._also
+        assert "its own" in player.peers.outgoing._also and "name-0" not in player.peers.outgoing._also
 
     run(story)
 
@@ -137,8 +141,8 @@ def test_a_name_too_many_still_asks_for_what_is_in_doubt_by_it() -> None:
     """Else whoever makes up names could keep the slots in quarantine that only this name's successor can give back."""
 
     async def story(world: World) -> None:
-        player, incarnation = Fetching(world.receivers[0].home), world.senders[0].home.agent.incarnation
-        player.inbound._doubts.add("t", "was here", "dead", "")
+        player, incarnation = Fetching(world.receivers[0].engine), world.senders[0].engine.agent.incarnation
+        player.receiving._undrained.add("t", "was here", "dead", "")
         player.want("P0")
         await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
         for address in [*(f"name-{number}" for number in range(MOST_NAMES)), "was here"]:
@@ -147,6 +151,6 @@ def test_a_name_too_many_still_asks_for_what_is_in_doubt_by_it() -> None:
         (asked,) = player.wires["P0"].said(Cancel)
         assert (asked.transfer, asked.incarnation) == ("t", "dead") and max(player.kept) <= MOST_NAMES
         player.peers._hear(player.wires["P0"], incarnation, Drained(transfer="t"))
-        assert not player.inbound._doubts.is_any("was here")
+        assert not player.receiving._undrained.is_any("was here")
 
     run(story)

@@ -286,7 +286,7 @@ def test_metrics_are_served_on_loopback(tmp_path: Path) -> None:
             engine.attach()
             text = scraped(port)
             info = {line.split()[0] for line in text.splitlines() if line.startswith("kvbridge_engine_info{")}
-        assert "kvbridge_engine_attached 1.0" in text and 'kvbridge_inbound_slots{state="free"} 8.0' in text
+        assert "kvbridge_engine_attached 1.0" in text and 'kvbridge_receive_slots{state="free"} 8.0' in text
         (said,) = info
         assert all(part in said for part in ('block_tokens="16"', 'dtype="bf16"', 'tp_size="1"', 'model_key="'))
         wait_for(lambda: "kvbridge_engine_info{" not in scraped(port))  # what is shown is kept for a moment

@@ -33,8 +33,8 @@ class Pair:
 
     def begin(self, sender_fence: int = 0, receiver_fence: int = 0) -> None:
         """Both sides of one request, which has come to the fence that it has to wait for when this returns."""
-        wait_for(lambda: not self.sender.agent.status.outbound.lent, AT_ONCE_S)
-        wait_for(lambda: not self.receiver.agent.status.inbound.landed, AT_ONCE_S)
+        wait_for(lambda: not self.sender.agent.status.send_slots.lent, AT_ONCE_S)
+        wait_for(lambda: not self.receiver.agent.status.receive_slots.landed, AT_ONCE_S)
         self._began += 1
         self.request = f"r{self._began}"
         address, tokens = self.sender.agent.address, range(TOKENS)
@@ -44,9 +44,9 @@ class Pair:
             wait_for(lambda: [each.state for each in self.sender.agent.status.transfers] == ["flowing"])
             time.sleep(READ_S)
         elif receiver_fence:
-            wait_for(lambda: self.receiver.agent.status.inbound.landed)
+            wait_for(lambda: self.receiver.agent.status.receive_slots.landed)
         else:
-            wait_for(lambda: self.sender.agent.status.outbound.lent)
+            wait_for(lambda: self.sender.agent.status.send_slots.lent)
 
 
 @pytest.fixture(scope="module", params=["nixl", "pull"])
@@ -72,7 +72,7 @@ def test_a_withdrawn_offer_is_released_though_its_stream_stands_still(pair: Pair
     pair.sender.client.send(Withdraw(request=pair.request, reason="preempted"))
     assert pair.sender.released(pair.request, AT_ONCE_S).code == "withdrawn"
     assert isinstance(answer := pair.receiver.answer(pair.request, AT_ONCE_S), Failed) and answer.code == "withdrawn"
-    wait_for(lambda: pair.sender.agent.status.outbound.lent == 0, AT_ONCE_S)
+    wait_for(lambda: pair.sender.agent.status.send_slots.lent == 0, AT_ONCE_S)
 
 
 def test_an_offer_of_which_nobody_wants_the_rest_is_released_though_its_stream_stands_still(pair: Pair) -> None:
@@ -86,4 +86,4 @@ def test_an_abandoned_want_has_failed_though_its_stream_stands_still(pair: Pair)
     pair.begin(receiver_fence=1)
     pair.receiver.client.send(Abandon(request=pair.request))
     assert isinstance(answer := pair.receiver.answer(pair.request, AT_ONCE_S), Failed) and answer.code == "aborted"
-    wait_for(lambda: pair.receiver.agent.status.inbound.landed == 0, AT_ONCE_S)
+    wait_for(lambda: pair.receiver.agent.status.receive_slots.landed == 0, AT_ONCE_S)

@@ -38,10 +38,10 @@ def claim(transfer: str) -> Claim:
 
 def test_two_proofs_never_share_a_lane_and_the_others_wait_their_turn() -> None:
     async def story(world: World) -> None:
-        player = Player(world.receivers[0].home)
+        player = Player(world.receivers[0].engine)
         addresses = [f"P{number}" for number in range(PROBE_LANES + 6)]
         for address in addresses:
-            player.peers.dialling.reach(address)
+            player.peers.outgoing.reach(address)
         asked = [wire for wire in player.wires.values() if wire.said(Hello)]
         assert len(asked) == PROBE_LANES
         assert len({wire.sent[0].probe_lane for wire in asked}) == PROBE_LANES
@@ -60,18 +60,18 @@ def test_two_proofs_never_share_a_lane_and_the_others_wait_their_turn() -> None:
 
 def test_who_is_not_reached_takes_no_lane_from_others() -> None:
     async def story(world: World) -> None:
-        player = Player(world.receivers[0].home)
+        player = Player(world.receivers[0].engine)
         made_up = [player.dial(f"M{number}") for number in range(PROBE_LANES + 1)]
         for wire in made_up:
             wire.is_up = False
-            player.peers.dialling.reach(wire.address)
-        player.peers.dialling.reach("P0")
+            player.peers.outgoing.reach(wire.address)
+        player.peers.outgoing.reach("P0")
         assert player.wires["P0"].said(Hello) and not any(wire.sent for wire in made_up)
         made_up[0].is_up = True
-        player.peers.dialling.reached(made_up[0])
+        player.peers.outgoing.reached(made_up[0])
         assert made_up[0].said(Hello)
         await asyncio.sleep(0.3)
-        player.peers.dialling.tick(time.monotonic())
+        player.peers.outgoing.tick(time.monotonic())
         assert len(player.over) == PROBE_LANES + 2, "nobody is waited for without end"
 
     run(story)
@@ -79,18 +79,18 @@ def test_who_is_not_reached_takes_no_lane_from_others() -> None:
 
 def test_who_waits_for_a_lane_is_told_in_time() -> None:
     async def story(world: World) -> None:
-        player = Player(world.receivers[0].home)
+        player = Player(world.receivers[0].engine)
         for number in range(PROBE_LANES + 2):
-            player.peers.dialling.reach(f"P{number}")
+            player.peers.outgoing.reach(f"P{number}")
         await asyncio.sleep(0.3)
-        player.peers.dialling.tick(asyncio.get_running_loop().time())
+        player.peers.outgoing.tick(asyncio.get_running_loop().time())
         assert {code for _, code in player.over} == {"peer_unreachable"}
         first = {address for address, _ in player.over}
         assert {f"P{number}" for number in range(PROBE_LANES)} <= first
         await asyncio.sleep(0.3)
-        player.peers.dialling.tick(asyncio.get_running_loop().time())
+        player.peers.outgoing.tick(asyncio.get_running_loop().time())
         assert len(player.over) == PROBE_LANES + 2  # once each, and all of them
-        player.peers.dialling.reach("again")
+        player.peers.outgoing.reach("again")
         assert player.wires["again"].said(Hello)
 
     run(story)
@@ -98,13 +98,13 @@ def test_who_waits_for_a_lane_is_told_in_time() -> None:
 
 def test_what_we_stood_still_for_is_not_counted_against_others() -> None:
     async def story(world: World) -> None:
-        player = Player(world.receivers[0].home)
-        dialling, now = player.peers.dialling, time.monotonic()
-        dialling.reach("P0")  # connect_s is 0.2
-        dialling.tick(now + 0.15)
-        dialling.tick(now + 8.0, late_s=7.8)
+        player = Player(world.receivers[0].engine)
+        outgoing, now = player.peers.outgoing, time.monotonic()
+        outgoing.reach("P0")  # connect_s is 0.2
+        outgoing.tick(now + 0.15)
+        outgoing.tick(now + 8.0, late_s=7.8)
         assert not player.over
-        dialling.tick(now + 8.1)
+        outgoing.tick(now + 8.1)
         assert player.over == [("P0", "peer_unreachable")]
 
     run(story)
@@ -112,13 +112,13 @@ def test_what_we_stood_still_for_is_not_counted_against_others() -> None:
 
 def test_an_engine_that_leaves_gives_all_lanes_back() -> None:
     async def story(world: World) -> None:
-        player = Player(world.receivers[0].home)
+        player = Player(world.receivers[0].engine)
         for turn in range(3):
             for number in range(PROBE_LANES + 3):
-                player.peers.dialling.reach(f"P{turn}-{number}")
+                player.peers.outgoing.reach(f"P{turn}-{number}")
             player.peers.end_all("the engine left")
-            assert not player.peers.dialling._without_lane
-        player.peers.dialling.reach("last")
+            assert not player.peers.outgoing._without_lane
+        player.peers.outgoing.reach("last")
         assert player.wires["last"].said(Hello)
 
     run(story)
@@ -128,10 +128,10 @@ def test_a_sender_keeps_no_session_that_its_receiver_gave_up() -> None:
     """It may answer a Hello that crossed its Goodbye, and a refused Welcome is an open session to it."""
 
     async def story(world: World) -> None:
-        player = Player(world.receivers[0].home)
+        player = Player(world.receivers[0].engine)
         player.may_prove.set()
         for address in ("left", "refused"):
-            player.peers.dialling.reach(address)
+            player.peers.outgoing.reach(address)
         left, refused = player.wires["left"], player.wires["refused"]
         player.peers._hear(left, "incarnation", Goodbye(reason="sent before it heard our Hello"))
         assert [type(body) for body in left.sent] == [Hello, Goodbye]
@@ -145,8 +145,8 @@ def test_a_sender_keeps_no_session_that_its_receiver_gave_up() -> None:
 
 def test_a_flood_of_welcomes_is_looked_at_once() -> None:
     async def story(world: World) -> None:
-        player = Player(world.receivers[0].home)
-        player.peers.dialling.reach("P0")
+        player = Player(world.receivers[0].engine)
+        player.peers.outgoing.reach("P0")
         said = welcomed(world, player.wires["P0"])
         waiting = [asyncio.create_task(player.peers._welcome(player.wires["P0"], said)) for _ in range(1000)]
         await settle()
@@ -163,7 +163,7 @@ def test_a_flood_of_welcomes_is_looked_at_once() -> None:
 
 def test_a_flood_of_hellos_costs_one_proof_a_link_and_a_bounded_number_in_all() -> None:
     async def story(world: World) -> None:
-        player = Player(world.senders[0].home)
+        player = Player(world.senders[0].engine)
         async with asyncio.TaskGroup() as tasks:
             loud = Wire("loud")
             for _ in range(1000):
@@ -188,7 +188,7 @@ def test_a_flood_of_hellos_costs_one_proof_a_link_and_a_bounded_number_in_all() 
 
 
 async def during_a_proof(world: World, happens: Callable[[Player, Wire], None]) -> tuple[Player, Wire]:
-    player, wire = Player(world.senders[0].home), Wire("D0")
+    player, wire = Player(world.senders[0].engine), Wire("D0")
     async with asyncio.TaskGroup() as tasks:
         player.peers._take(tasks, wire, "D", greeting(world, "D"))
         await settle()
@@ -239,7 +239,7 @@ def test_nothing_goes_out_of_a_session_while_another_link_proves_slots_in_its_pl
 
 def test_an_engine_that_leaves_during_a_proof_leaves_nothing_behind() -> None:
     async def story(world: World) -> None:
-        player, wire = await during_a_proof(world, lambda p, w: setattr(p, "home", None))
+        player, wire = await during_a_proof(world, lambda p, w: setattr(p, "engine", None))
         assert player.peers.statuses() == [] and player.disconnected == [("D", 1)]
         assert [refusal.code for refusal in wire.said(Refuse)] == ["no_engine"]
 

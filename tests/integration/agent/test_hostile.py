@@ -35,9 +35,9 @@ async def claimed() -> tuple[Siege, Claim]:
     """An honest receiver has a claim that waits."""
     siege = Siege()
     await siege.begin()
-    plan = siege.ours.peers.accepting.sessions["good"].session.planner.plan(ALL_ROWS, 0, 80, 1024)
+    plan = siege.ours.peers.incoming.sessions["good"].session.planner.plan(ALL_ROWS, 0, 80, 1024)
     await siege.hear(siege.honest, "good", siege.claim(plan.digest))
-    assert "honest" in siege.ours.outbound.outlets
+    assert "honest" in siege.ours.sending.outgoing_transfers
     return siege, siege.claim(plan.digest)
 
 
@@ -56,8 +56,8 @@ def test_a_link_that_says_anothers_name_cannot_speak_for_it(body: Goodbye | Canc
         stranger = siege.links[1]
         assert stranger.peer_incarnation == "good"
         await siege.hear(stranger, "good", body)
-        out = siege.ours.outbound.outlets["honest"]
-        assert not out.early and out.state.name == "WAITING" and "good" in siege.ours.peers.accepting.sessions
+        out = siege.ours.sending.outgoing_transfers["honest"]
+        assert not out.early and out.state.name == "WAITING" and "good" in siege.ours.peers.incoming.sessions
         assert not any(isinstance(said, Drained) for said in siege.honest.heard)
 
     asyncio.run(story())
@@ -67,7 +67,7 @@ def test_a_claim_on_anothers_session_is_refused() -> None:
     async def story() -> None:
         siege, claim = await claimed()
         await siege.hear(siege.links[1], "good", msgspec.structs.replace(claim, transfer="stolen"))
-        assert set(siege.ours.outbound.outlets) == {"honest"}
+        assert set(siege.ours.sending.outgoing_transfers) == {"honest"}
         refuse = siege.links[1].last(Refuse)
         assert refuse.code == "no_session"
 
@@ -82,7 +82,7 @@ def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
     assert isinstance(session, Session)
     long = replace(session, verdict=Convertible(("x" * 1024,) * 33))
     link = SimpleNamespace(key="", address="a" * 256, says_by_pipe=False)
-    accepted = IncomingPeer(link, long, Connected(session.routed, 1), hello(world.receivers[0].home))  # type: ignore[arg-type]
+    accepted = IncomingPeer(link, long, Connected(session.routed, 1), hello(world.receivers[0].engine))  # type: ignore[arg-type]
     (status,) = peer_statuses((), [accepted], {}.get)
     assert decode(encode(status), PeerStatus) == status and len(status.verdict) == 4096
 
@@ -92,11 +92,11 @@ def test_a_claim_of_all_tokens_there_could_be_can_be_shown() -> None:
     world.want("r", end=16)
     world.run()
     (sender,) = world.senders
-    (out,) = sender.outbound.outlets.values()
+    (out,) = sender.sending.outgoing_transfers.values()
     session = sender.accepted[out.incarnation]
     out.plan = session.planner.plan(out.claim.takes, 0, 1 << 40, 64)
     assert out.plan.chunks > 1 << 40
-    shown = transfers(sender.inbound, sender.outbound, 1e9)
+    shown = transfers(sender.receiving, sender.sending, 1e9)
     assert decode(encode(shown), tuple[TransferStatus, ...]) == shown
 
 
@@ -113,14 +113,14 @@ def test_a_name_that_is_a_line_of_its_own_forges_no_line() -> None:
 
 
 def test_a_notice_that_is_larger_than_any_is_not_unpacked() -> None:
-    mover = DataPlane(lambda: pytest.fail("not started"), "us", None, 1.0)  # type: ignore[arg-type]
+    data_plane = DataPlane(lambda: pytest.fail("not started"), "us", None, 1.0)  # type: ignore[arg-type]
     try:
-        mover._notice(encode(NOTICE))
-        assert mover.receiving.take_reports() == [Dropped(NOTICE.transfer, NOTICE.slot)]
-        mover._notice(encode([0] * 100_000))
-        assert mover.receiving.take_reports() == [Malformed("frame_too_large")]
+        data_plane._notice(encode(NOTICE))
+        assert data_plane.receiving.take_reports() == [Dropped(NOTICE.transfer, NOTICE.slot)]
+        data_plane._notice(encode([0] * 100_000))
+        assert data_plane.receiving.take_reports() == [Malformed("frame_too_large")]
     finally:
-        os.close(mover._wake)
+        os.close(data_plane._wake)
 
 
 def test_writes_that_count_for_nothing_are_counted_each_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,8 +139,8 @@ def test_writes_that_count_for_nothing_are_counted_each_and_said_once(caplog: py
 @pytest.mark.parametrize("is_welcome", [True, False])
 def test_another_key_frees_no_slot_by_saying_the_incarnation_of_a_sender_that_stands_still(is_welcome: bool) -> None:
     async def story(world: World) -> None:
-        player, sender = Fetching(world.receivers[0].home), world.senders[0].home
-        slots, wires = player.inbound.slots, player.wires
+        player, sender = Fetching(world.receivers[0].engine), world.senders[0].engine
+        slots, wires = player.receiving.slots, player.wires
         player.want("P0")
         wires["P0"].key = "of P0"
         await player.peers._welcome(wires["P0"], welcomed(world, wires["P0"]))
@@ -152,7 +152,7 @@ def test_another_key_frees_no_slot_by_saying_the_incarnation_of_a_sender_that_st
         wires["M"].key = "of M"
         if is_welcome:
             await player.peers._welcome(wires["M"], welcomed(world, wires["M"]))
-            assert player.peers.dialling.sessions["M"].session is not None
+            assert player.peers.outgoing.sessions["M"].session is not None
         else:
             player.peers._hear(wires["M"], sender.agent.incarnation, Refuse(code="no_engine", reasons=()))
         assert not wires["M"].said(Cancel)

@@ -38,7 +38,7 @@ def served() -> dict[str, str]:
     metrics, nothing = Metrics(), dict.fromkeys((each.name for each in fields(Gauges)), lambda: 0)
     slots = lambda: SlotCounts(free=0, lent=0, landed=0, quarantined=0)  # noqa: E731
     by_role: dict[str, Any] = {"waiting": {}, "moving": {}, "sessions": {}, "open_sessions": {}}
-    metrics.watch(Gauges(**{**nothing, **by_role, "inbound": slots, "outbound": slots, "readers": list}))
+    metrics.watch(Gauges(**{**nothing, **by_role, "receive_slots": slots, "send_slots": slots, "readers": list}))
     found = {"kvbridge_route_bytes_per_second": "role, route"}
     for collector, names in metrics.registry._collector_to_names.items():
         kept = [each for each in names if not each.endswith(("_created", "_bucket", "_sum", "_count"))]
@@ -65,17 +65,17 @@ def test_peers_cannot_make_outcomes_without_end() -> None:
     assert len(outcomes) <= MAX_CODES + 4 and any("outcome=other" in each for each in outcomes)
 
 
-def lives(role: Any, most: int = 10) -> tuple[RequestRecords, list[float], list[RequestRecord]]:
+def records(role: Any, most: int = 10) -> tuple[RequestRecords, list[float], list[RequestRecord]]:
     now, ended = [5.0], list[RequestRecord]()
     return RequestRecords(role, Journal(lambda: now[0]), ended.append, most), now, ended
 
 
-def stages(life: RequestRecord) -> dict[str, float]:
-    return {stage: round(ended_at - began_at, 3) for stage, began_at, ended_at in life.stages}
+def stages(record: RequestRecord) -> dict[str, float]:
+    return {stage: round(ended_at - began_at, 3) for stage, began_at, ended_at in record.stages}
 
 
 def test_stages_of_a_fetch_are_between_what_the_journal_was_told() -> None:
-    kept, now, ended = lives("receiver")
+    kept, now, ended = records("receiver")
     for at, what, names in (
         (0.0, "wanted", {"request": "d", "rendezvous": "r"}),
         (0.1, "claimed", {"request": "d", "rendezvous": "r", "transfer": "t1"}),
@@ -87,14 +87,14 @@ def test_stages_of_a_fetch_are_between_what_the_journal_was_told() -> None:
     ):
         now[0] = 5.0 + at
         kept.note(what, **names)
-    (life,) = ended
-    assert stages(life) == {"claim": 0.1, "begin": 0.3, "move": 0.6} and life.transfers == {"t1", "t2"}
+    (record,) = ended
+    assert stages(record) == {"claim": 0.1, "begin": 0.3, "move": 0.6} and record.transfers == {"t1", "t2"}
     assert not kept._of_request and not kept._of_transfer
 
 
 @pytest.mark.parametrize(("claimed", "claim", "begin"), [(0.0, 0.0, 0.1), (0.25, 0.05, 0.05)])
 def test_a_sender_may_be_asked_before_it_has_anything(claimed: float, claim: float, begin: float) -> None:
-    kept, now, ended = lives("sender")
+    kept, now, ended = records("sender")
     for at, what, names in sorted(
         (
             (claimed, "claimed", {"rendezvous": "r", "transfer": "t"}),
@@ -111,7 +111,7 @@ def test_a_sender_may_be_asked_before_it_has_anything(claimed: float, claim: flo
 
 
 def test_of_requests_that_never_end_only_so_many_are_kept() -> None:
-    kept, _, ended = lives("sender", most=4)
+    kept, _, ended = records("sender", most=4)
     for number in range(100):
         kept.note("offered", request=f"p{number}", rendezvous=f"r{number}")
         kept.note("claimed", rendezvous="elsewhere", transfer=f"t{number}")

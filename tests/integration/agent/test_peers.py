@@ -19,7 +19,7 @@ from tests.unit.exchange.world import World
 
 
 class Player:
-    """The control that dials, the mover that looks for probes, and the receiver that hears: all the test's."""
+    """The control that dials, the data plane that looks for probes, and the receiver that hears: all the test's."""
 
     def __init__(self) -> None:
         self.wire = Wire("P0", is_dialled=True)
@@ -46,11 +46,11 @@ class Player:
 async def story(change: str) -> Player:
     """A receiver dials, is welcomed, and while it looks for the probe its engine does something."""
     world, player = World(), Player()
-    homes = [world.receivers[0].home]
-    sender = world.senders[0].home
+    homes = [world.receivers[0].engine]
+    sender = world.senders[0].engine
     peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0, NoDoors())
-    peers.dialling.receiver = player
-    peers.dialling.reach("P0")
+    peers.outgoing.receiver = player
+    peers.outgoing.reach("P0")
     (greeting,) = player.wire.sent
     assert isinstance(greeting, Hello)
     session = answer(greeting, sender)
@@ -101,9 +101,9 @@ def test_an_agent_without_an_engine_leaves_no_half_session_behind() -> None:
     world, player = World(), Player()
     homes: list[Any] = [None]
     peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0, NoDoors())
-    peers.dialling.receiver = player
-    peers.dialling.reach("P0")
+    peers.outgoing.receiver = player
+    peers.outgoing.reach("P0")
     assert player.over == ["not_attached"] and not player.wire.sent
-    homes[0] = world.receivers[0].home
-    peers.dialling.reach("P0")
+    homes[0] = world.receivers[0].engine
+    peers.outgoing.reach("P0")
     assert isinstance(player.wire.sent[0], Hello)

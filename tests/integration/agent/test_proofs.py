@@ -1,4 +1,4 @@
-"""Several agents are greeted and proved at once: with a real mover, over a fabric whose writes may never end."""
+"""Several agents are greeted and proved at once: with a real data plane, over a fabric whose writes may never end."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Network:
     def equipment(self, incarnation: str) -> Resources:
         fabric = LoopbackFabric(self.loopback, incarnation)
         self._stack.callback(fabric.close)
-        inbound, outbound = (self._stack.enter_context(Staging.pageable(SLOT_BYTES, 1)) for _ in range(2))
-        fabric.register(inbound.base, inbound.size_bytes)
-        fabric.register(outbound.base, outbound.size_bytes, is_target=False)
-        dock = StagingEndpoint(incarnation, inbound, outbound, fabric, CpuBlockCopier())
-        docks = StagingEndpoints(dock, None, Site(dock.card()), ExitStack())
-        return Resources(CpuBlockCopier(), docks.site, lambda _: docks, ExitStack(), docks)
+        receiving, sending = (self._stack.enter_context(Staging.pageable(SLOT_BYTES, 1)) for _ in range(2))
+        fabric.register(receiving.base, receiving.size_bytes)
+        fabric.register(sending.base, sending.size_bytes, is_target=False)
+        endpoint = StagingEndpoint(incarnation, receiving, sending, fabric, CpuBlockCopier())
+        endpoints = StagingEndpoints(endpoint, None, Site(endpoint.card()), ExitStack())
+        return Resources(CpuBlockCopier(), endpoints.site, lambda _: endpoints, ExitStack(), endpoints)
 
 
 @pytest.fixture
@@ -63,15 +63,15 @@ def network() -> Iterator[Network]:
 
 @asynccontextmanager
 async def proving(network: Network, world: World) -> Any:
-    player = Player(replace(world.senders[0].home, site=network.sender.site))
-    mover = DataPlane(lambda: network.sender, "a", player, 1.0)
-    await mover.start()
-    player.peers = Peers(player, mover, lambda: player.home, Metrics(), 5.0, NoDoors())
-    player.peers.dialling.receiver = player.peers.accepting.sender = player
+    player = Player(replace(world.senders[0].engine, site=network.sender.site))
+    data_plane = DataPlane(lambda: network.sender, "a", player, 1.0)
+    await data_plane.start()
+    player.peers = Peers(player, data_plane, lambda: player.engine, Metrics(), 5.0, NoDoors())
+    player.peers.outgoing.receiver = player.peers.incoming.sender = player
     try:
         yield player
     finally:
-        await mover.stop()
+        await data_plane.stop()
 
 
 def hello_of(network: Network, world: World, incarnation: str) -> Hello:
@@ -89,7 +89,7 @@ def test_receivers_that_cannot_be_written_to_keep_no_newcomer_out(network: Netwo
             await settle()
             began, newcomer = time.monotonic(), Wire("newcomer")
             player.peers._take(tasks, newcomer, "newcomer", hello_of(network, world, "newcomer"))
-            while not newcomer.sent:  # noqa: ASYNC110 - the mover's thread answers
+            while not newcomer.sent:  # noqa: ASYNC110 - the data plane's thread answers
                 await asyncio.sleep(0.005)
             assert newcomer.said(Welcome)
             assert not any(wire.sent for wire in dead), "it came in while they were being tried"
@@ -140,12 +140,12 @@ def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_me
         pass
     routed: Routed = heard[-1].routed
     assert Jobs(slow, "slow", SendOrders(0), ReceiveOrders(), 1.0).is_proved(routed.route, 3, routed.probe)
-    assert len(network.sender.dock.lanes) == PROBE_LANES, "all were given back"
+    assert len(network.sender.endpoint.lanes) == PROBE_LANES, "all were given back"
 
 
 def test_two_hellos_of_one_agent_are_answered_one_after_the_other() -> None:
     async def story(world: World) -> None:
-        player = Player(world.senders[0].home)
+        player = Player(world.senders[0].engine)
         wires = [Wire("D0", peer_incarnation="D"), Wire("D0", peer_incarnation="D"), Wire("E0", peer_incarnation="E")]
         async with asyncio.TaskGroup() as tasks:
             for number, wire in enumerate(wires):

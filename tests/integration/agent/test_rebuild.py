@@ -61,7 +61,7 @@ def test_patience_with_most_of_them(quarantined: int) -> None:
 
 
 class Played:
-    """Engines and mover of a rebuilder, and the clock: what is under way ends when `is_quiet`."""
+    """Engines and data plane of a rebuilder, and the clock: what is under way ends when `is_quiet`."""
 
     def __init__(self, failures: Sequence[Exception] = ()) -> None:
         self.now, self.is_quiet, self.paused, self.tried = 0.0, True, 0, 0
@@ -84,7 +84,7 @@ class Played:
             lambda: self.now,
         )
 
-    async def prepare_docks(self) -> object:
+    async def prepare_endpoints(self) -> object:
         self.tried += 1
         if self._failures:
             raise self._failures.popleft()
@@ -97,10 +97,10 @@ class Played:
     def resume(self) -> None:
         self.resumed += 1
 
-    def discard(self, docks: object) -> None:
+    def discard(self, endpoints: object) -> None:
         self.discarded += 1
 
-    def rebuild(self, docks: object, reason: str) -> None:
+    def rebuild(self, endpoints: object, reason: str) -> None:
         self.rebuilt.append(self.now)
         self.reasons.append(reason)
         self.slots.rebuilt()
@@ -169,19 +169,19 @@ def test_what_was_prepared_is_closed_when_the_agent_ends_before_it_is_used() -> 
 
 def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end() -> None:
     world = World(slots=4)
-    inbound = world.receivers[0].inbound
+    receiving = world.receivers[0].receiving
     for request in ("early", "late"):
         world.offer(request, 16, 4)
     world.hold.add("write")
     world.want("early", 16)
     world.run()
-    assert not inbound.pause()
+    assert not receiving.pause()
     world.want("late", 16)
     world.hold.clear()
     world.run()
     assert list(world.answers()) == ["early"] and isinstance(world.answers()["early"], Done)
-    assert inbound.pause() and not world.senders[0].outbound.outlets
-    world.do(world.receivers[0], inbound.rebuilt(world.receivers[0].home, world.now))
+    assert receiving.pause() and not world.senders[0].sending.outgoing_transfers
+    world.do(world.receivers[0], receiving.rebuilt(world.receivers[0].engine, world.now))
     world.run()
     assert isinstance(world.answers()["late"], Done)
     world.check_rest()
@@ -194,10 +194,10 @@ def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_
         world.want(request, 16)
     world.offer("flows", 16, 4)
     world.run()
-    outbound = world.senders[0].outbound
-    states = {out.claim.want: out.state.name for out in outbound.outlets.values()}
-    assert sorted(states.values()) == ["FLOWING", "WAITING"] and not outbound.pause(is_alone=True)
-    told = [action.body for action in outbound.rebuilt("test") if isinstance(action, Send)]
+    sending = world.senders[0].sending
+    states = {out.claim.want: out.state.name for out in sending.outgoing_transfers.values()}
+    assert sorted(states.values()) == ["FLOWING", "WAITING"] and not sending.pause(is_alone=True)
+    told = [action.body for action in sending.rebuilt("test") if isinstance(action, Send)]
     assert [type(body).__name__ for body in told] == ["Failing"]
 
 
@@ -205,18 +205,20 @@ def test_what_is_claimed_before_a_rebuild_waits_for_it() -> None:
     """Claims that nothing was begun of go with their sessions, and come again; a pause that ends lets them go on."""
     world = World()
     (sender,) = world.senders
-    outbound = sender.outbound
-    assert outbound.pause(is_alone=True)
+    sending = sender.sending
+    assert sending.pause(is_alone=True)
     for request in ("early", "late"):
         world.offer(request, 16, 4)
         world.want(request, 16)
     world.run()
-    assert outbound.pause(is_alone=True) and {out.state.name for out in outbound.outlets.values()} == {"WAITING"}
-    world.do(sender, outbound.resume())
+    assert sending.pause(is_alone=True) and {out.state.name for out in sending.outgoing_transfers.values()} == {
+        "WAITING"
+    }
+    world.do(sender, sending.resume())
     world.run()
     assert [type(answer) for answer in world.answers().values()] == [Done, Done]
-    outbound.pause(is_alone=True)
-    world.do(sender, outbound.rebuilt("test"))
+    sending.pause(is_alone=True)
+    world.do(sender, sending.rebuilt("test"))
     world.offer("after", 16, 4)
     world.want("after", 16)
     world.run()
@@ -228,7 +230,7 @@ def test_a_claim_that_takes_nothing_waits_for_no_rebuild() -> None:
     """Its receiver has forgotten it already, and would not make it again: the blocks would be held for nobody."""
     world = World()
     (sender,) = world.senders
-    sender.outbound.pause(is_alone=True)
+    sender.sending.pause(is_alone=True)
     world.offer("r", 16, 4)
     world.want("r", 16, first=16)
     world.run()
@@ -239,7 +241,7 @@ def test_one_of_several_ranks_goes_on_before_its_rebuild() -> None:
     """What its twin has given cannot be claimed again: the want would fail."""
     world = World(senders=2)
     sender = world.senders[0]
-    assert sender.outbound.pause(is_alone=False)
+    assert sender.sending.pause(is_alone=False)
     world.offer("r", 16, 4)
     world.want("r", 16)
     world.run()
@@ -259,12 +261,12 @@ def test_slots_that_we_send_from_are_made_anew_as_well() -> None:
     assert not played.rebuilt
     played.look(4.0)
     assert played.rebuilt == [4.0] and played.local.counts() == SlotCounts(free=2, lent=0, landed=0, quarantined=0)
-    assert played.reasons == ["rebuild_s: 1 of 2 outbound slots were quarantined for 1 s"]
+    assert played.reasons == ["rebuild_s: 1 of 2 send slots were quarantined for 1 s"]
     played.local.give_back(slot)  # the late write has ended: that slot is nobody's any more
     assert played.local.free == 2
 
 
-def test_slots_that_the_mover_has_not_made_anew_yet_are_no_reason_for_others() -> None:
+def test_slots_that_the_data_plane_has_not_made_anew_yet_are_no_reason_for_others() -> None:
     """Its thread may be at something that takes a second, and others would take as much memory again."""
     played = Played()
     played.slots.drain("t")
@@ -285,8 +287,8 @@ def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_f
     """Its writes stay under way as long as it stands still: nothing ends them, and nothing else may use their slots."""
     options: dict[str, Any] = {
         "routes": "nixl",
-        "outbound_slots": 2,
-        "inbound_slots": 8,
+        "send_slots": 2,
+        "receive_slots": 8,
         "slot_bytes": 65536,
         "silence_s": 4,
         "write_timeout_s": 1,
@@ -316,12 +318,12 @@ def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_f
         os.kill(agents[1].process.pid, signal.SIGSTOP)
         try:
             sender.offer("stuck", table, 1024, hold_s=5.0)
-            wait_for(lambda: prefill.status.outbound.quarantined == 2)
+            wait_for(lambda: prefill.status.send_slots.quarantined == 2)
             assert isinstance(carried(other, "c", deadline_s=1.0), Failed)
-            wait_for(lambda: prefill.status.outbound.free == 2)
+            wait_for(lambda: prefill.status.send_slots.free == 2)
             assert isinstance(carried(other, "d"), Done)
         finally:
             os.kill(agents[1].process.pid, signal.SIGCONT)
         assert isinstance(still.answer("stuck"), Failed)
         assert isinstance(carried(still, "e"), Done) and isinstance(carried(other, "f"), Done)
-        wait_for(lambda: prefill.status.outbound.free == 2)
+        wait_for(lambda: prefill.status.send_slots.free == 2)

@@ -157,8 +157,8 @@ def test_who_asks_while_it_is_being_made_gets_that_very_page(monkeypatch: pytest
 
 
 def test_sessions_may_come_and_go_while_they_are_counted() -> None:
-    peers = Player(World().receivers[0].home).peers
-    sessions, ends = peers.dialling.sessions, time.monotonic() + 0.5
+    peers = Player(World().receivers[0].engine).peers
+    sessions, ends = peers.outgoing.sessions, time.monotonic() + 0.5
     dialled = [OutgoingPeer(str(number), Wire(str(number), is_dialled=True)) for number in range(300)]  # type: ignore[arg-type]
 
     def come_and_go() -> None:

@@ -141,7 +141,7 @@ def test_requests_go_on_where_nobody_takes_spans(tmp_path: Path) -> None:
             assert receiver.agent.stop() == 0 and time.monotonic() - began < 10
 
 
-def life(traceparent: str = "") -> RequestRecord:
+def record(traceparent: str = "") -> RequestRecord:
     made = RequestRecord("receiver", traceparent=traceparent)
     for at_s, what in ((1.0, "wanted"), (1.5, "claimed"), (2.0, "done")):
         made.add(TraceEntry(at_s=at_s, what=what, request="r", rendezvous="rendezvous"))
@@ -160,7 +160,7 @@ def test_what_there_is_no_rendezvous_for_is_dropped_at_once_and_counted() -> Non
         spans = Spans(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", "a", count)
         began = time.monotonic()
         for _ in range(2 * MOST_WAITING):
-            spans.ended(life())
+            spans.ended(record())
         assert time.monotonic() - began < 1
         assert counted["dropped"] >= 2 * (MOST_WAITING - 128) and not counted["sent"]
         began = time.monotonic()
@@ -175,6 +175,6 @@ def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
 
 
 def test_a_request_that_never_moved_has_the_stages_that_it_came_to() -> None:
-    root, claim = spans_of(life(), Resource({}))
+    root, claim = spans_of(record(), Resource({}))
     assert (root.name, root.start_time, root.end_time) == ("kvbridge receive", 10**9, 2 * 10**9)
     assert (claim.name, claim.start_time, claim.end_time) == ("kvbridge receive: claim", 10**9, 1_500_000_000)

@@ -19,7 +19,7 @@ from kvbridge.exchange.orders import Pulled
 WHOSE = ("incarnation", 1, "")
 
 
-class FullPorter:
+class FullCopier:
     """Has room for one read."""
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ def told() -> ReceiveOrders:
 
 
 @pytest.fixture
-def porter() -> FullPorter:
-    return FullPorter()
+def copier() -> FullCopier:
+    return FullCopier()
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def lease() -> ReadLease:
 
 
 @pytest.fixture
-def job(told: ReceiveOrders, porter: FullPorter, lease: ReadLease) -> Job:
-    equipment: Any = SimpleNamespace(porter=porter)
+def job(told: ReceiveOrders, copier: FullCopier, lease: ReadLease) -> Job:
+    equipment: Any = SimpleNamespace(copier=copier)
     pulling = PullRoute(equipment, lambda *args: None, told, 30.0, lambda: 0.0)
     pulling._peers[WHOSE] = cast(Any, object()), lambda: None
     plan = SimpleNamespace(chunk=lambda index: index)
@@ -90,38 +90,38 @@ def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: ReceiveOrd
 
 
 def test_a_read_whose_kernels_are_new_is_begun_once_they_are_compiled(
-    job: Job, told: ReceiveOrders, porter: FullPorter
+    job: Job, told: ReceiveOrders, copier: FullCopier
 ) -> None:
-    porter.is_compiled = False
-    mover = DataPlane(lambda: cast(Any, None), "us", cast(Any, None), 30.0)
-    mover._resume(job, None)
-    ((wait, waiting),) = mover._fenced
-    assert isinstance(wait, WaitKernels) and waiting is job and not wait.is_over and not porter.begun
-    porter.is_compiled = True
-    mover._fenced.clear()
-    mover._go_on(job, lambda: job.send(None))
-    ((wait, _),) = mover._fenced
-    assert isinstance(wait, WaitCopier) and porter.begun == 1 and not told.take_reports()
+    copier.is_compiled = False
+    data_plane = DataPlane(lambda: cast(Any, None), "us", cast(Any, None), 30.0)
+    data_plane._resume(job, None)
+    ((wait, waiting),) = data_plane._fenced
+    assert isinstance(wait, WaitKernels) and waiting is job and not wait.is_over and not copier.begun
+    copier.is_compiled = True
+    data_plane._fenced.clear()
+    data_plane._go_on(job, lambda: job.send(None))
+    ((wait, _),) = data_plane._fenced
+    assert isinstance(wait, WaitCopier) and copier.begun == 1 and not told.take_reports()
 
 
 def test_a_transfer_that_ends_while_its_kernels_are_compiled_reads_nothing(
-    job: Job, told: ReceiveOrders, porter: FullPorter, lease: ReadLease
+    job: Job, told: ReceiveOrders, copier: FullCopier, lease: ReadLease
 ) -> None:
-    porter.is_compiled = False
+    copier.is_compiled = False
     job.send(None)  # the fence
     assert isinstance(job.send(None), WaitKernels)
-    lease.is_given_up = porter.is_compiled = True
+    lease.is_given_up = copier.is_compiled = True
     with pytest.raises(StopIteration):
         job.send(None)
-    assert not porter.begun and [each.failure for each in told.take_reports()] == [
+    assert not copier.begun and [each.failure for each in told.take_reports()] == [
         ("aborted", "the transfer ended while it was read")
     ]
 
 
 def test_kernels_that_are_not_compiled_in_time_cost_the_transfer(
-    job: Job, told: ReceiveOrders, porter: FullPorter
+    job: Job, told: ReceiveOrders, copier: FullCopier
 ) -> None:
-    porter.is_compiled = False
+    copier.is_compiled = False
     job.send(None)
     wait = job.send(None)
     assert isinstance(wait, WaitKernels) and wait.deadline == 30.0
@@ -130,12 +130,12 @@ def test_kernels_that_are_not_compiled_in_time_cost_the_transfer(
     assert [each.failure for each in told.take_reports()] == [("not_compiled", "kernels were not compiled in time")]
 
 
-def test_the_mover_goes_on_with_a_job_that_waits_on_after_an_error(job: Job, told: ReceiveOrders) -> None:
-    mover = DataPlane(lambda: cast(Any, None), "us", cast(Any, None), 30.0)
-    mover._resume(job, None)
-    ((wait, waiting),) = mover._fenced
+def test_the_data_plane_goes_on_with_a_job_that_waits_on_after_an_error(job: Job, told: ReceiveOrders) -> None:
+    data_plane = DataPlane(lambda: cast(Any, None), "us", cast(Any, None), 30.0)
+    data_plane._resume(job, None)
+    ((wait, waiting),) = data_plane._fenced
     assert isinstance(wait, WaitCopier) and waiting is job
-    mover._end_waits(lambda wait: True, EngineError("engine_left", "the engine left"))
-    assert mover._moving == {1: job} and not mover._fenced and not told.take_reports()
-    mover._resume(mover._moving.pop(1), Moved(1))
+    data_plane._end_waits(lambda wait: True, EngineError("engine_left", "the engine left"))
+    assert data_plane._moving == {1: job} and not data_plane._fenced and not told.take_reports()
+    data_plane._resume(data_plane._moving.pop(1), Moved(1))
     assert len(told.take_reports()) == 1

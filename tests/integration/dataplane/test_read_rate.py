@@ -35,9 +35,9 @@ class Memory:
 def measured(memory: Memory, took_s: list[float]) -> tuple[Rate, list[tuple[Span, Span]]]:
     """The rate when each read takes so long, and what was copied where."""
     copied: list[tuple[Span, Span]] = []
-    porter = SimpleNamespace(copy=lambda sender, target: copied.append((sender, target)) or len(copied))
+    copier = SimpleNamespace(copy=lambda sender, target: copied.append((sender, target)) or len(copied))
     now = [0.0]
-    job = read_rate(SimpleNamespace(scratch=SCRATCH, porter=porter), memory, lambda: now[0])  # type: ignore[arg-type]
+    job = read_rate(SimpleNamespace(scratch=SCRATCH, copier=copier), memory, lambda: now[0])  # type: ignore[arg-type]
     waits = next(job)
     try:
         while True:
@@ -83,11 +83,11 @@ class Peers(Memory):
 
 
 class Opening:
-    """Pulls that open memory, beside a porter that copies one thing at a time, and ends it when it is told to."""
+    """Pulls that open memory, beside a copier that copies one thing at a time, and ends it when it is told to."""
 
     def __init__(self) -> None:
-        porter = SimpleNamespace(copy=self._copy, is_using=lambda memory: False, forget=lambda memory: None)
-        equipment: Any = SimpleNamespace(scratch=SCRATCH, porter=porter)
+        copier = SimpleNamespace(copy=self._copy, is_using=lambda memory: False, forget=lambda memory: None)
+        equipment: Any = SimpleNamespace(scratch=SCRATCH, copier=copier)
         self.pulling = PullRoute(equipment, lambda hear, *args: hear(*args), ReceiveOrders(), 30.0, lambda: 0.0)
         self.closed: list[Peers] = []
         self.found: list[tuple[Rate | None, Exception | None]] = []

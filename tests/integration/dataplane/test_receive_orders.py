@@ -61,11 +61,11 @@ def test_a_slot_whose_landing_crosses_a_stop_is_free_though_the_others_are_not()
     arrival = taken(receiver, first)
     receiver.receiving.scattered(arrival, None)
     world.abandon("r")  # before that is heard
-    before = receiver.inbound.slots.counts()
-    assert before.free == 0 and before.quarantined == len(receiver.inbound.slots)
+    before = receiver.receiving.slots.counts()
+    assert before.free == 0 and before.quarantined == len(receiver.receiving.slots)
     world._report(receiver)
     world.settle()
-    after = receiver.inbound.slots.counts()
+    after = receiver.receiving.slots.counts()
     assert (after.free, after.quarantined) == (1, before.quarantined - 1)
     assert isinstance(world.answers()["r"], Failed)
 
@@ -73,14 +73,14 @@ def test_a_slot_whose_landing_crosses_a_stop_is_free_though_the_others_are_not()
 def test_a_slot_is_not_lent_again_while_what_landed_in_it_is_read() -> None:
     world, receiver, (first, *_) = landing()
     arrival = taken(receiver, first)
-    incarnation = world.senders[0].home.agent.incarnation
-    world.do(receiver, receiver.inbound.drained(incarnation, first.transfer, "", "", world.now))
+    incarnation = world.senders[0].engine.agent.incarnation
+    world.do(receiver, receiver.receiving.drained(incarnation, first.transfer, "", "", world.now))
     world.settle()
-    assert receiver.inbound.slots.free == 0
+    assert receiver.receiving.slots.free == 0
     receiver.receiving.scattered(arrival, None)
     world._report(receiver)
     world.settle()
-    assert receiver.inbound.slots.free == len(receiver.inbound.slots)
+    assert receiver.receiving.slots.free == len(receiver.receiving.slots)
 
 
 def test_a_chunk_that_breaks_is_reported_with_the_slot_that_it_leaves() -> None:
@@ -105,10 +105,10 @@ def test_a_refused_claim_takes_back_the_leases_that_were_lent_with_it() -> None:
     world.want("r", 64)
     world.hold = {"message", "order"}
     world.run()
-    receiver, incarnation = world.receivers[0], world.senders[0].home.agent.incarnation
-    (transfer,) = receiver.inbound._wanted_by
-    world.do(receiver, receiver.inbound.drained(incarnation, transfer, "stale_epoch", "test", world.now))
-    assert not world.answers() and receiver.inbound.slots.free < len(receiver.inbound.slots)
+    receiver, incarnation = world.receivers[0], world.senders[0].engine.agent.incarnation
+    (transfer,) = receiver.receiving._wanted_by
+    world.do(receiver, receiver.receiving.drained(incarnation, transfer, "stale_epoch", "test", world.now))
+    assert not world.answers() and receiver.receiving.slots.free < len(receiver.receiving.slots)
     world.settle()
-    assert isinstance(world.answers()["r"], Failed) and receiver.inbound.slots.free == len(receiver.inbound.slots)
+    assert isinstance(world.answers()["r"], Failed) and receiver.receiving.slots.free == len(receiver.receiving.slots)
     assert not receiver.receiving._open and not receiver.receiving.lent

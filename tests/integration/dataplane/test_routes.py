@@ -56,17 +56,17 @@ class Agents:
         self.sender, self.receiver = self.equipment("a", vram), self.equipment("b", vram)
 
     def equipment(self, incarnation: str, vram: bool) -> Resources:
-        docks = [self.dock(incarnation)] + ([self.dock(f"{incarnation}.host")] if vram else [])
-        cards = [dock.card() for dock in docks]
+        endpoints = [self.endpoint(incarnation)] + ([self.endpoint(f"{incarnation}.host")] if vram else [])
+        cards = [endpoint.card() for endpoint in endpoints]
         device = None
         if vram:
             cards[0] = _vram(cards[0])
             device = DeviceCard(machine="m", uuid="GPU-none", payload=bytes(64))
         site = Site(cards[0], cards[1] if vram else None, device)
-        ours = StagingEndpoints(docks[0], docks[1] if vram else None, site, ExitStack())
+        ours = StagingEndpoints(endpoints[0], endpoints[1] if vram else None, site, ExitStack())
         return Resources(CpuBlockCopier(), site, lambda _: ours, ExitStack(), ours)
 
-    def dock(self, name: str) -> StagingEndpoint:
+    def endpoint(self, name: str) -> StagingEndpoint:
         fabric = LoopbackFabric(self.network, name)
         staging = [self.stack.enter_context(Staging.pageable(SLOT_BYTES, 2)) for _ in range(2)]
         self.stack.callback(fabric.close)
@@ -91,7 +91,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def run(equipment: Resources, job: Any) -> Any:
-    """Drive a generator as the mover does; what it returns."""
+    """Drive a generator as the data plane does; what it returns."""
     answer = None
     while True:
         try:
@@ -99,7 +99,7 @@ def run(equipment: Resources, job: Any) -> Any:
         except StopIteration as end:
             return end.value
         if isinstance(wait, WaitMove):
-            (answer,) = equipment.porter.poll()
+            (answer,) = equipment.copier.poll()
         else:
             assert isinstance(wait, WaitWrite)
             events: list[Any] = []
@@ -125,8 +125,8 @@ def test_the_pattern_lands_in_the_lane_and_nowhere_else(stack: ExitStack) -> Non
     assert (routed.route, target.route, target.serial, routed.probe.lane) == ("nixl", "nixl", 5, 3)
     assert is_there(agents, routed)
     assert not is_there(agents, replace(routed, probe=Probe(lane=4, seed=1, size_bytes=64, bytes_per_s=1.0)))
-    memory = agents.receiver.dock.inbound
-    assert not any(agents.receiver.dock.porter.read(memory.span(i)).strip(b"\0") for i in range(2))
+    memory = agents.receiver.endpoint.receive_slots
+    assert not any(agents.receiver.endpoint.copier.read(memory.span(i)).strip(b"\0") for i in range(2))
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1 << 40, SLOT_BYTES])
@@ -139,8 +139,8 @@ def test_a_probe_of_an_impossible_size_proves_nothing(stack: ExitStack, size_byt
 def test_one_wrong_byte_proves_nothing(stack: ExitStack) -> None:
     agents = Agents(stack)
     _, routed = proved(agents)
-    lane = agents.receiver.dock.inbound.lane(3)
-    agents.receiver.dock.porter.fill(lane, bytes([pattern(routed.probe.seed, 1)[0] ^ 1]))
+    lane = agents.receiver.endpoint.receive_slots.lane(3)
+    agents.receiver.endpoint.copier.fill(lane, bytes([pattern(routed.probe.seed, 1)[0] ^ 1]))
     assert not is_there(agents, routed)
 
 
@@ -152,7 +152,7 @@ def test_goes_on_to_the_next_route_and_says_why(stack: ExitStack) -> None:
     assert "direct: " in routed.why and "nixl: cable out" in routed.why
     assert is_there(agents, routed)
     with pytest.raises(FabricError, match="not connected"):
-        agents.sender.dock.fabric.notify("b", b"x")  # what does not work is let go
+        agents.sender.endpoint.fabric.notify("b", b"x")  # what does not work is let go
 
 
 def test_a_slow_route_is_taken_only_when_there_is_no_other(stack: ExitStack) -> None:
@@ -194,12 +194,12 @@ def test_an_old_target_that_ends_late_does_not_cut_the_new_one(stack: ExitStack)
     assert second.serial != first.serial and old in jobs._leaving
     jobs._users[old] -= 1
     jobs._close_unused(old)
-    agents.sender.dock.fabric.notify("b", b"still connected")
+    agents.sender.endpoint.fabric.notify("b", b"still connected")
     jobs.disconnect("b", first.serial)  # what is gone already: the new one stays
-    agents.sender.dock.fabric.notify("b", b"still connected")
+    agents.sender.endpoint.fabric.notify("b", b"still connected")
     jobs.disconnect("b", second.serial)
     with pytest.raises(FabricError):
-        agents.sender.dock.fabric.notify("b", b"x")
+        agents.sender.endpoint.fabric.notify("b", b"x")
 
 
 class Ears:
@@ -216,38 +216,38 @@ def ended(reason: str) -> NoReturn:
 
 def test_memory_is_not_let_go_of_while_a_kernel_may_run(stack: ExitStack) -> None:
     agents = Agents(stack)
-    busy = replace(agents.sender, porter=Busy())
+    busy = replace(agents.sender, copier=Busy())
 
     async def story() -> None:
-        mover = DataPlane(lambda: busy, "a", Ears(), 1.0, stuck_s=0.05, end=ended)
-        await mover.start()
+        data_plane = DataPlane(lambda: busy, "a", Ears(), 1.0, stuck_s=0.05, end=ended)
+        await data_plane.start()
         with attached(build(Shape())) as (_, pool), pytest.raises(Ended, match="has not finished"):
-            await mover.let_go(AttachedMemory(1, pool, None))
-        await mover.stop()
+            await data_plane.let_go(AttachedMemory(1, pool, None))
+        await data_plane.stop()
 
     asyncio.run(story())
 
 
-def test_a_mover_that_has_died_proves_nothing(stack: ExitStack) -> None:
+def test_a_data_plane_that_has_died_proves_nothing(stack: ExitStack) -> None:
     """What it has left to a GPU may still run: the engine waits for the end of our process."""
     agents, died = Agents(stack), threading.Event()
 
     class Broken(Ears):
-        def on_mover_died(self, error: BaseException) -> None:
+        def on_data_plane_died(self, error: BaseException) -> None:
             died.set()
 
     def fail() -> None:
         raise RuntimeError("broken on purpose")
 
     async def story() -> None:
-        mover = DataPlane(lambda: agents.sender, "a", Broken(), 1.0)
-        await mover.start()
+        data_plane = DataPlane(lambda: agents.sender, "a", Broken(), 1.0)
+        await data_plane.start()
         with attached(build(Shape())) as (_, pool):
-            assert await mover.let_go(AttachedMemory(1, pool, None))
-            mover._put(fail)
-            await asyncio.to_thread(mover._thread.join)
-            assert not await mover.let_go(AttachedMemory(2, pool, None))
-        await mover.stop()
+            assert await data_plane.let_go(AttachedMemory(1, pool, None))
+            data_plane._put(fail)
+            await asyncio.to_thread(data_plane._thread.join)
+            assert not await data_plane.let_go(AttachedMemory(2, pool, None))
+        await data_plane.stop()
 
     asyncio.run(asyncio.wait_for(story(), 20))
     assert died.is_set()
@@ -270,32 +270,32 @@ def test_nothing_more_is_made_ready_for_an_engine_that_leaves(stack: ExitStack) 
     agents, slow = Agents(stack), Slow()
 
     async def story() -> None:
-        mover = DataPlane(lambda: replace(agents.sender, porter=slow), "a", Ears(), 1.0)
-        await mover.start()
+        data_plane = DataPlane(lambda: replace(agents.sender, copier=slow), "a", Ears(), 1.0)
+        await data_plane.start()
         with attached(build(Shape())) as (_, pool), attached(build(Shape())) as (_, next_pool):
             parts = Planner(pool.pool, pool.pool).samples(SLOT_BYTES, is_sender=True)
             before = AttachedMemory(1, pool, None)
-            mover.warm(before, parts * 3)
+            data_plane.warm(before, parts * 3)
             now = replace(before, epoch=2)  # its scales changed
-            mover.warm(now, parts * 3)
-            while not slow.warmed:  # noqa: ASYNC110 - the mover's thread begins it
+            data_plane.warm(now, parts * 3)
+            while not slow.warmed:  # noqa: ASYNC110 - the data plane's thread begins it
                 await asyncio.sleep(0.001)
-            leaving = asyncio.create_task(mover.let_go(now))
+            leaving = asyncio.create_task(data_plane.let_go(now))
             await asyncio.sleep(0.05)
             assert not leaving.done(), "one is under way, in this engine's memory"
             slow.go_on.set()
             await leaving
             assert slow.warmed == [pool]
-            mover.warm(AttachedMemory(3, next_pool, None), parts)
-            await mover._call(lambda: None)  # the thread is through with what came before
+            data_plane.warm(AttachedMemory(3, next_pool, None), parts)
+            await data_plane._call(lambda: None)  # the thread is through with what came before
             assert slow.warmed == [pool] + [next_pool] * len(parts)
-        await mover.stop()
+        await data_plane.stop()
 
     asyncio.run(asyncio.wait_for(story(), 20))
 
 
 class Lengthy(CpuBlockCopier):
-    """Each gather takes longer than the mover gathers for at a time."""
+    """Each gather takes longer than the data plane gathers for at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,30 +310,32 @@ class Lengthy(CpuBlockCopier):
 
 def test_a_chunk_leaves_before_the_next_one_is_gathered(stack: ExitStack) -> None:
     """On a CPU to begin a gather is to do it: with slots for all of a transfer nothing else would have its turn."""
-    agents, porter = Agents(stack), Lengthy()
+    agents, copier = Agents(stack), Lengthy()
     target, _ = proved(agents)
-    mover = DataPlane(lambda: replace(agents.sender, porter=porter), "a", Ears(), 1.0, clock=lambda: porter.now)
-    mover._open()
-    mover._say = lambda: None  # type: ignore[method-assign]
-    post = target.dock.fabric.write
+    data_plane = DataPlane(lambda: replace(agents.sender, copier=copier), "a", Ears(), 1.0, clock=lambda: copier.now)
+    data_plane._open()
+    data_plane._say = lambda: None  # type: ignore[method-assign]
+    post = target.endpoint.fabric.write
 
     def write(*args: Any) -> int:
-        porter.done.append("posted")
+        copier.done.append("posted")
         return post(*args)
 
     plan: Any = SimpleNamespace(chunks=2, chunk=lambda index: SimpleNamespace(size_bytes=SLOT_BYTES))
-    attachment: Any = SimpleNamespace(epoch=1, memory=None, word=EngineLiveness(0.0), has_reached=lambda count: True)
-    mover._jobs._targets["b"] = target
+    attachment: Any = SimpleNamespace(
+        epoch=1, memory=None, liveness=EngineLiveness(0.0), has_reached=lambda count: True
+    )
+    data_plane._jobs._targets["b"] = target
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(target.dock.fabric, "write", write)
-        mover.give(SendOrder("t", "r", "b", plan, b"", 1, "xxh3"), attachment)
-        mover.give(Progress("t", {}, 2, 0), attachment)
-        mover.give(Credit("t", (SlotLease(0, 1), SlotLease(1, 1))), attachment)
-        mover._do_tasks()
+        patched.setattr(target.endpoint.fabric, "write", write)
+        data_plane.give(SendOrder("t", "r", "b", plan, b"", 1, "xxh3"), attachment)
+        data_plane.give(Progress("t", {}, 2, 0), attachment)
+        data_plane.give(Credit("t", (SlotLease(0, 1), SlotLease(1, 1))), attachment)
+        data_plane._do_tasks()
         for _ in range(3):
-            mover._poll(mover._at_work)
-    assert porter.done == ["gathered", "posted", "gathered", "posted"]
-    os.close(mover._wake)
+            data_plane._poll(data_plane._at_work)
+    assert copier.done == ["gathered", "posted", "gathered", "posted"]
+    os.close(data_plane._wake)
 
 
 class New(CpuBlockCopier):
@@ -352,27 +354,27 @@ class New(CpuBlockCopier):
 
 
 def test_what_needs_new_kernels_keeps_nobody_else_waiting(stack: ExitStack) -> None:
-    agents, porter = Agents(stack), New("new")
+    agents, copier = Agents(stack), New("new")
     target, _ = proved(agents)
-    mover = DataPlane(lambda: replace(agents.sender, porter=porter), "a", Ears(), 1.0, clock=lambda: 0.0)
-    mover._open()
-    mover._say = lambda: None  # type: ignore[method-assign]
-    mover._jobs._targets["b"] = target
+    data_plane = DataPlane(lambda: replace(agents.sender, copier=copier), "a", Ears(), 1.0, clock=lambda: 0.0)
+    data_plane._open()
+    data_plane._say = lambda: None  # type: ignore[method-assign]
+    data_plane._jobs._targets["b"] = target
     plan: Any = SimpleNamespace(chunks=1, chunk=lambda index: SimpleNamespace(size_bytes=SLOT_BYTES))
     for slot, engine in enumerate(("new", "known")):
         attachment: Any = SimpleNamespace(
-            epoch=1, memory=engine, word=EngineLiveness(0.0), has_reached=lambda count: True
+            epoch=1, memory=engine, liveness=EngineLiveness(0.0), has_reached=lambda count: True
         )
-        mover.give(SendOrder(engine, "r", "b", plan, b"", 1, "xxh3"), attachment)
-        mover.give(Progress(engine, {}, 1, 0), attachment)
-        mover.give(Credit(engine, (SlotLease(slot, 1),)), attachment)
-    mover._do_tasks()
-    mover._poll(mover._at_work)
-    assert porter.gathered == ["known"]
-    porter.is_compiled = True
-    mover._poll(mover._at_work)
-    assert porter.gathered == ["known", "new"]
-    os.close(mover._wake)
+        data_plane.give(SendOrder(engine, "r", "b", plan, b"", 1, "xxh3"), attachment)
+        data_plane.give(Progress(engine, {}, 1, 0), attachment)
+        data_plane.give(Credit(engine, (SlotLease(slot, 1),)), attachment)
+    data_plane._do_tasks()
+    data_plane._poll(data_plane._at_work)
+    assert copier.gathered == ["known"]
+    copier.is_compiled = True
+    data_plane._poll(data_plane._at_work)
+    assert copier.gathered == ["known", "new"]
+    os.close(data_plane._wake)
 
 
 def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
@@ -394,47 +396,47 @@ def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
             ended.append(error.code)
 
     async def story() -> None:
-        mover = DataPlane(lambda: agents.sender, "a", Ears(), 1.0)
-        await mover.start()
+        data_plane = DataPlane(lambda: agents.sender, "a", Ears(), 1.0)
+        await data_plane.start()
         with attached(build(Shape())) as (_, pool):
             attachment = AttachedMemory(1, pool, Never())
-            mover._put(lambda: mover._resume(job(attachment, 0.0), None))
-            mover._put(lambda: mover._resume(job(attachment, 1e12), None))
-            while not ended:  # noqa: ASYNC110 - the mover's thread ends it
+            data_plane._put(lambda: data_plane._resume(job(attachment, 0.0), None))
+            data_plane._put(lambda: data_plane._resume(job(attachment, 1e12), None))
+            while not ended:  # noqa: ASYNC110 - the data plane's thread ends it
                 await asyncio.sleep(0.01)
-            await mover.let_go(attachment)
-        await mover.stop()
+            await data_plane.let_go(attachment)
+        await data_plane.stop()
 
     asyncio.run(asyncio.wait_for(story(), 10))
     assert ended == ["fence_late", "engine_left"]
 
 
-def test_docks_of_before_are_kept_while_they_write_and_refused_when_they_are_too_many(stack: ExitStack) -> None:
+def test_endpoints_of_before_are_kept_while_they_write_and_refused_when_they_are_too_many(stack: ExitStack) -> None:
     agents = Agents(stack)
     before = agents.sender.current
     made: list[StagingEndpoints] = []
 
     def make(number: int) -> StagingEndpoints:
-        dock = agents.dock(f"a.{number}")
-        made.append(StagingEndpoints(dock, None, Site(dock.card()), ExitStack()))
+        endpoint = agents.endpoint(f"a.{number}")
+        made.append(StagingEndpoints(endpoint, None, Site(endpoint.card()), ExitStack()))
         return made[-1]
 
     equipment = Resources(CpuBlockCopier(), before.site, make, ExitStack(), before)
-    equipment.join(before.dock, "b", agents.receiver.dock.fabric.descriptor())
-    address = before.dock.outbound.address(0), agents.receiver.dock.inbound.address(0)
-    before.dock.fabric.write("b", *address, 64, b"", deadline=1e9)
+    equipment.join(before.endpoint, "b", agents.receiver.endpoint.fabric.descriptor())
+    address = before.endpoint.send_slots.address(0), agents.receiver.endpoint.receive_slots.address(0)
+    before.endpoint.fabric.write("b", *address, 64, b"", deadline=1e9)
     equipment.switch(equipment.prepare())
-    assert equipment.dock is made[0].dock and equipment.docks == (made[0].dock, before.dock)
+    assert equipment.endpoint is made[0].endpoint and equipment.endpoints == (made[0].endpoint, before.endpoint)
     equipment.close_retired()
     assert equipment.has_retired, "a write was under way"
     equipment.switch(equipment.prepare())
     with pytest.raises(FabricError, match="keep, or wait for writes out of, 6291456 bytes"):
         equipment.prepare()
-    while before.dock.fabric.is_busy:
-        before.dock.fabric.poll(0.0)
+    while before.endpoint.fabric.is_busy:
+        before.endpoint.fabric.poll(0.0)
     equipment.close_retired()
-    assert not equipment.has_retired and equipment.docks == (made[1].dock,)
-    assert equipment.prepare().dock.name == "a.3"
+    assert not equipment.has_retired and equipment.endpoints == (made[1].endpoint,)
+    assert equipment.prepare().endpoint.name == "a.3"
 
 
 @pytest.mark.parametrize(
@@ -451,7 +453,7 @@ def test_docks_of_before_are_kept_while_they_write_and_refused_when_they_are_too
     ids=[
         "nothing",
         "just now",
-        "while the mover was slow",
+        "while the data plane was slow",
         "before it was asked",
         "unheard",
         "heard late",
@@ -463,9 +465,9 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
 ) -> None:
     def withdraw() -> None:
         if withdrawn_at:
-            heard, attachment.word.heard_at = attachment.word.heard_at, said_after
-            attachment.word.withdrew("r", withdrawn_at)
-            attachment.word.heard_at = heard
+            heard, attachment.liveness.heard_at = attachment.liveness.heard_at, said_after
+            attachment.liveness.withdrew("r", withdrawn_at)
+            attachment.liveness.heard_at = heard
 
     jobs = Jobs(Agents(stack).sender, "a", SendOrders(0), ReceiveOrders(), 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
@@ -476,11 +478,11 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
     try:
         wait = next(story)
         assert isinstance(wait, WaitEngineHeard) and heard_at < 99.5 and not wait.is_over
-        attachment.word.heard_at = 99.99
+        attachment.liveness.heard_at = 99.99
         assert not wait.is_over
         if withdrawn_at > 100:
             withdraw()
-        attachment.word.heard_at = 100.0
+        attachment.liveness.heard_at = 100.0
         assert wait.is_over
         story.send(None)
     except StopIteration as end:
@@ -524,10 +526,10 @@ def test_who_has_left_is_not_waited_for(stack: ExitStack) -> None:
     assert ended.value.value[0] == "engine_left"
 
 
-def test_a_porter_that_cannot_be_closed_keeps_no_fabric_open() -> None:
+def test_a_copier_that_cannot_be_closed_keeps_no_fabric_open() -> None:
     closed: list[str] = []
 
-    def docks(name: str) -> StagingEndpoints:
+    def endpoints(name: str) -> StagingEndpoints:
         closing = ExitStack()
         closing.callback(closed.append, name)
         return StagingEndpoints(None, None, None, closing)  # type: ignore[arg-type]
@@ -537,8 +539,8 @@ def test_a_porter_that_cannot_be_closed_keeps_no_fabric_open() -> None:
 
     closing = ExitStack()
     closing.callback(lost)
-    equipment = Resources(CpuBlockCopier(), None, lambda _: docks("second"), closing, docks("first"))  # type: ignore[arg-type]
-    equipment.switch(docks("second"))
+    equipment = Resources(CpuBlockCopier(), None, lambda _: endpoints("second"), closing, endpoints("first"))  # type: ignore[arg-type]
+    equipment.switch(endpoints("second"))
     with pytest.raises(DeviceLost):
         equipment.close()
     assert sorted(closed) == ["first", "second"]

@@ -199,7 +199,7 @@ def test_leases_that_come_before_an_offer_are_not_lost() -> None:
     world = World()
     world.want("r", 64)
     world.run()
-    (out,) = world.senders[0].outbound.outlets.values()
+    (out,) = world.senders[0].sending.outgoing_transfers.values()
     assert out.early
     world.offer("r", 64, 16)
     world.run()

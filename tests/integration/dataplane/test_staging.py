@@ -18,7 +18,7 @@ from msgspec.structs import replace as replace_struct
 from kvbridge.agent.rebuild import Patience
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.linger import TIMER_SLACK_NS
-from kvbridge.dataplane.resources import equip
+from kvbridge.dataplane.resources import open_resources
 from kvbridge.dataplane.routes.choice import may_be_written, to_be_read
 from kvbridge.errors import FabricError, OperatorError
 from kvbridge.exchange.route import Routed, Site
@@ -36,7 +36,7 @@ TABLE = list(range(64))
 
 def slots_of(running: AgentProcess) -> tuple[SlotCounts, SlotCounts]:
     status = running.status
-    return status.inbound, status.outbound
+    return status.receive_slots, status.send_slots
 
 
 def slacks_of(running: AgentProcess) -> list[int]:
@@ -95,8 +95,8 @@ def test_an_agent_that_is_read_or_reads_has_no_slots(three: Three) -> None:
 def test_a_receiver_that_can_only_be_written_to_makes_slots_and_its_other_sessions_stay(three: Three) -> None:
     assert isinstance(three.carry("a", "read"), Done)
     assert isinstance(three.carry("b", "private"), Done)
-    inbound, outbound = slots_of(three["receiver"])
-    assert (inbound.free, outbound.free) == (8, 4)
+    receive_slots, send_slots = slots_of(three["receiver"])
+    assert (receive_slots.free, send_slots.free) == (8, 4)
     assert three["receiver"].text().count("made slots") == 1
     routes = {peer.name: peer.route.split()[0] for peer in three["receiver"].status.peers}
     assert routes == {"read": "pull", "private": "nixl"}
@@ -127,14 +127,14 @@ def test_a_sender_makes_slots_for_a_receiver_that_does_not_read(tmp_path: Path) 
 
 def test_slots_that_no_staging_can_have_are_refused_at_the_start() -> None:
     with pytest.raises(OperatorError, match="slot_bytes"):
-        equip(AgentConfig(socket=Path("/run/none"), device="cpu", slot_bytes=65537), "incarnation")
+        open_resources(AgentConfig(socket=Path("/run/none"), device="cpu", slot_bytes=65537), "incarnation")
 
 
 # Both sides of the choice, by their cards:
 
 
 def site(routes: str, slots: int = 4, machine: str = "one") -> Site:
-    card = World().senders[0].home.site.fabric
+    card = World().senders[0].engine.site.fabric
     return Site(replace_struct(card, slots=slots), routes=tuple(routes.split(",")), machine=machine)  # type: ignore[arg-type]
 
 
@@ -157,7 +157,7 @@ def test_who_is_read_or_written_to_by_two_cards(ours: Site, theirs: Site, is_rea
 
 def test_a_welcome_that_would_write_where_no_slots_were_named_is_refused() -> None:
     world = World()
-    sender, receiver = world.senders[0].home, world.receivers[0].home
+    sender, receiver = world.senders[0].engine, world.receivers[0].engine
     session = answer(hello(receiver), sender)
     assert isinstance(session, Session)
     bare = replace(receiver, site=site("pull,nixl", 0))
@@ -170,7 +170,7 @@ class Bare(Player):
     """A receiver's side that has no slots until it is told to make some. Making them ends as `outcome` says."""
 
     def __init__(self, world: World) -> None:
-        self.staged = world.receivers[0].home
+        self.staged = world.receivers[0].engine
         super().__init__(replace(self.staged, site=site("pull,nixl", 0)))
         self.outcome: FabricError | None = None
         self.may_stage = asyncio.Event()
@@ -180,7 +180,7 @@ class Bare(Player):
         await self.may_stage.wait()
         if self.outcome is not None:
             raise self.outcome
-        self.home = self.staged
+        self.engine = self.staged
 
     def greet(self) -> Wire:
         self.peers.dialling.reach("P0")
@@ -252,19 +252,21 @@ def test_a_session_that_ends_while_slots_are_made_is_not_greeted_again() -> None
 
 
 class Equipped:
-    """A mover with equipment that is the test's, and who hears of it."""
+    """A data plane with equipment that is the test's, and who hears of it."""
 
     def __init__(self, make: Callable[[], None]) -> None:
         self.made: list[Site] = []
-        self.equipment = equip(AgentConfig(socket=Path("/run/none"), device="cpu", slot_bytes=65536), "incarnation")
+        self.equipment = open_resources(
+            AgentConfig(socket=Path("/run/none"), device="cpu", slot_bytes=65536), "incarnation"
+        )
         real = self.equipment._make
 
-        def docks(number: int) -> Any:
+        def endpoints(number: int) -> Any:
             make()
             return real(number)
 
-        self.equipment._make = docks
-        self.mover = DataPlane(lambda: self.equipment, "incarnation", self, 5.0)  # type: ignore[arg-type]
+        self.equipment._make = endpoints
+        self.data_plane = DataPlane(lambda: self.equipment, "incarnation", self, 5.0)  # type: ignore[arg-type]
 
     def on_staged(self, site: Site) -> None:
         self.made.append(site)
@@ -280,18 +282,18 @@ def test_slots_are_made_once_and_what_could_not_be_made_is_tried_again() -> None
                 raise MemoryError("no memory")
 
         equipped = Equipped(make)
-        mover = equipped.mover
-        await mover.start()
+        data_plane = equipped.data_plane
+        await data_plane.start()
         try:
             with pytest.raises(FabricError, match="no memory") as error:
-                await mover.stage()
-            assert error.value.code == "no_staging" and not mover.site.has_slots and not equipped.made
-            await asyncio.gather(*(mover.stage() for _ in range(4)))
-            assert len(tries) == 2 and len(equipped.made) == 1 and mover.site is equipped.made[0]
-            assert mover.site.fabric.slots == 32 and mover.sending.slots.free == 16
-            assert mover.site.fabric.descriptor and mover.site.fabric.slot_bytes == 65536
+                await data_plane.stage()
+            assert error.value.code == "no_staging" and not data_plane.site.has_slots and not equipped.made
+            await asyncio.gather(*(data_plane.stage() for _ in range(4)))
+            assert len(tries) == 2 and len(equipped.made) == 1 and data_plane.site is equipped.made[0]
+            assert data_plane.site.fabric.slots == 32 and data_plane.sending.slots.free == 16
+            assert data_plane.site.fabric.descriptor and data_plane.site.fabric.slot_bytes == 65536
         finally:
-            await mover.stop()
+            await data_plane.stop()
 
     asyncio.run(asyncio.wait_for(story(), 30))
 

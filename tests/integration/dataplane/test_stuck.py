@@ -1,4 +1,4 @@
-"""An agent whose mover's thread does not come back ends itself: nothing else unmaps its engine's memory."""
+"""An agent whose data plane's thread does not come back ends itself: nothing else unmaps its engine's memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def paused(folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, pause_s: float) -> SyntheticEngine:
-    """A sender whose agent's mover has just begun to stand still for so long, over its engine's memory."""
+    """A sender whose agent's data plane has just begun to stand still for so long, over its engine's memory."""
     receiver_agent = stack.enter_context(agent(folder, "d", routes="nixl"))
     monkeypatch.setenv("KVBRIDGE_FAILPOINTS", f"{AT}=pause:{pause_s}")
     sender_agent = stack.enter_context(agent(folder, "p", module=IMPATIENT, drain_s=0, routes="nixl"))
@@ -63,7 +63,7 @@ def is_told_to_stop(sender: SyntheticEngine) -> None:
 
 
 @pytest.mark.parametrize("what", [dies, detaches, is_told_to_stop])
-def test_an_agent_whose_mover_does_not_come_back_ends_itself(
+def test_an_agent_whose_data_plane_does_not_come_back_ends_itself(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: Callable[[SyntheticEngine], None]
 ) -> None:
     sender = paused(tmp_path, stack, monkeypatch, LONGER_S)
@@ -71,7 +71,7 @@ def test_an_agent_whose_mover_does_not_come_back_ends_itself(
     what(sender)
     assert sender.agent.process.wait(STUCK_S + 10) == STATUS
     assert STUCK_S - 0.5 < time.monotonic() - began < STUCK_S + 2
-    (line,) = [line for line in sender.agent.text().splitlines() if "code=mover_stuck" in line]
+    (line,) = [line for line in sender.agent.text().splitlines() if "code=data_plane_stuck" in line]
     assert "ERROR" in line and "failpoints.py" in line and "jobs.py" in line  # what it was doing
     if what is detaches:
         sender.client.wait_closed()  # and nothing said before that nobody touches its memory
@@ -95,7 +95,7 @@ def goes_on(running: AgentProcess) -> None:
         time.sleep(0.05)
     with closing(SyntheticEngine(running, build(Shape("hnd")))) as engine:
         assert engine.attach().epoch == 2
-    assert running.stop() == 0 and "mover_stuck" not in running.text()
+    assert running.stop() == 0 and "data_plane_stuck" not in running.text()
 
 
 class Ended(Exception):

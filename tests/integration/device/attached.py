@@ -18,7 +18,7 @@ from tests.support.oracle import Held
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The engine's own view of its memory: what a mover writes on the other side shows up in `held`."""
+    """The engine's own view of its memory: what a data plane writes on the other side shows up in `held`."""
 
     held: Held
     storages: tuple[torch.UntypedStorage, ...]

@@ -1,4 +1,4 @@
-"""One move at a time through the CPU's porter."""
+"""One move at a time through the CPU's copier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Moves:
         self._arrays = list(arrays.values())
         self._moves = [replace(move, unit_tokens=list(arrays).index(id(move.places))) for move in moves]
         self.plan = self
-        self.strips = self.form = object()
+        self.pairs = self.form = object()
 
     def moves(self) -> list[Move]:
         return self._moves
@@ -57,9 +57,9 @@ def pull(
 
 def gather(pool: AttachedPool, moves: Sequence[Move], slot: torch.Tensor, kind: str = "xxh3") -> int:
     """Fill the slot; its digest."""
-    porter = CpuBlockCopier()
-    ticket = porter.gather(pool, Moves(moves), Span(slot.data_ptr(), slot.numel()), kind)
-    (moved,) = porter.poll()
+    copier = CpuBlockCopier()
+    ticket = copier.gather(pool, Moves(moves), Span(slot.data_ptr(), slot.numel()), kind)
+    (moved,) = copier.poll()
     assert (moved.ticket, moved.failure) == (ticket, None)
     return moved.digest
 
@@ -68,9 +68,9 @@ def scatter(
     pool: AttachedPool, moves: Sequence[Move], slot: torch.Tensor, digest: int | None = None, kind: str = "xxh3"
 ) -> Moved:
     """Empty the slot into the blocks, if its digest is this one (any, if None)."""
-    porter = CpuBlockCopier()
+    copier = CpuBlockCopier()
     if digest is None:
         digest = xxh3(slot)
-    porter.scatter(pool, Moves(moves), Span(slot.data_ptr(), slot.numel()), kind, digest)
-    (moved,) = porter.poll()
+    copier.scatter(pool, Moves(moves), Span(slot.data_ptr(), slot.numel()), kind, digest)
+    (moved,) = copier.poll()
     return moved

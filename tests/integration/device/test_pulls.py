@@ -1,6 +1,6 @@
 """Pulls from one engine's mapped memory into another's: shards, windows and states, against the oracle.
 
-Layouts, widths, codecs and latents are pulled in test_porter_cpu.py and test_row_scales.py, beside their slots.
+Layouts, widths, codecs and latents are pulled in test_copier_cpu.py and test_row_scales.py, beside their slots.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_what_is_pulled_has_the_digest_that_its_sender_finds(case: str) -> None:
         assert compared
 
 
-def _gathered(porter: CpuBlockCopier, sender: AttachedPool, part: Part, slot: torch.Tensor) -> int:
-    porter.gather(sender, part, Span(slot.data_ptr(), part.chunk.size_bytes), "sum64")
-    (moved,) = porter.poll()
+def _gathered(copier: CpuBlockCopier, sender: AttachedPool, part: Part, slot: torch.Tensor) -> int:
+    copier.gather(sender, part, Span(slot.data_ptr(), part.chunk.size_bytes), "sum64")
+    (moved,) = copier.poll()
     return moved.digest

@@ -1,6 +1,6 @@
 """The real parts of an agent behind its sockets, hostile agents on three links, honest ones beside them.
 
-Control, mover and engine are played here. A frame is a script, as in machines.py.
+Control, data plane and engine are played here. A frame is a script, as in machines.py.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Watched(Peers):
 
 
 class Besieged(OrderTaker):
-    """Our agent. It plays its own control and mover."""
+    """Our agent. It plays its own control and data plane."""
 
     trust = Trust()
 
@@ -121,10 +121,10 @@ class Besieged(OrderTaker):
         self.moves: deque[LeavingChunk | LandedChunk] = deque()
         self.tasks: list[asyncio.Task[None]] = []
         self.metrics = Metrics()
-        self.home = AttachedEngine(self.agent("us"), 1, OUR_POOL, Site(CARD), ("sum",), (self.rank("us"),))
-        self.inbound = Receiver(SlotPool(8), self.new_id, lambda: self.new_id().encode().rjust(16))
-        self.outbound = Sender()
-        self.peers = Watched(self, self, lambda: self.home, self.metrics, 5.0, NoDoors())  # type: ignore[arg-type]
+        self.engine = AttachedEngine(self.agent("us"), 1, OUR_POOL, Site(CARD), ("sum",), (self.rank("us"),))
+        self.receiving = Receiver(SlotPool(8), self.new_id, lambda: self.new_id().encode().rjust(16))
+        self.sending = Sender()
+        self.peers = Watched(self, self, lambda: self.engine, self.metrics, 5.0, NoDoors())  # type: ignore[arg-type]
         clock = lambda: self.now  # noqa: E731
         journal = Journal()
         receivers, senders = (
@@ -132,14 +132,14 @@ class Besieged(OrderTaker):
             RequestRecords("sender", journal, self.metrics.lived),
         )
         self.receiver = ReceiverRunner(
-            self.inbound, self.peers.dialling, self, self.metrics, receivers, self.tell, clock
+            self.receiving, self.peers.outgoing, self, self.metrics, receivers, self.tell, clock
         )  # type: ignore[arg-type]
-        home = lambda: self.home  # noqa: E731
+        engine = lambda: self.engine  # noqa: E731
         sender = SenderRunner(  # type: ignore[arg-type]
-            self.outbound, self.peers.accepting, self, self.metrics, senders, self.tell, home, lambda: None, clock
+            self.sending, self.peers.incoming, self, self.metrics, senders, self.tell, engine, lambda: None, clock
         )
         self.sender = sender
-        self.peers.dialling.receiver, self.peers.accepting.sender = self.receiver, self.sender
+        self.peers.outgoing.receiver, self.peers.incoming.sender = self.receiver, self.sender
         self.receiver.attached = self.sender.attached = object()  # type: ignore[assignment]
 
     @staticmethod
@@ -174,7 +174,7 @@ class Besieged(OrderTaker):
             tasks, self.tasks = self.tasks, []
             await asyncio.gather(*tasks)
 
-    # As mover:
+    # As data plane:
 
     async def stage(self) -> None: ...
 
@@ -217,14 +217,14 @@ class Besieged(OrderTaker):
     # What must be true after every message:
 
     def check(self) -> None:
-        counts = self.inbound.slots.counts()
+        counts = self.receiving.slots.counts()
         assert counts.free + counts.lent + counts.landed + counts.quarantined == 8
         departures = sum(isinstance(move, LeavingChunk) for move in self.moves)
         assert self.sending.slots.free + departures == 2
-        assert len(self.peers.accepting.sessions) <= 3
+        assert len(self.peers.incoming.sessions) <= 3
         statuses = tuple(self.peers.statuses())
         assert decode(encode(statuses), tuple[PeerStatus, ...]) == statuses
-        under_way = transfers(self.inbound, self.outbound, self.now)
+        under_way = transfers(self.receiving, self.sending, self.now)
         assert decode(encode(under_way), tuple[TransferStatus, ...]) == under_way
         assert len(self.metrics._codes) <= 200
 
@@ -274,14 +274,14 @@ class Siege:
         want = Want(
             request="honest", rendezvous="h", sender=GOOD, first_token=0, end_token=DONE, blocks=blocks, deadline_s=1000
         )
-        ours.receiver.want(want, ours.home)
+        ours.receiver.want(want, ours.engine)
         good = ours.wires[GOOD]
         await self.hear(good, "good", self.welcome(good.last(Hello), "good"))
         offer = Offer(rendezvous="o", request="offered", tokens=DONE, blocks=blocks, is_last=True, hold_s=10_000)
-        ours.sender.offer(offer, ours.home)
+        ours.sender.offer(offer, ours.engine)
         await self.hear(self.honest, "good", self.hello("good"))
         assert isinstance(self.honest.last(Welcome), Welcome) and isinstance(good.last(Claim), Claim)
-        ours.receiver.want(msgspec.structs.replace(want, request="evil", sender=EVIL), ours.home)
+        ours.receiver.want(msgspec.structs.replace(want, request="evil", sender=EVIL), ours.engine)
 
     async def end(self) -> None:
         """The honest sender writes its chunks; the honest receiver has its rows."""
@@ -289,12 +289,12 @@ class Siege:
         ours.move()
         good = ours.wires[GOOD]
         claim, chunk = good.last(Claim), 0
-        intake = ours.inbound.wants["honest"].intakes[claim.transfer]
-        await self.hear(good, "good", Ready(transfer=claim.transfer, chunks=intake.plan.chunks))
-        while chunk < intake.plan.chunks:
+        incoming = ours.receiving.wants["honest"].incoming_transfers[claim.transfer]
+        await self.hear(good, "good", Ready(transfer=claim.transfer, chunks=incoming.plan.chunks))
+        while chunk < incoming.plan.chunks:
             leases = [lease for body in good.heard if hasattr(body, "leases") for lease in body.leases]
-            for lease in leases[chunk : intake.plan.chunks]:
-                assert ours.land(self.notice(claim, intake.plan.chunk(chunk).size_bytes, chunk, lease))
+            for lease in leases[chunk : incoming.plan.chunks]:
+                assert ours.land(self.notice(claim, incoming.plan.chunk(chunk).size_bytes, chunk, lease))
                 chunk += 1
             ours.move()
             if len([lease for body in good.heard if hasattr(body, "leases") for lease in body.leases]) == len(leases):
@@ -302,11 +302,11 @@ class Siege:
         answer = [
             message for message in ours.told if isinstance(message, Done | Failed) and message.request == "honest"
         ]
-        has_slots = ours.inbound.slots.counts().quarantined + ours.inbound.slots.lent < 8
+        has_slots = ours.receiving.slots.counts().quarantined + ours.receiving.slots.lent < 8
         assert len(answer) == 1 and isinstance(answer[0], Done) if has_slots else not answer, answer
-        plan = ours.peers.accepting.sessions["good"].session.planner.plan(ALL_ROWS, 0, DONE, 1024)
+        plan = ours.peers.incoming.sessions["good"].session.planner.plan(ALL_ROWS, 0, DONE, 1024)
         await self.hear(self.honest, "good", self.claim(plan.digest))
-        assert "honest" in ours.outbound.outlets, self.honest.last(Refuse)
+        assert "honest" in ours.sending.outgoing_transfers, self.honest.last(Refuse)
 
     @staticmethod
     def claim(digest: str) -> Claim:
@@ -389,7 +389,7 @@ class Siege:
                     blocks=blocks,
                     deadline_s=5,
                 )
-                ours.receiver.want(want, ours.home)
+                ours.receiver.want(want, ours.engine)
             case 3:
                 ours.sender.withdraw("offered", "test")
             case _:

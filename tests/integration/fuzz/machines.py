@@ -105,18 +105,18 @@ class Siege(World):
         self.incarnations += 1
         agent = AgentCard(name="[/x]", incarnation=f"evil-{self.incarnations}", address=EVIL, version="1")
         card = FabricCard(kind="world", name="incarnation", descriptor=b"", base=0, slot_bytes=1024, slots=SLOTS)
-        home = AttachedEngine(agent, 1, POOLS["evil"], Site(card), ("sum",))
-        fetching, fetched = answer(hello(home), self.sender.home), answer(hello(self.receiver.home), home)
+        engine = AttachedEngine(agent, 1, POOLS["evil"], Site(card), ("sum",))
+        fetching, fetched = answer(hello(engine), self.sender.engine), answer(hello(self.receiver.engine), engine)
         assert isinstance(fetching, Session) and isinstance(fetched, Session)
         self.taken = replace(fetching, routed=self.routed)
-        given = accept(welcome(fetched, home), self.receiver.home)
+        given = accept(welcome(fetched, engine), self.receiver.engine)
         assert isinstance(given, Session)
         self.given = replace(given, routed=self.routed)
 
     def do(self, node: Node, actions: list[Action]) -> None:
         self._perform(node, actions)
-        if node.outbound.is_owing:
-            self._perform(node, node.outbound.answers(self.now, self.now, lambda fence: fence <= self.fence))
+        if node.sending.is_owing:
+            self._perform(node, node.sending.answers(self.now, self.now, lambda fence: fence <= self.fence))
 
     def _perform(self, node: Node, actions: list[Action]) -> None:
         """What concerns the hostile agent is told to it; all else is the honest world's."""
@@ -132,7 +132,7 @@ class Siege(World):
                 case Send(peer=peer, body=body) if peer.startswith("evil"):
                     self.heard.append(body)
                     if isinstance(body, BlockTables):
-                        offered = self.sender.outbound.outlets[body.transfer].offered
+                        offered = self.sender.sending.outgoing_transfers[body.transfer].offered
                         assert offered is not None
                         self.promised[body.transfer] = offered, self.now + LEASE_S
                 case _:
@@ -140,7 +140,7 @@ class Siege(World):
         super().do(node, honest)
 
     def _away(self, node: Node, address: str) -> list[Action]:
-        return node.inbound.unreachable(address, "peer_unreachable", "test", self.now)
+        return node.receiving.unreachable(address, "peer_unreachable", "test", self.now)
 
     def _overhear(self, body: Any) -> None:
         self.heard.append(body)
@@ -155,7 +155,7 @@ class Siege(World):
                 receipt = node.receiving.begin_read(order.transfer)
                 self.later("read", lambda: self._was_read(node, order, receipt))
             case Digest(transfer=transfer, read=read):
-                assert order.request in node.outbound.offers, "blocks that were given back are digested"
+                assert order.request in node.sending.offers, "blocks that were given back are digested"
                 found = read if read.digest % 3 else Sum(read.chunk, read.digest + 1)
                 failure = ("gather_failed", "test") if read.digest % 7 == 6 else None
                 node.sending.report(Digested(transfer, found, read, failure))
@@ -182,7 +182,7 @@ class Siege(World):
     def _begin(self, sender: Node, departure: LeavingChunk) -> None:
         if not departure.order.incarnation.startswith("evil"):
             return super()._begin(sender, departure)
-        offered = sender.outbound.offers[departure.order.request]
+        offered = sender.sending.offers[departure.order.request]
         first = departure.order.plan.chunk(departure.chunk).first_mark  # every rank has all tokens here
         assert first >= offered.first_token, "a token before the offer is read"
         self.later("gather", lambda: self._read(sender, departure))
@@ -205,13 +205,13 @@ class Siege(World):
                     for each in steps:
                         self.play(_renamed(each, number) if is_new else each)
             case Offer():
-                self.do(self.sender, self.sender.outbound.offer(_named(step), self.sender.home, self.now))
+                self.do(self.sender, self.sender.sending.offer(_named(step), self.sender.engine, self.now))
             case Withdraw():
-                self.do(self.sender, self.sender.outbound.withdraw(_named(step).request, step.reason, self.now))
+                self.do(self.sender, self.sender.sending.withdraw(_named(step).request, step.reason, self.now))
             case Want():
-                self.do(self.receiver, self.receiver.inbound.want(_named(step), self.receiver.home, self.now))
+                self.do(self.receiver, self.receiver.receiving.want(_named(step), self.receiver.engine, self.now))
             case Abandon():
-                self.do(self.receiver, self.receiver.inbound.abandon(_named(step).request, self.now))
+                self.do(self.receiver, self.receiver.receiving.abandon(_named(step).request, self.now))
             case Landed(notice=notice):
                 self._write(notice)
             case Claim() | Grant() | Cancel() | Settled() | Renew() | Check():
@@ -228,12 +228,12 @@ class Siege(World):
                 self.now = min(MOST_S, self.now + 2.0)
                 self.tick()
             case 4:
-                self.do(self.sender, self.sender.outbound.lost(self.taken.peer.incarnation))
+                self.do(self.sender, self.sender.sending.lost(self.taken.peer.incarnation))
             case 5:
                 self.leave()
                 self.greet()
             case 6:
-                self.do(self.receiver, self.receiver.inbound.opened(EVIL, self.given, self.now))
+                self.do(self.receiver, self.receiver.receiving.opened(EVIL, self.given, self.now))
             case 7:
                 self.leave()
             case _:
@@ -243,19 +243,19 @@ class Siege(World):
 
     def leave(self) -> None:
         """The connections of the hostile agent end."""
-        self.do(self.sender, self.sender.outbound.lost(self.taken.peer.incarnation))
-        self.do(self.receiver, self.receiver.inbound.unreachable(EVIL, "peer_lost", "test", self.now))
+        self.do(self.sender, self.sender.sending.lost(self.taken.peer.incarnation))
+        self.do(self.receiver, self.receiver.receiving.unreachable(EVIL, "peer_lost", "test", self.now))
 
     def tick(self) -> None:
         for node in (self.sender, self.receiver):
-            self.do(node, node.inbound.tick(self.now))
-            self.do(node, node.outbound.tick(self.now))
+            self.do(node, node.receiving.tick(self.now))
+            self.do(node, node.sending.tick(self.now))
 
     def _to_sender_of_ours(self, body: ToP) -> None:
-        incarnation, machine = self.taken.peer.incarnation, self.sender.outbound
+        incarnation, machine = self.taken.peer.incarnation, self.sender.sending
         match body:
             case Claim():
-                self.do(self.sender, machine.claim(self._claim(body), self.taken, self.sender.home, self.now))
+                self.do(self.sender, machine.claim(self._claim(body), self.taken, self.sender.engine, self.now))
             case Grant():
                 self.do(self.sender, machine.grant(incarnation, body))
             case Cancel():
@@ -284,7 +284,7 @@ class Siege(World):
         return msgspec.structs.replace(claim, **changes)
 
     def _to_receiver_of_ours(self, body: Ready | Failing | Drained | Refuse | BlockTables | Checked) -> None:
-        machine, incarnation, now = self.receiver.inbound, self.given.peer.incarnation, self.now
+        machine, incarnation, now = self.receiver.receiving, self.given.peer.incarnation, self.now
         transfer = self._transfer(body.about if isinstance(body, Refuse) else body.transfer)
         match body:
             case Ready(chunks=chunks):
@@ -306,7 +306,7 @@ class Siege(World):
 
     def _transfer(self, name: str) -> str:
         """One that the hostile agent was told of, or an honest one's, which it may have guessed."""
-        honest = list(self.receiver.inbound._wanted_by)
+        honest = list(self.receiver.receiving._wanted_by)
         known = [claim.transfer for claim in self.claims] + honest
         return known[-1 - TEXTS.index(name) % len(known)] if known and name in TEXTS else name
 
@@ -316,14 +316,14 @@ class Siege(World):
         transfer = self._transfer(notice.transfer)
         claim = known.get(transfer)
         changes: dict[str, Any] = {"transfer": transfer, "sender_epoch": 1, "receiver_epoch": 1}
-        changes["receiver_incarnation"] = self.receiver.home.agent.incarnation
+        changes["receiver_incarnation"] = self.receiver.engine.agent.incarnation
         if claim is not None and notice.token[0] % 4:
-            plan = self.receiver.inbound._wanted_by.get(transfer)
-            intake = plan.intakes.get(transfer) if plan is not None else None
+            plan = self.receiver.receiving._wanted_by.get(transfer)
+            incoming = plan.incoming_transfers.get(transfer) if plan is not None else None
             changes["token"], changes["sender_incarnation"] = claim.token, self.given.peer.incarnation
-            if intake is not None:
-                chunk = notice.chunk % intake.plan.chunks
-                changes |= {"chunk": chunk, "chunk_bytes": intake.plan.chunk(chunk).size_bytes}
+            if incoming is not None:
+                chunk = notice.chunk % incoming.plan.chunks
+                changes |= {"chunk": chunk, "chunk_bytes": incoming.plan.chunk(chunk).size_bytes}
             leases = [lease for name, lease in self.leases if name == transfer]
             if leases and notice.slot % 5:
                 lease = leases[notice.slot % len(leases)]
@@ -344,39 +344,39 @@ class Siege(World):
     # What must be true after every message:
 
     def check(self) -> None:
-        inbound, outbound = self.receiver.inbound, self.sender.outbound
-        counts = inbound.slots.counts()
+        receiving, sending = self.receiver.receiving, self.sender.sending
+        counts = receiving.slots.counts()
         assert counts.free + counts.lent + counts.landed + counts.quarantined == SLOTS, counts
-        assert counts.free == inbound.slots.free == len(set(inbound.slots._free)), counts
+        assert counts.free == receiving.slots.free == len(set(receiving.slots._free)), counts
         ours = sum(1 for kind, _ in self.events if kind in ("gather", "write", "end"))
         slots, open_orders = self.sender.sending.slots, self.sender.sending._open.values()
         assert slots.free + ours == len(slots)
-        open_transfers = sum(len(wanted.intakes) for wanted in inbound.wants.values())
-        assert len(inbound._wanted_by) <= open_transfers + 2 * SLOTS, "transfers are kept that nothing waits for"
-        leases = sum(len(out.early) for out in outbound.outlets.values())
+        open_transfers = sum(len(wanted.incoming_transfers) for wanted in receiving.wants.values())
+        assert len(receiving._wanted_by) <= open_transfers + 2 * SLOTS, "transfers are kept that nothing waits for"
+        leases = sum(len(out.early) for out in sending.outgoing_transfers.values())
         leases += sum(len(each.leases) for each in open_orders)
         assert leases <= 8192, f"{leases} leases are kept for a peer"
         for offered, ends in self.promised.values():
-            assert ends <= self.now or offered in outbound.offers.values(), "blocks that may be read were given back"
-        for out in outbound.outlets.values():
+            assert ends <= self.now or offered in sending.offers.values(), "blocks that may be read were given back"
+        for out in sending.outgoing_transfers.values():
             assert len(out.asked) <= out.plan.chunks and len(out.checked) <= out.plan.chunks
-        assert sum(len(offered.served) for offered in outbound.offers.values()) <= 1024 * len(outbound.offers)
-        for deadlines in (inbound._deadlines, outbound._deadlines):
+        assert sum(len(offered.served) for offered in sending.offers.values()) <= 1024 * len(sending.offers)
+        for deadlines in (receiving._deadlines, sending._deadlines):
             assert len(deadlines._heap) <= 2 * len(deadlines._at) + 64, "deadlines that are over are kept"
 
     def end(self) -> None:
         """The hostile agent is gone, time passes: nothing of it is left, and the honest have what they wanted."""
         self.leave()
-        inbound = self.receiver.inbound
+        receiving = self.receiver.receiving
         for _ in range(2):  # starts of the same agent, each of which knows those before it to be dead
             self.greet()
-            opened = inbound.opened(EVIL, self.given, self.now)
+            opened = receiving.opened(EVIL, self.given, self.now)
             self.do(self.receiver, opened)
             for action in opened:
                 if isinstance(action, Send) and isinstance(action.body, Cancel):
                     self.do(
                         self.receiver,
-                        inbound.drained(self.given.peer.incarnation, action.body.transfer, "", "", self.now),
+                        receiving.drained(self.given.peer.incarnation, action.body.transfer, "", "", self.now),
                     )
             self.do(self.receiver, self._away(self.receiver, EVIL))
             self.run()

@@ -114,7 +114,7 @@ class Fleet:
                     f"{name}-{rank}",
                     listen=addresses[rank],
                     slot_bytes=1 << 20,
-                    inbound_slots=16,
+                    receive_slots=16,
                     log_level="debug",
                     routes=self._routes,
                 )

@@ -104,7 +104,7 @@ def test_the_senders_agent_stands_still_while_it_writes(fleet: Fleet) -> None:
     fleet["small"].wait_empty()
     travels(fleet, seed=91)
     assert fleet.agents["small"][0].process.poll() is None
-    slots = fleet.agents["large"][0].status.inbound
+    slots = fleet.agents["large"][0].status.receive_slots
     assert not slots.lent and not slots.quarantined, slots
 
 
@@ -126,7 +126,9 @@ def test_an_engine_is_killed_while_its_agent_is_about_to_touch_its_blocks(fleet:
     travels(fleet, seed=len(place) + 1)
     assert survivor.process.pid == pid and survivor.process.poll() is None
     for (agent,) in (fleet.agents[each] for each in ("small", "large")):
-        wait_for(lambda agent=agent: not (agent.status.inbound.quarantined or agent.status.outbound.quarantined))
+        wait_for(
+            lambda agent=agent: not (agent.status.receive_slots.quarantined or agent.status.send_slots.quarantined)
+        )
 
 
 def test_the_prefilling_side_serves_all_the_while(fleet: Fleet) -> None:

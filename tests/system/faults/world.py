@@ -28,7 +28,7 @@ LIMITS = {"silence_s": "1.5", "connect_s": "1.5", "write_timeout_s": "1.5", "dra
 ROUTES: dict[Way, str] = {"slots": "nixl", "pull": "direct,pull,nixl,host"}
 # Of a row, in elements. Of the wider ones a chunk has half a prompt, which is read while the rest is computed.
 WIDTHS: dict[Way, int] = {"slots": 32, "pull": 64}
-FEW = {"slot_bytes": "65536", "inbound_slots": "6", "outbound_slots": "2", "device": "cpu"}
+FEW = {"slot_bytes": "65536", "receive_slots": "6", "send_slots": "2", "device": "cpu"}
 DEADLINE_S = 2.0
 SLACK_S = 4.0  # beyond its deadline, for a request to end: the engine's patience, and a busy machine
 HASTY_S = 1.0  # patience with an agent that is stopped: shorter than it stands still, so that it is given up
@@ -141,7 +141,7 @@ def is_owed(said: dict[str, Any], side: Side) -> bool:
 
 def is_free(status: Status) -> bool:
     """Nothing is under way, nothing is lent, nothing is in doubt."""
-    slots = (status.inbound, status.outbound)
+    slots = (status.receive_slots, status.send_slots)
     return not status.transfers and not any(s.lent or s.landed or s.quarantined for s in slots)
 
 
@@ -285,7 +285,7 @@ class World:
         free = {}
         for role, side in self.sides.items():
             status = side.becomes(is_free, QUIET_S)
-            free[role] = (status.inbound.free, status.outbound.free)
+            free[role] = (status.receive_slots.free, status.send_slots.free)
         return free
 
     def wait_attached(self) -> None:

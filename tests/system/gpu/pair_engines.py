@@ -208,7 +208,7 @@ class Engines:
         return entered
 
     def _agent(self, name: str, gpu: int) -> contextlib.AbstractContextManager[AgentProcess]:
-        options: dict[str, Any] = dict.fromkeys(("slot_bytes", "inbound_slots", "outbound_slots"))  # as operators have
+        options: dict[str, Any] = dict.fromkeys(("slot_bytes", "receive_slots", "send_slots"))  # as operators have
         options["log_level"] = "debug"  # says how long each transfer took
         options["device"] = "cpu" if self.is_cpu else f"cuda:{gpu}"
         return agent(self.folder, name, AGENT_START_S, **options | self._agent_options)

@@ -184,7 +184,7 @@ class Servers:
         return self._enter(Server(config, str(self._model), self.folder, name))
 
     def _agent(self, name: str, gpu: int) -> AgentProcess:
-        options: dict[str, Any] = dict.fromkeys(("slot_bytes", "inbound_slots", "outbound_slots"))  # as operators have
+        options: dict[str, Any] = dict.fromkeys(("slot_bytes", "receive_slots", "send_slots"))  # as operators have
         options["log_level"] = "debug"  # says what each transfer brought
         options["device"] = "cpu" if self.is_cpu else f"cuda:{gpu}"
         if self.is_cpu:

@@ -27,7 +27,7 @@ ONE, TWO = ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")
 
 def scale(devices: tuple[str, str], route: str) -> Scale:
     tokens = 131072 if route == "pull" else 32768  # what is read in a few milliseconds is over before it is abandoned
-    return Scale(devices, route, tokens=tokens, slot_bytes=128 << 20, inbound_slots=6, outbound_slots=2)
+    return Scale(devices, route, tokens=tokens, slot_bytes=128 << 20, receive_slots=6, send_slots=2)
 
 
 SCALES = [

@@ -1,4 +1,4 @@
-"""The GPU's porter: nothing is over before its kernels are, and its digest is the CPU's."""
+"""The GPU's copier: nothing is over before its kernels are, and its digest is the CPU's."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class OnGpu:
 
 
 @pytest.fixture
-def porter() -> Iterator[GpuBlockCopier]:
-    porter = GpuBlockCopier(driver.Gpu.open("cuda:0"), 4)
-    yield porter
-    porter.close()
+def copier() -> Iterator[GpuBlockCopier]:
+    copier = GpuBlockCopier(driver.Gpu.open("cuda:0"), 4)
+    yield copier
+    copier.close()
 
 
 def one_chunk(held: Held) -> tuple[Moves, int]:
@@ -64,89 +64,89 @@ def filled() -> Held:
     return held
 
 
-def over(porter: GpuBlockCopier) -> Moved:
-    while not (moved := porter.poll()):
+def over(copier: GpuBlockCopier) -> Moved:
+    while not (moved := copier.poll()):
         pass
     return moved[0]
 
 
 @pytest.mark.parametrize("through_host", [False, True])
-def test_gathers_what_a_cpu_gathers_and_puts_it_back(porter: GpuBlockCopier, through_host: bool) -> None:
+def test_gathers_what_a_cpu_gathers_and_puts_it_back(copier: GpuBlockCopier, through_host: bool) -> None:
     held = filled()
     moves, size = one_chunk(held)
     wanted = torch.full((size,), 0xA5, dtype=torch.uint8)
     with attached(held) as (_, pool):
         digest = gather_on_cpu(pool, moves.moves(), wanted, "sum64")
     sender, receiver = OnGpu(held), OnGpu(build(SHAPE))
-    with porter.staging(1 << 20, 2) as slots, Staging.pinned(1 << 20, 2) as host:
+    with copier.staging(1 << 20, 2) as slots, Staging.pinned(1 << 20, 2) as host:
         slot, pinned = slots.span(1, size), host.span(1, size) if through_host else None
-        porter.gather(sender, moves, slot, "sum64", pinned)
-        moved = over(porter)
+        copier.gather(sender, moves, slot, "sum64", pinned)
+        moved = over(copier)
         assert (moved.digest, moved.failure) == (digest, None)
-        found = pinned.on_cpu() if pinned else torch.frombuffer(bytearray(porter.read(slot)), dtype=torch.uint8)
+        found = pinned.on_cpu() if pinned else torch.frombuffer(bytearray(copier.read(slot)), dtype=torch.uint8)
         assert torch.equal(found, wanted)
         if pinned:
-            porter.fill(slot, bytes(size))  # it has to come from the host's slot
-        porter.scatter(receiver, moves, slot, "sum64", digest, pinned)
-        assert over(porter).failure is None
-        porter.gather(receiver, moves, slot, "sum64")
-        assert over(porter).digest == digest
-        porter.scatter(receiver, moves, slot, "sum64", digest ^ 1)
-        assert over(porter).failure[0] == "digest_mismatch"
+            copier.fill(slot, bytes(size))  # it has to come from the host's slot
+        copier.scatter(receiver, moves, slot, "sum64", digest, pinned)
+        assert over(copier).failure is None
+        copier.gather(receiver, moves, slot, "sum64")
+        assert over(copier).digest == digest
+        copier.scatter(receiver, moves, slot, "sum64", digest ^ 1)
+        assert over(copier).failure[0] == "digest_mismatch"
 
 
-def test_a_move_is_not_over_before_its_kernel(porter: GpuBlockCopier) -> None:
+def test_a_move_is_not_over_before_its_kernel(copier: GpuBlockCopier) -> None:
     held = filled()
     moves, size = one_chunk(held)
     sender, receiver = OnGpu(held), OnGpu(build(SHAPE))
     before = [memory.clone() for memory in receiver.memories]
-    with porter.staging(1 << 20, 1) as slots:
+    with copier.staging(1 << 20, 1) as slots:
         slot = slots.span(0, size)
-        porter.scatter(OnGpu(held), moves, slot, "sum64", 0)  # the kernels are compiled now
-        porter.gather(sender, moves, slot, "sum64")
+        copier.scatter(OnGpu(held), moves, slot, "sum64", 0)  # the kernels are compiled now
+        copier.gather(sender, moves, slot, "sum64")
         left = 2
         while left:
-            left -= len(porter.poll())
+            left -= len(copier.poll())
         assert all(map(torch.equal, before, receiver.memories))
-        porter.fill(slot, bytes(size))
-        with torch.cuda.stream(porter._out):
+        copier.fill(slot, bytes(size))
+        with torch.cuda.stream(copier._out):
             torch.cuda._sleep(SPIN)
-        porter.gather(sender, moves, slot, "sum64")
-        assert porter.poll() == [] and porter.is_using(sender) and not any(porter.read(slot))
-        digest = over(porter).digest
-        assert not porter.is_using(sender) and any(porter.read(slot))
-        with torch.cuda.stream(porter._in):
+        copier.gather(sender, moves, slot, "sum64")
+        assert copier.poll() == [] and copier.is_using(sender) and not any(copier.read(slot))
+        digest = over(copier).digest
+        assert not copier.is_using(sender) and any(copier.read(slot))
+        with torch.cuda.stream(copier._in):
             torch.cuda._sleep(SPIN)
-        porter.scatter(receiver, moves, slot, "sum64", digest)
-        assert porter.poll() == [] and porter.is_using(receiver)
+        copier.scatter(receiver, moves, slot, "sum64", digest)
+        assert copier.poll() == [] and copier.is_using(receiver)
         assert all(map(torch.equal, before, receiver.memories)), "written already: then this test proves nothing"
-        assert over(porter).failure is None
+        assert over(copier).failure is None
         assert not all(map(torch.equal, before, receiver.memories))
 
 
 def test_new_kernels_are_compiled_beside_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known, new = filled(), build(replace(SHAPE, layout="hnd"))
     (moves, size), (other, _) = one_chunk(known), one_chunk(new)
-    sender, receiver, porter = OnGpu(known), OnGpu(new), GpuBlockCopier(driver.Gpu.open("cuda:0"), 2, aside=True)
-    with porter.staging(1 << 20, 2) as slots, closing(porter):
+    sender, receiver, copier = OnGpu(known), OnGpu(new), GpuBlockCopier(driver.Gpu.open("cuda:0"), 2, aside=True)
+    with copier.staging(1 << 20, 2) as slots, closing(copier):
         slot, far = slots.span(0, size), slots.span(1, size)
-        wait_for(lambda: porter.gather(sender, moves, slot, "sum64"))
-        digest, took = over(porter).digest, []
+        wait_for(lambda: copier.gather(sender, moves, slot, "sum64"))
+        digest, took = over(copier).digest, []
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
         with pytest.raises(Compiling) as compiling:
-            porter.scatter(receiver, other, far, "sum64", 0)
+            copier.scatter(receiver, other, far, "sum64", 0)
         began = time.perf_counter()
         while not compiling.value.is_over():
             at = time.perf_counter()
-            porter.gather(sender, moves, slot, "sum64")
-            assert over(porter).digest == digest
+            copier.gather(sender, moves, slot, "sum64")
+            assert over(copier).digest == digest
             took.append(time.perf_counter() - at)
         compiled_s = time.perf_counter() - began
         print(f"{len(took)} moves, the longest {max(took) * 1e3:.1f} ms, while {compiled_s * 1e3:.0f} ms were compiled")
         assert compiled_s > 0.1, "it was compiled already: then this test proves nothing"
         assert max(took) < compiled_s / 4
-        porter.scatter(receiver, other, far, "sum64", 1)  # of zeros
-        assert over(porter).failure == ("digest_mismatch", f"digest: sent {1:016x}, landed {0:016x}")
+        copier.scatter(receiver, other, far, "sum64", 1)  # of zeros
+        assert over(copier).failure == ("digest_mismatch", f"digest: sent {1:016x}, landed {0:016x}")
 
 
 def wait_for(begin: Callable[[], int]) -> None:
@@ -161,22 +161,22 @@ def wait_for(begin: Callable[[], int]) -> None:
             return
 
 
-def test_slots_of_a_gpu_are_one_allocation_of_their_own(porter: GpuBlockCopier) -> None:
-    with porter.staging(1 << 20, 3) as slots:
+def test_slots_of_a_gpu_are_one_allocation_of_their_own(copier: GpuBlockCopier) -> None:
+    with copier.staging(1 << 20, 3) as slots:
         assert driver.range_of(slots.base) == (slots.base, slots.size_bytes)
         assert len(driver.ipc_export(slots.base)) == 64
         memory = wrap(slots.base, slots.size_bytes, driver.Gpu.open("cuda:0"))
-        porter.fill(slots.span(1), b"\x07" * 64)
+        copier.fill(slots.span(1), b"\x07" * 64)
         assert np.array_equal(memory[1 << 20 : (1 << 20) + 64].cpu().numpy(), np.full(64, 7, np.uint8))
 
 
-def test_a_copy_brings_all_bytes(porter: GpuBlockCopier) -> None:
-    with porter.staging(1 << 20, 2) as slots:
+def test_a_copy_brings_all_bytes(copier: GpuBlockCopier) -> None:
+    with copier.staging(1 << 20, 2) as slots:
         content = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8).numpy().tobytes()
-        porter.fill(slots.span(0), content)
-        porter.copy(slots.span(0), slots.span(1))
-        assert over(porter).failure is None
-        assert porter.read(slots.span(1)) == content
+        copier.fill(slots.span(0), content)
+        copier.copy(slots.span(0), slots.span(1))
+        assert over(copier).failure is None
+        assert copier.read(slots.span(1)) == content
 
 
 def test_digests_of_one_bundle_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,20 +186,20 @@ def test_digests_of_one_bundle_are_told_apart(monkeypatch: pytest.MonkeyPatch) -
     wanted = torch.empty(size, dtype=torch.uint8)
     with attached(held) as (_, pool):
         digest = gather_on_cpu(pool, moves.moves(), wanted, "sum64")
-    sender, porter = OnGpu(held), GpuBlockCopier(driver.Gpu.open("cuda:0"), 1)
-    with porter.staging(1 << 20, 2) as slots:
+    sender, copier = OnGpu(held), GpuBlockCopier(driver.Gpu.open("cuda:0"), 1)
+    with copier.staging(1 << 20, 2) as slots:
         slot = slots.span(0, size)
         for _ in range(2):
-            porter.gather(sender, moves, slot, "sum64")
-            assert over(porter).digest == digest
-        porter.copy(slot, slots.span(1, size))
-        assert over(porter).digest == 0
-        porter.scatter(sender, moves, slot, "sum64", digest)
-        assert over(porter) == Moved(4, digest)
+            copier.gather(sender, moves, slot, "sum64")
+            assert over(copier).digest == digest
+        copier.copy(slot, slots.span(1, size))
+        assert over(copier).digest == 0
+        copier.scatter(sender, moves, slot, "sum64", digest)
+        assert over(copier) == Moved(4, digest)
         with monkeypatch.context() as patch:
             patch.setattr(driver, "copy_to_host", lambda *_: (_ for _ in ()).throw(RuntimeError("no copy")))
             with pytest.raises(RuntimeError, match="no copy"):
-                porter.gather(sender, moves, slot, "sum64")  # its kernel has run: what it added is not the next one's
-        porter.gather(sender, moves, slot, "sum64")
-        assert over(porter).digest == digest
-    porter.close()
+                copier.gather(sender, moves, slot, "sum64")  # its kernel has run: what it added is not the next one's
+        copier.gather(sender, moves, slot, "sum64")
+        assert over(copier).digest == digest
+    copier.close()

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 
 def scale(route: str) -> Scale:
     """A GiB in slots of 128 MiB, so that several scatters are queued at once."""
-    return Scale(("cuda:0", "cuda:0"), route, tokens=32768, slot_bytes=128 << 20, inbound_slots=6, outbound_slots=2)
+    return Scale(("cuda:0", "cuda:0"), route, tokens=32768, slot_bytes=128 << 20, receive_slots=6, send_slots=2)
 
 
 @pytest.mark.parametrize("route", ["direct", "pull"])

@@ -1,4 +1,4 @@
-"""Every case of the matrix on a GPU: the same bytes in the engine's memory as by the CPU's porter."""
+"""Every case of the matrix on a GPU: the same bytes in the engine's memory as by the CPU's copier."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ MOST_SLOT_BYTES = 1 << 20
 
 
 class OnGpu:
-    """By a GPU's porter, in copies of the pools' memory; what it writes is copied back."""
+    """By a GPU's copier, in copies of the pools' memory; what it writes is copied back."""
 
-    def __init__(self, porter: GpuBlockCopier, slots: Staging) -> None:
-        self._porter = porter
+    def __init__(self, copier: GpuBlockCopier, slots: Staging) -> None:
+        self._copier = copier
         self._slots = slots
         self._mapped: dict[int, tuple[Held, Mapped]] = {}
 
     def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None:
         slot = self._slots.span(0, slot_bytes)
-        self._porter.fill(slot, b"\xa5" * slot_bytes)
-        self._porter.gather(self._of(sender), gather, slot, "sum64")
+        self._copier.fill(slot, b"\xa5" * slot_bytes)
+        self._copier.gather(self._of(sender), gather, slot, "sum64")
         gathered = self._over()
         target = self._of(receiver)
-        self._porter.scatter(target, scatter, slot, "sum64", gathered.digest)
+        self._copier.scatter(target, scatter, slot, "sum64", gathered.digest)
         self._over()
         for memory, on_gpu in zip(receiver.memory, target.memories, strict=True):
             memory[:] = on_gpu.cpu().numpy()
 
     def forget(self) -> None:
         for _, mapped in self._mapped.values():
-            self._porter.forget(mapped)
+            self._copier.forget(mapped)
 
     def _over(self) -> Moved:
-        while not (moved := self._porter.poll()):
+        while not (moved := self._copier.poll()):
             pass
         assert moved[0].failure is None, moved[0].failure
         return moved[0]
@@ -60,10 +60,10 @@ class OnGpu:
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[tuple[GpuBlockCopier, Staging]]:
-    porter = GpuBlockCopier(driver.Gpu.open("cuda:0"), 4)
-    with porter.staging(MOST_SLOT_BYTES, 1) as slots:
-        yield porter, slots
-    porter.close()
+    copier = GpuBlockCopier(driver.Gpu.open("cuda:0"), 4)
+    with copier.staging(MOST_SLOT_BYTES, 1) as slots:
+        yield copier, slots
+    copier.close()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

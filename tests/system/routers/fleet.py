@@ -175,7 +175,9 @@ class Fleet:
             status = running.status
             held[f"{name}'s offers"], held[f"{name}'s transfers"] = status.offers, status.transfers
             held[f"{name}'s slots"] = [
-                each for each in (status.inbound, status.outbound) if each.lent or each.landed or each.quarantined
+                each
+                for each in (status.receive_slots, status.send_slots)
+                if each.lent or each.landed or each.quarantined
             ]
             told = self.engines[name].ask("/metrics")[1]
             for what in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

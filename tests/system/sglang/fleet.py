@@ -177,7 +177,7 @@ class Fleet:
                     f"{name}-{rank}",
                     listen=addresses[rank],
                     slot_bytes=1 << 20,
-                    inbound_slots=16,
+                    receive_slots=16,
                     log_level="debug",
                 )
             )
@@ -206,7 +206,7 @@ def assert_idle(fleet: Fleet, *names: str, timeout_s: float = 20.0) -> None:
 
 
 def _is_idle(status: Status) -> bool:
-    slots = (status.inbound, status.outbound)
+    slots = (status.receive_slots, status.send_slots)
     return not (status.offers or status.transfers or any(each.lent or each.quarantined for each in slots))
 
 

@@ -20,10 +20,10 @@ def adopting(*senders: float, ranks: int = 1, seed: int = 0) -> World:
         pools = [make_pool(f"prefill-{index}", 0, 1, 4, scale) for index, scale in enumerate(senders)]
     world = World(pools, [make_pool("decode", 0, 1, 16, 1.0)], seed=seed)
     if len(senders) > 1:
-        for node, rank in zip(world.senders, world.senders[0].home.ranks, strict=True):
-            node.home = replace(node.home, ranks=(rank,))
+        for node, rank in zip(world.senders, world.senders[0].engine.ranks, strict=True):
+            node.engine = replace(node.engine, ranks=(rank,))
     (receiver,) = world.receivers
-    receiver.home = replace(receiver.home, policy="adopt")
+    receiver.engine = replace(receiver.engine, policy="adopt")
     return world
 
 
@@ -33,14 +33,14 @@ def asked(world: World) -> list[Adopt]:
 
 def decline(world: World, revision: int) -> None:
     (receiver,) = world.receivers
-    world.do(receiver, receiver.inbound.declined(revision, WHY, world.now))
+    world.do(receiver, receiver.receiving.declined(revision, WHY, world.now))
 
 
 def assert_taken_over(world: World) -> None:
     """Every row lay under one and the same scale when it was read and when it was written, and moved as it was."""
     assert len({plane.codec.scales for _, _, pool in world.moved for plane in pool.planes}) == 1
-    for strips, _, _ in world.moved:
-        assert all(strip.sender.codec.scales == strip.receiver.codec.scales for strip in strips)
+    for pairs, _, _ in world.moved:
+        assert all(pair.sender.codec.scales == pair.receiver.codec.scales for pair in pairs)
 
 
 def test_the_engine_is_asked_once_and_all_who_waited_go_on() -> None:
@@ -125,7 +125,7 @@ def test_another_engine_is_asked_anew() -> None:
     world.run()
     decline(world, 1)
     (receiver,) = world.receivers
-    world.do(receiver, receiver.inbound.engine_left(world.now))
+    world.do(receiver, receiver.receiving.engine_left(world.now))
     world.want("again", 40)
     world.run()
     assert [question.revision for question in asked(world)] == [1, 1]

@@ -38,7 +38,7 @@ def refused(world: World) -> None:
 def rescaled(world: World) -> None:
     world.offer("r", 64, 16)
     (sender,) = world.senders
-    world.do(sender, sender.outbound.rescaled("test", world.now))
+    world.do(sender, sender.sending.rescaled("test", world.now))
 
 
 ENDS = {
@@ -64,7 +64,7 @@ def test_a_claim_on_an_offer_that_has_ended_hears_at_once_why(code: str, monkeyp
     world.want("r", 64)
     world.run()
     assert failure(world, "r") == code
-    assert not world.nodes["P0"].outbound._rendezvous_ids._ended
+    assert not world.nodes["P0"].sending._rendezvous_ids._ended
 
 
 def only(world: World, receiver: int, act: Callable[[], None]) -> None:
@@ -176,16 +176,16 @@ def test_the_end_of_a_write_gives_nothing_back_of_what_is_offered_under_that_nam
     world.run()
     world.withdraw("r", comes_again=True)
     world.run()
-    assert "r" in world.released() and sender.outbound.outlets
+    assert "r" in world.released() and sender.sending.outgoing_transfers
     world.offer("r", 64, 16)
     world.hold.clear()
     world.run()
-    assert not sender.outbound.outlets and "r" in world.released() and "r" in sender.outbound.offers
+    assert not sender.sending.outgoing_transfers and "r" in world.released() and "r" in sender.sending.offers
     world.want("next", 64, rendezvous="r")
     world.run()
     assert isinstance(world.answers()["next"], Done)
     assert [told.code for told in sender.told if isinstance(told, Released)] == ["withdrawn", ""]
-    assert not sender.outbound.offers and sender.sending.slots.free == len(sender.sending.slots)
+    assert not sender.sending.offers and sender.sending.slots.free == len(sender.sending.slots)
 
 
 @pytest.mark.parametrize("end", [64, 0])
@@ -219,7 +219,7 @@ def test_of_two_equal_prompts_the_one_that_is_open_goes_first() -> None:
 def test_ends_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.rendezvous.MOST_ENDED", 3)
     world = World()
-    rendezvous_ids: Rendezvous = world.nodes["P0"].outbound._rendezvous_ids
+    rendezvous_ids: Rendezvous = world.nodes["P0"].sending._rendezvous_ids
     for number in range(5):
         world.offer(f"r{number}", 64, 16)
         world.withdraw(f"r{number}")
@@ -234,15 +234,15 @@ def test_an_engine_that_left_takes_its_ends_with_it() -> None:
     world = World()
     withdrawn(world)
     (sender,) = world.senders
-    world.do(sender, sender.outbound.engine_left(world.now))
-    assert not sender.outbound._rendezvous_ids._ended
+    world.do(sender, sender.sending.engine_left(world.now))
+    assert not sender.sending._rendezvous_ids._ended
 
 
 def test_claims_that_wait_for_a_rebuild_hear_of_an_end_at_once() -> None:
     world = World()
     (sender,) = world.senders
     world.offer("r", 64, 16)
-    sender.outbound.pause(is_alone=True)
+    sender.sending.pause(is_alone=True)
     world.want("r", 64)
     world.run()
     assert not world.answers()
@@ -259,7 +259,7 @@ def test_a_rank_that_offers_nothing_is_named_at_the_deadline() -> None:
         rendezvous="r", request="r", tokens=64, blocks=(Blocks(0, 0, tuple(range(16))),), is_last=True, hold_s=100.0
     )
     world.want("r", 64)
-    world.do(sender, sender.outbound.offer(said, sender.home, 0.0))
+    world.do(sender, sender.sending.offer(said, sender.engine, 0.0))
     world.run()
     world.pass_time(50)
     world.settle()
@@ -271,7 +271,7 @@ def test_a_rank_that_offers_nothing_is_named_at_the_deadline() -> None:
 def test_a_rank_that_its_engine_has_not_named_is_missed_at_the_deadline() -> None:
     world = World(senders=2)
     for node in world.senders:
-        node.home = replace(node.home, ranks=())
+        node.engine = replace(node.engine, ranks=())
     world.want("r", 64)
     world.run(20)
     world.pass_time(50)

@@ -102,7 +102,7 @@ def test_abandoned_want_is_answered_once_and_quarantines_until_drained(seed: int
     world.abandon("r")
     world.hold = {"write", "message"}
     world.run()
-    counts = world.receivers[0].inbound.slots.counts()
+    counts = world.receivers[0].receiving.slots.counts()
     assert isinstance(world.answers()["r"], Failed) and counts.quarantined > 0 and counts.lent == 0
     world.hold = set()
     world.run()
@@ -122,7 +122,7 @@ def test_quarantined_slots_are_not_lent_again_by_time() -> None:
     world.run()
     world.pass_time(40)
     world.run()
-    assert "s" not in world.answers() and world.receivers[0].inbound.slots.free == 0
+    assert "s" not in world.answers() and world.receivers[0].receiving.slots.free == 0
     world.hold = set()
     world.run()
     assert isinstance(world.answers()["s"], Done)
@@ -141,14 +141,14 @@ def test_a_dead_sender_fails_the_want_and_its_slots_wait_for_proof(seed: int) ->
     world.run()
     answer = world.answers()["r"]
     assert isinstance(answer, Failed) and answer.code == "peer_lost"
-    inbound = world.receivers[0].inbound
-    assert not inbound.wants
-    incarnation = world.nodes["P1"].home.agent.incarnation
-    asked = [action.body for action in inbound.refused("P1", "next") if isinstance(action, Send)]
-    assert bool(asked) == bool(inbound.slots.counts().quarantined)
+    receiving = world.receivers[0].receiving
+    assert not receiving.wants
+    incarnation = world.nodes["P1"].engine.agent.incarnation
+    asked = [action.body for action in receiving.refused("P1", "next") if isinstance(action, Send)]
+    assert bool(asked) == bool(receiving.slots.counts().quarantined)
     for body in asked:
         assert isinstance(body, Cancel) and body.incarnation == incarnation
-        inbound.drained("next", body.transfer, "", "", world.now)
+        receiving.drained("next", body.transfer, "", "", world.now)
     world.check_rest()
 
 
@@ -180,19 +180,19 @@ def test_what_is_said_of_an_offer_that_has_expired_is_no_new_offer(is_last: bool
     world.run()
     world.pass_time(101)
     assert world.released()["r"].code == "offer_expired"
-    outbound = world.senders[0].outbound
+    sending = world.senders[0].sending
     world.want("r", 16)
     more = Offer(
         rendezvous="r", request="r", tokens=16, blocks=(Blocks(0, 0, (0, 1, 2, 3)),), is_last=is_last, hold_s=100.0
     )
     for _ in range(2 - is_last):
-        (said,) = outbound.offer(more, world.senders[0].home, world.now)
+        (said,) = sending.offer(more, world.senders[0].engine, world.now)
         assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "offer_over"
-    assert not outbound.offers
-    (said,) = outbound.withdraw("r", "over", 0.0)
+    assert not sending.offers
+    (said,) = sending.withdraw("r", "over", 0.0)
     assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "unknown_offer"
-    outbound.offer(more, world.senders[0].home, world.now)
-    assert "r" in outbound.offers, "a new life of that name"
+    sending.offer(more, world.senders[0].engine, world.now)
+    assert "r" in sending.offers, "a new life of that name"
 
 
 def test_a_want_for_more_than_was_offered_fails_with_both_numbers() -> None:
@@ -202,7 +202,7 @@ def test_a_want_for_more_than_was_offered_fails_with_both_numbers() -> None:
     world.run()
     answer = world.answers()["r"]
     assert isinstance(answer, Failed) and answer.code == "tokens_missing" and "20" in answer.reason
-    world.check_rest() if not world.senders[0].outbound.offers else world.pass_time(101)
+    world.check_rest() if not world.senders[0].sending.offers else world.pass_time(101)
 
 
 def test_withdrawn_offer_waits_for_its_gathers() -> None:
@@ -325,13 +325,13 @@ def test_a_sender_that_lost_us_still_answers_the_cancel_of_what_it_was_writing()
     world.hold = {"write"}
     world.run()
     sender, receiver = world.senders[0], world.receivers[0]
-    world.do(receiver, receiver.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
-    world.do(sender, sender.outbound.lost(receiver.home.agent.incarnation))
+    world.do(receiver, receiver.receiving.unreachable("P0", "peer_lost", "link ended", world.now))
+    world.do(sender, sender.sending.lost(receiver.engine.agent.incarnation))
     world.settle()
-    assert isinstance(world.answers()["r"], Failed) and receiver.inbound.slots.counts().quarantined
+    assert isinstance(world.answers()["r"], Failed) and receiver.receiving.slots.counts().quarantined
     world.pass_time(6)  # nobody wants anything of it: the receiver looks for it on account of its slots alone
     world.run()
-    assert receiver.inbound.slots.counts().quarantined, "writes are under way"
+    assert receiver.receiving.slots.counts().quarantined, "writes are under way"
     world.hold = set()
     world.run()
     world.check_rest()
@@ -344,22 +344,22 @@ def test_a_sender_that_lost_us_does_not_call_drained_what_it_is_writing() -> Non
     world.want("r", 64)
     world.hold = {"write"}
     world.run()
-    sender, receiver = world.senders[0].outbound, world.receivers[0]
-    (transfer,) = sender.outlets
-    world.do(world.senders[0], sender.lost(receiver.home.agent.incarnation))
-    assert not sender.renounce(receiver.home.agent.incarnation, Cancel(transfer=transfer, code=""))
-    world.do(receiver, receiver.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
+    sender, receiver = world.senders[0].sending, world.receivers[0]
+    (transfer,) = sender.outgoing_transfers
+    world.do(world.senders[0], sender.lost(receiver.engine.agent.incarnation))
+    assert not sender.renounce(receiver.engine.agent.incarnation, Cancel(transfer=transfer, code=""))
+    world.do(receiver, receiver.receiving.unreachable("P0", "peer_lost", "link ended", world.now))
     world.hold = set()
     world.run()
     for each in (transfer, "never heard of"):
-        assert sender.renounce(receiver.home.agent.incarnation, Cancel(transfer=each, code=""))
+        assert sender.renounce(receiver.engine.agent.incarnation, Cancel(transfer=each, code=""))
 
 
 def test_ranks_of_two_engines_are_not_taken_for_one() -> None:
     world = World(senders=2)
     other = world.nodes["P1"]
-    pool = replace(other.home.pool, engine=replace(other.home.pool.engine, id="stranger"))
-    other.home = dataclasses.replace(other.home, pool=pool)
+    pool = replace(other.engine.pool, engine=replace(other.engine.pool.engine, id="stranger"))
+    other.engine = dataclasses.replace(other.engine, pool=pool)
     world.offer("r", 16, 4)
     world.want("r", 16)
     world.run()

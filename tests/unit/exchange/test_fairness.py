@@ -14,12 +14,12 @@ LONG = 240
 @pytest.mark.parametrize(("slots", "local"), [(2, 2), (1, 4), (4, 1), (8, 2)])
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(slots: int, local: int, seed: int) -> None:
     world = World(1, 1, slots=slots, local=local, seed=seed)
-    inbound = world.receivers[0].inbound
+    receiving = world.receivers[0].receiving
     world.offer("long", LONG, LONG // 4)
     world.want("long", LONG)
     for _ in range(25):
         world.step()
-    (long,) = inbound.wants["long"].intakes.values()
+    (long,) = receiving.wants["long"].incoming_transfers.values()
     before, chunks = long.scattered, long.plan.chunks
     world.offer("short", 16, 4)
     world.want("short", 16)
@@ -39,7 +39,7 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come(
 ) -> None:
     """Who has just come has not waited longest: each round of all is one chunk for the long one as well."""
     world = World(1, 1, slots=slots, local=local, seed=seed)
-    inbound = world.receivers[0].inbound
+    receiving = world.receivers[0].receiving
     world.offer("long", LONG, LONG // 4)
     world.want("long", LONG)
     for _ in range(40):
@@ -52,7 +52,7 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come(
             world.want(f"short {begun}", 4)
             begun += 1
         assert world.step()
-    (long,) = inbound.wants["long"].intakes.values() if "long" in inbound.wants else (None,)
+    (long,) = receiving.wants["long"].incoming_transfers.values() if "long" in receiving.wants else (None,)
     assert long is None or long.scattered >= 16
 
 
@@ -60,16 +60,21 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come(
 def test_many_get_on_at_one_pace(seed: int) -> None:
     """At any moment nobody is more than a few chunks ahead, however the slots become free."""
     world = World(1, 1, slots=3, local=2, seed=seed)
-    inbound = world.receivers[0].inbound
+    receiving = world.receivers[0].receiving
     names = [f"r{i}" for i in range(5)]
     for name in names:
         world.offer(name, 80, 20)
         world.want(name, 80)
     most = 0
     while world.step():
-        intakes = [intake for name in names if name in inbound.wants for intake in inbound.wants[name].intakes.values()]
-        if len(intakes) == len(names):
-            landed = [intake.scattered for intake in intakes]
+        incoming_transfers = [
+            incoming
+            for name in names
+            if name in receiving.wants
+            for incoming in receiving.wants[name].incoming_transfers.values()
+        ]
+        if len(incoming_transfers) == len(names):
+            landed = [incoming.scattered for incoming in incoming_transfers]
             most = max(most, max(landed) - min(landed))
     assert len(world.answers()) == len(names) and 0 < most <= 5
     world.check_rest()

@@ -71,10 +71,10 @@ def test_who_waits_no_longer_holds_no_longer(end: str) -> None:
     if end == "abandon":
         world.abandon("r")
     elif end == "engine_left":
-        world.do(world.receivers[0], world.receivers[0].inbound.engine_left(world.now))
+        world.do(world.receivers[0], world.receivers[0].receiving.engine_left(world.now))
     else:
         world.want("r", 0)
-    assert not world.receivers[0].inbound.awaited
+    assert not world.receivers[0].receiving.awaited
     wait(world, HOLD_S + HOLD_EVERY_S)
     assert "r" in world.released()
 
@@ -119,7 +119,7 @@ def test_one_word_holds_one_offer_of_a_rendezvous() -> None:
         world.offer(f"r{number}", 64, 16, rendezvous="same")
     sender = world.senders[0]
     world.now += 50
-    world.do(sender, sender.outbound.hold("incarnation", ("same", "same"), world.now))
+    world.do(sender, sender.sending.hold("incarnation", ("same", "same"), world.now))
     wait(world, 51)
     assert set(world.released()) == {"r2"}
 
@@ -128,7 +128,7 @@ def reclaim(world: World, blocks: int) -> set[str]:
     """Which offers end when the sender's engine is short of so many blocks."""
     sender = world.senders[0]
     before = set(world.released())
-    world.do(sender, sender.outbound.reclaim(blocks, world.now))
+    world.do(sender, sender.sending.reclaim(blocks, world.now))
     new = set(world.released()) - before
     assert all(world.released()[name].code == "reclaimed" for name in new)
     return new
@@ -191,8 +191,8 @@ def test_an_offer_is_left_that_was_awaited_before_it_was_made() -> None:
     world.offer("r", 64, 16)
     world.now += FRESH_S
     assert reclaim(world, 100) == set()
-    outbound = world.senders[0].outbound
-    assert outbound.unclaimed(world.now + AWAITED_S + 1) == [outbound.offers["r"]]
+    sending = world.senders[0].sending
+    assert sending.unclaimed(world.now + AWAITED_S + 1) == [sending.offers["r"]]
 
 
 def test_two_receivers_that_wait_for_equal_prompts_hold_one_each() -> None:
@@ -202,7 +202,7 @@ def test_two_receivers_that_wait_for_equal_prompts_hold_one_each() -> None:
     sender = world.senders[0]
     world.now += 50
     for incarnation in ("one", "two"):
-        world.do(sender, sender.outbound.hold(incarnation, ("same",), world.now))
+        world.do(sender, sender.sending.hold(incarnation, ("same",), world.now))
     world.now += FRESH_S
     assert reclaim(world, 100) == {"r2"}
     wait(world, 51)
@@ -229,9 +229,9 @@ def test_nobody_is_told_before_all_ranks_of_a_sender_can_hear_it() -> None:
 def test_what_is_said_of_unknown_rendezvous_ids_and_requests_is_nothing() -> None:
     world = World()
     sender, receiver = world.senders[0], world.receivers[0]
-    assert sender.outbound.hold("incarnation", ("nowhere",) * 1000, 0.0) == []
-    assert sender.outbound.reclaim(1 << 40, 0.0) == []
-    assert receiver.inbound.abandon("nobody", 0.0) == []
+    assert sender.sending.hold("incarnation", ("nowhere",) * 1000, 0.0) == []
+    assert sender.sending.reclaim(1 << 40, 0.0) == []
+    assert receiver.receiving.abandon("nobody", 0.0) == []
 
 
 def test_expected_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_expected_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     for number in range(5):
         world.expect(f"r{number}")
-    assert len(world.receivers[0].inbound.awaited) == 3
+    assert len(world.receivers[0].receiving.awaited) == 3
 
 
 def test_many_rendezvous_ids_are_said_in_several_messages() -> None:

@@ -24,16 +24,16 @@ class Claimant:
     def __init__(self) -> None:
         self.world = World()
         (sender,) = self.world.senders
-        self.machine, self.home = sender.outbound, sender.home
+        self.machine, self.engine = sender.sending, sender.engine
         self.world.want("seen", end=32)
         self.world.run()  # a session, and a claim that waits
         (self.session,) = sender.accepted.values()
         assert isinstance(self.session, Session)
-        (out,) = self.machine.outlets.values()
+        (out,) = self.machine.outgoing_transfers.values()
         self.incarnation, self.first = out.incarnation, out.claim
 
     def claim(self, **changes: object) -> list[Action]:
-        return self.machine.claim(msgspec.structs.replace(self.first, **changes), self.session, self.home, 0.0)
+        return self.machine.claim(msgspec.structs.replace(self.first, **changes), self.session, self.engine, 0.0)
 
 
 def refusal(actions: list[Action]) -> str:
@@ -48,7 +48,7 @@ def leases(count: int, generation: int = 1) -> tuple[SlotLease, ...]:
 
 def test_a_claim_with_more_slots_than_chunks_is_refused() -> None:
     peer = Claimant()
-    (out,) = peer.machine.outlets.values()
+    (out,) = peer.machine.outgoing_transfers.values()
     assert refusal(peer.claim(transfer="more", leases=leases(out.plan.chunks + 1))) == "bad_lease"
     assert peer.claim(transfer="enough", leases=leases(out.plan.chunks)) == []
 
@@ -56,11 +56,11 @@ def test_a_claim_with_more_slots_than_chunks_is_refused() -> None:
 def test_a_grant_of_more_slots_than_chunks_ends_that_transfer_alone() -> None:
     peer = Claimant()
     peer.claim(transfer="other", leases=())
-    (out,) = [each for each in peer.machine.outlets.values() if each.transfer == "other"]
+    (out,) = [each for each in peer.machine.outgoing_transfers.values() if each.transfer == "other"]
     assert peer.machine.grant(peer.incarnation, Grant(transfer="other", leases=leases(out.plan.chunks))) == []
     (said,) = peer.machine.grant(peer.incarnation, Grant(transfer="other", leases=leases(1, 9)))
     assert isinstance(said, Send) and said.body.code == "bad_lease"  # type: ignore[union-attr]
-    assert set(peer.machine.outlets) == {peer.first.transfer}
+    assert set(peer.machine.outgoing_transfers) == {peer.first.transfer}
 
 
 def test_unused_slots_of_one_receiver_are_bounded_over_all_its_claims() -> None:
@@ -69,7 +69,7 @@ def test_unused_slots_of_one_receiver_are_bounded_over_all_its_claims() -> None:
     plan = peer.session.planner.plan(peer.first.takes, 0, tokens, peer.session.slot_bytes)
     assert plan.chunks > MOST_LEASES
     large = {"first_token": 0, "end_token": tokens, "plan": plan.digest}
-    held = sum(out.lent for out in peer.machine.outlets.values())
+    held = sum(out.lent for out in peer.machine.outgoing_transfers.values())
     assert peer.claim(transfer="all", leases=leases(MOST_LEASES - held), **large) == []
     assert refusal(peer.claim(transfer="one", leases=leases(1), **large)) == "bad_lease"
     assert peer.claim(transfer="none", leases=(), **large) == []
@@ -90,7 +90,7 @@ def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back
     world.do(sender, peer.claim(transfer="greedy", leases=(), deadline_s=86400.0, **rendezvous))
     world.offer("r", 32, 8, rendezvous="rendezvous")
     world.do(sender, peer.claim(transfer="done", takes=(), leases=(), end_token=0, plan=nothing.digest, **rendezvous))
-    assert "done" not in peer.machine.outlets and not world.released(), "the other has not read yet"
+    assert "done" not in peer.machine.outgoing_transfers and not world.released(), "the other has not read yet"
     world.do(sender, peer.machine.grant(peer.incarnation, Grant(transfer="greedy", leases=leases(1))))
     world.hold = {"gather"}
     world.run()
@@ -159,7 +159,7 @@ def test_what_was_called_drained_cannot_be_claimed_any_more() -> None:
     assert refusal(peer.claim(transfer="late", leases=leases(1))) == "cancelled"
     assert len(peer.machine._renounced) == MOST_RENOUNCED
     assert refusal(peer.claim(transfer=f"u{MOST_RENOUNCED - 1}", leases=())) == "cancelled"
-    assert peer.claim(transfer="other", leases=()) == [] and "other" in peer.machine.outlets
+    assert peer.claim(transfer="other", leases=()) == [] and "other" in peer.machine.outgoing_transfers
 
 
 def test_transfers_without_slots_are_forgotten_though_their_sender_never_says_drained() -> None:
@@ -167,15 +167,15 @@ def test_transfers_without_slots_are_forgotten_though_their_sender_never_says_dr
     world.want("first", end=32)
     world.run()
     (node,) = world.receivers
-    machine = node.inbound
+    machine = node.receiving
     world.hold = {"message"}  # the sender hears and says nothing any more
     for number in range(50):
         world.want(f"r{number}", end=32)
         world.abandon(f"r{number}")
         world.settle()
-    held = [intake for each in machine._wanted_by.values() for intake in each.intakes.values()]
+    held = [incoming for each in machine._wanted_by.values() for incoming in each.incoming_transfers.values()]
     assert len(held) <= 1 + len(machine.slots)
-    assert all(intake.state is not IncomingState.ENDED for intake in held)
+    assert all(incoming.state is not IncomingState.ENDED for incoming in held)
     world.hold = set()
     world.offer("first", tokens=32, blocks=8)
     world.run()

@@ -45,7 +45,7 @@ class Scene:
         self.world.run()
         self.receiver = self.world.receivers[0]
         self.world._greet(self.receiver, "P0")
-        self.session: Session = self.sender.accepted[self.receiver.home.agent.incarnation]
+        self.session: Session = self.sender.accepted[self.receiver.engine.agent.incarnation]
 
     @property
     def sender(self) -> Node:
@@ -77,7 +77,7 @@ class Scene:
 
     def say(self, claim: Claim) -> list[Action]:
         began = time.monotonic()
-        actions = self.sender.outbound.claim(claim, self.session, self.sender.home, self.world.now)
+        actions = self.sender.sending.claim(claim, self.session, self.sender.engine, self.world.now)
         assert time.monotonic() - began < QUICK_S
         return actions
 
@@ -85,7 +85,7 @@ class Scene:
         """The code; and the claim has left nothing behind."""
         (action,) = self.say(claim)
         assert isinstance(action, Send) and isinstance(action.body, Refuse), action
-        assert action.body.about == claim.transfer and not self.sender.outbound.outlets
+        assert action.body.about == claim.transfer and not self.sender.sending.outgoing_transfers
         return action.body.code
 
     def still_works(self) -> None:
@@ -129,14 +129,14 @@ def test_slots_that_are_lent_where_blocks_are_read_are_refused() -> None:
     scene.session = replace(scene.session, routed=Routed("pull"))
     assert scene.refusal(scene.claim(leases=(SlotLease(0, 1),))) == "bad_lease"
     scene.say(scene.claim())
-    outbound, incarnation = scene.sender.outbound, scene.receiver.home.agent.incarnation
-    (told,) = outbound.answers(scene.world.now, scene.world.now, lambda count: True)
+    sending, incarnation = scene.sender.sending, scene.receiver.engine.agent.incarnation
+    (told,) = sending.answers(scene.world.now, scene.world.now, lambda count: True)
     assert isinstance(told, Send) and isinstance(told.body, BlockTables) and told.body.is_last
-    (failing,) = outbound.grant(incarnation, Grant(transfer="x", leases=(SlotLease(0, 1),)))
+    (failing,) = sending.grant(incarnation, Grant(transfer="x", leases=(SlotLease(0, 1),)))
     assert isinstance(failing, Send) and isinstance(failing.body, Failing) and failing.body.code == "bad_lease"
-    ended = outbound.cancel(incarnation, Cancel(transfer="x", code="bad_lease"))
+    ended = sending.cancel(incarnation, Cancel(transfer="x", code="bad_lease"))
     kinds = [type(each.body if isinstance(each, Send) else each.message) for each in ended]
-    assert kinds == [Drained, Released] and not outbound.offers and not outbound.outlets
+    assert kinds == [Drained, Released] and not sending.offers and not sending.outgoing_transfers
 
 
 @pytest.mark.parametrize("end", ["settled", "cancel", "lease"])
@@ -145,25 +145,25 @@ def test_blocks_that_are_read_are_released_when_nobody_counts_on_them(end: str) 
     scene = Scene()
     scene.session = replace(scene.session, routed=Routed("pull"))
     scene.say(scene.claim())
-    outbound, incarnation, now = scene.sender.outbound, scene.receiver.home.agent.incarnation, scene.world.now
-    assert outbound.answers(now, now - HEARD_S, lambda count: True) == []  # its engine may have said something since
-    assert outbound.answers(now, now, lambda count: False) == [Watch(0)]
-    assert outbound.answers(now, now, lambda count: True)
-    said = outbound.withdraw("r", "aborted", now)
+    sending, incarnation, now = scene.sender.sending, scene.receiver.engine.agent.incarnation, scene.world.now
+    assert sending.answers(now, now - HEARD_S, lambda count: True) == []  # its engine may have said something since
+    assert sending.answers(now, now, lambda count: False) == [Watch(0)]
+    assert sending.answers(now, now, lambda count: True)
+    said = sending.withdraw("r", "aborted", now)
     assert [type(each.body) for each in said if isinstance(each, Send)] == [Failing]
-    assert not any(isinstance(each, Tell) for each in said) and outbound.is_promised
-    outbound.renew(incarnation, Renew(transfer="x", number=1))
-    assert outbound.settled("another", "x") == [] and outbound.answers(now, now, lambda count: True) == []
+    assert not any(isinstance(each, Tell) for each in said) and sending.is_promised
+    sending.renew(incarnation, Renew(transfer="x", number=1))
+    assert sending.settled("another", "x") == [] and sending.answers(now, now, lambda count: True) == []
     match end:
         case "settled":
-            said = outbound.settled(incarnation, "x")
+            said = sending.settled(incarnation, "x")
         case "cancel":
-            said = outbound.cancel(incarnation, Cancel(transfer="x", code="aborted"))
+            said = sending.cancel(incarnation, Cancel(transfer="x", code="aborted"))
         case _:
-            assert not any(isinstance(each, Tell) for each in outbound.tick(now + LEASE_S - 0.01))
-            said = outbound.tick(now + LEASE_S + 0.01)
+            assert not any(isinstance(each, Tell) for each in sending.tick(now + LEASE_S - 0.01))
+            said = sending.tick(now + LEASE_S + 0.01)
     assert any(isinstance(each, Tell) and isinstance(each.message, Released) for each in said)
-    assert not outbound.is_promised and not outbound.outlets and not outbound.offers
+    assert not sending.is_promised and not sending.outgoing_transfers and not sending.offers
 
 
 def test_rows_that_are_taken_twice_are_refused_or_planned_once() -> None:
@@ -179,30 +179,33 @@ def test_a_claim_of_more_tokens_than_there_are_ends_when_all_is_offered() -> Non
     scene = Scene()
     actions = scene.say(scene.claim(end_token=1 << 40))
     assert [a.body.code for a in actions if isinstance(a, Send) and isinstance(a.body, Drained)] == ["tokens_missing"]
-    assert not scene.sender.outbound.outlets and not any(isinstance(a, SendOrder) for a in actions)
+    assert not scene.sender.sending.outgoing_transfers and not any(isinstance(a, SendOrder) for a in actions)
 
 
 def test_more_slots_than_chunks_end_the_transfer() -> None:
     scene = Scene()
     scene.say(scene.claim(rendezvous="nothing here yet"))
-    incarnation, chunks = scene.receiver.home.agent.incarnation, scene.sender.outbound.outlets["x"].plan.chunks
+    incarnation, chunks = (
+        scene.receiver.engine.agent.incarnation,
+        scene.sender.sending.outgoing_transfers["x"].plan.chunks,
+    )
     for generation in range(chunks):
         assert (
-            scene.sender.outbound.grant(incarnation, Grant(transfer="x", leases=(SlotLease(0, generation + 1),))) == []
+            scene.sender.sending.grant(incarnation, Grant(transfer="x", leases=(SlotLease(0, generation + 1),))) == []
         )
-    (ended,) = scene.sender.outbound.grant(incarnation, Grant(transfer="x", leases=(SlotLease(0, 99),)))
+    (ended,) = scene.sender.sending.grant(incarnation, Grant(transfer="x", leases=(SlotLease(0, 99),)))
     assert isinstance(ended, Send) and isinstance(ended.body, Drained) and ended.body.code == "bad_lease"
-    assert not scene.sender.outbound.outlets
+    assert not scene.sender.sending.outgoing_transfers
     scene.still_works()
 
 
 def test_another_receiver_cannot_touch_a_transfer() -> None:
     scene = Scene()
     scene.say(scene.claim(rendezvous="nothing here yet"))
-    out = scene.sender.outbound.outlets["x"]
-    assert scene.sender.outbound.grant("another incarnation", Grant(transfer="x", leases=(SlotLease(0, 1),))) == []
-    assert scene.sender.outbound.cancel("another incarnation", Cancel(transfer="x", code="c")) == []
-    assert not out.early and "x" in scene.sender.outbound.outlets
+    out = scene.sender.sending.outgoing_transfers["x"]
+    assert scene.sender.sending.grant("another incarnation", Grant(transfer="x", leases=(SlotLease(0, 1),))) == []
+    assert scene.sender.sending.cancel("another incarnation", Cancel(transfer="x", code="c")) == []
+    assert not out.early and "x" in scene.sender.sending.outgoing_transfers
 
 
 def test_another_sender_cannot_touch_a_transfer() -> None:
@@ -211,17 +214,17 @@ def test_another_sender_cannot_touch_a_transfer() -> None:
     world.want("r", 64)
     world.hold = {"gather"}
     world.run()
-    inbound = world.receivers[0].inbound
-    of_p0 = next(t for t, wanted in inbound._wanted_by.items() if wanted.intakes[t].address == "P0")
-    before, other = inbound.slots.counts(), world.nodes["P1"].home.agent.incarnation
+    receiving = world.receivers[0].receiving
+    of_p0 = next(t for t, wanted in receiving._wanted_by.items() if wanted.incoming_transfers[t].address == "P0")
+    before, other = receiving.slots.counts(), world.nodes["P1"].engine.agent.incarnation
     for hear in (
-        lambda: inbound.drained(other, of_p0, "c", "not mine", 0.0),
-        lambda: inbound.failing(other, of_p0, "c", "not mine", 0.0),
-        lambda: inbound.drained("nobody", of_p0, "c", "not mine", 0.0),
-        lambda: inbound.ready(other, of_p0, 10**9),
+        lambda: receiving.drained(other, of_p0, "c", "not mine", 0.0),
+        lambda: receiving.failing(other, of_p0, "c", "not mine", 0.0),
+        lambda: receiving.drained("nobody", of_p0, "c", "not mine", 0.0),
+        lambda: receiving.ready(other, of_p0, 10**9),
     ):
         assert not [a for a in hear() if not isinstance(a, Send)]
-    assert inbound.slots.counts() == before
+    assert receiving.slots.counts() == before
     world.hold = set()
     world.run()
     assert type(world.answers()["r"]).__name__ == "Done"
@@ -232,13 +235,13 @@ def test_a_sender_that_promises_more_than_there_is_gets_no_more_slots() -> None:
     world = World(slots=64)
     world.want("r", 64)
     world.run()
-    inbound, incarnation = world.receivers[0].inbound, world.senders[0].home.agent.incarnation
-    (transfer,) = inbound._wanted_by
-    chunks = inbound._wanted_by[transfer].intakes[transfer].plan.chunks
+    receiving, incarnation = world.receivers[0].receiving, world.senders[0].engine.agent.incarnation
+    (transfer,) = receiving._wanted_by
+    chunks = receiving._wanted_by[transfer].incoming_transfers[transfer].plan.chunks
     for told in (1 << 62, -1, 0):
-        inbound.ready(incarnation, transfer, told)
-        assert inbound.slots.lent_to(transfer) <= chunks
-    inbound.ready(incarnation, "no such transfer", 5)
+        receiving.ready(incarnation, transfer, told)
+        assert receiving.slots.lent_to(transfer) <= chunks
+    receiving.ready(incarnation, "no such transfer", 5)
 
 
 # The frames themselves: what no field may hold never comes as far as the machines.
@@ -308,10 +311,10 @@ def test_a_want_that_cannot_be_fails_alone(case: str) -> None:
     node = world.receivers[0]
     code, make = ENGINE_LIES[case]
     began = time.monotonic()
-    (answer,) = node.inbound.want(make(), node.home, 0.0)
+    (answer,) = node.receiving.want(make(), node.engine, 0.0)
     assert time.monotonic() - began < QUICK_S
     assert isinstance(answer.message, Failed) and answer.message.code == code, answer
-    assert not node.inbound.wants and node.inbound.slots.free == len(node.inbound.slots)
+    assert not node.receiving.wants and node.receiving.slots.free == len(node.receiving.slots)
 
 
 @pytest.mark.parametrize("hold_s", [float("nan"), float("inf"), -1.0, 1e300])

@@ -29,9 +29,9 @@ class Crowd:
         world.want("first", 16)
         world.run()
         (self.receiver,), (self.sender,) = world.receivers, world.senders
-        self.receiver.inbound._new_id = map("t{}".format, count()).__next__
-        self.session = self.sender.accepted[self.receiver.home.agent.incarnation]
-        self.outbound, self.inbound = self.sender.outbound, self.receiver.inbound
+        self.receiver.receiving._new_id = map("t{}".format, count()).__next__
+        self.session = self.sender.accepted[self.receiver.engine.agent.incarnation]
+        self.sending, self.receiving = self.sender.sending, self.receiver.receiving
         self.numbers = count()
         for _ in range(others):
             self.claim()
@@ -48,25 +48,25 @@ class Crowd:
             blocks=(Blocks(0, 0, (0,)),),
             deadline_s=100.0,
         )
-        *_, send = self.inbound.want(want, self.receiver.home, 0.0)
+        *_, send = self.receiving.want(want, self.receiver.engine, 0.0)
         assert isinstance(send, Send) and isinstance(send.body, Claim)
         peer = structs.replace(self.session.peer, incarnation=f"receiver {number % 8}")
-        self.outbound.claim(send.body, replace(self.session, peer=peer), self.sender.home, 0.0)
+        self.sending.claim(send.body, replace(self.session, peer=peer), self.sender.engine, 0.0)
         return send.body
 
     def cancelled(self) -> Iterator[Callable[[], object]]:
         """What makes the sender forget a transfer."""
-        for number, transfer in enumerate(list(self.outbound.outlets)):
-            incarnation = self.outbound.outlets[transfer].incarnation
-            yield lambda b=incarnation, t=transfer: self.outbound.cancel(b, Cancel(transfer=t, code="cancelled"))
+        for number, transfer in enumerate(list(self.sending.outgoing_transfers)):
+            incarnation = self.sending.outgoing_transfers[transfer].incarnation
+            yield lambda b=incarnation, t=transfer: self.sending.cancel(b, Cancel(transfer=t, code="cancelled"))
             if number == 20:
                 return
 
     def ready(self) -> Iterator[Callable[[], object]]:
         """What makes the receiver look for slots."""
-        incarnation = self.sender.home.agent.incarnation
-        for transfer in list(self.inbound._wanted_by)[:20]:
-            yield lambda t=transfer: self.inbound.ready(incarnation, t, 4)
+        incarnation = self.sender.engine.agent.incarnation
+        for transfer in list(self.receiving._wanted_by)[:20]:
+            yield lambda t=transfer: self.receiving.ready(incarnation, t, 4)
 
 
 def seconds(events: Iterator[Callable[[], object]]) -> float:

@@ -37,7 +37,7 @@ def expired(world: World) -> None:
     world.want("r", 64)
     world.run()
     world.pass_time(101)
-    assert world.senders[0].sending.moving == 2 and "r" in world.senders[0].outbound.offers
+    assert world.senders[0].sending.moving == 2 and "r" in world.senders[0].sending.offers
 
 
 def told_out(world: World) -> None:
@@ -48,7 +48,7 @@ def told_out(world: World) -> None:
 def without_engine(world: World) -> None:
     """It hears nothing any more."""
     expired(world)
-    world.do(world.senders[0], world.senders[0].outbound.engine_left(world.now))
+    world.do(world.senders[0], world.senders[0].sending.engine_left(world.now))
 
 
 def wrong(world: World) -> None:
@@ -61,10 +61,10 @@ def test_a_name_of_which_its_engine_has_said_all_may_come_again(end: Callable[[W
     end(world)
     world.hold.clear()
     world.run()
-    outbound = world.senders[0].outbound
-    assert not outbound.offers
+    sending = world.senders[0].sending
+    assert not sending.offers
     world.offer("r", 16, 4, rendezvous="another")
-    assert "r" in outbound.offers
+    assert "r" in sending.offers
 
 
 def test_open_offers_and_wants_of_an_engine_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,4 +83,4 @@ def test_open_offers_and_wants_of_an_engine_are_bounded(monkeypatch: pytest.Monk
     world.offer("o5", 8, 2, last=False)
     world.withdraw("o1")
     world.offer("o5", 16, 4)
-    assert "o5" not in world.senders[0].outbound.offers, "the rest of one that was refused is no new one"
+    assert "o5" not in world.senders[0].sending.offers, "the rest of one that was refused is no new one"

@@ -175,7 +175,7 @@ def test_a_rank_looks_at_its_own_tokens(want_first: int, reason: str) -> None:
     for node, first in zip(world.senders, (1, 0), strict=True):
         pieces = (Blocks(0, first, tuple(range(first, 2))),)
         offer = Offer(rendezvous="r", request="r", tokens=16, blocks=pieces, is_last=True, hold_s=100.0, first_token=4)
-        world.do(node, node.outbound.offer(offer, node.home, world.now))
+        world.do(node, node.sending.offer(offer, node.engine, world.now))
     world.want("r", 16, first=want_first)
     world.run()
     if reason:
@@ -196,7 +196,7 @@ def test_a_rank_that_has_nothing_before_it_does_not_miss_it() -> None:
         pass
     (_, claim) = [event for kind, event in world.events if kind == "message"]
     claim()
-    assert not world.released(1) and world.senders[1].outbound.outlets
+    assert not world.released(1) and world.senders[1].sending.outgoing_transfers
     world.hold = set()
 
 
@@ -213,12 +213,12 @@ def test_a_group_that_keeps_less_counts_as_what_it_keeps(kind: str, end: int, fi
 
 def test_a_window_that_begins_behind_the_offer_is_all_that_its_sender_checks() -> None:
     world = World([hybrid("prefill", 4, 16)], [hybrid("decode", 16, 4)])
-    home = world.senders[0].home
-    extended({}, home, (blocks(FULL, 8, 10), blocks(LATE, 2, 3)), 32, 39, True)
+    engine = world.senders[0].engine
+    extended({}, engine, (blocks(FULL, 8, 10), blocks(LATE, 2, 3)), 32, 39, True)
     with pytest.raises(Exception, match=r"\[32, 39\) asked for, the blocks hold \[0, 32\)"):
-        extended({}, home, (blocks(FULL, 8, 10), blocks(LATE, 0, 2)), 32, 39, True)
+        extended({}, engine, (blocks(FULL, 8, 10), blocks(LATE, 0, 2)), 32, 39, True)
     with pytest.raises(Exception, match=r"\[16, 39\) asked for, the blocks hold \[32, 48\)"):
-        extended({}, home, (blocks(FULL, 0, 10), blocks(LATE, 2, 3)), 8, 39, True)
+        extended({}, engine, (blocks(FULL, 0, 10), blocks(LATE, 2, 3)), 8, 39, True)
 
 
 class Watched(World):
@@ -243,7 +243,7 @@ class Watched(World):
     def _scattered(self, receiver: Node, arrival: LandedChunk) -> None:
         order = arrival.order
         part = Part(order.plan, order.plan.chunk(arrival.notice.chunk), order.tables, is_sender=False)
-        request = receiver.inbound._wanted_by[order.transfer].want.request
+        request = receiver.receiving._wanted_by[order.transfer].want.request
         self.written.setdefault((receiver.name, request), set()).update(_tokens(part))
         super()._scattered(receiver, arrival)
 

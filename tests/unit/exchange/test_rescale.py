@@ -21,9 +21,9 @@ def scaled(senders: int = 1, seed: int = 0) -> World:
 
 def assert_never_mixed(world: World) -> None:
     """Every move went by a plan that knew the scales which its rows had, or were to have, when it began."""
-    for strips, is_sender, pool in world.moved:
+    for pairs, is_sender, pool in world.moved:
         (held,) = {plane.codec.scales for plane in pool.planes}
-        assert {(strip.sender if is_sender else strip.receiver).codec.scales for strip in strips} == {held}
+        assert {(pair.sender if is_sender else pair.receiver).codec.scales for pair in pairs} == {held}
 
 
 def rescale_after(world: World, node: Node, events: int) -> None:
@@ -113,7 +113,7 @@ def test_a_want_of_which_nothing_came_reaches_a_sender_of_new_scales_again(has_c
     world.hold |= {"message", "hello"}
     if not has_claimed:
         (receiver,) = world.receivers
-        world.do(receiver, receiver.inbound.unreachable("P0", "peer_lost", "test", world.now))
+        world.do(receiver, receiver.receiving.unreachable("P0", "peer_lost", "test", world.now))
     world.rescale(world.senders[0], 0.25)
     world.want("after", 40)  # the receiver has not heard of it
     world.offer("after", 40, 12)
@@ -135,9 +135,9 @@ def test_a_claim_of_the_epoch_before_is_refused_though_its_receiver_has_greeted_
     world.hold.add("message")
     world.want("r", 40)
     world.rescale(sender, 0.5)
-    session = answer(hello(receiver.home), sender.home)
+    session = answer(hello(receiver.engine), sender.engine)
     assert isinstance(session, Session)
-    sender.accepted[receiver.home.agent.incarnation] = session
+    sender.accepted[receiver.engine.agent.incarnation] = session
     world.hold.clear()
     world.offer("r", 40, 12)
     world.run()
@@ -169,7 +169,7 @@ def test_a_want_fails_when_its_sender_leaves_in_the_middle_of_its_rows() -> None
     world.run()
     assert world.scatters and not world.answers()
     (receiver,) = world.receivers
-    world.do(receiver, receiver.inbound.unreachable("P0", "peer_left", "test", world.now))
+    world.do(receiver, receiver.receiving.unreachable("P0", "peer_left", "test", world.now))
     world.settle()
     assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "peer_left"
 
@@ -180,6 +180,6 @@ def test_a_want_ends_when_the_sender_that_said_goodbye_is_gone() -> None:
     world.run()
     (receiver,) = world.receivers
     world.nodes["P0"].is_dead = True
-    world.do(receiver, receiver.inbound.unreachable("P0", "peer_left", "test", world.now))
+    world.do(receiver, receiver.receiving.unreachable("P0", "peer_left", "test", world.now))
     world.run()
     assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "peer_unreachable"

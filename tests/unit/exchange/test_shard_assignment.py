@@ -17,23 +17,23 @@ def sessions_of(world: World) -> list[Session]:
     world.offer("r", 64, 16)
     world.want("r", 64)
     world.run()
-    return [world.receivers[0].inbound._senders.open[node.name] for node in world.senders]
+    return [world.receivers[0].receiving._senders.open[node.name] for node in world.senders]
 
 
 def test_the_same_sessions_are_assigned_once_and_others_anew() -> None:
     world = World(senders=2)
-    sessions, pool, givers = sessions_of(world), world.receivers[0].home.pool, ShardAssignment()
-    first = givers.takes("P0", sessions, pool)
-    assert givers.takes("P0", list(sessions), pool) is first
-    again = givers.takes("P0", [sessions[0], replace(sessions[1])], pool)
+    sessions, pool, assignment = sessions_of(world), world.receivers[0].engine.pool, ShardAssignment()
+    first = assignment.takes("P0", sessions, pool)
+    assert assignment.takes("P0", list(sessions), pool) is first
+    again = assignment.takes("P0", [sessions[0], replace(sessions[1])], pool)
     assert again == first and again is not first
-    assert givers.takes("P0", sessions, copy(pool)) is not first
-    givers.forget()
-    assert givers.takes("P0", sessions, pool) is not first
+    assert assignment.takes("P0", sessions, copy(pool)) is not first
+    assignment.forget()
+    assert assignment.takes("P0", sessions, pool) is not first
 
 
 def test_a_rank_that_is_missing_is_named() -> None:
     world = World(senders=2)
     sessions = sessions_of(world)
     with pytest.raises(PeerError, match=r"expected 2, the agents hold \[1\]"):
-        ShardAssignment().takes("P0", sessions[1:], world.receivers[0].home.pool)
+        ShardAssignment().takes("P0", sessions[1:], world.receivers[0].engine.pool)

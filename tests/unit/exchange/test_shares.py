@@ -113,14 +113,14 @@ def test_no_rank_names_blocks_beyond_those_of_its_own_tokens(seed: int) -> None:
     names = dict(rendezvous="r", request="r")
     silent = 0
     for node in world.senders:
-        blocks = pieces_of(node.home.pool, 0, end)
+        blocks = pieces_of(node.engine.pool, 0, end)
         offer = Offer(**names, tokens=end, blocks=blocks, is_last=True, hold_s=100)
-        world.do(node, node.outbound.offer(offer, node.home, world.now))
+        world.do(node, node.sending.offer(offer, node.engine, world.now))
     for node in world.receivers:
-        blocks = pieces_of(node.home.pool, first, end)
+        blocks = pieces_of(node.engine.pool, first, end)
         silent += not blocks
         want = Want(**names, sender="P0", first_token=first, end_token=end, blocks=blocks, deadline_s=50)
-        world.do(node, node.inbound.want(want, node.home, world.now))
+        world.do(node, node.receiving.want(want, node.engine, world.now))
     assert silent, "every rank has some"
     world.run()
     answers = [world.answers(receiver)["r"] for receiver in range(4)]
@@ -138,13 +138,13 @@ def test_a_wants_table_counts_the_tokens_that_its_rank_keeps(first: int, end: in
     pool = ranks("decode", 2, 1, 16)[1]
     assert pieces_of(pool, first, end) == ((Blocks(0, entries[0], entries),) if entries else ())
     world = World(1, ranks("decode", 2, 1, 16))
-    home = world.receivers[1].home
+    engine = world.receivers[1].engine
     right = tuple(Blocks(0, entry, (40 + entry,)) for entry in entries)
-    tables = tables_of(home, right, first, end)
+    tables = tables_of(engine, right, first, end)
     for token in range(first | 1, end, 2):
         entry, offset = divmod(token // 2, 16)
         place = tables[0].at(TokenShard.of(pool.shard), token // 2, token // 2 + 1)
         assert place.tolist() == [(40 + entry) * 16 + offset]
     for lacking in (right[1:], right[:-1]) if entries else ():
         with pytest.raises(EngineError):
-            tables_of(home, lacking, first, end)
+            tables_of(engine, lacking, first, end)

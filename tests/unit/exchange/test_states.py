@@ -122,7 +122,7 @@ def test_deadlines_move_and_clear() -> None:
 
 def _refusal(**changes: object) -> Refuse:
     world = World()
-    ours, theirs = world.senders[0].home, world.receivers[0].home
+    ours, theirs = world.senders[0].engine, world.receivers[0].engine
     found = answer(replace(hello(theirs), **changes), ours)
     assert isinstance(found, Refuse)
     return found
@@ -130,7 +130,7 @@ def _refusal(**changes: object) -> Refuse:
 
 def test_refuses_other_versions_digests_fabrics_models_and_itself() -> None:
     world = World()
-    sender, receiver = world.senders[0].home, world.receivers[0].home
+    sender, receiver = world.senders[0].engine, world.receivers[0].engine
     assert "ours 1-1, theirs 7-9" in _refusal(versions=VersionRange(7, 9)).reasons[0]
     assert _refusal(digests=("other",)).code == "no_common_digest"
     assert _refusal(fabric=replace(receiver.site.fabric, kind="other")).code == "fabric_mismatch"
@@ -145,7 +145,7 @@ def test_refuses_other_versions_digests_fabrics_models_and_itself() -> None:
 
 def test_a_receiver_refuses_a_welcome_it_cannot_keep() -> None:
     world = World()
-    sender, receiver = world.senders[0].home, world.receivers[0].home
+    sender, receiver = world.senders[0].engine, world.receivers[0].engine
     session = answer(hello(receiver), sender)
     good = welcome(session, sender)
     assert accept(good, receiver).peer == sender.agent

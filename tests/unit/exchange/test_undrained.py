@@ -19,80 +19,80 @@ def doubted(key: str = "") -> World:
     world.want("r", 16)
     world.run()
     receiver = world.receivers[0]
-    world.do(receiver, receiver.inbound.unreachable("P0", "peer_lost", "test", world.now))
+    world.do(receiver, receiver.receiving.unreachable("P0", "peer_lost", "test", world.now))
     world.settle()
-    assert receiver.inbound.slots.counts().quarantined > 0
+    assert receiver.receiving.slots.counts().quarantined > 0
     return world
 
 
 def test_a_sender_that_refuses_is_asked_for_what_is_in_doubt() -> None:
     world = doubted()
-    inbound = world.receivers[0].inbound
-    incarnation = world.senders[0].home.agent.incarnation
-    actions = inbound.refused("P0", incarnation)
+    receiving = world.receivers[0].receiving
+    incarnation = world.senders[0].engine.agent.incarnation
+    actions = receiving.refused("P0", incarnation)
     (asked,) = [action.body for action in actions if isinstance(action, Send)]
     assert isinstance(asked, Cancel)
-    assert inbound.slots.counts().quarantined > 0  # to refuse proves nothing
-    inbound.drained(incarnation, asked.transfer, "", "", world.now)
-    assert inbound.slots.counts().free == 4
+    assert receiving.slots.counts().quarantined > 0  # to refuse proves nothing
+    receiving.drained(incarnation, asked.transfer, "", "", world.now)
+    assert receiving.slots.counts().free == 4
 
 
 def ask(world: World, before: set[str]) -> bool:
     """Another start of the agent, that knows these to be dead, refuses a session. Whether it could say something."""
-    inbound, successor = world.receivers[0].inbound, Sender(before=before)
-    asked = [action.body for action in inbound.refused("P0", "next") if isinstance(action, Send)]
+    receiving, successor = world.receivers[0].receiving, Sender(before=before)
+    asked = [action.body for action in receiving.refused("P0", "next") if isinstance(action, Send)]
     assert asked
     said = [answer for body in asked if isinstance(body, Cancel) for answer in successor.cancel("D0", body)]
     for answer in said:
         assert isinstance(answer, Send) and isinstance(answer.body, Drained)
-        inbound.drained("next", answer.body.transfer, "", "", world.now)
+        receiving.drained("next", answer.body.transfer, "", "", world.now)
     return bool(said)
 
 
 def test_a_new_start_that_knows_the_one_before_to_be_dead_settles_what_that_one_left() -> None:
     world = doubted()
-    assert ask(world, {"older", world.senders[0].home.agent.incarnation})
-    assert world.receivers[0].inbound.slots.counts().free == 4
+    assert ask(world, {"older", world.senders[0].engine.agent.incarnation})
+    assert world.receivers[0].receiving.slots.counts().free == 4
 
 
 def test_that_another_start_answers_at_the_address_proves_nothing() -> None:
     """The address may lead elsewhere now, and the one before it may stand still only."""
     world = doubted()
     assert not ask(world, {"older"})
-    assert world.receivers[0].inbound.slots.counts().quarantined > 0
-    assert ask(world, {world.senders[0].home.agent.incarnation})
+    assert world.receivers[0].receiving.slots.counts().quarantined > 0
+    assert ask(world, {world.senders[0].engine.agent.incarnation})
 
 
 def test_a_transfer_of_a_dead_start_is_nobody_elses() -> None:
-    outbound = Sender(before={"dead"})
-    assert outbound.renounce("D0", Cancel(transfer="t", code="", incarnation="dead"))
-    assert not outbound.renounce("D0", Cancel(transfer="t", code="", incarnation="alive"))
-    assert outbound.cancel("D0", Cancel(transfer="t", code="", incarnation="alive")) == []
+    sending = Sender(before={"dead"})
+    assert sending.renounce("D0", Cancel(transfer="t", code="", incarnation="dead"))
+    assert not sending.renounce("D0", Cancel(transfer="t", code="", incarnation="alive"))
+    assert sending.cancel("D0", Cancel(transfer="t", code="", incarnation="alive")) == []
 
 
 def kept(world: World) -> int:
     """How much is kept of agents, sessions and doubts."""
-    inbound = world.receivers[0].inbound
-    return sum(len(kept) for part in (inbound._senders, inbound._doubts) for kept in vars(part).values())
+    receiving = world.receivers[0].receiving
+    return sum(len(kept) for part in (receiving._senders, receiving._undrained) for kept in vars(part).values())
 
 
 def test_who_answers_is_kept_only_where_something_is_in_doubt_and_so_long() -> None:
     world = doubted()
-    inbound, before = world.receivers[0].inbound, kept(world)
+    receiving, before = world.receivers[0].receiving, kept(world)
     for number in range(500):  # names that a client made up; they lead to agents that refuse
-        inbound.refused(f"name-{number}", "next")
+        receiving.refused(f"name-{number}", "next")
     assert kept(world) == before
-    assert ask(world, {world.senders[0].home.agent.incarnation})
-    assert kept(world) == 0 and inbound.slots.counts().free == 4
+    assert ask(world, {world.senders[0].engine.agent.incarnation})
+    assert kept(world) == 0 and receiving.slots.counts().free == 4
 
 
 def test_another_agent_that_refuses_proves_nothing() -> None:
     world = doubted()
-    inbound = world.receivers[0].inbound
-    assert not inbound.refused("P1", "another incarnation")
-    (transfer,) = world.receivers[0].inbound._doubts._of
-    inbound.drained("another incarnation", transfer, "", "", world.now)
-    assert inbound.slots.counts().quarantined > 0
+    receiving = world.receivers[0].receiving
+    assert not receiving.refused("P1", "another incarnation")
+    (transfer,) = world.receivers[0].receiving._undrained._of
+    receiving.drained("another incarnation", transfer, "", "", world.now)
+    assert receiving.slots.counts().quarantined > 0
 
 
 @pytest.mark.parametrize("key", ["of another", ""])
@@ -101,25 +101,25 @@ def test_who_has_another_key_is_neither_asked_nor_believed_whatever_incarnation_
     key: str, is_itself: bool
 ) -> None:
     world = doubted("of P0")
-    inbound, itself = world.receivers[0].inbound, world.senders[0].home.agent.incarnation
+    receiving, itself = world.receivers[0].receiving, world.senders[0].engine.agent.incarnation
     incarnation, address = (itself, "elsewhere") if is_itself else ("next", "P0")
-    (transfer,) = inbound._doubts._of
-    assert not inbound.refused(address, incarnation, key)
-    inbound.drained(incarnation, transfer, "", "", world.now, key)
-    assert inbound.slots.counts().quarantined > 0
-    (asked,) = [action.body for action in inbound.refused("P0", "next", "of P0") if isinstance(action, Send)]
+    (transfer,) = receiving._undrained._of
+    assert not receiving.refused(address, incarnation, key)
+    receiving.drained(incarnation, transfer, "", "", world.now, key)
+    assert receiving.slots.counts().quarantined > 0
+    (asked,) = [action.body for action in receiving.refused("P0", "next", "of P0") if isinstance(action, Send)]
     assert isinstance(asked, Cancel) and asked.incarnation == itself
-    inbound.drained("next", transfer, "", "", world.now, key)
-    assert inbound.slots.counts().quarantined > 0
-    inbound.drained("next", transfer, "", "", world.now, "of P0")
-    assert inbound.slots.counts().free == 4
+    receiving.drained("next", transfer, "", "", world.now, key)
+    assert receiving.slots.counts().quarantined > 0
+    receiving.drained("next", transfer, "", "", world.now, "of P0")
+    assert receiving.slots.counts().free == 4
 
 
 def test_a_successor_may_answer_for_one_of_its_addresses_by_the_connection_to_another() -> None:
     world = doubted()
-    inbound = world.receivers[0].inbound
-    inbound.refused("also P0", "next")  # its session is with this address, and P0 turns out to be the same agent
-    (asked,) = [action.body for action in inbound.refused("P0", "next") if isinstance(action, Send)]
+    receiving = world.receivers[0].receiving
+    receiving.refused("also P0", "next")  # its session is with this address, and P0 turns out to be the same agent
+    (asked,) = [action.body for action in receiving.refused("P0", "next") if isinstance(action, Send)]
     assert isinstance(asked, Cancel)
-    inbound.drained("next", asked.transfer, "", "", world.now)
-    assert inbound.slots.counts().free == 4
+    receiving.drained("next", asked.transfer, "", "", world.now)
+    assert receiving.slots.counts().free == 4

@@ -11,7 +11,6 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed, Released, Want
 from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, Claim, Failing, Renew, Settled, Sum
 
-from kvbridge.exchange import outbound as sending
 from kvbridge.exchange.actions import Action, Send, Tell
 from kvbridge.exchange.leases import LEASE_S, Sampling
 from kvbridge.exchange.orders import Digest, Digested, Failure, Pull, Pulled
@@ -58,21 +57,21 @@ class PromisingSender:
         scene = Scene()
         scene.session = replace(scene.session, routed=Routed("pull"))
         scene.say(scene.claim())
-        self.outbound: Sender = scene.sender.outbound
-        self.incarnation, self.now = scene.receiver.home.agent.incarnation, scene.world.now
-        self.outbound.answers(self.now, self.now, lambda count: True)
-        self.chunks = self.outbound.outlets["x"].plan.chunks
+        self.sending: Sender = scene.sender.sending
+        self.incarnation, self.now = scene.receiver.engine.agent.incarnation, scene.world.now
+        self.sending.answers(self.now, self.now, lambda count: True)
+        self.chunks = self.sending.outgoing_transfers["x"].plan.chunks
 
     def check(self, *chunks: int, incarnation: str = "", transfer: str = "x") -> list[Action]:
         sums = tuple(Sum(chunk, 1000 + chunk) for chunk in chunks)
-        return self.outbound.check(incarnation or self.incarnation, Check(transfer=transfer, digests=sums))
+        return self.sending.check(incarnation or self.incarnation, Check(transfer=transfer, digests=sums))
 
     def digested(self, digest: Action, failure: Failure = None) -> list[Action]:
         assert isinstance(digest, Digest)
-        return self.outbound.hear([Digested("x", Sum(digest.read.chunk, 7), digest.read, failure)])
+        return self.sending.hear([Digested("x", Sum(digest.read.chunk, 7), digest.read, failure)])
 
     def is_free(self) -> bool:
-        return not self.outbound.outlets and not self.outbound.offers
+        return not self.sending.outgoing_transfers and not self.sending.offers
 
 
 def test_a_sender_digests_what_it_is_asked_and_answers_once() -> None:
@@ -84,12 +83,12 @@ def test_a_sender_digests_what_it_is_asked_and_answers_once() -> None:
     assert sender.digested(first) == sender.digested(second) == []
     (answer,) = sent(sender.digested(third))
     assert answer == Checked(transfer="x", digests=(Sum(0, 7), Sum(1, 7), Sum(2, 7)))
-    said = sender.outbound.settled(sender.incarnation, "x")
+    said = sender.sending.settled(sender.incarnation, "x")
     assert [type(each) for each in told(said)] == [Released] and sender.is_free()
 
 
 def test_few_chunks_are_digested_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "MOST_DIGESTS", 2)
+    monkeypatch.setattr("kvbridge.exchange.sender.MOST_DIGESTS", 2)
     sender = PromisingSender()
     first, second = sender.check(0, 1, 2)
     (third,) = sender.digested(first)
@@ -100,38 +99,38 @@ def test_few_chunks_are_digested_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("end", ["cancel", "withdraw", "lost", "lease", "left", "settled", "failed"])
 def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the transfer ends meanwhile, at the sender or at its receiver."""
-    monkeypatch.setattr(sending, "MOST_DIGESTS", 1)
+    monkeypatch.setattr("kvbridge.exchange.sender.MOST_DIGESTS", 1)
     sender = PromisingSender()
-    outbound, incarnation, now = sender.outbound, sender.incarnation, sender.now
+    sending, incarnation, now = sender.sending, sender.incarnation, sender.now
     (digest,) = sender.check(0, 1)
     match end:
         case "cancel":
-            said = outbound.cancel(incarnation, Cancel(transfer="x", code="aborted"))
+            said = sending.cancel(incarnation, Cancel(transfer="x", code="aborted"))
         case "withdraw":
-            said = outbound.withdraw("r", "test", now) + outbound.cancel(
+            said = sending.withdraw("r", "test", now) + sending.cancel(
                 incarnation, Cancel(transfer="x", code="withdrawn")
             )
         case "lost":
-            said = outbound.lost(incarnation) + outbound.tick(now + LEASE_S + 0.01)
+            said = sending.lost(incarnation) + sending.tick(now + LEASE_S + 0.01)
         case "lease":
-            said = outbound.tick(now + LEASE_S + 0.01) + outbound.withdraw("r", "test", now)
+            said = sending.tick(now + LEASE_S + 0.01) + sending.withdraw("r", "test", now)
         case "left":
-            said = outbound.engine_left(now) + outbound.tick(now + LEASE_S + 0.01)
+            said = sending.engine_left(now) + sending.tick(now + LEASE_S + 0.01)
         case "settled":
-            said = outbound.settled(incarnation, "x")
-            assert outbound.check(incarnation, Check(transfer="x", digests=(Sum(2, 1),))) == []
-            outbound.renew(incarnation, Renew(transfer="x", number=1))
-            assert not outbound.is_owing and not outbound.is_promised
+            said = sending.settled(incarnation, "x")
+            assert sending.check(incarnation, Check(transfer="x", digests=(Sum(2, 1),))) == []
+            sending.renew(incarnation, Renew(transfer="x", number=1))
+            assert not sending.is_owing and not sending.is_promised
         case _:
             said = []
-    assert not told(said) and outbound.outlets["x"].is_reading
+    assert not told(said) and sending.outgoing_transfers["x"].is_reading
     said = sender.digested(digest, ("gather_failed", "test") if end == "failed" else None)
     assert not any(isinstance(each, Digest) for each in said), "nobody wants to know any more"
     if end == "failed":
         assert [each.code for each in sent(said)] == ["gather_failed"]
-        outbound.cancel(incarnation, Cancel(transfer="x", code="gather_failed"))
+        sending.cancel(incarnation, Cancel(transfer="x", code="gather_failed"))
     assert sender.is_free() or end == "left"
-    assert not outbound.outlets
+    assert not sending.outgoing_transfers
     assert not any(isinstance(each, Checked) for each in sent(said))
 
 
@@ -141,7 +140,7 @@ def test_who_asks_for_what_it_was_not_told_fails_its_transfer() -> None:
         said = sender.check(*chunks)
         assert [each.code for each in sent(said) if isinstance(each, Failing)] == ["bad_check"]
         assert not any(isinstance(each, Digest) for each in said)
-        sender.outbound.cancel(sender.incarnation, Cancel(transfer="x", code="bad_check"))
+        sender.sending.cancel(sender.incarnation, Cancel(transfer="x", code="bad_check"))
         assert sender.is_free()
 
 
@@ -150,18 +149,18 @@ def test_who_asks_again_fails_its_transfer() -> None:
     (digest,) = sender.check(0)
     assert [each.code for each in sent(sender.check(0))] == ["bad_check"]
     sender.digested(digest)
-    sender.outbound.cancel(sender.incarnation, Cancel(transfer="x", code="bad_check"))
+    sender.sending.cancel(sender.incarnation, Cancel(transfer="x", code="bad_check"))
     assert sender.is_free()
 
 
 def test_nobody_is_answered_about_a_transfer_that_is_not_its_own_or_has_slots() -> None:
     sender = PromisingSender()
     assert sender.check(0, transfer="y") == [] and sender.check(0, incarnation="another") == []
-    assert not sender.outbound.outlets["x"].asked
+    assert not sender.sending.outgoing_transfers["x"].asked
     scene = Scene()
     scene.say(scene.claim())
     check = Check(transfer="x", digests=(Sum(0, 1),))
-    assert scene.sender.outbound.check(scene.receiver.home.agent.incarnation, check) == []
+    assert scene.sender.sending.check(scene.receiver.engine.agent.incarnation, check) == []
 
 
 class PullingReceiver:
@@ -169,31 +168,31 @@ class PullingReceiver:
 
     def __init__(self, check_every: int = 1) -> None:
         world = World()
-        home, theirs = world.receivers[0].home, world.senders[0].home
-        self.inbound = Receiver(SlotPool(4), lambda: "x", lambda: b"t" * 16, check_every)
+        engine, theirs = world.receivers[0].engine, world.senders[0].engine
+        self.receiving = Receiver(SlotPool(4), lambda: "x", lambda: b"t" * 16, check_every)
         self.incarnation = theirs.agent.incarnation
-        session = answer(hello(home), theirs)
+        session = answer(hello(engine), theirs)
         assert isinstance(session, Session)
-        agreed = accept(welcome(session, theirs), home)
+        agreed = accept(welcome(session, theirs), engine)
         assert isinstance(agreed, Session)
-        self.inbound.opened("P0", replace(agreed, routed=Routed("pull")), NOW)
+        self.receiving.opened("P0", replace(agreed, routed=Routed("pull")), NOW)
         blocks = (Blocks(0, 0, (0, 1, 2, 3)),)
         want = Want(
             request="r", rendezvous="r", sender="P0", first_token=0, end_token=64, blocks=blocks, deadline_s=50.0
         )
-        (claim,) = sent(self.inbound.want(want, home, NOW))
+        (claim,) = sent(self.receiving.want(want, engine, NOW))
         assert isinstance(claim, Claim)
         told = BlockTables(transfer="x", tokens=64, is_last=True, renewal=0, blocks=(Blocks(0, 0, tuple(range(16))),))
-        *_, pull = self.inbound.tables(self.incarnation, told, NOW)
+        *_, pull = self.receiving.tables(self.incarnation, told, NOW)
         assert isinstance(pull, Pull)
         self.pull = pull
 
     def pulled(self) -> list[Action]:
         digests = {chunk: 100 + chunk for chunk in self.pull.compared}
-        return self.inbound.hear([Pulled("x", self.pull.end_chunk, 1, 1, digests, None)], NOW)
+        return self.receiving.hear([Pulled("x", self.pull.end_chunk, 1, 1, digests, None)], NOW)
 
     def checked(self, *digests: Sum, incarnation: str = "", transfer: str = "x") -> list[Action]:
-        return self.inbound.checked(incarnation or self.incarnation, Checked(transfer=transfer, digests=digests), NOW)
+        return self.receiving.checked(incarnation or self.incarnation, Checked(transfer=transfer, digests=digests), NOW)
 
 
 def test_done_is_said_once_the_sender_has_the_same() -> None:
@@ -206,8 +205,8 @@ def test_done_is_said_once_the_sender_has_the_same() -> None:
     assert receiver.checked(*others) == []
     said = receiver.checked(last)
     assert [type(each) for each in (*told(said), *sent(said))] == [Done, Settled]
-    assert not receiver.inbound.wants and receiver.inbound.compared == len(check.digests)
-    assert receiver.inbound.differing == 0 and receiver.inbound.tick(NOW + LEASE_S) == []
+    assert not receiver.receiving.wants and receiver.receiving.compared == len(check.digests)
+    assert receiver.receiving.differing == 0 and receiver.receiving.tick(NOW + LEASE_S) == []
 
 
 def test_what_is_not_the_senders_fails_with_both_values() -> None:
@@ -218,8 +217,8 @@ def test_what_is_not_the_senders_fails_with_both_values() -> None:
     assert isinstance(failed, Failed) and failed.code == "digest_mismatch"
     assert failed.reason == f"chunk 1: the sender has digest {0xBAD:016x}, read was {101:016x}"
     assert [(type(each), each.code) for each in sent(said)] == [(Cancel, "digest_mismatch")]
-    assert (receiver.inbound.compared, receiver.inbound.differing) == (2, 1)
-    assert not receiver.inbound.wants and receiver.checked(Sum(2, 102)) == []
+    assert (receiver.receiving.compared, receiver.receiving.differing) == (2, 1)
+    assert not receiver.receiving.wants and receiver.checked(Sum(2, 102)) == []
 
 
 @pytest.mark.parametrize(("every", "is_patient"), [(64, False), (1, True)])
@@ -227,14 +226,14 @@ def test_a_sample_that_the_sender_cannot_digest_does_not_cost_the_request(every:
     receiver = PullingReceiver(check_every=every)
     receiver.pulled()
     asked = len(receiver.pull.compared)
-    said = receiver.inbound.tick(NOW + CHECK_S / 2)
+    said = receiver.receiving.tick(NOW + CHECK_S / 2)
     assert not told(said)
-    said = receiver.inbound.tick(NOW + CHECK_S)
+    said = receiver.receiving.tick(NOW + CHECK_S)
     if is_patient:
-        assert not told(said) and receiver.inbound.uncompared == 0
+        assert not told(said) and receiver.receiving.uncompared == 0
         return
     assert [type(each) for each in told(said)] == [Done] and isinstance(sent(said)[-1], Settled)
-    assert receiver.inbound.uncompared == asked == 1 and not receiver.inbound.wants
+    assert receiver.receiving.uncompared == asked == 1 and not receiver.receiving.wants
     assert receiver.checked(Sum(0, 0xBAD)) == [], "too late to matter"
 
 
@@ -249,8 +248,8 @@ def test_the_lease_is_kept_while_the_sender_compares() -> None:
     """Or the sender would say that its receivers do not come back."""
     receiver = PullingReceiver()
     receiver.pulled()
-    assert not [each for each in sent(receiver.inbound.tick(NOW + LEASE_S / 4)) if isinstance(each, Renew)]
-    assert [each for each in sent(receiver.inbound.tick(NOW + LEASE_S / 2)) if isinstance(each, Renew)]
+    assert not [each for each in sent(receiver.receiving.tick(NOW + LEASE_S / 4)) if isinstance(each, Renew)]
+    assert [each for each in sent(receiver.receiving.tick(NOW + LEASE_S / 2)) if isinstance(each, Renew)]
 
 
 def test_digests_that_nobody_asked_for_change_nothing() -> None:
@@ -261,32 +260,32 @@ def test_digests_that_nobody_asked_for_change_nothing() -> None:
     assert receiver.checked(Sum(99, 5), Sum(1 << 62, 5)) == []
     assert receiver.checked(Sum(0, 5), incarnation="another") == [] and receiver.checked(Sum(0, 5), transfer="y") == []
     assert receiver.checked(Sum(0, 100)) == [] and receiver.checked(Sum(0, 5)) == []
-    assert "r" in receiver.inbound.wants and receiver.inbound.compared == 1
+    assert "r" in receiver.receiving.wants and receiver.receiving.compared == 1
 
 
 @pytest.mark.parametrize("end", ["abandon", "lost", "failing", "deadline", "left"])
 def test_no_want_waits_for_a_sender_that_does_not_answer(end: str) -> None:
     receiver = PullingReceiver()
     receiver.pulled()
-    inbound, incarnation = receiver.inbound, receiver.incarnation
+    receiving, incarnation = receiver.receiving, receiver.incarnation
     match end:
         case "abandon":
-            said = inbound.abandon("r", NOW)
+            said = receiving.abandon("r", NOW)
         case "lost":
-            said = inbound.unreachable("P0", "peer_silent", "test", NOW)
+            said = receiving.unreachable("P0", "peer_silent", "test", NOW)
         case "failing":
-            said = inbound.failing(incarnation, "x", "withdrawn", "test", NOW)
+            said = receiving.failing(incarnation, "x", "withdrawn", "test", NOW)
         case "left":
-            said = inbound.engine_left(NOW)
+            said = receiving.engine_left(NOW)
         case _:
-            said = inbound.tick(NOW + 50.0)
+            said = receiving.tick(NOW + 50.0)
     assert [type(each) for each in told(said)] == ([] if end == "left" else [Failed])
-    assert not inbound.wants and receiver.checked(Sum(0, 100)) == []
+    assert not receiving.wants and receiver.checked(Sum(0, 100)) == []
 
 
 def test_many_digests_go_in_several_messages() -> None:
     receiver = PullingReceiver()
-    intake = receiver.inbound.wants["r"].intakes["x"]
-    assert intake.reading is not None
-    checks = sent(receiver.inbound._check(intake, intake.reading, {i: i for i in range(MAX_SUMS + 1)}, NOW))
+    incoming = receiver.receiving.wants["r"].incoming_transfers["x"]
+    assert incoming.reading is not None
+    checks = sent(receiver.receiving._check(incoming, incoming.reading, {i: i for i in range(MAX_SUMS + 1)}, NOW))
     assert [len(each.digests) for each in checks] == [MAX_SUMS, 1]

@@ -76,8 +76,8 @@ def test_a_window_waits_for_the_last_offer(kind: str) -> None:
     early = sum(one.scatters.values())
     one.offer_pieces("r", 39, (blocks(FULL, 5, 10),), last=False)
     one.run()
-    (outlet,) = one.senders[0].outbound.outlets.values()
-    assert early < sum(one.scatters.values()) == outlet.shipped == outlet.plan.early_chunks < outlet.plan.chunks
+    (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
+    assert early < sum(one.scatters.values()) == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
     one.offer_pieces("r", 39, (late_entries(kind, 39, 16),))
     one.run()
     assert isinstance(one.answers()["r"], Done)
@@ -90,8 +90,8 @@ def test_no_slots_are_lent_to_a_window_that_waits() -> None:
     one.run()
     one.offer_pieces("r", 39, (blocks(FULL, 0, 10),), last=False)
     one.run()
-    (outlet,) = one.senders[0].outbound.outlets.values()
-    assert outlet.told_ready == outlet.lent == outlet.shipped == outlet.plan.early_chunks < outlet.plan.chunks
+    (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
+    assert outgoing.told_ready == outgoing.lent == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
     one.offer_pieces("r", 39, (late_entries("sliding", 39, 16),))
     one.run()
     assert isinstance(one.answers()["r"], Done)

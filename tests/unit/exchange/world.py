@@ -1,7 +1,7 @@
 """Real exchange machines wired back to back: messages, writes and moves are events that happen in any order.
 
-The world plays both shells, the movers and the network. It also watches: no slot is written under two leases at once,
-no chunk of the wrong lease is scattered, every want and offer ends exactly once.
+The world plays both shells, the data planes and the network. It also watches: no slot is written under two leases at
+once, no chunk of the wrong lease is scattered, every want and offer ends exactly once.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ class Node:
     """One agent: both machines and what its shell would hold."""
 
     name: str
-    home: AttachedEngine
-    inbound: Receiver
-    outbound: Sender
+    engine: AttachedEngine
+    receiving: Receiver
+    sending: Sender
     sending: SendOrders
     receiving: ReceiveOrders = field(default_factory=ReceiveOrders)
     orders: deque[SendingOrder | ReceivingOrder] = field(default_factory=deque)  # that its data plane has not heard
@@ -202,11 +202,11 @@ class World:
         card = FabricCard(
             kind="world", name=agent.incarnation, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=slots
         )
-        inbound = Receiver(
+        receiving = Receiver(
             SlotPool(slots), lambda: f"t{next(self.numbers)}", lambda: next(self.numbers).to_bytes(16, "big")
         )
-        home = AttachedEngine(agent, 1, pool, Site(card), ("sum",), ranks)
-        self.nodes[name] = Node(name, home, inbound, Sender(), SendOrders(local))
+        engine = AttachedEngine(agent, 1, pool, Site(card), ("sum",), ranks)
+        self.nodes[name] = Node(name, engine, receiving, Sender(), SendOrders(local))
 
     @property
     def senders(self) -> list[Node]:
@@ -250,12 +250,12 @@ class World:
             first_token=first_token,
         )
         for node in self.senders:
-            self.do(node, node.outbound.offer(message, node.home, self.now))
+            self.do(node, node.sending.offer(message, node.engine, self.now))
 
     def expect(self, request: str, rendezvous: str = "", sender: str = "P0") -> None:
         message = Expect(request=request, rendezvous=rendezvous or request, sender=sender)
         for node in self.receivers:
-            self.do(node, node.inbound.expect(message, self.now))
+            self.do(node, node.receiving.expect(message, self.now))
 
     def want(
         self,
@@ -290,17 +290,17 @@ class World:
             deadline_s=deadline,
         )
         for node in self.receivers:
-            self.do(node, node.inbound.want(message, node.home, self.now))
+            self.do(node, node.receiving.want(message, node.engine, self.now))
 
     def abandon(self, request: str) -> None:
         for node in self.receivers:
-            self.do(node, node.inbound.abandon(request, self.now))
+            self.do(node, node.receiving.abandon(request, self.now))
 
     def withdraw(self, request: str, comes_again: bool = False) -> None:
         for node in self.senders:
-            self.do(node, node.outbound.withdraw(request, "test", self.now, comes_again))
+            self.do(node, node.sending.withdraw(request, "test", self.now, comes_again))
 
-    # The network and the movers:
+    # The network and the data planes:
 
     def do(self, node: Node, actions: list[Action]) -> None:
         if node.is_dead:
@@ -312,7 +312,7 @@ class World:
                 case Send(peer=peer, body=body) if node.name[0] == "D":
                     self.later("message", lambda p=peer, b=body: self._to_sender(node, self.nodes[p], b))
                 case Send(peer=incarnation, body=body):
-                    receiver = next(n for n in self.nodes.values() if n.home.agent.incarnation == incarnation)
+                    receiver = next(n for n in self.nodes.values() if n.engine.agent.incarnation == incarnation)
                     self.later("message", lambda s=receiver, b=body: self._to_receiver(node, s, b))
                 case Tell(message=message):
                     node.told.append(message)
@@ -352,25 +352,25 @@ class World:
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         for node in self.nodes.values():
-            self.do(node, node.inbound.tick(self.now))
-            self.do(node, node.outbound.tick(self.now))
+            self.do(node, node.receiving.tick(self.now))
+            self.do(node, node.sending.tick(self.now))
 
     def _greet(self, node: Node, address: str) -> None:
         peer = self.nodes[address]
         if peer.is_dead:
-            self.do(node, node.inbound.unreachable(address, "peer_unreachable", "dead", self.now))
+            self.do(node, node.receiving.unreachable(address, "peer_unreachable", "dead", self.now))
             return
         self._parted(peer, node)
         self._parted(node, peer)
-        session = answer(hello(node.home), peer.home)
+        session = answer(hello(node.engine), peer.engine)
         assert isinstance(session, Session)
-        peer.accepted[node.home.agent.incarnation] = session
-        agreed = accept(welcome(session, peer.home), node.home, self.key)
+        peer.accepted[node.engine.agent.incarnation] = session
+        agreed = accept(welcome(session, peer.engine), node.engine, self.key)
         assert isinstance(agreed, Session)
-        self.do(node, node.inbound.opened(address, agreed, self.now))
+        self.do(node, node.receiving.opened(address, agreed, self.now))
 
     def _to_sender(self, receiver: Node, sender: Node, body: object) -> None:
-        incarnation, machine = receiver.home.agent.incarnation, sender.outbound
+        incarnation, machine = receiver.engine.agent.incarnation, sender.sending
         if sender.is_dead or receiver.is_dead:
             return
         match body:
@@ -378,7 +378,7 @@ class World:
                 refuse = Refuse(code="no_session", reasons=("test",), about=body.transfer)
                 self.later("message", lambda: self._to_receiver(sender, receiver, refuse))
             case Claim():
-                self.do(sender, machine.claim(body, sender.accepted[incarnation], sender.home, self.now))
+                self.do(sender, machine.claim(body, sender.accepted[incarnation], sender.engine, self.now))
             case Grant():
                 self.do(sender, machine.grant(incarnation, body))
             case Cancel():
@@ -394,7 +394,7 @@ class World:
     def _to_receiver(self, sender: Node, receiver: Node, body: object) -> None:
         if sender.is_dead or receiver.is_dead:
             return
-        incarnation, machine = sender.home.agent.incarnation, receiver.inbound
+        incarnation, machine = sender.engine.agent.incarnation, receiver.receiving
         match body:
             case Ready(transfer=transfer, chunks=chunks):
                 self.do(receiver, machine.ready(incarnation, transfer, chunks, self.key))
@@ -406,7 +406,7 @@ class World:
                 self.refused.append(body)
                 self.do(receiver, machine.drained(incarnation, transfer, code, "; ".join(reasons), self.now, self.key))
                 if (
-                    code == "no_session" and receiver.home.agent.incarnation not in sender.accepted
+                    code == "no_session" and receiver.engine.agent.incarnation not in sender.accepted
                 ):  # nor greeted again since
                     self.do(receiver, machine.unreachable(sender.name, code, "test", self.now))
             case _:
@@ -414,28 +414,28 @@ class World:
 
     def rescale(self, node: Node, scale: float, revision: int = 0) -> None:
         """All planes of an engine rank come under another scale; its agent does what `Engines` does."""
-        pool, revision = node.home.pool, revision or node.home.revision + 1
+        pool, revision = node.engine.pool, revision or node.engine.revision + 1
         scales = tuple(Scales(plane.layer, plane.part, (scale,)) for plane in pool.planes)
-        ended = node.outbound.rescaled("test", self.now)
-        node.home = replace(node.home, epoch=node.home.epoch + 1, pool=rescaled(pool, scales), revision=revision)
+        ended = node.sending.rescaled("test", self.now)
+        node.engine = replace(node.engine, epoch=node.engine.epoch + 1, pool=rescaled(pool, scales), revision=revision)
         self.do(node, ended)
         others = self.receivers if node.name[0] == "P" else self.senders
         for other in others:
-            if other.home.agent.incarnation in node.accepted or node.home.agent.incarnation in other.accepted:
+            if other.engine.agent.incarnation in node.accepted or node.engine.agent.incarnation in other.accepted:
                 self._goodbyes.add((other.name, node.name))
                 self.later("message", partial(self._parted, other, node))
-            if node.accepted.pop(other.home.agent.incarnation, None) is not None:
-                self.do(node, node.outbound.lost(other.home.agent.incarnation))
-        self.do(node, node.inbound.rescaled(node.home, self.now))
+            if node.accepted.pop(other.engine.agent.incarnation, None) is not None:
+                self.do(node, node.sending.lost(other.engine.agent.incarnation))
+        self.do(node, node.receiving.rescaled(node.engine, self.now))
 
     def _parted(self, node: Node, other: Node) -> None:
         """`other` said goodbye, before whatever it says next."""
         if (node.name, other.name) not in self._goodbyes:
             return
         self._goodbyes.discard((node.name, other.name))
-        if node.accepted.pop(other.home.agent.incarnation, None) is not None:
-            self.do(node, node.outbound.lost(other.home.agent.incarnation))
-        self.do(node, node.inbound.unreachable(other.name, "peer_left", "test", self.now))
+        if node.accepted.pop(other.engine.agent.incarnation, None) is not None:
+            self.do(node, node.sending.lost(other.engine.agent.incarnation))
+        self.do(node, node.receiving.unreachable(other.name, "peer_left", "test", self.now))
 
     # Data planes:
 
@@ -456,9 +456,9 @@ class World:
 
     def _begin(self, sender: Node, departure: LeavingChunk) -> None:
         transfer = departure.order.transfer
-        offered = sender.outbound.outlets[transfer].offered
-        assert offered in sender.outbound.offers.values(), f"{transfer} reads blocks that were given back"
-        self.moved.append((departure.order.plan.strips, True, sender.home.pool))
+        offered = sender.sending.outgoing_transfers[transfer].offered
+        assert offered in sender.sending.offers.values(), f"{transfer} reads blocks that were given back"
+        self.moved.append((departure.order.plan.pairs, True, sender.engine.pool))
         self.later("gather", lambda: self._gathered(sender, departure))
 
     def _gathered(self, sender: Node, departure: LeavingChunk) -> None:
@@ -477,8 +477,8 @@ class World:
         """The write has landed: the receiver may see the notice before or after the sender sees the end."""
         incarnation = departure.order.incarnation
         del self.writing[incarnation, departure.lease.slot]
-        receiver = next(n for n in self.nodes.values() if n.home.agent.incarnation == incarnation)
-        notice = notice_of(departure, sender.home)
+        receiver = next(n for n in self.nodes.values() if n.engine.agent.incarnation == incarnation)
+        notice = notice_of(departure, sender.engine)
         self.notices.append(notice)
         self.later("notice", lambda: self._landed(receiver, notice))
         self.later("end", lambda: self._ended(sender, departure, None))
@@ -496,7 +496,7 @@ class World:
             return
         self._order(receiver, is_all=True)
         if (arrival := receiver.receiving.landed(notice)) is not None:
-            self.moved.append((arrival.order.plan.strips, False, receiver.home.pool))
+            self.moved.append((arrival.order.plan.pairs, False, receiver.engine.pool))
             self.later("scatter", lambda: None if receiver.is_dead else self._scattered(receiver, arrival))
         self._report(receiver)
 
@@ -509,10 +509,10 @@ class World:
 
     def _report(self, node: Node) -> None:
         if sent := node.sending.take_reports():
-            self.later("report", lambda: None if node.is_dead else self.do(node, node.outbound.hear(sent)))
+            self.later("report", lambda: None if node.is_dead else self.do(node, node.sending.hear(sent)))
         if received := node.receiving.take_reports():
             node.dropped += [each for each in received if isinstance(each, Dropped)]
-            self.later("report", lambda: self.do(node, node.inbound.hear(received, self.now)))
+            self.later("report", lambda: self.do(node, node.receiving.hear(received, self.now)))
 
     def kill(self, name: str) -> None:
         """The agent process is gone, and with it its writes; others see their link end."""
@@ -523,8 +523,8 @@ class World:
                 self.later("message", lambda n=node: self._lose(n, dead))
 
     def _lose(self, node: Node, dead: Node) -> None:
-        self.do(node, node.outbound.lost(dead.home.agent.incarnation))
-        self.do(node, node.inbound.unreachable(dead.name, "peer_lost", "link ended", self.now))
+        self.do(node, node.sending.lost(dead.engine.agent.incarnation))
+        self.do(node, node.receiving.unreachable(dead.name, "peer_lost", "link ended", self.now))
 
     # What must be true:
 
@@ -550,11 +550,11 @@ class World:
         for node in self.nodes.values():
             if node.is_dead:
                 continue
-            inbound, outbound = node.inbound, node.outbound
-            assert not inbound.wants and not outbound.offers and not outbound.outlets
-            assert not outbound._waiting and not outbound._of_receiver and not inbound._hungry
-            counts = inbound.slots.counts()
-            assert counts.free == len(inbound.slots), counts
+            receiving, sending = node.receiving, node.sending
+            assert not receiving.wants and not sending.offers and not sending.outgoing_transfers
+            assert not sending._waiting and not sending._of_receiver and not receiving._hungry
+            counts = receiving.slots.counts()
+            assert counts.free == len(receiving.slots), counts
             assert node.sending.slots.free == len(node.sending.slots)
             assert not node.sending._open and not node.sending._hungry and not node.sending.moving
         assert all(times == 1 for times in self.scatters.values())

@@ -9,8 +9,8 @@ import pytest
 from kvbridge_proto.pool import Step
 
 from kvbridge.geometry import plan as plans
-from kvbridge.geometry.coalesce import LONGEST_BYTES, fold
-from kvbridge.geometry.plane_pair import PlanePair, pair
+from kvbridge.geometry.coalesce import LONGEST_BYTES, coalesce
+from kvbridge.geometry.plane_pair import PlanePair, pair_planes
 from kvbridge.geometry.shard import assign
 from tests.support.oracle import LAYOUTS, Shape, build_all, describe, transfer
 
@@ -21,19 +21,19 @@ KEY, VALUE = 64, 32  # bytes of a row
 def folded(sender: Shape, receiver: Shape, first_token: int = 0, slot_bytes: int = 1 << 20) -> list[PlanePair]:
     ours, theirs = describe(sender), describe(receiver)
     (takes,) = assign([ours], theirs)
-    return fold(pair(ours, theirs, takes), ours, theirs, first_token, slot_bytes)
+    return coalesce(pair_planes(ours, theirs, takes), ours, theirs, first_token, slot_bytes)
 
 
-def forms(strips: list[PlanePair]) -> list[tuple[int, int, int]]:
-    """(heads, row bytes, tokens of a unit) of each different strip."""
-    return sorted({(strip.heads, strip.wire.row_bytes, strip.unit_tokens) for strip in strips})
+def forms(pairs: list[PlanePair]) -> list[tuple[int, int, int]]:
+    """(heads, row bytes, tokens of a unit) of each different pair."""
+    return sorted({(pair.heads, pair.wire.row_bytes, pair.unit_tokens) for pair in pairs})
 
 
 BLOCK = 16 * 4 * (KEY + VALUE)
 
 
 @pytest.mark.parametrize(
-    ("layout", "strips", "expected"),
+    ("layout", "pairs", "expected"),
     [
         ("nhd", 6, [(1, 16 * 4 * VALUE, 16), (1, 16 * 4 * KEY, 16)]),
         ("hnd", 6, [(1, 16 * 4 * VALUE, 16), (1, 16 * 4 * KEY, 16)]),
@@ -48,12 +48,12 @@ BLOCK = 16 * 4 * (KEY + VALUE)
         ("cpu_amx", 3, [(1, BLOCK, 16)]),
     ],
 )
-def test_equal_sides_move_whole_blocks(layout: str, strips: int, expected: list[tuple[int, int, int]]) -> None:
+def test_equal_sides_move_whole_blocks(layout: str, pairs: int, expected: list[tuple[int, int, int]]) -> None:
     shape = replace(SHAPE, layout=layout)
     found = folded(shape, shape)
-    assert len(found) == strips and forms(found) == expected
-    for strip in found:
-        assert strip.sender.codec.name == "opaque" and strip.sender.token_axis == (Step(1, 0),)
+    assert len(found) == pairs and forms(found) == expected
+    for pair in found:
+        assert pair.sender.codec.name == "opaque" and pair.sender.token_axis == (Step(1, 0),)
 
 
 @pytest.mark.parametrize(
@@ -87,21 +87,21 @@ def test_folds_as_far_as_both_sides_agree(sender, receiver, first_token, expecte
 def test_other_scales_are_not_folded_equal_ones_are() -> None:
     shape = replace(SHAPE, codec="fp8_e4m3", scales={"k": (0.5,), "v": (1.0, 2.0, 3.0, 4.0)})
     other = replace(shape, scales={"k": (0.5, 0.5, 0.5, 0.5), "v": (1.0, 2.0, 3.0, 5.0)})
-    by_part = {strip.receiver.part: strip.wire.name for strip in folded(shape, other)}
+    by_part = {pair.receiver.part: pair.wire.name for pair in folded(shape, other)}
     assert by_part == {"k": "opaque", "v": "fp8_e4m3"}
 
 
 def test_no_row_is_longer_than_a_slot_or_the_limit() -> None:
     shape = replace(SHAPE, layout="cross_layer", layers=64)
     for slot_bytes in (100, 1000, 10_000, 1 << 20):
-        for strip in folded(shape, shape, slot_bytes=slot_bytes):
-            assert strip.wire.row_bytes <= min(max(slot_bytes, KEY), LONGEST_BYTES)
+        for pair in folded(shape, shape, slot_bytes=slot_bytes):
+            assert pair.wire.row_bytes <= min(max(slot_bytes, KEY), LONGEST_BYTES)
 
 
 def test_a_slot_smaller_than_a_block_is_filled_by_tokens() -> None:
     shape = replace(SHAPE, block_tokens=48)
     planned = plans.plan(describe(shape), describe(shape), assign([describe(shape)], describe(shape))[0], 0, 96, 2048)
-    assert planned.chunks and {strip.unit_tokens for strip in planned.strips} == {1}
+    assert planned.chunks and {pair.unit_tokens for pair in planned.pairs} == {1}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -135,8 +135,8 @@ def test_planes_that_only_begin_side_by_side_stay_apart(layout, first_token, fie
     apart = msgspec.structs.replace(whole, planes=(key, msgspec.structs.replace(kept, **{field: value})))
     (takes,) = assign([whole], whole)
     for sender, receiver, count in ((whole, whole, 1), (whole, apart, 2), (apart, whole, 2), (apart, apart, 2)):
-        strips = fold(pair(sender, receiver, takes), sender, receiver, first_token, 1 << 20)
-        assert len(strips) == count
+        pairs = coalesce(pair_planes(sender, receiver, takes), sender, receiver, first_token, 1 << 20)
+        assert len(pairs) == count
 
 
 def test_a_block_that_is_tiled_otherwise_is_moved_row_by_row() -> None:
@@ -147,8 +147,12 @@ def test_a_block_that_is_tiled_otherwise_is_moved_row_by_row() -> None:
     turned = msgspec.structs.replace(key, token_axis=(Step(8, 2), Step(2, 16)))
     receiver = msgspec.structs.replace(sender, planes=(turned, sender.planes[1]))
     (takes,) = assign([sender], receiver)
-    assert {strip.wire.name for strip in fold(pair(sender, sender, takes), sender, sender, 0, 1 << 20)} == {"opaque"}
-    assert {strip.wire.name for strip in fold(pair(sender, receiver, takes), sender, receiver, 0, 1 << 20)} == {
+    assert {pair.wire.name for pair in coalesce(pair_planes(sender, sender, takes), sender, sender, 0, 1 << 20)} == {
+        "opaque"
+    }
+    assert {
+        pair.wire.name for pair in coalesce(pair_planes(sender, receiver, takes), sender, receiver, 0, 1 << 20)
+    } == {
         "bf16",
         "opaque",
     }

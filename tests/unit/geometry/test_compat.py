@@ -48,7 +48,8 @@ def test_every_layout_is_a_pool_that_can_be(layout: str) -> None:
         ({"pp_size": 2}, "pp_size: sender 1, receiver 2"),
         (
             {"layout": "hnd"},
-            "layout: sender block > token > head > element, receiver block > head > token > element (layer 0 k and 3 more)",
+            "layout: sender block > token > head > element, "
+            "receiver block > head > token > element (layer 0 k and 3 more)",
         ),
     ],
 )

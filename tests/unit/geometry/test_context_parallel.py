@@ -68,7 +68,7 @@ def test_equal_splits_take_from_their_like_in_whole_blocks() -> None:
         takes = assign([sender.pool for sender in senders], receiver.pool)
         assert [bool(taken) for taken in takes] == [number == index for number in range(4)]
         planned = plan(senders[index].pool, receiver.pool, takes[index], 0, 130, 1 << 12)
-        assert {strip.unit_tokens for strip in planned.strips} == {16}
+        assert {pair.unit_tokens for pair in planned.pairs} == {16}
 
 
 def test_other_splits_are_never_joined_over_a_block() -> None:
@@ -77,7 +77,7 @@ def test_other_splits_are_never_joined_over_a_block() -> None:
         senders, (receiver, *_) = engine(REPLICATED, 4, 16), engine(REPLICATED, *other)
         takes = assign([sender.pool for sender in senders], receiver.pool)
         planned = plan(senders[0].pool, receiver.pool, takes[0], 0, 130, 1 << 12)
-        assert planned.chunks and {strip.unit_tokens for strip in planned.strips} == {1}
+        assert planned.chunks and {pair.unit_tokens for pair in planned.pairs} == {1}
 
 
 def test_ranks_without_common_tokens_give_each_other_nothing() -> None:

@@ -30,7 +30,7 @@ def test_a_group_of_huge_blocks_costs_no_table_of_states(block_tokens: int, is_s
 def test_states_are_among_the_samples() -> None:
     ours = describe(Shape(kinds=("state", "full")))
     parts = Planner(ours, ours).samples(1 << 20, True)
-    assert [part.plan.legs[part.chunk.leg].kind for part in parts] == ["full", "state"] * 2
+    assert [part.plan.group_plans[part.chunk.group_plan].kind for part in parts] == ["full", "state"] * 2
     assert all(len(move.places) for part in parts for move in part.moves())
 
 

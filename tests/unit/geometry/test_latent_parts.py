@@ -9,10 +9,10 @@ from kvbridge_proto.pool import Plane, Step
 
 from kvbridge.errors import PeerError
 from kvbridge.geometry.check import extent
-from kvbridge.geometry.coalesce import fold
-from kvbridge.geometry.latent_parts import facets, is_cuttable
+from kvbridge.geometry.coalesce import coalesce
+from kvbridge.geometry.latent_parts import is_cuttable, latent_parts
 from kvbridge.geometry.plan import plan
-from kvbridge.geometry.plane_pair import pair
+from kvbridge.geometry.plane_pair import pair_planes
 from tests.support.oracle import at
 from tests.unit.geometry.scaled import latent_pool
 
@@ -35,7 +35,7 @@ def covered(plane: Plane, place: int) -> list[int]:
 def test_tiles_and_rope_are_every_byte_once(name: str, row_bytes: int) -> None:
     pool = latent_pool(name)
     for plane in pool.planes:
-        tiles, rope = facets(plane)
+        tiles, rope = latent_parts(plane)
         planes = [tiles.plane, rope.plane, *([tiles.scale] if tiles.scale else [])]
         found = sorted(byte for each in planes for byte in covered(each, 3))
         start = plane.offset + 3 * row_bytes
@@ -52,7 +52,7 @@ def test_tiles_and_rope_are_every_byte_once(name: str, row_bytes: int) -> None:
 def test_the_packed_row_is_cut_where_its_parts_begin() -> None:
     """656 bytes: 512 fp8 in tiles of 128, 4 fp32 scales, 64 bf16."""
     (plane, _) = latent_pool("fp8_ds_mla").planes
-    tiles, rope = facets(plane)
+    tiles, rope = latent_parts(plane)
     assert tiles.scale is not None and rope.scale is None
     cuts = [(each.offset, each.heads, each.head_stride, each.codec.name, each.codec.width)
             for each in (tiles.plane, tiles.scale, rope.plane)]  # fmt: skip
@@ -65,9 +65,9 @@ def test_a_pair_is_tiles_under_scales_and_rope(name: str, packed_is_sender: bool
     scales = (0.25,) if name in ("fp8_e4m3", "int8") else ()
     packed, plain = latent_pool("fp8_ds_mla"), latent_pool(name, scales, block_tokens=32)
     sender, receiver = (packed, plain) if packed_is_sender else (plain, packed)
-    strips = pair(sender, receiver, ALL)
-    assert len(strips) == 4
-    for tiles, rope in (strips[:2], strips[2:]):
+    pairs = pair_planes(sender, receiver, ALL)
+    assert len(pairs) == 4
+    for tiles, rope in (pairs[:2], pairs[2:]):
         own = tiles.sender_scale if packed_is_sender else tiles.receiver_scale
         assert own is not None and own.codec.name == "fp32"
         assert (tiles.sender_scale is None) != (tiles.receiver_scale is None)
@@ -75,15 +75,15 @@ def test_a_pair_is_tiles_under_scales_and_rope(name: str, packed_is_sender: bool
         assert rope.sender_scale is rope.receiver_scale is None and (rope.heads, rope.wire.width) == (1, 64)
         narrow = name if scales else "bf16"
         assert (rope.wire.name, rope.wire.scales) == (narrow, scales)
-    folded = fold(strips, sender, receiver, 0, 1 << 20)
-    assert sum(strip.wire.name == "opaque" for strip in folded) == (2 if name == "bf16" else 0)
-    assert sum(strip.sender_scale is not None or strip.receiver_scale is not None for strip in folded) == 2
+    folded = coalesce(pairs, sender, receiver, 0, 1 << 20)
+    assert sum(pair.wire.name == "opaque" for pair in folded) == (2 if name == "bf16" else 0)
+    assert sum(pair.sender_scale is not None or pair.receiver_scale is not None for pair in folded) == 2
 
 
 def test_moves_of_tiles_say_where_their_scales_are() -> None:
     packed, plain = latent_pool("fp8_ds_mla"), latent_pool("bf16")
     planned = plan(plain, packed, ALL, 0, 40, 1 << 20)
-    assert sum(strip.receiver_scale is not None for strip in planned.strips) == 2
+    assert sum(pair.receiver_scale is not None for pair in planned.pairs) == 2
     assert (
         plan(plain, packed, ALL, 0, 40, 1 << 20).digest
         == planned.digest
@@ -94,9 +94,9 @@ def test_moves_of_tiles_say_where_their_scales_are() -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_equal_sides_are_not_cut(name: str) -> None:
     sender, receiver = latent_pool(name), latent_pool(name, block_tokens=32)
-    strips = pair(sender, receiver, ALL)
-    assert [(strip.heads, strip.wire.name, strip.wire.row_bytes) for strip in strips] == [(1, name, ROWS[name])] * 2
-    assert {strip.wire.name for strip in fold(strips, sender, receiver, 0, 1 << 20)} == {"opaque"}
+    pairs = pair_planes(sender, receiver, ALL)
+    assert [(pair.heads, pair.wire.name, pair.wire.row_bytes) for pair in pairs] == [(1, name, ROWS[name])] * 2
+    assert {pair.wire.name for pair in coalesce(pairs, sender, receiver, 0, 1 << 20)} == {"opaque"}
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_ds_mla"])
@@ -124,4 +124,4 @@ def test_refuses_a_take_of_latents_that_cannot_be_cut() -> None:
     spread = tuple(change(plane, element_axis=(Step(288, 4), Step(2, 2))) for plane in plain.planes)
     for sender, receiver in ((packed, change(plain, planes=spread)), (change(plain, planes=spread), packed)):
         with pytest.raises(PeerError, match="rows of layer 0 latent cannot be cut into tiles"):
-            pair(sender, receiver, ALL)
+            pair_planes(sender, receiver, ALL)

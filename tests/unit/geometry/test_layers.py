@@ -112,9 +112,9 @@ def test_a_plan_takes_the_planes_of_the_same_name() -> None:
     (takes,) = assign([sender], receiver)
     assert takes == common(sender, receiver)
     assert [(take.first_layer, take.end_layer) for take in takes] == [(0, 3), (5, 6)]
-    strips = plan(sender, receiver, takes, 0, 40, 1 << 16).strips
+    pairs = plan(sender, receiver, takes, 0, 40, 1 << 16).pairs
     draft = [plane for plane in sender.planes if plane.name == "draft.0"]
-    assert [(strip.sender.region, strip.sender.offset) for strip in strips if strip.receiver.layer == 5] == [
+    assert [(pair.sender.region, pair.sender.offset) for pair in pairs if pair.receiver.layer == 5] == [
         (plane.region, plane.offset) for plane in draft
     ]
 

@@ -39,15 +39,15 @@ def plan_between(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int 
     tokens=st.integers(1, 800),
     slot_bytes=st.integers(48, 1 << 18),
 )
-def test_the_grid_covers_every_token_of_every_strip_once(layouts, blocks, first, tokens, slot_bytes) -> None:
+def test_the_grid_covers_every_token_of_every_pair_once(layouts, blocks, first, tokens, slot_bytes) -> None:
     shapes = [replace(SHAPE, layout=one, block_tokens=two, blocks=4) for one, two in zip(layouts, blocks, strict=True)]
     planned = plan_between(*shapes, range(first, first + tokens), slot_bytes)
-    counted = np.zeros((len(planned.strips), 2), np.int64)
+    counted = np.zeros((len(planned.pairs), 2), np.int64)
     counted[:, 1] = first
     total, end_token = 0, 0
     for index in range(planned.chunks):
         chunk = planned.chunk(index)
-        band = counted[chunk.first_strip : chunk.end_strip]
+        band = counted[chunk.first_pair : chunk.end_pair]
         assert len(band) and (band[:, 1] == chunk.first_mark).all() and chunk.first_mark < chunk.end_mark
         band[:, 1] = chunk.end_mark
         assert 0 < chunk.size_bytes <= slot_bytes
@@ -57,8 +57,8 @@ def test_the_grid_covers_every_token_of_every_strip_once(layouts, blocks, first,
     assert (counted[:, 1] == first + tokens).all()
     assert total == planned.total_bytes
     heads_bytes = sum((16 + 24) * 2 * SHAPE.kv_heads for _ in range(SHAPE.layers))
-    tail = max(strip.unit_tokens for strip in planned.strips)
-    assert tokens * heads_bytes <= total <= (tokens + tail) * heads_bytes + planned.chunks * len(planned.strips) * ALIGN
+    tail = max(pair.unit_tokens for pair in planned.pairs)
+    assert tokens * heads_bytes <= total <= (tokens + tail) * heads_bytes + planned.chunks * len(planned.pairs) * ALIGN
 
 
 def test_a_long_prompt_fills_its_slots() -> None:
@@ -84,7 +84,7 @@ def test_chunks_are_arithmetic() -> None:
         planned.chunk(planned.chunks)
 
 
-def test_strips_of_a_chunk_are_aligned_and_apart() -> None:
+def test_pairs_of_a_chunk_are_aligned_and_apart() -> None:
     shape = replace(SHAPE, key_width=5, value_width=3)
     planned = plan_between(shape, replace(shape, layout="hnd", block_tokens=32), range(33), 1 << 12)
     receiver = describe(shape)

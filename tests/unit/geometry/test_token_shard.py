@@ -1,4 +1,4 @@
-"""Combs against their definition, token by token."""
+"""TokenShards against their definition, token by token."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _held(*some: Shard, end: int) -> list[int]:
 
 @given(shard=shards(), end=st.integers(0, 500))
 def test_marks_are_the_tokens_of_the_rank(shard: Shard, end: int) -> None:
-    comb, expected = TokenShard.of(shard), _held(shard, end=end)
-    assert comb.count(end) == len(expected)
-    assert comb.tokens(0, len(expected)).tolist() == expected
-    assert comb.period == period_of(shard)
+    token_shard, expected = TokenShard.of(shard), _held(shard, end=end)
+    assert token_shard.count(end) == len(expected)
+    assert token_shard.tokens(0, len(expected)).tolist() == expected
+    assert token_shard.period == period_of(shard)
 
 
 @given(ours=shards(), theirs=shards(), end=st.integers(0, 2000))
@@ -44,30 +44,32 @@ def test_the_intersection(ours: Shard, theirs: Shard, end: int) -> None:
 
 @given(shard=shards(), first=st.integers(0, 300), size=st.integers(0, 100))
 def test_a_mark_is_found_from_its_token(shard: Shard, first: int, size: int) -> None:
-    comb = TokenShard.of(shard)
-    tokens = comb.tokens(first, first + size)
-    assert comb.index(tokens).tolist() == list(range(first, first + size))
-    assert [comb.count(int(token)) for token in tokens] == list(range(first, first + size))
-    assert tokens.dtype == comb.index(tokens).dtype == np.int64
+    token_shard = TokenShard.of(shard)
+    tokens = token_shard.tokens(first, first + size)
+    assert token_shard.index(tokens).tolist() == list(range(first, first + size))
+    assert [token_shard.count(int(token)) for token in tokens] == list(range(first, first + size))
+    assert tokens.dtype == token_shard.index(tokens).dtype == np.int64
 
 
 @given(size=st.integers(1, 8), interleave=st.integers(1, 20), other=shards(), end=st.integers(0, 500))
-def test_combs_of_all_ranks_are_an_exact_cover(size: int, interleave: int, other: Shard, end: int) -> None:
+def test_token_shards_of_all_ranks_are_an_exact_cover(size: int, interleave: int, other: Shard, end: int) -> None:
     ranks = [TokenShard.of(Shard(cp_size=size, cp_rank=rank, cp_interleave=interleave)) for rank in range(size)]
     for cover, whole in ((ranks, ALL), ([rank & TokenShard.of(other) for rank in ranks], TokenShard.of(other))):
-        found = sorted(token for comb in cover for token in comb.tokens(0, comb.count(end)).tolist())
+        found = sorted(
+            token for token_shard in cover for token in token_shard.tokens(0, token_shard.count(end)).tolist()
+        )
         assert found == whole.tokens(0, whole.count(end)).tolist()
     assert all(not (ours & theirs).marks for ours, theirs in combinations(ranks, 2))
 
 
 @given(some=st.lists(shards((1, 2, 4, 16)), min_size=1, max_size=3))
 def test_equal_sets_are_equal_however_they_were_made(some: list[Shard]) -> None:
-    combs = [TokenShard.of(shard) for shard in some]
-    forward, back = ALL, combs[-1]
-    for comb in combs:
-        forward &= comb
-    for comb in reversed(combs):
-        back &= comb
+    token_shards = [TokenShard.of(shard) for shard in some]
+    forward, back = ALL, token_shards[-1]
+    for token_shard in token_shards:
+        forward &= token_shard
+    for token_shard in reversed(token_shards):
+        back &= token_shard
     assert forward == back and hash(forward) == hash(back)
     marks = set(forward.marks)
     for period in (period for period in range(1, forward.period) if forward.period % period == 0):
@@ -82,7 +84,7 @@ def test_one_rank_holds_all() -> None:
     assert odd & even == TokenShard(1, ())
 
 
-def test_a_comb_of_nothing_counts_nothing() -> None:
+def test_a_token_shard_of_nothing_counts_nothing() -> None:
     nothing = TokenShard(1, ())
     assert nothing.count(1 << 40) == 0
     assert nothing.tokens(0, 0).tolist() == nothing.index(nothing.tokens(0, 0)).tolist() == []
@@ -90,19 +92,19 @@ def test_a_comb_of_nothing_counts_nothing() -> None:
 
 
 def test_far_tokens_are_counted_not_listed() -> None:
-    comb = TokenShard.of(Shard(cp_size=8, cp_rank=3, cp_interleave=16)) & TokenShard.of(
+    token_shard = TokenShard.of(Shard(cp_size=8, cp_rank=3, cp_interleave=16)) & TokenShard.of(
         Shard(cp_size=3, cp_interleave=5)
     )
-    marks = comb.count(1 << 40)
-    assert comb.count(int(comb.tokens(marks - 1, marks)[0]) + 1) == marks
-    assert comb.tokens(marks, marks + 1)[0] >= 1 << 40
+    marks = token_shard.count(1 << 40)
+    assert token_shard.count(int(token_shard.tokens(marks - 1, marks)[0]) + 1) == marks
+    assert token_shard.tokens(marks, marks + 1)[0] >= 1 << 40
 
 
 def test_a_token_that_is_no_mark_has_no_index() -> None:
-    comb = TokenShard.of(Shard(cp_size=2, cp_rank=0, cp_interleave=4))
+    token_shard = TokenShard.of(Shard(cp_size=2, cp_rank=0, cp_interleave=4))
     for token in (4, 7, 12):
         with pytest.raises(AssertionError):
-            comb.index(np.array([0, token]))
+            token_shard.index(np.array([0, token]))
 
 
 def test_a_period_is_bounded_before_it_is_listed() -> None:

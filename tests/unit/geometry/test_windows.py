@@ -63,7 +63,7 @@ def test_only_the_window_travels(first: int) -> None:
 def test_a_window_begins_with_the_prompt_or_later(end: int) -> None:
     wide = replace(HYBRID, block_tokens=32)
     carry(wide, replace(HYBRID, layout="packed"), range(end))
-    (full, window) = planned_for(wide, HYBRID, range(end)).legs
+    (full, window) = planned_for(wide, HYBRID, range(end)).group_plans
     assert (full.first, full.end) == (0, end) and (window.first, window.end) == (max(0, end - 19) // 16 * 16, end)
 
 
@@ -109,14 +109,16 @@ def test_chunked_borders(end: int, first: int | None) -> None:
     """A query at the first token of a chunk sees nothing before."""
     shape = replace(HYBRID, kinds=("full", "chunked"), window=32)
     carry(replace(shape, block_tokens=48), replace(shape, layout="hnd", block_tokens=24), range(end))
-    legs = planned_for(shape, shape, range(end)).legs
-    assert [(leg.kind, leg.first, leg.end) for leg in legs[1:]] == ([] if first is None else [("chunked", first, end)])
+    group_plans = planned_for(shape, shape, range(end)).group_plans
+    assert [(group_plan.kind, group_plan.first, group_plan.end) for group_plan in group_plans[1:]] == (
+        [] if first is None else [("chunked", first, end)]
+    )
 
 
 def test_a_want_of_nothing_but_a_past_chunk_has_no_chunks() -> None:
     shape = Shape(kinds=("chunked",), window=32)
     planned = planned_for(shape, shape, range(64))
-    assert (planned.chunks, planned.total_bytes, planned.legs) == (0, 0, ())
+    assert (planned.chunks, planned.total_bytes, planned.group_plans) == (0, 0, ())
     carry(shape, shape, range(64))
 
 
@@ -126,16 +128,20 @@ def test_state_takes_one_row(end: int, tp_size: int) -> None:
     shape = replace(STATEFUL, tp_size=tp_size)
     carry(shape, replace(shape, layout="hnd", group_tokens={"state": 48}), range(end))
     planned = planned_for(replace(shape, tp_size=1), replace(shape, tp_size=1), range(end))
-    state = planned.legs[-1]
+    state = planned.group_plans[-1]
     assert (state.kind, state.first, state.end) == ("state", 0, 1)
-    assert {strip.receiver.part for strip in state.strips} == set(STATES)
+    assert {pair.receiver.part for pair in state.pairs} == set(STATES)
     assert state.total_bytes == sum(-(-2 * STATE_WIDTHS[part] // ALIGN) * ALIGN for part in STATES)
 
 
 def test_a_state_moves_whole_however_much_of_the_prompt_is_there() -> None:
     carry(STATEFUL, STATEFUL, range(64, 80))
-    legs = planned_for(STATEFUL, STATEFUL, range(79, 80)).legs
-    assert [(leg.kind, leg.end - leg.first) for leg in legs] == [("full", 1), ("sliding", 1), ("state", 1)]
+    group_plans = planned_for(STATEFUL, STATEFUL, range(79, 80)).group_plans
+    assert [(group_plan.kind, group_plan.end - group_plan.first) for group_plan in group_plans] == [
+        ("full", 1),
+        ("sliding", 1),
+        ("state", 1),
+    ]
 
 
 def test_one_recipe_does_for_every_state() -> None:
@@ -147,7 +153,7 @@ def test_one_recipe_does_for_every_state() -> None:
         planned = planner.plan(takes, 0, end, 1 << 12)
         last = planned.chunk(planned.chunks - 1)
         parts.append(Part(planned, last, block_table(pool, table, 0, end), is_sender=True))
-    assert {part.plan.legs[part.chunk.leg].kind for part in parts} == {"state"}
+    assert {part.plan.group_plans[part.chunk.group_plan].kind for part in parts} == {"state"}
     assert parts[0].form == parts[1].form
     assert [part.places(1, 1).tolist() for part in parts] == [[table[1][1]], [table[1][3]]]
 
@@ -170,10 +176,10 @@ def test_windows_under_context_parallelism(ours: tuple[int, int], theirs: tuple[
     carry(sender, receiver, range(60, 90))
 
 
-def test_late_legs_come_last_and_need_all_tokens() -> None:
+def test_late_group_plans_come_last_and_need_all_tokens() -> None:
     planned = planned_for(STATEFUL, replace(STATEFUL, block_tokens=32), range(7, 80), 512)
     chunks = [planned.chunk(index) for index in range(planned.chunks)]
-    assert [leg.kind for leg in planned.legs] == ["full", "sliding", "state"]
+    assert [group_plan.kind for group_plan in planned.group_plans] == ["full", "sliding", "state"]
     assert [chunk.is_late for chunk in chunks] == [index >= planned.early_chunks for index in range(planned.chunks)]
     assert 1 < planned.early_chunks < planned.chunks
     assert {chunk.needs_tokens for chunk in chunks[planned.early_chunks :]} == {80}
@@ -181,15 +187,17 @@ def test_late_legs_come_last_and_need_all_tokens() -> None:
     needs = [chunk.needs_tokens for chunk in chunks]
     assert needs == sorted(needs)
     assert sum(chunk.size_bytes for chunk in chunks) == planned.total_bytes
-    covered = [(chunk.leg, strip) for chunk in chunks for strip in range(chunk.first_strip, chunk.end_strip)]
-    assert {strip for _, strip in covered} == set(range(len(planned.strips)))
-    assert all(strip in planned.legs[leg].strips for leg, at in covered for strip in [planned.strips[at]])
+    covered = [(chunk.group_plan, pair) for chunk in chunks for pair in range(chunk.first_pair, chunk.end_pair)]
+    assert {pair for _, pair in covered} == set(range(len(planned.pairs)))
+    assert all(
+        pair in planned.group_plans[group_plan].pairs for group_plan, at in covered for pair in [planned.pairs[at]]
+    )
 
 
-def test_groups_of_one_window_are_one_leg_and_others_are_not() -> None:
+def test_groups_of_one_window_are_one_group_plan_and_others_are_not() -> None:
     pool = describe(replace(HYBRID, kinds=("full", "sliding", "chunked"), layers=3))
     group = pool.groups[1]
-    for window, block, legs in ((20, 16, 3), (40, 16, 4), (20, 8, 4)):
+    for window, block, group_plans in ((20, 16, 3), (40, 16, 4), (20, 8, 4)):
         other = msgspec.structs.replace(group, window=window, block_tokens=block)
         planes = tuple(
             msgspec.structs.replace(plane, group=3, token_axis=(Step(block, plane.token_axis[0].stride),))
@@ -199,7 +207,7 @@ def test_groups_of_one_window_are_one_leg_and_others_are_not() -> None:
         )
         both = msgspec.structs.replace(pool, groups=(*pool.groups, other), planes=planes)
         (takes,) = assign([both], both)
-        assert len(plan(both, both, takes, 0, 81, 1 << 12).legs) == legs
+        assert len(plan(both, both, takes, 0, 81, 1 << 12).group_plans) == group_plans
 
 
 def test_the_window_is_in_the_digest() -> None:
@@ -237,11 +245,11 @@ def test_groups_with_other_block_sizes_overlay_the_same_bytes() -> None:
     assert not mismatch(receiver, before, theirs, range(80))
 
 
-def test_samples_have_a_chunk_of_every_leg() -> None:
+def test_samples_have_a_chunk_of_every_group_plan() -> None:
     for sender, receiver in ((STATEFUL, STATEFUL), (STATEFUL, replace(STATEFUL, block_tokens=32))):
         for is_sender in (True, False):
             parts = Planner(describe(sender), describe(receiver)).samples(1 << 12, is_sender)
-            kinds = {part.plan.legs[part.chunk.leg].kind for part in parts}
+            kinds = {part.plan.group_plans[part.chunk.group_plan].kind for part in parts}
             assert kinds == {"full", "sliding", "state"}
             assert all(len(move.places) for part in parts for move in part.moves())
 

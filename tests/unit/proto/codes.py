@@ -1,4 +1,4 @@
-"""Finds every error code that the sender can say, by reading it. Pure."""
+"""Finds every error code that kvbridge can say, by reading its source. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _codes(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _is_reason(text: str) -> bool:
-    return text[:2] in ("f'", "re") or text.endswith(".reason")
+    return text.startswith(("f'", "reason")) or text.endswith(".reason")
 
 
 def _code(node: ast.expr) -> Iterator[tuple[str, int]]:

@@ -120,8 +120,8 @@ TO_ENGINE: tuple[Any, ...] = (
         fabric="nixl",
         security="loopback only",
         slot_bytes=4 << 20,
-        inbound=SLOTS,
-        outbound=status.SlotCounts(free=16, lent=0, landed=0, quarantined=0),
+        receive_slots=SLOTS,
+        send_slots=status.SlotCounts(free=16, lent=0, landed=0, quarantined=0),
         engine=status.EngineStatus(
             engine="vllm 0.32.0",
             epoch=3,

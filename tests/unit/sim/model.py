@@ -68,10 +68,10 @@ class Wrong(AssertionError):
 class State:
     """Where both machines and everything between them are."""
 
-    receiver_home: AttachedEngine
-    sender_home: AttachedEngine
-    inbound: Receiver
-    outbound: Sender
+    receiver_engine: AttachedEngine
+    sender_engine: AttachedEngine
+    receiving: Receiver
+    sending: Sender
     budget: dict[str, int]
     lag: str = ""  # whose exchange and data plane hear each other later: "receiver", "sender"
     incarnations: int = 1
@@ -96,21 +96,21 @@ class State:
 
     def clone(self) -> State:
         """A copy of all that changes; values stay the same objects."""
-        memo = {id(each): each for each in (self.receiver_home, self.sender_home, *self._values())}
+        memo = {id(each): each for each in (self.receiver_engine, self.sender_engine, *self._values())}
         return copy.deepcopy(self, memo)
 
     def _values(self) -> Iterator[object]:
-        for wanted in self.inbound._wanted_by.values():
-            yield from (wanted.want, wanted.home, wanted.tables)
-            for intake in wanted.intakes.values():
-                yield from (intake.session, intake.plan)
-        for wanted in self.inbound.wants.values():
-            yield from (wanted.want, wanted.home, wanted.tables)
-        for out in self.outbound.outlets.values():
+        for wanted in self.receiving._wanted_by.values():
+            yield from (wanted.want, wanted.engine, wanted.tables)
+            for incoming in wanted.incoming_transfers.values():
+                yield from (incoming.session, incoming.plan)
+        for wanted in self.receiving.wants.values():
+            yield from (wanted.want, wanted.engine, wanted.tables)
+        for out in self.sending.outgoing_transfers.values():
             yield from (out.claim, out.plan)
-        for offered in self.outbound.offers.values():
+        for offered in self.sending.offers.values():
             yield offered.tables
-        yield from self.inbound._senders.open.values()
+        yield from self.receiving._senders.open.values()
         yield from self.to_sender
         yield from self.to_receiver
         yield from self.notices
@@ -120,32 +120,32 @@ class State:
             yield from (dispatch.order, dispatch.tables, dispatch.stop)
         for receipt in [*self.receiving._open.values(), *(scatter.receipt for scatter in self.scatters)]:
             yield from (receipt.order, receipt.stop)
-        for _, _, takes in self.inbound._givers._assigned.values():
+        for _, _, takes in self.receiving._assignment._assigned.values():
             yield takes
-        for sessions, pool, _ in self.inbound._givers._assigned.values():
+        for sessions, pool, _ in self.receiving._assignment._assigned.values():
             yield from (*sessions, pool)
 
     @property
     def key(self) -> object:
         """Equal for states that go on alike."""
-        inbound, outbound = self.inbound, self.outbound
-        slots = tuple((s.state, s.generation, s.transfer) for s in inbound.slots._slots)
-        intakes = tuple(
+        receiving, sending = self.receiving, self.sending
+        slots = tuple((s.state, s.generation, s.transfer) for s in receiving.slots._slots)
+        incoming_transfers = tuple(
             (t, w.state, i.state, i.ready, i.scattered, i.is_carried, i.is_drained)
-            for t, w in inbound._wanted_by.items()
-            for i in (w.intakes[t],)
+            for t, w in receiving._wanted_by.items()
+            for i in (w.incoming_transfers[t],)
         )
-        outlets = tuple(
+        outgoing_transfers = tuple(
             (o.transfer, o.state, o.lent, o.shipped, o.progress, o.told_ready, o.is_ordered, o.is_gathering, o.is_lost)
-            for o in outbound.outlets.values()
+            for o in sending.outgoing_transfers.values()
         )
-        bound = tuple((o.early, o.offered is not None) for o in outbound.outlets.values())
-        offers = tuple((o.request, o.want, o.over, len(o.served)) for o in outbound.offers.values())
+        bound = tuple((o.early, o.offered is not None) for o in sending.outgoing_transfers.values())
+        offers = tuple((o.request, o.want, o.over, len(o.served)) for o in sending.offers.values())
         dispatches = tuple(_key_of(each) for each in self.sending._open.values())
         hungry = tuple((turn, name) for turn, _, name in sorted(self.sending._hungry._heap))
         to_send = tuple((type(o), o.transfer, _amount(o)) for o in self.to_send), tuple(self.sent)
-        ended = tuple((e.rendezvous, e.want, tuple(sorted(e.heard))) for e in outbound._rendezvous_ids._by_age)
-        wants = tuple((name, w.state) for name, w in inbound.wants.items())
+        ended = tuple((e.rendezvous, e.want, tuple(sorted(e.heard))) for e in sending._rendezvous_ids._by_age)
+        wants = tuple((name, w.state) for name, w in receiving.wants.items())
         network = tuple(self.to_sender), tuple(self.to_receiver), tuple(self.notices)
         flights = tuple(flight.key for flight in self.flights)
         scatters = tuple((s.order.transfer, s.notice.chunk, s.notice.slot) for s in self.scatters)
@@ -161,14 +161,14 @@ class State:
             self.is_reaching,
             tuple(self.answers.items()),
         )
-        doubts = tuple(inbound._doubts._of.items()), tuple(inbound._doubts._met.items())
-        free = tuple(inbound.slots._free)
+        doubts = tuple(receiving._undrained._of.items()), tuple(receiving._undrained._met.items())
+        free = tuple(receiving.slots._free)
         held, rows = (tuple(sorted(self.slots.items())), tuple(self.remains)), frozenset(self.rows)
-        has_session = bool(inbound._senders.open)
+        has_session = bool(receiving._senders.open)
         return (
             slots,
-            intakes,
-            outlets,
+            incoming_transfers,
+            outgoing_transfers,
             bound,
             offers,
             ended,
@@ -245,7 +245,7 @@ class State:
     def offer(self, request: str, tokens: int) -> None:
         blocks = (Blocks(0, 0, tuple(range(-(-tokens // 4)))),)
         said = Offer(rendezvous=request, request=request, tokens=tokens, blocks=blocks, is_last=True, hold_s=100.0)
-        self.sender(self.outbound.offer(said, self.sender_home, 0.0))
+        self.sender(self.sending.offer(said, self.sender_engine, 0.0))
 
     def want(self, request: str, tokens: int) -> None:
         blocks = (Blocks(0, 0, tuple(range(-(-tokens // 16)))),)
@@ -258,36 +258,36 @@ class State:
             blocks=blocks,
             deadline_s=100.0,
         )
-        self.receiver(self.inbound.want(said, self.receiver_home, 0.0))
+        self.receiver(self.receiving.want(said, self.receiver_engine, 0.0))
 
     def _abandon(self) -> None:
-        for name in list(self.inbound.wants):
-            self.receiver(self.inbound.abandon(Abandon(request=name).request, 0.0))
+        for name in list(self.receiving.wants):
+            self.receiver(self.receiving.abandon(Abandon(request=name).request, 0.0))
 
     def _withdraw(self) -> None:
-        for name in list(self.outbound.offers):
-            self.sender(self.outbound.withdraw(Withdraw(request=name).request, "test", 0.0))
+        for name in list(self.sending.offers):
+            self.sender(self.sending.withdraw(Withdraw(request=name).request, "test", 0.0))
 
     # The network:
 
     def _greet(self) -> None:
         self.is_reaching = False
-        session = answer(hello(self.receiver_home), self.sender_home)
+        session = answer(hello(self.receiver_engine), self.sender_engine)
         assert isinstance(session, Session)
         if self.is_open:
-            self.sender(self.outbound.lost(self.receiver_home.agent.incarnation))
+            self.sender(self.sending.lost(self.receiver_engine.agent.incarnation))
         self.is_open = True
-        agreed = accept(welcome(session, self.sender_home), self.receiver_home)
+        agreed = accept(welcome(session, self.sender_engine), self.receiver_engine)
         assert isinstance(agreed, Session)
-        self.receiver(self.inbound.opened(ADDRESS, agreed, 0.0))
+        self.receiver(self.receiving.opened(ADDRESS, agreed, 0.0))
 
     def _cut(self) -> None:
         self.to_sender.clear()
         self.to_receiver.clear()
         if self.is_open:
             self.is_open = False
-            self.sender(self.outbound.lost(self.receiver_home.agent.incarnation))
-        self.receiver(self.inbound.unreachable(ADDRESS, "peer_lost", "cut", 0.0))
+            self.sender(self.sending.lost(self.receiver_engine.agent.incarnation))
+        self.receiver(self.receiving.unreachable(ADDRESS, "peer_lost", "cut", 0.0))
 
     def _restart(self) -> None:
         """The sender dies; what it had posted has landed before, or never will."""
@@ -296,22 +296,22 @@ class State:
         self.flights.clear()
         self.is_open = False
         self.incarnations += 1
-        before = {*self.outbound._before, self.sender_home.agent.incarnation}
-        self.sender_home = _restarted(self.sender_home, self.incarnations)
-        self.outbound, self.sending = Sender(before=before), SendOrders(len(self.sending.slots))
+        before = {*self.sending._before, self.sender_engine.agent.incarnation}
+        self.sender_engine = _restarted(self.sender_engine, self.incarnations)
+        self.sending, self.sending = Sender(before=before), SendOrders(len(self.sending.slots))
         self.to_send.clear()
         self.sent.clear()
-        self.receiver(self.inbound.unreachable(ADDRESS, "peer_lost", "dead", 0.0))
+        self.receiver(self.receiving.unreachable(ADDRESS, "peer_lost", "dead", 0.0))
 
     def _to_sender(self) -> None:
-        body, incarnation, machine = self.to_sender.popleft(), self.receiver_home.agent.incarnation, self.outbound
-        session = answer(hello(self.receiver_home), self.sender_home)
+        body, incarnation, machine = self.to_sender.popleft(), self.receiver_engine.agent.incarnation, self.sending
+        session = answer(hello(self.receiver_engine), self.sender_engine)
         assert isinstance(session, Session)
         match body:
             case Claim() if not self.is_open:
                 self.to_receiver.append(Refuse(code="no_session", reasons=(), about=body.transfer))
             case Claim():
-                self.sender(machine.claim(body, session, self.sender_home, 0.0))
+                self.sender(machine.claim(body, session, self.sender_engine, 0.0))
             case Grant() if self.is_open:
                 self.sender(machine.grant(incarnation, body))
             case Cancel() if self.is_open:
@@ -320,7 +320,7 @@ class State:
                 self.to_receiver.append(Drained(transfer=transfer))
 
     def _to_receiver(self) -> None:
-        body, incarnation, machine = self.to_receiver.popleft(), self.sender_home.agent.incarnation, self.inbound
+        body, incarnation, machine = self.to_receiver.popleft(), self.sender_engine.agent.incarnation, self.receiving
         match body:
             case Ready(transfer=transfer, chunks=chunks):
                 self.receiver(machine.ready(incarnation, transfer, chunks))
@@ -331,7 +331,7 @@ class State:
             case Refuse(about=transfer, code=code):
                 self.receiver(machine.drained(incarnation, transfer, code, "", 0.0))
 
-    # The mover's side:
+    # The data plane's side:
 
     def _order_to_send(self) -> None:
         take_up(self.to_send.popleft(), self.sending, self.receiving)
@@ -340,14 +340,14 @@ class State:
     def _after_sending(self) -> None:
         """What can be gathered is begun, and what there is to say is said."""
         while not self.to_send and (departure := self.sending.begin()) is not None:
-            out = self.outbound.outlets.get(departure.order.transfer)
+            out = self.sending.outgoing_transfers.get(departure.order.transfer)
             if out is None or out.offered is None or out.offered.request in self.released:
                 raise Wrong(f"{departure.order.transfer} is read though its blocks were given back")
             self.flights.append(Flight(departure))
         self.sent += self.sending.take_reports()
 
     def _report_of_sending(self) -> None:
-        self.sender(self.outbound.hear([self.sent.popleft()]))
+        self.sender(self.sending.hear([self.sent.popleft()]))
 
     def _gathered(self, index: int) -> None:
         flight = self.flights[index]
@@ -362,7 +362,7 @@ class State:
 
     def _put(self, departure: LeavingChunk) -> None:
         transfer, lease = departure.order.transfer, departure.lease
-        slot = self.inbound.slots._slots[lease.slot]
+        slot = self.receiving.slots._slots[lease.slot]
         is_out = slot.state in (SlotState.LENT, SlotState.QUARANTINED)
         if not is_out or (slot.generation, slot.transfer) != (lease.generation, transfer):
             raise Wrong(f"{transfer} writes {lease}, which is {slot}")
@@ -371,7 +371,7 @@ class State:
     def _wrote(self, index: int) -> None:
         """The initiator sees the end of its write; now its notice leaves."""
         flight = self.flights.pop(index)
-        self.notices.append(notice_of(flight.departure, self.sender_home))
+        self.notices.append(notice_of(flight.departure, self.sender_engine))
         self._written(flight, None)
 
     def _fails(self, index: int) -> None:
@@ -409,7 +409,7 @@ class State:
         flight = self.flights[index]
         again = replace(flight.departure, lease=self._unused(flight).popleft())
         self._put(again)
-        self.notices.append(notice_of(again, self.sender_home))
+        self.notices.append(notice_of(again, self.sender_engine))
 
     def _order(self) -> None:
         take_up(self.orders.popleft(), self.sending, self.receiving)
@@ -429,7 +429,7 @@ class State:
         found = self.slots.get(notice.slot)
         if found not in ((order.transfer, notice.chunk), REST):
             raise Wrong(f"slot {notice.slot} has {found} for {notice.chunk}")
-        wanted = self.inbound._wanted_by.get(order.transfer)
+        wanted = self.receiving._wanted_by.get(order.transfer)
         if wanted is None or wanted.want.request in self.answers:
             raise Wrong(f"{order.transfer} is scattered after its want was answered")
         if found == REST:  # what nobody but the digest can see
@@ -440,8 +440,8 @@ class State:
         self.reports += self.receiving.take_reports()
 
     def _report(self) -> None:
-        chunks = {name: _chunks(wanted) for name, wanted in self.inbound.wants.items()}
-        self.receiver(self.inbound.hear([self.reports.popleft()], 0.0))
+        chunks = {name: _chunks(wanted) for name, wanted in self.receiving.wants.items()}
+        self.receiver(self.receiving.hear([self.reports.popleft()], 0.0))
         for request, needed in chunks.items():
             if self.answers.get(request) == "Done" and not needed <= self.rows:
                 raise Wrong(f"{request} is done without {needed - self.rows}")
@@ -483,25 +483,30 @@ class State:
         calm = self.clone()
         calm.budget = {}
         for now in (200.0, 300.0, 400.0):
-            calm.receiver(calm.inbound.tick(now))
-            calm.sender(calm.outbound.tick(now))
+            calm.receiver(calm.receiving.tick(now))
+            calm.sender(calm.sending.tick(now))
             while moves := calm.moves():
                 calm.make(moves[0])
-        counts = calm.inbound.slots.counts()
-        if counts.free != len(calm.inbound.slots) or calm.sending.slots.free != len(calm.sending.slots):
+        counts = calm.receiving.slots.counts()
+        if counts.free != len(calm.receiving.slots) or calm.sending.slots.free != len(calm.sending.slots):
             raise Wrong(f"slots are left: {counts}")
-        if calm.inbound.wants or calm.inbound._wanted_by or calm.inbound._doubts._of or calm.outbound.outlets:
+        if (
+            calm.receiving.wants
+            or calm.receiving._wanted_by
+            or calm.receiving._undrained._of
+            or calm.sending.outgoing_transfers
+        ):
             raise Wrong("transfers are left")
         if calm.receiving._open or calm.receiving.lent or calm.receiving.scattering:
             raise Wrong("orders are left")
         if calm.sending._open or calm.sending.moving:
             raise Wrong("orders to send are left")
-        if calm.outbound.offers:
+        if calm.sending.offers:
             raise Wrong("offers are left")
 
 
-def _restarted(home: AttachedEngine, number: int) -> AttachedEngine:
-    return replace(home, agent=changed(home.agent, incarnation=f"incarnation-{number}"))
+def _restarted(engine: AttachedEngine, number: int) -> AttachedEngine:
+    return replace(engine, agent=changed(engine.agent, incarnation=f"incarnation-{number}"))
 
 
 def _key_of(dispatch: OrderedSend) -> object:
@@ -521,7 +526,9 @@ def _amount(order: SendingOrder) -> object:
 
 
 def _chunks(wanted: OpenWant) -> set[tuple[str, int]]:
-    return {(name, chunk) for name, intake in wanted.intakes.items() for chunk in range(intake.plan.chunks)}
+    return {
+        (name, chunk) for name, incoming in wanted.incoming_transfers.items() for chunk in range(incoming.plan.chunks)
+    }
 
 
 class _Names:
@@ -543,8 +550,8 @@ def begin(wants: int, tokens: int, slots: int, local: int, budget: dict[str, int
     world = World(slots=slots, local=local)
     receiver, sender = world.receivers[0], world.senders[0]
     names = _Names()
-    inbound = Receiver(SlotPool(slots), names.name, names.token)
-    state = State(receiver.home, sender.home, inbound, Sender(), budget, lag, sending=SendOrders(local))
+    receiving = Receiver(SlotPool(slots), names.name, names.token)
+    state = State(receiver.engine, sender.engine, receiving, Sender(), budget, lag, sending=SendOrders(local))
     for i in range(wants):
         state.offer(f"r{i}", tokens)
         state.want(f"r{i}", tokens)

@@ -63,9 +63,9 @@ def _quarantine(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _freed_in_place(put: Callable[[Any, str, Any], None]) -> None:
-    def rebuild(self: Engines, docks: StagingEndpoints, reason: str) -> None:
+    def rebuild(self: Engines, endpoints: StagingEndpoints, reason: str) -> None:
         self.peers.renew(reason)
-        self.receiver.rebuilt(self._home)
+        self.receiver.rebuilt(self._engine)
 
     put(Engines, "rebuild", rebuild)
 
@@ -76,9 +76,9 @@ def _never_rebuilt(put: Callable[[Any, str, Any], None]) -> None:
     put(Rebuilder, "look", look)
 
 
-def _stuck_outbound(put: Callable[[Any, str, Any], None]) -> None:
+def _stuck_sending(put: Callable[[Any, str, Any], None]) -> None:
     right = Rebuilder._reasons
-    put(Rebuilder, "_reasons", lambda self: [reason for reason in right(self) if "inbound" in reason])
+    put(Rebuilder, "_reasons", lambda self: [reason for reason in right(self) if "receiving" in reason])
 
 
 def _digest(put: Callable[[Any, str, Any], None]) -> None:
@@ -155,7 +155,7 @@ def _lost_is_gone(put: Callable[[Any, str, Any], None]) -> None:
 
     def lose(self: Receiver, address: str, now: float) -> Any:
         hurt = right(self, address, now)
-        for transfer in [transfer for transfer, (at, *_) in self._doubts._of.items() if at == address]:
+        for transfer in [transfer for transfer, (at, *_) in self._undrained._of.items() if at == address]:
             self.slots.drain(transfer)
         return hurt
 
@@ -231,9 +231,9 @@ def _done_too_soon(put: Callable[[Any, str, Any], None]) -> None:
 
     def landed(self: Receiver, report: Landed, now: float) -> Any:
         wanted = self._wanted_by[report.transfer]
-        intake = wanted.intakes[report.transfer]
-        if intake.scattered + report.chunks == intake.plan.chunks - 1 and wanted.state is WantState.FLOWING:
-            intake.scattered += 1  # one is counted that has not come
+        incoming = wanted.incoming_transfers[report.transfer]
+        if incoming.scattered + report.chunks == incoming.plan.chunks - 1 and wanted.state is WantState.FLOWING:
+            incoming.scattered += 1  # one is counted that has not come
         return right(self, report, now)
 
     put(Receiver, "_landed", landed)
@@ -241,14 +241,14 @@ def _done_too_soon(put: Callable[[Any, str, Any], None]) -> None:
 
 def _lost_leaves_no_doubt(put: Callable[[Any, str, Any], None]) -> None:
     """A transfer whose link was lost is forgotten: its slots stay quarantined for ever."""
-    right = Receiver._end_intake
+    right = Receiver._end_incoming
 
-    def end(self: Receiver, intake: Any, event: IncomingEvent, now: float) -> None:
-        right(self, intake, event, now)
-        if event is IncomingEvent.LOSE and intake.state is IncomingState.ENDED:
-            self._doubts.settle(intake.transfer)
+    def end(self: Receiver, incoming: Any, event: IncomingEvent, now: float) -> None:
+        right(self, incoming, event, now)
+        if event is IncomingEvent.LOSE and incoming.state is IncomingState.ENDED:
+            self._undrained.settle(incoming.transfer)
 
-    put(Receiver, "_end_intake", end)
+    put(Receiver, "_end_incoming", end)
 
 
 def _refusal_is_the_end(put: Callable[[Any, str, Any], None]) -> None:
@@ -307,7 +307,8 @@ def _unnumbered(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _over_at_once(job: str, waits: str, ended: Callable[[Any, Any], Any]) -> Mutate:
-    """A job of that name does not wait in `waits` of the mover, but goes on with what `ended` says of mover and key."""
+    """A job of that name does not wait in `waits` of the data plane, but goes on with what `ended` says of data plane
+    and key."""
 
     def mutate(put: Callable[[Any, str, Any], None]) -> None:
         right = DataPlane._resume
@@ -346,8 +347,8 @@ def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
         digests[self, ticket] = matter.digest_of(before)
         return ticket
 
-    def ended(mover: DataPlane, ticket: int) -> Moved:
-        return Moved(ticket, digests[mover._at_work.porter, ticket])
+    def ended(data_plane: DataPlane, ticket: int) -> Moved:
+        return Moved(ticket, digests[data_plane._at_work.copier, ticket])
 
     put(SimCopier, "gather", gather)
     _over_at_once("send", "_moving", ended)(put)
@@ -360,8 +361,8 @@ def _begins_when_answered(put: Callable[[Any, str, Any], None]) -> None:
     right = Receiver.tables
 
     def tables(self: Receiver, incarnation: str, told: BlockTables, now: float, key: str = "") -> Any:
-        if (intake := self._intake(incarnation, told.transfer, key)) is not None and intake.reading is not None:
-            intake.reading.lease.ends = now + LEASE_S
+        if (incoming := self._incoming(incarnation, told.transfer, key)) is not None and incoming.reading is not None:
+            incoming.reading.lease.ends = now + LEASE_S
         return right(self, incarnation, told, now, key)
 
     put(Receiver, "tables", tables)
@@ -386,7 +387,7 @@ def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
         return right(self, *args)
 
     def counted(self: PullRoute, pull: Any, attachment: Any) -> Generator[Any, Any, Failure]:
-        at = begun.get(self._equipment.porter, float("inf"))
+        at = begun.get(self._equipment.copier, float("inf"))
         return None if pull.lease.counts(at) else ("lease_over", "")
         yield
 
@@ -407,9 +408,9 @@ def _not_compared(put: Callable[[Any, str, Any], None]) -> None:
     right = Receiver.checked
 
     def checked(self: Receiver, incarnation: str, told: Checked, now: float, key: str = "") -> Any:
-        intake = self._intake(incarnation, told.transfer, key)
-        if intake is not None and intake.reading is not None:
-            read = intake.reading.unchecked
+        incoming = self._incoming(incarnation, told.transfer, key)
+        if incoming is not None and incoming.reading is not None:
+            read = incoming.reading.unchecked
             told = msgspec.structs.replace(
                 told, digests=tuple(Sum(e.chunk, read.get(e.chunk, 0)) for e in told.digests)
             )
@@ -487,14 +488,14 @@ MUTATIONS: dict[str, Mutate] = {
     "a probe's lane is kept": _nothing(ProbeLanes, "take_back"),
     "memory of an engine that left stays mapped": _nothing(AttachedMemory, "close"),
     "slots in doubt stay so while their sender stands still": _never_rebuilt,
-    "slots to gather into stay stuck while their receiver stands still": _stuck_outbound,
+    "slots to gather into stay stuck while their receiver stands still": _stuck_sending,
     "messages are not counted": _unnumbered,
     "a session is given up without a word": _silent,
     "a successor is not believed": _own_start_only,
     "of two addresses the slower does not wait": _slower_does_not_wait,
     "a chunk is written before it is gathered": _gather_unwaited,
     "a slot to gather into is used again before its write has ended": _over_at_once(
-        "send", "_writing", lambda mover, key: Wrote(key[1])
+        "send", "_writing", lambda data_plane, key: Wrote(key[1])
     ),
     "what was read after its lease counts": lambda put: put(ReadLease, "counts", lambda self, now: True),
     "a lease begins when it is answered": _begins_when_answered,
@@ -509,7 +510,7 @@ MUTATIONS: dict[str, Mutate] = {
     "memory is unmapped while it is read": _unmapped_while_read,
     "what was read is not compared": _not_compared,
     "blocks are released while they are digested": _released_while_digested,
-    "scattered is said before rows are": _over_at_once("scatter", "_moving", lambda mover, ticket: Moved(ticket)),
+    "scattered is said before rows are": _over_at_once("scatter", "_moving", lambda data_plane, ticket: Moved(ticket)),
 }
 # Rules against a sender that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
 # write finds its lease used up: so the simulator cannot miss this rule, and tests/unit/sim/test_exhaustive.py does.

@@ -53,7 +53,7 @@ def test_an_agent_that_lets_go_refuses_only_when_it_touches_nothing_more() -> No
             await done  # a gather is under way
             return True
 
-        process.mover.let_go = let_go  # type: ignore[method-assign]
+        process.data_plane.let_go = let_go  # type: ignore[method-assign]
         process.loop.call_soon(lambda: process.loop.create_task(process.engines.leave("stopping")))
         world.clock.run(0.2)
         rank.say(Withdraw(request="r"))
@@ -69,7 +69,8 @@ def test_an_agent_that_lets_go_refuses_only_when_it_touches_nothing_more() -> No
 @pytest.mark.parametrize("speaker", ["the receiver", "the sender"])
 @pytest.mark.parametrize("kind", OF_MESSAGES)
 def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: FaultKind, speaker: str) -> None:
-    """The dialling end hangs up; by what the accepting one says nothing more, the other one knows by the silence."""
+    """The outgoing peers end hangs up; by what the incoming peers one says nothing more, the other one knows by the
+    silence."""
     with prepared():
         scenario = replace(make(0), prefills=(1,), decodes=(1,), requests=(), faults=(Fault(9.0, kind, ()),))
         world = World(scenario)

@@ -35,9 +35,9 @@ def explore(first: State) -> tuple[int, int]:
 
 def test_the_transfer_has_two_chunks() -> None:
     state = begin(1, 8, slots=2, local=2, budget={})
-    while not state.outbound.outlets:
+    while not state.sending.outgoing_transfers:
         state.make(state.moves()[0])
-    assert [out.plan.chunks for out in state.outbound.outlets.values()] == [2]
+    assert [out.plan.chunks for out in state.sending.outgoing_transfers.values()] == [2]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class Transfers(RuleBasedStateMachine):
 
     @invariant()
     def slots_add_up(self) -> None:
-        pool = self.state.inbound.slots
+        pool = self.state.receiving.slots
         counts = pool.counts()
         assert counts.free + counts.lent + counts.quarantined == len(pool)
         assert counts.free == pool.free and len(set(pool._free)) == pool.free
