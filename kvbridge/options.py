@@ -211,7 +211,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Size of a staging slot, the largest piece in flight; unset: 128 MiB on a GPU, else 4 MiB",
             """
-            A multiple of 4096. Staging takes (receive slots + send slots + 2) * slot_bytes: 200 MiB of host memory
+            A multiple of 4096. Staging takes (receive_slots + send_slots + 2) * slot_bytes: 200 MiB of host memory
             where there is no GPU. On one it takes 1.25 GiB of the GPU's memory and, unless `routes` leaves out "host",
             as much pinned host memory. An agent whose first route is "pull" makes it when the first session needs it:
             one that reads, or is read, never does. A plan's chunk never exceeds the smaller slot of the two agents.
@@ -257,7 +257,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "Once half the slots of one kind were quarantined so long, make all anew",
             """
             Quarantined is a slot that a peer may still write, or out of which a write is late. Where half of the
-            receive_slots or of the send slots are (a peer stands still, or went for good), the new ones are made beside
+            receive slots or of the send slots are (a peer stands still, or went for good), the new ones are made beside
             the engine, and the old ones are left behind.
             """,
             gt=0,

@@ -205,7 +205,7 @@ class IncomingPeers:
         """
         incarnation = greeting.agent.incarnation
         is_given_up = known.link.is_lost or known.serial < greeting.oldest
-        if known.link.key != link.key:  # a incarnation is of who proved to have it first
+        if known.link.key != link.key:  # an incarnation is of who proved to have it first
             self._refuse(link, "incarnation_of_another_key", f"agent.incarnation: {incarnation} came with another key")
         elif greeting.address == known.address and greeting.serial < known.serial:
             self._refuse(link, "stale_hello", f"serial: got {greeting.serial}, a later one was {known.serial}")

@@ -1,6 +1,6 @@
 """When doubt has eaten the staging: other slots behind another fabric, beside the same engine.
 
-An receive slot is quarantined until there is proof that nothing can be written there any more, an send slots until
+A receive slot is quarantined until there is proof that nothing can be written there any more, a send slot until
 the late write out of it ends. Where that does not come (the peer stands still, or went and never came back), the slots
 are not freed: they are left behind, receive slots for good with their addresses, and others take their place.
 """

@@ -55,7 +55,7 @@ def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[Transfe
 
 
 def offers(sending: Sender, name_of: Callable[[str], str], now: float) -> tuple[OfferStatus, ...]:
-    """One line per prompt that is held for others, the oldest first; `name_of` tells whose a incarnation is."""
+    """One line per prompt that is held for others, the oldest first; `name_of` tells whose an incarnation is."""
     unclaimed = {offered.request for offered in sending.unclaimed(now)}
     claimed_by = {
         out.offered.request: out.incarnation for out in sending.outgoing_transfers.values() if out.offered is not None

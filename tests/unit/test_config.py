@@ -115,9 +115,9 @@ def test_refuses_what_is_not_printable_text(value: str) -> None:
 
 
 def test_says_where_the_bad_value_came_from(tmp_path: Path) -> None:
-    path = write(tmp_path, 'receive slots = "8"\n')
+    path = write(tmp_path, 'receive_slots = "8"\n')
     whole = "a whole number, at least 1, at most 4096"
-    with pytest.raises(OperatorError, match=rf"receive slots: got '8' from .*kvbridge\.toml: must be {whole}"):
+    with pytest.raises(OperatorError, match=rf"receive_slots: got '8' from .*kvbridge\.toml: must be {whole}"):
         load(path, None, {})
     with pytest.raises(OperatorError, match=r"drain_s: got 'x' from KVBRIDGE_DRAIN_S"):
         load(None, None, {"KVBRIDGE_DRAIN_S": "x"})

@@ -111,10 +111,10 @@ def test_who_says_that_we_have_a_session_when_we_have_none_is_told_so_once() -> 
         player.peers.outgoing.reach("other")
         (said,) = player.wires["other"].said(Hello)
         assert said.oldest == 1 < said.serial
-        knows(player, "other", "a incarnation that we have not met")
+        knows(player, "other", "an incarnation that we have not met")
         again = player.wires["other"].said(Hello)[1]
         assert again.oldest > again.serial == said.serial and not player.over
-        knows(player, "other", "a incarnation that we have not met")
+        knows(player, "other", "an incarnation that we have not met")
         assert player.over == [("other", "already_open")] and player.opened_at == ["P0"]
         await settle()
 
@@ -159,7 +159,7 @@ def test_who_was_taken_for_the_other_address_and_is_somebody_else_is_waited_for_
         player.may_prove.set()
         for address in ("P0", "other"):
             player.peers.outgoing.reach(address)
-        knows(player, "other", "a incarnation that we have not met")
+        knows(player, "other", "an incarnation that we have not met")
         assert len(player.wires["other"].said(Hello)) == 1
         await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
         assert len(player.wires["other"].said(Hello)) == 2 and player.opened_at == ["P0"]
