@@ -102,15 +102,14 @@ class ToyEngine:
             pieces = (Blocks(0, offered, tuple(more)),) if more else ()
             offered += len(more)
             is_last = end == len(prompt)
-            self.talk.offer(
-                Offer(rendezvous=request, request=request, tokens=end, blocks=pieces, is_last=is_last, hold_s=30)
-            )
+            offer = Offer(rendezvous=request, request=request, tokens=end, blocks=pieces, is_last=is_last, hold_s=30)
+            self.talk.offer(offer)
 
     def fetch(self, name: str, sender: str, end: int) -> None:
         self.allocate(name, end)
-        table = (Blocks(0, 0, tuple(self.blocks[name])),)
+        to = (Blocks(0, 0, tuple(self.blocks[name])),)
         want = Want(
-            request=name, rendezvous=name, sender=sender, first_token=0, end_token=end, blocks=table, deadline_s=20
+            request=name, rendezvous=name, sender=sender, first_token=0, end_token=end, blocks=to, deadline_s=20
         )
         self.talk.want(want)
 

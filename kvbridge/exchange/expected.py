@@ -57,8 +57,8 @@ class ExpectedRequests:
     def due(
         self, now: float, wanted: Iterable[tuple[str, str]], can_hear: Callable[[str], bool]
     ) -> dict[str, list[str]]:
-        """Rendezvous to name now, by sender. `wanted` are (sender, rendezvous) of the wants; `can_hear` says whether
-        there is a session with every rank of a sender.
+        """Rendezvous ids to name now, by sender. `wanted` are (sender, rendezvous) of the wants; `can_hear` says
+        whether there is a session with every rank of a sender.
 
         Everything, every few seconds; between, what has begun to wait and whose sender can hear it.
         """

@@ -17,7 +17,7 @@ from .states import StateTable
 
 
 class OutgoingState(Enum):
-    WAITING = auto()  # claimed; nothing offered in that rendezvous yet
+    WAITING = auto()  # claimed; nothing offered under that rendezvous id yet
     FLOWING = auto()
     STOPPING = auto()  # over, but the data plane or its receiver is not through with it
     ENDED = auto()

@@ -33,7 +33,7 @@ class EndedOffer:
 
 
 class Rendezvous:
-    """Offers by rendezvous, oldest first; those that ended, for as long as a claim on them may yet come.
+    """Offers by rendezvous id, oldest first; those that ended, for as long as a claim on them may yet come.
 
     What is awaited in a rendezvous may have been said before anything was offered there. `cut_short` are the names of
     those that ended before their engine had said all of them. What it says of such a one later, its agent has no part
@@ -69,7 +69,7 @@ class Rendezvous:
         return [each for each in self._offers.get(rendezvous, ()) if each.over is None]
 
     def await_in(self, rendezvous: str, incarnation: str, count: int, now: float) -> list[OpenOffer]:
-        """So many requests of a receiver wait for offers of this rendezvous. Which offers are awaited, by whomever."""
+        """So many requests of a receiver wait for offers under this id. Which offers are awaited, by whomever."""
         receivers = self._awaited.pop(rendezvous, {})
         recent = {receiver: said for receiver, said in receivers.items() if now - said[1] <= AWAITED_S}
         before, _ = recent.pop(incarnation, (0, now))

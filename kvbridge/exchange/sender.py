@@ -164,7 +164,7 @@ class Sender:
         return found
 
     def awaited_by(self, offered: OpenOffer) -> str:
-        """The incarnation of who said last that a request waits in this rendezvous."""
+        """The incarnation of who said last that a request waits under this id."""
         return self._rendezvous_ids.awaiting(offered.rendezvous)
 
     def rescaled(self, reason: str, now: float) -> list[Action]:
@@ -211,7 +211,7 @@ class Sender:
     # From a receiver:
 
     def claim(self, claim: Claim, session: Session, engine: AttachedEngine, now: float) -> list[Action]:
-        """A receiver takes rows of a rendezvous."""
+        """A receiver takes rows that are offered under a rendezvous id."""
         incarnation = session.peer.incarnation
         if (incarnation, claim.transfer) in self._renounced:
             return [
@@ -247,7 +247,7 @@ class Sender:
         return self._bind_waiting(claim.rendezvous)
 
     def is_awaited(self, rendezvous: str) -> bool:
-        """Whether claims wait for what is offered in this rendezvous."""
+        """Whether claims wait for what is offered under this id."""
         return rendezvous in self._waiting
 
     def has_offer(self, claim: Claim) -> bool:
@@ -255,8 +255,8 @@ class Sender:
         return self._rendezvous_ids.place_of(claim) is not None
 
     def hold(self, incarnation: str, rendezvous_ids: Sequence[str], now: float) -> list[Action]:
-        """Requests of a receiver wait for what is or will be offered in these rendezvous ids, one for each time a
-        rendezvous is named."""
+        """Requests of a receiver wait for what is or will be offered under these ids, one for each time a
+        id is named."""
         held: list[str] = []
         for rendezvous, count in Counter(rendezvous_ids).items():
             for offered in self._rendezvous_ids.await_in(rendezvous, incarnation, count, now):
@@ -569,7 +569,7 @@ class Sender:
         offered.grew(offer.fence, offer.tokens)
 
     def _bind_waiting(self, rendezvous: str) -> list[Action]:
-        """Let claims and offers of a rendezvous find each other, oldest first; one want's claims all get one offer."""
+        """Let claims and offers under one id find each other, oldest first; one want's claims all get one offer."""
         actions: list[Action] = []
         for out in list(self._waiting.get(rendezvous, {}).values()):
             offered = self._rendezvous_ids.place_of(out.claim)

@@ -106,7 +106,7 @@ class SimEngine:
                 rank.say(Directory(ranks=ranks))
 
     def begin(self, request: SimRequest, tries: int = 0) -> None:
-        """A request arrives; it waits a little for rendezvous."""
+        """A request arrives; it waits a little for blocks."""
         needed = -(-request.tokens // self.block_tokens)
         self.waiting.pop(request.name, None)
         if len(self.free) < needed or not all(rank.is_here for rank in self.ranks):

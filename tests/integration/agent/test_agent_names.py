@@ -99,7 +99,7 @@ def test_a_session_has_only_so_many_names_and_a_want_by_one_more_fails_at_once()
     run(story)
 
 
-def test_a_name_that_nothing_is_wanted_by_makes_rendezvous_for_another() -> None:
+def test_a_name_that_nothing_is_wanted_by_makes_room_for_another() -> None:
     """Else whoever made up as many first would keep all others from fetching by the agent's real name."""
 
     async def story(world: World) -> None:

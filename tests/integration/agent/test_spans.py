@@ -148,7 +148,7 @@ def record(traceparent: str = "") -> RequestRecord:
     return made
 
 
-def test_what_there_is_no_rendezvous_for_is_dropped_at_once_and_counted() -> None:
+def test_what_there_is_no_room_for_is_dropped_at_once_and_counted() -> None:
     counted = {"sent": 0, "dropped": 0}
 
     def count(outcome: str, number: int) -> None:
