@@ -108,9 +108,7 @@ class ToyEngine:
     def fetch(self, name: str, sender: str, end: int) -> None:
         self.allocate(name, end)
         to = (Blocks(0, 0, tuple(self.blocks[name])),)
-        want = Want(
-            request=name, rendezvous=name, sender=sender, first_token=0, end_token=end, blocks=to, deadline_s=20
-        )
+        want = Want(request=name, rendezvous=name, sender=sender, first_token=0, end_token=end, blocks=to, deadline_s=9)
         self.talk.want(want)
 
     def step(self) -> None:
