@@ -279,7 +279,7 @@ class Agent:
         self.engines.peers = self.peers
         self.rebuilder = Rebuilder(
             self.slots,
-            self.data_plane.sending.slots,
+            self.data_plane.send_orders.slots,
             self.engines,
             self.data_plane,
             self.metrics,
@@ -289,7 +289,7 @@ class Agent:
         self.metrics.watch(
             Gauges(
                 receive_slots=self._receive_slots,
-                send_slots=self.data_plane.sending.slots.counts,
+                send_slots=self.data_plane.send_orders.slots.counts,
                 wants=lambda: len(self.receiving.wants),
                 offers=lambda: len(self.sending.offers),
                 unclaimed=lambda: len(self.sending.unclaimed(self._clock())),
@@ -297,8 +297,8 @@ class Agent:
                     ("receiver", "session"): lambda: self.receiving.without_session,
                     ("receiver", "slot"): lambda: self.receiving.without_slot,
                     ("sender", "offer"): lambda: self.sending.without_offer,
-                    ("sender", "credit"): lambda: self.data_plane.sending.without_credit,
-                    ("sender", "slot"): lambda: self.data_plane.sending.without_slot,
+                    ("sender", "credit"): lambda: self.data_plane.send_orders.without_credit,
+                    ("sender", "slot"): lambda: self.data_plane.send_orders.without_slot,
                 },
                 moving={
                     "receiver": lambda: self.receiving.moving,
@@ -324,7 +324,7 @@ class Agent:
     def _receive_slots(self) -> SlotCounts:
         """What was written and is being read is the data plane's to know."""
         counts = self.slots.counts()
-        landed = min(counts.lent, self.data_plane.receiving.scattering)
+        landed = min(counts.lent, self.data_plane.receive_orders.scattering)
         return structs.replace(counts, lent=counts.lent - landed, landed=landed)
 
     def _assemble_engines(self) -> Engines:
@@ -364,10 +364,10 @@ class Agent:
         self.sender.tick()
         self.engines.prompts.tick(self._clock())
 
-    def on_sending(self, reports: Sequence[SendingReport]) -> None:
+    def on_send_orders(self, reports: Sequence[SendingReport]) -> None:
         self.sender.hear(reports)
 
-    def on_receiving(self, reports: Sequence[ReceivingReport]) -> None:
+    def on_receive_orders(self, reports: Sequence[ReceivingReport]) -> None:
         self.receiver.hear(reports)
 
     def on_staged(self, site: Site) -> None:
@@ -406,7 +406,7 @@ class Agent:
             security=self.trust.description,
             slot_bytes=self.data_plane.site.fabric.slot_bytes,
             receive_slots=self._receive_slots(),
-            send_slots=self.data_plane.sending.slots.counts(),
+            send_slots=self.data_plane.send_orders.slots.counts(),
             engine=self.engines.engine_status(),
             peers=tuple(self.peers.statuses()),
             transfers=transfers(self.receiving, self.sending, now),

@@ -130,7 +130,7 @@ class SenderRunner:
     def pause(self, is_alone: bool) -> bool:
         """Begin nothing until `rebuilt` or `resume`, if we serve all of our engine. Whether nothing is under way but
         what is late."""
-        return self._sending.pause(is_alone) and not self._data_plane.sending.moving
+        return self._sending.pause(is_alone) and not self._data_plane.send_orders.moving
 
     def resume(self) -> None:
         self._do(self._sending.resume())

@@ -94,8 +94,8 @@ NOTICE = Limits(frame_bytes=4096)  # the fabric would bring notices of 16 MiB
 class DataPlaneListener(Protocol):
     """Who hears what the data plane did, on the loop."""
 
-    def on_sending(self, reports: Sequence[SendingReport]) -> None: ...
-    def on_receiving(self, reports: Sequence[ReceivingReport]) -> None: ...
+    def on_send_orders(self, reports: Sequence[SendingReport]) -> None: ...
+    def on_receive_orders(self, reports: Sequence[ReceivingReport]) -> None: ...
     def on_staged(self, site: Site) -> None: ...
     def on_data_plane_died(self, error: BaseException) -> None: ...
 
@@ -124,8 +124,8 @@ class DataPlane:
         self._write_timeout_s = write_timeout_s
         self._linger_s = linger_s  # None until the device is known
         self._linger: Linger  # from `start` on
-        self.sending = SendOrders(0)  # knows its slots from `start` on
-        self.receiving = ReceiveOrders()
+        self.send_orders = SendOrders(0)  # knows its slots from `start` on
+        self.receive_orders = ReceiveOrders()
         self._tasks: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._moving: dict[int, Job] = {}  # by ticket
@@ -270,7 +270,7 @@ class DataPlane:
             except Exception as error:  # no memory, no fabric: nothing of it is kept
                 reason = f"staging: slots of {card.slot_bytes} bytes in {card.memory} cannot be made: {error}"
                 raise FabricError("no_staging", reason) from error
-            self.sending.slots.make(equipment.endpoint.send_slots.slots)
+            self.send_orders.slots.make(equipment.endpoint.send_slots.slots)
             receive_slots, send_slots = equipment.endpoint.receive_slots, equipment.endpoint.send_slots
             log.info(
                 "made slots: receive_slots=%d send_slots=%d slot_bytes=%d memory=%s s=%.3f",
@@ -284,7 +284,7 @@ class DataPlane:
 
     def _switch(self, endpoints: StagingEndpoints) -> None:
         self._at_work.switch(endpoints)
-        self.sending.slots.make(endpoints.endpoint.send_slots.slots)
+        self.send_orders.slots.make(endpoints.endpoint.send_slots.slots)
 
     def discard(self, endpoints: StagingEndpoints) -> None:
         """Close endpoints that were prepared and are not switched to."""
@@ -381,7 +381,7 @@ class DataPlane:
             if moved:
                 last_move = now
                 continue
-            waits = self._writing or self._moving or self._fenced or self.receiving.lent
+            waits = self._writing or self._moving or self._fenced or self.receive_orders.lent
             if waits:
                 pause_s = _pause(now - last_move)
             else:
@@ -410,15 +410,15 @@ class DataPlane:
     ) -> None:
         match order:
             case Progress():
-                self.sending.progress(order, asked_at)
+                self.send_orders.progress(order, asked_at)
             case Credit():
-                self.sending.credit(order, asked_at)
+                self.send_orders.credit(order, asked_at)
             case StopSending():
-                self.sending.stop(order)
+                self.send_orders.stop(order)
             case Lend():
-                self.receiving.lend(order)
+                self.receive_orders.lend(order)
             case StopReceiving():
-                self.receiving.stop(order)
+                self.receive_orders.stop(order)
             case _:
                 assert attachment is not None
                 self._begin(order, attachment, asked_at)
@@ -428,20 +428,20 @@ class DataPlane:
     ) -> None:
         match order:
             case SendOrder():
-                self.sending.order(order, attachment, asked_at)
+                self.send_orders.order(order, attachment, asked_at)
             case Digest():
                 self._resume(self._jobs.digest(order, attachment, asked_at), None)
             case Watch(fence=fence):
                 self._resume(self._jobs.watch(attachment, fence), None)
             case ReceiveOrder():
-                self.receiving.order(order, attachment)
+                self.receive_orders.order(order, attachment)
             case Pull():
                 self._resume(self._pulling.pull(order, attachment), None)
 
     def _send(self) -> bool:
         """Gather what is ready to go out, while there are slots, for a while. Whether anything was begun."""
         ends, has_begun = self._clock() + SEND_S, False
-        while (not has_begun or self._clock() < ends) and (departure := self.sending.begin()) is not None:
+        while (not has_begun or self._clock() < ends) and (departure := self.send_orders.begin()) is not None:
             self._resume(self._jobs.send(departure), None)
             has_begun = True
         return has_begun
@@ -451,10 +451,10 @@ class DataPlane:
         self.site, self.digests = equipment.site, equipment.copier.digests
         self.device, self.description = equipment.copier.device, equipment.copier.description
         if equipment.current is not None:
-            self.sending.slots.make(equipment.endpoint.send_slots.slots)
+            self.send_orders.slots.make(equipment.endpoint.send_slots.slots)
         wait_s, clock = self._write_timeout_s, self._clock
-        self._jobs = Jobs(equipment, self._incarnation, self.sending, self.receiving, wait_s, clock)
-        self._pulling = PullRoute(equipment, self._tell, self.receiving, wait_s, clock)
+        self._jobs = Jobs(equipment, self._incarnation, self.send_orders, self.receive_orders, wait_s, clock)
+        self._pulling = PullRoute(equipment, self._tell, self.receive_orders, wait_s, clock)
         self._equipment = equipment
         if self._linger_s is None:
             self._linger_s = LINGER_ON_GPU_S if equipment.copier.memory == "vram" else 0.0
@@ -530,8 +530,8 @@ class DataPlane:
         try:
             notice: Notice = decode(payload, Notice, NOTICE)
         except BadFrame as error:
-            return self.receiving.report(Malformed(error.code))
-        if (arrival := self.receiving.landed(notice)) is not None:
+            return self.receive_orders.report(Malformed(error.code))
+        if (arrival := self.receive_orders.landed(notice)) is not None:
             failpoint("receiver.notice_landed")
             self._scatter(arrival)
 
@@ -565,10 +565,10 @@ class DataPlane:
 
     def _say(self) -> None:
         """Let the loop hear all there is to tell: to wake it costs more than what it is told."""
-        if sent := self.sending.take_reports():
-            self._tell(self._listener.on_sending, sent)
-        if received := self.receiving.take_reports():
-            self._tell(self._listener.on_receiving, received)
+        if sent := self.send_orders.take_reports():
+            self._tell(self._listener.on_send_orders, sent)
+        if received := self.receive_orders.take_reports():
+            self._tell(self._listener.on_receive_orders, received)
         if self._telling:
             telling, self._telling = self._telling, []
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear

@@ -52,15 +52,15 @@ class Jobs:
         self,
         equipment: Resources,
         incarnation: str,
-        sending: SendOrders,
-        receiving: ReceiveOrders,
+        send_orders: SendOrders,
+        receive_orders: ReceiveOrders,
         write_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._equipment = equipment
         self._incarnation = incarnation
-        self._sending = sending
-        self._receiving = receiving
+        self._send_orders = send_orders
+        self._receive_orders = receive_orders
         self._write_timeout_s = write_timeout_s
         self._clock = clock
         self._targets: dict[str, Target] = {}
@@ -121,21 +121,21 @@ class Jobs:
 
     def send(self, departure: LeavingChunk) -> Job:
         """Gather a chunk once the engine has computed it, and write it into the leased slot."""
-        sending, began, is_late = self._sending, self._clock(), False
+        send_orders, began, is_late = self._send_orders, self._clock(), False
         try:
             target = self._target(departure)
         except PeerError as error:
-            sending.gathered(departure)
-            return sending.written(departure, 0.0, (error.code, str(error)))
+            send_orders.gathered(departure)
+            return send_orders.written(departure, 0.0, (error.code, str(error)))
         self._users[target] += 1
         digest, failure = yield from self._gathered(departure, target)
-        sending.gathered(departure)
+        send_orders.gathered(departure)
         gather_s = self._clock() - began
         if failure is None:
             is_late, failure = yield from self._pushed(departure, target, digest)
         self._users[target] -= 1
         self._close_unused(target)
-        sending.written(departure, gather_s, failure, is_late)
+        send_orders.written(departure, gather_s, failure, is_late)
 
     def _target(self, departure: LeavingChunk) -> Target:
         target, lease, size = self._targets.get(departure.order.incarnation), departure.lease, departure.size_bytes
@@ -184,7 +184,7 @@ class Jobs:
             failure = ended.failure or (yield from self._taken_back(attachment, digest.request, asked_at))
         except Exception as error:  # it costs this transfer, nobody else
             failure = failure_of("gather_failed", error, digest.transfer)
-        self._sending.report(Digested(digest.transfer, Sum(digest.read.chunk, found), digest.read, failure))
+        self._send_orders.report(Digested(digest.transfer, Sum(digest.read.chunk, found), digest.read, failure))
 
     def _started(
         self, begin: Callable[[], Generator[Wait, Event, int]], attachment: AttachedMemory
@@ -226,7 +226,7 @@ class Jobs:
             return False, (error.code, str(error))
         while isinstance(ended := (yield wait), WriteLate):
             is_late = True
-            self._sending.late(departure, f"write_timeout_s: {self._write_timeout_s} passed")
+            self._send_orders.late(departure, f"write_timeout_s: {self._write_timeout_s} passed")
         failpoint("sender.write_ended")
         return is_late, ("write_failed", ended.reason) if isinstance(ended, WriteFailed) else None
 
@@ -287,10 +287,10 @@ class Jobs:
             failure = ended.failure
         except Exception as error:  # it costs this transfer, nobody else
             failure = failure_of("scatter_failed", error, order.transfer)
-        self._receiving.scattered(arrival, failure)
+        self._receive_orders.scattered(arrival, failure)
 
     def watch(self, attachment: AttachedMemory, fence: int) -> Job:
         """Say when our engine's fence has reached this count, or that nobody can wait for it any more."""
         with contextlib.suppress(EngineError):
             yield WaitFence(attachment, fence, self._ends, None)
-        self._sending.report(FenceReached())
+        self._send_orders.report(FenceReached())

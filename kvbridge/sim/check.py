@@ -47,7 +47,7 @@ def _kept(process: Process) -> Iterator[str]:
     slots, has_engine = receiving.slots.counts(), process.engines.engine is not None
     if slots.free + (0 if has_engine else slots.quarantined) != len(receiving.slots):
         yield f"slots: {slots}"
-    gathered = data_plane.sending.slots
+    gathered = data_plane.send_orders.slots
     if gathered.free != len(gathered):
         yield f"slots to gather into: {gathered.counts()}"
     for name, left in (
@@ -61,9 +61,9 @@ def _kept(process: Process) -> Iterator[str]:
         ("rendezvous_ids", sending._rendezvous_ids._offers),
         ("transfers that wait for an offer", sending._waiting),
         ("receivers that claim", sending._of_receiver),
-        ("transfers that wait for a slot", (*data_plane.sending._hungry._waiting, *receiving._hungry._waiting)),
-        ("orders to send", data_plane.sending._open),
-        ("chunks on their way", data_plane.sending.moving),
+        ("transfers that wait for a slot", (*data_plane.send_orders._hungry._waiting, *receiving._hungry._waiting)),
+        ("orders to send", data_plane.send_orders._open),
+        ("chunks on their way", data_plane.send_orders.moving),
         ("moves", data_plane._moving or data_plane._moved),
         ("endpoints of before", data_plane._equipment is not None and data_plane._equipment.has_retired),
         ("writes", data_plane._writing),

@@ -120,7 +120,7 @@ class SteppedDataPlane(DataPlane):
     @property
     def is_looking(self) -> bool:
         """Whether the thread naps, and does not sleep."""
-        return bool(self._writing or self._moving or self._fenced or self.receiving.lent)
+        return bool(self._writing or self._moving or self._fenced or self.receive_orders.lent)
 
     def next_look(self) -> float | None:
         """When a wait may be over although nobody rouses us: after a tick, which listens, or at its deadline."""
@@ -341,7 +341,7 @@ class Process(Agent):
 
     def _plan_look(self) -> None:
         """Whether slots must be made anew is looked at while some are in doubt, or it is about to be done."""
-        quarantined = self.slots.counts().quarantined + self.data_plane.sending.slots.counts().quarantined
+        quarantined = self.slots.counts().quarantined + self.data_plane.send_orders.slots.counts().quarantined
         if not self._is_looking and (quarantined or self.rebuilder.is_pausing):
             self._is_looking = True
             self.loop.post(self.rebuilder.look_in_s, self._look)

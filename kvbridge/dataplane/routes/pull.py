@@ -47,13 +47,13 @@ class PullRoute:
         self,
         equipment: Resources,
         tell: Callable[..., None],
-        receiving: ReceiveOrders,
+        receive_orders: ReceiveOrders,
         wait_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._equipment = equipment
         self._tell = tell
-        self._receiving = receiving
+        self._receive_orders = receive_orders
         self._wait_s = wait_s
         self._clock = clock
         self._peers: dict[Whose, Opened] = {}  # memory of engines that we read
@@ -117,8 +117,8 @@ class PullRoute:
         tickets: deque[tuple[int, int]] = deque()  # with the chunk of each
         digests: dict[int, int] = {}
         failure: Failure = None
-        receiving = self._receiving
-        receipt = receiving.begin_read(pull.transfer)
+        receive_orders = self._receive_orders
+        receipt = receive_orders.begin_read(pull.transfer)
         try:
             yield from begun(attachment, pull.fence, self._clock() + self._wait_s, receipt)
             for index in range(pull.first_chunk, pull.end_chunk):
@@ -136,8 +136,8 @@ class PullRoute:
         failpoint("receiver.read_ended")
         failure = failure or (yield from self._counted(pull, attachment))
         read = pull.end_chunk - pull.first_chunk
-        receiving.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
-        receiving.end_read(receipt)
+        receive_orders.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
+        receive_orders.end_read(receipt)
 
     def _begun(self, pull: Pull, attachment: AttachedMemory, index: int) -> Generator[Wait, Event, int]:
         """Begin to read a chunk as soon as there is room. GIVEN_UP if the transfer has ended by then."""

@@ -19,17 +19,17 @@ class OrderTaker:
     sender: SenderRunner
 
     def __init__(self) -> None:
-        self.sending, self.receiving = SendOrders(2), ReceiveOrders()
+        self.send_orders, self.receive_orders = SendOrders(2), ReceiveOrders()
 
     def get_up(self) -> None: ...
     def stir(self) -> None: ...
     def warm(self, attachment: Any, parts: Any) -> None: ...
 
     def give(self, order: SendingOrder | ReceivingOrder, attachment: Any) -> None:
-        take_up(order, self.sending, self.receiving)
+        take_up(order, self.send_orders, self.receive_orders)
 
     def report(self) -> None:
-        while received := self.receiving.take_reports():
+        while received := self.receive_orders.take_reports():
             self.receiver.hear(received)
-        while sent := self.sending.take_reports():
+        while sent := self.send_orders.take_reports():
             self.sender.hear(sent)

@@ -116,9 +116,9 @@ def test_a_notice_that_is_larger_than_any_is_not_unpacked() -> None:
     data_plane = DataPlane(lambda: pytest.fail("not started"), "us", None, 1.0)  # type: ignore[arg-type]
     try:
         data_plane._notice(encode(NOTICE))
-        assert data_plane.receiving.take_reports() == [Dropped(NOTICE.transfer, NOTICE.slot)]
+        assert data_plane.receive_orders.take_reports() == [Dropped(NOTICE.transfer, NOTICE.slot)]
         data_plane._notice(encode([0] * 100_000))
-        assert data_plane.receiving.take_reports() == [Malformed("frame_too_large")]
+        assert data_plane.receive_orders.take_reports() == [Malformed("frame_too_large")]
     finally:
         os.close(data_plane._wake)
 

@@ -25,7 +25,7 @@ def lease_of(notice: Notice) -> SlotLease:
 
 
 def taken(receiver: Node, notice: Notice) -> LandedChunk:
-    arrival = receiver.receiving.landed(notice)
+    arrival = receiver.receive_orders.landed(notice)
     assert arrival is not None
     return arrival
 
@@ -37,29 +37,29 @@ def test_a_want_given_up_while_chunks_are_scattered_fails_afterwards() -> None:
     world.settle()
     for arrival in arrivals:
         assert not world.answers(), "the engine may use its blocks, and a scatter runs"
-        receiver.receiving.scattered(arrival, None)
+        receiver.receive_orders.scattered(arrival, None)
         world._report(receiver)
         world.settle()
     assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "aborted"
-    assert receiver.receiving.landed(late) is None
+    assert receiver.receive_orders.landed(late) is None
 
 
 def test_a_notice_between_a_stop_and_its_quiet_is_dropped_and_its_slot_stays_in_quarantine() -> None:
     _, receiver, (first, second, *_) = landing()
     arrival = taken(receiver, first)
-    receiver.receiving.stop(StopReceiving(first.transfer, "aborted", "test"))
-    assert receiver.receiving.landed(second) is None
-    receiver.receiving.scattered(arrival, None)
-    landed, *others = receiver.receiving.take_reports()
+    receiver.receive_orders.stop(StopReceiving(first.transfer, "aborted", "test"))
+    assert receiver.receive_orders.landed(second) is None
+    receiver.receive_orders.scattered(arrival, None)
+    landed, *others = receiver.receive_orders.take_reports()
     assert landed == Landed(first.transfer, (lease_of(first),), 1, first.chunk_bytes)
     assert others == [Dropped(second.transfer, second.slot), Quiet(first.transfer)]
-    assert receiver.receiving.lent == receiver.receiving.scattering == 0
+    assert receiver.receive_orders.lent == receiver.receive_orders.scattering == 0
 
 
 def test_a_slot_whose_landing_crosses_a_stop_is_free_though_the_others_are_not() -> None:
     world, receiver, (first, *_) = landing()
     arrival = taken(receiver, first)
-    receiver.receiving.scattered(arrival, None)
+    receiver.receive_orders.scattered(arrival, None)
     world.abandon("r")  # before that is heard
     before = receiver.receiving.slots.counts()
     assert before.free == 0 and before.quarantined == len(receiver.receiving.slots)
@@ -77,7 +77,7 @@ def test_a_slot_is_not_lent_again_while_what_landed_in_it_is_read() -> None:
     world.do(receiver, receiver.receiving.drained(incarnation, first.transfer, "", "", world.now))
     world.settle()
     assert receiver.receiving.slots.free == 0
-    receiver.receiving.scattered(arrival, None)
+    receiver.receive_orders.scattered(arrival, None)
     world._report(receiver)
     world.settle()
     assert receiver.receiving.slots.free == len(receiver.receiving.slots)
@@ -85,19 +85,19 @@ def test_a_slot_is_not_lent_again_while_what_landed_in_it_is_read() -> None:
 
 def test_a_chunk_that_breaks_is_reported_with_the_slot_that_it_leaves() -> None:
     _, receiver, (first, *_) = landing()
-    receiver.receiving.scattered(taken(receiver, first), ("digest_mismatch", "test"))
-    landed, broken = receiver.receiving.take_reports()
+    receiver.receive_orders.scattered(taken(receiver, first), ("digest_mismatch", "test"))
+    landed, broken = receiver.receive_orders.take_reports()
     assert landed == Landed(first.transfer, (lease_of(first),), 0, 0)
     assert broken == Broken(first.transfer, "digest_mismatch", "test")
 
 
 def test_leases_that_come_after_all_has_come_and_stops_of_what_is_over_leave_nothing() -> None:
     _, receiver, _ = landing()
-    receiving = receiver.receiving
-    lent = receiving.lent
-    receiving.lend(Lend("over", (SlotLease(0, 9),)))
-    receiving.stop(StopReceiving("over", "aborted", "test"))
-    assert receiving.take_reports() == [Quiet("over")] and receiving.lent == lent
+    receive_orders = receiver.receive_orders
+    lent = receive_orders.lent
+    receive_orders.lend(Lend("over", (SlotLease(0, 9),)))
+    receive_orders.stop(StopReceiving("over", "aborted", "test"))
+    assert receive_orders.take_reports() == [Quiet("over")] and receive_orders.lent == lent
 
 
 def test_a_refused_claim_takes_back_the_leases_that_were_lent_with_it() -> None:
@@ -111,4 +111,4 @@ def test_a_refused_claim_takes_back_the_leases_that_were_lent_with_it() -> None:
     assert not world.answers() and receiver.receiving.slots.free < len(receiver.receiving.slots)
     world.settle()
     assert isinstance(world.answers()["r"], Failed) and receiver.receiving.slots.free == len(receiver.receiving.slots)
-    assert not receiver.receiving._open and not receiver.receiving.lent
+    assert not receiver.receive_orders._open and not receiver.receive_orders.lent

@@ -36,7 +36,7 @@ class Chunk:
     size_bytes = CHUNK_BYTES
 
 
-def sending(slots: int = 4, **transfers: int) -> SendOrders:
+def send_orders(slots: int = 4, **transfers: int) -> SendOrders:
     """Transfers of so many chunks, all ready, none with a slot to go to."""
     made = SendOrders(slots)
     for name, chunks in transfers.items():
@@ -61,7 +61,7 @@ def stop(transfer: str = "a") -> StopSending:
 
 
 def test_a_transfer_says_what_it_shipped_that_its_blocks_are_free_and_that_it_is_sent() -> None:
-    made = sending(a=2)
+    made = send_orders(a=2)
     lend(made, "a", 2)
     first, second = begun(made)
     assert (first.chunk, second.chunk, first.fence) == (0, 1, 7) and made.moving == 2
@@ -98,7 +98,7 @@ def test_a_chunk_is_asked_for_when_it_was_ordered_and_not_when_it_begins() -> No
 
 
 def test_who_had_a_slot_longest_ago_has_the_next_one() -> None:
-    made = sending(2, a=4, b=4)
+    made = send_orders(2, a=4, b=4)
     lend(made, "a", 4)
     lend(made, "b", 4)
     order = []
@@ -111,7 +111,7 @@ def test_who_had_a_slot_longest_ago_has_the_next_one() -> None:
 
 
 def test_nothing_begins_after_a_stop_and_quiet_comes_when_the_last_write_has_ended() -> None:
-    made = sending(2, a=4)
+    made = send_orders(2, a=4)
     lend(made, "a", 4)
     first, second = begun(made)
     made.gathered(first)
@@ -126,7 +126,7 @@ def test_nothing_begins_after_a_stop_and_quiet_comes_when_the_last_write_has_end
 
 
 def test_a_stop_while_only_writes_are_under_way_gives_the_blocks_back_at_once() -> None:
-    made = sending(a=4)
+    made = send_orders(a=4)
     lend(made, "a", 1)
     (departure,) = begun(made)
     made.gathered(departure)
@@ -136,7 +136,7 @@ def test_a_stop_while_only_writes_are_under_way_gives_the_blocks_back_at_once() 
 
 
 def test_what_is_over_is_quiet_at_once() -> None:
-    made = sending(a=1)
+    made = send_orders(a=1)
     lend(made, "a", 1)
     (departure,) = begun(made)
     made.gathered(departure)
@@ -149,7 +149,7 @@ def test_what_is_over_is_quiet_at_once() -> None:
 
 
 def test_after_a_chunk_that_broke_no_other_is_begun() -> None:
-    made = sending(1, a=4)
+    made = send_orders(1, a=4)
     lend(made, "a", 4)
     (departure,) = begun(made)
     made.gathered(departure)
@@ -160,7 +160,7 @@ def test_after_a_chunk_that_broke_no_other_is_begun() -> None:
 
 
 def test_a_late_write_keeps_its_slot_and_holds_up_no_rebuild() -> None:
-    made = sending(2, a=2)
+    made = send_orders(2, a=2)
     lend(made, "a", 2)
     first, second = begun(made)
     for departure in (first, second):

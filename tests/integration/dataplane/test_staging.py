@@ -290,7 +290,7 @@ def test_slots_are_made_once_and_what_could_not_be_made_is_tried_again() -> None
             assert error.value.code == "no_staging" and not data_plane.site.has_slots and not equipped.made
             await asyncio.gather(*(data_plane.stage() for _ in range(4)))
             assert len(tries) == 2 and len(equipped.made) == 1 and data_plane.site is equipped.made[0]
-            assert data_plane.site.fabric.slots == 32 and data_plane.sending.slots.free == 16
+            assert data_plane.site.fabric.slots == 32 and data_plane.send_orders.slots.free == 16
             assert data_plane.site.fabric.descriptor and data_plane.site.fabric.slot_bytes == 65536
         finally:
             await data_plane.stop()

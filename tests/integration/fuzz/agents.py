@@ -191,7 +191,7 @@ class Besieged(OrderTaker):
     def disconnect(self, incarnation: str, serial: int) -> None: ...
 
     def land(self, notice: Notice) -> bool:
-        arrival = self.receiving.landed(notice)
+        arrival = self.receive_orders.landed(notice)
         if arrival is not None:
             self.moves.append(arrival)
         self.report()
@@ -203,15 +203,15 @@ class Besieged(OrderTaker):
         while self.moves:
             move = self.moves.popleft()
             if isinstance(move, LeavingChunk):
-                self.sending.gathered(move)
-                self.sending.written(move, 0.0, None)
+                self.send_orders.gathered(move)
+                self.send_orders.written(move, 0.0, None)
             else:
-                self.receiving.scattered(move, None)
+                self.receive_orders.scattered(move, None)
             self.begin()
         self.report()
 
     def begin(self) -> None:
-        while (departure := self.sending.begin()) is not None:
+        while (departure := self.send_orders.begin()) is not None:
             self.moves.append(departure)
 
     # What must be true after every message:
@@ -220,7 +220,7 @@ class Besieged(OrderTaker):
         counts = self.receiving.slots.counts()
         assert counts.free + counts.lent + counts.landed + counts.quarantined == 8
         departures = sum(isinstance(move, LeavingChunk) for move in self.moves)
-        assert self.sending.slots.free + departures == 2
+        assert self.send_orders.slots.free + departures == 2
         assert len(self.peers.incoming.sessions) <= 3
         statuses = tuple(self.peers.statuses())
         assert decode(encode(statuses), tuple[PeerStatus, ...]) == statuses

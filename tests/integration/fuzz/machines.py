@@ -152,13 +152,13 @@ class Siege(World):
     def _take_up(self, node: Node, order: SendingOrder | ReceivingOrder) -> None:
         match order:
             case Pull():
-                receipt = node.receiving.begin_read(order.transfer)
+                receipt = node.receive_orders.begin_read(order.transfer)
                 self.later("read", lambda: self._was_read(node, order, receipt))
             case Digest(transfer=transfer, read=read):
                 assert order.request in node.sending.offers, "blocks that were given back are digested"
                 found = read if read.digest % 3 else Sum(read.chunk, read.digest + 1)
                 failure = ("gather_failed", "test") if read.digest % 7 == 6 else None
-                node.sending.report(Digested(transfer, found, read, failure))
+                node.send_orders.report(Digested(transfer, found, read, failure))
             case Watch(fence=fence):
                 self.later("fence", lambda: self._reached(node, fence))
             case _:
@@ -170,13 +170,13 @@ class Siege(World):
         if pull.lease.is_given_up or not pull.lease.counts(self.now):
             failure = ("aborted", "test") if pull.lease.is_given_up else ("lease_over", "test")
         read, digests = pull.end_chunk - pull.first_chunk, dict.fromkeys(pull.compared, 1)
-        node.receiving.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
-        node.receiving.end_read(receipt)
+        node.receive_orders.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
+        node.receive_orders.end_read(receipt)
         self._report(node)
 
     def _reached(self, node: Node, fence: int) -> None:
         self.fence = max(self.fence, fence)
-        node.sending.report(FenceReached())
+        node.send_orders.report(FenceReached())
         self._report(node)
 
     def _begin(self, sender: Node, departure: LeavingChunk) -> None:
@@ -189,7 +189,7 @@ class Siege(World):
 
     def _read(self, sender: Node, departure: LeavingChunk) -> None:
         """The hostile agent gets it, or its slot cannot be written."""
-        sender.sending.gathered(departure)
+        sender.send_orders.gathered(departure)
         self._report(sender)
         failure = ("write_failed", "test") if departure.lease.generation % 3 == 0 else None
         self.later("end", lambda: self._ended(sender, departure, failure))
@@ -330,7 +330,7 @@ class Siege(World):
                 changes |= {"slot": lease.slot, "generation": lease.generation}
         written = msgspec.structs.replace(notice, **changes)
         self._order(self.receiver, is_all=True)
-        arrival = self.receiver.receiving.landed(written)
+        arrival = self.receiver.receive_orders.landed(written)
         if arrival is not None:
             assert claim is not None and written.token == claim.token, "rows of a transfer that it was not told of"
             failure = ("digest_mismatch", "test") if notice.digest % 3 else None
@@ -338,7 +338,7 @@ class Siege(World):
         self._report(self.receiver)
 
     def _moved(self, arrival: LandedChunk, failure: tuple[str, str] | None) -> None:
-        self.receiver.receiving.scattered(arrival, failure)
+        self.receiver.receive_orders.scattered(arrival, failure)
         self._report(self.receiver)
 
     # What must be true after every message:
@@ -349,7 +349,7 @@ class Siege(World):
         assert counts.free + counts.lent + counts.landed + counts.quarantined == SLOTS, counts
         assert counts.free == receiving.slots.free == len(set(receiving.slots._free)), counts
         ours = sum(1 for kind, _ in self.events if kind in ("gather", "write", "end"))
-        slots, open_orders = self.sender.sending.slots, self.sender.sending._open.values()
+        slots, open_orders = self.sender.send_orders.slots, self.sender.send_orders._open.values()
         assert slots.free + ours == len(slots)
         open_transfers = sum(len(wanted.incoming_transfers) for wanted in receiving.wants.values())
         assert len(receiving._wanted_by) <= open_transfers + 2 * SLOTS, "transfers are kept that nothing waits for"

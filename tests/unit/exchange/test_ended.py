@@ -185,7 +185,7 @@ def test_the_end_of_a_write_gives_nothing_back_of_what_is_offered_under_that_nam
     world.run()
     assert isinstance(world.answers()["next"], Done)
     assert [told.code for told in sender.told if isinstance(told, Released)] == ["withdrawn", ""]
-    assert not sender.sending.offers and sender.sending.slots.free == len(sender.sending.slots)
+    assert not sender.sending.offers and sender.send_orders.slots.free == len(sender.send_orders.slots)
 
 
 @pytest.mark.parametrize("end", [64, 0])

@@ -277,14 +277,14 @@ def test_a_landed_chunk_counts_only_if_every_field_matches(field: str) -> None:
     world.want("r", 64)
     world.hold = {"notice"}
     world.run()
-    receiving, true = world.receivers[0].receiving, world.notices[0]
+    receive_orders, true = world.receivers[0].receive_orders, world.notices[0]
     lie = replace(true, **{field: NOTICE_LIES[field]})
-    assert receiving.landed(lie) is None and receiving.scattering == 0
-    arrival = receiving.landed(true)
+    assert receive_orders.landed(lie) is None and receive_orders.scattering == 0
+    arrival = receive_orders.landed(true)
     assert arrival is not None and arrival.notice == true
     again = replace(true, slot=world.notices[1].slot, generation=1)
-    assert receiving.landed(again) is None  # the same chunk in another slot
-    assert receiving.take_reports() == [Dropped(lie.transfer, lie.slot), Dropped(again.transfer, again.slot)]
+    assert receive_orders.landed(again) is None  # the same chunk in another slot
+    assert receive_orders.take_reports() == [Dropped(lie.transfer, lie.slot), Dropped(again.transfer, again.slot)]
 
 
 @pytest.mark.parametrize("hold", ["hello", "gather", "scatter"])

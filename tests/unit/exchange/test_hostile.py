@@ -94,7 +94,7 @@ def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back
     world.do(sender, peer.machine.grant(peer.incarnation, Grant(transfer="greedy", leases=leases(1))))
     world.hold = {"gather"}
     world.run()
-    assert sender.sending.moving == 1
+    assert sender.send_orders.moving == 1
     world.pass_time(101)
     assert not peer.machine.grant(peer.incarnation, Grant(transfer="greedy", leases=leases(1, 2)))
     world.run()

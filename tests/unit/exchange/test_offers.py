@@ -37,7 +37,7 @@ def expired(world: World) -> None:
     world.want("r", 64)
     world.run()
     world.pass_time(101)
-    assert world.senders[0].sending.moving == 2 and "r" in world.senders[0].sending.offers
+    assert world.senders[0].send_orders.moving == 2 and "r" in world.senders[0].sending.offers
 
 
 def told_out(world: World) -> None:

@@ -153,9 +153,9 @@ def test_a_chunk_of_another_epoch_does_not_count(field: str) -> None:
     world.offer("r", 40, 12)
     world.hold.add("notice")
     world.run()
-    receiving, true = world.receivers[0].receiving, world.notices[0]
+    receive_orders, true = world.receivers[0].receive_orders, world.notices[0]
     lie = structs.replace(true, **{field: 2})
-    assert receiving.landed(lie) is None and receiving.take_reports() == [Dropped(lie.transfer, lie.slot)]
+    assert receive_orders.landed(lie) is None and receive_orders.take_reports() == [Dropped(lie.transfer, lie.slot)]
     world.hold.clear()
     world.run()
     assert isinstance(world.answers()["r"], Done)

@@ -122,23 +122,23 @@ def notice_of(departure: LeavingChunk, sender: AttachedEngine) -> Notice:
     )
 
 
-def take_up(order: SendingOrder | ReceivingOrder, sending: SendOrders, receiving: ReceiveOrders) -> None:
+def take_up(order: SendingOrder | ReceivingOrder, send_orders: SendOrders, receive_orders: ReceiveOrders) -> None:
     """What a data plane does with an order of a transfer that is not pulled."""
     match order:
         case SendOrder():
-            sending.order(order, NOTHING, 0.0)
+            send_orders.order(order, NOTHING, 0.0)
         case Progress():
-            sending.progress(order, 0.0)
+            send_orders.progress(order, 0.0)
         case Credit():
-            sending.credit(order, 0.0)
+            send_orders.credit(order, 0.0)
         case StopSending():
-            sending.stop(order)
+            send_orders.stop(order)
         case ReceiveOrder():
-            receiving.order(order, NOTHING)
+            receive_orders.order(order, NOTHING)
         case Lend():
-            receiving.lend(order)
+            receive_orders.lend(order)
         case StopReceiving():
-            receiving.stop(order)
+            receive_orders.stop(order)
         case _:
             raise AssertionError(order)
 
@@ -151,8 +151,8 @@ class Node:
     engine: AttachedEngine
     receiving: Receiver
     sending: Sender
-    sending: SendOrders
-    receiving: ReceiveOrders = field(default_factory=ReceiveOrders)
+    send_orders: SendOrders
+    receive_orders: ReceiveOrders = field(default_factory=ReceiveOrders)
     orders: deque[SendingOrder | ReceivingOrder] = field(default_factory=deque)  # that its data plane has not heard
     dropped: list[Dropped] = field(default_factory=list)
     told: list[object] = field(default_factory=list)
@@ -448,10 +448,10 @@ class World:
         self._report(node)
 
     def _take_up(self, node: Node, order: SendingOrder | ReceivingOrder) -> None:
-        take_up(order, node.sending, node.receiving)
+        take_up(order, node.send_orders, node.receive_orders)
 
     def _send(self, sender: Node) -> None:
-        while not sender.orders and (departure := sender.sending.begin()) is not None:
+        while not sender.orders and (departure := sender.send_orders.begin()) is not None:
             self._begin(sender, departure)
 
     def _begin(self, sender: Node, departure: LeavingChunk) -> None:
@@ -470,7 +470,7 @@ class World:
         assert key not in self.writing, f"slot {key} is written under two leases"
         self.writing[key] = departure
         self.later("write", lambda: self._written(sender, departure))
-        sender.sending.gathered(departure)
+        sender.send_orders.gathered(departure)
         self._report(sender)
 
     def _written(self, sender: Node, departure: LeavingChunk) -> None:
@@ -485,7 +485,7 @@ class World:
 
     def _ended(self, sender: Node, departure: LeavingChunk, failure: Failure) -> None:
         if not sender.is_dead:
-            sender.sending.written(departure, 0.0, failure)
+            sender.send_orders.written(departure, 0.0, failure)
             self._send(sender)
             self._report(sender)
 
@@ -495,7 +495,7 @@ class World:
         if receiver.is_dead:
             return
         self._order(receiver, is_all=True)
-        if (arrival := receiver.receiving.landed(notice)) is not None:
+        if (arrival := receiver.receive_orders.landed(notice)) is not None:
             self.moved.append((arrival.order.plan.pairs, False, receiver.engine.pool))
             self.later("scatter", lambda: None if receiver.is_dead else self._scattered(receiver, arrival))
         self._report(receiver)
@@ -504,13 +504,13 @@ class World:
         order, notice = arrival.order, arrival.notice
         assert Part(order.plan, order.plan.chunk(notice.chunk), order.tables, is_sender=False).moves()
         self.scatters[order.transfer, notice.chunk] += 1
-        receiver.receiving.scattered(arrival, None)
+        receiver.receive_orders.scattered(arrival, None)
         self._report(receiver)
 
     def _report(self, node: Node) -> None:
-        if sent := node.sending.take_reports():
+        if sent := node.send_orders.take_reports():
             self.later("report", lambda: None if node.is_dead else self.do(node, node.sending.hear(sent)))
-        if received := node.receiving.take_reports():
+        if received := node.receive_orders.take_reports():
             node.dropped += [each for each in received if isinstance(each, Dropped)]
             self.later("report", lambda: self.do(node, node.receiving.hear(received, self.now)))
 
@@ -555,6 +555,6 @@ class World:
             assert not sending._waiting and not sending._of_receiver and not receiving._hungry
             counts = receiving.slots.counts()
             assert counts.free == len(receiving.slots), counts
-            assert node.sending.slots.free == len(node.sending.slots)
-            assert not node.sending._open and not node.sending._hungry and not node.sending.moving
+            assert node.send_orders.slots.free == len(node.send_orders.slots)
+            assert not node.send_orders._open and not node.send_orders._hungry and not node.send_orders.moving
         assert all(times == 1 for times in self.scatters.values())

@@ -81,10 +81,10 @@ class State:
     to_receiver: deque[Any] = field(default_factory=deque)
     flights: list[Flight] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
-    sending: SendOrders = field(default_factory=lambda: SendOrders(0))
+    send_orders: SendOrders = field(default_factory=lambda: SendOrders(0))
     to_send: deque[SendingOrder] = field(default_factory=deque)
     sent: deque[SendingReport] = field(default_factory=deque)
-    receiving: ReceiveOrders = field(default_factory=ReceiveOrders)
+    receive_orders: ReceiveOrders = field(default_factory=ReceiveOrders)
     orders: deque[ReceivingOrder] = field(default_factory=deque)
     reports: deque[ReceivingReport] = field(default_factory=deque)
     scatters: list[LandedChunk] = field(default_factory=list)
@@ -116,9 +116,9 @@ class State:
         yield from self.notices
         yield from (*self.orders, *self.reports, *self.to_send, *self.sent)
         yield NOTHING
-        for dispatch in [*self.sending._open.values(), *(flight.departure.dispatch for flight in self.flights)]:
+        for dispatch in [*self.send_orders._open.values(), *(flight.departure.dispatch for flight in self.flights)]:
             yield from (dispatch.order, dispatch.tables, dispatch.stop)
-        for receipt in [*self.receiving._open.values(), *(scatter.receipt for scatter in self.scatters)]:
+        for receipt in [*self.receive_orders._open.values(), *(scatter.receipt for scatter in self.scatters)]:
             yield from (receipt.order, receipt.stop)
         for _, _, takes in self.receiving._assignment._assigned.values():
             yield takes
@@ -141,8 +141,8 @@ class State:
         )
         bound = tuple((o.early, o.offered is not None) for o in sending.outgoing_transfers.values())
         offers = tuple((o.request, o.want, o.over, len(o.served)) for o in sending.offers.values())
-        dispatches = tuple(_key_of(each) for each in self.sending._open.values())
-        hungry = tuple((turn, name) for turn, _, name in sorted(self.sending._hungry._heap))
+        dispatches = tuple(_key_of(each) for each in self.send_orders._open.values())
+        hungry = tuple((turn, name) for turn, _, name in sorted(self.send_orders._hungry._heap))
         to_send = tuple((type(o), o.transfer, _amount(o)) for o in self.to_send), tuple(self.sent)
         ended = tuple((e.rendezvous, e.want, tuple(sorted(e.heard))) for e in sending._rendezvous_ids._by_age)
         wants = tuple((name, w.state) for name, w in receiving.wants.items())
@@ -151,7 +151,7 @@ class State:
         scatters = tuple((s.order.transfer, s.notice.chunk, s.notice.slot) for s in self.scatters)
         receipts = tuple(
             (r.transfer, tuple(r.leases.items()), frozenset(r.missing), r.moving, r.stop is None)
-            for r in self.receiving._open.values()
+            for r in self.receive_orders._open.values()
         )
         orders = tuple((type(o), o.transfer, o.leases if isinstance(o, Lend) else ()) for o in self.orders)
         rest = (
@@ -211,7 +211,7 @@ class State:
         found += [("order",)] if self.orders else []
         found += [("report",)] if self.reports else []
         found += [("order to send",)] if self.to_send else []
-        found += [("report of sending",)] if self.sent else []
+        found += [("report of send_orders",)] if self.sent else []
         found += [("remain", i) for i in range(len(self.remains))] if self.budget.get("remain") else []
         for kind in ("cut", "restart", "abandon", "withdraw"):
             found += [(kind,)] if self.budget.get(kind) else []
@@ -238,7 +238,7 @@ class State:
         while self.lag != "receiver" and (self.orders or self.reports):
             self._order() if self.orders else self._report()
         while self.lag != "sender" and (self.to_send or self.sent):
-            self._order_to_send() if self.to_send else self._report_of_sending()
+            self._order_to_send() if self.to_send else self._report_of_send_orders()
 
     # Engines:
 
@@ -298,7 +298,7 @@ class State:
         self.incarnations += 1
         before = {*self.sending._before, self.sender_engine.agent.incarnation}
         self.sender_engine = _restarted(self.sender_engine, self.incarnations)
-        self.sending, self.sending = Sender(before=before), SendOrders(len(self.sending.slots))
+        self.sending, self.send_orders = Sender(before=before), SendOrders(len(self.send_orders.slots))
         self.to_send.clear()
         self.sent.clear()
         self.receiver(self.receiving.unreachable(ADDRESS, "peer_lost", "dead", 0.0))
@@ -334,26 +334,26 @@ class State:
     # The data plane's side:
 
     def _order_to_send(self) -> None:
-        take_up(self.to_send.popleft(), self.sending, self.receiving)
-        self._after_sending()
+        take_up(self.to_send.popleft(), self.send_orders, self.receive_orders)
+        self._after_send_orders()
 
-    def _after_sending(self) -> None:
+    def _after_send_orders(self) -> None:
         """What can be gathered is begun, and what there is to say is said."""
-        while not self.to_send and (departure := self.sending.begin()) is not None:
+        while not self.to_send and (departure := self.send_orders.begin()) is not None:
             out = self.sending.outgoing_transfers.get(departure.order.transfer)
             if out is None or out.offered is None or out.offered.request in self.released:
                 raise Wrong(f"{departure.order.transfer} is read though its blocks were given back")
             self.flights.append(Flight(departure))
-        self.sent += self.sending.take_reports()
+        self.sent += self.send_orders.take_reports()
 
-    def _report_of_sending(self) -> None:
+    def _report_of_send_orders(self) -> None:
         self.sender(self.sending.hear([self.sent.popleft()]))
 
     def _gathered(self, index: int) -> None:
         flight = self.flights[index]
         flight.state = "write"
-        self.sending.gathered(flight.departure)
-        self._after_sending()
+        self.send_orders.gathered(flight.departure)
+        self._after_send_orders()
 
     def _lands(self, index: int) -> None:
         flight = self.flights[index]
@@ -384,8 +384,8 @@ class State:
         self._written(flight, ("write_failed", "test"))
 
     def _written(self, flight: Flight, failure: Failure) -> None:
-        self.sending.written(flight.departure, 0.0, failure, flight.is_late)
-        self._after_sending()
+        self.send_orders.written(flight.departure, 0.0, failure, flight.is_late)
+        self._after_send_orders()
 
     def _remain(self, index: int) -> None:
         """A kernel delivers the rest of a write that failed, whoever has the slot by now."""
@@ -394,8 +394,8 @@ class State:
     def _late(self, index: int) -> None:
         flight = self.flights[index]
         flight.is_late = True
-        self.sending.late(flight.departure, "test")
-        self._after_sending()
+        self.send_orders.late(flight.departure, "test")
+        self._after_send_orders()
 
     def _repeat(self) -> None:
         self.notices.append(self.notices[0])
@@ -412,16 +412,16 @@ class State:
         self.notices.append(notice_of(again, self.sender_engine))
 
     def _order(self) -> None:
-        take_up(self.orders.popleft(), self.sending, self.receiving)
-        self.reports += self.receiving.take_reports()
+        take_up(self.orders.popleft(), self.send_orders, self.receive_orders)
+        self.reports += self.receive_orders.take_reports()
 
     def _notice(self, index: int) -> None:
         while self.orders:  # what was asked before it came is done before it is looked at
             self._order()
-        arrival = self.receiving.landed(self.notices.pop(index))
+        arrival = self.receive_orders.landed(self.notices.pop(index))
         if arrival is not None:
             self.scatters.append(arrival)
-        self.reports += self.receiving.take_reports()
+        self.reports += self.receive_orders.take_reports()
 
     def _scattered(self, index: int) -> None:
         arrival = self.scatters.pop(index)
@@ -433,11 +433,11 @@ class State:
         if wanted is None or wanted.want.request in self.answers:
             raise Wrong(f"{order.transfer} is scattered after its want was answered")
         if found == REST:  # what nobody but the digest can see
-            self.receiving.scattered(arrival, ("digest_mismatch", "test"))
+            self.receive_orders.scattered(arrival, ("digest_mismatch", "test"))
         else:
             self.rows.add((order.transfer, notice.chunk))
-            self.receiving.scattered(arrival, None)
-        self.reports += self.receiving.take_reports()
+            self.receive_orders.scattered(arrival, None)
+        self.reports += self.receive_orders.take_reports()
 
     def _report(self) -> None:
         chunks = {name: _chunks(wanted) for name, wanted in self.receiving.wants.items()}
@@ -488,7 +488,7 @@ class State:
             while moves := calm.moves():
                 calm.make(moves[0])
         counts = calm.receiving.slots.counts()
-        if counts.free != len(calm.receiving.slots) or calm.sending.slots.free != len(calm.sending.slots):
+        if counts.free != len(calm.receiving.slots) or calm.send_orders.slots.free != len(calm.send_orders.slots):
             raise Wrong(f"slots are left: {counts}")
         if (
             calm.receiving.wants
@@ -497,9 +497,9 @@ class State:
             or calm.sending.outgoing_transfers
         ):
             raise Wrong("transfers are left")
-        if calm.receiving._open or calm.receiving.lent or calm.receiving.scattering:
+        if calm.receive_orders._open or calm.receive_orders.lent or calm.receive_orders.scattering:
             raise Wrong("orders are left")
-        if calm.sending._open or calm.sending.moving:
+        if calm.send_orders._open or calm.send_orders.moving:
             raise Wrong("orders to send are left")
         if calm.sending.offers:
             raise Wrong("offers are left")
@@ -551,7 +551,7 @@ def begin(wants: int, tokens: int, slots: int, local: int, budget: dict[str, int
     receiver, sender = world.receivers[0], world.senders[0]
     names = _Names()
     receiving = Receiver(SlotPool(slots), names.name, names.token)
-    state = State(receiver.engine, sender.engine, receiving, Sender(), budget, lag, sending=SendOrders(local))
+    state = State(receiver.engine, sender.engine, receiving, Sender(), budget, lag, send_orders=SendOrders(local))
     for i in range(wants):
         state.offer(f"r{i}", tokens)
         state.want(f"r{i}", tokens)

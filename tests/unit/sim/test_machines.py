@@ -39,7 +39,7 @@ class Transfers(RuleBasedStateMachine):
         counts = pool.counts()
         assert counts.free + counts.lent + counts.quarantined == len(pool)
         assert counts.free == pool.free and len(set(pool._free)) == pool.free
-        assert self.state.receiving.scattering == len(self.state.scatters)
+        assert self.state.receive_orders.scattering == len(self.state.scatters)
 
     def teardown(self) -> None:
         self.state.check_rest()
