@@ -101,8 +101,11 @@ class Metrics:
 
     def watch(self, gauges: Gauges) -> None:
         """Add what is read at scrape time."""
-        for role, counts in (("receive_slots", gauges.receive_slots), ("send_slots", gauges.send_slots)):
-            slots = Gauge(f"kvbridge_{role}_slots", f"Slots of the {role} staging", ["state"], registry=self.registry)
+        for name, text, counts in (
+            ("receive_slots", "Slots of the staging that others write to", gauges.receive_slots),
+            ("send_slots", "Slots of the staging that we send out of", gauges.send_slots),
+        ):
+            slots = Gauge(f"kvbridge_{name}", text, ["state"], registry=self.registry)
             for state in SlotCounts.__struct_fields__:
                 slots.labels(state).set_function(partial(_count, counts, state))
         text = "Agents that have our engine's memory mapped; overdue: their session or its epoch is over"

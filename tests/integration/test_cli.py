@@ -503,7 +503,7 @@ LONG = msgspec.structs.replace(
         TransferStatus(
             role="receiver",
             request=f"cmpl-{'0123456789abcdef' * 2}-0",
-            room="r",
+            rendezvous="r",
             peer=KEY,
             state="flowing",
             chunks_done=1234,

@@ -183,7 +183,7 @@ class Bare(Player):
         self.engine = self.staged
 
     def greet(self) -> Wire:
-        self.peers.dialling.reach("P0")
+        self.peers.outgoing.reach("P0")
         wire = self.wires["P0"]
         (greeting,) = wire.said(Hello)
         assert greeting.fabric.slots == 0
@@ -230,7 +230,7 @@ def test_slots_that_cannot_be_made_end_the_session_and_no_other() -> None:
             player.refuse(tasks, wire)
         assert len(wire.said(Hello)) == 1 and player.over == [("P0", "no_staging")]
         player.outcome = None
-        player.peers.dialling.reach("P0")
+        player.peers.outgoing.reach("P0")
         assert len(wire.said(Hello)) == 2
 
     run(story)
@@ -244,7 +244,7 @@ def test_a_session_that_ends_while_slots_are_made_is_not_greeted_again() -> None
         async with asyncio.TaskGroup() as tasks:
             player.refuse(tasks, wire)
             await settle()
-            player.peers.dialling.lose(wire, "closed")
+            player.peers.outgoing.lose(wire, "closed")
             player.may_stage.set()
         assert len(wire.said(Hello)) == 1 and player.over == [("P0", "peer_unreachable")]
 

@@ -45,9 +45,9 @@ def peer_of(handed: Handover, name: str = "nhd16") -> AttachedPool:
 def test_rows_are_pulled_out_of_another_process_into_any_pool(path: Path, name: str) -> None:
     async def story() -> None:
         with Sender(path, name) as sender, await open_memory(sender.card(), "decode-0") as handed:
-            with peer_of(handed, name) as sender:
+            with peer_of(handed, name) as pool:
                 for receiver in (HND64, PACKED, FP8):
-                    assert pulled(SHAPES[name], sender, receiver, "cpu") == ""
+                    assert pulled(SHAPES[name], pool, receiver, "cpu") == ""
             assert sender.ask("check") == "unchanged"
 
     asyncio.run(story())
@@ -101,11 +101,11 @@ def test_the_engine_may_die_while_its_memory_is_read(path: Path) -> None:
         with (
             Sender(path, "nhd16") as sender,
             await open_memory(sender.card(), "decode-0") as handed,
-            peer_of(handed) as sender,
+            peer_of(handed) as pool,
         ):
             sender.process.send_signal(signal.SIGKILL)
             assert "is gone" in await handed.ending()
-            assert pulled(NHD16, sender, HND64, "cpu") == ""
+            assert pulled(NHD16, pool, HND64, "cpu") == ""
 
     asyncio.run(story())
 

@@ -79,19 +79,19 @@ def test_what_is_pulled_has_the_digest_that_its_sender_finds(case: str) -> None:
         table = block_table(receiver.pool, tables_of(receiver.pool, end, seed=2), 0, end)
         takes = assign([sender.pool for sender in senders], receiver.pool)
         compared = 0
-        for (held, sender), taken in zip(opened, takes, strict=True):
-            planned = plan(sender.pool, receiver.pool, taken, 0, end, 1 << 14)
+        for (held, given), taken in zip(opened, takes, strict=True):
+            planned = plan(given.pool, receiver.pool, taken, 0, end, 1 << 14)
             for chunk in (planned.chunk(index) for index in range(planned.chunks)):
-                its = Part(planned, chunk, block_table(sender.pool, sender_table, 0, end), True)
-                receiver, sender = CpuBlockCopier(), CpuBlockCopier()
-                receiver.pull(sender, its, pool, Part(planned, chunk, table, False), has_digest=True)
-                (read,) = receiver.poll()
-                found = [_gathered(sender, sender, its, slot)]
-                sender.digest(sender, its)
-                assert [each.digest for each in sender.poll()] == found, "without a slot it is the same"
+                its = Part(planned, chunk, block_table(given.pool, sender_table, 0, end), True)
+                pulling, digesting = CpuBlockCopier(), CpuBlockCopier()
+                pulling.pull(given, its, pool, Part(planned, chunk, table, False), has_digest=True)
+                (read,) = pulling.poll()
+                found = [_gathered(digesting, given, its, slot)]
+                digesting.digest(given, its)
+                assert [each.digest for each in digesting.poll()] == found, "without a slot it is the same"
                 for region in held.memory:
                     region ^= 1
-                found.append(_gathered(sender, sender, its, slot))
+                found.append(_gathered(digesting, given, its, slot))
                 for region in held.memory:
                     region ^= 1
                 assert read.digest == found[0] != found[1]

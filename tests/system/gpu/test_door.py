@@ -63,11 +63,11 @@ def test_rows_are_pulled_from_an_engine_of_another_process(path: Path, ours: str
     async def story() -> None:
         with Sender(path, "nhd16", "cuda:0") as sender, await open_memory(sender.card(), "decode-0") as handed:
             assert {handle.kind for handle in handed.handles} == {"cuda_ipc"} and handed.fds == []
-            with torch.cuda.device(ours), peer_of(handed, ours) as sender:
-                with sender.hold() as regions:
+            with torch.cuda.device(ours), peer_of(handed, ours) as pool:
+                with pool.hold() as regions:
                     assert all(isinstance(each, Mapped) for each in regions.memories)
                 for receiver in (HND64, PACKED, FP8):
-                    assert pulled(NHD16, sender, receiver, ours, pull) == ""
+                    assert pulled(NHD16, pool, receiver, ours, pull) == ""
             assert sender.ask("check") == "unchanged"
 
     asyncio.run(story())
@@ -80,14 +80,14 @@ def test_an_engine_may_be_killed_while_its_memory_is_mapped(path: Path, ours: st
             Sender(path, "nhd16", "cuda:0") as sender,
             await open_memory(sender.card(), "decode-0") as handed,
             torch.cuda.device(ours),
-            peer_of(handed, ours) as sender,
+            peer_of(handed, ours) as pool,
         ):
-            assert pulled(NHD16, sender, HND64, ours, pull) == ""
+            assert pulled(NHD16, pool, HND64, ours, pull) == ""
             sender.process.send_signal(signal.SIGKILL)
             assert "is gone" in await handed.ending()
             sender.process.wait()
             for _ in range(3):
-                assert pulled(NHD16, sender, HND64, ours, pull) == ""
+                assert pulled(NHD16, pool, HND64, ours, pull) == ""
 
     asyncio.run(story())
 
@@ -146,7 +146,7 @@ def test_a_handle_that_opens_nothing_is_refused_by_name(path: Path, spoilt: byte
             with pytest.raises(KVBridgeError) as raised:
                 AttachedPool.open_peer(build(NHD16).pool, bad, [], "cuda:0")
             assert raised.value.code == "region_unmappable"
-            with peer_of(handed, "cuda:0") as sender:  # what was refused left nothing in the way
-                assert pulled(NHD16, sender, HND64, "cuda:0", pull) == ""
+            with peer_of(handed, "cuda:0") as pool:  # what was refused left nothing in the way
+                assert pulled(NHD16, pool, HND64, "cuda:0", pull) == ""
 
     asyncio.run(story())
