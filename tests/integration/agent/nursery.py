@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 START_S = 60.0
 MESSAGE_BYTES = 1 << 20
