@@ -36,8 +36,8 @@ from ..exchange.orders import ReceivingReport, SendingReport
 from ..exchange.receiver import Receiver
 from ..exchange.route import Site
 from ..exchange.sender import Sender
-from ..exchange.session import SessionState
 from ..exchange.slots import SlotPool
+from ..exchange.states import SessionState
 from ..failpoints import VARIABLE, arm_from_environment
 from ..options import AgentConfig, Supervision
 from ..transport.control import Control
@@ -286,33 +286,34 @@ class Agent:
             config.rebuild_s,
             self._clock,
         )
-        self.metrics.watch(
-            Gauges(
-                receive_slots=self._receive_slots,
-                send_slots=self.data_plane.send_orders.slots.counts,
-                wants=lambda: len(self.receiving.wants),
-                offers=lambda: len(self.sending.offers),
-                unclaimed=lambda: len(self.sending.unclaimed(self._clock())),
-                waiting={
-                    ("receiver", "session"): lambda: self.receiving.without_session,
-                    ("receiver", "slot"): lambda: self.receiving.without_slot,
-                    ("sender", "offer"): lambda: self.sending.without_offer,
-                    ("sender", "credit"): lambda: self.data_plane.send_orders.without_credit,
-                    ("sender", "slot"): lambda: self.data_plane.send_orders.without_slot,
-                },
-                moving={
-                    "receiver": lambda: self.receiving.moving,
-                    "sender": lambda: len(self.sending.outgoing_transfers),
-                },
-                sessions={
-                    **{("receiver", state.name.lower()): partial(self.peers.count_dialled, state) for state in STATES},
-                    ("sender", "open"): self.peers.count_accepted,
-                },
-                open_sessions={"receiver": self.peers.open_dialled, "sender": self.peers.open_accepted},
-                is_attached=lambda: self.engines.engine is not None,
-                is_rebuild_refused=lambda: bool(self.rebuilder.refused),
-                readers=self.doors.holders,
-            )
+        self.metrics.watch(self._gauges())
+
+    def _gauges(self) -> Gauges:
+        return Gauges(
+            receive_slots=self._receive_slots,
+            send_slots=self.data_plane.send_orders.slots.counts,
+            wants=lambda: len(self.receiving.wants),
+            offers=lambda: len(self.sending.offers),
+            unclaimed=lambda: len(self.sending.unclaimed(self._clock())),
+            waiting={
+                ("receiver", "session"): lambda: self.receiving.without_session,
+                ("receiver", "slot"): lambda: self.receiving.without_slot,
+                ("sender", "offer"): lambda: self.sending.without_offer,
+                ("sender", "credit"): lambda: self.data_plane.send_orders.without_credit,
+                ("sender", "slot"): lambda: self.data_plane.send_orders.without_slot,
+            },
+            moving={
+                "receiver": lambda: self.receiving.moving,
+                "sender": lambda: len(self.sending.outgoing_transfers),
+            },
+            sessions={
+                **{("receiver", state.name.lower()): partial(self.peers.count_dialled, state) for state in STATES},
+                ("sender", "open"): self.peers.count_accepted,
+            },
+            open_sessions={"receiver": self.peers.open_dialled, "sender": self.peers.open_accepted},
+            is_attached=lambda: self.engines.engine is not None,
+            is_rebuild_refused=lambda: bool(self.rebuilder.refused),
+            readers=self.doors.holders,
         )
 
     def _look_back(self, record: RequestRecord) -> None:

@@ -15,9 +15,10 @@ from msgspec import structs
 
 from ..dataplane.data_plane import DataPlane
 from ..errors import FabricError, KVBridgeError, PeerError
-from ..exchange.deadlines import Deadlines
+from ..exchange.containers import Deadlines
 from ..exchange.route import Rate
-from ..exchange.session import AttachedEngine, Session, SessionEvent, SessionState, accept, hello
+from ..exchange.session import AttachedEngine, Session, accept, hello
+from ..exchange.states import SessionEvent, SessionState
 from ..failpoints import failpoint
 from ..transport.control import Control
 from ..transport.endpoint import canonical

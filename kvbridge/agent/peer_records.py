@@ -25,7 +25,8 @@ from kvbridge_proto.peer import (
 )
 
 from ..dataplane.routes.choice import Connected
-from ..exchange.session import SESSION_TABLE, Session, SessionEvent, SessionState, Whose
+from ..exchange.session import Session, Whose
+from ..exchange.states import SESSION_TABLE, SessionEvent, SessionState
 from ..transport.link import Link
 
 

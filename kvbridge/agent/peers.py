@@ -30,7 +30,8 @@ from kvbridge_proto.peer import (
 from kvbridge_proto.status import PeerStatus
 
 from ..dataplane.data_plane import DataPlane
-from ..exchange.session import AttachedEngine, Session, SessionState
+from ..exchange.session import AttachedEngine, Session
+from ..exchange.states import SessionState
 from ..transport.control import Control
 from ..transport.events import Arrived, Lost, Reached, Rejected
 from ..transport.link import Link

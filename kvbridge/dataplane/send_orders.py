@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvbridge_proto.peer import SlotLease
 
+from ..exchange.containers import Turns
 from ..exchange.orders import (
     Broken,
     Credit,
@@ -21,7 +22,6 @@ from ..exchange.orders import (
     Shipped,
     StopSending,
 )
-from ..exchange.turns import Turns
 from ..geometry.tokens import BlockTable
 from .attached import AttachedMemory
 from .slots import LocalSlot, LocalSlots

@@ -1,84 +1,25 @@
-"""One want as the receiver keeps it: its states, and those of the transfers that satisfy it. Pure."""
+"""One want as the receiver keeps it: the transfers that satisfy it, and the slots that they are lent. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from kvbridge_proto.engine import Failed, Refused, Want
-from kvbridge_proto.peer import Claim, SlotLease, Take
+from kvbridge_proto.peer import Claim, Grant, SlotLease, Take
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
-from .actions import Action, Tell
+from .actions import Action, Send, Tell
+from .containers import Turns
 from .leases import Reading
-from .orders import Pull, ReceiveOrder
+from .orders import Lend, Pull, ReceiveOrder
 from .session import AttachedEngine, Session, engine_ranks, rank_index
-from .states import StateTable
-
-
-class WantState(Enum):
-    REACHING = auto()  # sessions with all ranks of the sender engine are being opened
-    FLOWING = auto()  # claimed; the data plane has its orders
-    RETURNING = auto()  # its session ended; it reaches again once the data plane is quiet
-    ENDING = auto()  # failed, but the data plane is not quiet
-    ENDED = auto()
-
-
-class WantEvent(Enum):
-    CLAIM = auto()
-    FINISH = auto()
-    FAIL_BUSY = auto()  # failed while the data plane had orders
-    FAIL = auto()
-    QUIET = auto()  # nothing of it is moved any more
-    AGAIN = auto()  # its session ended before anything came, and the peer goes on
-    AGAIN_BUSY = auto()  # the same, while the data plane had orders
-
-
-WANT_TABLE = StateTable(
-    {
-        (WantState.REACHING, WantEvent.CLAIM): WantState.FLOWING,
-        (WantState.REACHING, WantEvent.FAIL): WantState.ENDED,
-        (WantState.FLOWING, WantEvent.AGAIN): WantState.REACHING,
-        (WantState.FLOWING, WantEvent.AGAIN_BUSY): WantState.RETURNING,
-        (WantState.RETURNING, WantEvent.QUIET): WantState.REACHING,
-        (WantState.RETURNING, WantEvent.FAIL): WantState.ENDED,
-        (WantState.RETURNING, WantEvent.FAIL_BUSY): WantState.ENDING,
-        (WantState.FLOWING, WantEvent.FINISH): WantState.ENDED,
-        (WantState.FLOWING, WantEvent.FAIL): WantState.ENDED,
-        (WantState.FLOWING, WantEvent.FAIL_BUSY): WantState.ENDING,
-        (WantState.ENDING, WantEvent.QUIET): WantState.ENDED,
-    }
-)
+from .slots import SlotPool
+from .states import IncomingState, WantState
 
 # How sessions end with a peer that may go on, under another epoch. If it does not, the next greeting tells.
 GOES_ON = ("peer_left", "stale_epoch")
-
-
-class IncomingState(Enum):
-    CLAIMED = auto()
-    STOPPING = auto()  # cancelled; the sender has not said Drained yet
-    ENDED = auto()
-
-
-class IncomingEvent(Enum):
-    FINISH = auto()
-    STOP = auto()
-    DRAIN = auto()
-    LOSE = auto()  # the sender is gone; what it may still write stays quarantined
-
-
-INCOMING_TABLE = StateTable(
-    {
-        (IncomingState.CLAIMED, IncomingEvent.FINISH): IncomingState.ENDED,
-        (IncomingState.CLAIMED, IncomingEvent.STOP): IncomingState.STOPPING,
-        (IncomingState.CLAIMED, IncomingEvent.DRAIN): IncomingState.ENDED,
-        (IncomingState.CLAIMED, IncomingEvent.LOSE): IncomingState.ENDED,
-        (IncomingState.STOPPING, IncomingEvent.DRAIN): IncomingState.ENDED,
-        (IncomingState.STOPPING, IncomingEvent.LOSE): IncomingState.ENDED,
-    }
-)
 
 
 @dataclass(slots=True)
@@ -229,3 +170,39 @@ def duplicate(want: Want) -> Tell:
 def failed(request: str, code: str, reason: str) -> Tell:
     """The answer to a want that ended without its rows."""
     return Tell(Failed(request=request, code=code[:64], reason=reason[:1024]))
+
+
+def lend_early(slots: SlotPool, incoming: IncomingTransfer) -> tuple[SlotLease, ...]:
+    """Slots for a transfer that is being claimed: saves the round trip of asking once chunks are ready."""
+    plenty = slots.free - len(slots) // 2  # half stays for those that are ready for sure
+    return _lend(slots, min(max(plenty, 0), incoming.plan.chunks), incoming)
+
+
+def queue(slots: SlotPool, hungry: Turns[IncomingTransfer], incoming: IncomingTransfer) -> None:
+    """It waits for a slot if it can use one."""
+    if incoming.state is IncomingState.CLAIMED and _hunger(slots, incoming) > 0:
+        hungry.add(incoming.transfer, incoming.turn, incoming)
+
+
+def grants(slots: SlotPool, hungry: Turns[IncomingTransfer]) -> list[Action]:
+    """Lend free slots to transfers whose chunks are ready, one each in turn from call to call; what to tell whom."""
+    lent: dict[tuple[str, str], tuple[SlotLease, ...]] = {}
+    while slots.free and (incoming := hungry.take()) is not None:
+        whom = incoming.address, incoming.transfer
+        lent[whom] = lent.get(whom, ()) + _lend(slots, 1, incoming)
+        queue(slots, hungry, incoming)
+    actions: list[Action] = []
+    for (address, transfer), leases in lent.items():
+        actions += [Lend(transfer, leases), Send(address, Grant(transfer=transfer, leases=leases))]
+    return actions
+
+
+def _lend(slots: SlotPool, count: int, incoming: IncomingTransfer) -> tuple[SlotLease, ...]:
+    if leases := slots.lend(count, incoming.transfer):
+        incoming.turn = slots.turn
+    return leases
+
+
+def _hunger(slots: SlotPool, incoming: IncomingTransfer) -> int:
+    """How many chunks are ready and have no slot."""
+    return incoming.ready - incoming.scattered - slots.lent_to(incoming.transfer)

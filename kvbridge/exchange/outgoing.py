@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from kvbridge_proto.peer import Claim, SlotLease, Sum
 
@@ -13,34 +12,7 @@ from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from .leases import Promise
 from .session import Session
-from .states import StateTable
-
-
-class OutgoingState(Enum):
-    WAITING = auto()  # claimed; nothing offered under that rendezvous id yet
-    FLOWING = auto()
-    STOPPING = auto()  # over, but the data plane or its receiver is not through with it
-    ENDED = auto()
-
-
-class OutgoingEvent(Enum):
-    BIND = auto()
-    FINISH = auto()  # the last chunk is written
-    STOP_BUSY = auto()
-    STOP = auto()
-    QUIET = auto()  # nothing of it is under way any more
-
-
-OUTGOING_TABLE = StateTable(
-    {
-        (OutgoingState.WAITING, OutgoingEvent.BIND): OutgoingState.FLOWING,
-        (OutgoingState.WAITING, OutgoingEvent.STOP): OutgoingState.ENDED,
-        (OutgoingState.FLOWING, OutgoingEvent.FINISH): OutgoingState.ENDED,
-        (OutgoingState.FLOWING, OutgoingEvent.STOP): OutgoingState.ENDED,
-        (OutgoingState.FLOWING, OutgoingEvent.STOP_BUSY): OutgoingState.STOPPING,
-        (OutgoingState.STOPPING, OutgoingEvent.QUIET): OutgoingState.ENDED,
-    }
-)
+from .states import OutgoingState
 
 
 @dataclass(slots=True)

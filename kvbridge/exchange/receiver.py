@@ -19,34 +19,28 @@ from ..geometry.plan import Plan
 from .actions import Action, Ask, Reach, Send, Tell
 from .adoption import Adoption
 from .block_tables import ready_chunks, tables_of
-from .deadlines import Deadlines
+from .containers import Deadlines, Turns
 from .expected import ExpectedRequests, holds
 from .incoming import (
-    INCOMING_TABLE,
-    WANT_TABLE,
-    IncomingEvent,
-    IncomingState,
     IncomingTransfer,
     OpenWant,
-    WantEvent,
-    WantState,
     can_begin_again,
     claim_of,
     duplicate,
     failed,
+    grants,
+    lend_early,
     order_of,
     pull_of,
+    queue,
     why_late,
 )
 from .leases import LEASE_S, Reading, ReadLease, Sampling
-from .lending import grants, lend_early, queue
 from .orders import Broken, Landed, Lend, Pulled, Quiet, ReceivingReport, StopReceiving
-from .sender_sessions import SenderSessions
+from .sender_sessions import SenderSessions, ShardAssignment, UndrainedTransfers
 from .session import AttachedEngine, Session
-from .shard_assignment import ShardAssignment
 from .slots import SlotPool
-from .turns import Turns
-from .undrained import UndrainedTransfers
+from .states import INCOMING_TABLE, WANT_TABLE, IncomingEvent, IncomingState, WantEvent, WantState
 
 ASK_AGAIN_S = 0.1  # for ranks that the sender's engine has not named yet
 MOST_WANTS = 16384

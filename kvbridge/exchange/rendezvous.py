@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from kvbridge_proto.peer import Claim
 
+from .containers import Recent
 from .outgoing import OpenOffer
-from .recent import Recent
 
 AWAITED_S = 15.0  # who waits says so three times meanwhile
 MOST_AWAITED = 16384

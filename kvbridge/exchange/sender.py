@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from kvbridge_proto.common import MAX_RANKS
 from kvbridge_proto.engine import MAX_HELD, Held, Offer, Released
 from kvbridge_proto.peer import (
     MAX_SUMS,
@@ -22,16 +23,16 @@ from kvbridge_proto.peer import (
     Failing,
     Grant,
     Ready,
+    Refuse,
     Renew,
     SlotLease,
 )
 
-from ..errors import EngineError, KVBridgeError
+from ..errors import EngineError, KVBridgeError, PeerError
 from ..geometry.plan import Plan
 from .actions import Action, Send, Tell
 from .block_tables import check_begin, check_late, extended, ready_chunks
-from .claims import planned, refused, surplus
-from .deadlines import Deadlines
+from .containers import Deadlines, Recent
 from .leases import HEARD_S, LEASE_S, Promise
 from .orders import (
     Broken,
@@ -48,10 +49,10 @@ from .orders import (
     StopSending,
     Watch,
 )
-from .outgoing import OUTGOING_TABLE, OpenOffer, OutgoingEvent, OutgoingState, OutgoingTransfer, ReceiverClaims
-from .recent import Recent
+from .outgoing import OpenOffer, OutgoingTransfer, ReceiverClaims
 from .rendezvous import ENDED_S, EndedOffer, Rendezvous
 from .session import AttachedEngine, Session
+from .states import OUTGOING_TABLE, OutgoingEvent, OutgoingState
 
 MOST_OFFERS = 16384
 MOST_CLAIMS = 2048  # open at once, of one receiver
@@ -751,3 +752,39 @@ def _why_expired(offered: OpenOffer, now: float) -> str:
         return f"hold_s: {offered.hold_s:g} passed; not all ranks of {offered.want} came"
     tokens, age_s = offered.tokens - offered.first_token, now - offered.began
     return f"hold_s: {offered.hold_s:g} passed; nobody asked for its {tokens} tokens in {age_s:.1f} s"
+
+
+MOST_LEASES = 4096  # unused, of one receiver: as many slots as an agent can have
+
+
+def planned(claim: Claim, session: Session, engine: AttachedEngine) -> Plan:
+    """What its receiver takes, which must be what it says. Raises KVBridgeError."""
+    epochs = (
+        ("sender_epoch", engine.epoch, claim.sender_epoch),
+        ("receiver_epoch", session.peer_epoch, claim.receiver_epoch),
+    )
+    for name, ours, theirs in epochs:
+        if ours != theirs:
+            raise PeerError("stale_epoch", f"{name}: ours {ours}, theirs {theirs}")
+    if claim.receiver >= claim.receivers or claim.receivers > MAX_RANKS:
+        raise PeerError("bad_receiver", f"receiver: {claim.receiver} of {claim.receivers} ranks, at most {MAX_RANKS}")
+    plan = session.planner.plan(claim.takes, claim.first_token, claim.end_token, session.slot_bytes)
+    if plan.digest != claim.plan:
+        raise PeerError("plan_mismatch", f"plan: ours {plan.digest}, theirs {claim.plan}")
+    return plan
+
+
+def surplus(out: OutgoingTransfer, leases: Sequence[SlotLease], unused: int) -> str:
+    """Why these are more slots than a receiver can have or has a use for; we keep them. It has lent `unused`
+    already."""
+    if not leases:
+        return ""
+    if (lent := out.lent + len(leases)) > out.plan.chunks:
+        return f"leases: {lent} for {out.plan.chunks} chunks"
+    unused += len(leases)
+    return f"leases: {unused} unused, at most {MOST_LEASES}" if unused > MOST_LEASES else ""
+
+
+def refused(incarnation: str, claim: Claim, code: str, reason: str) -> Send:
+    """What its receiver hears of a claim that is not served."""
+    return Send(incarnation, Refuse(code=code, reasons=(reason[:1024],), about=claim.transfer))

@@ -1,8 +1,17 @@
-"""The agents that prefill for our engine, by address: the sessions that are open with them. Pure."""
+"""What a receiver knows of the engines that prefill for its own: open sessions, who holds which rows, which transfers
+may still be written. Pure."""
 
 from __future__ import annotations
 
-from .session import Session, engine_ranks, rank_index
+from collections import Counter
+from collections.abc import Sequence
+
+from kvbridge_proto.peer import Take
+from kvbridge_proto.pool import Pool
+
+from ..errors import PeerError
+from ..geometry.shard import assign
+from .session import Session, are_same, engine_ranks, rank_index
 
 
 class SenderSessions:
@@ -42,3 +51,90 @@ class SenderSessions:
         """Whether the addresses of all its engine's ranks are known."""
         first = self.open.get(sender)
         return first is not None and len(self.needed(sender)) >= engine_ranks(first.peer_pool)
+
+
+Takes = tuple[tuple[Take, ...], ...]
+
+
+class ShardAssignment:
+    """What was assigned last, by the address that wants name."""
+
+    def __init__(self) -> None:
+        self._assigned: dict[str, tuple[list[Session], Pool, Takes]] = {}
+
+    def takes(self, sender: str, sessions: Sequence[Session], pool: Pool) -> Takes:
+        """What `pool` takes from each of these sessions, all with the engine that is reached at `sender`.
+
+        Raises PeerError unless they are all the ranks of one engine and hold every row.
+        """
+        known = self._assigned.get(sender)
+        if known is None or known[1] is not pool or not are_same(known[0], sessions):
+            _check_ranks(sessions)
+            known = list(sessions), pool, assign([session.peer_pool for session in sessions], pool)
+            self._assigned[sender] = known
+        return known[2]
+
+    def forget(self) -> None:
+        """A session is over: keep none of its engine's."""
+        self._assigned.clear()
+
+
+def _check_ranks(sessions: Sequence[Session]) -> None:
+    """Raises PeerError unless these are all the ranks of one engine."""
+    first = sessions[0].peer_pool
+    for session in sessions:
+        if session.peer_pool.engine.id != first.engine.id:
+            reason = f"engine.id: {first.engine.id} at the first agent, {session.peer_pool.engine.id} at another"
+            raise PeerError("sender_ranks_mismatch", reason)
+    found = sorted(rank_index(session.peer_pool) for session in sessions)
+    if found != list(range(engine_ranks(first))):
+        raise PeerError("sender_ranks_mismatch", f"ranks: expected {engine_ranks(first)}, the agents hold {found}")
+
+
+class UndrainedTransfers:
+    """By transfer: the address it was claimed at, which start of the agent there has not drained it, its key.
+
+    Who answers at such an address is kept as long as something is in doubt there, and of no other address. A
+    incarnation is a word that anybody can say: it counts only with the key that the transfer was claimed of.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[str, str, str]] = {}
+        self._at: Counter[str] = Counter()  # how many, by address
+        self._met: dict[str, tuple[str, str]] = {}  # an address of those -> the start that was met there last, its key
+
+    def add(self, transfer: str, address: str, incarnation: str, key: str) -> None:
+        self.settle(transfer)
+        self._of[transfer] = address, incarnation, key
+        self._at[address] += 1
+
+    def settle(self, transfer: str) -> None:
+        if transfer not in self._of:
+            return
+        at, _, _ = self._of.pop(transfer)
+        self._at[at] -= 1
+        if not self._at[at]:
+            del self._at[at]
+            self._met.pop(at, None)
+
+    def clear(self) -> None:
+        """What they could have written is nothing any more."""
+        self._of.clear()
+        self._at.clear()
+        self._met.clear()
+
+    def is_any(self, address: str) -> bool:
+        return address in self._at
+
+    def meet(self, address: str, incarnation: str, key: str) -> list[tuple[str, str]]:
+        """This start answers at the address. The transfers that it could settle: its own, and those of another start
+        that was claimed of there, if it knows that one to be dead. With each whose it was."""
+        if self.is_any(address):
+            self._met[address] = incarnation, key
+        mine = [(transfer, at, of) for transfer, (at, of, its) in self._of.items() if its == key]
+        return [(transfer, of) for transfer, at, of in mine if of == incarnation or at == address]
+
+    def can_settle(self, transfer: str, incarnation: str, key: str) -> bool:
+        """Whether this start could settle that one: its own, or of where it was met, by whatever link it says so."""
+        at, of, its = self._of.get(transfer, ("", "", ""))
+        return bool(of) and key == its and (incarnation == of or self._met.get(at) == (incarnation, key))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Literal
 
 from kvbridge_proto.common import OURS, AgentCard, Rank, negotiate
@@ -20,32 +19,6 @@ from ..geometry.compat import Incompatible, Verdict, verdict
 from ..geometry.plan import Planner
 from ..geometry.token_shard import TokenShard
 from .route import UNPROVED, Routed, Site
-from .states import StateTable
-
-
-class SessionState(Enum):
-    NEW = auto()
-    GREETING = auto()
-    OPEN = auto()
-    ENDED = auto()
-
-
-class SessionEvent(Enum):
-    HELLO = auto()
-    WELCOME = auto()
-    LOSE = auto()
-
-
-SESSION_TABLE = StateTable(
-    {
-        (SessionState.NEW, SessionEvent.HELLO): SessionState.GREETING,
-        (SessionState.NEW, SessionEvent.LOSE): SessionState.ENDED,
-        (SessionState.GREETING, SessionEvent.WELCOME): SessionState.OPEN,
-        (SessionState.GREETING, SessionEvent.LOSE): SessionState.ENDED,
-        (SessionState.OPEN, SessionEvent.HELLO): SessionState.GREETING,  # asked again, for the missing ranks
-        (SessionState.OPEN, SessionEvent.LOSE): SessionState.ENDED,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)

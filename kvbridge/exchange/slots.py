@@ -9,42 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from kvbridge_proto.peer import SlotLease
 from kvbridge_proto.status import SlotCounts
 
-from .states import StateTable
-
-
-class SlotState(Enum):
-    FREE = auto()
-    LENT = auto()
-    QUARANTINED = auto()
-
-
-class SlotEvent(Enum):
-    LEND = auto()
-    LAND = auto()  # the one write of this lease has arrived whole, and its rows are in the blocks or thrown away
-    DOUBT = auto()  # the transfer ended while the lease was out
-    DRAIN = auto()  # the sender says that it will not write under this lease any more, or its successor that it is dead
-    REBUILD = auto()  # our side of the fabric was torn down
-
-
-_F, _L, _Q = SlotState.FREE, SlotState.LENT, SlotState.QUARANTINED
-# A chunk may have landed before its transfer was stopped and be reported after it: a lease is written once, so that is
-# proof enough for a slot that was quarantined meanwhile.
-SLOT_TABLE = StateTable(
-    {
-        (_F, SlotEvent.LEND): _L,
-        (_L, SlotEvent.LAND): _F,
-        (_L, SlotEvent.DRAIN): _F,
-        (_L, SlotEvent.DOUBT): _Q,
-        (_Q, SlotEvent.LAND): _F,
-        (_Q, SlotEvent.DRAIN): _F,
-        (_Q, SlotEvent.REBUILD): _F,
-    }
-)
+from .states import SLOT_TABLE, SlotEvent, SlotState
 
 
 @dataclass(slots=True)
@@ -81,10 +50,10 @@ class SlotPool:
     def counts(self) -> SlotCounts:
         states = [slot.state for slot in self._slots]
         return SlotCounts(
-            free=states.count(_F),
-            lent=states.count(_L),
+            free=states.count(SlotState.FREE),
+            lent=states.count(SlotState.LENT),
             landed=0,
-            quarantined=states.count(_Q),
+            quarantined=states.count(SlotState.QUARANTINED),
         )
 
     def lend(self, count: int, transfer: str) -> tuple[SlotLease, ...]:
@@ -111,15 +80,15 @@ class SlotPool:
 
     def doubt(self, transfer: str) -> int:
         """The transfer ended: what it still has out is quarantined. Returns how many slots that is."""
-        return self._step_all(transfer, (_L,), SlotEvent.DOUBT)
+        return self._step_all(transfer, (SlotState.LENT,), SlotEvent.DOUBT)
 
     def drain(self, transfer: str) -> int:
         """The sender has proven that the transfer writes no more. Returns how many slots became free."""
-        return self._step_all(transfer, (_L, _Q), SlotEvent.DRAIN)
+        return self._step_all(transfer, (SlotState.LENT, SlotState.QUARANTINED), SlotEvent.DRAIN)
 
     def rebuilt(self) -> int:
         """Our fabric was torn down and made anew. Returns how many slots became free."""
-        quarantined = [i for i, slot in enumerate(self._slots) if slot.state is _Q]
+        quarantined = [i for i, slot in enumerate(self._slots) if slot.state is SlotState.QUARANTINED]
         for index in quarantined:
             self._step(index, SlotEvent.REBUILD)
         return len(quarantined)
@@ -129,7 +98,7 @@ class SlotPool:
         return transfer in self._of_transfer
 
     def lent_to(self, transfer: str) -> int:
-        return sum(1 for i in self._of_transfer.get(transfer, ()) if self._slots[i].state is _L)
+        return sum(1 for i in self._of_transfer.get(transfer, ()) if self._slots[i].state is SlotState.LENT)
 
     def _step_all(self, transfer: str, states: tuple[SlotState, ...], event: SlotEvent) -> int:
         indexes = [i for i in self._of_transfer.get(transfer, ()) if self._slots[i].state in states]
@@ -139,10 +108,10 @@ class SlotPool:
 
     def _step(self, index: int, event: SlotEvent) -> None:
         slot = self._slots[index]
-        was_lent = slot.state is _L
+        was_lent = slot.state is SlotState.LENT
         slot.state = SLOT_TABLE.after(slot.state, event)
         self.lent -= was_lent
-        if slot.state is _F:
+        if slot.state is SlotState.FREE:
             self._free.append(index)
             held = self._of_transfer[slot.transfer]
             held.discard(index)

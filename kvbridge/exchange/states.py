@@ -1,9 +1,9 @@
-"""State machines as tables: one dict from (state, event) to state. Pure."""
+"""Every state machine of the exchange as a table: what state follows, by (state, event). Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import Enum, auto
 from typing import Generic, TypeVar
 
 S = TypeVar("S", bound=Enum)
@@ -34,3 +34,156 @@ class StateTable(Generic[S, E]):
 
     def allows(self, state: S, event: E) -> bool:
         return (state, event) in self._rows
+
+
+# Sessions:
+
+
+class SessionState(Enum):
+    NEW = auto()
+    GREETING = auto()
+    OPEN = auto()
+    ENDED = auto()
+
+
+class SessionEvent(Enum):
+    HELLO = auto()
+    WELCOME = auto()
+    LOSE = auto()
+
+
+SESSION_TABLE = StateTable(
+    {
+        (SessionState.NEW, SessionEvent.HELLO): SessionState.GREETING,
+        (SessionState.NEW, SessionEvent.LOSE): SessionState.ENDED,
+        (SessionState.GREETING, SessionEvent.WELCOME): SessionState.OPEN,
+        (SessionState.GREETING, SessionEvent.LOSE): SessionState.ENDED,
+        (SessionState.OPEN, SessionEvent.HELLO): SessionState.GREETING,  # asked again, for the missing ranks
+        (SessionState.OPEN, SessionEvent.LOSE): SessionState.ENDED,
+    }
+)
+
+
+# A want of our engine, and the transfers that satisfy it:
+
+
+class WantState(Enum):
+    REACHING = auto()  # sessions with all ranks of the sender engine are being opened
+    FLOWING = auto()  # claimed; the data plane has its orders
+    RETURNING = auto()  # its session ended; it reaches again once the data plane is quiet
+    ENDING = auto()  # failed, but the data plane is not quiet
+    ENDED = auto()
+
+
+class WantEvent(Enum):
+    CLAIM = auto()
+    FINISH = auto()
+    FAIL_BUSY = auto()  # failed while the data plane had orders
+    FAIL = auto()
+    QUIET = auto()  # nothing of it is moved any more
+    AGAIN = auto()  # its session ended before anything came, and the peer goes on
+    AGAIN_BUSY = auto()  # the same, while the data plane had orders
+
+
+WANT_TABLE = StateTable(
+    {
+        (WantState.REACHING, WantEvent.CLAIM): WantState.FLOWING,
+        (WantState.REACHING, WantEvent.FAIL): WantState.ENDED,
+        (WantState.FLOWING, WantEvent.AGAIN): WantState.REACHING,
+        (WantState.FLOWING, WantEvent.AGAIN_BUSY): WantState.RETURNING,
+        (WantState.RETURNING, WantEvent.QUIET): WantState.REACHING,
+        (WantState.RETURNING, WantEvent.FAIL): WantState.ENDED,
+        (WantState.RETURNING, WantEvent.FAIL_BUSY): WantState.ENDING,
+        (WantState.FLOWING, WantEvent.FINISH): WantState.ENDED,
+        (WantState.FLOWING, WantEvent.FAIL): WantState.ENDED,
+        (WantState.FLOWING, WantEvent.FAIL_BUSY): WantState.ENDING,
+        (WantState.ENDING, WantEvent.QUIET): WantState.ENDED,
+    }
+)
+
+
+class IncomingState(Enum):
+    CLAIMED = auto()
+    STOPPING = auto()  # cancelled; the sender has not said Drained yet
+    ENDED = auto()
+
+
+class IncomingEvent(Enum):
+    FINISH = auto()
+    STOP = auto()
+    DRAIN = auto()
+    LOSE = auto()  # the sender is gone; what it may still write stays quarantined
+
+
+INCOMING_TABLE = StateTable(
+    {
+        (IncomingState.CLAIMED, IncomingEvent.FINISH): IncomingState.ENDED,
+        (IncomingState.CLAIMED, IncomingEvent.STOP): IncomingState.STOPPING,
+        (IncomingState.CLAIMED, IncomingEvent.DRAIN): IncomingState.ENDED,
+        (IncomingState.CLAIMED, IncomingEvent.LOSE): IncomingState.ENDED,
+        (IncomingState.STOPPING, IncomingEvent.DRAIN): IncomingState.ENDED,
+        (IncomingState.STOPPING, IncomingEvent.LOSE): IncomingState.ENDED,
+    }
+)
+
+
+# A transfer that another engine's want takes from ours:
+
+
+class OutgoingState(Enum):
+    WAITING = auto()  # claimed; nothing offered under that rendezvous id yet
+    FLOWING = auto()
+    STOPPING = auto()  # over, but the data plane or its receiver is not through with it
+    ENDED = auto()
+
+
+class OutgoingEvent(Enum):
+    BIND = auto()
+    FINISH = auto()  # the last chunk is written
+    STOP_BUSY = auto()
+    STOP = auto()
+    QUIET = auto()  # nothing of it is under way any more
+
+
+OUTGOING_TABLE = StateTable(
+    {
+        (OutgoingState.WAITING, OutgoingEvent.BIND): OutgoingState.FLOWING,
+        (OutgoingState.WAITING, OutgoingEvent.STOP): OutgoingState.ENDED,
+        (OutgoingState.FLOWING, OutgoingEvent.FINISH): OutgoingState.ENDED,
+        (OutgoingState.FLOWING, OutgoingEvent.STOP): OutgoingState.ENDED,
+        (OutgoingState.FLOWING, OutgoingEvent.STOP_BUSY): OutgoingState.STOPPING,
+        (OutgoingState.STOPPING, OutgoingEvent.QUIET): OutgoingState.ENDED,
+    }
+)
+
+
+# A slot of our staging that others write to:
+
+
+class SlotState(Enum):
+    FREE = auto()
+    LENT = auto()
+    QUARANTINED = auto()
+
+
+class SlotEvent(Enum):
+    LEND = auto()
+    LAND = auto()  # the one write of this lease has arrived whole, and its rows are in the blocks or thrown away
+    DOUBT = auto()  # the transfer ended while the lease was out
+    DRAIN = auto()  # the sender says that it will not write under this lease any more, or its successor that it is dead
+    REBUILD = auto()  # our side of the fabric was torn down
+
+
+# A chunk may have landed before its transfer was stopped and be reported after it: a lease is written once, so that is
+# proof enough for a slot that was quarantined meanwhile.
+SLOT_TABLE = StateTable(
+    {
+        (SlotState.FREE, SlotEvent.LEND): SlotState.LENT,
+        (SlotState.LENT, SlotEvent.LAND): SlotState.FREE,
+        (SlotState.LENT, SlotEvent.DRAIN): SlotState.FREE,
+        (SlotState.LENT, SlotEvent.DOUBT): SlotState.QUARANTINED,
+        (SlotState.QUARANTINED, SlotEvent.LAND): SlotState.FREE,
+        (SlotState.QUARANTINED, SlotEvent.DRAIN): SlotState.FREE,
+        (SlotState.QUARANTINED, SlotEvent.REBUILD): SlotState.FREE,
+    }
+)

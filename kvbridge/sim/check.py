@@ -11,7 +11,7 @@ from kvbridge_proto.peer import PROBE_LANES
 from ..agent.peer_records import IncomingPeer, OutgoingPeer
 from ..agent.peers import Peers
 from ..dataplane.routes.choice import NOT_CONNECTED
-from ..exchange.session import SessionState
+from ..exchange.states import SessionState
 
 if TYPE_CHECKING:
     from .links import SimLink

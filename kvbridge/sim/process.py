@@ -28,11 +28,10 @@ from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..device.staging import Staging
 from ..errors import PeerError
-from ..exchange.incoming import WantState
-from ..exchange.outgoing import OutgoingState
 from ..exchange.route import Rate, Site
 from ..exchange.session import Session
 from ..exchange.slots import SlotPool
+from ..exchange.states import OutgoingState, WantState
 from ..options import AgentConfig
 from ..transport.control import Control
 from ..transport.door import Holder

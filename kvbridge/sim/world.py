@@ -11,7 +11,7 @@ from typing import TypeVar
 from kvbridge_proto.peer import Body, Notice, Ping, Pong
 from kvbridge_proto.pool import Pool
 
-from ..exchange.slots import SlotState
+from ..exchange.states import SlotState
 from ..options import AgentConfig
 from .check import look_for_leaks
 from .engine import Decode, HeldBlocks, Prefill, SimEngine, SimRank

@@ -261,6 +261,16 @@ def test_functions_fit_a_screen(module: str) -> None:
     assert not long
 
 
+def test_a_class_name_stands_once() -> None:
+    """Who searches for a name finds one thing."""
+    found: dict[str, list[str]] = {}
+    for module in FILES:
+        for node in _tree(module).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
 @pytest.mark.parametrize("folder", ["kernels", "proto"])
 def test_containers_are_no_packages(folder: str) -> None:
     """The import names `kernels` and `proto` belong to others."""

@@ -10,11 +10,10 @@ from kvbridge_proto.engine import Done
 from kvbridge_proto.peer import Cancel, Drained, Grant, Refuse, SlotLease
 
 from kvbridge.exchange.actions import Action, Send
-from kvbridge.exchange.claims import MOST_LEASES
-from kvbridge.exchange.deadlines import Deadlines
-from kvbridge.exchange.incoming import IncomingState
-from kvbridge.exchange.sender import MOST_RENOUNCED, Sender
+from kvbridge.exchange.containers import Deadlines
+from kvbridge.exchange.sender import MOST_LEASES, MOST_RENOUNCED, Sender
 from kvbridge.exchange.session import Session
+from kvbridge.exchange.states import IncomingState
 from tests.unit.exchange.world import World
 
 

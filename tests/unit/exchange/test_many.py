@@ -14,7 +14,7 @@ from kvbridge_proto.peer import Cancel, Claim
 from msgspec import structs
 
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.turns import Turns
+from kvbridge.exchange.containers import Turns
 from tests.unit.exchange.world import World
 
 FEW, MANY = 64, 4096

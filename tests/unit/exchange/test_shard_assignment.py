@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvbridge.errors import PeerError
+from kvbridge.exchange.sender_sessions import ShardAssignment
 from kvbridge.exchange.session import Session
-from kvbridge.exchange.shard_assignment import ShardAssignment
 from tests.unit.exchange.world import World
 
 

@@ -10,21 +10,29 @@ from kvbridge_proto.common import VersionRange
 from kvbridge_proto.peer import Refuse, SlotLease
 from msgspec.structs import replace
 
-from kvbridge.exchange.deadlines import Deadlines
-from kvbridge.exchange.incoming import INCOMING_TABLE, WANT_TABLE, IncomingEvent, IncomingState, WantEvent, WantState
-from kvbridge.exchange.outgoing import OUTGOING_TABLE, OutgoingEvent, OutgoingState
+from kvbridge.exchange.containers import Deadlines
 from kvbridge.exchange.route import Site
-from kvbridge.exchange.session import (
+from kvbridge.exchange.session import accept, answer, hello, welcome
+from kvbridge.exchange.slots import SlotPool
+from kvbridge.exchange.states import (
+    INCOMING_TABLE,
+    OUTGOING_TABLE,
     SESSION_TABLE,
+    SLOT_TABLE,
+    WANT_TABLE,
+    IllegalEvent,
+    IncomingEvent,
+    IncomingState,
+    OutgoingEvent,
+    OutgoingState,
     SessionEvent,
     SessionState,
-    accept,
-    answer,
-    hello,
-    welcome,
+    SlotEvent,
+    SlotState,
+    StateTable,
+    WantEvent,
+    WantState,
 )
-from kvbridge.exchange.slots import SLOT_TABLE, SlotEvent, SlotPool, SlotState
-from kvbridge.exchange.states import IllegalEvent, StateTable
 from tests.unit.exchange.world import World
 
 MACHINES = [

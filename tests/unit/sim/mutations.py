@@ -29,15 +29,16 @@ from kvbridge.dataplane.send_orders import SendOrders
 from kvbridge.device.copier import Moved
 from kvbridge.exchange import sender
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.incoming import IncomingEvent, IncomingState, WantState, failed
+from kvbridge.exchange.incoming import failed
 from kvbridge.exchange.leases import LEASE_S, ReadLease
 from kvbridge.exchange.orders import Failure, Gathered, Landed, Quiet, StopReceiving, StopSending
-from kvbridge.exchange.outgoing import OpenOffer, OutgoingState, OutgoingTransfer
+from kvbridge.exchange.outgoing import OpenOffer, OutgoingTransfer
 from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.rendezvous import Rendezvous
 from kvbridge.exchange.sender import Sender
-from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
-from kvbridge.exchange.undrained import UndrainedTransfers
+from kvbridge.exchange.sender_sessions import UndrainedTransfers
+from kvbridge.exchange.slots import SlotPool
+from kvbridge.exchange.states import IncomingEvent, IncomingState, OutgoingState, SlotEvent, SlotState, WantState
 from kvbridge.sim import engine, matter, rank
 from kvbridge.sim.local import EngineSocket
 from kvbridge.sim.matter import SimCopier
