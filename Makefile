@@ -32,13 +32,13 @@ export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 .PHONY: demo demo-vllm demo-cross demo-upgrade test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden clean
 
 demo: $(AGENT)
-	.venv/bin/kvbridge demo
+	.venv/bin/python -m demo
 
 demo-vllm: $(AGENT) $(ENGINE)
-	.venv/bin/kvbridge demo --vllm --vllm-python .venv-vllm/bin/python
+	.venv/bin/python -m demo --vllm --vllm-python .venv-vllm/bin/python
 
 demo-cross: $(AGENT) $(ENGINE) $(SGLANG)
-	.venv/bin/kvbridge demo --cross --vllm-python .venv-vllm/bin/python --sglang-python .venv-sglang/bin/python
+	.venv/bin/python -m demo --cross --vllm-python .venv-vllm/bin/python --sglang-python .venv-sglang/bin/python
 
 # The last release; before there is one, the oldest commit whose agents understand today's.
 FROM ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),e0d8cae)
@@ -47,7 +47,7 @@ demo-upgrade: $(AGENT) $(ENGINE)
 	rm -rf build/from && mkdir -p build/from/tree
 	git archive $(FROM) | tar -x -C build/from/tree
 	.venv/bin/$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/from build/from/tree
-	.venv/bin/kvbridge demo --upgrade-from build/from/*.whl --vllm-python .venv-vllm/bin/python
+	.venv/bin/python -m demo --upgrade-from build/from/*.whl --vllm-python .venv-vllm/bin/python
 
 test: lint unit
 

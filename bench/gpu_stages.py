@@ -20,7 +20,6 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import Pool
 from record import write
 
-from kvbridge.demo.pools import Shape, describe
 from kvbridge.device import driver
 from kvbridge.device.copier_gpu import GpuBlockCopier
 from kvbridge.device.memory import Regions
@@ -28,6 +27,7 @@ from kvbridge.device.staging import Span, Staging
 from kvbridge.geometry.plan import Part, Planner
 from kvbridge.geometry.shard import common
 from kvbridge.geometry.tokens import BlockTable
+from kvbridge.loopback.pools import Shape, describe
 
 IN_FLIGHT = 4
 SENDER = Shape(name="NHD", axes="LPBTHE", block_tokens=16, blocks=1 << 14, layers=32)

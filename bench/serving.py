@@ -43,7 +43,7 @@ os.environ.setdefault("KVBRIDGE_TEST_AGENT_PYTHON", str(ROOT / ".venv/bin/python
 from record import RESULTS, machine, write  # noqa: E402
 from serving_load import ANSWER, LONGEST, Answer, Ask, asks, digest, drive, figures, one_by_one  # noqa: E402
 
-from kvbridge.demo.model import HEAD_WIDTH, KV_HEADS  # noqa: E402
+from demo.model import HEAD_WIDTH, KV_HEADS  # noqa: E402
 from tests.integration.agent.harness import AgentProcess, agent  # noqa: E402
 from tests.system.routers.fleet import NAME, ROUTERS, SETTINGS, VLLM, Server, free_port, serve  # noqa: E402
 from tests.system.sglang.server import Server as SGLangServer  # noqa: E402
@@ -54,7 +54,7 @@ PROXY = [os.environ["KVBRIDGE_TEST_AGENT_PYTHON"], "-m", "kvbridge.cli", "proxy"
 CORES = {"prefill": {0}, "decode": {1}, "alone": {0}, "alone-two": {0, 1}}
 LAYERS, INNER = 4, 512
 MODEL = """import pathlib, sys
-from kvbridge.demo.model import write_model, write_tokenizer
+from demo.model import write_model, write_tokenizer
 folder, layers, inner = sys.argv[1:]
 write_tokenizer(write_model(pathlib.Path(folder), num_hidden_layers=int(layers), intermediate_size=int(inner)))"""
 ROW_BYTES = LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 4  # of one token, in fp32
@@ -186,7 +186,7 @@ def _vllm(setup: Setup, role: str, block: int, folder: Path, model: Path) -> Ser
         transfer |= {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "engine_id": f"nixl-{role}"}
         environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     command = [
-        *(str(VLLM), "-m", "kvbridge.demo.vllm_cpu", "serve", str(model), "--served-model-name", NAME),
+        *(str(VLLM), "-m", "demo.vllm_cpu", "serve", str(model), "--served-model-name", NAME),
         *("--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "warning", "--enforce-eager"),
         *("--dtype", "float32", "--max-model-len", str(2 * LONGEST), "--max-num-batched-tokens", str(BATCH)),
         *("--block-size", str(block), "--num-gpu-blocks-override", str(ROOM // block), "--no-enable-prefix-caching"),

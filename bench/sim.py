@@ -2,7 +2,7 @@
 
 Adds a run to bench/results/sim.json, which it writes as it goes: a run that is stopped or killed keeps the batches that
 were through (`seeds` are [first, count]), and another one at that commit has to begin behind them. Failing seeds do not
-stop it; `kvbridge sim --first SEED --seeds 1` tells each one's story. Exit status 1 if any seed failed.
+stop it; `python -m sim --first SEED --seeds 1` tells each one's story. Exit status 1 if any seed failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from record import RESULTS, machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kvbridge.sim.run import SimTally, many
+from sim.run import SimTally, many
 
 PATH = RESULTS / "sim.json"
 WRITE_EVERY_S = 10.0

@@ -50,8 +50,6 @@ def build() -> typer.Typer:
         "doctor": _doctor_command(),
         "bench": _bench_command(),
         "plan": plan,
-        "demo": demo,
-        "sim": sim,
         "keygen": keygen,
         "proxy": proxy,
     }
@@ -71,7 +69,7 @@ def _root(
 
 
 @contextmanager
-def _told(command: str) -> Iterator[None]:
+def told(command: str) -> Iterator[None]:
     """An error of ours, or a package that is not there, becomes a line on stderr and an exit code."""
     try:
         yield
@@ -97,7 +95,7 @@ def _agent_command() -> Callable[..., None]:
           kvbridge agent --socket p0.sock --device cuda:0
           kvbridge agent --socket p0.sock --key fleet.key --dial 10.0.0.0/24:7700
         """
-        with _told("agent"):
+        with told("agent"):
             loaded = load(_path(config), _flags(flags))
             from ..agent.daemon import run
 
@@ -120,7 +118,7 @@ def _config_command() -> typer.Typer:
           kvbridge config show --config /etc/kvbridge/agent-0.toml --log-level debug
           kvbridge config show --config /etc/kvbridge/agent-0.toml --json
         """
-        with _told("config show"):
+        with told("config show"):
             from .config import show
 
             show(_path(config), _flags(flags), as_json)
@@ -153,7 +151,7 @@ def _doctor_command() -> Callable[..., None]:
           kvbridge doctor --only ptrace --only route-nixl
           kvbridge doctor --config /etc/kvbridge/agent-0.toml --only peer --peer tcp://10.0.0.2:7700
         """
-        with _told("doctor"):
+        with told("doctor"):
             from .doctor import run
 
             run(_path(config), _flags(flags), only or [], peer, as_json)
@@ -197,7 +195,7 @@ def _bench_command() -> Callable[..., None]:
           kvbridge bench --only pull --seconds 30
           kvbridge bench --config /etc/kvbridge/agent-0.toml --json
         """
-        with _told("bench"):
+        with told("bench"):
             from .bench import run
 
             run(_path(config), _flags(flags), to, only or [], seconds, most_mib << 20, as_json)
@@ -303,7 +301,7 @@ def status(
       kvbridge status --pool > prefill.json
       kvbridge status --labels
     """
-    with _told("status"):
+    with told("status"):
         from .status import show, show_labels, show_pools
         from .status import watch as follow
 
@@ -347,7 +345,7 @@ def trace(
       kvbridge trace cmpl-8f2a-0 --json > decode.json
       kvbridge trace cmpl-8f2a-0 --with decode.json --chrome slow.json
     """
-    with _told("trace"):
+    with told("trace"):
         from .trace import show
 
         show(request, socket or [], saved or [], as_json, chrome)
@@ -383,61 +381,10 @@ def plan(
       kvbridge plan prefill.json /run/kvbridge/agent-0.sock --tokens 8192
       kvbridge plan rank-0.json,rank-1.json decode.json --json
     """
-    with _told("plan"):
+    with told("plan"):
         from .plan import show
 
         show(sender, receiver, tokens, slot_bytes, rank, as_json)
-
-
-def demo(
-    device: Annotated[
-        str, typer.Option(help="Where the engines' memory is: cpu, or GPUs to deal out, such as cuda:0,cuda:1.")
-    ] = "cpu",
-    routes: Annotated[str, typer.Option(help="Ways that agents may use, the best first.")] = "direct,nixl,host",
-    vllm: Annotated[bool, typer.Option("--vllm", help="Two real vLLM engines instead of synthetic ones.")] = False,
-    cross: Annotated[bool, typer.Option("--cross", help="A real vLLM engine and one of SGLang, both ways.")] = False,
-    upgrade_from: Annotated[
-        Path | None,
-        typer.Option(
-            help="Four real vLLM engines and their agents, upgraded from this wheel one by one under traffic."
-        ),
-    ] = None,
-    vllm_python: Annotated[
-        Path | None, typer.Option(help="A Python that has vLLM and kvbridge. Default: .venv-vllm/bin/python.")
-    ] = None,
-    sglang_python: Annotated[
-        Path | None, typer.Option(help="A Python that has SGLang and kvbridge. Default: .venv-sglang/bin/python.")
-    ] = None,
-) -> None:
-    """Two engines that disagree, two agents, real ZeroMQ and NIXL on this machine; every element is checked.
-
-    \b
-    Examples:
-      kvbridge demo
-      kvbridge demo --device cuda:0,cuda:1
-      kvbridge demo --vllm --vllm-python .venv-vllm/bin/python
-    """
-    with _told("demo"):
-        for each in device.split(","):
-            load(flags={"device": each, "routes": routes}, environment={})
-        if vllm + cross + (upgrade_from is not None) > 1:
-            raise OperatorError("bad_option", "--vllm, --cross and --upgrade-from: one of them")
-        if upgrade_from is not None:
-            from ..demo.upgrade import run as run_upgrade
-
-            run_upgrade(upgrade_from, vllm_python)
-        elif vllm:
-            from ..demo.vllm import run as run_vllm
-
-            run_vllm(vllm_python)
-        elif cross:
-            from ..demo.cross import run as run_cross
-
-            run_cross(vllm_python, sglang_python)
-        else:
-            from ..demo.run import run
-
-            run(devices=device.split(","), routes=routes)
 
 
 def keygen(
@@ -451,7 +398,7 @@ def keygen(
       kvbridge keygen /etc/kvbridge/fleet.key
       kvbridge keygen agent-0.key --name prefill-0 > prefill-0.pub
     """
-    with _told("keygen"):
+    with told("keygen"):
         from .keygen import run
 
         run(path, name)
@@ -504,32 +451,9 @@ def proxy(
         --decode vllm=http://10.0.0.2:8000 --listen 127.0.0.1:8081
       kvbridge proxy --engines /etc/kvbridge/engines
     """
-    with _told("proxy"):
+    with told("proxy"):
         from ..proxy.fleet import Waits
         from ..proxy.server import run
 
         waits = Waits(prefill_s=prefill_timeout_s, answer_s=answer_timeout_s)
         run(prefill or (), decode or (), engines, listen, waits, log_level.value)
-
-
-def sim(
-    seeds: Annotated[int, typer.Option(min=1, help="How many schedules.")] = 1000,
-    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    story: Annotated[int | None, typer.Option(min=0, help="Tell all that happens under this seed.")] = None,
-) -> None:
-    """Play faults, delays and late writes against simulated agents; says what broke, if anything does.
-
-    \b
-    Examples:
-      kvbridge sim --seeds 100000 --jobs 2
-      kvbridge sim --story 4711
-    """
-    with _told("sim"):
-        from .sim import run
-        from .sim import story as tell
-
-        if story is not None:
-            tell(story)
-        else:
-            run(first, seeds, jobs)

@@ -22,11 +22,11 @@ from kvbridge_proto.engine import Done, Failed, Offer, Refused, Released, Want
 from kvbridge_proto.peer import Route
 from msgspec import structs
 
-from ..demo.engine import PATIENCE_S, Job, RequestRejected, SyntheticEngine
-from ..demo.pools import DemoRequest, Shape, rows_of
-from ..demo.processes import AgentProcess, agents
 from ..device.handles import SHM
 from ..errors import OperatorError
+from ..loopback.engine import PATIENCE_S, Job, RequestRejected, SyntheticEngine
+from ..loopback.pools import DemoRequest, Shape, rows_of
+from ..loopback.processes import AgentProcess, agents
 
 Agents = tuple[AgentProcess, AgentProcess]  # that sends, that receives
 Pools = Literal["equal", "mismatched"]

@@ -1,4 +1,4 @@
-"""Checks that move something: two agents, two synthetic engines, as `kvbridge demo` runs them, a route at a time."""
+"""Checks that move something: two agents, two synthetic engines, as `make demo` runs them, a route at a time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.progress import Progress
 
 from ..dataplane.resources import chosen_gpu
 from ..dataplane.routes.rate import SLOW_BYTES_PER_S
-from ..demo.pools import DemoRequest, Shape
-from ..demo.processes import agents
-from ..demo.run import DemoOutcome, carry, memcpy_bytes_per_s
 from ..errors import OperatorError
+from ..loopback.carry import PairOutcome, carry, memcpy_bytes_per_s
+from ..loopback.pools import DemoRequest, Shape
+from ..loopback.processes import agents
 from ..options import AgentConfig
 from .finding import DoctorCheck, Finding, Subject, failed, not_here, ok
 from .neighbours import told
@@ -90,7 +90,7 @@ def floor(is_gpu: bool) -> float:
 
 def _judged(
     route: Route,
-    outcome: DemoOutcome,
+    outcome: PairOutcome,
     transports: frozenset[str],
     floor_bytes_per_s: float,
     environment: dict[str, str],

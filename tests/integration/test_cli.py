@@ -140,7 +140,7 @@ def examples(command: str) -> list[list[str]]:
     return [shlex.split(line.partition(" >")[0]) for line in lines if line.strip()]
 
 
-COMMANDS = ("agent", "status", "trace", "doctor", "bench", "plan", "demo", "sim", "keygen", "proxy", "config show")
+COMMANDS = ("agent", "status", "trace", "doctor", "bench", "plan", "keygen", "proxy", "config show")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -208,11 +208,10 @@ def test_agent_refuses_a_bad_option_naming_it() -> None:
     told = kvbridge("agent", KVBRIDGE_LOG_LEVEL="loud")
     assert told.returncode == 2
     assert "bad_option: log_level: got 'loud' from KVBRIDGE_LOG_LEVEL: must be one of debug, " in told.stderr
-    for command in ("agent", "demo"):
-        told = kvbridge(command, "--routes", "tcp")
-        assert told.returncode == 2 and "each one of direct, host, nixl" in told.stderr
-        told = kvbridge(command, "--device", "gpu")
-        assert told.returncode == 2 and "must be auto, cpu, cuda, cuda:N or a GPU's UUID" in told.stderr
+    told = kvbridge("agent", "--routes", "tcp")
+    assert told.returncode == 2 and "each one of direct, host, nixl" in told.stderr
+    told = kvbridge("agent", "--device", "gpu")
+    assert told.returncode == 2 and "must be auto, cpu, cuda, cuda:N or a GPU's UUID" in told.stderr
 
 
 @pytest.mark.parametrize("pattern", ["10.0.0.0/24:7700", "*:7700", "prefill.internal:7700"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from io import StringIO
@@ -14,17 +17,17 @@ import typer
 from msgspec import structs
 from rich.console import Console
 
-from kvbridge.demo import run as synthetic
-from kvbridge.demo.cross import PAIRS, CrossOutcome, compare, conclude, report
-from kvbridge.demo.cross_engines import DemoServer
-from kvbridge.demo.engine import Job, SyntheticEngine
-from kvbridge.demo.pools import POISON, DemoRequest, Shape, describe, fill, first_difference, tables
-from kvbridge.demo.rows import write
-from kvbridge.demo.upgrade import Answer, Seen
-from kvbridge.demo.upgrade import conclude as conclude_upgrade
+from demo import run as synthetic
+from demo.cross import PAIRS, CrossOutcome, compare, conclude, report
+from demo.cross_engines import DemoServer
+from demo.rows import write
+from demo.upgrade import Answer, Seen
+from demo.upgrade import conclude as conclude_upgrade
 from kvbridge.geometry.compat import check_pool
-from tests.integration.test_cli import kvbridge
+from kvbridge.loopback.engine import Job, SyntheticEngine
+from kvbridge.loopback.pools import POISON, DemoRequest, Shape, describe, fill, first_difference, tables
 
+ROOT = Path(__file__).parents[2]
 SMALL = Shape(name="small", axes="LPBTHE", block_tokens=16, blocks=12, layers=2, kv_heads=4, width=8)
 SHAPES = [
     SMALL,
@@ -35,6 +38,13 @@ SHAPES = [
 REQUESTS = [DemoRequest(name="one", tokens=40, seed=1), DemoRequest(name="two", tokens=33, first_token=16, seed=2)]
 CROSSED = [pair for pairs in PAIRS.values() for pair in pairs]
 AS_ALONE = CrossOutcome(*CROSSED[0], 40, 163840.0, ((5, 6), (5, 6)), (5, 6), "", 0.5)
+
+
+def demo(*arguments: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """As `make demo` runs it, in a terminal that is wide enough for the times of a busy machine."""
+    command = [sys.executable, "-m", "demo", *map(str, arguments)]
+    env = os.environ | {"COLUMNS": "100"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=env)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -94,7 +104,7 @@ def test_a_slow_machine_does_not_push_the_verdict_out() -> None:
 
 
 def test_the_whole_demo() -> None:
-    told = kvbridge("demo", timeout_s=100, COLUMNS="80")
+    told = demo(timeout_s=100)
     assert told.returncode == 0, told.stderr + told.stdout
     assert told.stdout.count("exact") == 3
     assert "WRONG" not in told.stdout
@@ -143,10 +153,10 @@ def test_cross_demo_sees_a_wrong_row(sender: DemoServer, receiver: DemoServer, t
 @pytest.mark.parametrize(("flag", "engine"), [("--vllm", "vllm"), ("--cross", "vllm"), ("--cross", "sglang")])
 def test_demo_of_real_engines_says_what_it_needs(tmp_path: Path, flag: str, engine: str) -> None:
     others = [] if engine == "vllm" else ["--vllm-python", _python(tmp_path / "good", 0)]
-    told = kvbridge("demo", flag, *others, f"--{engine}-python", tmp_path / "python")
+    told = demo(flag, *others, f"--{engine}-python", tmp_path / "python")
     assert told.returncode == 1
     assert f"no_{engine}: no Python at {tmp_path}/python" in told.stderr
-    told = kvbridge("demo", flag, *others, f"--{engine}-python", _python(tmp_path / "bare", 1))
+    told = demo(flag, *others, f"--{engine}-python", _python(tmp_path / "bare", 1))
     assert told.returncode == 1
     assert f"does not have both {engine} and kvbridge" in told.stderr
 

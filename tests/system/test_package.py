@@ -25,9 +25,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOR_GPUS = {"cuda-bindings", "nixl-cu12"}
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
 
-# `kvbridge demo` with one pair and one prompt; test_demo.py runs the whole of it.
-TRANSFER = "from kvbridge.demo.run import PAIRS, REQUESTS, run; run(PAIRS[:1], REQUESTS[:1])"
-
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -115,13 +112,12 @@ def test_the_version_is_written_once(wheel: Path, clean: Path, tmp_path: Path) -
     assert newest is not None and newest[1] == version
 
 
-def test_the_wheel_answers_and_carries(clean: Path, tmp_path: Path) -> None:
+def test_the_wheel_answers(clean: Path, tmp_path: Path) -> None:
     where = told([clean / "python", "-c", "import kvbridge.cli as c; print(c.__file__)"], tmp_path).strip()
     assert Path(where).is_relative_to(clean.parent)
     assert "Commands" in told([clean / "kvbridge", "--help"], tmp_path)
     found = json.loads(told([clean / "kvbridge", "config", "show", "--json"], tmp_path))
     assert found["options"]["name"]["value"] == "agent-0"
-    assert told([clean / "python", "-c", TRANSFER], tmp_path, timeout_s=100).count("exact") == 1
 
 
 def test_doctor_of_the_wheel_moves_something_by_a_route(clean: Path, tmp_path: Path) -> None:

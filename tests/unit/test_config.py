@@ -27,7 +27,7 @@ def test_nothing_said_gives_the_defaults() -> None:
 
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
-    path = write(tmp_path, 'name = "file"\ninbound_slots = 3\noutbound_slots = 4\ndrain_s = 1\n')
+    path = write(tmp_path, 'name = "file"\nreceive_slots = 3\nsend_slots = 4\ndrain_s = 1\n')
     environment = {"KVBRIDGE_NAME": "environment", "KVBRIDGE_SEND_SLOTS": "5", "OTHER": "x"}
     config = load(path, {"name": "flag", "socket": None}, environment)
     assert (config.name, config.receive_slots, config.send_slots, config.drain_s) == ("flag", 3, 5, 1.0)

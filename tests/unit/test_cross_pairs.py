@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.gpu_table import cross_lines
-from kvbridge.demo.model import write_config
+from demo.model import write_config
 from tests.system.engines import weights
 from tests.system.gpu.cross_pairs import Found, _same_weights, ratios
 from tests.system.gpu.sglang_pairs import DECODED, Voice, alike, apart, parting

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbridge.demo import vllm_cpu
-from kvbridge.demo.vllm_cpu import ask_for_tiles
+from demo import vllm_cpu
+from demo.vllm_cpu import ask_for_tiles
 
 ROOT = Path(__file__).parents[2]
 ENGINES = (
-    "kvbridge.demo.vllm_cpu",
-    "kvbridge.demo.vllm_engine",
-    "kvbridge.demo.vllm_rows",
+    "demo.vllm_cpu",
+    "demo.vllm_engine",
+    "demo.vllm_rows",
     "tests.system.engines.engine_loop",
 )
 
@@ -54,7 +54,7 @@ def test_asks_nothing_where_the_number_is_another_calls(machine: str) -> None:
 def test_this_machine_grants_tiles_if_it_has_them() -> None:
     """For real; in a process of its own, which the answer changes."""
     told = subprocess.run(
-        [sys.executable, "-c", "from kvbridge.demo.vllm_cpu import ask_for_tiles; print(ask_for_tiles())"],
+        [sys.executable, "-c", "from demo.vllm_cpu import ask_for_tiles; print(ask_for_tiles())"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -81,7 +81,7 @@ def test_spawned_processes_run_the_main_module_under_a_name_that_asks(tmp_path: 
     """Theirs too: vLLM's server spawns an engine core, which spawns workers."""
     (tmp_path / "spawning.py").write_text(
         "from multiprocessing import get_context, parent_process\n"
-        "from kvbridge.demo.vllm_cpu import MAINS\n"
+        "from demo.vllm_cpu import MAINS\n"
         "def spawn(deeper):\n"
         "    child = get_context('spawn').Process(target=spawn if deeper else print, args=(deeper - 1,))\n"
         "    child.start(), child.join()\n"

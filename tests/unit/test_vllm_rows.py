@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvbridge.demo.rows import load
-from kvbridge.demo.vllm_rows import _keep, before_free
+from demo.rows import load
+from demo.vllm_rows import _keep, before_free
 
 TOKENS, HEADS = 5, 4
 ROWS = np.arange(HEADS * TOKENS * 8, dtype=np.uint8).reshape(HEADS, TOKENS, 8)

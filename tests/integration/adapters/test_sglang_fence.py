@@ -14,7 +14,7 @@ import torch
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
-from kvbridge.demo.sglang_cpu import ENVIRONMENT, stand_in
+from demo.sglang_cpu import ENVIRONMENT, stand_in
 
 pytestmark = pytest.mark.sglang
 FORWARDS, SCHEDULER, EVENT = "the forwards' stream", "the scheduler's stream", "a prefix's event"

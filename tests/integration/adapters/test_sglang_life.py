@@ -16,10 +16,10 @@ if importlib.util.find_spec("sglang") is None:
 
 from kvbridge_proto.engine import Expect, Offer, Want
 
+from demo.sglang_cpu import ENVIRONMENT, stand_in
 from kvbridge.adapters.engine.conversation import Ended
 from kvbridge.adapters.sglang.messages import Asked, Row
 from kvbridge.adapters.sglang.rooms import Rooms
-from kvbridge.demo.sglang_cpu import ENVIRONMENT, stand_in
 
 pytestmark = pytest.mark.sglang
 

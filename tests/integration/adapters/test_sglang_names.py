@@ -13,7 +13,7 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
-from kvbridge.demo.sglang_cpu import ENVIRONMENT, stand_in
+from demo.sglang_cpu import ENVIRONMENT, stand_in
 
 pytestmark = pytest.mark.sglang
 

@@ -15,9 +15,9 @@ from kvbridge_proto.pool import Plane, Shard
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
+from demo.sglang_cpu import ENVIRONMENT, stand_in
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.sglang.pool import Heads, describe, moved
-from kvbridge.demo.sglang_cpu import ENVIRONMENT, stand_in
 from kvbridge.device.handles import export_all
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool

@@ -23,10 +23,10 @@ from typing import Any, Literal
 import msgspec
 from kvbridge_proto.status import Status
 
-from kvbridge.demo.engine import Job
-from kvbridge.demo.pools import DemoRequest, Shape
-from kvbridge.demo.processes import AgentProcess, EngineProcess, end
 from kvbridge.exchange.leases import LEASE_S
+from kvbridge.loopback.engine import Job
+from kvbridge.loopback.pools import DemoRequest, Shape
+from kvbridge.loopback.processes import AgentProcess, EngineProcess, end
 from tests.integration.agent.rank import CALM_S, GONE, SEEDS
 
 QUIET_S = 10.0

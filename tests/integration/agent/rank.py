@@ -21,8 +21,8 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import READERS_S, Abandon, Done, Failed, Offer, Refused, Released, Want, Withdraw
 from kvbridge_proto.status import Status, StatusQuery
 
-from kvbridge.demo.engine import Job, RequestRejected, SyntheticEngine
-from kvbridge.demo.pools import POISON, DemoRequest, first_difference
+from kvbridge.loopback.engine import Job, RequestRejected, SyntheticEngine
+from kvbridge.loopback.pools import POISON, DemoRequest, first_difference
 
 CALM_S = 0.1  # how long nobody may have written when we look
 GONE = "connection_ended"

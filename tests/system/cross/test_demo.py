@@ -1,4 +1,4 @@
-"""`kvbridge demo --cross`, as a newcomer runs it; what makes it end with 1 is in tests/system/test_demo.py."""
+"""`python -m demo --cross`, as a newcomer runs it; what makes it end with 1 is in tests/system/test_demo.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPTS, PAIRS = 3, 5
 
 
 def test_both_directions() -> None:
-    command = [os.environ["KVBRIDGE_TEST_AGENT_PYTHON"], "-m", "kvbridge.cli", "demo", "--cross"]
+    command = [os.environ["KVBRIDGE_TEST_AGENT_PYTHON"], "-m", "demo", "--cross"]
     wide = {**os.environ, "COLUMNS": "120"}
     told = subprocess.run(command, capture_output=True, text=True, timeout=580, env=wide, cwd=ROOT)
     assert told.returncode == 0, told.stdout + told.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvbridge.demo.model import write_model, write_tokenizer
+from demo.model import write_model, write_tokenizer
 from tests.system.routers import fleet as vllm
 from tests.system.routers.fleet import CHAT, NAME, ROW_BYTES, Server, free_port, serve
 from tests.system.routers.test_routers import chat, completion, prompt, said

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from kvbridge.demo.vllm_cpu import MAINS, ask_for_tiles
-from kvbridge.demo.vllm_rows import before_free, joined, read_rows
+from demo.vllm_cpu import MAINS, ask_for_tiles
+from demo.vllm_rows import before_free, joined, read_rows
 
 RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
 

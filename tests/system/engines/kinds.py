@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kvbridge.demo.model import HEAD_WIDTH, HIDDEN, LAYERS, QUERY_HEADS, VOCABULARY, write_config, write_model
+from demo.model import HEAD_WIDTH, HIDDEN, LAYERS, QUERY_HEADS, VOCABULARY, write_config, write_model
 
 WINDOW = 96
 LATENT, ROPE = 512, 64  # the only ones that vLLM's CPU backend for latents has kernels for

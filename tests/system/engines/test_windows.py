@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from kvbridge.demo.vllm_rows import LATER
+from demo.vllm_rows import LATER
 from tests.system.engines.engine_process import Rows
 from tests.system.engines.fleet import Fleet, prompt
 from tests.system.engines.kinds import WINDOW, write_windowed

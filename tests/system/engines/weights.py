@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from kvbridge.demo.model import GAINS, _shapes, write_config
+from demo.model import GAINS, _shapes, write_config
 
 SEED = 7
 # In a net of 32 layers, more than that for what is added to its stream lets bf16 in another order end in other tokens.

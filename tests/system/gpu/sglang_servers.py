@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbridge.demo.model import write_config
+from demo.model import write_config
 from tests.integration.agent.harness import AgentProcess, agent
 from tests.system.engines import marks
 from tests.system.engines.weights import SEED

@@ -11,12 +11,12 @@ import pytest
 import torch
 from kvbridge_proto.pool import Handle, Pool
 
-from kvbridge.demo.pools import Shape, describe
 from kvbridge.device import driver
 from kvbridge.device.handles import export
 from kvbridge.device.mapping import open_ipc, wrap
 from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import KVBridgeError
+from kvbridge.loopback.pools import Shape, describe
 from tests.system.gpu.engine import Engine, Told, pattern
 
 pytestmark = pytest.mark.gpu

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress
 
-from kvbridge.demo.pools import DemoRequest, Shape
-from kvbridge.demo.processes import agents
-from kvbridge.demo.run import PAIRS, DemoOutcome, carry
+from demo.run import PAIRS
+from kvbridge.loopback.carry import PairOutcome, carry
+from kvbridge.loopback.pools import DemoRequest, Shape
+from kvbridge.loopback.processes import agents
 
 REQUESTS = [
     DemoRequest(name="short", tokens=17, seed=1),
@@ -36,7 +37,7 @@ def carried(
     late_cycles: int = 0,
     unfenced: str = "",
     **options: str,
-) -> tuple[DemoOutcome, list[str]]:
+) -> tuple[PairOutcome, list[str]]:
     """How the transfers of one pair went, and what the agents logged when their sessions opened."""
     with ExitStack() as stack:
         count = sender.tp_size + receiver.tp_size
@@ -47,7 +48,7 @@ def carried(
     return outcome, [line.partition("session open: ")[2] for line in logs.splitlines() if "session open" in line]
 
 
-def assert_exact(outcome: DemoOutcome, routes: Sequence[str], route: str) -> None:
+def assert_exact(outcome: PairOutcome, routes: Sequence[str], route: str) -> None:
     assert outcome.wrong == ""
     assert routes and all(f" {route} " in said.replace(",", " ,") for said in routes), routes
 

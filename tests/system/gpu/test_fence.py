@@ -91,8 +91,8 @@ def test_counts_go_up_and_the_last_is_reached_when_the_engine_closes() -> None:
 
 def test_a_synthetic_engine_keeps_a_region_for_each_layer() -> None:
     """What it fills it finds again, on a GPU as on a CPU, to the byte."""
-    from kvbridge.demo.engine import Job, SyntheticEngine
-    from kvbridge.demo.pools import DemoRequest
+    from kvbridge.loopback.engine import Job, SyntheticEngine
+    from kvbridge.loopback.pools import DemoRequest
 
     shape = msgspec.structs.replace(SHAPE, codec="fp8_e4m3", scale=0.03125)
     requests = [

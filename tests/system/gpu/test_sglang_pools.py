@@ -20,7 +20,7 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Offer, Want
 from kvbridge_proto.pool import Shard
 
-from kvbridge.demo.sglang_rows import DTYPES
+from demo.sglang_rows import DTYPES
 from tests.integration.agent.harness import agent
 from tests.system.sglang.rows import Rows
 
@@ -35,7 +35,7 @@ MARKS = (pytest.param("cpu", marks=pytest.mark.sglang), pytest.param("cuda:0", m
 @pytest.fixture(params=MARKS)
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu":
-        from kvbridge.demo.sglang_cpu import ENVIRONMENT, stand_in
+        from demo.sglang_cpu import ENVIRONMENT, stand_in
 
         os.environ.update(ENVIRONMENT)
         stand_in()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbridge.demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
+from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
 from tests.integration.agent.harness import AgentProcess, agent
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ START_S, ANSWER_S, EMPTY_S = 180.0, 60.0, 60.0
 HOLD_S = 10  # of what nobody fetches, as where a client left
 NAME = "demo"
 MODEL = """import pathlib, sys
-from kvbridge.demo.model import write_model, write_tokenizer
+from demo.model import write_model, write_tokenizer
 write_tokenizer(write_model(pathlib.Path(sys.argv[1]), eos_token_id=None))"""  # every answer is as long as it may be
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 SETTINGS = {
@@ -133,7 +133,7 @@ class Fleet:
             "kv_connector_extra_config": {"kvbridge_socket": str(self.agents[name].socket), "kvbridge_hold_s": HOLD_S},
         }
         command = [
-            *(str(VLLM), "-m", "kvbridge.demo.vllm_cpu", "serve", str(self.folder / "model")),
+            *(str(VLLM), "-m", "demo.vllm_cpu", "serve", str(self.folder / "model")),
             *("--served-model-name", NAME, "--enforce-eager", "--dtype", "float32", "--max-model-len", "4096"),
             *("--host", "127.0.0.1", "--port", str(port), "--block-size", "32" if name == "prefill" else "64"),
             *("--chat-template", str(self.folder / "chat.jinja"), "--kv-transfer-config", json.dumps(transfer)),

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvbridge.demo.sglang_rows import keep, watch
+from demo.sglang_rows import keep, watch
 from tests.system.engines import marks, weights
 
 PAUSE = "pause"

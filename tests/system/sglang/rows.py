@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbridge.demo.rows import SavedRows, difference, load
+from demo.rows import SavedRows, difference, load
 
 __all__ = ["SavedRows", "assert_carried", "load"]
 

@@ -23,7 +23,7 @@ from tests.system.engines.engine_process import EngineDied
 
 ROOT = Path(__file__).resolve().parents[3]
 PLUGIN = "kvbridge_test"
-LAUNCHERS = {"cpu": "kvbridge.demo.sglang_cpu", "cuda": "sglang.launch_server"}
+LAUNCHERS = {"cpu": "demo.sglang_cpu", "cuda": "sglang.launch_server"}
 # As tests.system.gpu.sglang_pairs needs them; the torch backends need no compiler.
 GPU_FLAGS = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.85"),

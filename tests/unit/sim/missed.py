@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from kvbridge.sim.run import play, prepared
-from kvbridge.sim.scenario import PULLED, Fault, FaultKind, Scenario, SimRequest, from_text, make
+from sim.run import play, prepared
+from sim.scenario import PULLED, Fault, FaultKind, Scenario, SimRequest, from_text, make
 from tests.unit.sim.mutations import MUTATIONS, switched_off
 
 LENT_TWICE = "a slot that is free, .* was written"

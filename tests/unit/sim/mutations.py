@@ -13,8 +13,8 @@ from kvbridge_proto.peer import BlockTables, Checked, Drained, Sum
 
 from kvbridge.agent.engines import Engines
 from kvbridge.agent.incoming_peers import IncomingPeers
-from kvbridge.agent.outgoing_peers import Dialled, OutgoingPeers
-from kvbridge.agent.peer_records import ProbeLanes
+from kvbridge.agent.outgoing_peers import OutgoingPeers
+from kvbridge.agent.peer_records import OutgoingPeer, ProbeLanes
 from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.sender_runner import SenderRunner
 from kvbridge.dataplane import receive_orders
@@ -39,12 +39,12 @@ from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.sender_sessions import UndrainedTransfers
 from kvbridge.exchange.slots import SlotPool
 from kvbridge.exchange.states import IncomingEvent, IncomingState, OutgoingState, SlotEvent, SlotState, WantState
-from kvbridge.sim import engine, matter, rank
-from kvbridge.sim.local import EngineSocket
-from kvbridge.sim.matter import SimCopier
-from kvbridge.sim.process import Process
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
+from sim import engine, matter, rank
+from sim.local import EngineSocket
+from sim.matter import SimCopier
+from sim.process import Process
 
 Mutate = Callable[[Callable[[Any, str, Any], None]], None]
 
@@ -259,7 +259,7 @@ def _refusal_is_the_end(put: Callable[[Any, str, Any], None]) -> None:
 def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
     def dial(self: OutgoingPeers, address: str) -> None:
         self._serial += 1
-        self.sessions[address] = Dialled(address, self._control.dial(address), self._serial)
+        self.sessions[address] = OutgoingPeer(address, self._control.dial(address), self._serial)
         self.ask(address)
 
     put(OutgoingPeers, "_dial", dial)

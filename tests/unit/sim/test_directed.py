@@ -12,10 +12,10 @@ from kvbridge_proto.engine import ToEngine, Withdraw
 from kvbridge_proto.peer import Ping
 
 from kvbridge.dataplane.attached import AttachedMemory
-from kvbridge.sim.run import play, prepared
-from kvbridge.sim.scenario import OF_MESSAGES, Fault, FaultKind, make
-from kvbridge.sim.world import ScenarioOutcome, World
 from kvbridge.transport.events import Event, Lost
+from sim.run import play, prepared
+from sim.scenario import OF_MESSAGES, Fault, FaultKind, make
+from sim.world import ScenarioOutcome, World
 from tests.unit.sim.mutations import switched_off
 
 

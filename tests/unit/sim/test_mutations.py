@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.exchange.sender import Sender
-from kvbridge.sim.scenario import PULLED
+from sim.scenario import PULLED
 from tests.unit.sim.missed import KNOWN, Broken, missed
 from tests.unit.sim.mutations import MUTATIONS
 

@@ -1,4 +1,4 @@
-"""`kvbridge demo --cross`: one real engine prefills, one of the other kind decodes, `kvbridge proxy` in front of them.
+"""`python -m demo --cross`: one real engine prefills, one of the other kind decodes, `kvbridge proxy` in front of them.
 
 Both directions, blocks and ranks the same on both sides, and others. The tokens are
 compared with those of each engine alone, and the KV rows in the one engine's memory with those in the other's.
@@ -19,9 +19,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvbridge.loopback.processes import ServerProcess, python_with
+
 from .cross_engines import CrossFleet, DemoServer
 from .model import prompt
-from .processes import ServerProcess, python_with
 from .rows import difference, load, wait_room
 
 ANSWER_S = 60.0

@@ -15,8 +15,9 @@ import msgspec
 from kvbridge_proto.codec import BadFrame, decode, encode
 from kvbridge_proto.peer import Notice
 
-from ..errors import FabricError
-from ..transport.fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote
+from kvbridge.errors import FabricError
+from kvbridge.transport.fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote
+
 from .faults import FAULTS_END_S
 from .matter import NOTHING
 

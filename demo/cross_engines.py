@@ -1,4 +1,5 @@
-"""The servers of `kvbridge demo --cross`: real ones of both kinds, each rank beside an agent; a proxy for each pair."""
+"""The servers of `python -m demo --cross`: real ones of both kinds, each rank beside an agent; a proxy for each
+pair."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .processes import SETTINGS, AgentProcess, ServerProcess, agents, free_port, moved_bytes
+from kvbridge.loopback.processes import SETTINGS, AgentProcess, ServerProcess, agents, free_port, moved_bytes
+
 from .vllm_cpu import SETTINGS as VLLM_SETTINGS
 
 START_S = 600.0  # of one that shares two busy cores with five others
@@ -59,7 +61,7 @@ class CrossFleet:
         self._model = str(folder / "model")
         self._agents: dict[DemoServer, list[AgentProcess]] = {}
         self._places: dict[DemoServer, str] = {}  # as the proxy is told
-        subprocess.run([pythons["vllm"], "-m", "kvbridge.demo.model", self._model], check=True, capture_output=True)
+        subprocess.run([pythons["vllm"], "-m", "demo.model", self._model], check=True, capture_output=True)
 
     def start(self, *engines: DemoServer) -> None:
         """Have them ready; their start-ups overlap."""
@@ -84,7 +86,7 @@ class CrossFleet:
             self._places[engine] = f"sglang=http://127.0.0.1:{port},bootstrap={bootstrap}"
         # Ranks that wait for each other spin: on as many cores as there are of them the agents would get none.
         command = ["nice", "-n", "10"] if engine.ranks > 1 else []
-        command += [self._pythons[engine.kind], "-m", f"kvbridge.demo.{engine.kind}_rows"]
+        command += [self._pythons[engine.kind], "-m", f"demo.{engine.kind}_rows"]
         command += [*flags, "--host", "127.0.0.1", "--port", str(port)]
         server = ServerProcess(self.folder, engine.name, command, port, SETTINGS | settings)
         self._stack.callback(server.kill)

@@ -1,4 +1,4 @@
-"""Starts vLLM as `kvbridge.demo.vllm_cpu` does, and keeps the KV rows of each prompt in the current folder.
+"""Starts vLLM as `demo.vllm_cpu` does, and keeps the KV rows of each prompt in the current folder.
 
 They are written (`rows.write`) when a request that has a `bootstrap_room` gives up its blocks: on the prefilling side
 when they were fetched, on the decoding side at its end.
@@ -27,9 +27,9 @@ def read_rows(worker: Any, ids: Sequence[Sequence[int]], first: int, end: int) -
     """
     import torch
 
-    from ..adapters.vllm.block_tables import Kept
-    from ..adapters.vllm.pool import describe
-    from ..adapters.vllm.versions import shard_of
+    from kvbridge.adapters.vllm.block_tables import Kept
+    from kvbridge.adapters.vllm.pool import describe
+    from kvbridge.adapters.vllm.versions import shard_of
 
     config, runner = worker.vllm_config, worker.model_runner
     layers = config.compilation_config.static_forward_context

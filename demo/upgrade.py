@@ -1,4 +1,4 @@
-"""`kvbridge demo --upgrade-from WHEEL`: two engines of each role and their agents, restarted one by one under traffic.
+"""`python -m demo --upgrade-from WHEEL`: two engines of each role and their agents, restarted one by one under traffic.
 
 First all of them run the kvbridge in the wheel, in the end this one; in between each version meets the other in every
 place. A client asks `kvbridge proxy` all the time and compares each answer with that of one engine alone.
@@ -20,9 +20,10 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from ..errors import OperatorError
+from kvbridge.errors import OperatorError
+from kvbridge.loopback.processes import ServerProcess, python_with
+
 from .model import prompt
-from .processes import ServerProcess, python_with
 from .upgrade_fleet import UpgradeFleet, UpgradeMember
 
 ANSWER_S = 60.0

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvbridge_proto.peer import Body, Envelope, Ping, Pong
 
-from ..transport.events import Arrived, Event, Lost, Reached, Rejected
-from ..transport.link import Numbered
-from ..transport.trust import Trust
+from kvbridge.transport.events import Arrived, Event, Lost, Reached, Rejected
+from kvbridge.transport.link import Numbered
+from kvbridge.transport.trust import Trust
 
 if TYPE_CHECKING:
     from .process import Process

@@ -1,4 +1,4 @@
-"""Starts SGLang 0.5.23 on a CPU: `python -m kvbridge.demo.sglang_cpu` stands for `python -m sglang.launch_server`.
+"""Starts SGLang 0.5.23 on a CPU: `python -m demo.sglang_cpu` stands for `python -m sglang.launch_server`.
 
 The registry has its packages built for CUDA only. Two imports fail beside a CPU build of torch, of things that are
 never called there: torchvision's own operators, and a rotary embedding of vLLM's. Stand-ins take their places, in the

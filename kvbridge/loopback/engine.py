@@ -1,4 +1,4 @@
-"""One rank of a synthetic engine, as a process: `python -m kvbridge.demo.engine '<Job as JSON>'`.
+"""One rank of a synthetic engine, as a process: `python -m kvbridge.loopback.engine '<Job as JSON>'`.
 
 It attaches memory as a real engine would, through adapters/engine/client.py, offers or wants its requests when a line
 comes on stdin, and reports in lines of JSON on stdout. On a GPU every layer has memory of its own where the layout

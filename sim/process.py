@@ -13,29 +13,30 @@ from kvbridge_proto.door import DoorCard
 from kvbridge_proto.engine import Attach
 from kvbridge_proto.peer import FabricCard
 
-from ..agent.daemon import IDLE_TICK_S, TICK_S, Agent
-from ..agent.engines import Engines
-from ..agent.metrics import Gauges, Metrics
-from ..agent.request_records import RequestRecord
-from ..dataplane.attached import AttachedMemory, EngineLiveness
-from ..dataplane.awaits import WaitEngineHeard, WaitFence, WaitLease
-from ..dataplane.data_plane import IDLE_S, DataPlane
-from ..dataplane.receive_orders import LandedChunk
-from ..dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
-from ..dataplane.send_orders import OrderedSend
-from ..device.copier import BlockCopier
-from ..device.fence import FencePage
-from ..device.memory import AttachedPool
-from ..device.staging import Staging
-from ..errors import PeerError
-from ..exchange.route import Rate, Site
-from ..exchange.session import Session
-from ..exchange.slots import SlotPool
-from ..exchange.states import OutgoingState, WantState
-from ..options import AgentConfig
-from ..transport.control import Control
-from ..transport.door import Holder
-from ..transport.local import LocalConnection
+from kvbridge.agent.daemon import IDLE_TICK_S, TICK_S, Agent
+from kvbridge.agent.engines import Engines
+from kvbridge.agent.metrics import Gauges, Metrics
+from kvbridge.agent.request_records import RequestRecord
+from kvbridge.dataplane.attached import AttachedMemory, EngineLiveness
+from kvbridge.dataplane.awaits import WaitEngineHeard, WaitFence, WaitLease
+from kvbridge.dataplane.data_plane import IDLE_S, DataPlane
+from kvbridge.dataplane.receive_orders import LandedChunk
+from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
+from kvbridge.dataplane.send_orders import OrderedSend
+from kvbridge.device.copier import BlockCopier
+from kvbridge.device.fence import FencePage
+from kvbridge.device.memory import AttachedPool
+from kvbridge.device.staging import Staging
+from kvbridge.errors import PeerError
+from kvbridge.exchange.route import Rate, Site
+from kvbridge.exchange.session import Session
+from kvbridge.exchange.slots import SlotPool
+from kvbridge.exchange.states import OutgoingState, WantState
+from kvbridge.options import AgentConfig
+from kvbridge.transport.control import Control
+from kvbridge.transport.door import Holder
+from kvbridge.transport.local import LocalConnection
+
 from .fabric import SlotFabric
 from .links import AgentLinks
 from .local import EngineSocket, Hearer

@@ -1,4 +1,4 @@
-"""`kvbridge demo --vllm`: one real vLLM engine prefills, another with another block size decodes, tokens compared."""
+"""`python -m demo --vllm`: one real vLLM engine prefills, another with another block size decodes, tokens compared."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvbridge.loopback.processes import SETTINGS, AgentProcess, EngineProcess, agents, end, moved_bytes, python_with
+
 from .model import prompt
-from .processes import SETTINGS, AgentProcess, EngineProcess, agents, end, moved_bytes, python_with
 from .vllm_cpu import SETTINGS as VLLM_SETTINGS
 
 START_S = 240.0
@@ -81,7 +82,7 @@ def _start(stack: ExitStack, folder: Path, python: str, name: str, core: int, jo
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     command = ["env", *(f"{key}={value}" for key, value in settings.items())]
-    command += [python, "-m", "kvbridge.demo.vllm_engine", json.dumps(job)]
+    command += [python, "-m", "demo.vllm_engine", json.dumps(job)]
     engine = EngineProcess(name, command, folder / f"{name}.err")
     stack.callback(end, engine.process)
     return engine

@@ -1,4 +1,5 @@
-"""The processes of `kvbridge demo --upgrade-from`: two engines of each role, an agent beside each, a proxy in front."""
+"""The processes of `python -m demo --upgrade-from`: two engines of each role, an agent beside each, a proxy in
+front."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..errors import OperatorError
-from .processes import SETTINGS, AgentProcess, ServerProcess, end, free_port
+from kvbridge.errors import OperatorError
+from kvbridge.loopback.processes import SETTINGS, AgentProcess, ServerProcess, end, free_port
+
 from .vllm_cpu import SETTINGS as VLLM_SETTINGS
 
 START_S = 400.0  # of an engine that shares two busy cores with three others and their clients
@@ -56,7 +58,7 @@ class UpgradeFleet:
         self._fetched = 0.0  # by agents that are gone
         (folder / "rows").mkdir()
         model = str(folder / "model")
-        subprocess.run([python, "-m", "kvbridge.demo.model", model], check=True, capture_output=True)
+        subprocess.run([python, "-m", "demo.model", model], check=True, capture_output=True)
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder / "wheel")
         self._version = THIS_VERSION | {"PYTHONPATH": str(folder / "wheel")}
@@ -135,7 +137,7 @@ class UpgradeFleet:
         }
         command = [
             # Its processes wait for each other by looking all the time: agents and clients go before them.
-            *("nice", "-n", "10", self._python, "-m", "kvbridge.demo.vllm_cpu", "serve", str(self._folder / "model")),
+            *("nice", "-n", "10", self._python, "-m", "demo.vllm_cpu", "serve", str(self._folder / "model")),
             *("--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"),
             *("--block-size", str(BLOCKS[member.role]), "--max-model-len", "2048", "--shutdown-timeout", str(STOP_S)),
             *("--num-gpu-blocks-override", str(MOST_TOKENS // BLOCKS[member.role])),

@@ -8,11 +8,11 @@ from typing import Any
 
 from kvbridge_proto.pool import Pool
 
-from ..agent import engines
-from ..exchange import session
-from ..geometry.compat import Verdict
-from ..geometry.compat import verdict as find_verdict
-from ..geometry.plan import Planner
+from kvbridge.agent import engines
+from kvbridge.exchange import session
+from kvbridge.geometry.compat import Verdict
+from kvbridge.geometry.compat import verdict as find_verdict
+from kvbridge.geometry.plan import Planner
 
 MOST = 20_000
 

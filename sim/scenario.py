@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from ..options import Verify
+from kvbridge.options import Verify
 
 FaultKind = Literal[
     "kill agent",

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from kvbridge_proto.pool import Pool
 
-from ..device.copier import Compiling, Moved, compared
-from ..device.staging import Span, Staging
-from ..errors import EngineError
-from ..geometry.check import places_of
-from ..geometry.plan import Part
+from kvbridge.device.copier import Compiling, Moved, compared
+from kvbridge.device.staging import Span, Staging
+from kvbridge.errors import EngineError
+from kvbridge.geometry.check import places_of
+from kvbridge.geometry.plan import Part
 
 if TYPE_CHECKING:
     from .process import Process

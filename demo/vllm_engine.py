@@ -1,4 +1,4 @@
-"""One real vLLM engine of the demo: `<python with vLLM> -m kvbridge.demo.vllm_engine '<job as JSON>'`.
+"""One real vLLM engine of the demo: `<python with vLLM> -m demo.vllm_engine '<job as JSON>'`.
 
 Reads a request a line on stdin, answers with a line on stdout; everything vLLM prints goes to stderr.
 """

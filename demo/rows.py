@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from kvbridge_kernels.codecs_ref import Number, cast
 
-from ..errors import OperatorError
+from kvbridge.errors import OperatorError
 
 APPEAR_S = 10.0
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvbridge_proto.peer import PROBE_LANES
 
-from ..agent.peer_records import IncomingPeer, OutgoingPeer
-from ..agent.peers import Peers
-from ..dataplane.routes.choice import NOT_CONNECTED
-from ..exchange.states import SessionState
+from kvbridge.agent.peer_records import IncomingPeer, OutgoingPeer
+from kvbridge.agent.peers import Peers
+from kvbridge.dataplane.routes.choice import NOT_CONNECTED
+from kvbridge.exchange.states import SessionState
 
 if TYPE_CHECKING:
     from .links import SimLink

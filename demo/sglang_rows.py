@@ -1,4 +1,4 @@
-"""Starts SGLang as `kvbridge.demo.sglang_cpu` does, and keeps the KV rows of each prompt in the current folder.
+"""Starts SGLang as `demo.sglang_cpu` does, and keeps the KV rows of each prompt in the current folder.
 
 The prefilling side writes them (`rows.write`) when it sends its last chunk, the decoding side when it has taken the
 transfer for good.

@@ -1,6 +1,6 @@
 """A small llama with random but well-behaved weights, for the demo and the tests that run real engines.
 
-`<python with vLLM> -m kvbridge.demo.model FOLDER` writes it, with a tokenizer.
+`<python with vLLM> -m demo.model FOLDER` writes it, with a tokenizer.
 
 N(0, 0.3) everywhere is chaotic in bf16: two correct engines part after a token. Embeddings N(0, 1) and matrices
 g / sqrt(fan_in), with g = 1.7 for q and k and 4 for lm_head, give tokens that are varied and stable.
