@@ -61,7 +61,7 @@ class Rebuilder:
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots: dict[str, SlotPool | LocalSlots] = {"receive_slots": receive_slots, "send_slots": send_slots}
+        self._slots: dict[str, SlotPool | LocalSlots] = {"receive": receive_slots, "send": send_slots}
         self._engines = engines
         self._data_plane = data_plane
         self._metrics = metrics

@@ -22,35 +22,35 @@ from ..errors import OperatorError
 
 log = logging.getLogger("kvbridge.local")
 
-KEPT = 64  # boots: whoever still waits for news of an older one has to rebuild its slots
+KEPT = 64  # incarnations: whoever still waits for news of an older one has to rebuild its slots
 KERNEL = Path("/proc/sys/kernel/random/boot_id")
 LINE_BYTES = 54
-BOOT = re.compile(rb"[0-9a-f]{16}")
+INCARNATION = re.compile(rb"[0-9a-f]{16}")
 PATH_BYTES = 107  # sun_path, less its NUL
 
 
 class Lock:
     """Of the agent that listens, or will, at the path `socket`; held until `close`.
 
-    Raises OperatorError if another agent holds it, or if others could put another socket there. `before` are the boots
-    that have held it.
+    Raises OperatorError if another agent holds it, or if others could put another socket there. `before` are the
+    incarnations that have held it.
     """
 
-    def __init__(self, socket: str | Path, boot: str) -> None:
+    def __init__(self, socket: str | Path, incarnation: str) -> None:
         self.socket = Path(socket)
         size = len(os.fsencode(self.socket))
         if size > PATH_BYTES:
             raise OperatorError("socket_path_too_long", f"socket path: {size} bytes, limit {PATH_BYTES}")
         try:
             check_folder(self.socket)
-            self._take(boot)
+            self._take(incarnation)
         except OSError as error:
             raise OperatorError("socket_unavailable", f"socket {self.socket}: {error}") from error
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _take(self, boot: str) -> None:
+    def _take(self, incarnation: str) -> None:
         path = f"{self.socket}.lock"
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
@@ -61,25 +61,25 @@ class Lock:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise OperatorError("socket_in_use", f"socket {self.socket}: another agent holds {path}") from None
-            self.before = self._inherit(boot)
+            self.before = self._inherit(incarnation)
         except BaseException:
             os.close(self._fd)
             raise
 
-    def _inherit(self, boot: str) -> frozenset[str]:
+    def _inherit(self, incarnation: str) -> frozenset[str]:
         """Who was here before; and write down that we are, for whoever comes next."""
         kernel = KERNEL.read_bytes().strip()
         said = os.pread(self._fd, KEPT * LINE_BYTES, 0)
         whole = said[: said.rfind(b"\n") + 1].splitlines()  # one that is cut off could be longer than it looks
         lines = [line.partition(b" ") for line in whole]
-        before = [found.decode() for found, _, under in lines if BOOT.fullmatch(found) and under == kernel]
-        kept = b"".join(b"%s %s\n" % (each.encode(), kernel) for each in [*before, boot][-KEPT:])
+        before = [found.decode() for found, _, under in lines if INCARNATION.fullmatch(found) and under == kernel]
+        kept = b"".join(b"%s %s\n" % (each.encode(), kernel) for each in [*before, incarnation][-KEPT:])
         try:  # lines of one length each: cut off anywhere, the others stay what they were
             if (written := os.pwrite(self._fd, kept, 0)) < len(kept):
                 raise OSError(errno.ENOSPC, f"{written} of {len(kept)} bytes")
-            os.ftruncate(self._fd, len(kept))  # the rest of a line that was longer could look like a boot
+            os.ftruncate(self._fd, len(kept))  # the rest of a line that was longer could look like an incarnation
         except OSError as error:
-            log.warning("our boot was not written down, our successor will not know us: %s", error)
+            log.warning("our incarnation was not written down, our successor will not know us: %s", error)
         return frozenset(before)
 
 

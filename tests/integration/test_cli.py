@@ -173,7 +173,7 @@ def test_every_command_has_its_examples_looked_at() -> None:
 
 
 BASH = """
-eval "$(_KVBRIDGE_COMPLETE=sender_bash kvbridge)"
+eval "$(_KVBRIDGE_COMPLETE=source_bash kvbridge)"
 COMP_WORDS=({words}) COMP_CWORD={last}
 _kvbridge_completion kvbridge
 echo "${{COMPREPLY[@]}}"
@@ -710,9 +710,9 @@ def test_agent_starts_answers_status_and_stops(tmp_path: Path) -> None:
         tmp_path / "kvbridge.toml",
         "--socket",
         path,
-        "--receive_slots-slots",
+        "--receive-slots",
         "2",
-        "--send_slots-slots",
+        "--send-slots",
         "2",
     )
     command = [sys.executable, "-m", "kvbridge.cli", "agent", *map(str, flags)]

@@ -1,5 +1,5 @@
-"""What can be carried, as rows of cases: data only. `tests/unit/test_matrix.py` carries each, CONVERTIBLE.md lists
-them.
+"""What can be carried, as rows of cases: data only. `tests/unit/test_matrix.py` carries each, docs/convertible.md has
+all.
 
 A row is one line of that page. All of its cases have one verdict; a row where some can be carried and some cannot
 must be split.
@@ -359,8 +359,10 @@ ROWS = (
         True,
     ),
     Row("windows", "Sliding and chunked windows, alone or beside full attention; from full attention too", windows),
-    Row("odd windows", "A window at the sender in blocks that are no multiple of the receiver's", odd_windows),
-    Row("lost windows", "A window at the sender, all tokens at the receiver", lost_windows),
+    Row(
+        "odd windows", "A window on the send_orders side in blocks that are no multiple of the receiver's", odd_windows
+    ),
+    Row("lost windows", "A window on the send_orders side, all tokens on the receive_orders side", lost_windows),
     Row("states", "States of Mamba layers, equal tensor parallel sizes, other block sizes and dtypes", states),
     Row("cut states", "States of Mamba layers, other tensor parallel sizes", cut_states),
     Row("drafts", "A sender with a draft model that the receiver does not have", drafts),

@@ -51,8 +51,8 @@ def promtool(*arguments: str | Path, given: str = "") -> None:
 
 def test_alerts_are_rules_and_each_fires_in_its_case_alone() -> None:
     promtool("check", "rules", ALERTS)
-    promtool("test", "rules", ROOT / "tests/alerts_test.yml")
-    tested = (ROOT / "tests/alerts_test.yml").read_text()
+    promtool("test", "rules", ROOT / "tests/system/alerts_test.yml")
+    tested = (ROOT / "tests/system/alerts_test.yml").read_text()
     for name in (line.split()[-1] for line in ALERTS.read_text().splitlines() if "alert:" in line):
         assert tested.count(name) >= 2, f"{name} is tested neither quiet nor firing"
 

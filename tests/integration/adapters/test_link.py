@@ -166,8 +166,8 @@ def test_sends_nothing_before_it_is_attached(link: AgentLink, agent: FakeAgent) 
 
 @pytest.mark.parametrize(
     "change",
-    [{"room": "\ud800"}, {"sender": "tcp://h\udfff:1"}, {"first_token": 1 << 70}, {"blocks": object()}],
-    ids=["room", "address", "number", "object"],
+    [{"rendezvous": "\ud800"}, {"sender": "tcp://h\udfff:1"}, {"first_token": 1 << 70}, {"blocks": object()}],
+    ids=["rendezvous", "address", "number", "object"],
 )
 def test_what_cannot_be_encoded_is_not_sent_and_harms_nothing(
     link: AgentLink, agent: FakeAgent, change: dict[str, Any], caplog: pytest.LogCaptureFixture

@@ -347,7 +347,9 @@ def senders_agent_dies(pair: Pair, seed: int, times: int) -> None:
     quarantined = 0
     for failed, released in _kills(pair, pair.sender, seed, times):
         assert failed in ("", "peer_lost") and released in ("", GONE)
-        slots = pair.receiver.becomes(lambda status: not status.transfers and not status.receive_slots.landed).receiving
+        slots = pair.receiver.becomes(
+            lambda status: not status.transfers and not status.receive_slots.landed
+        ).receive_slots
         time.sleep(CALM_S)
         assert not slots.lent and pair.receiver.agent.status().receive_slots == slots
         print(f"{slots.quarantined} slots are quarantined until the sender's agent is back")

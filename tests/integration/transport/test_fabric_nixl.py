@@ -106,7 +106,7 @@ class Remote:
 
 @contextlib.contextmanager
 def two() -> Iterator[tuple[Remote, Remote]]:
-    with Remote("incarnation-sender") as sender, Remote("incarnation-receiver") as receiver:
+    with Remote("peer-send") as sender, Remote("peer-recv") as receiver:
         sender.ask("connect", incarnation=receiver.incarnation, descriptor=receiver.descriptor)
         yield sender, receiver
 
@@ -180,7 +180,7 @@ def test_a_peer_that_restarted_with_a_new_incarnation_is_written_again(doomed: t
     sender.write(receiver)
     sender.ask("watch", for_s=20, until="failed")
     sender.ask("disconnect", incarnation=receiver.incarnation)
-    with Remote("incarnation-receiver-2") as again:
+    with Remote("peer-recv-2") as again:
         sender.ask("connect", incarnation=again.incarnation, descriptor=again.descriptor)
         number = sender.write(again)
         assert wrote(sender) == [["wrote", number, ""]]
@@ -214,15 +214,15 @@ def test_refuses_descriptors_of_other_incarnations_and_garbage(pair: tuple[Remot
     sender, receiver = pair
     good = bytes.fromhex(receiver.descriptor)
     for incarnation, descriptor, code in (
-        ("incarnation-other", good, "descriptor_of_another_incarnation"),
-        ("incarnation-sin", good, "descriptor_of_another_incarnation"),
-        ("incarnation-sender", bytes.fromhex(sender.descriptor), "descriptor_of_another_incarnation"),
-        ("incarnation-other", b"", "descriptor_of_another_incarnation"),
-        ("incarnation-other", bytes(4) + b"nixlSerDes|Agent" + b"\xff" * 64, "descriptor_of_another_incarnation"),
-        ("incarnation-other", b"x" * (1 << 17), "descriptor_malformed"),
+        ("peer-other", good, "descriptor_of_another_incarnation"),
+        ("peer-rec", good, "descriptor_of_another_incarnation"),
+        ("peer-send", bytes.fromhex(sender.descriptor), "descriptor_of_another_incarnation"),
+        ("peer-other", b"", "descriptor_of_another_incarnation"),
+        ("peer-other", bytes(4) + b"nixlSerDes|Agent" + b"\xff" * 64, "descriptor_of_another_incarnation"),
+        ("peer-other", b"x" * (1 << 17), "descriptor_malformed"),
         (
-            "incarnation-receiver2",
-            good[:20] + b"\x0a" + good[21:28] + b"incarnation-receiver2|Conns\x08",
+            "peer-recv2",
+            good[:20] + b"\x0a" + good[21:28] + b"peer-recv2|Conns\x08",
             "descriptor_malformed",
         ),
     ):
@@ -286,7 +286,7 @@ def test_listens_on_no_device_but_the_one_it_was_told(pair: tuple[Remote, Remote
 
 
 def test_a_fabric_with_nothing_to_write_into_has_no_descriptor() -> None:
-    fabric = NixlFabric("incarnation-empty", net_devices="lo")
+    fabric = NixlFabric("peer-empty", net_devices="lo")
     with pytest.raises(FabricError) as raised:
         fabric.descriptor()
     assert raised.value.code == "descriptor_failed"
@@ -295,7 +295,7 @@ def test_a_fabric_with_nothing_to_write_into_has_no_descriptor() -> None:
 
 
 def test_forgets_those_that_were_left_longest_ago() -> None:
-    fabrics = [NixlFabric(f"incarnation-{name}", net_devices="lo", idle_peers=2) for name in "abcd"]
+    fabrics = [NixlFabric(f"peer-{name}", net_devices="lo", idle_peers=2) for name in "abcd"]
     ours, *others = fabrics
     memory = [np.zeros(4096, np.uint8) for _ in others]
     for other, region in zip(others, memory, strict=True):
@@ -303,12 +303,12 @@ def test_forgets_those_that_were_left_longest_ago() -> None:
         ours.connect(other._incarnation, other.descriptor())
     for other in others:
         ours.disconnect(other._incarnation)
-    assert ours.known == ["incarnation-c", "incarnation-d"]
-    ours.connect("incarnation-c", others[1].descriptor())
-    ours.connect("incarnation-b", others[0].descriptor())
-    for incarnation in ("incarnation-b", "incarnation-c"):
+    assert ours.known == ["peer-c", "peer-d"]
+    ours.connect("peer-c", others[1].descriptor())
+    ours.connect("peer-b", others[0].descriptor())
+    for incarnation in ("peer-b", "peer-c"):
         ours.disconnect(incarnation)
-    assert ours.known == ["incarnation-b", "incarnation-c"]
+    assert ours.known == ["peer-b", "peer-c"]
     for fabric in fabrics:
         fabric.close()
 

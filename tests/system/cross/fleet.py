@@ -34,7 +34,7 @@ class Cross:
 
     def to_sglang(
         self, sender: str, receiver: str, tokens: list[int], **more: Any
-    ) -> tuple[Answer, rows.Rows, rows.Rows]:
+    ) -> tuple[Answer, rows.SavedRows, rows.SavedRows]:
         """vLLM prefills, SGLang decodes: the answer, the rows that were given and those that were taken."""
         server = self.sglang[receiver]  # up before anything is held for it
         room, request = self.room(), self.vllm.name(f"p-{sender}")
@@ -60,7 +60,9 @@ class Cross:
             "bootstrap_room": room,
         }
 
-    def to_vllm(self, sender: str, receiver: str, tokens: list[int]) -> tuple[list[int], int, rows.Rows, rows.Rows]:
+    def to_vllm(
+        self, sender: str, receiver: str, tokens: list[int]
+    ) -> tuple[list[int], int, rows.SavedRows, rows.SavedRows]:
         """SGLang prefills, vLLM decodes, asked at once: the tokens, how many were not computed, both sides' rows."""
         room, request = self.room(), self.vllm.name(f"d-{receiver}")
         host, _, port = self.sglang.agents[sender][0].address.removeprefix("tcp://").partition(":")
@@ -72,7 +74,7 @@ class Cross:
         assert begun.getresponse().status == 200
         begun.close()
         given = self._kept("prefill", sender, room)
-        short = rows.Rows({key: each[: len(tokens) - 1] for key, each in given.rows.items()}, given.codec)
+        short = rows.SavedRows({key: each[: len(tokens) - 1] for key, each in given.rows.items()}, given.codec)
         return list(answer.tokens), answer.cached, short, taken
 
     @staticmethod
@@ -86,11 +88,11 @@ class Cross:
             "bootstrap_room": room,
         }
 
-    def _kept(self, side: str, name: str, room: int) -> rows.Rows:
+    def _kept(self, side: str, name: str, room: int) -> rows.SavedRows:
         return rows.load(self.sglang.kept, side, room, sglang.CONFIGS[name].shards)
 
 
-def joined(found: Rows) -> rows.Rows:
+def joined(found: Rows) -> rows.SavedRows:
     """vLLM's as SGLang's are: [tokens, heads, bytes]."""
     (codec,) = {each["name"] for each in found.codecs.values()}
-    return rows.Rows({key: np.swapaxes(each, 0, 1) for key, each in found.rows.items()}, codec)
+    return rows.SavedRows({key: np.swapaxes(each, 0, 1) for key, each in found.rows.items()}, codec)
