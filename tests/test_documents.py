@@ -1,16 +1,46 @@
-"""What the pages name exists: tests by their whole path, links, options."""
+"""What the pages name exists: tests by their whole path, links and anchors, options; and each page can be found."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
 
 import pytest
 
 from kvbridge.options import options
 from tests.cited import ROOT, Cited, cited
 
-FILES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "proto/PROTOCOL.md"]
+FILES = [*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/**/*.md")]  # environments begin with a dot
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
+LINK = re.compile(r'\]\(([^()\s]+)\)|\b(?:href|src|srcset)="([^"]+)"')
+
+
+def prose(page: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: str) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    names = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    seen: Counter[str] = Counter()
+    found = set()
+    for name in names:
+        found.add(f"{name}-{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return found
+
+
+def links(name: str) -> Iterator[tuple[str, str]]:
+    """Of each link of a page that leads into this repository: a path from its root, and an anchor or ""."""
+    for found in LINK.finditer(prose(PAGES[name])):
+        path, _, anchor = (found[1] or found[2]).partition("#")
+        if "://" not in path:
+            target = (ROOT / name).parent / path if path else ROOT / name
+            yield str(target.resolve().relative_to(ROOT)), anchor
 
 
 @pytest.mark.parametrize(("name", "at_least"), [("THREAT_MODEL.md", 30), ("GUARANTEES.md", 40), ("README.md", 1)])
@@ -64,11 +94,32 @@ def test_every_threat_has_a_test() -> None:
     assert [row for row in rows[1:] if not any(each.test for each in cited(row))] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "SECURITY.md", "THREAT_MODEL.md", "docs/adapters.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_every_link_leads_somewhere(name: str) -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGES[name]) if "://" not in link]
-    assert links
-    assert [link for link in links if not ((ROOT / name).parent / link).exists()] == []
+    assert [path for path, _ in links(name) if not (ROOT / path).exists()] == []
+    anchored = [(path, anchor) for path, anchor in links(name) if anchor]
+    assert [(path, anchor) for path, anchor in anchored if anchor not in anchors(PAGES[path])] == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, fresh = set[str](), {"README.md"}
+    while fresh:
+        reached |= fresh
+        fresh = {path for path, _ in chain.from_iterable(map(links, fresh)) if path in PAGES} - reached
+    assert PAGES.keys() - reached == set()
+
+
+@pytest.mark.parametrize(
+    ("heading", "anchor"),
+    [
+        ("## When it fails", "when-it-fails"),
+        ("### `log_format`", "log_format"),
+        ("### An agent's end, seen", "an-agents-end-seen"),
+        ("## A\n## A", "a-1"),
+    ],
+)
+def test_headings_are_anchored_as_github_does(heading: str, anchor: str) -> None:
+    assert anchor in anchors(heading)
 
 
 def test_every_option_that_is_shown_is_one() -> None:
