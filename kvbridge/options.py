@@ -153,7 +153,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             """
             Agents of one host read each other's engine memory where they can, which is the fastest way there is. Each
             must prove a session first, and be of the same user. Whoever is handed a GPU's memory can read all of that
-            engine's KV cache, and by legacy CUDA IPC write it too (THREAT_MODEL.md). Off, rows go by slots.
+            engine's KV cache, and by legacy CUDA IPC write it too (docs/threat-model.md). Off, rows go by slots.
             """,
         ),
     ] = True

@@ -1,4 +1,4 @@
-"""What can be carried, as rows of cases: data only. `tests/test_matrix.py` carries each, CONVERTIBLE.md lists them.
+"""What can be carried, as rows of cases: data only. `tests/test_matrix.py` carries each, docs/convertible.md has all.
 
 A row is one line of that page. All of its cases have one verdict; a row where some can be carried and some cannot
 must be split.

@@ -43,7 +43,7 @@ def links(name: str) -> Iterator[tuple[str, str]]:
             yield str(target.resolve().relative_to(ROOT)), anchor
 
 
-@pytest.mark.parametrize(("name", "at_least"), [("THREAT_MODEL.md", 30), ("GUARANTEES.md", 40), ("README.md", 1)])
+@pytest.mark.parametrize(("name", "at_least"), [("docs/threat-model.md", 30), ("docs/guarantees.md", 40)])
 def test_so_many_tests_are_named(name: str, at_least: int) -> None:
     assert len(cited(PAGES[name])) >= at_least
 
@@ -89,7 +89,7 @@ def test_a_file_without_tests_is_none() -> None:
 
 
 def test_every_threat_has_a_test() -> None:
-    rows = [line for line in PAGES["THREAT_MODEL.md"].splitlines() if line.startswith("| ")]
+    rows = [line for line in PAGES["docs/threat-model.md"].splitlines() if line.startswith("| ")]
     assert len(rows) > 15
     assert [row for row in rows[1:] if not any(each.test for each in cited(row))] == []
 

@@ -1,4 +1,4 @@
-"""GUARANTEES.md: every promise names tests, and says of each what it needs that not every machine has."""
+"""docs/guarantees.md: every promise names tests, and says of each what it needs that not every machine has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.cited import ROOT, cited
 
-PAGE = (ROOT / "GUARANTEES.md").read_text()
+PAGE = (ROOT / "docs/guarantees.md").read_text()
 PROMISES = PAGE.partition("## Not promised")[0].split("\n### ")[1:]
 
 

@@ -1,4 +1,4 @@
-"""Writes CONVERTIBLE.md: what can be carried, each line judged by the verdict over all of its cases."""
+"""Writes docs/convertible.md: what can be carried, each line judged by the verdict over all of its cases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvbridge.geometry.compat import Incompatible, Same, changes, verdict
 from .carried import pools_of
 from .matrix import ROWS, Row
 
-PAGE = Path(__file__).parents[1] / "CONVERTIBLE.md"
+PAGE = Path(__file__).parents[1] / "docs/convertible.md"
 HEAD = """# What can be carried
 
 Written by `python -m tests.write_matrix`; do not edit. Each line stands for the cases that `tests/test_matrix.py`

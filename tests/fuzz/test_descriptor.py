@@ -1,6 +1,6 @@
 """What NIXL and UCX are told they believe, be it a peer's descriptor or a stranger's bytes: known weaknesses, in sight.
 
-What follows from them for who runs agents stands in THREAT_MODEL.md.
+What follows from them for who runs agents stands in docs/threat-model.md.
 """
 
 from __future__ import annotations
