@@ -381,7 +381,7 @@ def _kept(told: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]
 
 
 def table(rows: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> str:
-    """What README shows, in Markdown; medians over the rounds."""
+    """What docs/benchmarks.md shows, in Markdown; medians over the rounds."""
     lines = ["| setup | " + " | ".join(f"{rate:g} a second" for rate in rates) + " |", "|---" * (1 + len(rates)) + "|"]
     for name in dict.fromkeys(row["setup"] for row in rows if "points" in row):
         points = [point for row in rows if row["setup"] == name for point in row["points"]]
