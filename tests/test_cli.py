@@ -133,7 +133,7 @@ def examples(command: str) -> list[list[str]]:
     return [shlex.split(line.partition(" >")[0]) for line in lines if line.strip()]
 
 
-COMMANDS = ("agent", "status", "trace", "doctor", "plan", "demo", "sim", "keygen", "proxy", "config show")
+COMMANDS = ("agent", "status", "trace", "doctor", "bench", "plan", "demo", "sim", "keygen", "proxy", "config show")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -183,6 +183,16 @@ def _names(expr: str) -> list[str]:
     return [word for word in words if word.startswith("kvbridge_")]
 
 
+def test_stages_are_parts_of_what_a_fetch_took(server: Server) -> None:
+    """They are taken from the journal's entries, that time from the exchange."""
+    found = {}
+    for name in ("stage_seconds_sum", "want_seconds_sum", "want_seconds_count"):
+        role = '{role="sink"}' if name.startswith("stage") else ""
+        ((found[name]),) = (float(each["value"][1]) for each in server.query(f"sum(kvbridge_{name}{role})"))
+    apart_s = abs(found["stage_seconds_sum"] - found["want_seconds_sum"])
+    assert found["want_seconds_count"] >= 4 and apart_s < 0.01 * found["want_seconds_count"], found
+
+
 def test_metrics_keep_prometheus_rules(server: Server) -> None:
     (target,) = server.query('topk(1, up{job="kvbridge"})')
     text = urllib.request.urlopen(f"http://{target['metric']['instance']}/metrics", timeout=5).read().decode()

@@ -103,6 +103,8 @@ class Accepting:
                     self._greeted_by[link] = None
                 if accepted is not None:
                     self._end(sender, body.reason)
+            case Claim() if accepted is not None and self.is_closing and self.source.is_hopeless(body):
+                link.send(Refuse(code="draining", reasons=("this agent is stopping",), about=body.transfer))
             case Claim() | Grant() | Renew() | Check() | Cancel() | Hold() | Settled() if accepted is not None:
                 self.source.from_sink(accepted.session, body)
             case Claim():
@@ -137,7 +139,7 @@ class Accepting:
                 while (greeting := self._greeted_by[link]) is not None:
                     if greeting.agent.boot != sender:
                         reason = f"agent.boot: {greeting.agent.boot} in the message, {sender} on the envelope"
-                        link.send(Refuse(code="bad_hello", reasons=(reason,)))
+                        self._say_no(link, Refuse(code="bad_hello", reasons=(reason,)))
                     elif self._is_waiting(link, greeting):
                         await self._greeted(link, greeting)
                     if self._greeted_by[link] is greeting:  # else it has taken it back, and may have said another
@@ -152,14 +154,14 @@ class Accepting:
         failpoint("source.hello_received")
         home = self._home()
         if self.is_closing:
-            link.send(Refuse(code="draining", reasons=("this agent is stopping",)))
+            self._say_no(link, Refuse(code="draining", reasons=("this agent is stopping",)))
             return
         session = answer(greeting, home)
         if isinstance(session, Refuse) or home is None:
             assert isinstance(session, Refuse)
             log.warning("refused a peer: peer=%s code=%s %s", greeting.agent.name, session.code, session.reasons)
             self._metrics.refused(session.code)
-            link.send(session)
+            self._say_no(link, session)
             return
         known = self.sessions.get(boot := session.peer.boot)
         if known is not None and known.link is not link and not self._may_replace(known, link, greeting):
@@ -176,6 +178,7 @@ class Accepting:
             return
         session = replace(session, routed=connected.routed)
         if known is None:
+            self._metrics.greeted("source", "open")
             key = f" key={link.key}" if link.key else ""
             log.info("session open: sink=%s boot=%s%s %s", session.peer.name, boot, key, described(session))
             warn_of_route(session.peer.name, session)
@@ -211,7 +214,12 @@ class Accepting:
     def _refuse(self, link: Link, code: str, reason: str) -> None:
         log.log(LEVELS.get(code, logging.WARNING), "refused %r: %s: %s", link, code, reason)
         self._metrics.refused(code)
-        link.send(Refuse(code=code, reasons=(reason,)))
+        self._say_no(link, Refuse(code=code, reasons=(reason,)))
+
+    def _say_no(self, link: Link, refuse: Refuse) -> None:
+        """The answer to a Hello."""
+        self._metrics.greeted("source", refuse.code)
+        link.send(refuse)
 
     def _is_waiting(self, link: Link, greeting: Hello) -> bool:
         """Whether the sink that said this Hello is still there and has not said Goodbye since."""
@@ -224,7 +232,8 @@ class Accepting:
             home = await self._staged(greeting, home)
             connected = await self._proved(link, greeting, home)
         except FabricError as error:
-            link.send(Refuse(code=error.code, reasons=tuple(reason[:1024] for reason in error.reasons[:64])))
+            reasons = tuple(reason[:1024] for reason in error.reasons[:64])
+            self._say_no(link, Refuse(code=error.code, reasons=reasons))
             return None
         if connected is None:
             return None
@@ -235,7 +244,7 @@ class Accepting:
             if self._greeted_by[link] is not greeting:
                 return None
             code, what = ("no_engine", "left") if current is None else ("stale_epoch", "or its agent changed")
-            link.send(Refuse(code=code, reasons=(f"the engine {what} during the handshake",)))
+            self._say_no(link, Refuse(code=code, reasons=(f"the engine {what} during the handshake",)))
             return None
         return connected
 

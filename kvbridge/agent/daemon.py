@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -34,6 +35,7 @@ from ..exchange.orders import ReceivingReport, SendingReport
 from ..exchange.outbound import Outbound
 from ..exchange.reading import CHECK_EVERY
 from ..exchange.route import Site
+from ..exchange.session import SessionState
 from ..exchange.slots import SlotPool
 from ..failpoints import VARIABLE, arm_from_environment
 from ..options import AgentConfig, Supervision
@@ -50,6 +52,7 @@ from .doors import Doors, LocalDoors, NoDoors
 from .engines import Engines
 from .journal import Journal
 from .last_errors import LastErrors
+from .lives import Lives
 from .logs import set_up
 from .metrics import Gauges, Metrics
 from .peers import Peers
@@ -63,6 +66,7 @@ log = logging.getLogger("kvbridge.agent")
 
 TICK_S = 0.02
 IDLE_TICK_S = 0.25
+STATES = (SessionState.NEW, SessionState.GREETING, SessionState.OPEN)  # of sessions that we have dialled
 # The loop and the mover share the interpreter; at Python's 5 ms each waits that long for the other.
 SWITCH_S = 0.0002
 
@@ -240,15 +244,15 @@ class Agent:
         self.engines.doors = self.doors
         home = lambda: self.engines.home  # noqa: E731
         self.peers = Peers(self.control, self.mover, home, self.metrics, config.connect_s, self.doors, clock)
-        self.sink = Sink(
-            self.inbound, self.peers.dialling, self.mover, self.metrics, self.journal, self.engines.tell, clock
-        )
+        told = self.metrics.lived
+        sinks, sources = Lives("sink", self.journal, told), Lives("source", self.journal, told)
+        self.sink = Sink(self.inbound, self.peers.dialling, self.mover, self.metrics, sinks, self.engines.tell, clock)
         self.source = Source(
             self.outbound,
             self.peers.accepting,
             self.mover,
             self.metrics,
-            self.journal,
+            sources,
             self.engines.tell,
             home,
             self.engines.listen,
@@ -267,7 +271,19 @@ class Agent:
                 wants=lambda: len(self.inbound.wants),
                 offers=lambda: len(self.outbound.offers),
                 unclaimed=lambda: len(self.outbound.unclaimed(self._clock())),
-                peers=self.peers.count_open,
+                waiting={
+                    ("sink", "session"): lambda: self.inbound.without_session,
+                    ("sink", "slot"): lambda: self.inbound.without_slot,
+                    ("source", "offer"): lambda: self.outbound.without_offer,
+                    ("source", "credit"): lambda: self.mover.sending.without_credit,
+                    ("source", "slot"): lambda: self.mover.sending.without_slot,
+                },
+                moving={"sink": lambda: self.inbound.moving, "source": lambda: len(self.outbound.outlets)},
+                sessions={
+                    **{("sink", state.name.lower()): partial(self.peers.count_dialled, state) for state in STATES},
+                    ("source", "open"): self.peers.count_accepted,
+                },
+                open_sessions={"sink": self.peers.open_dialled, "source": self.peers.open_accepted},
                 is_attached=lambda: self.engines.home is not None,
                 is_rebuild_refused=lambda: bool(self.rebuilder.refused),
                 readers=self.doors.holders,

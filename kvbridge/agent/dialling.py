@@ -189,6 +189,7 @@ class Dialling:
         dialled.step(SessionEvent.WELCOME)
         if dialled.session is None:
             self._give_up_lane(dialled)
+            self._metrics.greeted("sink", "open")
             log.info("session open: peer=%s boot=%s %s", address, session.peer.boot, described(session))
             warn_of_route(address, session)
             self.sink.met(session)
@@ -333,6 +334,8 @@ class Dialling:
         self._part(dialled.link, code)
         if is_deaf:
             dialled.link.close()
+        if dialled.session is None:
+            self._metrics.greeted("sink", code)
         log.info("session over: peer=%s code=%s %s", address, code, reason)
         names = self._names(address)
         for name in names:

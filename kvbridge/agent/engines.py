@@ -197,7 +197,7 @@ class Engines:
                 connection.send(Refused(code="not_attached", reasons=("attach first",), about=about))
             case Directory(ranks=ranks):
                 self._directory(home, ranks)
-            case Offer() if self.is_closing and not self.source.knows(message.request):
+            case Offer() if self.is_closing and not self.source.is_due(message):
                 connection.send(Released(request=message.request, code="draining"))
             case Offer(fence=fence) | Want(fence=fence) if fence and self._has_no_fence():
                 reason = f"fence: {fence}, but none came with attach"

@@ -29,7 +29,7 @@ class Journal:
         room: str = "",
         transfer: str = "",
         seconds: float | None = None,
-    ) -> None:
+    ) -> TraceEntry:
         """Something has happened now."""
         at_s = self._began_at + self._clock()
         entry = TraceEntry(
@@ -42,6 +42,7 @@ class Journal:
             seconds=seconds,
         )
         self._entries.append(entry)
+        return entry
 
     def about(self, names: Collection[str]) -> tuple[TraceEntry, ...]:
         """What is known of these requests, rooms or transfers, and of all that belongs to them; the newest if too many.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -10,13 +10,23 @@ from importlib.metadata import version
 from kvbridge_proto.status import SlotCounts, Traits
 from msgspec import structs
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
+from ..exchange.session import Session
+from ..geometry.compat import conversion
 from ..prompt_share import CAUSES
 from ..transport.door import Holder
 from . import scraping
+from .lives import Life, Role
 
 MAX_CODES = 200
-SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+# fmt: off
+SECONDS = (
+    0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005,
+    0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300,
+)
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +38,10 @@ class Gauges:
     wants: Callable[[], int]
     offers: Callable[[], int]
     unclaimed: Callable[[], int]
-    peers: Callable[[], int]
+    waiting: Mapping[tuple[Role, str], Callable[[], int]]  # by what is waited for
+    moving: Mapping[Role, Callable[[], int]]
+    sessions: Mapping[tuple[Role, str], Callable[[], int]]  # by their state
+    open_sessions: Mapping[Role, Callable[[], Iterable[Session]]]
     is_attached: Callable[[], bool]
     is_rebuild_refused: Callable[[], bool]
     readers: Callable[[], list[Holder]]
@@ -44,6 +57,13 @@ class Metrics:
         self._here: dict[str, Counter] = {}
         self._chunks = Counter("kvbridge_chunks", "Chunks moved", ["role"], registry=registry)
         self._bytes = Counter("kvbridge_wire_bytes", "Bytes moved, in the wire's codec", ["role"], registry=registry)
+        text = "The same bytes by the route that they took, and by what was done to them on the way"
+        labels = ["role", "route", "conversion"]
+        self._routed = Counter("kvbridge_route_bytes", text, labels, registry=registry)
+        text = "Stages of requests that are over: until both sides had met, until bytes could move, until all had"
+        self._stage_s = Histogram("kvbridge_stage_seconds", text, ["role", "stage"], buckets=SECONDS, registry=registry)
+        text = "Handshakes with other agents: open, or the code of what stood against it"
+        self._handshakes = Counter("kvbridge_handshakes", text, ["role", "outcome"], registry=registry)
         self._wants = Counter("kvbridge_wants", "Wants that ended", ["outcome"], registry=registry)
         self._want_s = Histogram("kvbridge_want_seconds", "From want to done", buckets=SECONDS, registry=registry)
         self._offers = Counter("kvbridge_offers_released", "Offers that ended", ["code"], registry=registry)
@@ -66,6 +86,8 @@ class Metrics:
         for counter in (self._chunks, self._bytes, self._compared, self._differing):  # an alert needs a value before
             for role in ("source", "sink"):
                 counter.labels(role)
+        for role in ("source", "sink"):
+            self._handshakes.labels(role, "open")
         text = "1 for the engine that is attached; of one model_key are engines between which rows can be carried"
         labels = ["model_key", *Traits.__struct_fields__]
         self._engine = Gauge("kvbridge_engine_info", text, labels, registry=registry)
@@ -85,15 +107,28 @@ class Metrics:
         readers = Gauge("kvbridge_memory_readers", text, ["state"], registry=self.registry)
         for state, is_overdue in (("open", False), ("overdue", True)):
             readers.labels(state).set_function(partial(_readers, gauges.readers, is_overdue))
+        self._watch_sessions(gauges)
+        text = "Wants that wait for a session, transfers that wait for a slot, an offer or credit of slots"
+        queues = Gauge("kvbridge_queue_length", text, ["role", "awaits"], registry=self.registry)
+        for (role, awaits), length in gauges.waiting.items():
+            queues.labels(role, awaits).set_function(length)
+        transfers = Gauge("kvbridge_transfers_open", "Transfers under way", ["role"], registry=self.registry)
+        for role, count in gauges.moving.items():
+            transfers.labels(role).set_function(count)
         for name, text, read in (
             ("wants_open", "Wants under way", gauges.wants),
             ("offers_open", "Offers not yet released", gauges.offers),
             ("offers_unclaimed", "Prompts that are held and that nobody has asked for", gauges.unclaimed),
-            ("sessions_open", "Sessions with other agents", gauges.peers),
             ("engine_attached", "1 while an engine is attached", lambda: int(gauges.is_attached())),
             ("rebuild_refused", "1 while slots cannot be made anew", lambda: int(gauges.is_rebuild_refused())),
         ):
             Gauge(f"kvbridge_{name}", text, registry=self.registry).set_function(read)
+
+    def _watch_sessions(self, gauges: Gauges) -> None:
+        sessions = Gauge("kvbridge_sessions", "Sessions with other agents", ["role", "state"], registry=self.registry)
+        for (role, state), count in gauges.sessions.items():
+            sessions.labels(role, state).set_function(count)
+        self.registry.register(_Proofs(gauges.open_sessions))
 
     def attached(self, model_key: str, traits: Traits) -> None:
         """This engine, and no other."""
@@ -124,10 +159,20 @@ class Metrics:
                         found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
         return found
 
-    def chunks(self, role: str, count: int, size_bytes: int) -> None:
-        """So many were moved, of so many bytes together."""
+    def chunks(self, role: Role, count: int, size_bytes: int, session: Session) -> None:
+        """So many were moved by this session, of so many bytes together."""
         self._chunks.labels(role).inc(count)
         self._bytes.labels(role).inc(size_bytes)
+        self._routed.labels(role, session.routed.route, conversion(session.verdict)).inc(size_bytes)
+
+    def lived(self, life: Life) -> None:
+        """A request is over."""
+        for stage, began_at, ended_at in life.stages:
+            self._stage_s.labels(life.role, stage).observe(ended_at - began_at)
+
+    def greeted(self, role: Role, outcome: str) -> None:
+        """A handshake has ended: "open", or with the code of what stood against it."""
+        self._handshakes.labels(role, self._known(outcome)).inc()
 
     def compared(self, role: str, count: int, differing: int) -> None:
         """So many pulled chunks, and how many of them were not the same on both sides."""
@@ -183,6 +228,26 @@ class Metrics:
         if len(self._codes) < MAX_CODES:
             self._codes.add(code)
         return code if code in self._codes else "other"
+
+
+class _Proofs(Collector):
+    """The slowest of the open sessions by each route, as it was measured in its proof; nothing where none was."""
+
+    def __init__(self, sessions: Mapping[Role, Callable[[], Iterable[Session]]]) -> None:
+        self._sessions = sessions
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        text = "Of the open sessions by this route the slowest, as measured when it was proved"
+        found = GaugeMetricFamily("kvbridge_route_bytes_per_second", text, labels=["role", "route"])
+        for role, sessions in self._sessions.items():
+            slowest: dict[str, float] = {}
+            for session in sessions():
+                if (rate := session.routed.rate) is not None:
+                    route = session.routed.route
+                    slowest[route] = min(rate.bytes_per_s, slowest.get(route, rate.bytes_per_s))
+            for name, bytes_per_s in slowest.items():
+                found.add_metric([role, name], bytes_per_s)
+        yield found
 
 
 def _readers(holders: Callable[[], list[Holder]], is_overdue: bool) -> float:

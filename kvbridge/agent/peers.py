@@ -30,7 +30,7 @@ from kvbridge_proto.peer import (
 from kvbridge_proto.status import PeerStatus
 
 from ..dataplane.mover import Mover
-from ..exchange.session import Home, SessionState
+from ..exchange.session import Home, Session, SessionState
 from ..transport.control import Control
 from ..transport.events import Arrived, Lost, Reached, Rejected
 from ..transport.link import Link
@@ -96,10 +96,22 @@ class Peers:
         name_of = self._control.trust.name_of
         return peer_statuses(self.dialling.sessions.values(), self.accepting.sessions.values(), name_of)
 
-    def count_open(self) -> int:
-        """How many sessions are open. Any thread may ask: the list is made without a step of Python in between."""
-        dialled = list(self.dialling.sessions.values())
-        return len(self.accepting.sessions) + sum(each.state is SessionState.OPEN for each in dialled)
+    # Any thread may ask for these: each list is made without a step of Python in between.
+
+    def count_dialled(self, state: SessionState) -> int:
+        """How many sessions that we dialled are in this state."""
+        return sum(each.state is state for each in list(self.dialling.sessions.values()))
+
+    def count_accepted(self) -> int:
+        return len(self.accepting.sessions)
+
+    def open_dialled(self) -> list[Session]:
+        """Sessions with those that we fetch from."""
+        return [each.session for each in list(self.dialling.sessions.values()) if each.session is not None]
+
+    def open_accepted(self) -> list[Session]:
+        """Sessions with those that fetch from us."""
+        return [each.session for each in list(self.accepting.sessions.values())]
 
     def _take(self, tasks: asyncio.TaskGroup, link: Link, sender: str, body: Body) -> None:
         """One message; what goes wrong with it costs its link and nothing else."""

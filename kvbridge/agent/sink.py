@@ -46,7 +46,7 @@ from ..exchange.session import Home, Session
 from ..failpoints import failpoint
 from ..transport.endpoint import canonical
 from .dialling import Dialling
-from .journal import Journal
+from .lives import Lives
 from .metrics import Metrics
 
 log = logging.getLogger("kvbridge.sink")
@@ -63,7 +63,7 @@ class Sink:
         peers: Dialling,
         mover: Mover,
         metrics: Metrics,
-        journal: Journal,
+        lives: Lives,
         tell: Callable[[ToEngine], None],
         clock: Callable[[], float],
     ) -> None:
@@ -72,7 +72,7 @@ class Sink:
         self._peers = peers
         self._mover = mover
         self._metrics = metrics
-        self._journal = journal
+        self._lives = lives
         self._tell = tell
         self._clock = clock
         self._warned = float("-inf")
@@ -94,7 +94,7 @@ class Sink:
             want.source,
         )
         tokens = f"tokens [{want.first_token}, {want.end_token}) of {want.source}"
-        self._journal.note("wanted", tokens, request=want.request, room=want.room)
+        self._lives.note("wanted", tokens, request=want.request, room=want.room)
         failpoint("sink.want_heard")
         self._mover.get_up()
         self._do(self._inbound.want(want, home, self._clock()))
@@ -104,7 +104,7 @@ class Sink:
         return request in self._inbound.wants
 
     def abandon(self, request: str) -> None:
-        self._journal.note("abandoned", request=request)
+        self._lives.note("abandoned", request=request)
         self._do(self._inbound.abandon(request, self._clock()))
 
     def rescaled(self, home: Home) -> None:
@@ -178,7 +178,7 @@ class Sink:
                 self._do(inbound.drained(boot, transfer, code, "; ".join(reasons), now, key))
 
     def _note_heard(self, body: Tables | Checked | Ready | Failing | Drained | Refuse) -> None:
-        note = self._journal.note
+        note = self._lives.note
         match body:
             case Tables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
                 note("readable", f"tokens up to {tokens}", transfer=transfer)
@@ -201,20 +201,20 @@ class Sink:
                 case Landed(transfer=transfer, chunks=chunks, size_bytes=size_bytes):
                     failpoint("sink.scattered")
                     if chunks:
-                        self._journal.note("landed", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
-                        self._metrics.chunks("sink", chunks, size_bytes)
+                        self._lives.note("landed", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
+                        self._metrics.chunks("sink", chunks, size_bytes, self._inbound.session_of(transfer))
                 case Dropped():
                     self._on_dropped(report)
                 case Malformed(code=code):
                     self._metrics.rejected(code)
                 case Pulled(transfer=transfer, chunks=chunks, size_bytes=size_bytes, failure=None):
-                    self._journal.note("read", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
-                    self._metrics.chunks("sink", chunks, size_bytes)
+                    self._lives.note("read", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
+                    self._metrics.chunks("sink", chunks, size_bytes, self._inbound.session_of(transfer))
                 case (
                     Pulled(transfer=transfer, failure=(code, reason))
                     | Broken(transfer=transfer, code=code, reason=reason)
                 ):
-                    self._journal.note("broken", f"{code}: {reason}", transfer=transfer)
+                    self._lives.note("broken", f"{code}: {reason}", transfer=transfer)
         self._do(self._inbound.hear(reports, self._clock()))
 
     def _on_dropped(self, dropped: Dropped) -> None:
@@ -243,7 +243,7 @@ class Sink:
                 case Send(peer=address, body=body):
                     if isinstance(body, Claim):
                         request = self._inbound.request_of(body.transfer)
-                        self._journal.note(
+                        self._lives.note(
                             "claimed", f"of {address}", request=request, room=body.room, transfer=body.transfer
                         )
                     self._peers.send(address, body)
@@ -254,19 +254,19 @@ class Sink:
                 case ReceiveOrder() | Lend() | StopReceiving() | Pull():
                     if isinstance(action, Pull):
                         chunks = f"chunks [{action.first_chunk}, {action.end_chunk}) of {action.plan.chunks}"
-                        self._journal.note("reading", chunks, transfer=action.transfer)
+                        self._lives.note("reading", chunks, transfer=action.transfer)
                     self._mover.give(action, self.attached)
 
     def _told(self, message: ToEngine) -> None:
         match message:
             case Done(request=request, moved_bytes=moved, seconds=seconds):
                 log.debug("done: request=%s bytes=%d ms=%.2f", request, moved, seconds * 1e3)
-                self._journal.note("done", f"{moved} bytes", request=request, seconds=seconds)
+                self._lives.note("done", f"{moved} bytes", request=request, seconds=seconds)
                 self._metrics.want_done(seconds)
                 failpoint("sink.done_told")
             case Failed(request=request, code=code, reason=reason):
                 log.warning("failed: request=%s code=%s %s", request, code, reason)
-                self._journal.note("failed", f"{code}: {reason}", request=request)
+                self._lives.note("failed", f"{code}: {reason}", request=request)
                 self._metrics.want_failed(code)
 
 

@@ -47,7 +47,7 @@ from ..exchange.outbound import Outbound
 from ..exchange.session import Home, Session
 from ..failpoints import failpoint
 from .accepting import Accepting
-from .journal import Journal
+from .lives import Lives
 from .metrics import Metrics
 
 log = logging.getLogger("kvbridge.source")
@@ -64,7 +64,7 @@ class Source:
         peers: Accepting,
         mover: Mover,
         metrics: Metrics,
-        journal: Journal,
+        lives: Lives,
         tell: Callable[[ToEngine], None],
         home: Callable[[], Home | None],
         listen: Callable[[], None],
@@ -75,7 +75,7 @@ class Source:
         self._peers = peers
         self._mover = mover
         self._metrics = metrics
-        self._journal = journal
+        self._lives = lives
         self._tell = tell
         self._home = home
         self._listen = listen
@@ -94,7 +94,7 @@ class Source:
             " (last)" if offer.is_last else "",
         )
         tokens = f"tokens [{offer.first_token}, {offer.tokens}){', all there are' * offer.is_last}"
-        self._journal.note("offered", tokens, request=offer.request, room=offer.room)
+        self._lives.note("offered", tokens, request=offer.request, room=offer.room)
         failpoint("source.offer_heard")
         self._do(self._outbound.offer(offer, home, self._clock()))
         if self._outbound.is_owing:  # its socket is not found empty before we have read what we are at
@@ -104,9 +104,17 @@ class Source:
         """Whether this offer is open."""
         return request in self._outbound.offers
 
+    def is_due(self, offer: Offer) -> bool:
+        """Whether it goes on with what was offered before, or somebody has claimed it already."""
+        return self.knows(offer.request) or self._outbound.is_awaited(offer.room)
+
+    def is_hopeless(self, claim: Claim) -> bool:
+        """Whether what it takes is not offered, and will not be if nothing new is."""
+        return not (self._outbound.is_awaited(claim.room) or self._outbound.has_offer(claim))
+
     def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
         actions = self._outbound.withdraw(request, reason, self._clock(), comes_again)
-        self._journal.note("withdrawn", reason, request=request)
+        self._lives.note("withdrawn", reason, request=request)
         if self.knows(request):  # it is being read
             failpoint("source.withdraw_heard")
         self._do(actions)
@@ -149,7 +157,7 @@ class Source:
                 failpoint("source.claim_received")
                 log.debug("claim: transfer=%s want=%s room=%s", body.transfer, body.want, body.room)
                 tokens = f"tokens [{body.first_token}, {body.end_token}) by {session.peer.name}"
-                self._journal.note("claimed", tokens, room=body.room, transfer=body.transfer)
+                self._lives.note("claimed", tokens, room=body.room, transfer=body.transfer)
                 self._do(self._outbound.claim(body, session, home, self._clock()))
             case Grant():
                 self._do(self._outbound.grant(boot, body))
@@ -167,10 +175,10 @@ class Source:
             case Settled(transfer=transfer):
                 failpoint("source.settled_heard")
                 log.debug("settled: transfer=%s", transfer)
-                self._journal.note("settled", transfer=transfer)
+                self._lives.note("settled", transfer=transfer)
                 self._metrics.transfer_settled()
                 if (read := self._outbound.read_by(boot, transfer)) is not None:
-                    self._metrics.chunks("source", read.chunks, read.total_bytes)
+                    self._metrics.chunks("source", read.chunks, read.total_bytes, session)
                 self._do(self._outbound.settled(boot, transfer))
 
     def renounce(self, boot: str, cancel: Cancel) -> bool:
@@ -188,13 +196,13 @@ class Source:
             match report:
                 case Shipped(transfer=transfer, chunks=chunks, size_bytes=size_bytes, gather_s=gather_s):
                     took = f"{chunks} chunks, {size_bytes} bytes, gathered in {sum(gather_s) * 1e3:.2f} ms"
-                    self._journal.note("written", took, transfer=transfer)
-                    self._metrics.chunks("source", chunks, size_bytes)
+                    self._lives.note("written", took, transfer=transfer)
+                    self._metrics.chunks("source", chunks, size_bytes, self._outbound.session_of(transfer))
                     for seconds in gather_s:
                         self._metrics.gathered(seconds)
                 case Broken(transfer=transfer, code=code, reason=reason):
                     log.warning("chunk not shipped: transfer=%s code=%s %s", transfer, code, reason)
-                    self._journal.note("broken", f"{code}: {reason}", transfer=transfer)
+                    self._lives.note("broken", f"{code}: {reason}", transfer=transfer)
                 case Digested():
                     self._on_digested(report)
                 case FenceReached():  # our engine's stream is further on, or as far as we wait for it
@@ -254,7 +262,7 @@ class Source:
                 case Tell(message=message):
                     if isinstance(message, Released):
                         why = f"{message.code} {message.reason}".strip()
-                        self._journal.note("released", why, request=message.request)
+                        self._lives.note("released", why, request=message.request)
                         log.debug("released: request=%s %s %s", message.request, message.code, message.reason)
                         self._metrics.offer_released(message.code, message.is_declined)
                     self._tell(message)
@@ -262,7 +270,7 @@ class Source:
                         failpoint("source.released_told")
                 case SendOrder(transfer=transfer, plan=plan, request=request):
                     size = f"{plan.chunks} chunks, {plan.total_bytes} bytes"
-                    self._journal.note("ordered", size, request=request, transfer=transfer)
+                    self._lives.note("ordered", size, request=request, transfer=transfer)
                     self._mover.give(action, self.attached)
                 case Progress() | Credit() | StopSending() | Digest():
                     self._mover.give(action, self.attached)
@@ -273,14 +281,14 @@ class Source:
         match body:
             case Tables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
                 request = self._outbound.request_of(transfer)
-                self._journal.note("readable", f"tokens up to {tokens}", request=request, transfer=transfer)
+                self._lives.note("readable", f"tokens up to {tokens}", request=request, transfer=transfer)
             case Refuse(about=transfer, code=code, reasons=reasons):
-                self._journal.note("refused", f"{code}: {'; '.join(reasons)}", transfer=transfer)
+                self._lives.note("refused", f"{code}: {'; '.join(reasons)}", transfer=transfer)
             case (
                 Failing(transfer=transfer, code=code, reason=reason)
                 | Drained(transfer=transfer, code=code, reason=reason)
             ) if code:
-                self._journal.note("failed", f"{code}: {reason}", transfer=transfer)
+                self._lives.note("failed", f"{code}: {reason}", transfer=transfer)
 
 
 def _pass_sent(body: Body) -> None:

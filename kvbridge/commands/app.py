@@ -48,6 +48,7 @@ def build() -> typer.Typer:
         "status": status,
         "trace": trace,
         "doctor": _doctor_command(),
+        "bench": _bench_command(),
         "plan": plan,
         "demo": demo,
         "sim": sim,
@@ -168,6 +169,55 @@ def _doctor_command() -> Callable[..., None]:
         _parameter("as_json", JSON, default=False),
     )
     return _with_options(doctor, *more)
+
+
+def _bench_command() -> Callable[..., None]:
+    """`bench`, with the same flags."""
+
+    def bench(
+        config: Path | None = None,
+        to: str = "",
+        only: list[str] | None = None,
+        seconds: float = 6.0,
+        most_mib: int = 0,
+        as_json: bool = False,
+        **flags: Any,
+    ) -> None:
+        """Measure what each route of this machine carries, beside a copy of the same bytes on the same devices.
+
+        Takes what `kvbridge agent` takes, of which device, routes, net_devices and share_memory count. It starts agents
+        of its own and is over in half a minute; it wants the machine for itself, or shows what is left of it. Ends with
+        0, with 1 if a route failed or is too slow to be right, with 2 if the command line is wrong. What the machine
+        lacks is "not here".
+
+        \b
+        Examples:
+          kvbridge bench
+          kvbridge bench --device cuda:0 --to cuda:1
+          kvbridge bench --only pull --seconds 30
+          kvbridge bench --config /etc/kvbridge/agent-0.toml --json
+        """
+        with _told("bench"):
+            from .bench import run
+
+            run(_path(config), _flags(flags), to, only or [], seconds, most_mib << 20, as_json)
+
+    other = typer.Option("--to", help="The device of the agent that receives. Default: the second GPU, or the same.")
+    names = typer.Option("--only", help="Measure this route alone; may be repeated.")
+    time_s = typer.Option("--seconds", min=0.0, help="How long to measure, all routes together.")
+    most = typer.Option(
+        "--most-mib",
+        min=0,
+        help="The largest request, 128 MiB at least. Default: 256 MiB on a CPU, 8 GiB on a GPU, or less if that fits.",
+    )
+    more = (
+        _parameter("to", Annotated[str, other], default=""),
+        _parameter("only", Annotated[list[str] | None, names]),
+        _parameter("seconds", Annotated[float, time_s], default=6.0),
+        _parameter("most_mib", Annotated[int, most], default=0),
+        _parameter("as_json", JSON, default=False),
+    )
+    return _with_options(bench, *more)
 
 
 def _with_options(command: Callable[..., None], *more: inspect.Parameter) -> Callable[..., None]:
@@ -399,16 +449,23 @@ def keygen(
 
 def proxy(
     prefill: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             help="An engine that prefills: vllm=http://HOST:PORT, or sglang=http://HOST:PORT[,bootstrap=PORT] with the "
             "port of its bootstrap server (8998 unless told). May be repeated."
         ),
-    ],
+    ] = None,
     decode: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(help="An engine that decodes: vllm=http://HOST:PORT or sglang=http://HOST:PORT. May be repeated."),
-    ],
+    ] = None,
+    engines: Annotated[
+        Path | None,
+        typer.Option(
+            help="In place of both, a file: a line for each engine, as `prefill vllm=http://10.0.0.1:8000`. SIGHUP has "
+            "it read again: an engine that is not there any more gets nothing new, and finishes what it has."
+        ),
+    ] = None,
     listen: Annotated[str, typer.Option(help="Where clients ask, HOST:PORT. It asks nobody who he is.")] = (
         "127.0.0.1:8080"
     ),
@@ -435,12 +492,14 @@ def proxy(
       kvbridge proxy --prefill vllm=http://10.0.0.1:8000 --decode vllm=http://10.0.0.2:8000
       kvbridge proxy --prefill sglang=http://10.0.0.1:30000,bootstrap=8998 \\
         --decode vllm=http://10.0.0.2:8000 --listen 127.0.0.1:8081
+      kvbridge proxy --engines /etc/kvbridge/engines
     """
     with _told("proxy"):
         from ..proxy.fleet import Waits
         from ..proxy.server import run
 
-        run(prefill, decode, listen, Waits(prefill_s=prefill_timeout_s, answer_s=answer_timeout_s), log_level.value)
+        waits = Waits(prefill_s=prefill_timeout_s, answer_s=answer_timeout_s)
+        run(prefill or (), decode or (), engines, listen, waits, log_level.value)
 
 
 def sim(

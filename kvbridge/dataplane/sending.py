@@ -190,6 +190,16 @@ class Sending:
         """Something else that our exchange waits for."""
         self._reports.append(report)
 
+    @property
+    def without_credit(self) -> int:
+        """Transfers of which chunks are ready, and for which no slot is lent."""
+        return sum(bool(each.ready) and not each.leases for each in list(self._open.values()))
+
+    @property
+    def without_slot(self) -> int:
+        """Transfers that could go on if we had a free slot to gather into."""
+        return len(self._hungry)
+
     def _fail(self, dispatch: Dispatch, code: str, reason: str) -> None:
         if dispatch.stop is None and not dispatch.is_broken:
             self._reports.append(Broken(dispatch.transfer, code, reason))

@@ -58,14 +58,16 @@ class Rejected(Exception):
 
 
 class SyntheticEngine:
-    """The rank's memory and its connection."""
+    """The rank's memory and its connection. `regions` is memory that is there already, of the same sizes."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, regions: Sequence[torch.Tensor] = ()) -> None:
         assert job.device != "cpu" or not job.late_cycles, "late_cycles: a CPU has no stream to be late on"
         self.job = job
         self.layers = (None,) if job.device == "cpu" else job.shape.layers_apart
         sizes = [job.shape.rank_bytes // len(self.layers)] * len(self.layers)
-        self.regions = [torch.full((size,), POISON, dtype=torch.uint8, device=job.device) for size in sizes]
+        self.regions = list(regions) or [
+            torch.full((size,), POISON, dtype=torch.uint8, device=job.device) for size in sizes
+        ]
         self.tables = tables(job.shape, job.requests)
         self.client = EngineClient(job.socket)
         self.fence = None if job.device == "cpu" else EngineFence(job.device)
@@ -116,7 +118,7 @@ class SyntheticEngine:
                     )
                 )
         for request in job.requests:
-            self._ended(request.name, Released, Refused)
+            self.ended(request.name, Released, Refused)
 
     def want(self, requests: Sequence[Request]) -> tuple[float, int]:
         """Seconds from the first want to the last done, and bytes moved."""
@@ -137,7 +139,7 @@ class SyntheticEngine:
                     fence=fence,
                 )
             )
-        done = [self._ended(request.name, Done, Failed, Refused) for request in requests]
+        done = [self.ended(request.name, Done, Failed, Refused) for request in requests]
         return time.perf_counter() - began, sum(message.moved_bytes for message in done)
 
     def detach(self) -> None:
@@ -215,7 +217,9 @@ class SyntheticEngine:
                 raise Rejected(f"no answer in {PATIENCE_S:g} s")
             select.select([self.client], [], [], 0.02)
 
-    def _ended(self, name: str, good: type[T], *bad: type) -> T:
+    def ended(self, name: str, good: type[T], *bad: type) -> T:
+        """How this request ended. Raises Rejected if not with `good`."""
+
         def is_its_end(message: Any) -> bool:
             named: tuple[Any, Any] = (getattr(message, "request", None), getattr(message, "about", None))
             return isinstance(message, (good, *bad)) and name in named

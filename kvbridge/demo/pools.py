@@ -5,7 +5,7 @@ An element is a number made from its (layer, part, head, token, element), so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -154,6 +154,19 @@ def prepare(
     for of_layer, index, plane in _planes(memory, shape, layer):
         values = _values(of_layer, index, heads, tokens, shape.width, request.seed).to(DTYPES[codec])
         yield Rows(plane, blocks, offsets, values if codec == shape.codec else _quantized(values, shape))
+
+
+def rows_of(
+    regions: Sequence[torch.Tensor], shape: Shape, table: list[int], tokens: range
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """These tokens of a request, plane by plane as [T, H, E] integers, with the plane's name. Of rank 0."""
+    bits = {1: torch.uint8, 2: torch.int16}[DTYPES[shape.codec].itemsize]
+    layers = range(shape.layers) if len(regions) > 1 else (None,)
+    for layer, memory in zip(layers, regions, strict=True):
+        at = torch.arange(tokens.start, tokens.stop, device=memory.device)
+        blocks = torch.tensor(table, device=memory.device)[at // shape.block_tokens]
+        for of_layer, index, plane in _planes(memory, shape, layer):
+            yield f"layer {of_layer} {PARTS[index]}", plane.view(bits)[blocks, at % shape.block_tokens]
 
 
 def first_difference(

@@ -192,13 +192,16 @@ def agents(
     names: Sequence[str],
     devices: Sequence[str] = ("cpu",),
     settings: Mapping[str, str] | None = None,
+    routes_of: Mapping[str, str] | None = None,
     **options: str,
 ) -> Iterator[list[AgentProcess]]:
-    """Agents that serve, `devices` dealt out to them in turn; stopped at the end."""
+    """Agents that serve, `devices` dealt out to them in turn; stopped at the end. `routes_of` are by their names."""
     with ExitStack() as stack:
         started = []
         for i, name in enumerate(names):
-            started.append(AgentProcess(folder, name, {"device": devices[i % len(devices)], **options}, settings))
+            own = {"routes": routes_of[name]} if routes_of else {}
+            said = {"device": devices[i % len(devices)], **options, **own}
+            started.append(AgentProcess(folder, name, said, settings))
             stack.callback(end, started[-1].process)
         for agent in started:
             agent.wait_serving()

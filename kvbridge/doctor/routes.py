@@ -18,6 +18,7 @@ from ..demo.pools import Request, Shape
 from ..demo.processes import agents
 from ..demo.run import Outcome, carry, memcpy_bytes_per_s
 from ..errors import OperatorError
+from ..options import AgentConfig
 from .finding import Check, Finding, Subject, failed, not_here, ok
 from .neighbours import told
 
@@ -52,23 +53,30 @@ def nixl(subject: Subject) -> Finding:
 def carried(route: Route, subject: Subject) -> Finding:
     """A real transfer by this route between two agents of this machine: every byte, its rate, by what it went."""
     config = subject.config
-    if route not in config.routes:
-        return not_here(f"routes: {', '.join(config.routes)}")
-    if route == "pull" and not config.share_memory:
-        return not_here("share_memory: false")
     gpu = chosen_gpu(config.device)
-    if gpu is None and route in ON_GPU:
-        return not_here("only GPUs have this route, and there is none")
-    options = {"routes": route, "net_devices": config.net_devices or "lo", "log_level": "info"}
-    device, least = gpu.device if gpu else "cpu", floor(is_gpu=gpu is not None)
+    if lacks := why_not_here(route, config, is_gpu=gpu is not None):
+        return not_here(lacks)
+    data, device = config.net_devices or "lo", gpu.device if gpu else "cpu"
+    least = floor(is_gpu=gpu is not None)
     with tempfile.TemporaryDirectory(prefix="kvbridge-doctor-") as folder:
-        with agents(Path(folder), ("source", "sink"), (device,), UCX_SAYS, **options) as running:
+        names = ("source", "sink")
+        started = agents(Path(folder), names, (device,), UCX_SAYS, routes=route, net_devices=data, log_level="info")
+        with started as running:
             for _ in range(ROUNDS):
                 outcome = carry(Path(folder), running, SOURCE, SINK, REQUESTS, Progress(console=Console(quiet=True)))
                 if outcome.wrong or outcome.moved_bytes >= least * outcome.seconds:
                     break
         transports = written_by("".join(agent.log.read_text(errors="replace") for agent in running))
     return _judged(route, outcome, transports, least, subject.environment)
+
+
+def why_not_here(route: Route, config: AgentConfig, is_gpu: bool) -> str:
+    """What stands against a route whatever the other side is, nothing if nobody can tell before it is tried."""
+    if route not in config.routes:
+        return f"routes: {', '.join(config.routes)}"
+    if route == "pull" and not config.share_memory:
+        return "share_memory: false"
+    return "only GPUs have this route, and there is none" if route in ON_GPU and not is_gpu else ""
 
 
 def floor(is_gpu: bool) -> float:

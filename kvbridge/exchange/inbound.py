@@ -599,6 +599,25 @@ class Inbound:
         wanted = self._wanted_by.get(transfer)
         return wanted.want.request if wanted is not None else ""
 
+    def session_of(self, transfer: str) -> Session:
+        """By which it comes, while the data plane may report something of it."""
+        return self._wanted_by[transfer].intakes[transfer].session
+
+    @property
+    def moving(self) -> int:
+        """Transfers that are under way. Any thread may ask."""
+        return len(self._wanted_by)
+
+    @property
+    def without_session(self) -> int:
+        """Wants that have not claimed anything yet. Any thread may ask: the list is made without a step of Python."""
+        return sum(wanted.state is WantState.REACHING for wanted in list(self.wants.values()))
+
+    @property
+    def without_slot(self) -> int:
+        """Transfers of which chunks are ready that have no slot. Any thread may ask."""
+        return len(self._hungry)
+
     def _intake(self, boot: str, transfer: str, key: str) -> Intake | None:
         intake = self._known(transfer)
         is_its = intake is not None and (intake.session.peer.boot, intake.session.key) == (boot, key)

@@ -225,7 +225,7 @@ class Outbound:
             plan = planned(claim, session, home)
         except KVBridgeError as error:
             return [refused(boot, claim, error.code, str(error))]
-        out = Outlet(claim, boot, plan, session.digest, now)
+        out = Outlet(claim, session, plan, now)
         if session.routed.is_pulled:
             out.promise = Promise()
             if claim.leases:
@@ -239,6 +239,14 @@ class Outbound:
         self._rooms.forget_old(now)
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
         return self._bind_waiting(claim.room)
+
+    def is_awaited(self, room: str) -> bool:
+        """Whether claims wait for what is offered in this room."""
+        return room in self._waiting
+
+    def has_offer(self, claim: Claim) -> bool:
+        """Whether its rows are offered, or an offer ended that was its own."""
+        return self._rooms.place_of(claim) is not None
 
     def hold(self, boot: str, rooms: Sequence[str], now: float) -> list[Action]:
         """Requests of a sink wait for what is or will be offered in these rooms, one for each time a room is named."""
@@ -307,6 +315,15 @@ class Outbound:
         """Whose rows it takes; "" while nobody knows."""
         out = self.outlets.get(transfer)
         return out.offered.request if out is not None and out.offered is not None else ""
+
+    def session_of(self, transfer: str) -> Session:
+        """By which it goes, while the data plane may report something of it."""
+        return self.outlets[transfer].session
+
+    @property
+    def without_offer(self) -> int:
+        """Transfers that are claimed before anything is offered to them. Any thread may ask."""
+        return sum(map(len, list(self._waiting.values())))
 
     # Receivers that read our engine's blocks themselves:
 
@@ -574,7 +591,7 @@ class Outbound:
             return []
         out.is_ordered = out.is_gathering = True
         order = SendOrder(
-            out.transfer, offered.request, out.boot, out.plan, claim.token, claim.sink_epoch, out.digest_kind
+            out.transfer, offered.request, out.boot, out.plan, claim.token, claim.sink_epoch, out.session.digest
         )
         early = [Credit(out.transfer, out.early)] if out.early else []
         out.early = ()

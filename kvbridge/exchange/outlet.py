@@ -12,6 +12,7 @@ from kvbridge_proto.peer import Claim, Lease, Sum
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from .reading import Promise
+from .session import Session
 from .table import Table
 
 
@@ -90,9 +91,8 @@ class Outlet:
     """One transfer as the source sees it: what one claim takes."""
 
     claim: Claim
-    boot: str
+    session: Session
     plan: Plan
-    digest_kind: str
     started: float
     state: OutState = OutState.WAITING
     offered: Offered | None = None
@@ -115,6 +115,11 @@ class Outlet:
     @property
     def transfer(self) -> str:
         return self.claim.transfer
+
+    @property
+    def boot(self) -> str:
+        """Of the agent that takes it."""
+        return self.session.peer.boot
 
     @property
     def is_promised(self) -> bool:

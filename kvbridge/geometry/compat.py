@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import lcm
+from typing import Literal
 
 from kvbridge_proto.pool import Group, Layer, Plane, Pool, Shard
 
@@ -24,9 +25,13 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class Convertible:
-    """Everything can be moved; `changes` say what becomes different, with both values."""
+    """Everything can be moved; `changes` say what becomes different, with both values.
+
+    `has_casts` if numbers are among it, and not only where rows lie.
+    """
 
     changes: tuple[str, ...]
+    has_casts: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class Incompatible:
 
 
 Verdict = Same | Convertible | Incompatible
+Conversion = Literal["none", "layout", "codec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,7 @@ class Difference:
 # The kinds of layer that are attention with keys and values of their own; how much of them is kept is a group's matter.
 ATTENTION = ("full", "sliding", "chunked")
 ATTENTION_PARTS = ("k", "v", "latent")  # their widths are the model's
+CASTS = ("codec", "scales")  # the differences by which numbers are others
 SAME_MODEL = "the same model on both sides"
 SAME_CODEC = "the same kv_cache_dtype on both sides"
 
@@ -72,8 +79,16 @@ def verdict(source: Pool, sink: Pool) -> Verdict:
     reasons = reasons or [str(each) for each in obstacles(source, sink)]
     if reasons:
         return Incompatible(shortened(reasons))
-    found = [str(each) for each in changes(source, sink)]
-    return Convertible(shortened(found)) if found else Same()
+    found = changes(source, sink)
+    has_casts = any(each.field in CASTS for each in found)
+    return Convertible(shortened([str(each) for each in found]), has_casts) if found else Same()
+
+
+def conversion(found: Verdict) -> Conversion:
+    """What is done to rows on the way, in one word: nothing, laid out otherwise, or other numbers as well."""
+    if isinstance(found, Convertible):
+        return "codec" if found.has_casts else "layout"
+    return "none"
 
 
 def obstacles(source: Pool, sink: Pool) -> list[Difference]:

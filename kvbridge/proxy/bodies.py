@@ -251,6 +251,8 @@ def merge(asked: Asks, answers: Sequence[Body]) -> Any:
     path = asked.asks[0].path
     if path == GENERATE:
         return list(answers) if asked.is_list else answers[0]
+    if len(answers) == 1:
+        return answers[0]
     choices = [answer["choices"][0] | {"index": index} for index, answer in enumerate(answers)]
     return answers[0] | {"choices": choices, "usage": _usage(answers, asked.samples)}
 

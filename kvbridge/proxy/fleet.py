@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -112,13 +113,65 @@ def read_engine(role: Role, said: str) -> Engine:
     return Engine(role, Kind(kind), f"{place.scheme}://{place.netloc}", port)
 
 
+def read_engines(path: Path) -> list[Engine]:
+    """A line for each, `prefill vllm=URL` or `decode sglang=URL`; empty ones and those with `#` say nothing.
+
+    Raises OperatorError.
+    """
+    try:
+        lines = [line.split("#")[0].split() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeError) as error:
+        raise OperatorError("bad_option", f"engines: cannot read {path}: {error}") from None
+    found = []
+    for number, words in enumerate(lines, 1):
+        if not words:
+            continue
+        if len(words) != 2 or words[0] not in list(Role):
+            said = " ".join(words)
+            raise OperatorError("bad_option", f"engines: {path}, line {number}: got {said!r}, need ROLE KIND=URL")
+        found.append(read_engine(Role(words[0]), words[1]))
+    return checked(found)
+
+
+def checked(engines: list[Engine]) -> list[Engine]:
+    """The same. Raises OperatorError where one is named twice, or a side has none."""
+    if len({(each.role, each.url) for each in engines}) < len(engines):
+        raise OperatorError("bad_option", "prefill, decode: an engine is named twice")
+    for role in Role:
+        if not any(each.role is role for each in engines):
+            raise OperatorError("bad_option", f"{role}: no engine is named")
+    return engines
+
+
 class Fleet:
     def __init__(self, engines: Sequence[Engine], http: aiohttp.ClientSession, waits: Waits, metrics: Metrics) -> None:
-        self._engines = {role: [each for each in engines if each.role is role] for role in Role}
+        self._engines: dict[Role, list[Engine]] = {role: [] for role in Role}
         self._http, self._waits, self._metrics = http, waits, metrics
         self._turns = count(1)
-        for each in engines:
-            metrics.well.labels(each.role, each.name).set(0)
+        self._watches: dict[Engine, asyncio.Task[None]] = {}
+        self.replace(engines)
+
+    def replace(self, engines: Sequence[Engine]) -> None:
+        """These from now on. One that is not among them gets nothing new; what it has under way goes on."""
+        known = {(each.role, each.name, each.bootstrap_port): each for each in self._all()}
+        kept = [known.get((each.role, each.name, each.bootstrap_port), each) for each in engines]
+        for gone in set(self._all()).difference(kept):
+            self._watches.pop(gone).cancel()
+            self._set_well(gone, False, "it is not on the list any more")
+        for each in kept:
+            if each not in self._watches:
+                self._metrics.well.labels(each.role, each.name).set(0)
+                self._watches[each] = asyncio.create_task(self._watch(each))
+        self._engines = {role: [each for each in kept if each.role is role] for role in Role}
+
+    async def close(self) -> None:
+        """Ask no engine any more how it is."""
+        for watch in self._watches.values():
+            watch.cancel()
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+
+    def _all(self) -> list[Engine]:
+        return [each for engines in self._engines.values() for each in engines]
 
     def well(self, role: Role, without: Collection[Engine] = ()) -> list[Engine]:
         return [each for each in self._engines[role] if each.is_well and each not in without]
@@ -133,12 +186,12 @@ class Fleet:
         engine.turn = next(self._turns)
         engine.outstanding += 1
         gauge = self._metrics.outstanding.labels(role, engine.name)
-        gauge.set(engine.outstanding)
+        gauge.inc()
         try:
             yield engine
         finally:
             engine.outstanding -= 1
-            gauge.set(engine.outstanding)
+            gauge.dec()
 
     def failed(self, failure: LegFailed) -> None:
         """Count it. An engine that cannot be reached gets nothing more until it passes a health check."""
@@ -150,14 +203,8 @@ class Fleet:
         if failure.code == "unreachable":
             self._set_well(engine, False, "it cannot be reached")
 
-    async def watch(self) -> None:
-        """Ask every engine how it is, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            for engines in self._engines.values():
-                for each in engines:
-                    tasks.create_task(self._watch(each))
-
     async def _watch(self, engine: Engine) -> None:
+        """Ask it how it is, until cancelled."""
         while True:
             why = await self._ails(engine)
             self._set_well(engine, not why, why)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 from aiohttp import web
@@ -21,7 +22,7 @@ from ..oneline import OneLine, plain_lines
 from .bodies import PATHS, Ask, Asks, Body, ClientError, encode, merge, read
 from .carry import Carrier, Refusal, Streamed, Whole
 from .events import DONE, framed
-from .fleet import Engine, Fleet, LegFailed, NoEngine, Role, Waits, bounded, read_engine
+from .fleet import Engine, Fleet, LegFailed, NoEngine, Role, Waits, bounded, checked, read_engine, read_engines
 from .metrics import Metrics
 
 log = logging.getLogger("kvbridge.proxy")
@@ -46,16 +47,19 @@ STOP_S = 10.0  # what is under way when the proxy is told to stop has so long
 PASSED_ON = ("Authorization",)
 
 
-def run(prefill: Sequence[str], decode: Sequence[str], listen: str, waits: Waits, log_level: str) -> None:
-    """Serve until SIGTERM or SIGINT. Raises OperatorError."""
-    engines = [read_engine(Role.PREFILL, said) for said in prefill] + [read_engine(Role.DECODE, s) for s in decode]
-    if len({(each.role, each.url) for each in engines}) < len(engines):
-        raise OperatorError("bad_option", "prefill, decode: an engine is named twice")
+def run(
+    prefill: Sequence[str], decode: Sequence[str], listed: Path | None, listen: str, waits: Waits, log_level: str
+) -> None:
+    """Serve until SIGTERM or SIGINT; SIGHUP has the file `listed` read again. Raises OperatorError."""
+    named = [read_engine(Role.PREFILL, said) for said in prefill] + [read_engine(Role.DECODE, s) for s in decode]
+    if listed is not None and named:
+        raise OperatorError("bad_option", "engines: they are in the file, or named by --prefill and --decode; not both")
+    engines = checked(named) if listed is None else read_engines(listed)
     host, port = read_listen(listen)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
-    asyncio.run(_run(engines, host, port, waits))
+    asyncio.run(_run(engines, listed, host, port, waits))
 
 
 class _PlainFormatter(logging.Formatter):
@@ -73,19 +77,34 @@ def read_listen(said: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-async def _run(engines: Sequence[Engine], host: str, port: int, waits: Waits) -> None:
-    stopped = asyncio.Event()
+async def _run(engines: Sequence[Engine], listed: Path | None, host: str, port: int, waits: Waits) -> None:
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with serving(engines, host, port, waits) as place:
-        names = {role: ", ".join(e.name for e in engines if e.role is role) for role in Role}
-        log.info("serving: http://%s prefill: %s decode: %s", place, names[Role.PREFILL], names[Role.DECODE])
+        loop.add_signal_handler(number, stopped.set)
+    async with serving(engines, host, port, waits) as (place, fleet):
+        if listed is not None:
+            loop.add_signal_handler(signal.SIGHUP, _reload, fleet, listed)
+        log.info("serving: http://%s %s", place, _sides(engines))
         await stopped.wait()
 
 
+def _reload(fleet: Fleet, listed: Path) -> None:
+    """The engines that the file names now; those that it named before, where it cannot be read."""
+    try:
+        engines = read_engines(listed)
+    except OperatorError as error:
+        return log.error("%s: not reloaded: %s", error.code, error)
+    fleet.replace(engines)
+    log.info("reloaded: %s", _sides(engines))
+
+
+def _sides(engines: Sequence[Engine]) -> str:
+    return " ".join(f"{role}: {', '.join(e.name for e in engines if e.role is role)}" for role in Role)
+
+
 @asynccontextmanager
-async def serving(engines: Sequence[Engine], host: str, port: int, waits: Waits) -> AsyncIterator[str]:
-    """The proxy, from its first look at the engines on; yields its address. Raises OperatorError."""
+async def serving(engines: Sequence[Engine], host: str, port: int, waits: Waits) -> AsyncIterator[tuple[str, Fleet]]:
+    """The proxy, from its first look at the engines on; yields its address and the engines. Raises OperatorError."""
     # A connection each: an engine that closes one that was kept open looks like one that failed.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=waits.connect_s)
@@ -105,7 +124,6 @@ async def serving(engines: Sequence[Engine], host: str, port: int, waits: Waits)
             logger=library_log,
         )
         await runner.setup()
-        watching = asyncio.create_task(fleet.watch())
         try:
             site = web.TCPSite(runner, host, port)
             try:
@@ -113,11 +131,10 @@ async def serving(engines: Sequence[Engine], host: str, port: int, waits: Waits)
             except OSError as error:
                 raise OperatorError("bad_address", f"listen: cannot serve on {host}:{port}: {error}") from None
             taken = runner.addresses[0]
-            yield f"[{taken[0]}]:{taken[1]}" if ":" in taken[0] else f"{taken[0]}:{taken[1]}"
+            yield (f"[{taken[0]}]:{taken[1]}" if ":" in taken[0] else f"{taken[0]}:{taken[1]}"), fleet
         finally:
             await runner.cleanup()
-            watching.cancel()
-            await asyncio.wait((watching,))
+            await fleet.close()
 
 
 class Proxy:

@@ -11,6 +11,7 @@ from kvbridge_proto.words import Blocks, Rank
 
 from kvbridge.agent.dialling import MOST_NAMES
 from kvbridge.agent.journal import Journal
+from kvbridge.agent.lives import Lives
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.sink import Sink
 from kvbridge.exchange.inbound import Inbound
@@ -33,7 +34,9 @@ class Fetching(Player, Receiver):
         self.inbound = Inbound(SlotPool(4), lambda: f"t{next(numbers)}", lambda: next(numbers).to_bytes(16, "big"))
         dialling = self.peers.dialling
         clock = lambda: 0.0  # noqa: E731
-        self.sink = Sink(self.inbound, dialling, self, Metrics(), Journal(), self.told.append, clock)  # type: ignore[arg-type]
+        metrics = Metrics()
+        lives = Lives("sink", Journal(), metrics.lived)
+        self.sink = Sink(self.inbound, dialling, self, metrics, lives, self.told.append, clock)  # type: ignore[arg-type]
         self.sink.attached = NOTHING
         dialling.sink = self.sink
         self.may_prove.set()

@@ -237,6 +237,46 @@ def test_drains_what_flows_and_then_stops(tmp_path: Path) -> None:
         assert sink.process.wait(10) == 0
 
 
+def test_a_source_that_drains_gives_what_is_claimed_and_refuses_the_rest_at_once(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd"))
+        (source,), (sink,) = bench.sources, bench.sinks
+        bench.offer("one", [0], 16)
+        bench.want("one", [1], range(16))
+        bench.done("one")
+        bench.offer("two", [4], 16)
+        bench.want("claimed", [3], range(16))
+        wait_for(lambda: source.agent.status.transfers)
+        source.agent.process.terminate()
+        wait_for(lambda: source.agent.status.state == "draining")
+        bench.offer("late", [6], 16)
+        assert source.released("late").code == "draining"
+        began = time.monotonic()
+        bench.want("late", [5], range(16))
+        late = sink.answer("late")
+        assert isinstance(late, Failed) and late.code == "draining" and time.monotonic() - began < 1
+        bench.want("two", [7], range(16))
+        bench.done("two")
+        bench.fill([5], range(16))
+        bench.offer("claimed", [5], 16)
+        bench.done("claimed")
+        bench.check([3], range(16))
+        assert source.agent.process.wait(5) == 0
+
+
+def test_a_drain_ends_by_its_deadline(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd"), drain_s=1)
+        (source,), (sink,) = bench.sources, bench.sinks
+        bench.want("r", [3], range(16))
+        wait_for(lambda: source.agent.status.transfers)
+        began = time.monotonic()
+        source.agent.process.terminate()
+        failed = sink.answer("r")
+        assert isinstance(failed, Failed) and failed.code == "engine_left" and 0.9 < time.monotonic() - began < 3
+        assert source.agent.process.wait(5) == 0
+
+
 def test_one_agent_can_be_source_and_sink(tmp_path: Path) -> None:
     with ExitStack() as stack:
         bench = Bench(tmp_path, stack, Shape("nhd"), Shape("nhd"))

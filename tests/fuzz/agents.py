@@ -31,6 +31,7 @@ from msgspec import Meta, Struct
 
 from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.journal import Journal
+from kvbridge.agent.lives import Lives
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
 from kvbridge.agent.sink import Sink
@@ -127,10 +128,11 @@ class Besieged(Receiver):
         self.peers = Watched(self, self, lambda: self.home, self.metrics, 5.0, NoDoors())  # type: ignore[arg-type]
         clock = lambda: self.now  # noqa: E731
         journal = Journal()
-        self.sink = Sink(self.inbound, self.peers.dialling, self, self.metrics, journal, self.tell, clock)  # type: ignore[arg-type]
+        sinks, sources = Lives("sink", journal, self.metrics.lived), Lives("source", journal, self.metrics.lived)
+        self.sink = Sink(self.inbound, self.peers.dialling, self, self.metrics, sinks, self.tell, clock)  # type: ignore[arg-type]
         home = lambda: self.home  # noqa: E731
         source = Source(  # type: ignore[arg-type]
-            self.outbound, self.peers.accepting, self, self.metrics, journal, self.tell, home, lambda: None, clock
+            self.outbound, self.peers.accepting, self, self.metrics, sources, self.tell, home, lambda: None, clock
         )
         self.source = source
         self.peers.dialling.sink, self.peers.accepting.source = self.sink, self.source

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvbridge.proxy.fleet import Engine, Role, Waits, read_engine
+from kvbridge.proxy.fleet import Engine, Fleet, Role, Waits, read_engine
 from kvbridge.proxy.server import serving
 
 WAITS = Waits(prefill_s=3, answer_s=3, connect_s=1, health_every_s=0.05, health_s=0.5, client_s=3)
@@ -175,6 +175,7 @@ class World:
         self.engines: list[StandIn] = []
         self.url = ""
         self.http: aiohttp.ClientSession
+        self.fleet: Fleet
 
     def all(self, role: str) -> list[StandIn]:
         return [each for each in self.engines if each.role == role]
@@ -226,7 +227,7 @@ async def world(prefill: str, decode: str, waits: Waits = WAITS) -> AsyncIterato
                 found.engines.append(engine)
                 option = f",bootstrap={port}" if (kind, role) == ("sglang", "prefill") else ""
                 named.append(read_engine(Role(role), f"{kind}={engine.url}{option}"))
-        async with serving(named, "127.0.0.1", 0, waits) as place, aiohttp.ClientSession() as found.http:
+        async with serving(named, "127.0.0.1", 0, waits) as (place, found.fleet), aiohttp.ClientSession() as found.http:
             found.url = f"http://{place}"
             await found.until(lambda: all(each.is_well for each in named))
             yield found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -49,6 +50,43 @@ async def _serves() -> None:
                 await process.wait()
 
 
+def test_reads_its_engines_again_when_told_to(tmp_path: Path) -> None:
+    asyncio.run(asyncio.wait_for(_reloads(tmp_path / "engines"), 40))
+
+
+def names(listed: Path, *engines: str) -> None:
+    listed.write_text("\n".join(engines))
+
+
+async def _reloads(listed: Path) -> None:
+    async with world("vllm", "vllm,vllm") as w:
+        one, other = (f"decode vllm={each.url}" for each in w.all("decode"))
+        prefill = f"prefill vllm={w.prefill.url}  # the only one"
+        names(listed, prefill, "", one)
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, "--engines", str(listed), "--listen", "127.0.0.1:0", stderr=asyncio.subprocess.PIPE
+        )
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(30):
+                while b"serving" not in (line := await process.stderr.readline()):
+                    assert line
+                w.url = re.search(r"http://\S+", line.decode())[0]  # type: ignore[index]
+                for engines, said in ((["prefill"], b"not reloaded"), ([prefill, other], b"reloaded: ")):
+                    names(listed, *engines)
+                    process.send_signal(signal.SIGHUP)
+                    while said not in (line := await process.stderr.readline()):
+                        assert line
+                while b"is well" not in (line := await process.stderr.readline()) or b"decode" not in line:
+                    assert line
+            assert (await w.ask("/v1/completions", {"prompt": "a", "max_tokens": 3}))[0] == 200
+            first, second = w.all("decode")
+            assert (len(first.got), len(second.got)) == (0, 1)
+        finally:
+            process.kill()
+            await process.wait()
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -59,6 +97,9 @@ async def _serves() -> None:
             ("--prefill", "vllm=http://h:1", "--prefill", "vllm=http://h:1", "--decode", "vllm=http://h:2"),
             "named twice",
         ),
+        (("--prefill", "vllm=http://h:1"), "decode: no engine is named"),
+        (("--engines", "/nowhere", "--prefill", "vllm=http://h:1"), "not both"),
+        (("--engines", "/nowhere"), "engines: cannot read /nowhere"),
     ],
 )
 def test_a_command_line_that_cannot_be_is_exit_code_2(flags: tuple[str, ...], said: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from kvbridge.proxy.fleet import Role, read_engine
 from kvbridge.proxy.server import AT_ONCE
 
 from .standins import AGENT, PROMPT, TOKENS, WAITS, World, named, stream, world
@@ -616,3 +617,52 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
         w.decode.act = lambda request, body: stream(request, [large] * 64)
         async with w.http.post(w.url + "/v1/completions", json=COMPLETION | {"stream": True}):
             await w.until(lambda: w.decode.left == 1, 5.0)
+
+
+@bounded
+async def test_an_engine_off_the_list_gets_nothing_new_and_finishes_what_it_has() -> None:
+    async with world("vllm", "vllm,vllm") as w:
+        goes_on = asyncio.Event()
+
+        async def waits(request: web.Request, body: dict[str, Any]) -> None:
+            await goes_on.wait()
+
+        leaving, staying = w.all("decode")
+        leaving.act = staying.act = waits
+        (prefill,) = w.fleet.well(Role.PREFILL)
+        before = {each.url: each for each in w.fleet.well(Role.DECODE)}
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(w.ask("/v1/completions", COMPLETION)) for _ in range(2)]
+            await asyncio.wait_for(leaving.busy.wait(), 3)
+            await asyncio.wait_for(staying.busy.wait(), 3)
+            w.fleet.replace([prefill, before[staying.url]])
+            staying.act = None
+            assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+            assert before[leaving.url].outstanding == 1
+            goes_on.set()
+        assert all(task.result()[0] == 200 for task in asked)
+        assert (len(leaving.got), len(staying.got)) == (1, 2)
+        again = read_engine(Role.DECODE, f"vllm={leaving.url}")
+        w.fleet.replace([prefill, again])
+        await w.until(lambda: again.is_well)
+        assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+        assert (len(leaving.got), len(staying.got)) == (2, 2)
+
+
+@bounded
+async def test_what_an_engine_says_of_one_prompt_comes_whole() -> None:
+    """Its usage too, with details that we do not know how to add up."""
+    usage = {
+        "prompt_tokens": 4,
+        "completion_tokens": 3,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    said = {"id": "x", "choices": [{"index": 0, "text": TEXT, "finish_reason": "length"}], "usage": usage, "more": 1}
+
+    async def answers(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response(said)
+
+    async with world("vllm", "vllm") as w:
+        w.decode.act = answers
+        assert await w.ask("/v1/completions", COMPLETION) == (200, said)

@@ -1,0 +1,261 @@
+"""How fast each route of this machine is, beside a copy of the same bytes on the same devices in the same run.
+
+Two agents of its own, as the checks of routes have them; both engines are this process.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import torch
+from kvbridge_proto.engine import Done, Failed, Offer, Refused, Released, Want
+from kvbridge_proto.peer import Route
+from kvbridge_proto.words import Blocks
+from msgspec import structs
+
+from ..demo.engine import PATIENCE_S, Job, Rejected, SyntheticEngine
+from ..demo.pools import Request, Shape, rows_of
+from ..demo.processes import AgentProcess, agents
+from ..device.handles import SHM
+from ..errors import OperatorError
+
+Agents = tuple[AgentProcess, AgentProcess]  # that sends, that receives
+Pools = Literal["equal", "mismatched"]
+
+# A model of 8 billion parameters: 128 KiB a token, of which 1024 are 128 MiB.
+SOURCE = Shape(name="source", axes="LPBTHE", block_tokens=16, blocks=0, layers=32)
+SINKS: dict[Pools, Shape] = {
+    "equal": structs.replace(SOURCE, name="sink"),
+    "mismatched": structs.replace(SOURCE, name="sink", axes="LPBHTE", block_tokens=64),
+}
+USUAL_BYTES = 128 << 20
+MOST_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}  # more takes longer, and is not faster
+SHARE_OF_MEMORY = 8  # four times as much is needed, where both engines are on one device
+LOOKED_AT = 256  # tokens, whether they are right
+LEAST_ROUNDS, MOST_ROUNDS = 3, 1000
+# Of the copy, for the largest request; less means that something is wrong with a route. Between two H200 2 GiB came to
+# 0.74 by pull, 0.59 by direct, 0.44 by nixl, and to 0.014 by host (bench/results/gpu_2*.json); UCX that falls back
+# comes to 0.001. On a CPU it was 0.07 to 0.22, beside other work (2 cores, AMD EPYC, Linux 6.18, 2026-11-23).
+FLOORS: dict[Route, float] = {"pull": 0.1, "direct": 0.05, "nixl": 0.05, "host": 0.002}
+FLOOR_ON_CPU = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Requests of so many bytes, one after the other.
+
+    `ceiling` is the best of as many copies, in bytes per second. `floor` is the share of it that there should be; 0 for
+    all but the largest, of which the time counts and not the rate.
+    """
+
+    route: Route
+    pools: Pools
+    size_bytes: int
+    seconds: tuple[float, ...]
+    ceiling: float
+    floor: float
+
+    @property
+    def p50_s(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def p99_s(self) -> float:
+        """Of fewer than a hundred it is the slowest."""
+        return sorted(self.seconds)[int(0.99 * len(self.seconds))]
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.size_bytes / self.p50_s
+
+    @property
+    def share(self) -> float:
+        """Of the ceiling."""
+        return self.bytes_per_s / self.ceiling
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether something is wrong."""
+        return self.share < self.floor
+
+
+class Bench:
+    """What is measured with: memory of two engines, and of a copy between the same `devices`.
+
+    Requests have at most so many bytes, and never more than fit. Raises OperatorError (`no_staging`) if none do.
+    """
+
+    def __init__(self, devices: tuple[str, str], most_bytes: int = 0) -> None:
+        torch.set_num_threads(1)  # as agents have it; more make small copies slow wherever a core is busy
+        kind = torch.device(devices[0]).type
+        fits = min(map(free_bytes, devices)) // SHARE_OF_MEMORY
+        largest = min(most_bytes or MOST_BYTES[kind], fits) // USUAL_BYTES * USUAL_BYTES
+        if not largest:
+            needed, found = USUAL_BYTES * SHARE_OF_MEMORY, min(map(free_bytes, devices))
+            raise OperatorError("no_staging", f"memory: {found >> 20} MiB free, needed {needed >> 20}")
+        self.sizes = tuple(dict.fromkeys((SOURCE.block_tokens * SOURCE.token_bytes, USUAL_BYTES, largest)))
+        self._devices = devices
+        self._tokens = largest // SOURCE.token_bytes
+        regions = SOURCE.layers if kind == "cuda" else 1
+        self._memory = [[_bytes(largest // regions, device) for _ in range(regions)] for device in devices]
+        self._copied = [_bytes(largest, device) for device in devices]
+        for region in self._memory[0]:
+            region.view(torch.int64).random_()
+        self._numbers = count()
+
+    @contextmanager
+    def agents(self, routes: Sequence[Route], net_devices: str) -> Iterator[dict[Route, Agents]]:
+        """One that sends, by whatever route, and for each route one that receives by no other.
+
+        Raises OperatorError: `agent_start`.
+        """
+        names = ["source", *routes]
+        devices = [self._devices[0], *[self._devices[1]] * len(routes)]
+        routes_of: dict[str, str] = {"source": ",".join(routes), **{route: route for route in routes}}
+        with (
+            tempfile.TemporaryDirectory(prefix="kvbridge-bench-") as folder,
+            agents(Path(folder), names, devices, routes_of=routes_of, net_devices=net_devices) as (source, *sinks),
+        ):
+            yield {route: (source, sink) for route, sink in zip(routes, sinks, strict=True)}
+
+    def measure(
+        self, route: Route, between: Agents, seconds: float, begun: Callable[[Pools, int], None]
+    ) -> Iterator[Pace]:
+        """Each pair of pools and each size, so many seconds each; `begun` hears of it before.
+
+        Raises OperatorError: `demo_engine` with what an agent said, or where wrong bytes lie.
+        """
+        for pools, shape in SINKS.items():
+            try:
+                with self._attached(between, shape) as (source, sink):
+                    for size_bytes in self.sizes:
+                        begun(pools, size_bytes)
+                        yield self._pace(route, pools, size_bytes, source, sink, seconds)
+                    if wrong := _difference(source, sink):
+                        raise Rejected(wrong)
+            except Rejected as error:
+                raise OperatorError("demo_engine", f"{pools} pools: {error}") from None
+
+    @contextmanager
+    def _attached(self, between: Agents, shape: Shape) -> Iterator[tuple[SyntheticEngine, SyntheticEngine]]:
+        for region in self._memory[1]:
+            region.zero_()  # what an earlier route has brought
+        _wait(self._devices)
+        source = SyntheticEngine(self._job("source", SOURCE, between[0]), self._memory[0])
+        sink = SyntheticEngine(self._job("sink", shape, between[1]), self._memory[1])
+        with closing(source.client), closing(sink.client):
+            for engine in (source, sink):
+                engine.attach()
+            yield source, sink
+            for engine in (source, sink):
+                engine.detach()
+
+    def _job(self, role: Literal["source", "sink"], shape: Shape, agent: AgentProcess) -> Job:
+        return Job(
+            role=role,
+            shape=structs.replace(shape, blocks=self._tokens // shape.block_tokens),
+            rank=0,
+            socket=agent.socket,
+            ranks=(agent.address,),
+            requests=[Request(name="all", tokens=self._tokens)],
+            device=agent.options["device"],
+        )
+
+    def _pace(
+        self,
+        route: Route,
+        pools: Pools,
+        size_bytes: int,
+        source: SyntheticEngine,
+        sink: SyntheticEngine,
+        seconds: float,
+    ) -> Pace:
+        tokens = size_bytes // SOURCE.token_bytes
+        for _ in range(2):  # the agents meet, memory is registered, kernels are compiled, with a digest and without
+            self._carry(tokens, source, sink)
+        took, copies = list[float](), list[float]()
+        ends = time.monotonic() + seconds
+        while len(took) < LEAST_ROUNDS or (time.monotonic() < ends and len(took) < MOST_ROUNDS):
+            took.append(self._carry(tokens, source, sink))
+            copies.append(self._copy(size_bytes))
+        floor = FLOOR_ON_CPU if self._devices[0] == "cpu" else FLOORS[route]
+        floor = floor if size_bytes == max(self.sizes) else 0.0
+        return Pace(route, pools, size_bytes, tuple(took), size_bytes / min(copies), floor)
+
+    def _carry(self, tokens: int, source: SyntheticEngine, sink: SyntheticEngine) -> float:
+        """Seconds from the want to its end. The offer is there before."""
+        name = f"r{next(self._numbers)}"
+        offered, wanted = (_blocks(engine, tokens) for engine in (source, sink))
+        source.client.send(
+            Offer(room=name, request=name, tokens=tokens, blocks=offered, is_last=True, hold_s=PATIENCE_S)
+        )
+        began = time.perf_counter()
+        sink.client.send(
+            Want(
+                request=name,
+                room=name,
+                source=source.job.ranks[0],
+                first_token=0,
+                end_token=tokens,
+                blocks=wanted,
+                deadline_s=PATIENCE_S,
+            )
+        )
+        sink.ended(name, Done, Failed, Refused)
+        took = time.perf_counter() - began
+        source.ended(name, Released, Refused)
+        return took
+
+    def _copy(self, size_bytes: int) -> float:
+        source, target = (memory[:size_bytes] for memory in self._copied)
+        _wait(self._devices)
+        began = time.perf_counter()
+        target.copy_(source)
+        _wait(self._devices)
+        return time.perf_counter() - began
+
+
+def free_bytes(device: str) -> int:
+    """What a device has free; of a CPU, what may be shared between processes."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    shared, page_bytes = os.statvfs(SHM), os.sysconf("SC_PAGE_SIZE")
+    return min(shared.f_bavail * shared.f_frsize, os.sysconf("SC_AVPHYS_PAGES") * page_bytes)
+
+
+def _bytes(size_bytes: int, device: str) -> torch.Tensor:
+    return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+
+
+def _blocks(engine: SyntheticEngine, tokens: int) -> tuple[Blocks, ...]:
+    table = engine.tables["all"]
+    return (Blocks(0, 0, tuple(table[: -(-tokens // engine.job.shape.block_tokens)])),)
+
+
+def _difference(source: SyntheticEngine, sink: SyntheticEngine) -> str:
+    """Where rows that were carried are not those of the source, or nothing. Of the last tokens, which only the largest
+    request has."""
+    tokens = source.job.requests[0].tokens
+    ours, theirs = (
+        rows_of(engine.regions, engine.job.shape, engine.tables["all"], range(tokens - LOOKED_AT, tokens))
+        for engine in (source, sink)
+    )
+    for (place, sent), (_, came) in zip(ours, theirs, strict=True):
+        if not torch.equal(sent, came.to(sent.device)):
+            return f"{place}: rows are not those that were sent"
+    return ""
+
+
+def _wait(devices: Sequence[str]) -> None:
+    for device in devices:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
