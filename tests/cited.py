@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[1]
 # What a marker of pyproject.toml is called on a page, in parentheses behind the test.
 NEEDS = {"gpu": "on a GPU", "multi_gpu": "on two GPUs", "vllm": "with vLLM", "routers": "with vLLM"}
 # A bare file name is found too, and is no path of any file.
-NAMED = re.compile(rf"(?P<path>[\w/]*test_\w+\.py)(?:::(?P<test>\w+))?(?:`\s+\((?P<said>{'|'.join(NEEDS.values())}))?")
+NAMED = re.compile(
+    r"(?P<path>\b(?:\w[\w/]*/)?test_\w+\.py)(?:::(?P<test>\w+))?"
+    rf"(?:`\s+\((?P<said>{'|'.join(NEEDS.values())}))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
