@@ -1,6 +1,7 @@
 # make demo    two synthetic engines that disagree, two agents, real ZeroMQ and NIXL, checked bit for bit
 # make demo-vllm    two real vLLM engines of other block sizes (2.4 GB of packages the first time)
 # make demo-cross    vLLM prefills and SGLang decodes, and the reverse (6 GB of packages the first time)
+# make demo-upgrade    four vLLM engines and their agents brought from an older kvbridge to this one, under traffic (FROM=COMMIT)
 # make test    lint, types and every test that needs no engine
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time; VLLM_TESTS names some)
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
@@ -14,7 +15,7 @@
 #     the first call puts atheris, which nothing else needs, into .venv (wheels for CPython 3.11 to 3.13 on x86-64 Linux)
 # make bench   what is measured, written to bench/results
 # make bench-serving   one engine alone and two behind a router, by kvbridge and by the engines' own (a quarter of an hour; SERVING)
-# make bench-gpu   the tests on GPUs, then all that is measured there (tests/gpu/run says more)
+# make bench-gpu   the tests on GPUs, then all that is measured there (tests/system/gpu/run says more)
 # Each makes the environment it needs (.venv, .venv-vllm, ...) from the constraints files; a second call finds it ready.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -28,7 +29,7 @@ PROMETHEUS = .prometheus/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 
-.PHONY: demo demo-vllm demo-cross test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden clean
+.PHONY: demo demo-vllm demo-cross demo-upgrade test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/kvbridge demo
@@ -39,6 +40,15 @@ demo-vllm: $(AGENT) $(ENGINE)
 demo-cross: $(AGENT) $(ENGINE) $(SGLANG)
 	.venv/bin/kvbridge demo --cross --vllm-python .venv-vllm/bin/python --sglang-python .venv-sglang/bin/python
 
+# The last release; before there is one, the oldest commit whose agents understand today's.
+FROM ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),e0d8cae)
+
+demo-upgrade: $(AGENT) $(ENGINE)
+	rm -rf build/from && mkdir -p build/from/tree
+	git archive $(FROM) | tar -x -C build/from/tree
+	.venv/bin/$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/from build/from/tree
+	.venv/bin/kvbridge demo --upgrade-from build/from/*.whl --vllm-python .venv-vllm/bin/python
+
 test: lint unit
 
 lint: $(AGENT)
@@ -46,16 +56,15 @@ lint: $(AGENT)
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
-# What starts many processes and looks at the clock runs alone; the rest two at a time, what mostly waits by itself.
-SYSTEM = tests/faults tests/test_demo.py
-WAITING = tests/transport tests/proxy tests/agent tests/doctor tests/test_cli.py tests/test_adapter_guide.py
+# What starts many processes and looks at the clock runs alone; the rest two at a time.
+ALONE = tests/system/faults tests/system/test_demo.py
 UNMARKED = -m "not vllm and not sglang and not cross and not routers and not systemd and not gpu and not multi_gpu"
 
 unit: $(AGENT)
 	-$(MAKE) --no-print-directory $(PROMETHEUS)
-	.venv/bin/python -m pytest $(UNMARKED) -n 2 $(SYSTEM:%=--ignore=%) $(WAITING:%=--ignore=%)
-	.venv/bin/python -m pytest $(UNMARKED) -n 2 $(WAITING)
-	.venv/bin/python -m pytest $(UNMARKED) $(SYSTEM)
+	.venv/bin/python -m pytest $(UNMARKED) -n 2 tests/unit
+	.venv/bin/python -m pytest $(UNMARKED) -n 2 tests/integration tests/system $(ALONE:%=--ignore=%)
+	.venv/bin/python -m pytest $(UNMARKED) $(ALONE)
 
 # Debian's Prometheus, not installed: for the tests of metrics, alerts and dashboard, which skip without it.
 $(PROMETHEUS):
@@ -65,34 +74,34 @@ $(PROMETHEUS):
 	touch $@
 
 fuzz: $(AGENT)
-	.venv/bin/python -m tests.fuzz $(or $(FUZZ),--each --jobs 2 --deep --frames 1000000000 --seconds 45)
+	.venv/bin/python -m tests.integration.fuzz $(or $(FUZZ),--each --jobs 2 --deep --frames 1000000000 --seconds 45)
 
 fuzz-guided: $(AGENT)
 	.venv/bin/python -c 'import atheris' 2>/dev/null || .venv/bin/$(PIP) install --no-deps 'atheris>=3,<4'
-	.venv/bin/python -m tests.fuzz.guided $(or $(GUIDED),agents -max_total_time=60)
+	.venv/bin/python -m tests.integration.fuzz.guided $(or $(GUIDED),agents -max_total_time=60)
 
 test-vllm: $(AGENT) $(ENGINE)
-	.venv-vllm/bin/python -m pytest -m vllm $(or $(VLLM_TESTS),tests/adapters tests/engines)
+	.venv-vllm/bin/python -m pytest -m vllm $(or $(VLLM_TESTS),tests/integration/adapters tests/system/engines)
 
 test-sglang: $(AGENT) $(SGLANG)
-	.venv-sglang/bin/python -m pytest -m sglang $(or $(SGLANG_TESTS),tests/adapters tests/sglang tests/gpu/test_sglang_pools.py)
+	.venv-sglang/bin/python -m pytest -m sglang $(or $(SGLANG_TESTS),tests/integration/adapters tests/system/sglang tests/system/gpu/test_sglang_pools.py)
 
 test-cross: $(AGENT) $(ENGINE) $(SGLANG)
-	.venv-sglang/bin/python -m pytest -m cross $(or $(CROSS_TESTS),tests/cross)
+	.venv-sglang/bin/python -m pytest -m cross $(or $(CROSS_TESTS),tests/system/cross)
 
 test-routers: $(AGENT) $(ENGINE) $(SGLANG) $(ROUTERS)
-	.venv/bin/python -m pytest -m routers tests/routers
-	.venv-sglang/bin/python -m pytest -m routers tests/routers/test_sglang.py
+	.venv/bin/python -m pytest -m routers tests/system/routers
+	.venv-sglang/bin/python -m pytest -m routers tests/system/routers/test_sglang.py
 
 test-systemd: $(AGENT)
-	.venv/bin/python -m pytest -m systemd tests/test_systemd.py
+	.venv/bin/python -m pytest -m systemd tests/system/test_systemd.py
 
 test-faults: $(AGENT)
-	.venv/bin/python -m tests.faults --all --times 3 --workers 2
-	.venv/bin/python -m pytest tests/faults
+	.venv/bin/python -m tests.system.faults --all --times 3 --workers 2
+	.venv/bin/python -m pytest tests/system/faults
 
 test-gpu: $(AGENT)
-	PYTHON=.venv/bin/python tests/gpu/run tests
+	PYTHON=.venv/bin/python tests/system/gpu/run tests
 
 bench: $(AGENT) $(ENGINE) $(SGLANG)
 	for name in codec plan mover convert; do .venv/bin/python bench/$$name.py || exit 1; done
@@ -103,12 +112,12 @@ bench-serving: $(AGENT) $(ENGINE) $(SGLANG) $(ROUTERS)
 	.venv/bin/python bench/serving.py $(SERVING)
 
 bench-gpu: $(AGENT)
-	PYTHON=.venv/bin/python tests/gpu/run full
+	PYTHON=.venv/bin/python tests/system/gpu/run full
 
 golden: $(AGENT)
-	.venv/bin/python -m tests.proto.write_golden
-	.venv/bin/python -m tests.write_matrix
-	.venv/bin/python -m tests.write_configuration
+	.venv/bin/python -m tests.unit.proto.write_golden
+	.venv/bin/python -m tests.support.write_matrix
+	.venv/bin/python -m tests.support.write_configuration
 
 # torch first, with its dependencies (on a GPU machine those are CUDA's); the rest exactly as listed.
 $(AGENT): constraints.txt pyproject.toml

@@ -26,9 +26,9 @@ from kvbridge.device.porter import Moved, Porter
 from kvbridge.device.porter_cpu import CpuPorter
 from kvbridge.geometry.plan import Part, Plan, plan
 from kvbridge.geometry.shard import assign
-from tests.carried import Mapped
-from tests.oracle import Shape, block_table, describe, mla, tables_of
-from tests.pools import ranks_of
+from tests.support.carried import Mapped
+from tests.support.oracle import Shape, block_table, describe, mla, tables_of
+from tests.support.pools import ranks_of
 
 SLOT_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 GQA = Shape(layers=16, kv_heads=8, key_width=128, value_width=128)

@@ -27,8 +27,8 @@ from kvbridge_proto.engine import Done  # noqa: E402
 from record import write  # noqa: E402
 
 from kvbridge.transport.keys import write_pair  # noqa: E402
-from tests.agent.harness import SyntheticEngine, agent  # noqa: E402
-from tests.oracle import Shape, build  # noqa: E402
+from tests.integration.agent.harness import SyntheticEngine, agent  # noqa: E402
+from tests.support.oracle import Shape, build  # noqa: E402
 
 WARM = 20
 GOAL = 1.05

@@ -1,4 +1,4 @@
-"""Adds up what long fuzzing found: `python bench/fuzz.py LINES.jsonl...`, of `python -m tests.fuzz --json`.
+"""Adds up what long fuzzing found: `python bench/fuzz.py LINES.jsonl...`, of `python -m tests.integration.fuzz --json`.
 
 Writes bench/results/fuzz.json: of each target how many frames at which commit, how fast, what came of it, what grew.
 A run replaces the one of the same target, seed and commit that is there; `--anew` leaves out all that is there.

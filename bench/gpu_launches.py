@@ -31,8 +31,8 @@ from record import RESULTS, write
 
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
-from tests.oracle import Shape, describe
-from tests.pools import LAYOUTS, ranks_of
+from tests.support.oracle import Shape, describe
+from tests.support.pools import LAYOUTS, ranks_of
 
 TOKENS = 4096
 AHEAD_CYCLES = 3_000_000  # 1.5 ms: as long as it takes to enqueue a chunk's launches

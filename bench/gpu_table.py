@@ -145,7 +145,8 @@ def _idle(rows: Rows) -> Iterator[Line]:
 
 
 def vllm_lines(results: Mapping[str, Any]) -> list[Line]:
-    """From what tests/gpu/vllm_pairs.py found; NixlConnector of the same run is what equal pools are held against."""
+    """From what tests/system/gpu/vllm_pairs.py found; NixlConnector of the same run is what equal pools are held
+    against."""
     rows = [(pair, row) for pair in results["pairs"] for row in pair["rows"]]
     theirs = {row["tokens"]: row for pair, row in rows if pair["name"] == "nixl"}
     found = []
@@ -169,7 +170,7 @@ def vllm_lines(results: Mapping[str, Any]) -> list[Line]:
 
 
 def sglang_lines(results: Mapping[str, Any]) -> list[Line]:
-    """From what tests/gpu/sglang_pairs.py found: ratios are of medians taken in the same seconds."""
+    """From what tests/system/gpu/sglang_pairs.py found: ratios are of medians taken in the same seconds."""
     found = []
     for pair in results["pairs"]:
         by_length = {row["tokens"]: row for row in pair["rows"]}
@@ -191,7 +192,8 @@ def sglang_lines(results: Mapping[str, Any]) -> list[Line]:
 
 
 def cross_lines(results: Mapping[str, Any]) -> list[Line]:
-    """From what tests/gpu/cross_pairs.py found: of the ratios to either engine's equal pair the worse one is held."""
+    """From what tests/system/gpu/cross_pairs.py found: of the ratios to either engine's equal pair the worse one is
+    held."""
     same = results["weights"]["same"]
     found = [Line("weights of all engines: the same", same, "", same.startswith("yes"))]
     for pair in results["pairs"]:

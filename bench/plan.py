@@ -18,7 +18,7 @@ from record import write
 
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
-from tests.oracle import Shape, describe
+from tests.support.oracle import Shape, describe
 
 GOAL_MS = 10.0
 TOKENS = 1 << 20

@@ -1,4 +1,4 @@
-"""Draws what docs/benchmarks.md shows from the JSON of a GPU bench: `python bench/plots.py [--out FOLDER] RESULTS.json...`
+"""Draws docs/benchmarks.md's plots from the JSON of a GPU bench: `python bench/plots.py [--out FOLDER] RESULTS.json...`
 
 Of gpu_1.json and gpu_2.json: GB/s against size with the ceilings and the per-block baseline, and what a transfer costs
 beside a busy engine. Of vllm_pairs.json: the decode engine's time to first token. Of serving.json: requests answered,

@@ -44,10 +44,10 @@ from record import RESULTS, machine, write  # noqa: E402
 from serving_load import ANSWER, LONGEST, Answer, Ask, asks, digest, drive, figures, one_by_one  # noqa: E402
 
 from kvbridge.demo.model import HEAD_WIDTH, KV_HEADS  # noqa: E402
-from tests.agent.harness import AgentProcess, agent  # noqa: E402
-from tests.routers.fleet import NAME, ROUTERS, SETTINGS, VLLM, Server, free_port, serve  # noqa: E402
-from tests.sglang.server import Server as SGLangServer  # noqa: E402
-from tests.sglang.server import ServerConfig  # noqa: E402
+from tests.integration.agent.harness import AgentProcess, agent  # noqa: E402
+from tests.system.routers.fleet import NAME, ROUTERS, SETTINGS, VLLM, Server, free_port, serve  # noqa: E402
+from tests.system.sglang.server import Server as SGLangServer  # noqa: E402
+from tests.system.sglang.server import ServerConfig  # noqa: E402
 
 SGLANG = ROOT / ".venv-sglang/bin/python"
 PROXY = [os.environ["KVBRIDGE_TEST_AGENT_PYTHON"], "-m", "kvbridge.cli", "proxy"]

@@ -32,10 +32,10 @@ os.environ.setdefault("KVBRIDGE_TEST_AGENT_PYTHON", str(ROOT / ".venv/bin/python
 
 from record import write  # noqa: E402
 
-from tests.agent.harness import agent  # noqa: E402
-from tests.engines.fleet import prompt  # noqa: E402
-from tests.engines.model import write_model  # noqa: E402
-from tests.sglang.server import Server, ServerConfig  # noqa: E402
+from tests.integration.agent.harness import agent  # noqa: E402
+from tests.system.engines.fleet import prompt  # noqa: E402
+from tests.system.engines.model import write_model  # noqa: E402
+from tests.system.sglang.server import Server, ServerConfig  # noqa: E402
 
 BACKENDS = ("nixl", "kvbridge")
 TOKENS = 32768  # room for KV in each server

@@ -9,8 +9,8 @@ the seeds 2, 3, 6, 7 and so on speak CURVE, each with a key of its own.
 
 Each run is added to bench/results/soak.json. `lost` are requests that never ended; `unanswered` those that an engine
 had to give up although its agent was neither stopped nor killed in that round; `corrupted` are elements that are not
-their owner's, by the oracle of tests/faults: every element of both engines' memory, at every end of a request or block.
-Any of them fails the run, and so do memory, slots or descriptors that do not come back (`failure`).
+their owner's, by the oracle of tests/system/faults: every element of both engines' memory, at every end of a request or
+block. Any of them fails the run, and so do memory, slots or descriptors that do not come back (`failure`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from record import RESULTS, machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.faults.processes import Held, Nursery
-from tests.faults.proxy import Proxy
-from tests.faults.world import QUIET_S, ROLES, UCX_KEEPS, Role, Side, World, is_owed
+from tests.system.faults.processes import Held, Nursery
+from tests.system.faults.proxy import Proxy
+from tests.system.faults.world import QUIET_S, ROLES, UCX_KEEPS, Role, Side, World, is_owed
 
 ROUND = 4000
 STOP_S = 2.5

@@ -288,6 +288,18 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         _option("host:port for Prometheus; empty: off", "Keep it on loopback or behind something that authenticates."),
     ] = "127.0.0.1:9400"
+    otlp_endpoint: Annotated[
+        str,
+        _option(
+            "Where spans go, http://HOST:PORT/v1/traces; empty: none are made",
+            """
+            By OTLP over HTTP, a span of each request and one of each of its stages; needs kvbridge[otel]. What cannot
+            be sent is dropped and counted (docs/metrics.md).
+            """,
+            sample="http://127.0.0.1:4318/v1/traces",
+            max_length=1024,
+        ),
+    ] = ""
     log_level: Annotated[LogLevel, _option("debug, info, warning or error")] = "info"
     log_format: Annotated[
         LogFormat,

@@ -19,6 +19,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 import torch
 import uvloop
@@ -52,7 +53,7 @@ from .doors import Doors, LocalDoors, NoDoors
 from .engines import Engines
 from .journal import Journal
 from .last_errors import LastErrors
-from .lives import Lives
+from .lives import Life, Lives
 from .logs import set_up
 from .metrics import Gauges, Metrics
 from .peers import Peers
@@ -61,6 +62,9 @@ from .sink import Sink
 from .source import Source
 from .status import offers, readers, transfers
 from .supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from .spans import Spans
 
 log = logging.getLogger("kvbridge.agent")
 
@@ -120,6 +124,7 @@ class Agent:
         self._failure: BaseException | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self.doors: Doors = NoDoors()
+        self._spans: Spans | None = None
 
     def stop(self) -> None:
         """Begin to drain; `run` returns when that is over."""
@@ -166,6 +171,11 @@ class Agent:
     async def _start(self, stack: AsyncExitStack) -> None:
         config, loop = self.config, asyncio.get_running_loop()
         self._arm()
+        if config.otlp_endpoint:
+            from .spans import Spans  # of an extra that few have
+
+            self._spans = Spans(config.otlp_endpoint, config.name, self.metrics.spans)
+            stack.callback(self._spans.close)
         descriptors = raised()
         self.trust = trust_of(config)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -244,8 +254,7 @@ class Agent:
         self.engines.doors = self.doors
         home = lambda: self.engines.home  # noqa: E731
         self.peers = Peers(self.control, self.mover, home, self.metrics, config.connect_s, self.doors, clock)
-        told = self.metrics.lived
-        sinks, sources = Lives("sink", self.journal, told), Lives("source", self.journal, told)
+        sinks, sources = Lives("sink", self.journal, self._look_back), Lives("source", self.journal, self._look_back)
         self.sink = Sink(self.inbound, self.peers.dialling, self.mover, self.metrics, sinks, self.engines.tell, clock)
         self.source = Source(
             self.outbound,
@@ -289,6 +298,12 @@ class Agent:
                 readers=self.doors.holders,
             )
         )
+
+    def _look_back(self, life: Life) -> None:
+        """A request is over."""
+        self.metrics.lived(life)
+        if self._spans is not None:
+            self._spans.ended(life)
 
     def _inbound_slots(self) -> SlotCounts:
         """What was written and is being read is the data plane's to know."""

@@ -26,6 +26,7 @@ class Life:
     role: Role
     first: dict[str, TraceEntry] = field(default_factory=dict)
     transfers: set[str] = field(default_factory=set)
+    traceparent: str = ""  # the engine's span, as its request said it
 
     def add(self, entry: TraceEntry) -> None:
         known = self.first.get(entry.what)
@@ -75,12 +76,14 @@ class Lives:
         room: str = "",
         transfer: str = "",
         seconds: float | None = None,
+        traceparent: str = "",
     ) -> None:
         """Something has happened now."""
         entry = self._journal.note(what, text, request=request, room=room, transfer=transfer, seconds=seconds)
         if (life := self._life(entry)) is None:
             return
         life.add(entry)
+        life.traceparent = life.traceparent or traceparent
         if transfer:
             self._keep(self._of_transfer, transfer, life)
         if what in ENDS[self._role]:

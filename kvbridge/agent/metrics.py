@@ -63,6 +63,8 @@ class Metrics:
         text = "Stages of requests that are over: until both sides had met, until bytes could move, until all had"
         self._stage_s = Histogram("kvbridge_stage_seconds", text, ["role", "stage"], buckets=SECONDS, registry=registry)
         text = "Handshakes with other agents: open, or the code of what stood against it"
+        text = "Spans of requests that were sent to otlp_endpoint, or dropped"
+        self._spans = Counter("kvbridge_spans", text, ["outcome"], registry=registry)
         self._handshakes = Counter("kvbridge_handshakes", text, ["role", "outcome"], registry=registry)
         self._wants = Counter("kvbridge_wants", "Wants that ended", ["outcome"], registry=registry)
         self._want_s = Histogram("kvbridge_want_seconds", "From want to done", buckets=SECONDS, registry=registry)
@@ -169,6 +171,10 @@ class Metrics:
         """A request is over."""
         for stage, began_at, ended_at in life.stages:
             self._stage_s.labels(life.role, stage).observe(ended_at - began_at)
+
+    def spans(self, outcome: str, count: int) -> None:
+        """So many were "sent", or "dropped"."""
+        self._spans.labels(outcome).inc(count)
 
     def greeted(self, role: Role, outcome: str) -> None:
         """A handshake has ended: "open", or with the code of what stood against it."""

@@ -94,7 +94,7 @@ class Sink:
             want.source,
         )
         tokens = f"tokens [{want.first_token}, {want.end_token}) of {want.source}"
-        self._lives.note("wanted", tokens, request=want.request, room=want.room)
+        self._lives.note("wanted", tokens, request=want.request, room=want.room, traceparent=want.traceparent)
         failpoint("sink.want_heard")
         self._mover.get_up()
         self._do(self._inbound.want(want, home, self._clock()))

@@ -94,7 +94,7 @@ class Source:
             " (last)" if offer.is_last else "",
         )
         tokens = f"tokens [{offer.first_token}, {offer.tokens}){', all there are' * offer.is_last}"
-        self._lives.note("offered", tokens, request=offer.request, room=offer.room)
+        self._lives.note("offered", tokens, request=offer.request, room=offer.room, traceparent=offer.traceparent)
         failpoint("source.offer_heard")
         self._do(self._outbound.offer(offer, home, self._clock()))
         if self._outbound.is_owing:  # its socket is not found empty before we have read what we are at

@@ -396,6 +396,12 @@ def demo(
     routes: Annotated[str, typer.Option(help="Ways that agents may use, the best first.")] = "direct,nixl,host",
     vllm: Annotated[bool, typer.Option("--vllm", help="Two real vLLM engines instead of synthetic ones.")] = False,
     cross: Annotated[bool, typer.Option("--cross", help="A real vLLM engine and one of SGLang, both ways.")] = False,
+    upgrade_from: Annotated[
+        Path | None,
+        typer.Option(
+            help="Four real vLLM engines and their agents, upgraded from this wheel one by one under traffic."
+        ),
+    ] = None,
     vllm_python: Annotated[
         Path | None, typer.Option(help="A Python that has vLLM and kvbridge. Default: .venv-vllm/bin/python.")
     ] = None,
@@ -414,9 +420,13 @@ def demo(
     with _told("demo"):
         for each in device.split(","):
             load(flags={"device": each, "routes": routes}, environment={})
-        if vllm and cross:
-            raise OperatorError("bad_option", "--vllm and --cross: one of them")
-        if vllm:
+        if vllm + cross + (upgrade_from is not None) > 1:
+            raise OperatorError("bad_option", "--vllm, --cross and --upgrade-from: one of them")
+        if upgrade_from is not None:
+            from ..demo.upgrade import run as run_upgrade
+
+            run_upgrade(upgrade_from, vllm_python)
+        elif vllm:
             from ..demo.vllm import run as run_vllm
 
             run_vllm(vllm_python)

@@ -123,7 +123,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder / "rows",
-                start_new_session=True,
+                process_group=0,  # not a session: Linux gives each session the same share, whatever is nice in it
             )
 
     def wait_well(self, seconds: float) -> None:
@@ -145,6 +145,13 @@ class ServerProcess:
         except (OSError, HTTPException, ValueError) as error:
             status, text = 0, str(error)
         raise OperatorError("demo_engine", f"{self.name}: {status} {text}; its log ends:\n{tail(self.log)}")
+
+    def page(self, path: str) -> str:
+        """What it answers to a GET. Raises OperatorError (`demo_engine`)."""
+        try:
+            return self._asked("GET", path, None, 5.0)[1]
+        except (OSError, HTTPException) as error:
+            raise OperatorError("demo_engine", f"{self.name}: {error}; its log ends:\n{tail(self.log)}") from None
 
     def _asked(self, verb: str, path: str, body: str | None, seconds: float) -> tuple[int, str]:
         with closing(HTTPConnection("127.0.0.1", self.port, timeout=seconds)) as connection:

@@ -22,7 +22,7 @@ log = logging.getLogger("kvbridge.fabric")
 PROGRESS_DELAY_US = 10_000
 DESCRIPTOR_BYTES = 1 << 16
 # Peers that were left and may come back. To remove one and to load it again leaves a TCP connection of UCX open on
-# both sides for as long as both live (nixl 1.5.1, tests/faults): an engine's every restart would cost one.
+# both sides for as long as both live (nixl 1.5.1, tests/system/faults): an engine's every restart would cost one.
 IDLE_PEERS = 32
 # Between two tries to connect to a peer anew. Each that finds nobody leaves an ended socket open, for good
 # (nixl 1.5.1), and when a peer dies all that was gathered for it would try, one after the other.

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from .pool import Count, Handle, Name, Pool, Positive
 from .status import PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuery
-from .words import Address, Agent, Blocks, Code, Ranks, Reasons, Room, Seconds, VersionRange
+from .words import Address, Agent, Blocks, Code, Ranks, Reasons, Room, Seconds, Traceparent, VersionRange
 
 Request = Annotated[str, Meta(min_length=1, max_length=256)]
 MAX_HELD = 1024  # in one message
@@ -82,6 +82,7 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     hold_s: Seconds
     fence: Count = 0
     first_token: Count = 0
+    traceparent: Traceparent = ""
 
 
 class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
@@ -137,6 +138,7 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
     blocks: Tables
     deadline_s: Seconds
     fence: Count = 0
+    traceparent: Traceparent = ""
 
 
 class Abandon(Struct, frozen=True, kw_only=True, tag="abandon"):

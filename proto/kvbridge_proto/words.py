@@ -17,6 +17,8 @@ Boot = Annotated[str, Meta(max_length=64)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
 Reasons = Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=64)]
 Code = Annotated[str, Meta(max_length=64)]
+# Of W3C's Trace Context; "" where there is none. What is none is as good as "": a trace must not cost a request.
+Traceparent = Annotated[str, Meta(max_length=55)]
 
 
 class VersionRange(Struct, frozen=True, array_like=True):

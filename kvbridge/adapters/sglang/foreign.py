@@ -84,8 +84,13 @@ def write(buffers: Any, index: int, room: int, said: Prefilled, top: list[tuple[
     buffers.bootstrap_room[index][0] = room  # the scheduler takes the row when it finds its room there
 
 
+def custom_params(req: Any) -> Any:
+    """What its client says beside the sampling; anything at all."""
+    return getattr(getattr(req, "sampling_params", None), "custom_params", None)
+
+
 def _said(req: Any) -> Any:
-    params = req.sampling_params.custom_params
+    params = custom_params(req)
     return params.get(KEY) if isinstance(params, dict) else None
 
 

@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
 from ..engine.prompts import is_in, rendezvous
+from ..engine.traces import traceparent
 from . import foreign
 from .bootstrap import AGENT
 from .manager import KVBridgeManager, attempt, is_foreign
@@ -42,7 +43,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             return
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._name = ""  # of the want, once it is said
-        self._prompt = ""
+        self._prompt = self._traceparent = ""
         self._tokens = 0  # that it is given pages for
         self._aux_index = -1
         self._pages = None  # given to us, and not asked for yet
@@ -79,6 +80,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         if not self._has_room:
             return
         self._tokens = tokens
+        self._traceparent = traceparent(foreign.custom_params(req))
         self._prompt, reason = self.kv_mgr.name(req)
         if not reason and is_foreign(self.bootstrap_addr):
             reason = self._read_foreign(req)
@@ -204,6 +206,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             blocks=(Blocks(0, first // page, tuple(pages)),) if pages else (),
             deadline_s=min(float(manager.waiting_timeout), 86400.0),
             fence=manager.mark_free(),
+            traceparent=self._traceparent,
         )
         if self._tokens:
             self._name = want.request

@@ -14,6 +14,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
 from ..engine.prompts import rendezvous
+from ..engine.traces import traceparent
 from . import foreign
 from .manager import KVBridgeManager, attempt
 from .messages import Row
@@ -45,7 +46,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._early_send_wait_event: Any
         self._transfer_start_time: float | None
         self._name = ""  # of the offer
-        self._prompt = ""
+        self._prompt = self._traceparent = ""
         self._first_token = self._tokens = 0
         self._is_row_sent = False
         self._length = 0  # of the prompt
@@ -57,6 +58,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._prompt, reason = self.kv_mgr.name(req)
         if reason:
             return self._fail(reason)
+        self._traceparent = traceparent(foreign.custom_params(req))
         self._length = len(prompt_tokens(req))
         is_fetched_elsewhere, reason = attempt(req, "custom_params", foreign.is_fetched_elsewhere)
         if reason:
@@ -111,6 +113,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
                 is_last=is_last,
                 hold_s=manager.options.hold_s if is_last else COMPUTING_S,
                 fence=manager.mark_computed(event),
+                traceparent=self._traceparent,
             )
         )
         self._tokens = tokens

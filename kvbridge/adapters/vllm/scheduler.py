@@ -24,6 +24,7 @@ from ...errors import EngineError
 from ...oneline import OneLine
 from ...prompt_share import PromptShare
 from ..engine.prompts import is_in, rendezvous
+from ..engine.traces import traceparent
 from .block_tables import NULL_BLOCK, Tables
 from .options import Options
 from .params import read_remote, read_room
@@ -108,6 +109,7 @@ class Receiving:
     room: str
     source: str
     first_token: int = 0
+    traceparent: str = ""
 
 
 @dataclass(slots=True)
@@ -265,7 +267,7 @@ class SchedulerSide:
             self._rooms += agreed, remote.request
             # Of a call of several prompts only the first one's name is told.
             if remote.request in ("", agreed) or named(request.request_id).index:
-                self._receiving[request.request_id] = Receiving(agreed, remote.source)
+                self._receive(request, agreed, remote.source)
             else:
                 log.warning("%s: prefilled for another prompt (%a): computed here", name, remote.request)
                 self._unfetched[request.request_id] = Unfetched("other_prompt")
@@ -282,7 +284,10 @@ class SchedulerSide:
             if is_for(remote.request, request.request_id):
                 self._decline(request.request_id, Receiving(remote.request, remote.source))
             return
-        self._receiving[request.request_id] = Receiving(room, remote.source)
+        self._receive(request, room, remote.source)
+
+    def _receive(self, request: Request, room: str, source: str) -> None:
+        self._receiving[request.request_id] = Receiving(room, source, traceparent=_traceparent(request))
 
     def _refused(self, request: Request, params: dict[str, Any]) -> None:
         """A call with these params ended before all of it was admitted: nobody will fetch what they name.
@@ -302,7 +307,7 @@ class SchedulerSide:
     def _new_unnamed(self, request: Request) -> None:
         room = prompt_room(prompt_digest(request))
         if self._wants_all:
-            self._receiving[request.request_id] = Receiving(room, self._options.prefill)
+            self._receive(request, room, self._options.prefill)
         elif request.max_tokens == 1 and self._tables.outlives(request.num_prompt_tokens):
             self._sending[request.request_id] = Sending(request, room, False, request.num_prompt_tokens - 1)
         elif request.max_tokens == 1:
@@ -392,6 +397,7 @@ class SchedulerSide:
             end_token=end,
             blocks=blocks,
             deadline_s=self._options.deadline_s,
+            traceparent=what.traceparent,
         )
 
     def _decline(self, request_id: str, receiving: Receiving) -> None:
@@ -525,6 +531,7 @@ class SchedulerSide:
                 blocks=pieces,
                 is_last=sending.is_whole,
                 hold_s=self._options.hold_s if sending.is_whole else COMPUTING_S,
+                traceparent=_traceparent(request),
             )
         )
 
@@ -543,3 +550,8 @@ class SchedulerSide:
             self._agents_are(said.addresses)
             if len(said.addresses) == self._tp_size * self._pp_size:
                 self._asked_at, self._known_at = None, self._clock()
+
+
+def _traceparent(request: Request) -> str:
+    """vLLM's own span of it, or what its client says."""
+    return traceparent(getattr(request, "trace_headers", None), request.kv_transfer_params)

@@ -1,0 +1,201 @@
+"""`kvbridge demo --upgrade-from WHEEL`: two engines of each role and their agents, restarted one by one under traffic.
+
+First all of them run the kvbridge in the wheel, in the end this one; in between each version meets the other in every
+place. A client asks `kvbridge proxy` all the time and compares each answer with that of one engine alone.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from ..errors import OperatorError
+from .model import prompt
+from .processes import ServerProcess, python_with
+from .upgrade_fleet import Fleet, Member
+
+ANSWER_S = 60.0
+CLIENTS = 2
+PAUSE_S = 1.0  # of a client between two requests
+SETTLED = 8  # answers, of requests that were asked after a step
+SETTLE_S = 60.0  # for those
+PROMPTS = (120, 300, 500, 700)
+DECODED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client got. `failure` says why it got no answer. `tokens` of its prompt may have been carried."""
+
+    seconds: float
+    tokens: int = 0
+    is_wrong: bool = False
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the clients saw for a while, and how many tokens decode engines fetched in that time."""
+
+    answers: Sequence[Answer]
+    fetched: float
+
+    def __add__(self, more: Seen) -> Seen:
+        return Seen([*self.answers, *more.answers], self.fetched + more.fetched)
+
+    @property
+    def computed_share(self) -> float:
+        """Of the prompts' tokens, how many decode engines computed again. What is under way at an end blurs it."""
+        tokens = sum(each.tokens for each in self.answers)
+        return max(0.0, 1 - self.fetched / tokens) if tokens else 0.0
+
+    @property
+    def failed(self) -> int:
+        return sum(bool(each.failure) for each in self.answers)
+
+    @property
+    def wrong(self) -> int:
+        return sum(each.is_wrong for each in self.answers)
+
+    def __str__(self) -> str:
+        slowest = max((each.seconds for each in self.answers), default=0.0)
+        said = f"{len(self.answers)} requests: {self.failed} failed, {self.wrong} wrong, slowest {slowest:.1f} s"
+        return f"{said}; {self.computed_share:.0%} of the prompts computed again"
+
+
+class Traffic:
+    """Clients that ask until they are told to stop. `alone` are the prompts, each with what one engine alone says."""
+
+    def __init__(self, fleet: Fleet, alone: Sequence[tuple[list[int], list[int]]]) -> None:
+        self._fleet = fleet
+        self._fetched = 0.0
+        self._alone = alone
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._answers: list[Answer] = []
+        self._clients = [threading.Thread(target=self._ask_on, args=(i,)) for i in range(CLIENTS)]
+
+    def __enter__(self) -> Traffic:
+        for client in self._clients:
+            client.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        for client in self._clients:
+            client.join()
+
+    def take(self) -> Seen:
+        """Since it was called last."""
+        with self._lock:
+            taken, self._answers = self._answers, []
+        before, self._fetched = self._fetched, self._fleet.fetched()
+        return Seen(taken, self._fetched - before)
+
+    def settle(self) -> Seen:
+        """The next ones, as many as it takes for those that were under way and some more."""
+        last = time.monotonic() + SETTLE_S
+        while len(self._answers) < CLIENTS + SETTLED and time.monotonic() < last:
+            time.sleep(0.1)
+        return self.take()
+
+    def _ask_on(self, first: int) -> None:
+        for tokens, expected in cycle([*self._alone[first:], *self._alone[:first]]):
+            answer = self._ask(tokens, expected)
+            with self._lock:
+                self._answers.append(answer)
+            if self._stopped.wait(PAUSE_S):
+                return
+
+    def _ask(self, tokens: list[int], expected: list[int]) -> Answer:
+        began = time.monotonic()
+        try:
+            got = ask(self._fleet.proxy, tokens)
+        except OperatorError as error:
+            return Answer(time.monotonic() - began, failure=str(error).partition(";")[0])
+        return Answer(time.monotonic() - began, len(tokens) - 1, got != expected)
+
+
+def ask(server: ServerProcess, tokens: list[int]) -> list[int]:
+    """The tokens that it answers. Raises OperatorError."""
+    body = {"prompt": tokens, "max_tokens": DECODED, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    said: dict[str, Any] = server.ask("/v1/completions", body, ANSWER_S)
+    answered: list[int] = said["choices"][0]["token_ids"]
+    return answered
+
+
+def run(wheel: Path, vllm_python: Path | None) -> None:
+    """Exit code 1 if a request failed, a token is wrong, or nothing was carried after a step. Raises OperatorError."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    console = Console()
+    python = python_with("vllm", vllm_python)
+    with tempfile.TemporaryDirectory(prefix="kvbridge-demo-") as folder, ExitStack() as stack:
+        console.print(
+            f"starting four real vLLM engines and their agents, all with {wheel.name} (a minute or two) ...",
+            soft_wrap=True,
+        )
+        fleet = Fleet(Path(folder), stack, python, wheel)
+        fleet.start()
+        prompts = [prompt(count, seed) for seed, count in enumerate(PROMPTS, 1)]
+        alone = [(tokens, ask(fleet.members[0].engine, tokens)) for tokens in prompts]
+        with Traffic(fleet, alone) as traffic:
+            found = [_step(console, traffic, "all as in the wheel", lambda: "")]
+            for member in fleet.members:
+                found.append(_step(console, traffic, f"agent {member.name}", _agent(fleet, member)))
+                found.append(_step(console, traffic, f"engine {member.name}", _engine(fleet, member)))
+    conclude(console, found)
+
+
+def _leave(number: int, _: Any) -> None:
+    """The servers are in sessions of their own: they have to be ended."""
+    raise SystemExit(128 + number)
+
+
+def _agent(fleet: Fleet, member: Member) -> Callable[[], str]:
+    def step() -> str:
+        drained_s, attached_s = fleet.upgrade_agent(member)
+        return f"drained in {drained_s:.1f} s, its engine attached {attached_s:.1f} s after that"
+
+    return step
+
+
+def _engine(fleet: Fleet, member: Member) -> Callable[[], str]:
+    def step() -> str:
+        finished_s, absent_s = fleet.upgrade_engine(member)
+        return f"finished what it had in {finished_s:.1f} s, was away for {absent_s:.0f} s"
+
+    return step
+
+
+def _step(console: Console, traffic: Traffic, name: str, step: Callable[[], str]) -> Seen:
+    """What the clients saw while it was done, and for a while after it."""
+    done = step()
+    during, after = traffic.take(), traffic.settle()
+    console.print(f"[bold]{name}[/bold]  {done}".rstrip(), soft_wrap=True)
+    if during.answers:
+        console.print(f"  meanwhile  {during}", soft_wrap=True)
+    console.print(f"  then       {after}", soft_wrap=True)
+    both = during + after
+    for failure in {each.failure for each in both.answers if each.failure}:
+        console.print(f"  [red]failed[/red]: {failure}", highlight=False)
+    return both
+
+
+def conclude(console: Console, steps: Sequence[Seen]) -> None:
+    """The sum of all. Exit code 1 as `run` says."""
+    whole = sum(steps, Seen((), 0.0))
+    console.print(f"[bold]all steps[/bold]  {whole}", soft_wrap=True)
+    if whole.failed or whole.wrong or not all(step.fetched for step in steps):
+        raise typer.Exit(1)

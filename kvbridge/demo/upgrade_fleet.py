@@ -1,0 +1,176 @@
+"""The processes of `kvbridge demo --upgrade-from`: two engines of each role, an agent beside each, a proxy in front."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from ..errors import OperatorError
+from .processes import SETTINGS, AgentProcess, ServerProcess, end, free_port
+from .vllm_cpu import SETTINGS as VLLM_SETTINGS
+
+START_S = 400.0  # of an engine that shares two busy cores with three others and their clients
+STEP_S = 60.0  # for anything else that is waited for
+STOP_S = 30  # for an engine to finish what it has
+MOST_TOKENS = 1 << 14  # room for KV in each engine
+BLOCKS = {"prefill": 32, "decode": 64}  # tokens; on a CPU vLLM's are multiples of 32
+# An agent or engine must not find this kvbridge in the folder that it is started from.
+THIS_VERSION = {"PYTHONSAFEPATH": "1"}
+
+
+class Member:
+    """One engine and its agent, on ports that they keep."""
+
+    agent: AgentProcess
+    engine: ServerProcess
+
+    def __init__(self, role: str, number: int) -> None:
+        self.role = role
+        self.name = f"{role}-{number}"
+        self.port, self.agent_port = free_port(), free_port()
+
+    @property
+    def line(self) -> str:
+        """As the proxy's file names it."""
+        return f"{self.role} vllm=http://127.0.0.1:{self.port}"
+
+
+class Fleet:
+    """In `folder`, ended with `stack`. It begins with the kvbridge in `wheel`; what is started anew is ours."""
+
+    proxy: ServerProcess
+
+    def __init__(self, folder: Path, stack: ExitStack, python: str, wheel: Path) -> None:
+        self.members = [Member(role, number) for role in ("decode", "prefill") for number in (1, 2)]
+        self._folder = folder
+        self._stack = stack
+        self._python = python
+        self._listed = folder / "engines"
+        self._fetched = 0.0  # by agents that are gone
+        (folder / "rows").mkdir()
+        model = str(folder / "model")
+        subprocess.run([python, "-m", "kvbridge.demo.model", model], check=True, capture_output=True)
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder / "wheel")
+        self._version = THIS_VERSION | {"PYTHONPATH": str(folder / "wheel")}
+        for each in (sys.executable, python):
+            self._check(each)
+
+    def start(self) -> None:
+        """Have all of them ready, with the wheel's kvbridge; the proxy runs ours from the beginning."""
+        for member in self.members:
+            self._start_agent(member, self._version)
+        for member in self.members:
+            member.agent.wait_serving()
+            self._start_engine(member, self._version)
+        for member in self.members:
+            member.engine.wait_well(START_S)
+        self._list(self.members)
+        port = free_port()
+        command = [sys.executable, "-m", "kvbridge.cli", "proxy", "--engines", str(self._listed)]
+        self.proxy = ServerProcess(self._folder, "proxy", [*command, "--listen", f"127.0.0.1:{port}"], port)
+        self._stack.callback(self.proxy.kill)
+        self.proxy.wait_well(STEP_S)
+        wait("the proxy to take all engines", lambda: all(map(self._is_well, self.members)))
+
+    def upgrade_agent(self, member: Member) -> tuple[float, float]:
+        """Seconds until it had drained, and from then on until its engine was attached to its successor."""
+        began = time.monotonic()
+        self._fetched += fetched_by(member)  # what it fetches while it drains is not counted
+        member.agent.process.terminate()
+        wait(f"agent {member.name} to drain", lambda: member.agent.process.poll() is not None)
+        drained = time.monotonic()
+        self._start_agent(member, THIS_VERSION)
+        member.agent.wait_serving()
+        wait(f"{member.name} to attach", lambda: member.agent.status().engine is not None)
+        return drained - began, time.monotonic() - drained
+
+    def upgrade_engine(self, member: Member) -> tuple[float, float]:
+        """Seconds until it had nothing under way, and from then on until its successor got requests."""
+        began = time.monotonic()
+        self._list([each for each in self.members if each is not member])
+        self.proxy.process.send_signal(signal.SIGHUP)
+        wait(f"{member.name} to finish", lambda: not self._is_well(member) and not self._outstanding(member))
+        finished = time.monotonic()
+        end(member.engine.process)
+        member.engine.kill()  # what it may have left
+        self._start_engine(member, THIS_VERSION)
+        member.engine.wait_well(START_S)
+        wait(f"{member.name} to attach", lambda: member.agent.status().engine is not None)
+        self._list(self.members)
+        self.proxy.process.send_signal(signal.SIGHUP)
+        wait(f"the proxy to take {member.name}", lambda: self._is_well(member))
+        return finished - began, time.monotonic() - finished
+
+    def fetched(self) -> float:
+        """How many tokens decode engines had to compute no more, so far."""
+        return self._fetched + sum(map(fetched_by, self.members))
+
+    def _check(self, python: str) -> None:
+        """Raises OperatorError (`demo_engine`) where this Python would not run the wheel's kvbridge."""
+        settings = [f"{key}={value}" for key, value in self._version.items()]
+        asked = ["env", *settings, python, "-c", "import kvbridge; print(kvbridge.__file__)"]
+        found = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+        if not found.startswith(self._version["PYTHONPATH"]):
+            raise OperatorError("demo_engine", f"{python} finds kvbridge at {found!r}, not in the wheel")
+
+    def _start_agent(self, member: Member, version: dict[str, str]) -> None:
+        options = {"device": "cpu", "slot_bytes": str(1 << 20), "listen": f"tcp://127.0.0.1:{member.agent_port}"}
+        member.agent = AgentProcess(self._folder, member.name, options, version)
+        self._stack.callback(end, member.agent.process)
+
+    def _start_engine(self, member: Member, version: dict[str, str]) -> None:
+        transfer = {
+            "kv_connector": "KVBridgeConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"kvbridge_socket": member.agent.socket},
+        }
+        command = [
+            # Its processes wait for each other by looking all the time: agents and clients go before them.
+            *("nice", "-n", "10", self._python, "-m", "kvbridge.demo.vllm_cpu", "serve", str(self._folder / "model")),
+            *("--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"),
+            *("--block-size", str(BLOCKS[member.role]), "--max-model-len", "2048", "--shutdown-timeout", str(STOP_S)),
+            *("--num-gpu-blocks-override", str(MOST_TOKENS // BLOCKS[member.role])),
+            *("--kv-transfer-config", json.dumps(transfer), "--host", "127.0.0.1", "--port", str(member.port)),
+        ]
+        settings = SETTINGS | VLLM_SETTINGS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | version
+        member.engine = ServerProcess(self._folder, f"{member.name}-engine", command, member.port, settings)
+        self._stack.callback(member.engine.kill)
+
+    def _list(self, members: Sequence[Member]) -> None:
+        self._listed.write_text("".join(f"{member.line}\n" for member in members))
+
+    def _is_well(self, member: Member) -> bool:
+        return self._gauge("well", member) == 1
+
+    def _outstanding(self, member: Member) -> float:
+        return self._gauge("outstanding", member)
+
+    def _gauge(self, name: str, member: Member) -> float:
+        role, _, engine = member.line.partition(" ")
+        wanted = f'kvbridge_proxy_engine_{name}{{engine="{engine}",role="{role}"}} '
+        values = [
+            line.removeprefix(wanted) for line in self.proxy.page("/metrics").splitlines() if line.startswith(wanted)
+        ]
+        return float(values[0]) if values else 0.0
+
+
+def fetched_by(member: Member) -> float:
+    return member.agent.status().counters.get("kvbridge_prompt_tokens_fetched_total", 0.0)
+
+
+def wait(what: str, holds: Callable[[], bool]) -> None:
+    """Raises OperatorError (`demo_engine`)."""
+    last = time.monotonic() + STEP_S
+    while not holds():
+        if time.monotonic() > last:
+            raise OperatorError("demo_engine", f"waited {STEP_S:g} s for {what}")
+        time.sleep(0.1)

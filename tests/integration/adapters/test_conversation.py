@@ -1,0 +1,661 @@
+"""What an engine's adapter says and hears, over a real unix socket: each offer and each want ends once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvbridge_proto.codec import Limits
+from kvbridge_proto.engine import (
+    READERS_S,
+    Abandon,
+    Adopt,
+    Computed,
+    Decline,
+    Directory,
+    Done,
+    Expect,
+    Failed,
+    Held,
+    Offer,
+    Reclaim,
+    Refused,
+    Released,
+    Rescale,
+    Rescaled,
+    Scales,
+    ToEngine,
+    Want,
+    Withdraw,
+)
+from kvbridge_proto.words import Blocks, Rank
+from msgspec.structs import replace
+
+from kvbridge.adapters.engine.client import EngineClient
+from kvbridge.adapters.engine.conversation import GRACE_S, Conversation, Ended
+from kvbridge.adapters.engine.link import RETRY_S, Link
+from kvbridge.adapters.engine.memory import Memory
+from kvbridge.device.fence import EngineFence
+from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
+from tests.integration.adapters.test_link import POOL
+
+OFFER = Offer(room="room", request="r", tokens=16, blocks=(Blocks(0, 0, (3,)),), is_last=True, hold_s=30)
+WANT = Want(
+    request="r",
+    room="room",
+    source="tcp://x:1",
+    first_token=0,
+    end_token=16,
+    blocks=(Blocks(0, 0, (3,)),),
+    deadline_s=60,
+    fence=1,
+)
+NOTHING = replace(WANT, end_token=0, blocks=(), fence=0)
+EXPECT = Expect(request="r", room="room", source="tcp://x:1")
+RANKS = (Rank(tp_rank=0, pp_rank=0, address="tcp://127.0.0.1:7700"),)
+SCALES = (Scales(0, "k", (0.5,)),)
+
+
+class Clock:
+    """Time that passes by itself, and more when a test says so."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+class Talk:
+    """A conversation, its agent, and the clock of both. `attach` stands for the engine's start without its thread."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        self.path = folder / "agent.sock"
+        self.clock = Clock()
+        memory = Memory(POOL, (torch.zeros(4096, dtype=torch.uint8).untyped_storage(),))
+        client = EngineClient(self.path, pidfd_of=fake_pidfd, limits=Limits(frame_bytes=4096))
+        log = logging.getLogger("test")
+        self.engine = Conversation(client, memory, log, clock=self.clock, **more)
+        self.link = self.engine._link
+
+    def attach(self) -> FakeAgent:
+        """By a new agent."""
+        agent = FakeAgent(self.path)
+        self.again(agent)
+        return agent
+
+    def again(self, agent: FakeAgent) -> None:
+        self.clock.ahead += RETRY_S
+        self.engine.turn()
+        agent.pump()
+        assert self.engine.turn() == [] and self.engine.attached is not None
+        agent.pump()
+
+    def pass_time(self, seconds: float) -> list[Any]:
+        self.clock.ahead += seconds
+        return list(self.engine.turn())
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Iterator[Talk]:
+    talk = Talk(tmp_path)
+    with talk.engine:
+        yield talk
+
+
+@pytest.fixture
+def agent(talk: Talk) -> FakeAgent:
+    return talk.attach()
+
+
+# How each ends:
+
+
+@pytest.mark.parametrize(
+    ("said", "ended"),
+    [
+        (Done(request="r", moved_bytes=7, seconds=0.5), Ended("r", "want", moved_bytes=7, seconds=0.5)),
+        (Failed(request="r", code="peer_lost", reason="it left"), Ended("r", "want", "peer_lost", "it left")),
+        (Refused(about="r", code="bad_want", reasons=("a", "b")), Ended("r", "want", "bad_want", "a; b")),
+    ],
+    ids=["done", "failed", "refused"],
+)
+def test_a_want_ends_by_one_word_under_its_name(talk: Talk, agent: FakeAgent, said: ToEngine, ended: Ended) -> None:
+    talk.engine.want(WANT)
+    assert agent.one(Want) == WANT and talk.engine.turn() == [] and talk.engine.is_open("r")
+    agent.say(said)
+    assert talk.engine.turn() == [ended] and not talk.engine.is_open("r")
+    assert ended.is_good == isinstance(said, Done)
+
+
+@pytest.mark.parametrize(
+    ("said", "ended"),
+    [
+        (Released(request="r"), Ended("r", "offer")),
+        (Released(request="r", code="expired", reason="nobody"), Ended("r", "offer", "expired", "nobody")),
+        (Refused(about="r", code="bad_offer", reasons=("a", "b")), Ended("r", "offer", "bad_offer", "a; b")),
+    ],
+    ids=["released", "with a code", "refused"],
+)
+def test_an_offer_ends_by_one_word_under_its_name(talk: Talk, agent: FakeAgent, said: ToEngine, ended: Ended) -> None:
+    talk.engine.offer(OFFER)
+    assert agent.one(Offer) == OFFER and talk.engine.turn() == [] and talk.engine.is_open("r")
+    agent.say(said)
+    assert talk.engine.turn() == [ended] and not talk.engine.is_open("r")
+
+
+def test_what_is_over_does_not_end_again_nor_does_what_never_began(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.want(WANT)
+    talk.engine.offer(replace(OFFER, request="o"))
+    done, released = Done(request="r", moved_bytes=0, seconds=0), Released(request="o")
+    failed, refused = Failed(request="r", code="c", reason=""), Refused(about="r", code="c", reasons=("x",))
+    others = (Released(request="r"), Failed(request="o", code="c", reason=""), Released(request="nobody"))
+    for message in (*others, done, done, failed, refused, released, released, *others):
+        agent.say(message)
+    assert talk.engine.turn() == [Ended("r", "want"), Ended("o", "offer")]
+    agent.let_go()
+    assert talk.pass_time(0) == []
+
+
+def test_a_name_may_be_used_again_when_it_has_ended(talk: Talk, agent: FakeAgent) -> None:
+    for _ in range(2):
+        talk.engine.want(WANT)
+        agent.say(Done(request="r", moved_bytes=0, seconds=0))
+        assert talk.engine.turn() == [Ended("r", "want")]
+
+
+def test_a_second_want_that_is_refused_does_not_end_the_first(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.want(WANT)
+    for about in ("r", "want r"):
+        agent.say(Refused(about=about, code="duplicate_request", reasons=("wanted already",)))
+    assert talk.engine.turn() == [] and talk.engine.is_open("r")
+
+
+def test_the_late_answer_to_a_want_of_nothing_ends_no_later_want_of_its_name(talk: Talk, agent: FakeAgent) -> None:
+    """A room may be used again at once; what comes then would be taken for its rows."""
+    talk.engine.expect(EXPECT)
+    talk.engine.want(NOTHING)
+    talk.engine.want(WANT)
+    abandon, (nothing, want) = agent.one(Abandon), agent.take(Want)
+    assert (abandon.request, want.request) == ("r", "r")
+    assert nothing.first_token == nothing.end_token and nothing.request not in ("r", "")
+    for answer in (Done(request=nothing.request, moved_bytes=0, seconds=0), Failed(request="x", code="c", reason="")):
+        agent.say(answer)
+    assert talk.engine.turn() == [] and talk.engine.is_open("r")
+    agent.say(Done(request="r", moved_bytes=7, seconds=0))
+    assert [each.moved_bytes for each in talk.engine.turn()] == [7]
+
+
+def test_what_was_computed_while_no_agent_was_there_is_told_to_the_next(talk: Talk) -> None:
+    for tokens in (1, 2):
+        talk.engine.computed(Computed(tokens=tokens, reason="agent_lost"))
+    agent = talk.attach()
+    assert [each.tokens for each in agent.take(Computed)] == [1, 2]
+    talk.engine.turn()
+    assert not agent.take(Computed)
+
+
+def test_offers_end_when_a_killed_agents_socket_does_and_wants_when_its_process_does(
+    talk: Talk, agent: FakeAgent
+) -> None:
+    talk.engine.want(WANT)
+    talk.engine.offer(replace(OFFER, request="o"))
+    agent.pump()
+    agent.hang_up()
+    assert talk.engine.turn() == [Ended("o", "offer", "agent_lost", "the agent is gone")]
+    assert talk.pass_time(1000) == [] and talk.engine.is_open("r")
+    agent.vanish()
+    assert talk.engine.turn() == [Ended("r", "want", "agent_lost", "the agent is gone")]
+
+
+def test_all_ends_when_an_agent_that_lives_lets_go(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.want(WANT)
+    talk.engine.offer(replace(OFFER, request="o"))
+    agent.let_go()
+    assert [(ended.request, ended.code) for ended in talk.engine.turn()] == [("o", "agent_lost"), ("r", "agent_lost")]
+
+
+def test_what_the_agent_said_before_it_left_counts(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.want(WANT)
+    agent.say(Done(request="r", moved_bytes=0, seconds=0))
+    agent.let_go()
+    assert talk.engine.turn() == [Ended("r", "want")]
+
+
+def test_without_an_agent_each_ends_at_once(talk: Talk) -> None:
+    talk.engine.want(WANT)
+    talk.engine.offer(replace(OFFER, request="o"))
+    ended = talk.engine.turn()
+    assert [(each.request, each.kind, each.code) for each in ended] == [
+        ("r", "want", "not_sent"),
+        ("o", "offer", "not_sent"),
+    ]
+    assert all("not connected" in each.reason or "No such file" in each.reason for each in ended)
+    assert not talk.engine.is_open("r") and not talk.engine.is_open("o")
+
+
+def test_a_want_that_no_message_holds_ends_and_the_other_side_need_not_hold_its_offer(
+    talk: Talk, agent: FakeAgent
+) -> None:
+    talk.engine.want(replace(WANT, blocks=(Blocks(0, 0, tuple(range(5000))),)))
+    (ended,) = talk.engine.turn()
+    assert (ended.code, ended.reason[:11]) == ("not_sent", "frame_bytes")
+    assert replace(agent.one(Want), request="r") == NOTHING
+
+
+def test_an_offer_whose_next_piece_no_message_holds_is_withdrawn_and_ends_when_nobody_reads_it(
+    talk: Talk, agent: FakeAgent
+) -> None:
+    talk.engine.offer(replace(OFFER, is_last=False))
+    talk.engine.offer(replace(OFFER, blocks=(Blocks(0, 1, tuple(range(5000))),), is_last=False))
+    assert talk.engine.turn() == [] and talk.engine.is_open("r")
+    assert agent.one(Withdraw).reason.startswith("not sent: frame_bytes")
+    agent.say(Released(request="r", code="withdrawn"))
+    assert talk.engine.turn() == [Ended("r", "offer", "withdrawn")]
+    agent.take(Offer)
+    talk.engine.offer(OFFER)  # its last piece
+    assert agent.take(Offer) == [] and talk.engine.turn() == []
+
+
+def test_pieces_of_an_offer_that_has_ended_are_not_said(talk: Talk, agent: FakeAgent) -> None:
+    piece = replace(OFFER, is_last=False)
+    talk.engine.offer(piece)
+    agent.say(Released(request="r", code="reclaimed"))
+    assert talk.engine.turn() == [Ended("r", "offer", "reclaimed")]
+    agent.take(Offer)
+    talk.engine.offer(piece)
+    talk.engine.offer(OFFER)
+    assert agent.take(Offer) == [] and talk.engine.turn() == [] and not talk.engine.is_open("r")
+    talk.engine.offer(OFFER)  # another of this name
+    assert agent.one(Offer) and talk.engine.is_open("r")
+
+
+def test_an_offer_that_has_ended_may_be_withdrawn_and_made_anew(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.offer(replace(OFFER, is_last=False))
+    agent.let_go()
+    assert [ended.code for ended in talk.engine.turn()] == ["agent_lost"]
+    talk.again(agent)
+    talk.engine.withdraw("r", "preempted", comes_again=True)
+    assert agent.take(Withdraw) == [], "the new agent knows nothing of it"
+    agent.take(Offer)
+    talk.engine.offer(OFFER)
+    assert agent.one(Offer) == OFFER
+
+
+def test_a_withdrawn_offer_ends_when_the_agent_says_that_nobody_reads_it(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.offer(replace(OFFER, is_last=False))
+    talk.engine.withdraw("r", "preempted", comes_again=True)
+    assert agent.one(Withdraw) == Withdraw(request="r", reason="preempted", comes_again=True)
+    assert talk.engine.turn() == [] and talk.engine.is_open("r")
+    agent.say(Released(request="r", code="withdrawn"))
+    assert talk.engine.turn() == [Ended("r", "offer", "withdrawn")]
+    agent.take(Offer)
+    talk.engine.offer(OFFER)
+    assert agent.one(Offer) == OFFER and talk.engine.is_open("r")
+
+
+def test_an_abandoned_want_ends_when_nothing_writes_its_blocks_any_more(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.want(WANT)
+    talk.engine.abandon("r", "aborted")
+    assert agent.one(Abandon) == Abandon(request="r", reason="aborted")
+    assert talk.engine.turn() == [] and talk.engine.is_open("r")
+    agent.say(Failed(request="r", code="aborted", reason="abandoned by the engine"))
+    assert [ended.code for ended in talk.engine.turn()] == ["aborted"]
+
+
+def test_blocks_that_are_short_are_asked_for_and_come_by_offers_that_end(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.offer(OFFER)
+    talk.engine.reclaim(3)
+    assert agent.one(Reclaim) == Reclaim(blocks=3)
+    agent.say(Released(request="r", code="reclaimed", reason="its engine needs the blocks"))
+    assert talk.engine.turn() == [Ended("r", "offer", "reclaimed", "its engine needs the blocks")]
+
+
+def test_a_want_of_nothing_is_said_and_has_no_end(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.want(NOTHING)
+    said = agent.one(Want)
+    assert replace(said, request="r") == NOTHING and not talk.engine.is_open("r")
+    agent.say(Done(request=said.request, moved_bytes=0, seconds=0))
+    assert talk.engine.turn() == []
+
+
+# An agent that is silent:
+
+
+@pytest.mark.parametrize("kind", ["want", "offer"])
+def test_a_silent_agent_is_asked_to_stop_then_given_up(talk: Talk, agent: FakeAgent, kind: str) -> None:
+    talk.engine.want(WANT) if kind == "want" else talk.engine.offer(OFFER)
+    last_s = WANT.deadline_s if kind == "want" else OFFER.hold_s
+    talk.pass_time(last_s + GRACE_S - 1)
+    asked: type[Abandon | Withdraw] = Abandon if kind == "want" else Withdraw
+    assert agent.take(asked) == []
+    talk.pass_time(2)
+    assert agent.one(asked).request == "r" and talk.engine.attached is not None
+    talk.pass_time(GRACE_S + 1)
+    assert talk.engine.attached is None and "r: no answer" in talk.link.why
+    ended = [each.kind for _ in range(5) for each in talk.pass_time(READERS_S)]
+    assert ended == ([] if kind == "want" else ["offer"]), "what it may write stays wanted"
+    agent.pump()  # goes on, reads that we have left, lets go
+    assert [each.kind for each in talk.pass_time(0)] == (["want"] if kind == "want" else [])
+
+
+@pytest.mark.parametrize("kind", ["want", "offer"])
+def test_an_agent_that_is_asked_to_stop_has_less_time(talk: Talk, agent: FakeAgent, kind: str) -> None:
+    talk.engine.want(WANT) if kind == "want" else talk.engine.offer(OFFER)
+    talk.engine.abandon("r", "") if kind == "want" else talk.engine.withdraw("r", "")
+    for _ in range(2):
+        assert talk.engine.attached is not None
+        talk.pass_time(GRACE_S + 1)
+    assert talk.engine.attached is None
+
+
+def test_an_offer_that_somebody_waits_for_is_held_for_longer(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.offer(OFFER)
+    for _ in range(5):
+        agent.say(Held(requests=("r", "nobody")))
+        talk.pass_time(0)
+        talk.pass_time(OFFER.hold_s)
+    assert agent.take(Withdraw) == []
+    talk.pass_time(OFFER.hold_s)
+    assert agent.one(Withdraw).request == "r"
+
+
+# What every agent is told:
+
+
+def test_every_agent_is_told_again_what_it_must_know_and_no_more(talk: Talk) -> None:
+    engine = talk.engine
+    engine.share(RANKS)
+    engine.expect(EXPECT)
+    for name in ("wanted", "declined", "abandoned"):
+        engine.expect(replace(EXPECT, request=name))
+    agent = talk.attach()
+    assert [type(message) for message in agent.heard] == [Directory, *[Expect] * 4]
+    engine.want(replace(WANT, request="wanted"))
+    engine.want(replace(NOTHING, request="declined"))
+    engine.abandon("abandoned", "aborted")
+    engine.rescale(Rescale(revision=1, scales=SCALES))
+    engine.share(RANKS * 2)
+    for _ in range(3):
+        agent.let_go()
+        engine.turn()
+        agent.heard.clear()
+        talk.again(agent)
+        assert agent.heard == [Rescale(revision=1, scales=SCALES), Directory(ranks=RANKS * 2), EXPECT]
+
+
+def test_an_agent_that_came_since_the_last_turn_hears_what_every_agent_is_told(talk: Talk, agent: FakeAgent) -> None:
+    """The link's thread attaches between turns: what was offered to the last one is not over before a turn says so."""
+    talk.engine.offer(replace(OFFER, request="o"))
+    talk.engine.expect(EXPECT)
+    agent.let_go()
+    talk.link._look()
+    talk.clock.ahead += RETRY_S
+    for _ in range(2):
+        talk.link._look()
+        agent.pump()
+    agent.heard.clear()
+    assert talk.link.state is Link.HERE and not talk.link.is_attached
+    talk.engine.share(RANKS)
+    talk.engine.rescale(Rescale(revision=1, scales=SCALES))
+    talk.engine.expect(replace(EXPECT, request="more"))
+    talk.engine.abandon("r", "aborted")
+    talk.engine.want(replace(WANT, request="more"))
+    agent.pump()
+    assert [type(message) for message in agent.heard] == [Directory, Rescale, Expect, Abandon, Want]
+    assert agent.one(Want).end_token == 0
+    ended = [(each.request, each.code) for each in talk.engine.turn() if isinstance(each, Ended)]
+    assert ended == [("more", "not_sent"), ("o", "agent_lost")]
+
+
+def test_scales_are_asked_for_taken_or_declined(talk: Talk, agent: FakeAgent) -> None:
+    question, taken = Adopt(revision=3, scales=SCALES), Rescaled(revision=3, epoch=2)
+    agent.say(question)
+    assert talk.engine.turn() == [question]
+    talk.engine.decline(Decline(revision=3, reason="rows are there"))
+    assert agent.one(Decline).revision == 3
+    assert talk.engine.rescale(Rescale(revision=3, scales=SCALES)) and agent.one(Rescale).revision == 3
+    agent.say(taken)
+    assert talk.engine.turn() == [taken]
+
+
+def test_an_agent_that_refuses_our_scales_is_relied_on_no_more(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.rescale(Rescale(revision=1, scales=SCALES))
+    agent.say(Refused(about="rescale 1", code="bad_pool", reasons=("scales",)))
+    talk.engine.turn()
+    assert talk.engine.attached is None and "bad_pool" in talk.link.why
+
+
+def test_who_has_our_memory_can_be_asked(talk: Talk) -> None:
+    assert talk.engine.attached is None and talk.engine.address == ""
+    agent = talk.attach()
+    attached = talk.engine.attached
+    assert attached is not None
+    assert (attached.agent.boot, attached.agent.name, attached.epoch) == ("boot-1", "fake", 1)
+    assert talk.engine.address == agent.address
+    agent.say(Rescaled(revision=1, epoch=2))
+    talk.engine.turn()
+    assert talk.engine.attached is not None and talk.engine.attached.epoch == 2
+    agent.hang_up()
+    talk.engine.turn()
+    assert talk.engine.attached is None and talk.engine.address == ""
+
+
+# An engine that must compute on:
+
+
+def timed(talk: Talk, *requests: str) -> float:
+    began = time.monotonic()
+    talk.engine.wait_for_readers(requests)
+    return time.monotonic() - began
+
+
+def test_waits_for_readers_until_the_agent_says_that_there_are_none(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.offer(OFFER)
+    talk.engine.offer(replace(OFFER, request="goes on"))
+    talk.engine.withdraw("r", "preempted")
+    agent.is_answering_withdrawals = True
+    with agent.alive():
+        assert timed(talk, "r", "nobody") < 0.5
+    assert talk.engine.turn() == [Ended("r", "offer", "withdrawn")] and talk.engine.is_open("goes on")
+
+
+def test_waits_a_second_for_an_agent_that_is_silent_and_gives_it_up(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.offer(OFFER)
+    talk.engine.withdraw("r", "preempted")
+    assert READERS_S <= timed(talk, "r") < 2 * READERS_S
+    assert [ended.code for ended in talk.engine.turn()] == ["given_up"]
+    assert talk.engine.attached is None and talk.engine.address == ""
+    agent.pump()  # lives again: says Released, and lets go
+    assert talk.engine.turn() == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "least_s", "most_s"),
+    [
+        ("given up", 0.9 * READERS_S, 1.8 * READERS_S),
+        ("given up half a second ago", 0.2 * READERS_S, 0.9 * READERS_S),
+        ("killed", 0, 0.5),
+        ("let go", 0, 0.5),
+        ("let go, and another has come", 0, 0.5),
+        ("away", 0, 0.5),
+    ],
+)
+def test_waits_for_readers_whatever_became_of_the_agent(
+    talk: Talk, agent: FakeAgent, loss: str, least_s: float, most_s: float
+) -> None:
+    talk.engine.offer(OFFER)
+    if loss.startswith("given up"):
+        talk.engine.give_up("for a reason of its own")
+    elif loss == "killed":
+        agent.hang_up()
+    else:
+        agent.let_go()
+    if loss == "given up half a second ago":
+        time.sleep(READERS_S / 2)
+    elif loss == "away":
+        talk.engine.turn()
+        assert talk.link.state is Link.AWAY
+    elif loss.endswith("has come"):
+        talk.link._look()
+        talk.clock.ahead += RETRY_S
+        for _ in range(2):
+            talk.link._look()
+            agent.pump()
+        assert talk.link.state is Link.HERE
+    assert least_s <= timed(talk, "r") < most_s
+    assert not talk.engine.is_open("r")
+
+
+@pytest.mark.parametrize("hears_at_s", [0.5, None])
+def test_waits_for_readers_from_when_the_agent_could_hear_of_it(
+    talk: Talk, agent: FakeAgent, hears_at_s: float | None
+) -> None:
+    """What waits in our own queue it cannot hear. One that reads nothing may read on for a second once given up."""
+    talk.engine.offer(OFFER)
+    while talk.link.is_all_sent:
+        talk.link.send(Withdraw(request="another", reason="x" * 1000))
+    talk.engine.withdraw("r", "preempted")
+    timer = threading.Timer(hears_at_s or 0, agent.pump)
+    if hears_at_s is not None:
+        timer.start()
+    expected_s = READERS_S + (READERS_S if hears_at_s is None else hears_at_s)
+    assert expected_s - 0.05 <= timed(talk, "r") < expected_s + 1.5  # a busy machine may wake us late
+    assert talk.engine.attached is None and not talk.engine.is_open("r")
+
+
+def test_says_whether_there_is_anything_to_wait_for_and_wakes_when_it_comes(talk: Talk, agent: FakeAgent) -> None:
+    assert not talk.engine.is_waiting
+    talk.engine.want(WANT)
+    assert talk.engine.is_waiting
+    agent.say(Done(request="r", moved_bytes=0, seconds=0))
+    began = time.monotonic()
+    talk.engine.rest(5)
+    assert time.monotonic() - began < 1
+    talk.engine.want(replace(WANT, request="goes on"))
+    talk.engine._listen()
+    assert not talk.engine.is_waiting, "there is news"
+    assert len(talk.engine.turn()) == 1 and talk.engine.is_waiting
+
+
+# Memory that is about to go away:
+
+
+@pytest.mark.parametrize("when", ["at work", "nobody came", "asking", "lost already"])
+def test_what_is_detached_nothing_touches_and_all_of_it_has_ended(talk: Talk, when: str) -> None:
+    agent = None if when == "nobody came" else FakeAgent(talk.path)
+    if agent is None or when == "asking":
+        talk.engine.turn()
+        assert talk.link.state is (Link.AWAY if agent is None else Link.ASKING)
+    else:
+        talk.again(agent)
+        talk.engine.want(WANT)
+        talk.engine.offer(replace(OFFER, request="o"))
+        if when == "lost already":
+            talk.engine.give_up("for a reason of its own")
+    with agent.alive() if agent is not None else contextlib.nullcontext():
+        began = time.monotonic()
+        talk.engine.detach()
+        assert time.monotonic() - began < 1
+    assert agent is None or agent._engine is None
+    asked = [] if agent is None or when == "asking" else ["o", "r"]
+    assert [ended.request for ended in talk.engine.turn() if isinstance(ended, Ended)] == asked
+    talk.clock.ahead += 1000
+    assert talk.engine.turn() == [] and not talk.engine.start(0.1)
+
+
+def test_detaching_waits_for_an_agent_that_stands_still_until_its_process_is_gone(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.want(WANT)
+    timer = threading.Timer(0.5, agent.die)
+    timer.start()
+    began = time.monotonic()
+    talk.engine.detach()
+    assert time.monotonic() - began > 0.4
+    assert [ended.code for ended in talk.engine.turn() if isinstance(ended, Ended)] == ["agent_lost"]
+
+
+def test_no_agent_is_attached_to_while_the_memory_goes_away(
+    talk: Talk, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link's thread tries again in the very moment in which the last agent has let go."""
+    listen = talk.engine._listen
+
+    def listen_long() -> None:
+        listen()
+        monkeypatch.setattr(talk.engine, "_listen", listen)
+        talk.clock.ahead += RETRY_S
+        thread = threading.Thread(target=talk.link._look)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(talk.engine, "_listen", listen_long)
+    detaching = threading.Thread(target=talk.engine.detach, daemon=True)
+    with agent.alive():
+        detaching.start()
+        detaching.join(10)
+    assert not detaching.is_alive() and agent._engine is None and talk.engine.attached is None
+
+
+# Descriptors, and the end:
+
+
+def descriptors() -> set[str]:
+    return {f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}" for fd in os.listdir("/proc/self/fd") if _is_open(int(fd))}
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_fence_goes_with_the_memory_and_its_descriptor_stays_the_fences(tmp_path: Path) -> None:
+    fence = EngineFence("cpu")
+    talk = Talk(tmp_path, fence_of=lambda device: fence)
+    agent = talk.attach()
+    agent.let_go()
+    talk.engine.turn()
+    talk.again(agent)
+    assert [each.fence_fd for each in agent.attaches] == [1, 1]
+    assert talk.engine.mark() == 1 and agent.fence is not None and agent.fence.reached(1)
+    assert _is_open(fence.fd)
+    talk.engine.close()
+    assert fence.fd == -1, "it was made for this conversation"
+
+
+def test_without_a_fence_work_is_finished_when_its_call_returns(talk: Talk, agent: FakeAgent) -> None:
+    assert agent.attaches[0].fence_fd is None and talk.engine.mark() == 0
+
+
+def test_what_was_opened_for_the_agent_is_closed_with_the_conversation(tmp_path: Path) -> None:
+    storage = torch.zeros(4096, dtype=torch.uint8).untyped_storage()
+    storage._share_fd_cpu_()  # this one is the storage's
+    before = descriptors()
+    with Conversation(
+        EngineClient(tmp_path / "agent.sock"), Memory(POOL, (storage,)), logging.getLogger("test")
+    ) as engine:
+        assert len(descriptors()) > len(before) and "away" in repr(engine)
+    assert descriptors() == before
+
+
+def test_a_client_and_a_conversation_end_with_their_block(talk: Talk, agent: FakeAgent) -> None:
+    with talk.engine as engine:
+        assert engine is talk.engine and agent._engine is not None
+    agent.pump()
+    assert agent._engine is None, "it saw the engine leave"
+    with EngineClient(agent.path, pidfd_of=fake_pidfd) as client:
+        assert client.reconnect()
+        agent.pump()
+    assert not client.is_connected and client.has_ended and client.pidfd == -1
+    agent.pump()
+    assert agent._engine is None

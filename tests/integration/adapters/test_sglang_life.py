@@ -1,0 +1,580 @@
+"""SGLang's senders and receivers from their first word to their last, beside a conversation that a test speaks for."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
+
+from kvbridge_proto.engine import Expect, Offer, Want
+
+from kvbridge.adapters.engine.conversation import Ended
+from kvbridge.adapters.sglang.messages import Asked, Row
+from kvbridge.adapters.sglang.rooms import Rooms
+from kvbridge.demo.sglang_cpu import ENVIRONMENT, stand_in
+
+pytestmark = pytest.mark.sglang
+
+ROOM, PAGE, ADDRESS = 7, 16, "10.0.0.1:8998"
+FAILED, BOOTSTRAPPING, WAITING, SUCCESS = 0, 1, 2, 4
+
+
+class Talk:
+    """A conversation's surface: what was said, and what a test lets end."""
+
+    def __init__(self) -> None:
+        self.attached: Any = object()
+        self.open: set[str] = set()
+        self.said: list[Any] = []
+        self.news: list[Ended] = []
+        self.memory = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+
+    is_waiting = False
+
+    def offer(self, offer: Offer) -> None:
+        self.open.add(offer.request)
+        self.said.append(offer)
+
+    def want(self, want: Want) -> None:
+        if want.end_token > want.first_token:
+            self.open.add(want.request)
+        self.said.append(want)
+
+    def expect(self, expect: Expect) -> None:
+        self.said.append(expect)
+
+    def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
+        self.said.append(("withdraw", request))
+
+    def abandon(self, request: str, reason: str) -> None:
+        self.said.append(("abandon", request))
+
+    def wait_for_readers(self, requests: list[str]) -> None:
+        self.open -= set(requests)
+
+    def is_open(self, request: str) -> bool:
+        return request in self.open
+
+    def end(self, request: str, kind: Any, code: str = "") -> None:
+        self.open.discard(request)
+        self.news.append(Ended(request, kind, code, f"because of {code}"))
+
+    def turn(self) -> list[Ended]:
+        news, self.news = self.news, []
+        return news
+
+
+@pytest.fixture(autouse=True)
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    stand_in()
+    from sglang.srt.runtime_context import get_parallel
+
+    with get_parallel().override(num_dp_ranks=1, attn_cp_rank=0):
+        yield
+
+
+def manager(role: str, told: list[Any]) -> Any:
+    """A manager that was not made: no sockets, no threads, no model."""
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+
+    from kvbridge.adapters.sglang.manager import KVBridgeManager
+
+    made = object.__new__(KVBridgeManager)
+    made.rooms, made.talk = Rooms(), Talk()
+    made._watched, made._look_at = {}, 0.0
+    made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}
+    made._queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False))
+    made.options = SimpleNamespace(hold_s=30.0)
+    made.disaggregation_mode = DisaggregationMode(role)
+    made.request_status, made.failure_records, made.failure_lock = {}, {}, threading.Lock()
+    made.transfer_infos, made.req_to_decode_prefix_len = {}, {}
+    made._staging_outstanding, made._deferred_ack_targets, made._deferred_ack_poisoned_rooms = {}, {}, set()
+    made.addr_to_rooms_tracker, made.prefill_response_tracker = {ADDRESS: set()}, {}
+    made.required_prefill_response_num_table, made.connection_pool = {}, {}
+    made.connection_lock = threading.Lock()
+    made.is_dummy_cp_rank = made.enable_all_cp_ranks_for_transfer = False
+    made.kv_shard_size = made.pp_size = made.attn_tp_size = 1
+    made.attn_tp_rank, made.attn_dp_rank = 0, 0
+    made.bootstrap_timeout = made.waiting_timeout = 300
+    made.pp_group = SimpleNamespace(is_last_rank=True)
+    row = np.arange(8, dtype=np.uint8)
+    made.kv_args = SimpleNamespace(page_size=PAGE, aux_data_ptrs=[row.ctypes.data], aux_item_lens=[4], row=row)
+    made.local_ip, made.rank_port = "10.0.0.2", 4000
+    made.digest = lambda req: req.prompt
+    made.send_kv_status_message = lambda **said: told.append((said["targets"], said["failure_reason"]))
+    made.send_row = lambda row, asked: told.append(row)
+    return made
+
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def req(prompt: str = "ab", told: dict[str, Any] | None = None) -> Any:
+    """`told`: what a router says of another engine's half."""
+    return SimpleNamespace(
+        prompt=prompt,
+        input_embeds=None,
+        origin_input_ids=[0] * 48,
+        sampling_params=SimpleNamespace(custom_params={"kvbridge": told, "traceparent": TRACE} if told else None),
+        return_logprob=False,
+    )
+
+
+def asked(prompt: str = "ab", **more: Any) -> Asked:
+    said = {"room": ROOM, "prompt": prompt, "first_token": 0, "endpoint": "10.0.0.2", "dst_port": 4000}
+    return Asked(**{**said, "rank": 0, "ranks": 1, **more})
+
+
+# Prefill:
+
+
+def sender(of: Any, prompt: str = "ab", told: dict[str, Any] | None = None) -> Any:
+    from kvbridge.adapters.sglang.sender import KVBridgeSender
+
+    made = KVBridgeSender(of, ADDRESS, ROOM)
+    made.bind(req(prompt, told))
+    return made
+
+
+def begun(of: Any, tokens: int = 40, **more: Any) -> Any:
+    """Asked for, and given pages."""
+    made = sender(of)
+    of._hear_asked(asked(**more))
+    assert made.poll() == WAITING
+    prefix = made.pop_decode_prefix_len()
+    made.init(-(-(tokens - prefix) // PAGE), 1)
+    return made
+
+
+def pages(*numbers: int) -> Any:
+    return np.array(numbers, np.int32)
+
+
+def test_a_prompt_in_chunks_is_one_offer_and_over_when_all_have_read_it() -> None:
+    told: list[Any] = []
+    of = manager("prefill", told)
+    made = begun(of)
+    made.send(pages(3, 4), None, 32)
+    made.send(pages(9), [], 8)
+    first, last = of.talk.said
+    assert (first.tokens, first.is_last, first.blocks[0].ids) == (32, False, (3, 4))
+    assert (last.tokens, last.is_last, last.blocks[0].first, last.blocks[0].ids) == (40, True, 2, (9,))
+    assert first.room == last.room and first.room.endswith("/ab")
+    assert told == [Row(room=ROOM, prompt="ab", fields=(bytes([4, 5, 6, 7]),))]
+    assert made.poll() == WAITING, "somebody may be reading"
+    of.talk.end(str(ROOM), "offer")
+    of._look_at = 0.0
+    assert made.poll() == SUCCESS
+    made.clear()
+    assert not of.rooms.owned() and not of.request_status and not of._watched
+
+
+def test_a_prompt_that_another_engine_fetches_is_computed_without_being_asked_for() -> None:
+    of = manager("prefill", told := [])
+    made = sender(of, told={"fetched_by": "vllm"})
+    assert made.poll() == WAITING and made.pop_decode_prefix_len() == 0
+    made.init(3, 1)
+    made.send(pages(3, 4, 5), [], 40)
+    (offer,) = of.talk.said
+    assert (offer.room, offer.tokens, offer.is_last) == (f"room/{ROOM}/ab", 40, True)
+    assert offer.traceparent == TRACE
+    of.talk.end(str(ROOM), "offer")
+    of._look_at = 0.0
+    assert made.poll() == SUCCESS
+    made.clear()
+    assert not of.rooms.owned() and not of.request_status
+    assert [each.fields for each in told] == [(bytes([4, 5, 6, 7]),)], "its row is for nobody"
+
+
+def test_nonsense_about_another_engine_is_that_requests_failure() -> None:
+    of = manager("prefill", [])
+    made = sender(of, told={"fetched": 1})
+    assert made.poll() == FAILED
+    with pytest.raises(Exception, match="unknown field `fetched`"):
+        made.failure_exception()
+    assert not of.rooms.owned()
+
+
+@pytest.mark.parametrize(("prefix", "begins"), [(0, 0), (15, 0), (16, 16), (33, 32)])
+def test_what_the_decode_side_has_is_left_out_in_whole_pages(prefix: int, begins: int) -> None:
+    of = manager("prefill", [])
+    made = begun(of, first_token=prefix)
+    made.send(pages(*range(3 - begins // PAGE)), [], 40 - begins)
+    (offer,) = of.talk.said
+    assert (offer.first_token, offer.tokens, offer.blocks[0].first) == (begins, 40, begins // PAGE)
+
+
+def test_an_aborted_request_leaves_its_room_though_sglang_never_speaks_of_it_again() -> None:
+    told: list[Any] = []
+    of = manager("prefill", told)
+    made = begun(of)
+    made.send(pages(3, 4), None, 32)
+    made.abort()
+    assert ("withdraw", str(ROOM)) in of.talk.said and not of.talk.open, "its pages are others' from here on"
+    assert not of.rooms.owned() and ROOM not in of.request_status
+    assert told == [([("10.0.0.2", 4000)], "Aborted by AbortReq.")]
+    of._hear_asked(asked(dst_port=4001))
+    assert told[-1] == ([("10.0.0.2", 4001)], "Aborted by AbortReq."), "who comes later hears of it too"
+    assert made.poll() == FAILED
+    with pytest.raises(Exception, match="Aborted by AbortReq"):
+        made.failure_exception()
+    again = sender(of)
+    assert again.poll() == BOOTSTRAPPING
+
+
+def test_the_next_request_of_a_room_begins_where_an_offer_was_cut_short() -> None:
+    """The conversation drops what is offered under a name that ended early, up to its last word: it has to be said."""
+    of = manager("prefill", [])
+    made = begun(of)
+    made.send(pages(3, 4), None, 32)
+    of.talk.end(str(ROOM), "offer", "agent_lost")
+    of._look_at = 0.0
+    assert made.poll() == FAILED
+    of.talk.said.clear()
+    with pytest.raises(Exception, match="agent_lost"):
+        made.failure_exception()
+    assert of.talk.said == [("withdraw", str(ROOM))]
+
+
+def test_a_room_in_use_is_refused_and_its_owner_goes_on() -> None:
+    of = manager("prefill", [])
+    made = begun(of)
+    second = sender(of)
+    assert second.poll() == FAILED
+    with pytest.raises(Exception, match="in use"):
+        second.failure_exception()
+    second.clear()
+    second.abort()
+    assert made.poll() == WAITING and of.rooms.owned() == [ROOM]
+
+
+def test_strangers_neither_fail_a_request_nor_abort_it() -> None:
+    told: list[Any] = []
+    of = manager("prefill", told)
+    made = begun(of)
+    of._hear_asked(asked(prompt="cd", endpoint="10.0.0.9"))
+    assert told[-1][0] == [("10.0.0.9", 4000)] and "another prompt" in told[-1][1]
+    of._hear_abort(SimpleNamespace(room=ROOM, decode_ip="10.0.0.9", decode_port=4000))
+    assert made.poll() == WAITING
+    of._hear_abort(SimpleNamespace(room=ROOM, decode_ip="10.0.0.2", decode_port=4000))
+    assert made.poll() == FAILED
+
+
+def test_an_abort_that_comes_before_its_request_takes_the_question_back() -> None:
+    of = manager("prefill", [])
+    of._hear_asked(asked())
+    of._hear_abort(SimpleNamespace(room=ROOM, decode_ip="10.0.0.2", decode_port=4000))
+    assert sender(of).poll() == BOOTSTRAPPING, "nobody asks for it any more"
+
+
+def test_a_prefix_longer_than_the_prompt_is_the_whole_prompt() -> None:
+    of = manager("prefill", [])
+    assert begun(of, first_token=1 << 30)._first_token == 48
+
+
+@pytest.mark.parametrize("number", [0, -1, 1 << 64, ROOM])
+def test_a_refused_room_leaves_nothing_behind(number: int) -> None:
+    from kvbridge.adapters.sglang.receiver import KVBridgeReceiver
+    from kvbridge.adapters.sglang.sender import KVBridgeSender
+
+    for role, kind in (("prefill", KVBridgeSender), ("decode", KVBridgeReceiver)):
+        of = manager(role, [])
+        of.rooms.enter(ROOM, "somebody", 0)
+        made = kind(of, ADDRESS, number)
+        assert made.poll() == FAILED
+        with pytest.raises(Exception, match="bootstrap_room"):
+            made.failure_exception()
+        made.abort()
+        made.clear()
+        assert not of.request_status and not of.addr_to_rooms_tracker[ADDRESS] and of.rooms.owned() == [ROOM]
+
+
+def test_a_prefill_waits_for_its_agent() -> None:
+    of = manager("prefill", [])
+    of.talk.attached = None
+    made = sender(of)
+    of._hear_asked(asked())
+    assert made.poll() == BOOTSTRAPPING
+    of.talk.attached = object()
+    assert made.poll() == WAITING
+
+
+def test_embeddings_stay_where_they_are() -> None:
+    from kvbridge.adapters.sglang.sender import KVBridgeSender
+
+    of = manager("prefill", [])
+    made = KVBridgeSender(of, ADDRESS, ROOM)
+    made.bind(SimpleNamespace(prompt="ab", input_embeds=[[0.5]]))
+    assert made.poll() == FAILED
+
+
+# Decode:
+
+
+def receiver(of: Any, prompt: str = "ab", tokens: int = 40) -> Any:
+    from kvbridge.adapters.sglang.receiver import KVBridgeReceiver
+
+    made = KVBridgeReceiver(of, ADDRESS, ROOM)
+    made.bootstrap_infos = [
+        {"rank_ip": "10.0.0.1", "rank_port": 1, "tp_rank": 0, "pp_rank": 0, "kvbridge_agent": "tcp://10.0.0.1:7700"}
+    ]
+    made.prefill_info, made.target_tp_ranks = SimpleNamespace(attn_tp_size=1), [0]
+    made._send_bootstrap_message = lambda **said: True
+    made._send_abort_notification = lambda **said: None
+    made.bind(req(prompt), tokens)
+    of.update_status(ROOM, WAITING)
+    return made
+
+
+def listen(of: Any, made: Any) -> int:
+    of._look_at = 0.0
+    return int(made.poll())
+
+
+def test_a_request_has_succeeded_when_its_kv_is_there_and_then_its_row() -> None:
+    of = manager("decode", [])
+    made = receiver(of)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    (want,) = of.talk.said
+    assert (want.first_token, want.end_token, want.blocks[0].ids) == (0, 40, (5, 6, 7))
+    of._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    assert listen(of, made) == WAITING and of.kv_args.row[4] == 4, "the row comes last"
+    of.talk.end(str(ROOM), "want")
+    assert listen(of, made) == SUCCESS and of.kv_args.row[4:].tobytes() == b"rows"
+    made.clear()
+    assert not of.rooms.owned() and not of.request_status and not of._watched
+
+
+def test_a_prefix_that_is_the_whole_prompt_needs_the_row_alone() -> None:
+    of = manager("decode", [])
+    made = receiver(of, tokens=0)
+    made.send_metadata(pages(), 1, [], 48)
+    (want,) = of.talk.said
+    assert (want.first_token, want.end_token, want.blocks) == (48, 48, ())
+    assert listen(of, made) == WAITING
+    of._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    assert listen(of, made) == SUCCESS
+
+
+def test_a_row_of_another_size_fails_that_request() -> None:
+    of = manager("decode", [])
+    made = receiver(of, tokens=0)
+    made.send_metadata(pages(), 1, [], 48)
+    of._hear_row(Row(room=ROOM, prompt="ab", fields=(b"more", b"rows")))
+    assert listen(of, made) == FAILED and of.kv_args.row.tolist() == list(range(8))
+    assert "ours [4], theirs [4, 4]" in of.failure_records[ROOM]
+
+
+def test_a_row_without_a_prompt_is_nobodys() -> None:
+    of = manager("decode", [])
+    of.rooms.enter(ROOM, "somebody", 0)
+    of._hear_row(Row(room=ROOM, prompt="", fields=(b"fake",)))
+    of.rooms.bind(ROOM, "somebody", "ab")
+    assert of.rooms.row(ROOM) is None
+
+
+def test_what_has_failed_already_asks_for_nothing() -> None:
+    """Embeddings do not travel; a prefill server may be given up before there are pages."""
+    of = manager("decode", [])
+    made = receiver(of)
+    made.bind(SimpleNamespace(prompt="ab", input_embeds=[[0.5]]), 40)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    assert not of.talk.said and listen(of, made) == FAILED
+
+
+def test_the_other_sides_agent_is_looked_for_again() -> None:
+    of = manager("decode", [])
+    made = receiver(of)
+    known, looks = made.bootstrap_infos, []
+    made.bootstrap_infos = [{**known[0], "kvbridge_agent": ""}]
+    made._connection_pool_entries = {}
+    made._setup_bootstrap_infos = lambda: looks.append(1)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    assert listen(of, made) == WAITING and not of.talk.said
+    assert len(looks) == 1, "once for all requests, and not in every turn"
+    made._setup_bootstrap_infos = lambda: setattr(made, "bootstrap_infos", known)
+    of._routes.clear()
+    assert listen(of, made) == WAITING and len(of.talk.said) == 1
+
+
+def test_a_prefill_server_that_is_given_up_holds_up_nobody() -> None:
+    of = manager("decode", [])
+    made = receiver(of)
+    made.bootstrap_infos = []
+    of.prefill_info_table.clear()
+    made._setup_bootstrap_infos = lambda: pytest.fail("it was asked")
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    assert listen(of, made) == WAITING
+
+
+def test_pages_are_ours_until_the_agent_has_answered() -> None:
+    of = manager("decode", [])
+    made = receiver(of)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    made.abort()
+    assert listen(of, made) == FAILED and ("abandon", str(ROOM)) in of.talk.said
+    with pytest.raises(Exception, match="Aborted"):
+        made.failure_exception()
+    assert not of.is_abort_release_safe(ROOM, 0)
+    of.talk.end(str(ROOM), "want", "aborted")
+    assert of.is_abort_release_safe(ROOM, 0)
+
+
+def test_the_second_clear_of_a_request_takes_nothing_of_the_next_one() -> None:
+    """SGLang clears when a failure is told, and when the pages are given back; the room may be another's by then."""
+    of = manager("decode", [])
+    made = receiver(of)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    made.abort()
+    assert listen(of, made) == FAILED
+    with pytest.raises(Exception, match="Aborted"):
+        made.failure_exception()
+    of.talk.end(str(ROOM), "want", "aborted")
+    following = receiver(of)
+    made.clear()
+    assert listen(of, following) == WAITING and of.rooms.owned() == [ROOM]
+    following.send_metadata(pages(8, 9, 10), 0, [], 0)
+    of.talk.end(str(ROOM), "want")
+    of._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    assert listen(of, following) == SUCCESS
+
+
+def test_what_goes_wrong_on_the_schedulers_thread_is_one_requests_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = manager("decode", [])
+    of.talk.attached = None
+    made = receiver(of)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    assert listen(of, made) == WAITING, "an agent that is started anew is waited for"
+    of.talk.attached = object()
+
+    def fail(**said: Any) -> bool:
+        raise ZeroDivisionError("nobody expects this")
+
+    made._send_bootstrap_message = fail
+    assert listen(of, made) == FAILED and "nobody expects this" in of.failure_records[ROOM]
+
+
+def test_an_agent_that_does_not_come_back_costs_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvbridge.adapters.sglang import receiver as module
+
+    of = manager("decode", [])
+    of.talk.attached = None
+    made = receiver(of)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    monkeypatch.setattr(module, "AGENT_S", -1.0)
+    assert listen(of, made) == FAILED and "no agent has our memory" in of.failure_records[ROOM]
+
+
+# Another engine's prompts:
+
+FOREIGN = "kvbridge:8998"
+TOLD = {"source": "tcp://10.0.0.7:7700", "first_token": 5}
+
+
+def foreign_receiver(of: Any, told: dict[str, Any]) -> Any:
+    from kvbridge.adapters.sglang.manager import PrefillServers
+    from kvbridge.adapters.sglang.receiver import KVBridgeReceiver
+
+    of.prefill_info_table, of.addr_to_rooms_tracker = PrefillServers(), {FOREIGN: set()}
+    of._queue.scheduler.model_config = SimpleNamespace(vocab_size=1024)
+    of._queue.metadata_buffers = SimpleNamespace(
+        **{
+            name: np.zeros((2, 16)) for name in ("output_ids", "output_token_logprobs_val", "output_token_logprobs_idx")
+        },
+        cached_tokens=[SimpleNamespace(zero_=lambda: None)] * 2,
+        bootstrap_room=np.zeros((2, 8), np.uint64),
+    )
+    made = KVBridgeReceiver(of, FOREIGN, ROOM)
+    made._setup_bootstrap_infos()
+    made._send_bootstrap_message = lambda **said: pytest.fail("there is nobody to be told")
+    made.bind(req("ab", told), 40)
+    if ROOM not in of.failure_records:
+        of.update_status(ROOM, WAITING)
+    return made
+
+
+def test_another_engines_prompt_is_fetched_where_the_router_says_and_goes_on_with_its_token() -> None:
+    of = manager("decode", [])
+    made = foreign_receiver(of, TOLD | {"rendezvous": f"room/{ROOM}/ab"})
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    (want,) = of.talk.said
+    assert (want.room, want.source, want.end_token) == (f"room/{ROOM}/ab", "tcp://10.0.0.7:7700", 40)
+    assert want.traceparent == TRACE
+    assert listen(of, made) == WAITING and not of.buffers.bootstrap_room.any(), "the row comes last"
+    of.talk.end(str(ROOM), "want")
+    assert listen(of, made) == SUCCESS
+    assert of.buffers.bootstrap_room[1][0] == ROOM and of.buffers.output_ids[1][0] == 5
+    made.clear()
+    assert not of.rooms.owned() and not of.request_status and not of._watched
+
+
+@pytest.mark.parametrize("told", [{}, TOLD | {"rendezvous": "room/7/cd"}, TOLD | {"first_token": 4096}])
+def test_what_does_not_fit_another_engines_prompt_fails_that_request(told: dict[str, Any]) -> None:
+    of = manager("decode", [])
+    made = foreign_receiver(of, told)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    assert not of.talk.said and listen(of, made) == FAILED
+
+
+def test_another_engines_prompt_is_held_while_the_request_queues() -> None:
+    of = manager("decode", [])
+    made = foreign_receiver(of, TOLD)
+    made.queued(req("ab", TOLD))
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    expect, want = of.talk.said
+    assert isinstance(expect, Expect) and expect.source == TOLD["source"]
+    assert (expect.request, expect.room) == (want.request, want.room), "the want ends it"
+    of.talk.end(str(ROOM), "want")
+    assert listen(of, made) == SUCCESS
+    made.clear()
+    assert of.talk.said == [expect, want]
+
+
+@pytest.mark.parametrize("end", ["clear", "abort", "fail"])
+def test_a_request_that_ends_while_it_queues_lets_go_of_another_engines_prompt_once(end: str) -> None:
+    of = manager("decode", [])
+    made = foreign_receiver(of, TOLD)
+    made.queued(req("ab", TOLD))
+    if end == "abort":
+        made.abort()
+    elif end == "fail":
+        made._fail("whatever")
+    if end != "clear":
+        assert listen(of, made) == FAILED
+    made.clear()
+    made.clear()
+    expect, want = of.talk.said
+    assert (want.request, want.room, want.source) == (expect.request, expect.room, expect.source)
+    assert (want.first_token, want.end_token, want.blocks) == (0, 0, ())
+
+
+@pytest.mark.parametrize("told", [{}, TOLD | {"first_token": 4096}])
+def test_nothing_is_held_for_a_request_that_names_it_wrongly(told: dict[str, Any]) -> None:
+    of = manager("decode", [])
+    made = foreign_receiver(of, told)
+    made.queued(req("ab", told))
+    made.clear()
+    assert not of.talk.said
+
+
+def test_other_engines_are_found_among_the_prefill_servers_and_not_listed() -> None:
+    """SGLang asks all that it lists for their health, and fails their requests if they do not answer."""
+    from kvbridge.adapters.sglang.manager import PrefillServers
+
+    of = manager("decode", [])
+    of.prefill_info_table, of.attn_tp_rank, of.attn_tp_size = PrefillServers(), 0, 1
+    assert FOREIGN not in of.prefill_info_table and of.prefill_info_table.get(FOREIGN) is None
+    assert of.try_ensure_parallel_info(FOREIGN) and FOREIGN in of.prefill_info_table
+    assert of.prefill_info_table[FOREIGN].dp_size == of.prefill_info_table.get("kvbridge:1").dp_size == 1
+    of.prefill_info_table[ADDRESS] = "sglang's"
+    assert list(of.prefill_info_table.keys()) == [ADDRESS] and of.prefill_info_table[ADDRESS] == "sglang's"

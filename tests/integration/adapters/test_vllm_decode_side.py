@@ -1,0 +1,699 @@
+"""vLLM's real scheduler with the connector, on the side that decodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvbridge_proto.engine import Abandon, Computed, Directory, Done, Failed, Offer, Refused, Released, Want
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
+
+from kvbridge.adapters.engine.prompts import DIGEST_BYTES, PromptDigest, rendezvous
+from kvbridge.adapters.vllm.rooms import offered_room, prompt_digest
+from tests.integration.adapters.fake_agent import squatter
+from tests.integration.adapters.world import BLOCK, HOOKS, World
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(params=HOOKS)
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
+    return World(tmp_path, hooks=request.param).ready()
+
+
+def done(want: Want) -> Done:
+    return Done(request=want.request, moved_bytes=1, seconds=0.1)
+
+
+def failed(want: Want) -> Failed:
+    return Failed(request=want.request, code="peer_gone", reason="it left")
+
+
+def finish(world: World) -> list[Any]:
+    """Run to the end; every output."""
+    outputs = []
+    while world.scheduler.has_requests():
+        step = world.step()
+        outputs += step.outputs if step else []
+        assert len(outputs) < 100
+    return outputs
+
+
+def test_a_reason_that_is_a_line_of_its_own_forges_no_line_in_the_engines_log(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    forged = "it left\nINFO 11-21 00:00:00 [core.py:1] all is well\x1b[2J" + "x" * 900
+    world.decode(40)
+    world.steps(3)
+    (agent,) = world.agents
+    agent.say(Failed(request=agent.one(Want).request, code="peer_lost\n", reason=forged))
+    finish(world)
+    told = [record.getMessage() for record in caplog.records if "KV not received" in record.getMessage()]
+    assert told and all(text.isprintable() and "peer_lost\\x0a: it left\\x0aINFO" in text for text in told)
+
+
+def test_asks_for_the_agent_that_has_the_key_that_was_told(world: World) -> None:
+    world.decode(40, remote_key="rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7")
+    world.steps(3)
+    assert world.agents[0].one(Want).source == "tcp://10.0.0.1:7700#rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+
+
+TRACE, OTHER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "00-" + "1" * 32 + "-" + "2" * 16 + "-00"
+
+
+@pytest.mark.parametrize(
+    ("headers", "params", "traceparent"),
+    [
+        ({"traceparent": TRACE}, {"traceparent": OTHER}, TRACE),
+        (None, {"traceparent": OTHER}, OTHER),
+        ({"tracestate": "a=b"}, {}, ""),
+        (None, {"traceparent": TRACE + "0" * 300}, ""),
+        (None, {"traceparent": 7}, ""),
+    ],
+    ids=["vLLM's own", "the client's", "none", "too long", "a number"],
+)
+def test_both_sides_name_the_span_that_a_request_belongs_to(
+    world: World, headers: dict[str, str] | None, params: dict[str, Any], traceparent: str
+) -> None:
+    world.decode(40, kv={"trace_headers": headers}, **params)
+    world.prefill(40, kv={"trace_headers": headers}, **params)
+    world.steps(3)
+    (agent,) = world.agents
+    assert agent.one(Want).traceparent == agent.one(Offer).traceparent == traceparent
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"remote_host": "h\ud800"}, "remote_host: 'h\\ud800', must be text"),
+        ({"remote_request_id": "\udfff/0/0123456789abcdef0123456789abcdef01234567"}, "remote_request_id: "),
+        ({"remote_key": "\ud800"}, "remote_key: "),
+        ({"remote_port": [1]}, "remote_port: list, must be text or a number"),
+        ({"remote_port": 10**5000}, "remote_port: int, must be"),
+        ({"remote_host": "x" * 300}, "longer than the wire allows"),
+        ({"remote_host": ""}, "without request, host or port"),
+    ],
+    ids=["host", "request", "key", "list", "number", "long", "none"],
+)
+def test_words_that_no_message_can_hold_are_refused_by_name_and_the_prompt_computed_here(
+    world: World, said: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    request = world.decode(40, name="cmpl-\ud800-0-1a2b3c4d", **said)
+    world.steps(3)
+    assert request.num_computed_tokens >= 40 and not world.agents[0].take(Want)
+    (told,) = [record.getMessage() for record in caplog.records if "computed here" in record.getMessage()]
+    assert reason in told and told.isprintable()
+    finish(world)
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["in-step", "async-scheduling"])
+def test_wants_all_but_the_last_token_and_runs_when_they_are_there(tmp_path: Path, is_async: bool) -> None:
+    world = World(tmp_path, async_scheduling=is_async).ready()
+    (agent,) = world.agents
+    request = world.decode(40)
+    world.steps(3)
+    want = agent.one(Want)
+    assert (want.first_token, want.end_token, want.deadline_s) == (0, 39, 60.0)
+    assert [(p.group, p.first, list(p.ids)) for p in want.blocks] == [(0, 0, world.block_ids(request))]
+    assert (want.room, want.source) == (f"theirs/0/{prompt_digest(request)}", "tcp://10.0.0.1:7700")
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    agent.say(done(want))
+    world.steps(2)
+    assert request.status == RequestStatus.RUNNING
+    assert request.num_computed_tokens <= 40 + 1, "only the last prompt token was left to compute"
+    finish(world)
+    world.assert_empty()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
+def test_memory_goes_to_no_agent_of_a_user_who_is_not_named(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        strangers, named = World(tmp_path), World(tmp_path, extra={"kvbridge_agent_uids": [65534]})
+        strangers.folder = named.folder = Path(folder)
+        with squatter(strangers.path(0)) as (_, heard):
+            strangers.attach()
+            strangers.decode(40)
+            finish(strangers)  # as without an agent: it computes
+            strangers.assert_empty()
+            assert heard() == b""
+            named.attach()
+            assert heard() != b""
+
+
+def test_two_sides_of_a_proxy_meet_in_one_room(world: World) -> None:
+    (agent,) = world.agents
+    prompt = list(range(50))
+    request = world.request(prompt=prompt)
+    prefilled = offered_room("cmpl-abc-0-11111111", prompt_digest(request))
+    world.abort(request)
+    world.decode(prompt=prompt, name="cmpl-abc-0-22222222", remote_request_id=prefilled)  # waited for the answer
+    world.decode(prompt=prompt, name="cmpl-abc-0-33333333", remote_request_id="abc")  # asked both at once
+    world.step()
+    assert [want.room for want in agent.take(Want)] == [prefilled, prefilled]
+
+
+def test_fetches_only_what_the_prefix_cache_lacks(world: World) -> None:
+    (agent,) = world.agents
+    prompt = list(range(70))
+    world.request(prompt=prompt[:40], max_tokens=1)
+    world.run()
+    request = world.decode(prompt=prompt)
+    world.step()
+    want = agent.one(Want)
+    assert (want.first_token, want.end_token) == (32, 69)
+    assert [(p.first, list(p.ids)) for p in want.blocks] == [(2, world.block_ids(request)[2:])]
+    agent.say(done(want))
+    finish(world)
+    world.assert_empty()
+
+
+def test_says_so_when_it_needs_nothing_and_reports_no_receive(world: World) -> None:
+    (agent,) = world.agents
+    prompt = list(range(4 * BLOCK + 1))
+    world.request(prompt=prompt, max_tokens=1)
+    world.run()
+    request = world.decode(prompt=prompt)
+    world.step()
+    want = agent.one(Want)
+    assert want.first_token == want.end_token and want.blocks == ()
+    agent.say(done(want))  # nobody waits for it; vLLM would assert on a report
+    assert request.status == RequestStatus.RUNNING
+    finish(world)
+    world.assert_empty()
+
+
+def test_a_prompt_of_one_token_never_travels(world: World) -> None:
+    (agent,) = world.agents
+    world.decode(1)
+    finish(world)
+    assert agent.one(Want).end_token == 0
+    world.assert_empty()
+
+
+def test_a_failed_receive_is_computed_here(world: World) -> None:
+    (agent,) = world.agents
+    request = world.decode(40)
+    world.step()
+    agent.say(failed(agent.one(Want)))
+    outputs = finish(world)
+    assert [token for output in outputs for token in output.new_token_ids] == [7] * 4
+    assert not agent.take(Want), "fetched once, not again"
+    assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+    world.assert_empty()
+
+
+def test_a_failed_receive_fails_the_request_if_the_engine_is_told_so(tmp_path: Path) -> None:
+    world = World(tmp_path, on_failure="fail").ready()
+    (agent,) = world.agents
+    world.decode(40)
+    world.step()
+    agent.say(failed(agent.one(Want)))
+    (output,) = finish(world)
+    assert output.finish_reason == FinishReason.ERROR
+    world.assert_empty()
+
+
+def test_a_refused_want_is_a_failed_receive(world: World) -> None:
+    (agent,) = world.agents
+    world.decode(40)
+    world.step()
+    agent.say(Refused(code="not_attached", reasons=("attach first",), about=agent.one(Want).request))
+    assert len(finish(world)) == 4
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("about", ["want {}", "{}"])
+def test_a_second_want_that_is_refused_does_not_end_the_first(world: World, about: str) -> None:
+    (agent,) = world.agents
+    world.decode(40)
+    world.step()
+    want = agent.one(Want)
+    agent.say(Refused(code="duplicate_request", reasons=("wanted already",), about=about.format(want.request)))
+    world.steps(3)
+    assert world.free_blocks == 99 - 3
+    agent.say(done(want))
+    assert len(finish(world)) == 4
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("answer", [done, failed])
+def test_an_abort_while_receiving_keeps_the_blocks_until_the_answer(world: World, answer: Any) -> None:
+    (agent,) = world.agents
+    request = world.decode(40)
+    world.step()
+    want = agent.one(Want)
+    world.abort(request)
+    world.steps(3)
+    assert agent.one(Abandon).request == want.request
+    assert world.free_blocks == 99 - 3
+    agent.say(answer(want))
+    world.run()
+    world.assert_empty()
+
+
+def test_an_abort_after_the_last_byte_frees_at_once(world: World) -> None:
+    (agent,) = world.agents
+    request = world.decode(40)
+    world.step()
+    agent.say(done(agent.one(Want)))
+    scheduled = world.scheduler.schedule()
+    world.scheduler.update_from_output(scheduled, world._work(world.workers[0], scheduled))
+    world.abort(request)
+    world.run()
+    assert not agent.take(Abandon)
+    world.assert_empty()
+
+
+def test_a_request_that_never_ran_lets_the_other_side_free(tmp_path: Path) -> None:
+    world = World(tmp_path, blocks=4).ready()
+    (agent,) = world.agents
+    running = world.request(30, max_tokens=10)
+    world.step()
+    waiting = world.decode(40)  # no room for it yet
+    world.step()
+    assert not agent.take(Want)
+    world.abort(waiting)
+    world.step()
+    want = agent.one(Want)
+    assert want.end_token == 0 and want.blocks == ()
+    agent.say(done(want))
+    world.abort(running)
+    world.run()
+    world.assert_empty()
+
+
+def test_answers_that_nobody_waits_for_are_dropped(world: World) -> None:
+    (agent,) = world.agents
+    world.decode(40)
+    world.step()
+    want = agent.one(Want)
+    for message in (done(want), done(want), failed(want), Done(request="nobody", moved_bytes=0, seconds=0.0)):
+        agent.say(message)
+    agent.say(Released(request="nobody"))
+    assert len(finish(world)) == 4
+    agent.say(done(want))
+    world.steps(2)
+    world.assert_empty()
+
+
+def test_two_ranks_must_both_have_received(tmp_path: Path) -> None:
+    world = World(tmp_path, tp=2).ready()
+    request = world.decode(40)
+    world.step()
+    wants = [agent.one(Want) for agent in world.agents]
+    assert wants[0] == wants[1]
+    world.agents[0].say(done(wants[0]))
+    world.steps(3)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    world.agents[1].say(done(wants[1]))
+    finish(world)
+    world.assert_empty()
+
+
+def test_one_rank_that_failed_fails_the_receive(tmp_path: Path) -> None:
+    world = World(tmp_path, tp=2).ready()
+    request = world.decode(40)
+    world.step()
+    wants = [agent.one(Want) for agent in world.agents]
+    world.agents[0].say(failed(wants[0]))
+    world.steps(3)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS, "the other rank's blocks are still written"
+    world.agents[1].say(done(wants[1]))
+    assert len(finish(world)) == 4
+    world.assert_empty()
+
+
+def test_an_agent_that_dies_fails_what_it_was_receiving(world: World) -> None:
+    (agent,) = world.agents
+    world.decode(40)
+    world.decode(50)
+    world.step()
+    assert len(agent.take(Want)) == 2
+    agent.die()
+    assert len(finish(world)) == 8
+    world.decode(40)
+    assert len(finish(world)) == 4, "and without it everything is computed here"
+    world.assert_empty()
+
+
+def test_wanted_blocks_are_given_back_when_a_killed_agents_process_is_gone(world: World) -> None:
+    """Its kernels may outlive its socket."""
+    (agent,) = world.agents
+    request = world.decode(40)
+    world.step()
+    agent.hang_up()
+    world.agents = []
+    for _ in range(5):
+        world.clock.now += 10
+        world.steps(2)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and world.free_blocks == 99 - 3
+    agent.vanish()
+    assert len(finish(world)) == 4
+    world.assert_empty()
+
+
+def test_the_first_want_after_a_rest_asks_whether_the_agent_is_there(world: World) -> None:
+    (agent,) = world.agents
+    agent.die()
+    world.agents = []
+    link = world.workers[0].worker._conversation._link
+    assert link is not None
+    while link.state.name == "HERE":
+        time.sleep(0.01)
+    world.clock.now += 60
+    request = world.decode(40)
+    assert len(finish(world)) == 4
+    assert not request.num_preemptions and not world.workers[0].worker._ledger.receives
+    world.assert_empty()
+
+
+def test_a_new_agent_is_attached_to_and_told_everything_again(world: World) -> None:
+    (agent,) = world.agents
+    agent.die()
+    world.steps(2)
+    world.start_agents()
+    (agent,) = world.agents
+    agent.boot = "boot-2"
+    world.clock.now += 1
+    world.request(30)
+    world.steps(3)
+    assert len(agent.attaches) == 1 and agent.take(Directory)
+    world.decode(40)
+    world.step()
+    agent.say(done(agent.one(Want)))
+    finish(world)
+    world.assert_empty()
+
+
+def test_a_silent_agent_is_asked_to_stop_then_left_but_its_blocks_stay_until_it_lets_go(world: World) -> None:
+    (agent,) = world.agents
+    request = world.decode(40)
+    world.step()
+    want = agent.one(Want)
+    world.clock.now += 71
+    world.step()
+    assert agent.one(Abandon).request == want.request
+    world.agents = []  # stopped in the middle of a copy, for all we know: it neither reads nor writes
+    world.clock.now += 11
+    world.steps(2)
+    world.clock.now += 1000
+    world.steps(5)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and world.free_blocks == 99 - 3
+    world.decode(20)
+    world.steps(8)
+    assert len(world.scheduler.requests) == 1, "others are computed here meanwhile"
+    agent.die()
+    assert len(finish(world)) == 4
+    world.assert_empty()
+
+
+def test_an_agent_that_refuses_the_engine_is_asked_again_later(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.start_agents()
+    (agent,) = world.agents
+    agent.is_answering_attach = False
+    world.attach()
+    agent.pump()
+    agent.say(Refused(code="engine_present", reasons=("engine: vllm other is attached",)))
+    world.steps(2)
+    assert agent._engine is None, "it saw us leave"
+    world.decode(40)
+    assert len(finish(world)) == 4
+    agent.is_answering_attach = True
+    world.clock.now += 60
+    world.steps(3)
+    world.decode(40)
+    world.step()
+    agent.say(done(agent.one(Want)))
+    finish(world)
+    world.assert_empty()
+
+
+def test_params_without_an_address_are_no_transfer(world: World) -> None:
+    (agent,) = world.agents
+    world.decode(40, remote_host=None)
+    assert len(finish(world)) == 4
+    assert not agent.take(Want)
+    world.assert_empty()
+
+
+def test_a_consumer_wants_unnamed_requests_by_their_prompt(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "d").mkdir()
+    producer = World(tmp_path / "p", role="kv_producer").ready()
+    consumer = World(tmp_path / "d", role="kv_consumer", extra={"kvbridge_prefill": "tcp://10.0.0.9:7700"}).ready()
+    prompt = list(range(40))
+    producer.request(prompt=prompt, max_tokens=1)
+    producer.step()
+    offer = producer.agents[0].one(Offer)
+    consumer.request(prompt=prompt, max_tokens=4)
+    consumer.step()
+    want = consumer.agents[0].one(Want)
+    assert (want.room, want.source) == (offer.room, "tcp://10.0.0.9:7700")
+    consumer.agents[0].say(done(want))
+    finish(consumer)
+    consumer.assert_empty()
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["its prompt", "another prompt"])
+def test_what_an_untagged_prefill_answered_is_fetched_for_its_prompt_alone(tmp_path: Path, is_same: bool) -> None:
+    """A router sends the prefill side a request as it came, but for one token, and hands on what that returns."""
+    for name in "pd":
+        (tmp_path / name).mkdir()
+    producer = World(tmp_path / "p", role="kv_producer").ready()
+    consumer = World(tmp_path / "d", role="kv_consumer").ready()
+    prompt = list(range(40))
+    producer.request(prompt=prompt, max_tokens=1)
+    params = producer.step().outputs[0].kv_transfer_params
+    offer = producer.agents[0].one(Offer)
+    consumer.request(prompt=prompt if is_same else prompt[::-1], max_tokens=4, **params)
+    consumer.step()
+    if is_same:
+        want = consumer.agents[0].one(Want)
+        assert (want.room, want.source, want.end_token) == (offer.room, "tcp://127.0.0.1:7700", 39)
+        consumer.agents[0].say(done(want))
+    finish(consumer)
+    assert not consumer.agents[0].take(Want)
+    consumer.assert_empty()
+
+
+def test_a_preempted_request_is_computed_again_and_not_fetched_again(tmp_path: Path) -> None:
+    world = World(tmp_path, blocks=9, scheduler_reserve_full_isl=False).ready()
+    (agent,) = world.agents
+    first = world.request(60, max_tokens=40)
+    world.step()
+    second = world.decode(50, max_tokens=20)
+    world.step()
+    want = agent.one(Want)
+    agent.say(done(want))
+    finish(world)
+    assert second.num_preemptions + first.num_preemptions >= 1
+    assert not agent.take(Want)
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("has_waited", [False, True], ids=["at-once", "sequential"])
+def test_wants_in_the_room_that_a_router_gave_both_sides(world: World, has_waited: bool) -> None:
+    """At once nobody has said what prefill calls it; a proxy that waited hands over what prefill said."""
+    prompt = list(range(5, 45))
+    name = f"room/7/{PromptDigest(prompt).text()}" if has_waited else None
+    request = world.decode(prompt=prompt, remote_request_id=name, bootstrap_room=7)
+    world.steps(3)
+    want = world.agents[0].one(Want)
+    assert (want.room, want.source) == (f"room/7/{prompt_digest(request)}", "tcp://10.0.0.1:7700")
+
+
+def test_a_room_that_was_prefilled_for_another_prompt_is_not_waited_for(world: World) -> None:
+    """And what was offered for that one is let go of."""
+    request = world.decode(40, remote_request_id=f"room/7/{'0' * 40}", bootstrap_room=7)
+    world.steps(3)
+    assert request.num_computed_tokens >= 40
+    declined = world.agents[0].one(Want)
+    assert (declined.room, declined.first_token, declined.end_token) == (f"room/7/{'0' * 40}", 0, 0)
+    finish(world)
+    world.assert_empty()
+
+
+def test_later_prompts_of_a_call_in_a_room_go_by_their_own_digests(world: World) -> None:
+    """A prefill's answer names the first prompt's offer alone."""
+    request = world.decode(40, name="cmpl-call-1-1a2b3c4d", remote_request_id=f"room/7/{'0' * 40}", bootstrap_room=7)
+    world.steps(3)
+    assert world.agents[0].one(Want).room == f"room/7/{prompt_digest(request)}"
+
+
+@pytest.mark.parametrize(
+    ("room", "told", "is_declined"),
+    [
+        (2**62, f"room/{2**62}/{'a' * 40}", True),
+        (7, f"room/7/{'a' * 40}", True),
+        (7, f"room/8/{'a' * 40}", False),
+        (7, "", False),
+        (7, "room/7/", False),
+    ],
+)
+def test_a_call_that_vllm_refuses_lets_go_of_what_was_offered_for_it_in_a_room(
+    world: World, room: int, told: str, is_declined: bool
+) -> None:
+    where = {"remote_host": "h", "remote_port": 7, "remote_request_id": told, "bootstrap_room": room}
+    params = {"do_remote_prefill": True, **where}
+    side = world.scheduler.connector.scheduler
+    for name in ("first", "again"):
+        request = SimpleNamespace(request_id=name, num_prompt_tokens=1, abort_immediately=True)
+        request.kv_transfer_params = params
+        side.new_request(request)
+    assert [each.room for each in side._step.before] == [told] * is_declined
+
+
+# What could have come by the bridge and did not:
+
+
+def computed(world: World) -> list[tuple[str, int]]:
+    """As the agent heard it."""
+    world.run()
+    world.step()
+    return [(each.reason, each.tokens) for each in world.agents[0].take(Computed)]
+
+
+def test_a_prompt_that_names_nothing_is_counted_when_it_is_computed(world: World) -> None:
+    world.request(40)
+    assert computed(world) == [("untagged", 39)]
+    world.assert_empty()
+
+
+def test_what_the_prefix_cache_has_is_not_computed(world: World) -> None:
+    prompt = list(range(40))
+    world.request(prompt=prompt)
+    world.request(prompt=prompt[:33])
+    assert computed(world)[0] == ("untagged", 39)
+    world.request(prompt=prompt)
+    world.request(1)
+    assert computed(world) == [("untagged", 39 - 39 // BLOCK * BLOCK)]
+
+
+def test_a_prompt_that_is_fetched_or_offered_is_none_of_them(world: World) -> None:
+    world.decode(40)
+    world.step()
+    (agent,) = world.agents
+    agent.say(done(agent.one(Want)))
+    world.prefill(40)
+    world.steps(3)
+    agent.say(Released(request=agent.one(Offer).request))
+    assert computed(world) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"remote_host": ""}, "bad_params"),
+        ({"remote_request_id": "theirs/0/" + "0" * 2 * DIGEST_BYTES}, "other_prompt"),
+        ({"remote_request_id": rendezvous(5, "0" * 2 * DIGEST_BYTES), "bootstrap_room": 5}, "other_prompt"),
+    ],
+)
+def test_a_prompt_that_names_what_cannot_be_fetched_is_counted(
+    world: World, params: dict[str, Any], reason: str
+) -> None:
+    world.decode(40, **params)
+    assert computed(world) == [(reason, 39)]
+    world.assert_empty()
+
+
+def test_a_prompt_that_does_not_travel_is_counted(world: World) -> None:
+    world.decode(40, kv={"resumable": True})
+    world.step()
+    (said,) = world.agents[0].take(Computed)
+    assert (said.reason, said.tokens) == ("does_not_travel", 39)
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("recompute", [("peer_gone", 39)]), ("fail", [])])
+def test_a_failed_receive_is_counted_where_it_is_computed_then(
+    tmp_path: Path, policy: str, expected: list[tuple[str, int]]
+) -> None:
+    world = World(tmp_path, on_failure=policy).ready()
+    world.decode(40)
+    world.step()
+    world.agents[0].say(failed(world.agents[0].one(Want)))
+    assert computed(world) == expected
+
+
+@pytest.mark.parametrize("code", ["aborted", "deadline"])
+def test_a_request_that_is_aborted_is_not_computed(world: World, code: str) -> None:
+    (agent,) = world.agents
+    waiting = world.decode(40)
+    world.step()
+    want = agent.one(Want)
+    queued = world.request(50)
+    world.abort(waiting)
+    world.abort(queued)
+    world.step()
+    agent.say(Failed(request=want.request, code=code, reason="its last word"))
+    world.request(20)
+    assert computed(world) == [("untagged", 19)]
+    assert not world.connector.scheduler._unfetched and not world.workers[0].worker._abandoned
+
+
+def test_an_agent_that_was_lost_meanwhile_hears_of_it_from_its_successor(world: World, tmp_path: Path) -> None:
+    """What was computed while nobody could count it is told to the next agent."""
+    (agent,) = world.agents
+    world.decode(40)
+    world.step()
+    agent.one(Want)
+    agent.die()
+    world.clock.now += 3
+    world.run(200)
+    world.start_agents()
+    world.clock.now += 3
+    for _ in range(200):
+        world.step()
+        if found := world.agents[0].take(Computed):
+            break
+        time.sleep(0.02)
+    assert [(each.reason, each.tokens) for each in found] == [("agent_lost", 39)]
+
+
+def test_one_rank_without_its_agent_is_the_reason(tmp_path: Path) -> None:
+    world = World(tmp_path, tp=2).ready()
+    world.agents[1].die()
+    world.clock.now += 2
+    world.steps(3)
+    world.decode(40)
+    assert computed(world) == [("agent_missing", 39)]
+
+
+def test_the_engine_says_once_a_minute_that_it_computes_what_it_could_fetch(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def said() -> list[str]:
+        world.steps(2)
+        found = [each.getMessage() for each in caplog.records if "computed here lately" in each.getMessage()]
+        caplog.clear()
+        return found
+
+    world.request(40)
+    world.run()
+    assert said() == []
+    world.clock.now += 6
+    (first,) = said()
+    assert "computed here lately, not fetched: 1 prompts of 39 tokens: 1 untagged (they name nothing" in first
+    world.request(40)
+    world.run()
+    world.clock.now += 50
+    assert said() == []
+    world.clock.now += 10
+    assert len(said()) == 1

@@ -1,0 +1,169 @@
+"""Prompts that wait to be fetched, with vLLM's real scheduler: neither side lets the other's wait be forgotten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvbridge_proto.engine import Abandon, Expect, Held, Offer, Reclaim, Released, Want, Withdraw
+
+from kvbridge.adapters.engine.conversation import GRACE_S
+from kvbridge.adapters.vllm import pressure
+from tests.integration.adapters.world import HOOKS, World
+
+pytestmark = pytest.mark.vllm
+BLOCKS = 12  # one of them is vLLM's null block
+
+
+@pytest.fixture(params=HOOKS)
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
+    return World(tmp_path, hooks=request.param, blocks=BLOCKS).ready()
+
+
+@pytest.fixture(autouse=True)
+def ask_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pressure, "AGAIN_S", 0.0)
+
+
+def filled(world: World) -> list[Offer]:
+    """Two prompts that nobody fetches hold 8 of 11 blocks."""
+    (agent,) = world.agents
+    for _ in range(2):
+        world.prefill(60)
+        world.step()
+    return agent.take(Offer)
+
+
+def test_asks_for_blocks_while_a_prompt_that_came_has_none(world: World) -> None:
+    (agent,) = world.agents
+    held = filled(world)
+    world.steps(3)
+    assert not agent.take(Reclaim), "nobody lacks a block"
+    world.prefill(60)
+    world.step()
+    assert agent.take(Reclaim)[-1].blocks == 4 - 3
+    assert not agent.take(Offer)
+    agent.say(Released(request=held[0].request, code="reclaimed"))
+    world.steps(2)
+    assert agent.one(Offer).is_last
+    agent.take(Reclaim)
+    world.steps(3)
+    assert not agent.take(Reclaim), "it has what it needs"
+
+
+def test_asks_on_behalf_of_a_prompt_that_is_to_be_fetched_too(world: World) -> None:
+    (agent,) = world.agents
+    held = filled(world)
+    request = world.decode(60)
+    world.step()
+    assert agent.take(Reclaim)
+    assert not agent.take(Want)
+    agent.say(Released(request=held[0].request, code="reclaimed"))
+    world.steps(2)
+    world.abort(request)
+    assert agent.take(Want)
+
+
+def test_a_running_request_waits_for_held_blocks_before_others_are_preempted(world: World) -> None:
+    if world.hooks == "0.26":
+        pytest.skip("vLLM 0.26 asks no connector before it preempts")
+    (agent,) = world.agents
+    held = filled(world)
+    running = world.request(47, max_tokens=8)  # has 3 blocks; its second token needs a fourth
+    world.steps(4)
+    assert agent.take(Reclaim)[-1].blocks == 1
+    agent.say(Released(request=held[0].request, code="reclaimed"))
+    world.steps(4)
+    assert running.num_preemptions == 0
+    assert running.num_output_tokens > 2
+
+
+def test_a_request_that_queues_says_what_it_will_want(world: World) -> None:
+    (agent,) = world.agents
+    filled(world)
+    request = world.decode(60, remote_request_id="theirs")
+    world.step()
+    expected = agent.one(Expect)
+    assert expected.source == "tcp://10.0.0.1:7700"
+    world.abort(request)
+    world.step()
+    want = agent.one(Want)
+    assert agent.one(Abandon).request == expected.request
+    assert (want.room, want.end_token) == (expected.room, 0)
+
+
+def test_a_request_that_gets_blocks_wants_under_the_name_that_it_was_expected_by(world: World) -> None:
+    (agent,) = world.agents
+    request = world.decode(60)
+    world.step()
+    expected, want = agent.one(Expect), agent.one(Want)
+    assert (expected.request, expected.room, expected.source) == (want.request, want.room, want.source)
+    world.abort(request)
+    world.step()
+    assert agent.one(Abandon).request == want.request
+
+
+def test_an_agent_that_comes_back_is_told_what_still_queues(world: World) -> None:
+    (agent,) = world.agents
+    for _ in range(2):
+        world.request(60, max_tokens=30)
+        world.step()
+    world.decode(60)
+    world.step()
+    expected = agent.one(Expect)
+    agent.die()
+    world.steps(2)
+    world.start_agents()
+    (agent,) = world.agents
+    world.clock.now += 1
+    world.steps(3)
+    assert agent.one(Expect) == expected
+
+
+def test_an_agent_that_comes_while_a_request_queues_is_told(tmp_path: Path) -> None:
+    world = World(tmp_path, blocks=BLOCKS)
+    world.attach()
+    for _ in range(2):
+        world.request(60, max_tokens=30)
+        world.step()
+    world.decode(60)
+    world.step()
+    world.start_agents()
+    (agent,) = world.agents
+    world.clock.now += 2
+    world.steps(3)
+    assert agent.one(Expect).room.startswith("theirs/")
+
+
+def test_an_engine_that_takes_long_steps_is_not_idle(world: World) -> None:
+    (agent,) = world.agents
+    world.request(20, max_tokens=30)
+    world.steps(3)
+
+    def compute() -> None:
+        world.clock.now += 5
+
+    world.on_forward = compute
+    for _ in range(3):
+        world.step()
+        request = world.decode(20)
+        world.step()
+        assert agent.take(Want), "the workers were asked once more whether they have agents"
+        world.abort(request)
+
+
+def test_what_is_awaited_is_not_taken_back_though_its_hold_is_over(world: World) -> None:
+    (agent,) = world.agents
+    agent.is_answering_withdrawals = True
+    held = filled(world)
+    for _ in range(5):
+        world.clock.now += 25
+        agent.say(Held(requests=(held[0].request, "nobody")))
+        world.steps(2)
+    assert [message.request for message in agent.take(Withdraw)] == [held[1].request]
+    world.clock.now += 30 + 2 * GRACE_S
+    world.steps(2)
+    assert [message.request for message in agent.take(Withdraw)] == [held[0].request]

@@ -1,0 +1,476 @@
+"""vLLM's real scheduler with the connector, on the side that prefills."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvbridge_proto.engine import Directory, Offer, Released, Withdraw
+from kvbridge_proto.words import Rank
+
+from kvbridge.adapters.engine.conversation import GRACE_S
+from kvbridge.adapters.vllm.rooms import prompt_digest
+from kvbridge.adapters.vllm.scheduler import COMPUTING_S
+from tests.integration.adapters.fake_agent import FakeAgent
+from tests.integration.adapters.world import HOOKS, World
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(params=HOOKS)
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
+    return World(tmp_path, hooks=request.param).ready()
+
+
+def test_tells_every_agent_where_all_ranks_have_theirs(tmp_path: Path) -> None:
+    world = World(tmp_path, tp=2).ready()
+    for agent in world.agents:
+        assert agent.take(Directory)[-1].ranks == (
+            Rank(tp_rank=0, pp_rank=0, address="tcp://127.0.0.1:7700"),
+            Rank(tp_rank=1, pp_rank=0, address="tcp://127.0.0.1:7701"),
+        )
+
+
+def test_offers_the_prompt_as_it_is_computed(world: World) -> None:
+    (agent,) = world.agents
+    request = world.prefill(150)  # 64 tokens a step
+
+    world.step()
+    first = agent.one(Offer)
+    ids = world.block_ids(request)
+    assert (first.tokens, first.is_last, first.hold_s) == (64, False, COMPUTING_S)
+    assert [(piece.group, piece.first, list(piece.ids)) for piece in first.blocks] == [(0, 0, ids[:4])]
+
+    world.step()
+    second = agent.one(Offer)
+    assert second.tokens == 128 and second.request == first.request
+    assert [(piece.first, list(piece.ids)) for piece in second.blocks] == [(4, world.block_ids(request)[4:8])]
+
+    world.step()
+    last = agent.one(Offer)
+    assert (last.tokens, last.is_last, last.hold_s) == (150, True, 30.0)
+    assert [piece.first for piece in last.blocks] == [8]
+    assert last.room == f"name1/0/{prompt_digest(request)}"
+
+
+def test_keeps_the_blocks_until_the_agent_released_them(world: World) -> None:
+    (agent,) = world.agents
+    request = world.prefill(40)
+    output = world.step().outputs[0]
+    params = output.kv_transfer_params
+    expected = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "engine-under-test",
+        "remote_request_id": f"name1/0/{prompt_digest(request)}",
+        "remote_host": "127.0.0.1",
+        "remote_port": 7700,
+        "remote_block_ids": [],
+        "remote_num_tokens": 40,
+        "tp_size": 1,
+        "pp_size": 1,
+    }
+    assert {name: params[name] for name in expected} == expected  # vLLM adds some of its own
+    world.steps(5)
+    assert world.free_blocks == 99 - 3
+    agent.say(Released(request=agent.one(Offer).request))
+    world.run()
+    world.assert_empty()
+
+
+# Z85 has all that means something in a URL.
+@pytest.mark.parametrize("key", ["", "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", "#?/@:[]%" * 5])
+def test_tells_the_other_side_the_key_of_our_agent(tmp_path: Path, key: str) -> None:
+    world = World(tmp_path).ready(f"#{key}" if key else "")
+    world.prefill(40)
+    params = world.step().outputs[0].kv_transfer_params
+    told = (params["remote_host"], params["remote_port"], params.get("remote_key"))
+    assert told == ("127.0.0.1", 7700, key or None)
+
+
+def test_frees_at_once_what_was_released_before_the_request_ended(world: World) -> None:
+    (agent,) = world.agents
+    world.prefill(40)
+    scheduled = world.scheduler.schedule()
+    (worker,) = world.workers
+    worker.bind_connector_metadata(scheduled.kv_connector_metadata)
+    worker.wait_for_save()
+    agent.say(Released(request=agent.one(Offer).request))  # all sinks served, while the engine still samples
+    assert not world.said(worker, scheduled).finished_sending
+    worker.clear_connector_metadata()
+    held = world.scheduler.requests.copy()
+    (request,) = held.values()
+    world.scheduler.finish_requests(request.request_id, request.status.FINISHED_LENGTH_CAPPED)
+    world.run()
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("answers", [1, 3])
+def test_reports_a_send_once_however_often_it_is_released(world: World, answers: int) -> None:
+    (agent,) = world.agents
+    world.prefill(40)
+    world.step()
+    offer = agent.one(Offer)
+    for _ in range(answers):
+        agent.say(Released(request=offer.request))
+    agent.say(Released(request="nobody"))
+    world.run()
+    agent.say(Released(request=offer.request))
+    world.steps(2)
+    world.assert_empty()
+
+
+def test_an_abort_withdraws_and_keeps_the_blocks_until_no_read_is_under_way(world: World) -> None:
+    (agent,) = world.agents
+    request = world.prefill(150)
+    world.step()
+    world.abort(request)
+    world.steps(3)
+    withdrawn = agent.one(Withdraw)
+    assert withdrawn.request == agent.take(Offer)[0].request
+    assert withdrawn.reason == "finished_aborted"
+    assert world.free_blocks < 99
+    agent.say(Released(request=withdrawn.request, code="withdrawn"))
+    world.run()
+    world.assert_empty()
+
+
+def test_an_abort_before_anything_was_computed_says_nothing(world: World) -> None:
+    (agent,) = world.agents
+    world.abort(world.prefill(150))
+    world.run()
+    assert not agent.take(Offer) and not agent.take(Withdraw)
+    world.assert_empty()
+
+
+def test_a_preempted_prompt_is_withdrawn_before_the_forward_and_offered_anew(tmp_path: Path) -> None:
+    # 12 blocks for two prompts of 8 that grow side by side: the later one gives way.
+    world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
+    (agent,) = world.agents
+    agent.is_answering_withdrawals = True
+    first, second = world.prefill(128), world.prefill(128)
+    heard = []
+    for _ in range(12):
+        world.agents = []  # it pumps itself
+        with agent.alive():
+            world.step()
+        agent.pump()
+        new = [message for message in agent.heard if isinstance(message, Offer | Withdraw)]
+        heard += new
+        agent.heard.clear()
+        for message in new:
+            if isinstance(message, Offer) and message.is_last:
+                agent.say(Released(request=message.request))
+    assert second.num_preemptions == 1 and first.num_preemptions == 0
+    (withdrawn,) = [message for message in heard if isinstance(message, Withdraw)]
+    assert withdrawn.reason == "preempted" and withdrawn.comes_again
+    after = heard[heard.index(withdrawn) + 1 :]
+    anew = [m for m in after if isinstance(m, Offer) and m.room.startswith("name2/")]
+    assert anew and all(message.request == f"{withdrawn.request}~1" for message in anew)
+    assert anew[0].blocks[0].first == 0 and anew[-1].is_last
+    agent.say(Released(request=withdrawn.request))  # the first attempt's; nobody waits for it
+    world.run()
+    world.assert_empty()
+
+
+def test_a_preempted_prompt_that_is_aborted_is_not_waited_for(tmp_path: Path) -> None:
+    world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
+    (agent,) = world.agents
+    agent.is_answering_withdrawals = True
+    world.prefill(128)
+    second = world.prefill(128)
+    world.agents = []
+    while not second.num_preemptions:
+        with agent.alive():
+            world.step()
+    world.abort(second)
+    agent.pump()
+    (preempted,) = agent.take(Withdraw)
+    agent.take(Offer)
+    world.step()
+    agent.pump()
+    said = [message for message in agent.heard if isinstance(message, Offer | Withdraw) and "name2" in message.request]
+    assert [type(message) for message in said] == [Offer, Withdraw]
+    nothing, withdrawn = said
+    assert isinstance(nothing, Offer) and (nothing.tokens, nothing.blocks, nothing.is_last) == (0, (), True)
+    assert nothing.room.startswith("name2/") and nothing.request not in ("", preempted.request)
+    assert isinstance(withdrawn, Withdraw) and withdrawn.request == nothing.request and not withdrawn.comes_again
+    agent.die()
+    world.run()
+    world.assert_empty()
+
+
+def about_to_preempt(tmp_path: Path) -> tuple[World, FakeAgent, Any]:
+    """The next step preempts the second of two offered prompts; the agent hears and says nothing from here on."""
+    world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()
+    (agent,) = world.agents
+    world.prefill(128)
+    second = world.prefill(128)
+    world.steps(3)
+    world.agents = []
+    return world, agent, second
+
+
+def test_a_preempting_step_does_not_wait_long_for_a_stopped_agent(tmp_path: Path) -> None:
+    world, agent, second = about_to_preempt(tmp_path)
+    begun = time.monotonic()
+    world.step()
+    assert second.num_preemptions == 1 and 0.9 < time.monotonic() - begun < 5
+    agent.die()
+    world.run()
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("loss", ["given up", "given up long ago", "killed", "let go"])
+def test_a_preempting_step_waits_for_readers_whatever_became_of_the_link(tmp_path: Path, loss: str) -> None:
+    """An agent that is given up may still read; what it reads later than a second after that does not count."""
+    world, agent, second = about_to_preempt(tmp_path)
+    link = world.workers[0].worker._conversation._link
+    assert link is not None
+    if loss == "killed":
+        agent.hang_up()
+    elif loss == "let go":
+        agent.let_go()
+    else:
+        link.give_up("for a reason of its own")
+    if loss == "given up long ago":
+        time.sleep(0.7)
+    begun = time.monotonic()
+    world.step()
+    waited_s = time.monotonic() - begun
+    assert second.num_preemptions == 1
+    least, most = {"given up": (0.95, 1.6), "given up long ago": (0.2, 0.9)}.get(loss, (0.0, 0.5))
+    assert least < waited_s < most
+    agent.die()
+    world.run()
+    world.assert_empty()
+
+
+def test_a_preempting_step_waits_from_when_its_withdrawal_has_left(tmp_path: Path) -> None:
+    """What waits in our own queue the agent cannot hear: it may find its socket empty meanwhile, and go on reading."""
+    world, agent, second = about_to_preempt(tmp_path)
+    link = world.workers[0].worker._conversation._link
+    assert link is not None
+    while link.is_all_sent:
+        link.send(Withdraw(request="another", reason="x" * 1000))
+
+    def hear_late() -> None:
+        time.sleep(0.5)
+        with agent.alive():
+            time.sleep(1.2)
+
+    hearing = threading.Thread(target=hear_late)
+    hearing.start()
+    begun = time.monotonic()
+    world.step()
+    waited_s = time.monotonic() - begun
+    hearing.join()
+    assert second.num_preemptions == 1 and 1.45 < waited_s < 2.2
+    agent.die()
+    world.run()
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_stopped_agent_keeps_no_offered_blocks_once_it_is_given_up(tmp_path: Path, is_whole: bool) -> None:
+    world = World(tmp_path, extra={"kvbridge_hold_s": 1.0}).ready()
+    (agent,) = world.agents
+    request = world.prefill(40 if is_whole else 150)
+    world.step()
+    if not is_whole:
+        world.abort(request)
+    world.agents = []  # it stands still
+    for _ in range(6):
+        world.clock.now += 1 + GRACE_S / 2
+        world.steps(2)
+    assert not agent.attaches[1:] and agent._engine is not None
+    world.run()
+    world.assert_empty()
+
+
+def test_the_first_request_after_a_rest_asks_whether_the_agent_has_come_back(tmp_path: Path) -> None:
+    """What the workers said last was that it is gone."""
+    world = World(tmp_path).ready()
+    (agent,) = world.agents
+    agent.die()
+    world.prefill(40)
+    world.run()
+    world.start_agents()
+    (agent,) = world.agents
+    with agent.alive():
+        link = world.workers[0].worker._conversation._link
+        assert link is not None
+        while link.state.name != "HERE":
+            time.sleep(0.01)
+    world.clock.now += 60
+    world.prefill(40)
+    world.steps(2)
+    assert agent.one(Offer).is_last
+    agent.say(Released(request="whatever"))
+
+
+def test_workers_that_do_not_say_it_in_time_are_not_waited_for(tmp_path: Path) -> None:
+    world = World(tmp_path).ready()
+    (agent,) = world.agents
+    world.clock.now += 60
+    for worker in world.workers:
+        worker.worker.changed_address = lambda: None
+    request = world.prefill(40)
+    world.steps(3)
+    assert not agent.take(Offer)
+    world.clock.now += 1
+    world.step()
+    assert agent.one(Offer).is_last and request.is_finished()
+
+
+def test_a_dead_agent_releases_everything(world: World) -> None:
+    (agent,) = world.agents
+    world.prefill(40)
+    half = world.prefill(150)
+    world.steps(2)
+    agent.die()
+    world.steps(2)
+    assert half.request_id in world.scheduler.requests or half.is_finished()
+    world.run()
+    world.assert_empty()
+
+
+def test_without_an_agent_nothing_is_offered_or_kept(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.attach()
+    world.prefill(40)
+    assert world.step().outputs[0].kv_transfer_params is None
+    world.run()
+    world.assert_empty()
+
+
+def test_an_agent_that_comes_later_is_found(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.attach()
+    world.prefill(40)
+    world.run()
+    world.start_agents()
+    world.clock.now += 60
+    world.request(200)  # any request's steps will do
+    world.steps(3)
+    world.prefill(40)
+    world.step()
+    (agent,) = world.agents
+    assert agent.one(Directory).ranks[0].address == agent.address
+    assert agent.one(Offer).tokens > 0
+
+
+def test_a_send_is_done_when_every_rank_has_released_it(tmp_path: Path) -> None:
+    world = World(tmp_path, tp=2).ready()
+    world.prefill(40)
+    world.step()
+    names = {agent.one(Offer).request for agent in world.agents}
+    assert len(names) == 1
+    (name,) = names
+    world.agents[0].say(Released(request=name))
+    world.steps(3)
+    assert world.free_blocks == 99 - 3
+    world.agents[1].die()
+    world.run()
+    world.assert_empty()
+
+
+def test_a_producer_offers_unnamed_one_token_requests_under_their_prompt(tmp_path: Path) -> None:
+    world = World(tmp_path, role="kv_producer").ready()
+    (agent,) = world.agents
+    world.request(40, max_tokens=1)
+    world.request(prompt=list(range(40)), max_tokens=1)
+    world.request(prompt=list(range(40)), max_tokens=1)
+    world.request(30, max_tokens=2)
+    for _ in range(6):
+        world.step()
+    offers = [offer for offer in agent.take(Offer) if offer.is_last]
+    assert len(offers) == 3
+    assert offers[1].room == offers[2].room != offers[0].room
+    assert all(offer.room.startswith("prompt-") for offer in offers)
+    for offer in offers:
+        agent.say(Released(request=offer.request))
+    world.run()
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_untagged_prefill_is_answered_with_what_a_router_may_hand_on(tmp_path: Path, is_told: bool) -> None:
+    extra = {} if is_told else {"kvbridge_untagged_params": False}
+    world = World(tmp_path, role="kv_producer", extra=extra).ready("#KEY")
+    (agent,) = world.agents
+    request = world.request(40, max_tokens=1)
+    params = world.step().outputs[0].kv_transfer_params
+    offer = agent.one(Offer)
+    if is_told:
+        assert params["do_remote_prefill"] and params["remote_request_id"] == offer.room
+        assert offer.room == f"prompt-{prompt_digest(request)}"
+        assert (params["remote_host"], params["remote_port"], params["remote_key"]) == ("127.0.0.1", 7700, "KEY")
+    else:
+        assert params is None
+    agent.say(Released(request=offer.request))
+    world.request(40, max_tokens=2)
+    assert all(output.kv_transfer_params is None for _ in range(2) for output in world.step().outputs)
+    world.run()
+    world.assert_empty()
+
+
+def test_a_request_id_of_any_length_fits_a_message(world: World) -> None:
+    (agent,) = world.agents
+    world.prefill(40, name="cmpl-" + "x" * 5000 + "-0-0123abcd")
+    world.step()
+    offer = agent.one(Offer)  # decoded: its names were within the protocol's limits
+    agent.say(Released(request=offer.request))
+    world.run()
+    world.assert_empty()
+
+
+def test_an_engine_that_only_holds_blocks_rests_and_one_that_computes_does_not(world: World) -> None:
+    (agent,) = world.agents
+    rests = []
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            world.step()
+            rests.append(world.workers[0].worker._rest_s)
+
+    world.prefill(40)
+    steps(20)
+    assert rests[:4] == [0.0] * 4 and rests[-1] > 0.0
+    world.request(40, max_tokens=5)
+    rests.clear()
+    steps(5)
+    assert rests == [0.0] * 5
+    agent.say(Released(request=agent.one(Offer).request))
+    world.run()
+    world.assert_empty()
+
+
+def test_a_room_that_a_router_gave_both_sides_is_where_they_meet(world: World) -> None:
+    number = 2**63 - 1
+    request = world.prefill(40, bootstrap_room=number)
+    output = [each for _ in range(4) if (step := world.step()) for each in step.outputs][-1]
+    room = f"room/{number}/{prompt_digest(request)}"
+    assert world.agents[0].one(Offer).room == room
+    told = output.kv_transfer_params
+    assert (told["bootstrap_room"], told["remote_request_id"]) == (number, room)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2**63, 10**5000, "7", True, 7.0, [7]], ids=range(8))
+def test_what_is_no_room_is_refused_by_name_and_not_offered(
+    world: World, number: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    world.prefill(40, bootstrap_room=number)
+    world.steps(4)
+    assert not world.agents[0].take(Offer)
+    (told,) = [record.getMessage() for record in caplog.records if "not offered" in record.getMessage()]
+    assert "bootstrap_room: " in told and "must be a number in [1, 2^63)" in told and len(told) < 300
+    world.assert_empty()

@@ -1,0 +1,222 @@
+"""Scales that the first forward computes are told before the first rows under them are offered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from kvbridge_proto.engine import Adopt, Decline, Done, Offer, Refused, Rescale, Rescaled, Scales, Want
+from msgspec.structs import replace
+
+from kvbridge.adapters.engine.memory import Memory
+from tests.integration.adapters.world import World, memory_of
+
+pytestmark = pytest.mark.vllm
+
+
+class Calibrated:
+    """A World whose one layer takes its scale from the first forward."""
+
+    def __init__(self, folder: Path, scale: float = 0.25) -> None:
+        self.layer = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, calculate_kv_scales=True)
+        self.scale = scale
+        self.world = World(folder, on_forward=self.forward)
+        memory = memory_of(0, 1)
+        (plane,) = memory.pool.planes
+        codec = replace(plane.codec, name="fp8_e4m3", element_bytes=1, width=8, scales=(1.0,))
+        pool = replace(memory.pool, planes=(replace(plane, codec=codec, name="layer"),))
+        self.world.start_agents()
+        self.world.memory_of = lambda rank, tp: Memory(pool, memory.storages)
+        self.world.layers = {"layer": self.layer}
+        self.world.attach()
+        self.world.clock.now += 1
+        self.world.steps(3)
+
+    def forward(self) -> None:
+        """`Attention.calc_kv_scales` of vLLM 0.26."""
+        self.layer._k_scale_float, self.layer.calculate_kv_scales = self.scale, False
+
+
+def test_fetches_nothing_before_it_knows_its_scales(tmp_path: Path) -> None:
+    world = Calibrated(tmp_path).world
+    (agent,) = world.agents
+    world.decode(40)
+    world.run()
+    assert [want.end_token for want in agent.take(Want)] == [0], "the other side need not hold it"
+    world.decode(40)
+    world.steps(3)
+    assert [want.end_token for want in agent.take(Want)] == [39]
+
+
+def test_scales_of_the_first_forward_come_before_its_offer(tmp_path: Path) -> None:
+    world = Calibrated(tmp_path).world
+    (agent,) = world.agents
+    assert agent.take(Rescale) == []
+    world.prefill(40)
+    world.step()
+    told = [message for message in agent.heard if isinstance(message, Rescale | Offer)]
+    assert [type(message) for message in told] == [Rescale, Offer]
+    assert told[0] == Rescale(revision=1, scales=(Scales(0, "k", (0.25,)),))
+    agent.take(Rescale)
+    world.prefill(40)
+    world.steps(3)
+    assert agent.take(Rescale) == []
+
+
+def test_an_agent_that_comes_back_hears_of_them_first(tmp_path: Path) -> None:
+    world = Calibrated(tmp_path).world
+    (agent,) = world.agents
+    world.prefill(40)
+    world.steps(2)
+    agent.heard.clear()
+    agent.let_go()
+    for _ in range(6):
+        world.clock.now += 10
+        world.step()
+    assert len(agent.attaches) == 2
+    assert isinstance(agent.heard[0], Rescale)
+
+
+def test_an_agent_that_refuses_them_gets_no_more_offers(tmp_path: Path) -> None:
+    world = Calibrated(tmp_path, scale=0.0).world
+    (agent,) = world.agents
+    world.prefill(40)
+    world.step()
+    agent.say(Refused(code="bad_pool", reasons=("scales: 0.0",), about="rescale 1"))
+    world.steps(3)
+    agent.take(Offer)
+    world.prefill(40)
+    world.steps(3)
+    assert agent.take(Offer) == [] and not world.workers[0].worker._conversation._link.is_attached
+
+
+class Adopting:
+    """A World of one fp8 layer that would take the scales of its source, and the agent beside it."""
+
+    def __init__(self, folder: Path, backend: str = "CPU_ATTN") -> None:
+        self.layer = SimpleNamespace(
+            _k_scale=torch.tensor(1.0),
+            _k_scale_cpu=torch.tensor(1.0),
+            _k_scale_float=1.0,
+            attn_backend=SimpleNamespace(get_name=lambda: backend),
+        )
+        memory = memory_of(0, 1)
+        (plane,) = memory.pool.planes
+        codec = replace(plane.codec, name="fp8_e4m3", element_bytes=1, width=8, scales=(1.0,))
+        pool = replace(memory.pool, planes=(replace(plane, codec=codec, name="layer"),))
+        self.world = World(folder, extra={"kvbridge_scales": "adopt"})
+        self.scheduled: list[int] = []  # tokens in each step
+        schedule = self.world.scheduler.schedule
+
+        def counted() -> object:
+            output = schedule()
+            self.scheduled.append(output.total_num_scheduled_tokens)
+            return output
+
+        self.world.scheduler.schedule = counted
+        self.world.start_agents()
+        self.world.memory_of = lambda rank, tp: Memory(pool, memory.storages)
+        self.world.layers = {"layer": self.layer}
+        self.world.attach()
+        self.world.clock.now += 1
+        self.world.steps(3)
+        (self.agent,) = self.world.agents
+
+    @property
+    def scales(self) -> tuple[float, float, float]:
+        return self.layer._k_scale.item(), self.layer._k_scale_cpu.item(), self.layer._k_scale_float
+
+    def ask(self, *scales: float, revision: int = 1) -> Rescale | Decline:
+        self.agent.say(Adopt(revision=revision, scales=(Scales(0, "k", scales),)))
+        self.world.step()
+        (answer,) = [*self.agent.take(Rescale), *self.agent.take(Decline)]
+        return answer
+
+
+def test_takes_the_scales_of_its_source_before_anything_is_there(tmp_path: Path) -> None:
+    engine = Adopting(tmp_path)
+    assert engine.agent.attaches[0].policy == "adopt"
+    engine.world.decode(40)
+    engine.world.step()
+    assert engine.ask(0.375, revision=3) == Rescale(revision=3, scales=(Scales(0, "k", (0.375,)),))
+    assert engine.scales == (0.375, 0.375, 0.375)
+    engine.agent.say(Rescaled(revision=3, epoch=2))
+    engine.agent.say(Done(request=engine.agent.one(Want).request, moved_bytes=1, seconds=0.1))
+    engine.world.run()
+    engine.world.assert_empty()
+    assert max(engine.scheduled) == 1  # all the others came
+
+
+def test_keeps_its_own_once_a_request_was_computed(tmp_path: Path) -> None:
+    engine = Adopting(tmp_path)
+    engine.world.request(40)
+    engine.world.step()
+    answer = engine.ask(0.375)
+    assert isinstance(answer, Decline) and "computed or received" in answer.reason
+    assert engine.scales == (1.0, 1.0, 1.0)
+
+
+def test_keeps_its_own_in_the_very_step_that_computes(tmp_path: Path) -> None:
+    engine = Adopting(tmp_path)
+    engine.world.request(40)
+    assert isinstance(engine.ask(0.375), Decline)
+
+
+def test_keeps_its_own_once_a_request_was_received(tmp_path: Path) -> None:
+    engine = Adopting(tmp_path)
+    engine.world.decode(40)
+    engine.world.step()
+    engine.agent.say(Done(request=engine.agent.one(Want).request, moved_bytes=1, seconds=0.1))
+    answer = engine.ask(0.375)
+    assert isinstance(answer, Decline) and engine.scales == (1.0, 1.0, 1.0)
+
+
+def test_takes_one_sources_scales_only(tmp_path: Path) -> None:
+    engine = Adopting(tmp_path)
+    engine.ask(0.375)
+    answer = engine.ask(0.5, revision=2)
+    assert isinstance(answer, Decline) and "taken before" in answer.reason
+    assert engine.scales == (0.375, 0.375, 0.375)
+
+
+@pytest.mark.parametrize(
+    ("backend", "scales", "text"),
+    [("FLASHINFER", (0.5,), "FLASHINFER keeps"), ("FLASH_ATTN", (0.5, 0.25), "one for each head")],
+)
+def test_says_what_it_cannot_take(tmp_path: Path, backend: str, scales: tuple[float, ...], text: str) -> None:
+    engine = Adopting(tmp_path, backend)
+    answer = engine.ask(*scales)
+    assert isinstance(answer, Decline) and text in answer.reason
+    assert engine.scales == (1.0, 1.0, 1.0)
+
+
+def test_rows_that_came_under_the_scales_from_before_are_not_used(tmp_path: Path) -> None:
+    """Of another source, done before the agent has heard that the scales are others."""
+    engine = Adopting(tmp_path)
+    engine.world.decode(40)
+    engine.world.step()
+    name = engine.agent.one(Want).request
+    engine.ask(0.375)
+    engine.agent.say(Done(request=name, moved_bytes=1, seconds=0.1))
+    engine.agent.say(Rescaled(revision=1, epoch=2))
+    engine.world.steps(2)
+    assert 40 in engine.scheduled  # all of the prompt was computed here
+    engine.world.run()
+    engine.world.assert_empty()
+
+
+def test_an_agent_that_comes_back_hears_what_was_taken(tmp_path: Path) -> None:
+    engine = Adopting(tmp_path)
+    engine.ask(0.375)
+    engine.agent.heard.clear()
+    engine.agent.let_go()
+    for _ in range(6):
+        engine.world.clock.now += 10
+        engine.world.step()
+    assert len(engine.agent.attaches) == 2
+    assert engine.agent.heard[0] == Rescale(revision=1, scales=(Scales(0, "k", (0.375,)),))

@@ -1,0 +1,377 @@
+"""Large transfers between real agents and real engines, disturbed at random moments: the safety rule, story by story.
+
+`tests/integration/agent/test_abandon.py` tells the stories on CPUs, `tests/system/gpu/test_abandon.py` on GPUs by every
+route; only devices, sizes and routes differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from kvbridge_proto.status import Status
+
+from kvbridge.demo.engine import Job
+from kvbridge.demo.pools import Request, Shape
+from kvbridge.demo.processes import AgentProcess, EngineProcess, end
+from kvbridge.exchange.reading import LEASE_S
+from tests.integration.agent.rank import CALM_S, GONE, SEEDS
+
+QUIET_S = 10.0
+HOLD_S = 20.0
+DEATH_HOLD_S = 3.0  # of offers that a sink may not live to claim
+UNDISTURBED = 5
+SPARE_TIMES = 2
+KILLED_CALM_S = 0.2
+
+# What a source's engine may be told of an offer whose sink's agent died. Nothing, if all was gathered.
+RELEASED_BY_DEATH = {"", "peer_lost", "write_failed", "offer_expired"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What differs between the machines that the stories are told on. Slots for the agents, a prompt of many slots."""
+
+    devices: tuple[str, str]
+    route: str
+    tokens: int
+    slot_bytes: int
+    inbound_slots: int
+    outbound_slots: int
+    more: Mapping[str, str] = field(default_factory=dict)  # options of both agents
+
+    @property
+    def options(self) -> dict[str, str]:
+        names = ("slot_bytes", "inbound_slots", "outbound_slots")
+        return {name: str(getattr(self, name)) for name in names} | {"routes": self.route} | dict(self.more)
+
+    def shape(self, axes: str, block_tokens: int) -> Shape:
+        blocks = self.tokens // block_tokens + 3
+        return Shape(name=f"{axes} {block_tokens}", axes=axes, block_tokens=block_tokens, blocks=blocks)
+
+
+class Side:
+    """An agent and the engine beside it; the agent may die and be started again, at the same address and socket."""
+
+    def __init__(self, pair: Pair, role: Literal["source", "sink"], shape: Shape, device: str) -> None:
+        self._stack, self._folder = pair.stack, pair.folder
+        self._options = pair.scale.options | {"device": device}
+        self.role = role
+        job = Job(
+            role=role,
+            shape=shape,
+            rank=0,
+            socket=str(self._folder / f"{role}.sock"),
+            ranks=("tcp://127.0.0.1:1",),  # nobody asks the only rank of an engine where it is
+            requests=[Request(name="prompt", tokens=pair.scale.tokens)],
+            device=device,
+        )
+        command = [sys.executable, "-m", "tests.integration.agent.rank", msgspec.json.encode(job).decode()]
+        self.engine = EngineProcess(role, command, self._folder / f"{role}-engine.err")
+        self._stack.callback(end, self.engine.process)
+        self.said = ""  # by agents that are dead
+        self._start()
+
+    def _start(self) -> None:
+        self.agent = AgentProcess(self._folder, self.role, self._options)
+        self._stack.callback(end, self.agent.process)
+
+    def attach(self) -> None:
+        self.agent.wait_serving()
+        self._options["listen"] = self.agent.address
+        self.tell("attach")
+
+    def tell(self, verb: str, **more: Any) -> dict[str, Any]:
+        """What the engine answers."""
+        self.engine.say(json.dumps({"verb": verb, **more}))
+        return self.engine.hear(verb)
+
+    def offer(self, **more: Any) -> None:
+        """The engine offers; how that ended is its next word."""
+        self.engine.say(json.dumps({"verb": "offer", **more}))
+        self.engine.hear("offered")
+
+    def offer_ended(self) -> str:
+        """The code that the engine was told; none if all was gathered."""
+        code: str = self.engine.hear("offer")["code"]
+        return code
+
+    def revive(self) -> None:
+        """After a kill: the engine has heard of it, another agent takes the socket, the engine attaches to it."""
+        assert self.agent.process.wait(10) < 0, "the agent should have been killed"
+        told = self.tell("gone")
+        assert told["is_gone"], told
+        self.said += self.agent.log.read_text()
+        self._start()
+        self.attach()
+
+    @property
+    def log(self) -> str:
+        return self.said + self.agent.log.read_text()
+
+    def becomes(self, is_so: Callable[[Status], bool]) -> Status:
+        """The first status of which this is so. Fails by a deadline, with the last one."""
+        deadline = time.monotonic() + QUIET_S
+        while not is_so(status := self.agent.status()):
+            assert time.monotonic() < deadline, f"{self.role}: not so in {QUIET_S} s: {status}"
+            time.sleep(0.05)
+        return status
+
+    def is_quiet(self) -> None:
+        """Wait until no transfer is left and every slot is free."""
+
+        def is_free(status: Status) -> bool:
+            slots = (status.inbound, status.outbound)
+            return not status.transfers and not any(s.lent or s.landed or s.quarantined for s in slots)
+
+        self.becomes(is_free)
+
+
+class Pair:
+    """A source and a sink that have met."""
+
+    def __init__(self, folder: Path, stack: ExitStack, scale: Scale) -> None:
+        self.folder, self.stack, self.scale = folder, stack, scale
+        self._rooms = 0
+        self._took: list[float] = []
+        self.late: list[str] = []
+        shapes = scale.shape("LPBTHE", 16), scale.shape("LPBHTE", 64)
+        self.source = Side(self, "source", shapes[0], scale.devices[0])
+        self.sink = Side(self, "sink", shapes[1], scale.devices[1])
+        for side in (self.source, self.sink):
+            side.engine.hear("ready")
+            side.attach()
+        self.exact()  # the agents meet
+        self._took.clear()
+        for _ in range(UNDISTURBED):
+            self.exact()
+        (peer,) = self.sink.agent.status().peers
+        assert peer.route.startswith(scale.route), peer
+
+    @property
+    def usual_s(self) -> float:
+        """How long transfers take, lately, that nobody disturbs."""
+        return statistics.median(self._took[-UNDISTURBED:])
+
+    @property
+    def fastest_s(self) -> float:
+        return min(self._took)
+
+    def room(self) -> dict[str, Any]:
+        self._rooms += 1
+        return {"seed": self._rooms % SEEDS, "room": f"room {self._rooms}"}
+
+    def exact(self) -> None:
+        """A transfer that nobody disturbs: every byte of the sink's memory is right."""
+        room = self.room()
+        self.source.offer(hold_s=HOLD_S, **room)
+        told = self.sink.tell("want", source=self.source.agent.address, **room)
+        assert (told["code"], told["wrong"]) == ("", ""), told
+        assert self.source.offer_ended() == ""
+        self._took.append(told["seconds"])
+
+    def disturbed(self, after_s: float, kill: int = 0, is_patient: bool = True) -> tuple[str, str]:
+        """A transfer disturbed after so long: the codes that the two engines, sink and source, were told.
+
+        Done before the disturbance it is right in every byte; else nobody has written after its end. A sink that is not
+        patient does not wait until its agent's process is gone: what was written is told in `late`.
+        """
+        room = self.room()
+        self.source.offer(hold_s=DEATH_HOLD_S if kill else HOLD_S, **room)
+        told = self.sink.tell(
+            "disturb",
+            source=self.source.agent.address,
+            after_s=after_s,
+            kill=kill,
+            pattern=16 + self._rooms % 128,
+            calm_s=KILLED_CALM_S if kill else CALM_S,
+            is_patient=is_patient,
+            **room,
+        )
+        if not told["code"]:
+            self._took.append(told["seconds"])
+        print(f"disturbed after {after_s * 1e3:.1f} of some {self.usual_s * 1e3:.1f} ms: {told['code'] or 'done'}")
+        if is_patient:
+            assert told["wrong"] == "", f"disturbed after {after_s * 1e3:.2f} ms: {told}"
+        elif told["code"]:
+            self.late.append(told["wrong"])
+        return told["code"], self.source.offer_ended()
+
+    def is_sound(self) -> None:
+        """All is free, the next transfer is exact, all is free again."""
+        self.exact()
+        self.source.is_quiet()
+        self.sink.is_quiet()
+        for side in (self.source, self.sink):
+            assert "Traceback" not in side.log, side.log
+
+
+def stands_still_over_a_withdrawal(pair: Pair, seed: int, rounds: int) -> int:
+    """The source's agent is stopped under way, and its engine, that must compute on, uses the blocks again.
+
+    What was read of them meanwhile never counts. Returns how many transfers were done all the same.
+    """
+    chance, done = random.Random(seed), 0
+    for _ in range(rounds):
+        room, stop = pair.room(), pair.source.agent.process.pid
+        after_s = chance.uniform(0.2, 1.1) * pair.fastest_s
+        pair.source.engine.say(
+            json.dumps({"verb": "take_back", "hold_s": HOLD_S, "after_s": after_s, "stop": stop} | room)
+        )
+        pair.source.engine.hear("offered")
+        told = pair.sink.tell("want", source=pair.source.agent.address, **room)
+        print(f"taken back after {after_s * 1e3:.1f} ms: {told['code'] or 'done'} {told['wrong']}")
+        if not told["code"]:
+            assert told["wrong"] == "", f"taken back after {after_s * 1e3:.2f} ms: {told}"
+            done += 1
+        pair.source.engine.hear("take_back")
+    pair.is_sound()
+    return done
+
+
+READ_ENDED = f"sink.read_ended=pause:{1.5 * LEASE_S}@{UNDISTURBED + 3}"  # in the second of what follows
+
+
+def stands_still_for_a_while(pair: Pair) -> None:
+    """The source's agent is stopped while it is read, past the lease, and goes on: that costs time, and no transfer.
+
+    The sink's agent takes long over the second of them, so that the lease of the claim is over when it has read.
+    """
+    halt = {"hold_s": HOLD_S, "after_s": LEASE_S / 3, "stop": pair.source.agent.process.pid, "for_s": 3 * LEASE_S}
+    took = []
+    for _ in range(3):
+        room = pair.room()
+        pair.source.engine.say(json.dumps({"verb": "offer_past"} | halt | room))
+        pair.source.engine.hear("offered")
+        told = pair.sink.tell("want", source=pair.source.agent.address, **room)
+        assert (told["code"], told["wrong"]) == ("", ""), told
+        assert pair.source.engine.hear("offer_past")["code"] == ""
+        took.append(told["seconds"])
+    assert max(took) > 3 * LEASE_S, f"none of these waited for the agent that stood still: {took}"
+    pair.is_sound()
+
+
+def stands_still(pair: Pair, seed: int) -> int:
+    """The source's agent is stopped under way: the sink's slots, in doubt for too long, are made anew.
+
+    Its engine is left alone. When the source's agent goes on, what it still writes goes where nothing is any more, and
+    all is well again.
+    Returns how many slots were in doubt.
+    """
+    chance, source = random.Random(seed), pair.source.agent.process.pid
+    for _ in range(SPARE_TIMES * 3):
+        room, before = pair.room(), _rebuilds(pair.sink.agent.status())
+        pair.source.offer(hold_s=HOLD_S, **room)
+        told = pair.sink.tell(
+            "disturb",
+            source=pair.source.agent.address,
+            after_s=chance.uniform(0.1, 0.6) * pair.fastest_s,
+            kill=source,
+            number=signal.SIGSTOP,
+            pattern=77,
+            **room,
+        )
+        assert told["wrong"] == "" and told["code"] in ("", "peer_lost"), told
+        slots = pair.sink.agent.status().inbound
+        print(f"stopped: {told['code'] or 'done'}, {slots}")
+        is_enough = bool(told["code"]) and slots.quarantined * 2 >= pair.scale.inbound_slots
+        if is_enough:
+            status = pair.sink.becomes(partial(_has_rebuilt, before=before))
+            assert status.engine is not None and status.engine.epoch == 1, "its engine was not left alone"
+            assert status.inbound.free == pair.scale.inbound_slots
+        os.kill(source, signal.SIGCONT)
+        pair.source.offer_ended()
+        pair.is_sound()
+        if is_enough:
+            return slots.quarantined
+    raise AssertionError("the source's agent was never stopped while half of the slots were lent")
+
+
+def _is_greeting_nobody(status: Status) -> bool:
+    return not any("greeting" in peer.state for peer in status.peers)
+
+
+def _rebuilds(status: Status) -> float:
+    return status.counters["kvbridge_rebuilds_total"]
+
+
+def _has_rebuilt(status: Status, before: float) -> bool:
+    return _rebuilds(status) > before
+
+
+@contextmanager
+def pair_of(folder: Path, scale: Scale) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(folder, stack, scale)
+
+
+def abandons(pair: Pair, seed: int, rounds: int) -> None:
+    """The sink's engine abandons at random moments; what comes next may find slots that are still quarantined."""
+    chance, codes = random.Random(seed), []
+    for i in range(rounds):
+        failed, released = pair.disturbed((i + chance.random()) / rounds * pair.usual_s)
+        assert (failed, released) in {("", ""), ("aborted", "aborted"), ("aborted", "")}
+        codes.append(failed)
+    assert codes.count("aborted") >= rounds // 2, f"most transfers were over before they were abandoned: {codes}"
+    pair.is_sound()
+
+
+def sinks_agent_dies(pair: Pair, seed: int, times: int, is_patient: bool = True) -> None:
+    """The sink's agent is killed: its engine hears that, the source gets its blocks back and serves the next one."""
+    for failed, released in _kills(pair, pair.sink, seed, times, is_patient):
+        assert failed in ("", GONE)
+        assert released in (RELEASED_BY_DEATH if failed else {""})
+        assert pair.source.agent.process.poll() is None
+        pair.source.is_quiet()
+
+
+def sources_agent_dies(pair: Pair, seed: int, times: int) -> None:
+    """The source's agent is killed: the want fails by name, and no slot is free again before there is proof.
+
+    That the connection is gone is not enough, nor is time: the dead agent's writes are over for sure only once the
+    next one has taken its place at its address. Where the sink pulls, nobody else writes and no slot is lent.
+    """
+    quarantined = 0
+    for failed, released in _kills(pair, pair.source, seed, times):
+        assert failed in ("", "peer_lost") and released in ("", GONE)
+        slots = pair.sink.becomes(lambda status: not status.transfers and not status.inbound.landed).inbound
+        time.sleep(CALM_S)
+        assert not slots.lent and pair.sink.agent.status().inbound == slots
+        print(f"{slots.quarantined} slots are quarantined until the source's agent is back")
+        quarantined += slots.quarantined
+    if pair.scale.route == "pull":
+        assert not quarantined
+    else:
+        assert quarantined, "no agent died while slots were lent to it"
+
+
+def _kills(pair: Pair, victim: Side, seed: int, times: int, is_patient: bool = True) -> Iterator[tuple[str, str]]:
+    """So many transfers whose victim's agent is killed under way, and those that were over too soon.
+
+    After each the agent comes back, and all is well again.
+    """
+    chance = random.Random(seed)
+    may_outlive = victim is pair.source and pair.scale.route == "pull"  # what is read under a lease needs no sender
+    for _ in range(times + times // 4 + SPARE_TIMES):
+        codes = pair.disturbed(chance.uniform(0, 0.7) * pair.fastest_s, victim.agent.process.pid, is_patient)
+        print(f"the engines were told: sink {codes[0] or 'done'}, source {codes[1] or 'all gathered'}")
+        yield codes
+        victim.revive()
+        pair.sink.becomes(_is_greeting_nobody)  # what began before the agent was back may be given up in a moment
+        pair.is_sound()
+        times -= bool(codes[0]) or may_outlive
+        if not times:
+            return
+    raise AssertionError("transfers were over before the agent was killed")

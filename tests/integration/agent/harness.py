@@ -1,0 +1,257 @@
+"""Real agent processes, and engines that are this process: oracle pools in shared memory behind real unix sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kvbridge_proto.engine import (
+    Attach,
+    Attached,
+    Descriptors,
+    Directory,
+    Done,
+    Failed,
+    Offer,
+    Refused,
+    Released,
+    ToEngine,
+    Want,
+)
+from kvbridge_proto.pool import Handle
+from kvbridge_proto.status import Status, StatusQuery
+from kvbridge_proto.stream import FRAME_FDS, StreamReader, pack
+from kvbridge_proto.words import OURS, Blocks, Rank
+
+from tests.integration.agent.nursery import Child, Nursery
+from tests.support.oracle import Held
+
+# Tests that run in an engine's environment start agents from the agents' own.
+PYTHON = os.environ.get("KVBRIDGE_TEST_AGENT_PYTHON") or sys.executable
+START_S = 30.0
+ANSWER_S = 20.0
+
+
+class Client:
+    """One connection to an agent's unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.connect(str(path))
+        self._reader: StreamReader[ToEngine] = StreamReader(ToEngine)
+        self.heard: list[ToEngine] = []
+        self.is_closed = False
+
+    def send(self, message: Any, fds: tuple[int, ...] = ()) -> None:
+        frame, fds = pack(message), tuple(fds)
+        while len(fds) > FRAME_FDS:
+            socket.send_fds(self.socket, [pack(Descriptors())], list(fds[:FRAME_FDS]))
+            fds = fds[FRAME_FDS:]
+        sent = socket.send_fds(self.socket, [frame], list(fds)) if fds else 0
+        self.socket.sendall(frame[sent:])
+
+    def hear(self, seconds: float) -> bool:
+        """Wait for something to come in, this long at most; False if nothing did."""
+        ready, _, _ = select.select([self.socket], [], [], seconds)
+        if not ready:
+            return False
+        try:
+            received = self.socket.recv(1 << 20)
+        except ConnectionResetError:
+            received = b""
+        self.is_closed = not received
+        self.heard += self._reader.feed(received)
+        return True
+
+    def wait(self, *kinds: type, request: str | None = None, seconds: float = ANSWER_S) -> Any:
+        """The first message of these kinds (about this request); it is taken out. Fails by its deadline."""
+        end = time.monotonic() + seconds
+        while True:
+            for message in self.heard:
+                about = getattr(message, "request", getattr(message, "about", None))
+                if isinstance(message, kinds) and request in (None, about):
+                    self.heard.remove(message)
+                    return message
+            left = end - time.monotonic()
+            assert not self.is_closed, f"the agent closed the connection; heard {self.heard}"
+            assert left > 0 and self.hear(left), f"no {kinds} for {request} in {seconds} s; heard {self.heard}"
+
+    def wait_closed(self, seconds: float = ANSWER_S) -> None:
+        end = time.monotonic() + seconds
+        while not self.is_closed:
+            assert self.hear(max(0.0, end - time.monotonic())), "the agent did not close the connection"
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def wait_for(claim: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < end, "not so by its deadline"
+        time.sleep(0.05)
+
+
+def is_at_rest(status: Status) -> bool:
+    """No transfer is under way, and no slot is anything but free."""
+    slots = (status.inbound, status.outbound)
+    return not status.transfers and not any(each.lent or each.landed or each.quarantined for each in slots)
+
+
+@dataclass
+class AgentProcess:
+    """`kvbridge agent`, as an operator starts it."""
+
+    process: Child
+    socket: Path
+    log: Path
+    listen: str = ""
+
+    @property
+    def status(self) -> Status:
+        with contextlib.closing(Client(self.socket)) as client:
+            client.send(StatusQuery())
+            return client.wait(Status)
+
+    @property
+    def address(self) -> str:
+        return self.status.agent.address
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self, seconds: float = 20) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
+
+
+@contextlib.contextmanager
+def agent(
+    folder: Path,
+    name: str,
+    start_s: float = START_S,
+    module: str = "kvbridge.cli",
+    nofile: tuple[int, int] | None = None,
+    **options: Any,
+) -> Iterator[AgentProcess]:
+    """Start an agent, yield it when it serves, end it. An option that is None is left to the agent's own default.
+
+    `nofile` are the soft and the hard limit of its descriptors.
+    """
+    path, log = folder / f"{name}.sock", folder / f"{name}.log"
+    chosen = {"socket": path, "listen": "tcp://127.0.0.1:0", "name": name, "metrics": "", "inbound_slots": 8}
+    chosen |= {"outbound_slots": 4, "slot_bytes": 65536} | options
+    said = {key: value for key, value in chosen.items() if value is not None}
+    flags = [
+        part
+        for key, value in said.items()
+        for part in ([f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)]))
+    ]
+    with log.open("ab") as out:
+        process = _nursery().start(module, ["agent", *flags], out.fileno(), nofile)
+    running = AgentProcess(process, path, log)
+    try:
+        _wait_serving(running, start_s)
+        yield running
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                running.kill()
+
+
+@functools.cache
+def _nursery() -> Nursery:
+    return Nursery(PYTHON)
+
+
+def _wait_serving(running: AgentProcess, start_s: float) -> None:
+    end = time.monotonic() + start_s
+    while running.process.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(OSError, AssertionError):
+            if running.status.state == "serving":
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"the agent does not serve:\n{running.text()}")
+
+
+class SyntheticEngine:
+    """An engine rank whose pool the oracle built; its memory is shared with the agent."""
+
+    def __init__(self, agent: AgentProcess, held: Held, engine: str = "") -> None:
+        self.agent = agent
+        self.pool = held.pool
+        self.fds = []
+        maps = []
+        for region in held.memory:
+            fd = os.memfd_create("kvbridge-test-pool")
+            os.ftruncate(fd, region.size)
+            memory = np.frombuffer(mmap.mmap(fd, region.size), np.uint8)
+            memory[:] = region
+            self.fds.append(fd)
+            maps.append(memory)
+        self.handles = tuple(Handle(region=i, kind="shm_fd", fd=i) for i in range(len(self.fds)))
+        self.held = Held(held.pool, tuple(maps))
+        self.client = Client(agent.socket)
+        self.seen: list[ToEngine] = []
+
+    def attach(self, **changes: Any) -> Attached | Refused:
+        message = {"versions": OURS, "pool": self.pool, "handles": self.handles} | changes
+        self.client.send(Attach(**message), tuple(self.fds))
+        return self.client.wait(Attached, Refused)
+
+    def directory(self, *agents: AgentProcess) -> None:
+        size = self.pool.shard.tp_size
+        ranks = tuple(Rank(tp_rank=i % size, pp_rank=i // size, address=a.address) for i, a in enumerate(agents))
+        self.client.send(Directory(ranks=ranks))
+
+    def offer(self, request: str, table: list[int], tokens: int, *, first: int = 0, **changes: Any) -> None:
+        pieces = (Blocks(0, first, tuple(table)),) if table else ()
+        message = {"room": request, "request": request, "tokens": tokens, "blocks": pieces}
+        self.client.send(Offer(**message | {"is_last": True, "hold_s": 60.0} | changes))
+
+    def want(self, request: str, source: str, table: list[int], tokens: range, **changes: Any) -> None:
+        size = self.pool.groups[0].block_tokens
+        first = tokens.start // size
+        message = {
+            "request": request,
+            "room": request,
+            "source": source,
+            "first_token": tokens.start,
+            "end_token": tokens.stop,
+            "blocks": (Blocks(0, first, tuple(table[first : -(-tokens.stop // size)])),),
+            "deadline_s": 15.0,
+        }
+        self.client.send(Want(**message | changes))
+
+    def answer(self, request: str, seconds: float = ANSWER_S) -> Done | Failed:
+        return self.client.wait(Done, Failed, request=request, seconds=seconds)
+
+    def released(self, request: str, seconds: float = ANSWER_S) -> Released:
+        return self.client.wait(Released, request=request, seconds=seconds)
+
+    def close(self) -> None:
+        self.client.close()
+        for fd in self.fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)

@@ -1,0 +1,234 @@
+"""An engine rank as a process that is told, by lines of JSON, what to offer, want, abandon or kill, and when.
+
+`python -m tests.integration.agent.rank '<Job as JSON>'`. What an engine may do the moment it is told that a request is
+over, it does at once: a source scribbles over blocks that were released, a sink over blocks whose want has failed. A
+sink then says whether anybody wrote there since.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+import msgspec
+import torch
+from kvbridge_proto.engine import READERS_S, Abandon, Done, Failed, Offer, Refused, Released, Want, Withdraw
+from kvbridge_proto.status import Status, StatusQuery
+from kvbridge_proto.words import Blocks
+
+from kvbridge.demo.engine import Job, Rejected, SyntheticEngine
+from kvbridge.demo.pools import POISON, Request, first_difference
+
+CALM_S = 0.1  # how long nobody may have written when we look
+GONE = "connection_ended"
+GONE_S = 5.0
+SEEDS = 2
+
+
+class Rank(SyntheticEngine):
+    """`do_verb` does what it is told by that verb, and what it returns is said.
+
+    The job's one request comes with the content of several seeds, in the same blocks: what is left of the one before
+    would show.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        (request,) = job.requests
+        codec = job.shape.codec if job.role == "source" else job.source_codec
+        self.tokens, self.table = request.tokens, tuple(self.tables[request.name])
+        self.wholes = [self._whole(msgspec.structs.replace(request, seed=seed), codec) for seed in range(SEEDS)]
+
+    def _whole(self, request: Request, codec: Any) -> list[torch.Tensor]:
+        """All of our memory as it is with this prompt in it."""
+        regions = [torch.full_like(region, POISON) for region in self.regions]
+        for rows in self._rows(regions, request, codec):
+            rows.put()
+        return regions
+
+    # As source:
+
+    def do_offer(self, seed: int, room: str, hold_s: float) -> dict[str, Any]:
+        """Compute a prompt and offer it; says `offered` once our agent knows of it. How the offer ended.
+
+        The blocks are somebody else's at once, while the sink may not be through with what came out of them.
+        """
+        self._offer(seed, room, hold_s)
+        code, reason = self._end_of(room)
+        self._scribble(POISON)
+        return {"code": code, "reason": reason}
+
+    def _offer(self, seed: int, room: str, hold_s: float) -> None:
+        for region, whole in zip(self.regions, self.wholes[seed], strict=True):
+            region.copy_(whole)
+        fence, blocks = self._mark(), (Blocks(0, 0, self.table),)
+        self.client.send(
+            Offer(room=room, request=room, tokens=self.tokens, blocks=blocks, is_last=True, hold_s=hold_s, fence=fence)
+        )
+        self.client.send(StatusQuery())
+        self.wait(lambda message: isinstance(message, Status))
+        say("offered", {})
+
+    def do_take_back(self, seed: int, room: str, hold_s: float, after_s: float, stop: int) -> dict[str, Any]:
+        """Offer; after so long that process is stopped, the offer taken back and, later, its blocks used again.
+
+        As an engine does that must compute on and gets no answer. Then the process goes on. How the offer ended.
+        """
+        self._offer(seed, room, hold_s)
+        time.sleep(after_s)
+        os.kill(stop, signal.SIGSTOP)
+        try:
+            self.client.send(Withdraw(request=room, reason="preempted"))
+            time.sleep(READERS_S)
+            self._scribble(POISON)
+        finally:
+            os.kill(stop, signal.SIGCONT)
+        code, reason = self._end_of(room)
+        return {"code": code, "reason": reason}
+
+    def do_offer_past(
+        self, seed: int, room: str, hold_s: float, after_s: float, stop: int, for_s: float
+    ) -> dict[str, Any]:
+        """Offer; after so long that process stands still for a while. How the offer ended."""
+        self._offer(seed, room, hold_s)
+        time.sleep(after_s)
+        os.kill(stop, signal.SIGSTOP)
+        time.sleep(for_s)
+        os.kill(stop, signal.SIGCONT)
+        code, reason = self._end_of(room)
+        return {"code": code, "reason": reason}
+
+    # As sink:
+
+    def do_want(self, seed: int, room: str, source: str) -> dict[str, Any]:
+        """Undisturbed: how long it took and what is wrong with our memory."""
+        self._scribble(POISON)
+        began = self._want(room, source)
+        code, reason = self._end_of(room)
+        return {"code": code, "reason": reason, "seconds": time.perf_counter() - began, "wrong": self._wrong(seed)}
+
+    def do_disturb(
+        self,
+        seed: int,
+        room: str,
+        source: str,
+        after_s: float,
+        kill: int,
+        pattern: int,
+        number: int = signal.SIGKILL,
+        calm_s: float = CALM_S,
+        is_patient: bool = True,
+    ) -> dict[str, Any]:
+        """Want, then abandon it after so long, or signal that process; how it ended, and what was written since.
+
+        The end of our agent's socket is not yet the end of its kernels: only its process's is.
+        """
+        process = os.pidfd_open(kill) if kill else -1
+        self._scribble(POISON)
+        began = self._want(room, source)
+        time.sleep(after_s)
+        if kill:
+            os.kill(kill, number)
+        else:
+            self.client.send(Abandon(request=room))
+        code, reason = self._end_of(room)
+        if code == GONE and is_patient:
+            assert select.select([process], [], [], GONE_S)[0], f"process {kill} is not gone in {GONE_S} s"
+        if kill:
+            os.close(process)
+        if not code:
+            return {"code": "", "seconds": time.perf_counter() - began, "wrong": self._wrong(seed)}
+        self._scribble(pattern)
+        time.sleep(calm_s)
+        return {"code": code, "reason": reason, "wrong": self._written_on(pattern)}
+
+    # Both:
+
+    def do_attach(self) -> dict[str, Any]:
+        self.attach()
+        return {}
+
+    def do_gone(self) -> dict[str, Any]:
+        """Wait until our agent's end is heard."""
+        try:
+            self.wait(lambda message: False)
+        except Rejected as error:
+            return {"is_gone": not self.client.is_connected, "reason": str(error)}
+        raise AssertionError
+
+    def _want(self, room: str, source: str) -> float:
+        """When it was sent."""
+        want = Want(
+            request=room,
+            room=room,
+            source=source,
+            first_token=0,
+            end_token=self.tokens,
+            blocks=(Blocks(0, 0, self.table),),
+            deadline_s=20.0,
+            fence=self._mark(),
+        )
+        began = time.perf_counter()
+        self.client.send(want)
+        return began
+
+    def _end_of(self, room: str) -> tuple[str, str]:
+        """(code, reason) of a want or an offer: none if all is well, GONE if our agent is."""
+
+        def is_the_end(message: Any) -> bool:
+            named = getattr(message, "request", getattr(message, "about", None))
+            return isinstance(message, Done | Failed | Released | Refused) and named == room
+
+        try:
+            message = self.wait(is_the_end)
+        except Rejected as error:
+            return (GONE if not self.client.is_connected else "silent"), str(error)
+        if isinstance(message, Refused):
+            return message.code, "; ".join(message.reasons)
+        return ("", "") if isinstance(message, Done) else (message.code, message.reason)
+
+    def _scribble(self, pattern: int) -> None:
+        """Write all of our memory, and return when that is over."""
+        for region in self.regions:
+            region.fill_(pattern)
+        if self.job.device != "cpu":
+            torch.cuda.synchronize(self.job.device)
+
+    def _written_on(self, pattern: int) -> str:
+        """What is not the pattern any more, in words."""
+        for index, region in enumerate(self.regions):
+            others = (region != pattern).nonzero().flatten()
+            if len(others):
+                first = int(others[0])
+                return f"region {index}: {len(others)} bytes written after the end, the first at {first}"
+        return ""
+
+    def _wrong(self, seed: int) -> str:
+        found = zip(self.layers, self.regions, self.wholes[seed], strict=True)
+        shape, rank = self.job.shape, self.job.rank
+        wrong = (first_difference(ours, whole, shape, rank, layer) for layer, ours, whole in found)
+        return next(filter(None, wrong), "")
+
+
+def main() -> None:
+    """Until stdin ends."""
+    torch.set_num_threads(1)
+    rank = Rank(msgspec.json.decode(sys.argv[1], type=Job))
+    say("ready", {})
+    for line in sys.stdin:
+        told = json.loads(line)
+        verb = told.pop("verb")
+        say(verb, getattr(rank, f"do_{verb}")(**told))
+
+
+def say(event: str, more: dict[str, Any]) -> None:
+    print(json.dumps({"event": event, **more}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Transfers that are abandoned, or lose an agent, at random moments: nobody writes where nobody may any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvbridge.failpoints import VARIABLE
+from tests.integration.agent.disturbed import (
+    READ_ENDED,
+    Pair,
+    Scale,
+    abandons,
+    pair_of,
+    sinks_agent_dies,
+    sources_agent_dies,
+    stands_still_for_a_while,
+    stands_still_over_a_withdrawal,
+)
+
+# A scatter, or a read, of 4 MiB outlasts an engine's waking up: were Failed told while one runs, it would show.
+SCALE = Scale(devices=("cpu", "cpu"), route="nixl", tokens=1024, slot_bytes=4 << 20, inbound_slots=4, outbound_slots=2)
+
+
+@pytest.fixture(scope="module", params=["nixl", "pull"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with pair_of(tmp_path_factory.mktemp("disturbed"), replace(SCALE, route=request.param)) as pair:
+        yield pair
+
+
+def test_nobody_writes_after_failed(pair: Pair) -> None:
+    abandons(pair, seed=1, rounds=20)
+
+
+def test_what_is_read_while_the_agent_stands_still_never_counts(pair: Pair) -> None:
+    assert stands_still_over_a_withdrawal(pair, seed=4, rounds=8) < 8
+
+
+def test_the_sinks_agent_dies(pair: Pair) -> None:
+    sinks_agent_dies(pair, seed=2, times=1)
+
+
+def test_the_sources_agent_dies(pair: Pair) -> None:
+    sources_agent_dies(pair, seed=3, times=2)
+
+
+def test_an_agent_that_stood_still_costs_time_and_no_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, READ_ENDED)
+    with pair_of(tmp_path, replace(SCALE, route="pull")) as pair:
+        stands_still_for_a_while(pair)

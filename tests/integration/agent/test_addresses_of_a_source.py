@@ -1,0 +1,219 @@
+"""One source, several addresses, several connections: one session, and every address is a name of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import permutations
+
+import pytest
+from kvbridge_proto.peer import Goodbye, Hello, Refuse, Settled
+
+from kvbridge.agent.dialling import REST_S
+from tests.integration.agent.player import Player, knows, reached, replace_struct, run, settle, welcomed
+from tests.unit.exchange.world import World
+
+
+def test_one_session_serves_every_address_of_an_agent() -> None:
+    async def story(world: World) -> None:
+        player, boot = await reached(world)
+        dialling = player.peers.dialling
+        dialling.reach("also")
+        (said,) = player.wires["also"].said(Hello)
+        (first,) = player.wires["P0"].said(Hello)
+        assert (said.address, first.address) == ("also", "P0") and said.serial > first.serial
+        knows(player, "also", boot)
+        assert player.opened_at == ["P0", "also"] and player.over == [] and player.wires["also"].is_lost
+        dialling.send("also", Settled(transfer="t"))
+        assert player.wires["P0"].said(Settled)
+        dialling.reach("also")
+        dialling.ask("also")
+        assert player.opened_at == ["P0", "also", "also"] and len(player.wires["P0"].said(Hello)) == 2
+        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        assert player.opened_at[3:] == ["P0", "also"]
+        player.peers._lose(player.wires["P0"], "gone")
+        assert player.over == [("P0", "peer_lost"), ("also", "peer_lost")] and player.peers.statuses() == []
+        dialling.reach("also")
+        assert len(player.wires["also"].said(Hello)) == 2
+
+    run(story)
+
+
+def test_a_welcome_is_for_whom_the_link_greeted_when_it_came() -> None:
+    """Its handling has its turn later, when the session may be over and the link greet for another one."""
+
+    async def story(world: World) -> None:
+        player, source = Player(world.sinks[0].home), world.sources[0].home
+        player.may_prove.set()
+        player.peers.dialling.reach("P0")
+        wire = player.wires["P0"]
+        stale = replace_struct(welcomed(world, wire), route="pull", probe=None)
+        async with asyncio.TaskGroup() as tasks:
+            player.peers._take(tasks, wire, source.agent.boot, stale)
+            player.peers._take(tasks, wire, source.agent.boot, Goodbye(reason="rescaled"))
+            player.peers.dialling.reach("P0")
+        assert len(wire.said(Hello)) == 2, "a session that is over was greeted for again"
+        assert player.over == [("P0", "peer_left")] and player.opened_at == []
+        await player.peers._welcome(wire, welcomed(world, wire))
+        assert player.opened_at == ["P0"]
+
+    run(story)
+
+
+def test_an_agent_that_is_being_greeted_by_another_address_is_waited_for() -> None:
+    async def story(world: World) -> None:
+        player, boot = await reached(world)
+        player.peers.dialling.ask("P0")
+        player.peers.dialling.reach("also")
+        knows(player, "also", boot)
+        assert player.opened_at == ["P0"]
+        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        assert player.opened_at == ["P0", "P0", "also"]
+        player.peers.end_all("the engine left")
+        assert player.over == [("P0", "engine_left"), ("also", "engine_left")]
+
+    run(story)
+
+
+def test_the_welcome_that_the_other_address_gets_may_come_later_than_the_word_of_it() -> None:
+    async def story(world: World) -> None:
+        player, boot = Player(world.sinks[0].home), world.sources[0].home.agent.boot
+        player.may_prove.set()
+        for address in ("P0", "also"):
+            player.peers.dialling.reach(address)
+        knows(player, "also", boot)
+        assert not player.opened_at and not player.over
+        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        assert player.opened_at == ["P0", "also"] and player.wires["also"].is_lost and not player.over
+        assert len(player.peers.statuses()) == 1
+
+    run(story)
+
+
+def test_an_address_becomes_no_name_of_a_session_with_another_key() -> None:
+    async def story(world: World) -> None:
+        player, boot = await reached(world)
+        player.peers.dialling.reach("also")
+        player.wires["also"].key = "of another"
+        knows(player, "also", boot)
+        assert not player.over
+        knows(player, "also", boot)
+        assert player.over == [("also", "already_open")] and player.opened_at == ["P0"]
+
+    run(story)
+
+
+def test_who_says_that_we_have_a_session_when_we_have_none_is_told_so_once() -> None:
+    """It has not noticed yet that we gave it up; other sessions are older, so the first Hello could not say that."""
+
+    async def story(world: World) -> None:
+        player, _ = await reached(world)
+        player.peers.dialling.reach("other")
+        (said,) = player.wires["other"].said(Hello)
+        assert said.oldest == 1 < said.serial
+        knows(player, "other", "a boot that we have not met")
+        again = player.wires["other"].said(Hello)[1]
+        assert again.oldest > again.serial == said.serial and not player.over
+        knows(player, "other", "a boot that we have not met")
+        assert player.over == [("other", "already_open")] and player.opened_at == ["P0"]
+        await settle()
+
+    run(story)
+
+
+@pytest.mark.parametrize("refused", list(permutations(("also", "third", "fourth"))))
+def test_many_addresses_of_one_agent_become_names_of_the_one_that_is_welcome(refused: tuple[str, ...]) -> None:
+    async def story(world: World) -> None:
+        player, boot = Player(world.sinks[0].home), world.sources[0].home.agent.boot
+        player.may_prove.set()
+        for address in ("P0", "also", "third", "fourth"):
+            player.peers.dialling.reach(address)
+        for address in refused[:2]:
+            knows(player, address, boot)
+        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        knows(player, refused[2], boot)
+        assert player.opened_at[0] == "P0" and sorted(player.opened_at[1:]) == ["also", "fourth", "third"]
+        assert list(player.peers.dialling.sessions) == ["P0"] and not player.over
+        player.peers._lose(player.wires["P0"], "gone")
+        assert len(player.over) == 4 and not player.peers.dialling._also
+
+    run(story)
+
+
+def test_names_of_what_becomes_a_name_come_along() -> None:
+    async def story(world: World) -> None:
+        player, boot = await reached(world)
+        dialling = player.peers.dialling
+        dialling.reach("also")
+        knows(player, "also", boot)
+        dialling.reach("other")
+        dialling._merge(dialling.sessions["P0"], dialling.sessions["other"])
+        assert dialling._also == {"P0": "other", "also": "other"}
+
+    run(story)
+
+
+def test_who_was_taken_for_the_other_address_and_is_somebody_else_is_waited_for_no_longer() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        player.may_prove.set()
+        for address in ("P0", "other"):
+            player.peers.dialling.reach(address)
+        knows(player, "other", "a boot that we have not met")
+        assert len(player.wires["other"].said(Hello)) == 1
+        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+        assert len(player.wires["other"].said(Hello)) == 2 and player.opened_at == ["P0"]
+
+    run(story)
+
+
+def test_a_hello_that_nobody_answers_is_taken_back_before_its_connection_is_closed() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        player.peers.dialling.reach("P0")
+        wire = player.wires["P0"]
+        close = wire.close
+        wire.close = lambda: (wire.sent.append("closed"), close())  # type: ignore[method-assign,assignment]
+        player.peers.dialling.tick(time.monotonic() + 1000.0)
+        assert player.over == [("P0", "peer_unreachable")] and wire.is_lost
+        assert [type(body).__name__ for body in wire.sent] == ["Hello", "Goodbye", "str"]
+
+    run(story)
+
+
+def test_a_link_that_has_had_no_session_for_a_while_is_closed() -> None:
+    """Agents that refuse have as many names as requests make up, and links are few."""
+
+    async def story(world: World) -> None:
+        player = Player(world.sinks[0].home)
+        dialling = player.peers.dialling
+        for address in ("used", "unused"):
+            dialling.reach(address)
+            wire = player.wires[address]
+            player.peers._hear(wire, "B", Refuse(code="no_engine", reasons=()))
+        assert player.over == [("used", "no_engine"), ("unused", "no_engine")]
+        dialling.tick(time.monotonic() + REST_S - 5.0)
+        assert not player.wires["unused"].is_lost, "it may bring a Drained yet"
+        dialling.reach("used")
+        dialling._deadlines.clear("used")
+        dialling.tick(time.monotonic() + REST_S + 5.0)
+        assert player.wires["unused"].is_lost and not player.wires["used"].is_lost
+
+    run(story)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_link_whose_session_ended_with_our_engine_is_closed_as_well(is_told: bool) -> None:
+    """Engines come and go, slots are made anew: the links of before would use up all that there may be."""
+
+    async def story(world: World) -> None:
+        player, _ = await reached(world)
+        dialling, wire = player.peers.dialling, player.wires["P0"]
+        (player.peers.end_all if is_told else player.peers.renew)("the engine left")
+        assert wire.said(Goodbye) and not dialling.sessions
+        dialling.tick(time.monotonic() + REST_S - 5.0)
+        assert not wire.is_lost, "it may bring a Drained yet"
+        dialling.tick(time.monotonic() + REST_S + 5.0)
+        assert wire.is_lost
+
+    run(story)

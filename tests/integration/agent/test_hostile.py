@@ -1,0 +1,168 @@
+"""What a peer says of another is not done, and nothing that a peer says keeps `kvbridge status` from being read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from kvbridge_proto.codec import decode, encode
+from kvbridge_proto.peer import Cancel, Claim, Drained, Goodbye, Grant, Lease, Refuse
+from kvbridge_proto.status import PeerStatus, TransferStatus
+
+from kvbridge.agent.logs import PlainFormatter
+from kvbridge.agent.relations import Accepted
+from kvbridge.agent.status import peer_statuses, transfers
+from kvbridge.dataplane.mover import Mover
+from kvbridge.dataplane.routes.choice import Connected
+from kvbridge.exchange.orders import Dropped, Malformed
+from kvbridge.exchange.session import Session, hello
+from kvbridge.geometry.compat import Convertible
+from tests.integration.agent.player import run, welcomed
+from tests.integration.agent.test_agent_names import Fetching
+from tests.integration.fuzz.agents import Besieged, Siege
+from tests.integration.fuzz.machines import ALL_ROWS
+from tests.unit.exchange.world import World
+from tests.unit.proto.samples import NOTICE
+
+
+async def claimed() -> tuple[Siege, Claim]:
+    """An honest sink has a claim that waits."""
+    siege = Siege()
+    await siege.begin()
+    plan = siege.ours.peers.accepting.sessions["good"].session.planner.plan(ALL_ROWS, 0, 80, 1024)
+    await siege.hear(siege.honest, "good", siege.claim(plan.digest))
+    assert "honest" in siege.ours.outbound.outlets
+    return siege, siege.claim(plan.digest)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        Goodbye(reason="not mine to say"),
+        Cancel(transfer="honest", code="aborted"),
+        Grant(transfer="honest", leases=(Lease(0, 1),)),
+    ],
+    ids=lambda body: type(body).__name__,
+)
+def test_a_link_that_says_anothers_name_cannot_speak_for_it(body: Goodbye | Cancel | Grant) -> None:
+    async def story() -> None:
+        siege, _ = await claimed()
+        stranger = siege.links[1]
+        assert stranger.peer_boot == "good"
+        await siege.hear(stranger, "good", body)
+        out = siege.ours.outbound.outlets["honest"]
+        assert not out.early and out.state.name == "WAITING" and "good" in siege.ours.peers.accepting.sessions
+        assert not any(isinstance(said, Drained) for said in siege.honest.heard)
+
+    asyncio.run(story())
+
+
+def test_a_claim_on_anothers_session_is_refused() -> None:
+    async def story() -> None:
+        siege, claim = await claimed()
+        await siege.hear(siege.links[1], "good", msgspec.structs.replace(claim, transfer="stolen"))
+        assert set(siege.ours.outbound.outlets) == {"honest"}
+        refuse = siege.links[1].last(Refuse)
+        assert refuse.code == "no_session"
+
+    asyncio.run(story())
+
+
+def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
+    world = World()
+    world.want("r", end=16)
+    world.run()
+    (session,) = world.sources[0].accepted.values()
+    assert isinstance(session, Session)
+    long = replace(session, verdict=Convertible(("x" * 1024,) * 33))
+    link = SimpleNamespace(key="", address="a" * 256, says_by_pipe=False)
+    accepted = Accepted(link, long, Connected(session.routed, 1), hello(world.sinks[0].home))  # type: ignore[arg-type]
+    (status,) = peer_statuses((), [accepted], {}.get)
+    assert decode(encode(status), PeerStatus) == status and len(status.verdict) == 4096
+
+
+def test_a_claim_of_all_tokens_there_could_be_can_be_shown() -> None:
+    world = World()
+    world.want("r", end=16)
+    world.run()
+    (source,) = world.sources
+    (out,) = source.outbound.outlets.values()
+    session = source.accepted[out.boot]
+    out.plan = session.planner.plan(out.claim.takes, 0, 1 << 40, 64)
+    assert out.plan.chunks > 1 << 40
+    shown = transfers(source.inbound, source.outbound, 1e9)
+    assert decode(encode(shown), tuple[TransferStatus, ...]) == shown
+
+
+def test_a_name_that_is_a_line_of_its_own_forges_no_line() -> None:
+    forged = "x\n2026-11-21 00:00:00 INFO kvbridge.agent: stopped\x1b[2J"
+    record = logging.LogRecord("kvbridge.peers", logging.WARNING, "", 0, "refused a peer: peer=%s", (forged,), None)
+    line = PlainFormatter("%(levelname)s %(message)s").format(record)
+    assert line.startswith("WARNING refused a peer: peer=x\\x0a2026") and line.isprintable()
+    try:
+        raise ValueError("cause")
+    except ValueError:
+        fault = logging.LogRecord("kvbridge", logging.ERROR, "", 0, "failed", (), sys.exc_info())
+    assert len(PlainFormatter().format(fault).splitlines()) > 3
+
+
+def test_a_notice_that_is_larger_than_any_is_not_unpacked() -> None:
+    mover = Mover(lambda: pytest.fail("not started"), "us", None, 1.0)  # type: ignore[arg-type]
+    try:
+        mover._notice(encode(NOTICE))
+        assert mover.receiving.take_reports() == [Dropped(NOTICE.transfer, NOTICE.slot)]
+        mover._notice(encode([0] * 100_000))
+        assert mover.receiving.take_reports() == [Malformed("frame_too_large")]
+    finally:
+        os.close(mover._wake)
+
+
+def test_writes_that_count_for_nothing_are_counted_each_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    ours = Besieged()
+    odd = msgspec.structs.replace(NOTICE, transfer="x\nanother line")
+    with caplog.at_level(logging.WARNING, "kvbridge.sink"):
+        for _ in range(100):
+            assert not ours.land(odd)
+        assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
+        ours.now += 61
+        assert not ours.land(odd)
+    assert len(caplog.records) == 2
+    assert ours.metrics.values()["kvbridge_late_writes_total"] == 101
+
+
+@pytest.mark.parametrize("is_welcome", [True, False])
+def test_another_key_frees_no_slot_by_saying_the_boot_of_a_source_that_stands_still(is_welcome: bool) -> None:
+    async def story(world: World) -> None:
+        player, source = Fetching(world.sinks[0].home), world.sources[0].home
+        slots, wires = player.inbound.slots, player.wires
+        player.want("P0")
+        wires["P0"].key = "of P0"
+        await player.peers._welcome(wires["P0"], welcomed(world, wires["P0"]))
+        (claim,) = wires["P0"].said(Claim)
+        player.peers._lose(wires["P0"], "it stands still")
+        player.report()
+        assert slots.counts().quarantined > 0
+        player.want("M")
+        wires["M"].key = "of M"
+        if is_welcome:
+            await player.peers._welcome(wires["M"], welcomed(world, wires["M"]))
+            assert player.peers.dialling.sessions["M"].session is not None
+        else:
+            player.peers._hear(wires["M"], source.agent.boot, Refuse(code="no_engine", reasons=()))
+        assert not wires["M"].said(Cancel)
+        for said in (Drained(transfer=claim.transfer), Refuse(code="bad_claim", reasons=(), about=claim.transfer)):
+            player.peers._hear(wires["M"], source.agent.boot, said)
+            assert slots.counts().quarantined > 0
+        player.want("P0")
+        player.peers._hear(wires["P0"], source.agent.boot, Refuse(code="no_engine", reasons=()))
+        assert [cancel.transfer for cancel in wires["P0"].said(Cancel)] == [claim.transfer]
+        player.peers._hear(wires["P0"], source.agent.boot, Drained(transfer=claim.transfer))
+        assert not slots.counts().quarantined
+
+    run(story)

@@ -1,0 +1,44 @@
+"""`kvbridge status --pool` and `kvbridge plan` ask running agents for their engines' pools."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+from kvbridge_proto.pool import Pool
+
+from tests.integration.agent.harness import PYTHON, SyntheticEngine, agent
+from tests.support.oracle import Shape, build_all
+
+
+def kvbridge(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [PYTHON, "-m", "kvbridge.cli", *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_plan_asks_the_agents_of_two_engines(tmp_path: Path) -> None:
+    (source,), (sink,) = build_all(Shape("nhd")), build_all(Shape("hnd", block_tokens=64))
+    with agent(tmp_path, "p") as p, agent(tmp_path, "d") as d, closing(SyntheticEngine(p, source)) as engine:
+        engine.attach()
+        told = kvbridge("plan", p.socket, d.socket, "--json")
+        assert told.returncode == 1 and json.loads(told.stdout)["code"] == "agent_refused"
+        assert f"{d.socket}: no_engine: no engine is attached" in told.stderr
+        with closing(SyntheticEngine(d, sink)) as other:
+            other.attach()
+            told = kvbridge("plan", p.socket, d.socket, "--json")
+            assert told.returncode == 0, told.stderr
+            found = json.loads(told.stdout)
+            assert found["verdict"] == "Convertible" and found["sources"][0]["chunks"] > 1  # of their slots, 64 KiB
+            file = tmp_path / "p.json"
+            file.write_text(kvbridge("status", "--pool", "--socket", p.socket).stdout)
+            assert msgspec.json.decode(file.read_bytes(), type=Pool) == source.pool
+            by_file = json.loads(kvbridge("plan", file, d.socket, "--json", "--slot-bytes", "65536").stdout)
+            assert by_file == found
+            told = kvbridge("status", "--pool", "--socket", p.socket, "--socket", d.socket)
+            both = {source.pool.engine.id, sink.pool.engine.id}
+            assert len(both) == 1 or (told.returncode == 2 and "name the sockets of one" in told.stderr)
+            assert engine.client.hear(0) is False and other.client.hear(0) is False  # it is no engine that asks

@@ -1,0 +1,165 @@
+"""Several agents are greeted and proved at once: with a real mover, over a fabric whose writes may never end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from kvbridge_proto.peer import PROBE_LANES, Hello, Refuse, Welcome
+
+from kvbridge.agent.accepting import MOST_GREETINGS, TURN_S
+from kvbridge.agent.doors import NoDoors
+from kvbridge.agent.metrics import Metrics
+from kvbridge.agent.peers import Peers
+from kvbridge.dataplane.equipment import Dock, Docks, Equipment
+from kvbridge.dataplane.jobs import Jobs
+from kvbridge.dataplane.mover import Mover
+from kvbridge.dataplane.receiving import Receiving
+from kvbridge.dataplane.routes.choice import Connected
+from kvbridge.dataplane.routes.rate import PROBE_S
+from kvbridge.dataplane.routes.staged import Landing
+from kvbridge.dataplane.sending import Sending
+from kvbridge.dataplane.waiting import Job, WaitWrite
+from kvbridge.device.porter_cpu import CpuPorter
+from kvbridge.device.staging import Staging
+from kvbridge.exchange.route import Routed, Site
+from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
+from tests.integration.agent.player import Player, greeting, replace_struct, run, settle
+from tests.integration.agent.wire import Wire
+from tests.unit.exchange.world import World
+
+SLOT_BYTES = 1 << 15
+
+
+class Network:
+    """The source `a` and any number of sinks."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.loopback = LoopbackNetwork()
+        self._stack = stack
+        self.source = self.equipment("a")
+
+    def equipment(self, boot: str) -> Equipment:
+        fabric = LoopbackFabric(self.loopback, boot)
+        self._stack.callback(fabric.close)
+        inbound, outbound = (self._stack.enter_context(Staging.pageable(SLOT_BYTES, 1)) for _ in range(2))
+        fabric.register(inbound.base, inbound.size_bytes)
+        fabric.register(outbound.base, outbound.size_bytes, is_target=False)
+        dock = Dock(boot, inbound, outbound, fabric, CpuPorter())
+        docks = Docks(dock, None, Site(dock.card()), ExitStack())
+        return Equipment(CpuPorter(), docks.site, lambda _: docks, ExitStack(), docks)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with ExitStack() as stack:
+        yield Network(stack)
+
+
+@asynccontextmanager
+async def proving(network: Network, world: World) -> Any:
+    player = Player(replace(world.sources[0].home, site=network.source.site))
+    mover = Mover(lambda: network.source, "a", player, 1.0)
+    await mover.start()
+    player.peers = Peers(player, mover, lambda: player.home, Metrics(), 5.0, NoDoors())
+    player.peers.dialling.sink = player.peers.accepting.source = player
+    try:
+        yield player
+    finally:
+        await mover.stop()
+
+
+def hello_of(network: Network, world: World, boot: str) -> Hello:
+    site = network.equipment(boot).site
+    return replace_struct(greeting(world, boot), fabric=site.fabric, host=site.host, device=site.device)
+
+
+def test_sinks_that_cannot_be_written_to_keep_no_newcomer_out(network: Network) -> None:
+    async def story(world: World) -> None:
+        async with proving(network, world) as player, asyncio.TaskGroup() as tasks:
+            dead = [Wire(f"dead{number}") for number in range(5)]
+            for wire in dead:
+                network.loopback.stall(wire.address)
+                player.peers._take(tasks, wire, wire.address, hello_of(network, world, wire.address))
+            await settle()
+            began, newcomer = time.monotonic(), Wire("newcomer")
+            player.peers._take(tasks, newcomer, "newcomer", hello_of(network, world, "newcomer"))
+            while not newcomer.sent:  # noqa: ASYNC110 - the mover's thread answers
+                await asyncio.sleep(0.005)
+            assert newcomer.said(Welcome)
+            assert not any(wire.sent for wire in dead), "it came in while they were being tried"
+            while not all(wire.sent for wire in dead):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert time.monotonic() - began < 2 * PROBE_S, "each of them has its own bound, from its own beginning"
+            assert [refusal.code for wire in dead for refusal in wire.said(Refuse)] == ["no_route"] * 5
+
+    run(story)
+
+
+def resumed(network: Network, job: Job) -> WaitWrite | None:
+    """A proof up to its next write; None at its end. The event of the one before is its due."""
+    try:
+        wait = next(job)
+    except StopIteration:
+        return None
+    assert isinstance(wait, WaitWrite)
+    return wait
+
+
+def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_meanwhile(network: Network) -> None:
+    heard: list[Any] = []
+    jobs = Jobs(network.source, "a", Sending(0), Receiving(), 1.0)
+    slow = network.equipment("slow")
+    network.loopback.stall("slow")
+    first = jobs.connect(Landing("slow", slow.site, 3), lambda found, error: heard.append(found or error))
+    held = resumed(network, first)
+    assert held is not None
+    quick = network.equipment("quick")
+    for _ in range(PROBE_LANES):
+        job = jobs.connect(Landing("quick", quick.site, 5), lambda found, error: heard.append(found or error))
+        wait = resumed(network, job)
+        while wait is not None:
+            (ended,) = [event for event in wait.fabric.poll(0.0) if event.id == wait.id]
+            try:
+                wait = job.send(ended)
+            except StopIteration:
+                wait = None
+    assert len(heard) == PROBE_LANES and all(isinstance(each, Connected) for each in heard)
+    network.loopback.resume("slow")
+    wait = held
+    try:
+        while True:
+            (ended,) = wait.fabric.poll(0.0)
+            wait = first.send(ended)
+    except StopIteration:
+        pass
+    routed: Routed = heard[-1].routed
+    assert Jobs(slow, "slow", Sending(0), Receiving(), 1.0).is_proved(routed.route, 3, routed.probe)
+    assert len(network.source.dock.lanes) == PROBE_LANES, "all were given back"
+
+
+def test_two_hellos_of_one_agent_are_answered_one_after_the_other() -> None:
+    async def story(world: World) -> None:
+        player = Player(world.sources[0].home)
+        wires = [Wire("D0", peer_boot="D"), Wire("D0", peer_boot="D"), Wire("E0", peer_boot="E")]
+        async with asyncio.TaskGroup() as tasks:
+            for number, wire in enumerate(wires):
+                said = replace_struct(greeting(world, wire.peer_boot), serial=number)
+                player.peers._take(tasks, wire, wire.peer_boot, said)
+            await asyncio.sleep(3 * TURN_S)
+            assert [landing.boot for landing in player.proving] == ["D", "E"]
+            player.may_prove.set()
+        assert [landing.boot for landing in player.proving] == ["D", "E", "D"]
+        assert all(wire.said(Welcome) for wire in wires)
+        assert {boot for boot, _ in player.disconnected} <= {"D"} and len(player.peers.statuses()) == 2
+
+    run(story)
+
+
+def test_proofs_of_all_who_are_greeted_have_a_lane_each() -> None:
+    assert MOST_GREETINGS <= PROBE_LANES

@@ -1,0 +1,68 @@
+"""Who has an engine's memory mapped, by the route `pull`: shown while it reads, and more so when it should be gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+from kvbridge_proto.engine import Detach
+
+from tests.integration.agent.harness import AgentProcess, wait_for
+from tests.integration.agent.test_carry import Bench
+from tests.integration.agent.test_holding import shown
+from tests.support.oracle import Shape
+
+TABLE, TOKENS = [3, 1, 2], range(40)
+BACK_S = 1.0  # in which receivers that behave have closed it
+
+
+def mappings(agent: AgentProcess, inode: int) -> int:
+    """Of this file, in the agent's address space."""
+    return sum(line.split()[4] == str(inode) for line in Path(f"/proc/{agent.process.pid}/maps").open())
+
+
+def carried(folder: Path, stack: ExitStack) -> Bench:
+    bench = Bench(folder, stack, Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8), routes="pull,host")
+    bench.fill(TABLE, TOKENS)
+    bench.offer("r", TABLE, len(TOKENS))
+    bench.want("r", [5], TOKENS)
+    bench.done("r")
+    bench.check([5], TOKENS)
+    return bench
+
+
+def test_status_and_metrics_show_who_reads_and_how_much(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        bench = carried(tmp_path, stack)
+        source, sink = bench.sources[0].agent, bench.sinks[0].agent
+        (reader,) = source.status.readers
+        assert (reader.agent, reader.pid, reader.uid) == ("d0", sink.process.pid, os.getuid())
+        assert reader.over_s is None and sink.status.readers == ()
+        (peer,) = sink.status.peers
+        assert re.match(r"pull [0-9.e+]+ GB/s in \d+ KiB", peer.route), peer.route
+        assert f"{sink.process.pid} d0 (uid {os.getuid()})" in shown(source)
+        wait_for(lambda: "kvbridge_chunks_total{role=source}" in source.status.counters)
+        for name in ("chunks", "wire_bytes"):
+            sent = source.status.counters[f"kvbridge_{name}_total{{role=source}}"]
+            assert sent == sink.status.counters[f"kvbridge_{name}_total{{role=sink}}"] > 0
+
+
+def test_memory_of_an_engine_that_left_is_closed_or_its_reader_is_named(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        bench = carried(tmp_path, stack)
+        (engine,), source, sink = bench.sources, bench.sources[0].agent, bench.sinks[0].agent
+        inode = os.fstat(engine.fds[0]).st_ino
+        assert mappings(sink, inode)
+        sink.process.send_signal(signal.SIGSTOP)
+        engine.client.send(Detach())
+        wait_for(lambda: source.status.engine is None)
+        assert mappings(sink, inode)
+        wait_for(lambda: [reader.over_s is not None for reader in source.status.readers] == [True])
+        assert "to be closed for" in shown(source)
+        sink.process.send_signal(signal.SIGCONT)
+        wait_for(lambda: source.status.readers == (), BACK_S)
+        assert not mappings(sink, inode)
+        assert bench.sinks[0].agent.status.engine is not None

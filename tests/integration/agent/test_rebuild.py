@@ -1,0 +1,327 @@
+"""Slots that stay in doubt: other slots take their place, and what is written to them late goes nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvbridge_proto.engine import Done, Failed
+from kvbridge_proto.status import SlotCounts
+
+from kvbridge.agent.metrics import Metrics
+from kvbridge.agent.rebuild import PAUSE_S, Patience, Rebuilder
+from kvbridge.dataplane.slots import LocalSlots
+from kvbridge.device.driver import CudaError
+from kvbridge.errors import FabricError
+from kvbridge.exchange.actions import Send
+from kvbridge.exchange.slots import SlotPool
+from tests.integration.agent.disturbed import pair_of, stands_still
+from tests.integration.agent.harness import SyntheticEngine, agent, wait_for
+from tests.integration.agent.test_abandon import SCALE
+from tests.support.oracle import Shape, build
+from tests.unit.exchange.world import World
+
+HALF, LESS = SlotCounts(free=2, lent=0, landed=0, quarantined=2), SlotCounts(free=3, lent=0, landed=0, quarantined=1)
+
+
+def test_an_agent_that_stands_still_costs_others_their_slots_for_a_while_only(tmp_path: Path) -> None:
+    scale = replace(SCALE, more={"silence_s": "1", "rebuild_s": "1"})
+    with pair_of(tmp_path, scale) as pair:
+        for seed in (1, 2):  # the second time it is the new slots that are left behind
+            stands_still(pair, seed)
+
+
+def test_patience_begins_when_half_are_quarantined_however_busy_the_others_are() -> None:
+    patience = Patience(10.0)
+    busy = SlotCounts(free=0, lent=1, landed=1, quarantined=2)
+    for counts, now, is_over in ((HALF, 100.0, False), (busy, 109.9, False), (busy, 110.0, True), (HALF, 111.0, True)):
+        assert patience.is_over(counts, now) is is_over
+
+
+def test_patience_begins_anew_once_fewer_are_quarantined() -> None:
+    patience = Patience(10.0)
+    for counts, now in ((HALF, 0.0), (LESS, 9.0), (HALF, 11.0), (HALF, 20.9)):
+        assert not patience.is_over(counts, now)
+    assert patience.is_over(HALF, 21.0)
+
+
+@pytest.mark.parametrize("quarantined", [4, 3])
+def test_patience_with_most_of_them(quarantined: int) -> None:
+    patience = Patience(1.0)
+    counts = SlotCounts(free=4 - quarantined, lent=0, landed=0, quarantined=quarantined)
+    assert not patience.is_over(counts, 0.0) and patience.is_over(counts, 1.0)
+
+
+class Played:
+    """Engines and mover of a rebuilder, and the clock: what is under way ends when `is_quiet`."""
+
+    def __init__(self, failures: Sequence[Exception] = ()) -> None:
+        self.now, self.is_quiet, self.paused, self.tried = 0.0, True, 0, 0
+        self.resumed = self.discarded = 0
+        self.rebuilt: list[float] = []
+        self.reasons: list[str] = []
+        self.sink = self
+        self.slots = SlotPool(2)
+        self.slots.lend(2, "t")
+        self.slots.doubt("t")
+        self._failures = deque(failures)
+        self.local = LocalSlots(2)
+        self.rebuilder = Rebuilder(
+            self.slots,
+            self.local,
+            self,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            Metrics(),
+            1.0,
+            lambda: self.now,
+        )
+
+    async def prepare_docks(self) -> object:
+        self.tried += 1
+        if self._failures:
+            raise self._failures.popleft()
+        return object()
+
+    def pause(self) -> bool:
+        self.paused += 1
+        return self.is_quiet
+
+    def resume(self) -> None:
+        self.resumed += 1
+
+    def discard(self, docks: object) -> None:
+        self.discarded += 1
+
+    def rebuild(self, docks: object, reason: str) -> None:
+        self.rebuilt.append(self.now)
+        self.reasons.append(reason)
+        self.slots.rebuilt()
+        self.local.make(2)
+
+    def look(self, *times: float) -> None:
+        async def story() -> None:
+            for self.now in times:
+                await self.rebuilder.look()
+
+        asyncio.run(story())
+
+
+def test_a_rebuild_that_finds_no_memory_leaves_all_as_it_was_and_is_tried_again_later() -> None:
+    full = CudaError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+    played = Played([full, OSError("no memory"), FabricError("rebuild_refused", "")])
+    played.look(0.0, 1.0, 1.5, 11.5, 12.0, 22.0)
+    assert played.tried == 3 and not played.paused and played.slots.counts().quarantined == 2
+    assert played.rebuilder.refused == "rebuild_refused"
+    played.look(33.0)
+    assert not played.rebuilder.refused and played.rebuilt == [33.0] and not played.slots.counts().quarantined
+
+
+def test_that_a_rebuild_is_refused_is_over_once_none_is_needed() -> None:
+    played = Played([FabricError("rebuild_refused", "")])
+    played.look(0.0, 1.0)
+    assert played.rebuilder.refused
+    played.slots.drain("t")
+    played.look(1.5)
+    assert not played.rebuilder.refused and played.tried == 1
+
+
+def test_what_is_under_way_may_end_before_a_rebuild_but_not_for_ever() -> None:
+    played = Played()
+    played.is_quiet = False
+    played.look(0.0, 1.0, 1.5)
+    assert played.rebuilder.is_pausing and not played.rebuilt
+    played.is_quiet = True
+    played.look(1.6)
+    assert played.rebuilt == [1.6] and played.tried == 1 and not played.rebuilder.is_pausing
+    played = Played()
+    played.is_quiet = False
+    played.look(0.0, 1.0, 1.0 + PAUSE_S - 0.1, 1.0 + PAUSE_S)
+    assert played.rebuilt == [1.0 + PAUSE_S]
+
+
+def test_proof_that_comes_at_last_makes_a_rebuild_needless() -> None:
+    played = Played()
+    played.is_quiet = False
+    played.look(0.0, 1.0)
+    assert played.rebuilder.is_pausing
+    played.slots.drain("t")
+    played.look(1.1)
+    assert not played.rebuilt and played.resumed == played.discarded == 1 and not played.rebuilder.is_pausing
+    played.rebuilder.close()
+    assert played.discarded == 1
+
+
+def test_what_was_prepared_is_closed_when_the_agent_ends_before_it_is_used() -> None:
+    played = Played()
+    played.is_quiet = False
+    played.look(0.0, 1.0)
+    played.rebuilder.close()
+    assert played.discarded == 1 and not played.rebuilder.is_pausing
+
+
+def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end() -> None:
+    world = World(slots=4)
+    inbound = world.sinks[0].inbound
+    for request in ("early", "late"):
+        world.offer(request, 16, 4)
+    world.hold.add("write")
+    world.want("early", 16)
+    world.run()
+    assert not inbound.pause()
+    world.want("late", 16)
+    world.hold.clear()
+    world.run()
+    assert list(world.answers()) == ["early"] and isinstance(world.answers()["early"], Done)
+    assert inbound.pause() and not world.sources[0].outbound.outlets
+    world.do(world.sinks[0], inbound.rebuilt(world.sinks[0].home, world.now))
+    world.run()
+    assert isinstance(world.answers()["late"], Done)
+    world.check_rest()
+
+
+def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_its_session() -> None:
+    world = World()
+    world.hold.add("write")
+    for request in ("flows", "waits"):
+        world.want(request, 16)
+    world.offer("flows", 16, 4)
+    world.run()
+    outbound = world.sources[0].outbound
+    states = {out.claim.want: out.state.name for out in outbound.outlets.values()}
+    assert sorted(states.values()) == ["FLOWING", "WAITING"] and not outbound.pause(is_alone=True)
+    told = [action.body for action in outbound.rebuilt("test") if isinstance(action, Send)]
+    assert [type(body).__name__ for body in told] == ["Failing"]
+
+
+def test_what_is_claimed_before_a_rebuild_waits_for_it() -> None:
+    """Claims that nothing was begun of go with their sessions, and come again; a pause that ends lets them go on."""
+    world = World()
+    (source,) = world.sources
+    outbound = source.outbound
+    assert outbound.pause(is_alone=True)
+    for request in ("early", "late"):
+        world.offer(request, 16, 4)
+        world.want(request, 16)
+    world.run()
+    assert outbound.pause(is_alone=True) and {out.state.name for out in outbound.outlets.values()} == {"WAITING"}
+    world.do(source, outbound.resume())
+    world.run()
+    assert [type(answer) for answer in world.answers().values()] == [Done, Done]
+    outbound.pause(is_alone=True)
+    world.do(source, outbound.rebuilt("test"))
+    world.offer("after", 16, 4)
+    world.want("after", 16)
+    world.run()
+    assert isinstance(world.answers()["after"], Done)
+    world.check_rest()
+
+
+def test_a_claim_that_takes_nothing_waits_for_no_rebuild() -> None:
+    """Its sink has forgotten it already, and would not make it again: the blocks would be held for nobody."""
+    world = World()
+    (source,) = world.sources
+    source.outbound.pause(is_alone=True)
+    world.offer("r", 16, 4)
+    world.want("r", 16, first=16)
+    world.run()
+    assert isinstance(world.answers()["r"], Done) and world.released()["r"].code == ""
+
+
+def test_one_of_several_ranks_goes_on_before_its_rebuild() -> None:
+    """What its twin has given cannot be claimed again: the want would fail."""
+    world = World(sources=2)
+    source = world.sources[0]
+    assert source.outbound.pause(is_alone=False)
+    world.offer("r", 16, 4)
+    world.want("r", 16)
+    world.run()
+    assert isinstance(world.answers()["r"], Done)
+    world.check_rest()
+
+
+def test_slots_that_we_send_from_are_made_anew_as_well() -> None:
+    played = Played()
+    played.slots.drain("t")
+    slot = played.local.take()
+    assert slot is not None
+    played.look(0.0, 2.0)
+    assert not played.rebuilt
+    played.local.doubt(slot)
+    played.look(3.0, 3.9)
+    assert not played.rebuilt
+    played.look(4.0)
+    assert played.rebuilt == [4.0] and played.local.counts() == SlotCounts(free=2, lent=0, landed=0, quarantined=0)
+    assert played.reasons == ["rebuild_s: 1 of 2 outbound slots were quarantined for 1 s"]
+    played.local.give_back(slot)  # the late write has ended: that slot is nobody's any more
+    assert played.local.free == 2
+
+
+def test_slots_that_the_mover_has_not_made_anew_yet_are_no_reason_for_others() -> None:
+    """Its thread may be at something that takes a second, and others would take as much memory again."""
+    played = Played()
+    played.slots.drain("t")
+    for _ in range(2):
+        local = played.local.take()
+        assert local is not None
+        played.local.doubt(local)
+    make, later = played.local.make, list[int]()
+    played.local.make = later.append  # type: ignore[method-assign]
+    played.look(0.0, 1.0, 1.5, 1.9)
+    assert played.rebuilt == [1.0] and played.tried == 1
+    make(*later)
+    played.look(2.5, 5.0)
+    assert played.rebuilt == [1.0] and played.tried == 1
+
+
+def test_a_sink_that_stands_still_costs_others_the_slots_that_we_send_from_for_a_while_only(tmp_path: Path) -> None:
+    """Its writes stay under way as long as it stands still: nothing ends them, and nothing else may use their slots."""
+    options: dict[str, Any] = {
+        "routes": "nixl",
+        "outbound_slots": 2,
+        "inbound_slots": 8,
+        "slot_bytes": 65536,
+        "silence_s": 4,
+        "write_timeout_s": 1,
+        "rebuild_s": 1,
+    }
+    with ExitStack() as stack:
+        agents = [stack.enter_context(agent(tmp_path, name, **options)) for name in ("p", "still", "other")]
+        held = [build(Shape("nhd", block_tokens=16, blocks=64)) for _ in agents]
+        engines = [
+            stack.enter_context(closing(SyntheticEngine(each, pool))) for each, pool in zip(agents, held, strict=True)
+        ]
+        for engine in engines:
+            engine.attach()
+        source, still, other = engines
+        prefill = agents[0]
+        table = list(range(64))
+
+        def carried(sink: SyntheticEngine, name: str, deadline_s: float = 10.0) -> Any:
+            source.offer(name, table, 1024, hold_s=20.0)
+            sink.want(name, prefill.address, table, range(1024), deadline_s=deadline_s)
+            return sink.answer(name)
+
+        assert isinstance(carried(still, "a"), Done) and isinstance(carried(other, "b"), Done)
+        wait_for(lambda: not prefill.status.transfers)  # a sink may hear first that one is over
+        still.want("stuck", prefill.address, table, range(1024))
+        wait_for(lambda: len(prefill.status.transfers) == 1)
+        os.kill(agents[1].process.pid, signal.SIGSTOP)
+        try:
+            source.offer("stuck", table, 1024, hold_s=5.0)
+            wait_for(lambda: prefill.status.outbound.quarantined == 2)
+            assert isinstance(carried(other, "c", deadline_s=1.0), Failed)
+            wait_for(lambda: prefill.status.outbound.free == 2)
+            assert isinstance(carried(other, "d"), Done)
+        finally:
+            os.kill(agents[1].process.pid, signal.SIGCONT)
+        assert isinstance(still.answer("stuck"), Failed)
+        assert isinstance(carried(still, "e"), Done) and isinstance(carried(other, "f"), Done)
+        wait_for(lambda: prefill.status.outbound.free == 2)

@@ -1,0 +1,210 @@
+"""Who reaches the metrics' port and says nothing, little or nonsense costs the agent little, and not for long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.metrics_core import Metric
+
+from kvbridge.agent import scraping
+from kvbridge.agent.metrics import Metrics
+from kvbridge.agent.relations import Dialled
+from kvbridge.agent.scraping import AT_ONCE, KEPT_S, serve
+from kvbridge.errors import OperatorError
+from kvbridge.exchange.session import SessionState
+from tests.integration.agent.player import Player
+from tests.integration.agent.wire import Wire
+from tests.unit.exchange.world import World
+
+REQUEST_S = 2.0
+
+
+@contextlib.contextmanager
+def serving(host: str = "127.0.0.1", family: socket.AddressFamily = socket.AF_INET) -> Iterator[tuple[str, int]]:
+    bare = host.strip("[]")
+    with socket.create_server((bare, 0), family=family) as free:
+        port = free.getsockname()[1]
+    stop = serve(Metrics().registry, f"{host}:{port}", REQUEST_S)
+    try:
+        yield bare, port
+    finally:
+        stop()
+
+
+def scraped(place: tuple[str, int]) -> str:
+    host = f"[{place[0]}]" if ":" in place[0] else place[0]
+    text: bytes = urllib.request.urlopen(f"http://{host}:{place[1]}/metrics", timeout=5).read()
+    return text.decode()
+
+
+def becomes(is_so: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "not so by its deadline"
+        time.sleep(0.02)
+
+
+def is_answered(place: tuple[str, int]) -> bool:
+    try:
+        return "kvbridge_rebuilds_total 0.0" in scraped(place)
+    except OSError:
+        return False
+
+
+def fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_who_connects_and_says_nothing_costs_a_bounded_number_of_threads_and_not_for_long() -> None:
+    with serving() as place, contextlib.ExitStack() as stack:
+        threads, before = threading.active_count(), fds()
+        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(100)]
+        time.sleep(REQUEST_S / 4)
+        assert threading.active_count() - threads <= AT_ONCE
+        assert fds() - before - len(silent) <= AT_ONCE
+        assert not is_answered(place)  # they have all there are; else it would not be seen that they lose them
+        becomes(lambda: is_answered(place), REQUEST_S + 2)
+        becomes(lambda: threading.active_count() <= threads and fds() <= before + len(silent), 5)
+
+
+def test_who_says_little_now_and_then_is_cut_off_as_well() -> None:
+    with serving() as place, socket.create_connection(place) as slow:
+        deadline = time.monotonic() + REQUEST_S + 2
+        with pytest.raises(ConnectionError):
+            while time.monotonic() < deadline:
+                slow.sendall(b"G")
+                time.sleep(0.1)
+
+
+def test_nonsense_and_resets_harm_nobody_and_fill_no_log(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving() as place:
+        for said in (b"\r\n" * 100, b"GET", b"\x16\x03\x01" * 50, b"GET /metrics HTTP/1.1\r\n" + b"a" * 70_000):
+            with socket.create_connection(place) as odd:
+                odd.sendall(said)
+                odd.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # its close is a reset
+        assert is_answered(place)
+    assert capfd.readouterr().err == ""
+
+
+class Counted(CollectorRegistry):
+    """Counts how often it is read; `may_go` holds up who does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+        self.may_go = threading.Event()
+        self.may_go.set()
+        Counter("kvbridge_test", "Of this test", registry=self)
+        Counter("kvbridge_last", "Of this test", registry=self)
+        self.reads = 0  # a counter reads it as well when it is made
+
+    def collect(self) -> Iterator[Metric]:
+        self.reads += 1
+        self.may_go.wait(10)
+        return iter(super().collect())
+
+
+def test_busy_scrapers_have_it_made_once_a_second_and_all_get_all_of_it() -> None:
+    registry, texts, begun = Counted(), list[str](), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = ("127.0.0.1", free.getsockname()[1])
+    stop = serve(registry, f"127.0.0.1:{place[1]}")
+
+    def scrape() -> None:
+        while time.monotonic() < begun + 2.5 * KEPT_S:
+            with contextlib.suppress(OSError):  # its place at the door may not be free yet
+                texts.append(scraped(place))
+
+    scrapers = [threading.Thread(target=scrape) for _ in range(AT_ONCE)]
+    try:
+        for scraper in scrapers:
+            scraper.start()
+        for scraper in scrapers:
+            scraper.join()
+    finally:
+        stop()
+    assert 2 <= registry.reads <= (time.monotonic() - begun) / KEPT_S + 1 and len(texts) > AT_ONCE
+    assert all("kvbridge_test_total 0.0" in text and "kvbridge_last_total 0.0" in text for text in texts)
+
+
+def test_who_asks_while_it_is_being_made_gets_that_very_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none of before, which may be as old as the last scrape."""
+    monkeypatch.setattr(scraping, "KEPT_S", 0.0)
+    registry = Counted()
+    page = scraping.Page(registry)
+    old = page.text()
+    monkeypatch.setattr(scraping, "KEPT_S", 60.0)
+    registry.may_go.clear()
+    texts: list[bytes] = []
+    askers = [threading.Thread(target=lambda: texts.append(page.text())) for _ in range(4)]
+    for asker in askers:
+        asker.start()
+    becomes(lambda: registry.reads == 2, 5)
+    assert not texts
+    registry.may_go.set()
+    for asker in askers:
+        asker.join()
+    assert len(texts) == 4 and len(set(texts)) == 1 and registry.reads == 2 and old
+
+
+def test_sessions_may_come_and_go_while_they_are_counted() -> None:
+    peers = Player(World().sinks[0].home).peers
+    sessions, ends = peers.dialling.sessions, time.monotonic() + 0.5
+    dialled = [Dialled(str(number), Wire(str(number), is_dialled=True)) for number in range(300)]  # type: ignore[arg-type]
+
+    def come_and_go() -> None:
+        while time.monotonic() < ends:
+            for each in dialled:
+                sessions[each.address] = each
+            sessions.clear()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    coming = threading.Thread(target=come_and_go)
+    coming.start()
+    try:
+        while time.monotonic() < ends:
+            assert not peers.count_dialled(SessionState.OPEN) and not peers.open_dialled()
+    finally:
+        coming.join()
+        sys.setswitchinterval(before)
+    for number, state in enumerate(SessionState):
+        sessions[str(number)] = Dialled(str(number), Wire(str(number)), state=state)  # type: ignore[arg-type]
+    assert [peers.count_dialled(state) for state in SessionState] == [1] * len(SessionState)
+
+
+ADDRESSES = [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6), ("[::1]", socket.AF_INET6)]
+
+
+@pytest.mark.parametrize(("host", "family"), ADDRESSES)
+def test_answers_on_the_address_that_was_named_until_it_is_stopped(host: str, family: socket.AddressFamily) -> None:
+    bare = host.strip("[]")
+    try:
+        socket.create_server((bare, 0), family=family).close()
+    except OSError:
+        pytest.skip(f"this host has no {host}")
+    with serving(host, family) as place:
+        silent = socket.create_connection(place)
+        assert is_answered(place)
+    with silent:
+        silent.settimeout(5)
+        assert silent.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(place)
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvbridge-metrics"]
+
+
+@pytest.mark.parametrize("place", ["no such host:0", "127.0.0.1:x", "127.0.0.1:{}"])
+def test_says_which_address_it_cannot_have(place: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OperatorError) as caught:
+        Metrics().serve(place.format(taken.getsockname()[1]))
+    assert caught.value.code == "metrics_address"

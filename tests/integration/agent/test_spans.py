@@ -1,0 +1,180 @@
+"""Spans of requests, taken by a real OTLP/HTTP receiver; nobody waits where there is none."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvbridge_proto.engine import Done, Failed
+from kvbridge_proto.status import TraceEntry
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.resources import Resource
+
+from kvbridge.agent.lives import Life
+from kvbridge.agent.spans import MOST_WAITING, Spans, spans_of
+from kvbridge.errors import OperatorError
+from tests.integration.agent.harness import wait_for
+from tests.integration.agent.test_carry import Bench
+from tests.support.oracle import Shape
+
+TOKENS = range(200)
+TABLE, WANTED = list(range(13)), list(range(4))
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Collector:
+    """Takes spans as a collector does; `taken` has them by name."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, Any]] = []  # with the agent's name
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                assert self.path == "/v1/traces" and self.headers["Content-Type"] == "application/x-protobuf"
+                for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                    said = {each.key: each.value.string_value for each in resource.resource.attributes}
+                    assert said["service.name"] == "kvbridge"
+                    for scope in resource.scope_spans:
+                        collector.taken += [(said["service.instance.id"], span) for span in scope.spans]
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *said: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}/v1/traces"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def spans(self, agent: str, room: str) -> dict[str, Any]:
+        """Those of one request, by name."""
+        mine = [span for name, span in self.taken if name == agent]
+        roots = [each for each in mine if attributes(each).get("kvbridge.room") == room]
+        return {
+            span.name: span for root in roots for span in mine if root.span_id in (span.span_id, span.parent_span_id)
+        }
+
+
+def attributes(span: Any) -> dict[str, str]:
+    return {each.key: each.value.string_value for each in span.attributes}
+
+
+@contextmanager
+def bench(folder: Path, endpoint: str) -> Iterator[Bench]:
+    with ExitStack() as stack:
+        shapes = Shape("nhd", blocks=200), Shape("hnd", block_tokens=64, blocks=60)
+        made = Bench(folder, stack, *shapes, routes="pull", otlp_endpoint=endpoint)
+        made.fill(TABLE, TOKENS)
+        yield made
+
+
+def carried(made: Bench, room: str, **more: object) -> None:
+    (source,), (sink,) = made.sources, made.sinks
+    source.offer(f"p-{room}", TABLE, len(TOKENS), room=room, **more)
+    sink.want(f"d-{room}", made.address, WANTED, TOKENS, room=room, **more)
+    assert isinstance(sink.answer(f"d-{room}"), Done)
+    source.released(f"p-{room}")
+
+
+def test_both_sides_of_a_request_are_spans_of_the_engines_trace_or_of_one_of_their_own(tmp_path: Path) -> None:
+    with closing(Collector()) as collector, bench(tmp_path, collector.endpoint) as made:
+        carried(made, "known", traceparent=f"00-{TRACE}-{PARENT}-01")
+        carried(made, "alone", traceparent="00-nonsense")
+        carried(made, "unsampled", traceparent=f"00-{TRACE}-{PARENT}-00")
+        (sink,) = made.sinks
+        sink.want("late", made.address, WANTED, TOKENS, room="nowhere", deadline_s=0.3)
+        assert isinstance(sink.answer("late"), Failed)
+        wait_for(lambda: len(collector.spans("d0", "nowhere")) >= 1 and len(collector.spans("p0", "alone")) == 4)
+        stages = ("claim", "begin", "move")
+        for agent, name in (("p0", "kvbridge send"), ("d0", "kvbridge receive")):
+            spans = collector.spans(agent, "known")
+            assert set(spans) == {name, *(f"{name}: {stage}" for stage in stages)}
+            root = spans[name]
+            assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
+            assert {each.trace_id.hex() for each in spans.values()} == {TRACE}
+            ordered = [spans[f"{name}: {stage}"] for stage in stages]
+            assert ordered[0].start_time_unix_nano == root.start_time_unix_nano
+            for before, after in pairwise(ordered):
+                assert before.end_time_unix_nano == after.start_time_unix_nano
+            assert ordered[-1].end_time_unix_nano == root.end_time_unix_nano
+            assert 0 < root.end_time_unix_nano - root.start_time_unix_nano < 30e9
+            assert abs(root.end_time_unix_nano / 1e9 - time.time()) < 60
+            assert collector.spans(agent, "unsampled") == {}
+        events = [each.name for each in collector.spans("d0", "known")["kvbridge receive"].events]
+        assert events == ["wanted", "claimed", "readable", "reading", "read", "done"]
+        alone = [collector.spans(agent, "alone") for agent in ("p0", "d0")]
+        assert len({span.trace_id for spans in alone for span in spans.values()}) == 1
+        assert not alone[0]["kvbridge send"].parent_span_id
+        late = collector.spans("d0", "nowhere")["kvbridge receive"]
+        assert late.status.code == 2 and late.status.message.startswith("deadline: ")
+        counters = sink.agent.status.counters
+        assert counters["kvbridge_spans_total{outcome=sent}"] >= 9
+        assert "kvbridge_spans_total{outcome=dropped}" not in counters
+
+
+def test_requests_go_on_where_nobody_takes_spans(tmp_path: Path) -> None:
+    with socket.socket() as silent:  # its kernel takes connections, and nobody answers them
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with bench(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces") as made:
+            carried(made, "first")
+            began = time.monotonic()
+            for number in range(20):
+                carried(made, f"r{number}")
+            assert time.monotonic() - began < 4, "not a wait of the sender's thread for each"
+            (sink,) = made.sinks
+            wait_for(lambda: sink.agent.status.counters.get("kvbridge_spans_total{outcome=dropped}", 0) >= 4)
+            began = time.monotonic()
+            assert sink.agent.stop() == 0 and time.monotonic() - began < 10
+
+
+def life(traceparent: str = "") -> Life:
+    made = Life("sink", traceparent=traceparent)
+    for at_s, what in ((1.0, "wanted"), (1.5, "claimed"), (2.0, "done")):
+        made.add(TraceEntry(at_s=at_s, what=what, request="r", room="room"))
+    return made
+
+
+def test_what_there_is_no_room_for_is_dropped_at_once_and_counted() -> None:
+    counted = {"sent": 0, "dropped": 0}
+
+    def count(outcome: str, number: int) -> None:
+        counted[outcome] += number
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        spans = Spans(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", "a", count)
+        began = time.monotonic()
+        for _ in range(2 * MOST_WAITING):
+            spans.ended(life())
+        assert time.monotonic() - began < 1
+        assert counted["dropped"] >= 2 * (MOST_WAITING - 128) and not counted["sent"]
+        began = time.monotonic()
+        spans.close()
+        assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://host/x", "http:///v1/traces"])
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(OperatorError, match="otlp_endpoint"):
+        Spans(endpoint, "a", lambda outcome, number: None)
+
+
+def test_a_request_that_never_moved_has_the_stages_that_it_came_to() -> None:
+    root, claim = spans_of(life(), Resource({}))
+    assert (root.name, root.start_time, root.end_time) == ("kvbridge receive", 10**9, 2 * 10**9)
+    assert (claim.name, claim.start_time, claim.end_time) == ("kvbridge receive: claim", 10**9, 1_500_000_000)

@@ -1,0 +1,112 @@
+"""What systemd hears of an agent: that it serves once it does, and that it is well as long as its data thread turns."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from kvbridge.agent.supervisor import LOOKS
+from kvbridge.config import supervision
+from kvbridge.options import Supervision
+from tests.integration.agent.harness import AgentProcess, agent
+from tests.integration.dataplane.test_stuck import LONGER_S, paused
+
+WATCHDOG_S = 2.0
+CREDENTIALS = struct.Struct("3i")
+
+
+class Systemd:
+    """The socket that it listens on. Whose words they are, the kernel says."""
+
+    def __init__(self, path: Path) -> None:
+        self._end = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._end.bind(str(path))
+        self.close = self._end.close
+
+    def hears(self, pid: int, seconds: float) -> str:
+        """The next that this process says, "" if it says nothing for so long."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._end.settimeout(left)
+            try:
+                said, ((_, _, sender),), _, _ = self._end.recvmsg(4096, socket.CMSG_SPACE(CREDENTIALS.size))
+            except TimeoutError:
+                break
+            if CREDENTIALS.unpack(sender)[0] == pid:
+                return said.decode()
+        return ""
+
+    def hears_nothing(self, seconds: float) -> bool:
+        """Whether nobody has said a word, nor does for so long."""
+        return not select.select([self._end], [], [], seconds)[0]
+
+
+@pytest.fixture
+def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Systemd]:
+    """It started the agents of this test, and watches them."""
+    path = tmp_path / "notify"
+    monkeypatch.setenv("NOTIFY_SOCKET", str(path))
+    monkeypatch.setenv("WATCHDOG_USEC", str(int(WATCHDOG_S * 1e6)))
+    with closing(Systemd(path)) as found:
+        yield found
+
+
+def test_says_that_it_serves_that_it_is_well_and_that_it_drains(tmp_path: Path, systemd: Systemd) -> None:
+    with agent(tmp_path, "a") as running:
+        pid = running.process.pid
+        said = [systemd.hears(pid, 5) for _ in range(4)]
+        assert said.count("READY=1\nSTATUS=serving") == 1 and said.count("WATCHDOG=1") == 3
+        began = time.monotonic()
+        for _ in range(3):
+            assert systemd.hears(pid, WATCHDOG_S) == "WATCHDOG=1"
+        assert time.monotonic() - began > WATCHDOG_S / LOOKS  # not as fast as it can
+        running.process.send_signal(signal.SIGTERM)
+        while (last := systemd.hears(pid, 5)) == "WATCHDOG=1":
+            pass
+        assert last == "STOPPING=1\nSTATUS=draining"
+
+
+def test_is_not_ready_where_it_cannot_serve(tmp_path: Path, systemd: Systemd) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        begun = agent(tmp_path, "a", listen=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(AssertionError):
+            begun.__enter__()
+    assert systemd.hears_nothing(0.2)
+
+
+def test_says_nothing_while_its_data_thread_stands_still(
+    tmp_path: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        source: AgentProcess = paused(tmp_path, stack, monkeypatch, LONGER_S).agent
+        pid, began = source.process.pid, time.monotonic()
+        while systemd.hears(pid, 2 * WATCHDOG_S):
+            assert time.monotonic() - began < WATCHDOG_S, "fed though the thread stands still"
+        assert source.status.state == "serving"  # its loop is well
+
+
+def test_ends_with_where_each_thread_stood(tmp_path: Path, systemd: Systemd) -> None:
+    """As the watchdog ends it."""
+    with agent(tmp_path, "a") as running:
+        running.process.send_signal(signal.SIGABRT)
+        running.process.wait(10)
+        assert "Fatal Python error: Aborted" in running.text() and "mover.py" in running.text()
+
+
+def test_knows_who_listens() -> None:
+    said = {"NOTIFY_SOCKET": "/run/systemd/notify", "WATCHDOG_USEC": "60000000"}
+    assert supervision({}) is supervision({"WATCHDOG_USEC": "60000000"}) is None
+    assert supervision(said) == Supervision("/run/systemd/notify", 60.0)
+    assert supervision(said | {"WATCHDOG_PID": str(os.getpid())}) == Supervision("/run/systemd/notify", 60.0)
+    assert supervision(said | {"WATCHDOG_PID": "1"}) == Supervision("/run/systemd/notify", 0.0)  # of who started us
+    assert supervision({"NOTIFY_SOCKET": "@abstract"}) == Supervision("@abstract", 0.0)

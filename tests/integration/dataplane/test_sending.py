@@ -1,0 +1,207 @@
+"""What the data plane sends next, and what it says of that, while the loop decides other things."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvbridge_proto.engine import Done, Failed
+from kvbridge_proto.peer import Lease
+
+from kvbridge.dataplane.sending import Departure, Sending
+from kvbridge.exchange.orders import (
+    Broken,
+    Credit,
+    Gathered,
+    Progress,
+    Quiet,
+    SendOrder,
+    Sent,
+    Shipped,
+    StopSending,
+)
+from tests.unit.exchange.world import NOTHING, World
+
+CHUNK_BYTES = 64
+
+
+class Plan:
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+
+    def chunk(self, index: int) -> Any:
+        return Chunk
+
+
+class Chunk:
+    size_bytes = CHUNK_BYTES
+
+
+def sending(slots: int = 4, **transfers: int) -> Sending:
+    """Transfers of so many chunks, all ready, none with a slot to go to."""
+    made = Sending(slots)
+    for name, chunks in transfers.items():
+        made.order(SendOrder(name, "r", "D0", Plan(chunks), b"", 1, ""), NOTHING, 0.0)  # type: ignore[arg-type]
+        made.progress(Progress(name, {}, chunks, 7), 0.0)
+    return made
+
+
+def lend(made: Sending, transfer: str, count: int) -> None:
+    made.credit(Credit(transfer, tuple(Lease(slot, 1) for slot in range(count))), 0.0)
+
+
+def begun(made: Sending) -> list[Departure]:
+    departures = []
+    while (departure := made.begin()) is not None:
+        departures.append(departure)
+    return departures
+
+
+def stop(transfer: str = "a") -> StopSending:
+    return StopSending(transfer, "aborted", "test")
+
+
+def test_a_transfer_says_what_it_shipped_that_its_blocks_are_free_and_that_it_is_sent() -> None:
+    made = sending(a=2)
+    lend(made, "a", 2)
+    first, second = begun(made)
+    assert (first.chunk, second.chunk, first.fence) == (0, 1, 7) and made.moving == 2
+    made.gathered(first)
+    made.written(first, 0.5, None)
+    assert made.take_reports() == [Shipped("a", 1, CHUNK_BYTES, (0.5,))]
+    made.gathered(second)
+    assert made.take_reports() == [Gathered("a")]
+    made.written(second, 0.25, None)
+    assert made.take_reports() == [Shipped("a", 1, CHUNK_BYTES, (0.25,)), Sent("a")]
+    assert not made._open and not made.moving and made.slots.free == 4
+
+
+def test_each_chunk_waits_for_the_count_with_which_it_came() -> None:
+    made = Sending(4)
+    made.order(SendOrder("a", "r", "D0", Plan(3), b"", 1, ""), NOTHING, 0.0)  # type: ignore[arg-type]
+    lend(made, "a", 3)
+    assert not begun(made)
+    made.progress(Progress("a", {}, 1, 5), 0.0)
+    made.progress(Progress("a", {}, 3, 9), 0.0)
+    assert [departure.fence for departure in begun(made)] == [5, 9, 9]
+
+
+def test_a_chunk_is_asked_for_when_it_was_ordered_and_not_when_it_begins() -> None:
+    """A withdrawal that is heard in between may be of the blocks that it reads (`Jobs._taken_back`)."""
+    made = Sending(4)
+    made.order(SendOrder("a", "r", "D0", Plan(2), b"", 1, ""), NOTHING, 1.0)  # type: ignore[arg-type]
+    made.progress(Progress("a", {}, 2, 0), 2.0)
+    made.credit(Credit("a", (Lease(0, 1),)), 3.0)
+    (first,) = begun(made)
+    made.credit(Credit("a", (Lease(1, 1),)), 4.0)
+    (second,) = begun(made)
+    assert (first.asked_at, second.asked_at) == (3.0, 4.0)
+
+
+def test_who_had_a_slot_longest_ago_has_the_next_one() -> None:
+    made = sending(2, a=4, b=4)
+    lend(made, "a", 4)
+    lend(made, "b", 4)
+    order = []
+    for _ in range(4):
+        for departure in begun(made):
+            order.append(departure.order.transfer)
+            made.gathered(departure)
+            made.written(departure, 0.0, None)
+    assert order == ["a", "b"] * 4
+
+
+def test_nothing_begins_after_a_stop_and_quiet_comes_when_the_last_write_has_ended() -> None:
+    made = sending(2, a=4)
+    lend(made, "a", 4)
+    first, second = begun(made)
+    made.gathered(first)
+    made.stop(stop())
+    assert made.take_reports() == [] and not begun(made)
+    made.gathered(second)
+    assert made.take_reports() == [Gathered("a")]
+    made.written(first, 0.0, None)
+    made.written(second, 0.0, ("write_failed", "test"))
+    assert made.take_reports() == [Shipped("a", 1, CHUNK_BYTES, (0.0,)), Quiet("a")]
+    assert not begun(made) and made.slots.free == 2
+
+
+def test_a_stop_while_only_writes_are_under_way_gives_the_blocks_back_at_once() -> None:
+    made = sending(a=4)
+    lend(made, "a", 1)
+    (departure,) = begun(made)
+    made.gathered(departure)
+    assert made.take_reports() == []  # three more would be read
+    made.stop(stop())
+    assert made.take_reports() == [Gathered("a")]
+
+
+def test_what_is_over_is_quiet_at_once() -> None:
+    made = sending(a=1)
+    lend(made, "a", 1)
+    (departure,) = begun(made)
+    made.gathered(departure)
+    made.written(departure, 0.0, None)
+    made.stop(stop())
+    assert made.take_reports() == [Shipped("a", 1, CHUNK_BYTES, (0.0,)), Gathered("a"), Sent("a"), Quiet("a")]
+    made.credit(Credit("a", (Lease(0, 2),)), 0.0)
+    made.progress(Progress("a", {}, 1, 1), 0.0)
+    assert not begun(made)
+
+
+def test_after_a_chunk_that_broke_no_other_is_begun() -> None:
+    made = sending(1, a=4)
+    lend(made, "a", 4)
+    (departure,) = begun(made)
+    made.gathered(departure)
+    made.written(departure, 0.0, ("gather_failed", "test"))
+    assert made.take_reports() == [Broken("a", "gather_failed", "test")] and not begun(made)
+    made.stop(stop())
+    assert made.take_reports() == [Quiet("a")] and not made._open
+
+
+def test_a_late_write_keeps_its_slot_and_holds_up_no_rebuild() -> None:
+    made = sending(2, a=2)
+    lend(made, "a", 2)
+    first, second = begun(made)
+    for departure in (first, second):
+        made.gathered(departure)
+    made.late(first, "test")
+    assert made.take_reports() == [Gathered("a"), Broken("a", "write_timeout", "test")]
+    made.stop(stop())
+    made.written(second, 0.0, None)
+    assert not made.moving and made.slots.counts().quarantined == 1 and made.slots.free == 1
+    made.slots.make(3)
+    made.written(first, 0.0, None, is_late=True)
+    assert made.take_reports()[-1] == Quiet("a") and made.slots.free == 3 and not made.moving
+
+
+def test_blocks_are_kept_until_the_data_plane_has_said_that_they_are_read_no_more() -> None:
+    """The exchange has stopped the transfer; a chunk was begun before that was heard."""
+    world = World()
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"gather"}
+    world.run()
+    world.hold = {"gather", "order"}
+    world.withdraw("r")
+    world.run()
+    assert not world.released()
+    world.hold = {"gather"}
+    world.run()
+    assert not world.released()
+    world.hold = set()
+    world.run()
+    assert world.released()["r"].code == "withdrawn" and isinstance(world.answers()["r"], Failed)
+    world.check_rest()
+
+
+def test_leases_that_come_before_an_offer_are_not_lost() -> None:
+    world = World()
+    world.want("r", 64)
+    world.run()
+    (out,) = world.sources[0].outbound.outlets.values()
+    assert out.early
+    world.offer("r", 64, 16)
+    world.run()
+    assert isinstance(world.answers()["r"], Done)
+    world.check_rest()

@@ -1,0 +1,301 @@
+"""Slots are made when a session needs them, on either side, and not before; sessions that need none go on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvbridge_proto.engine import Done, Failed
+from kvbridge_proto.peer import Hello, Refuse
+from kvbridge_proto.status import SlotCounts
+from msgspec.structs import replace as replace_struct
+
+from kvbridge.agent.rebuild import Patience
+from kvbridge.dataplane.equipment import equip
+from kvbridge.dataplane.linger import TIMER_SLACK_NS
+from kvbridge.dataplane.mover import Mover
+from kvbridge.dataplane.routes.choice import may_be_written, to_be_read
+from kvbridge.errors import FabricError, OperatorError
+from kvbridge.exchange.route import Routed, Site
+from kvbridge.exchange.session import Session, accept, answer, hello, welcome
+from kvbridge.options import AgentConfig
+from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent
+from tests.integration.agent.player import Player, run, settle, welcomed
+from tests.integration.agent.wire import Wire
+from tests.support.oracle import Shape, build
+from tests.unit.exchange.world import World
+
+NONE = SlotCounts(free=0, lent=0, landed=0, quarantined=0)
+TABLE = list(range(64))
+
+
+def slots_of(running: AgentProcess) -> tuple[SlotCounts, SlotCounts]:
+    status = running.status
+    return status.inbound, status.outbound
+
+
+def slacks_of(running: AgentProcess) -> list[int]:
+    """By how many ns each thread's sleep may be late."""
+    threads = sorted(Path(f"/proc/{running.process.pid}/task").iterdir())
+    return [int(Path(f"/proc/{thread.name}/timerslack_ns").read_text()) for thread in threads]
+
+
+def memory_of(running: AgentProcess) -> int:
+    """Resident bytes."""
+    for line in Path(f"/proc/{running.process.pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no VmRSS")
+
+
+class Three:
+    """A source that is read, one that shares no memory, and a sink."""
+
+    def __init__(self, folder: Path, stack: ExitStack, **options: Any) -> None:
+        every: dict[str, Any] = {"slot_bytes": 4 << 20} | options
+        private = every | {"no_share_memory": True}
+        agents = {name: stack.enter_context(agent(folder, name, **every)) for name in ("read", "sink")}
+        agents["private"] = stack.enter_context(agent(folder, "private", **private))
+        self.engines = {
+            name: stack.enter_context(closing(SyntheticEngine(running, build(Shape("nhd", blocks=64)))))
+            for name, running in agents.items()
+        }
+        for engine in self.engines.values():
+            engine.attach()
+
+    def __getitem__(self, name: str) -> AgentProcess:
+        return self.engines[name].agent
+
+    def carry(self, request: str, source: str) -> Done | Failed:
+        prefill, sink = self.engines[source], self.engines["sink"]
+        prefill.offer(request, TABLE, 1024)
+        sink.want(request, prefill.agent.address, TABLE, range(1024))
+        return sink.answer(request)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Three]:
+    with ExitStack() as stack:
+        yield Three(tmp_path, stack)
+
+
+def test_an_agent_that_is_read_or_reads_has_no_slots(three: Three) -> None:
+    assert isinstance(three.carry("a", "read"), Done)
+    assert slots_of(three["read"]) == slots_of(three["sink"]) == (NONE, NONE)
+    for name in ("read", "sink"):
+        assert "made slots" not in three[name].text()
+    assert memory_of(three["private"]) - memory_of(three["sink"]) > 40 << 20  # of (8 + 4 + 2) * 4 MiB
+
+
+def test_a_sink_that_can_only_be_written_to_makes_slots_and_its_other_sessions_stay(three: Three) -> None:
+    assert isinstance(three.carry("a", "read"), Done)
+    assert isinstance(three.carry("b", "private"), Done)
+    inbound, outbound = slots_of(three["sink"])
+    assert (inbound.free, outbound.free) == (8, 4)
+    assert three["sink"].text().count("made slots") == 1
+    routes = {peer.name: peer.route.split()[0] for peer in three["sink"].status.peers}
+    assert routes == {"read": "pull", "private": "nixl"}
+    assert isinstance(three.carry("c", "read"), Done) and isinstance(three.carry("d", "private"), Done)
+    assert three["sink"].text().count("session open") == 2 and "session over" not in three["sink"].text()
+    assert slots_of(three["read"]) == (NONE, NONE)
+    for name in ("read", "sink", "private"):  # the data thread, and none of those that its fabric has started
+        assert [slack for slack in slacks_of(three[name]) if slack < 50_000] == [TIMER_SLACK_NS]
+
+
+def test_a_source_makes_slots_for_a_sink_that_does_not_read(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        source = stack.enter_context(agent(tmp_path, "p"))
+        sink = stack.enter_context(agent(tmp_path, "d", routes="nixl"))
+        held = [build(Shape("nhd", blocks=64)) for _ in range(2)]
+        prefill, decode = (
+            stack.enter_context(closing(SyntheticEngine(each, pool)))
+            for each, pool in zip((source, sink), held, strict=True)
+        )
+        prefill.attach()
+        decode.attach()
+        assert slots_of(source) == (NONE, NONE)
+        prefill.offer("a", TABLE, 1024)
+        decode.want("a", source.address, TABLE, range(1024))
+        assert isinstance(decode.answer("a"), Done)
+        assert [each.free for each in slots_of(source)] == [8, 4]
+
+
+def test_slots_that_no_staging_can_have_are_refused_at_the_start() -> None:
+    with pytest.raises(OperatorError, match="slot_bytes"):
+        equip(AgentConfig(socket=Path("/run/none"), device="cpu", slot_bytes=65537), "boot")
+
+
+# Both sides of the choice, by their cards:
+
+
+def site(routes: str, slots: int = 4, machine: str = "one") -> Site:
+    card = World().sources[0].home.site.fabric
+    return Site(replace_struct(card, slots=slots), routes=tuple(routes.split(",")), machine=machine)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_read", "is_written"),
+    [
+        (site("pull,nixl", 0), site("pull,nixl", 0), True, True),
+        (site("pull,nixl", 0), site("pull,nixl", 0, "another"), False, True),
+        (site("pull,nixl", 0), site("nixl", 4), False, True),
+        (site("pull", 0), site("pull", 0, "another"), False, False),
+        (site("pull", 0), site("nixl", 4), False, False),
+        (site("nixl,pull", 4), site("pull,nixl", 0), False, True),  # nobody can tell yet whether what we prefer works
+        (site("host,pull", 4), site("pull,host", 0), False, True),
+        (site("host,pull", 4), site("pull,host", 4), True, False),  # two CPUs: what host is for is nixl there
+    ],
+)
+def test_who_is_read_or_written_to_by_two_cards(ours: Site, theirs: Site, is_read: bool, is_written: bool) -> None:
+    assert (to_be_read(ours, theirs) is not None, may_be_written(ours, theirs)) == (is_read, is_written)
+
+
+def test_a_welcome_that_would_write_where_no_slots_were_named_is_refused() -> None:
+    world = World()
+    source, sink = world.sources[0].home, world.sinks[0].home
+    session = answer(hello(sink), source)
+    assert isinstance(session, Session)
+    bare = replace(sink, site=site("pull,nixl", 0))
+    refused = accept(welcome(replace(session, routed=Routed("nixl")), source), bare)
+    assert isinstance(refused, Refuse) and refused.code == "route_mismatch"
+    assert isinstance(accept(welcome(replace(session, routed=Routed("pull")), source), bare), Session)
+
+
+class Bare(Player):
+    """A sink's side that has no slots until it is told to make some. Making them ends as `outcome` says."""
+
+    def __init__(self, world: World) -> None:
+        self.staged = world.sinks[0].home
+        super().__init__(replace(self.staged, site=site("pull,nixl", 0)))
+        self.outcome: FabricError | None = None
+        self.may_stage = asyncio.Event()
+        self.may_stage.set()
+
+    async def stage(self) -> None:
+        await self.may_stage.wait()
+        if self.outcome is not None:
+            raise self.outcome
+        self.home = self.staged
+
+    def greet(self) -> Wire:
+        self.peers.dialling.reach("P0")
+        wire = self.wires["P0"]
+        (greeting,) = wire.said(Hello)
+        assert greeting.fabric.slots == 0
+        return wire
+
+    def refuse(self, tasks: asyncio.TaskGroup, wire: Wire) -> None:
+        self.peers._take(tasks, wire, "P", Refuse(code="no_slots", reasons=("fabric.slots: 0",)))
+
+
+def test_who_is_told_that_it_names_no_slots_makes_some_and_greets_again() -> None:
+    async def story(world: World) -> None:
+        player = Bare(world)
+        player.may_prove.set()
+        wire = player.greet()
+        async with asyncio.TaskGroup() as tasks:
+            player.refuse(tasks, wire)
+        first, second = wire.said(Hello)
+        assert second.fabric.slots > 0 and (second.probe_lane, second.serial) == (first.probe_lane, first.serial)
+        await player.peers._welcome(wire, welcomed(world, wire))
+        assert player.opened_at == ["P0"] and not player.over
+
+    run(story)
+
+
+def test_who_is_told_so_although_it_named_slots_gives_up() -> None:
+    async def story(world: World) -> None:
+        player = Bare(world)
+        wire = player.greet()
+        async with asyncio.TaskGroup() as tasks:
+            player.refuse(tasks, wire)
+            await settle()
+            player.refuse(tasks, wire)
+        assert len(wire.said(Hello)) == 2 and player.over == [("P0", "no_slots")]
+
+    run(story)
+
+
+def test_slots_that_cannot_be_made_end_the_session_and_no_other() -> None:
+    async def story(world: World) -> None:
+        player = Bare(world)
+        player.outcome = FabricError("no_staging", "staging: no memory")
+        wire = player.greet()
+        async with asyncio.TaskGroup() as tasks:
+            player.refuse(tasks, wire)
+        assert len(wire.said(Hello)) == 1 and player.over == [("P0", "no_staging")]
+        player.outcome = None
+        player.peers.dialling.reach("P0")
+        assert len(wire.said(Hello)) == 2
+
+    run(story)
+
+
+def test_a_session_that_ends_while_slots_are_made_is_not_greeted_again() -> None:
+    async def story(world: World) -> None:
+        player = Bare(world)
+        player.may_stage.clear()
+        wire = player.greet()
+        async with asyncio.TaskGroup() as tasks:
+            player.refuse(tasks, wire)
+            await settle()
+            player.peers.dialling.lose(wire, "closed")
+            player.may_stage.set()
+        assert len(wire.said(Hello)) == 1 and player.over == [("P0", "peer_unreachable")]
+
+    run(story)
+
+
+class Equipped:
+    """A mover with equipment that is the test's, and who hears of it."""
+
+    def __init__(self, make: Callable[[], None]) -> None:
+        self.made: list[Site] = []
+        self.equipment = equip(AgentConfig(socket=Path("/run/none"), device="cpu", slot_bytes=65536), "boot")
+        real = self.equipment._make
+
+        def docks(number: int) -> Any:
+            make()
+            return real(number)
+
+        self.equipment._make = docks
+        self.mover = Mover(lambda: self.equipment, "boot", self, 5.0)  # type: ignore[arg-type]
+
+    def on_staged(self, site: Site) -> None:
+        self.made.append(site)
+
+
+def test_slots_are_made_once_and_what_could_not_be_made_is_tried_again() -> None:
+    async def story() -> None:
+        tries: list[int] = []
+
+        def make() -> None:
+            tries.append(1)
+            if len(tries) == 1:
+                raise MemoryError("no memory")
+
+        equipped = Equipped(make)
+        mover = equipped.mover
+        await mover.start()
+        try:
+            with pytest.raises(FabricError, match="no memory") as error:
+                await mover.stage()
+            assert error.value.code == "no_staging" and not mover.site.has_slots and not equipped.made
+            await asyncio.gather(*(mover.stage() for _ in range(4)))
+            assert len(tries) == 2 and len(equipped.made) == 1 and mover.site is equipped.made[0]
+            assert mover.site.fabric.slots == 32 and mover.sending.slots.free == 16
+            assert mover.site.fabric.descriptor and mover.site.fabric.slot_bytes == 65536
+        finally:
+            await mover.stop()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_no_slots_are_no_reason_to_make_others() -> None:
+    patience = Patience(1.0)
+    assert not patience.is_over(NONE, 0.0) and not patience.is_over(NONE, 5.0)

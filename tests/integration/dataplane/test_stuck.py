@@ -1,0 +1,132 @@
+"""An agent whose mover's thread does not come back ends itself: nothing else unmaps its engine's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from kvbridge_proto.engine import Detach
+
+from kvbridge.dataplane.watchdog import STATUS, Watchdog
+from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent
+from tests.integration.agent.impatient_agent import STUCK_S
+from tests.support.oracle import Shape, build
+
+IMPATIENT = "tests.integration.agent.impatient_agent"
+AT = "source.gather_begun"
+LONGER_S, SHORTER_S = 60.0, STUCK_S / 2
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def paused(folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, pause_s: float) -> SyntheticEngine:
+    """A source whose agent's mover has just begun to stand still for so long, over its engine's memory."""
+    sink_agent = stack.enter_context(agent(folder, "d", routes="nixl"))
+    monkeypatch.setenv("KVBRIDGE_FAILPOINTS", f"{AT}=pause:{pause_s}")
+    source_agent = stack.enter_context(agent(folder, "p", module=IMPATIENT, drain_s=0, routes="nixl"))
+    source, sink = (
+        stack.enter_context(closing(SyntheticEngine(each, build(Shape("nhd"))))) for each in (source_agent, sink_agent)
+    )
+    source.attach()
+    sink.attach()
+    source.offer("r", [5], 16)
+    sink.want("r", source_agent.address, [6], range(16))
+    deadline = time.monotonic() + 10
+    while f"failpoint {AT}" not in source_agent.text():
+        assert time.monotonic() < deadline, "nothing was gathered"
+        time.sleep(0.01)
+    return source
+
+
+def dies(source: SyntheticEngine) -> None:
+    source.close()
+
+
+def detaches(source: SyntheticEngine) -> None:
+    source.client.send(Detach())
+
+
+def is_told_to_stop(source: SyntheticEngine) -> None:
+    source.agent.process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("what", [dies, detaches, is_told_to_stop])
+def test_an_agent_whose_mover_does_not_come_back_ends_itself(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: Callable[[SyntheticEngine], None]
+) -> None:
+    source = paused(tmp_path, stack, monkeypatch, LONGER_S)
+    began = time.monotonic()
+    what(source)
+    assert source.agent.process.wait(STUCK_S + 10) == STATUS
+    assert STUCK_S - 0.5 < time.monotonic() - began < STUCK_S + 2
+    (line,) = [line for line in source.agent.text().splitlines() if "code=mover_stuck" in line]
+    assert "ERROR" in line and "failpoints.py" in line and "jobs.py" in line  # what it was doing
+    if what is detaches:
+        source.client.wait_closed()  # and nothing said before that nobody touches its memory
+        assert not source.client.heard
+
+
+@pytest.mark.parametrize("what", [dies, detaches])
+def test_one_that_comes_back_in_time_goes_on(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: Callable[[SyntheticEngine], None]
+) -> None:
+    source = paused(tmp_path, stack, monkeypatch, SHORTER_S)
+    what(source)
+    goes_on(source.agent)
+
+
+def goes_on(running: AgentProcess) -> None:
+    """Its engine is let go of, another comes, and it stops as told."""
+    deadline = time.monotonic() + STUCK_S + 5
+    while running.status.engine is not None or "engine left: epoch=1" not in running.text():
+        assert time.monotonic() < deadline, running.text()
+        time.sleep(0.05)
+    with closing(SyntheticEngine(running, build(Shape("hnd")))) as engine:
+        assert engine.attach().epoch == 2
+    assert running.stop() == 0 and "mover_stuck" not in running.text()
+
+
+class Ended(Exception):
+    """The process would have ended here."""
+
+
+def ended(reason: str) -> NoReturn:
+    raise Ended(reason)
+
+
+def test_time_in_which_the_whole_process_stood_still_does_not_count() -> None:
+    async def story() -> None:
+        watch, done = Watchdog(threading.current_thread(), 1.0, ended), asyncio.get_running_loop().create_future()
+        waiting = asyncio.create_task(watch.until(done))
+        await asyncio.sleep(0.1)
+        time.sleep(2.0)  # noqa: ASYNC251 - neither this loop nor the thread has a turn
+        await asyncio.sleep(0.3)
+        done.set_result("back")
+        assert await waiting == "back"
+
+    asyncio.run(story())
+
+
+def test_who_beats_may_take_as_long_as_it_likes_and_who_stops_ends_the_process() -> None:
+    async def story() -> None:
+        watch, done = Watchdog(threading.current_thread(), 1.0, ended), asyncio.get_running_loop().create_future()
+        waiting = asyncio.create_task(watch.until(done))
+        for _ in range(15):
+            watch.beat()
+            await asyncio.sleep(0.2)
+        assert not waiting.done()
+        with pytest.raises(Ended, match="no sign of life"):
+            await waiting
+
+    asyncio.run(story())

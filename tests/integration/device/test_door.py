@@ -1,0 +1,214 @@
+"""Pulling from an engine of another process whose memory came over a door, on the processor."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from kvbridge_kernels.field import Mapped
+from kvbridge_proto.pool import Handle
+
+from kvbridge.device.mapping import PeerMappings
+from kvbridge.device.memory import AttachedPool
+from kvbridge.device.sharing import SharedHandles
+from kvbridge.errors import KVBridgeError
+from kvbridge.transport.door import Handover, open_memory
+from tests.integration.device.attached import engine_of
+from tests.integration.device.handed import FP8, HND64, NHD16, PACKED, SHAPES, Sender, filled, pulled
+from tests.support.pools import build
+
+change = msgspec.structs.replace
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "agent.sock"
+
+
+def peer_of(handed: Handover, name: str = "nhd16") -> AttachedPool:
+    """Its memory, open for reading; the descriptors are needed no longer."""
+    source = AttachedPool.open_peer(build(SHAPES[name]).pool, handed.handles, handed.fds)
+    handed.close_fds()
+    return source
+
+
+@pytest.mark.parametrize("name", ["nhd16", "packed", "fp8"])
+def test_rows_are_pulled_out_of_another_process_into_any_pool(path: Path, name: str) -> None:
+    async def story() -> None:
+        with Sender(path, name) as sender, await open_memory(sender.card(), "decode-0") as handed:
+            with peer_of(handed, name) as source:
+                for sink in (HND64, PACKED, FP8):
+                    assert pulled(SHAPES[name], source, sink, "cpu") == ""
+            assert sender.ask("check") == "unchanged"
+
+    asyncio.run(story())
+
+
+def test_what_is_handed_over_cannot_be_mapped_to_write(path: Path) -> None:
+    async def story() -> None:
+        with Sender(path, "nhd16") as sender, await open_memory(sender.card(), "decode-0") as handed:
+            for fd in handed.fds:
+                with pytest.raises(PermissionError):
+                    mmap.mmap(fd, mmap.PAGESIZE)
+                with pytest.raises(OSError, match="Bad file descriptor"):
+                    os.write(fd, b"x")
+                with pytest.raises(OSError, match="Invalid argument"):
+                    os.ftruncate(fd, 0)
+            with pytest.raises(KVBridgeError) as raised:  # as an engine's own, which is mapped to be written
+                AttachedPool.open(build(NHD16).pool, handed.handles, handed.fds)
+            assert raised.value.code == "region_unmappable"
+            assert sender.ask("check") == "unchanged"
+
+    asyncio.run(story())
+
+
+WRITE = """
+import asyncio, sys, torch
+from kvbridge_proto.codec import decode
+from kvbridge_proto.door import DoorCard
+from kvbridge.device.memory import AttachedPool
+from kvbridge.transport.door import open_memory
+from tests.integration.device.handed import NHD16
+from tests.support.pools import build
+async def main():
+    with await open_memory(decode(bytes.fromhex(sys.argv[1]), DoorCard), "decode-0") as handed:
+        with AttachedPool.open_peer(build(NHD16).pool, handed.handles, handed.fds) as source, source.hold() as regions:
+            print(int(regions.memories[0][5]), flush=True)
+            regions.memories[0][5] = 77
+asyncio.run(main())
+"""
+
+
+def test_a_write_to_the_mapping_is_a_fault_of_who_writes(path: Path) -> None:
+    with Sender(path, "nhd16") as sender:
+        command = [sys.executable, "-c", WRITE, msgspec.msgpack.encode(sender.card()).hex()]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (ran.returncode, ran.stdout) == (-signal.SIGSEGV, f"{filled(NHD16).memory[0][5]}\n"), ran.stderr
+        assert sender.ask("check") == "unchanged" and sender.ask("holders") == "0 holders"
+
+
+def test_the_engine_may_die_while_its_memory_is_read(path: Path) -> None:
+    async def story() -> None:
+        with (
+            Sender(path, "nhd16") as sender,
+            await open_memory(sender.card(), "decode-0") as handed,
+            peer_of(handed) as source,
+        ):
+            sender.process.send_signal(signal.SIGKILL)
+            assert "is gone" in await handed.ending()
+            assert pulled(NHD16, source, HND64, "cpu") == ""
+
+    asyncio.run(story())
+
+
+def test_the_sender_knows_when_the_mapping_is_closed(path: Path) -> None:
+    async def story() -> None:
+        with Sender(path, "nhd16") as sender, await open_memory(sender.card(), "decode-0") as handed:
+            with peer_of(handed):
+                assert sender.ask("end") == "ended" and sender.ask("holders") == "1 holders"
+                assert await handed.ending() == "the engine leaves"
+            handed.close()
+            async with asyncio.timeout(5):
+                while sender.ask("holders") != "0 holders":  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(0.01)
+            assert sender.ask("card") == "none"
+
+    asyncio.run(story())
+
+
+def test_a_region_that_is_not_what_its_pool_says_is_refused() -> None:
+    with engine_of(filled(NHD16)) as engine, SharedHandles.keep(engine.handles, engine.fds) as kept:
+        pool = engine.held.pool
+        huge = change(pool, regions=tuple(change(each, size_bytes=each.size_bytes << 9) for each in pool.regions))
+        on_gpu = tuple(change(each, kind="cuda_ipc", payload=bytes(64), device="GPU-1") for each in kept.handles)
+        for wrong, handles, code in (
+            (huge, kept.handles, "region_too_small"),
+            (pool, kept.handles[1:], "handle_missing"),
+            (pool, tuple(change(each, fd=99) for each in kept.handles), "fd_missing"),
+            (pool, on_gpu, "handle_kind_unsupported"),
+        ):
+            with pytest.raises(KVBridgeError) as raised:
+                AttachedPool.open_peer(wrong, handles, kept.fds)
+            assert raised.value.code == code
+
+
+# What is kept to be handed over:
+
+
+def test_keeps_descriptors_of_its_own_in_the_order_of_the_handles() -> None:
+    with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second, tempfile.TemporaryFile() as fence:
+        fds = [fence.fileno(), second.fileno(), first.fileno()]
+        handles = [
+            Handle(region=0, kind="shm_fd", fd=2),
+            Handle(region=1, kind="cuda_ipc", device="GPU-1", payload=b"h" * 64, offset=512),
+            Handle(region=2, kind="vmm_fd", device="GPU-1", payload=b"s" * 8, fd=1),
+            Handle(region=3, kind="shm_fd", offset=4096, fd=2),
+        ]
+        with SharedHandles.keep(handles, fds) as kept:
+            assert [handle.fd for handle in kept.handles] == [0, None, 1, 0]
+            assert tuple(change(each, fd=None) for each in kept.handles) == tuple(change(h, fd=None) for h in handles)
+            inodes = [os.fstat(fd).st_ino for fd in kept.fds]
+            assert inodes == [os.fstat(file.fileno()).st_ino for file in (first, second)]
+            assert not {*kept.fds} & {*fds} and not any(os.get_inheritable(fd) for fd in kept.fds)
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.write(kept.fds[0], b"x")
+            ours = kept.fds
+        for fd in ours:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(fd)
+        kept.close()
+
+
+def test_a_missing_descriptor_leaves_none_open() -> None:
+    with tempfile.TemporaryFile() as file:
+        before = len(os.listdir("/proc/self/fd"))
+        handles = [Handle(region=0, kind="shm_fd", fd=0), Handle(region=1, kind="shm_fd", fd=1)]
+        with pytest.raises(KVBridgeError) as raised:
+            SharedHandles.keep(handles, [file.fileno()])
+        assert raised.value.code == "fd_missing" and len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
+def test_memory_of_another_user_is_not_shared() -> None:
+    keep = (
+        "import os, sys\nfrom kvbridge_proto.pool import Handle\nfrom kvbridge.device.sharing import SharedHandles\n"
+        "from kvbridge.errors import KVBridgeError\nos.setuid(65534)\n"
+        "try: SharedHandles.keep([Handle(region=0, kind='shm_fd', fd=0)], [int(sys.argv[1])])\n"
+        "except KVBridgeError as error: print(error.code)"
+    )
+    fd = os.memfd_create("region")
+    os.fchmod(fd, 0o600)
+    try:
+        command = [sys.executable, "-c", keep, str(fd)]
+        ran = subprocess.run(command, pass_fds=[fd], capture_output=True, text=True, timeout=60)
+    finally:
+        os.close(fd)
+    assert ran.stdout == "not_shareable\n", ran.stderr
+
+
+def test_memory_of_another_gpu_is_no_tensor() -> None:
+    """torch would choose the GPU by the address: what kernels get is a number."""
+
+    class Opened:
+        def open(self, handle: Handle, size_bytes: int, fds: object) -> int:
+            return 0x7F0000000000 + handle.offset
+
+    class Gpu:
+        device, uuid, ordinal = "cuda:1", "GPU-1", 1
+
+        def current(self) -> object:
+            return torch.no_grad()
+
+    mappings = PeerMappings.__new__(PeerMappings)
+    mappings._gpu, mappings._mappings = Gpu(), Opened()
+    handle = Handle(region=0, kind="cuda_ipc", device="GPU-0", payload=bytes(64), offset=512)
+    assert mappings.map(handle, 4096, ()) == Mapped(0x7F0000000200, 4096, 1)

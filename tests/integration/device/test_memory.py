@@ -1,0 +1,269 @@
+"""Attaching: every door has its error, nothing is mapped that was refused, nothing stays mapped after close."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from kvbridge_proto.pool import Handle, Pool, Step
+
+from kvbridge.device import mapping
+from kvbridge.device.memory import AttachedPool
+from kvbridge.errors import EngineError, KVBridgeError, OperatorError
+from tests.integration.device.attached import attached, engine_of
+from tests.integration.device.moving import gather, scatter
+from tests.support.oracle import Shape, build
+
+replace = msgspec.structs.replace
+
+
+def maps_of(fd: int) -> list[str]:
+    """This process's mappings of one file."""
+    inode = str(os.fstat(fd).st_ino)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if line.split()[4] == inode and "/torch_" in line]
+
+
+def test_both_sides_see_the_same_bytes() -> None:
+    with attached(build(Shape())) as (held, pool), pool.hold() as regions:
+        held.memory[0][5] = 77
+        assert regions.memories[0][5] == 77
+        regions.memories[1][9] = 78
+        assert held.memory[1][9] == 78
+
+
+def test_close_unmaps_at_once_and_later_use_is_an_error() -> None:
+    with engine_of(build(Shape())) as engine:
+        before = [maps_of(fd) for fd in engine.fds]
+        pool = AttachedPool.open(engine.held.pool, engine.handles, engine.fds)
+        assert [len(maps_of(fd)) - len(was) for fd, was in zip(engine.fds, before, strict=True)] == [1, 1, 1, 1]
+        pool.close()
+        assert [maps_of(fd) for fd in engine.fds] == before
+        pool.close()
+        assert not pool.is_open
+        for use in (gather, scatter):
+            with pytest.raises(EngineError) as caught:
+                use(pool, [], torch.zeros(0, dtype=torch.uint8))
+            assert caught.value.code == "detached"
+
+
+def test_close_waits_for_a_move_under_way() -> None:
+    with attached(build(Shape())) as (held, pool):
+        closing = threading.Thread(target=pool.close)
+        with pool.hold() as regions:
+            closing.start()
+            closing.join(0.05)
+            assert closing.is_alive()
+            assert regions.memories[0][0] == held.memory[0][0]
+        closing.join(5)
+        assert not pool.is_open
+
+
+def test_the_engines_fds_stay_the_callers() -> None:
+    with engine_of(build(Shape())) as engine:
+        AttachedPool.open(engine.held.pool, engine.handles, engine.fds).close()
+        for fd in engine.fds:
+            os.fstat(fd)
+
+
+def with_plane(pool: Pool, **changes: object) -> Pool:
+    return replace(pool, planes=(replace(pool.planes[0], **changes), *pool.planes[1:]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "end"),
+    [
+        ({"offset": 1}, 12289),
+        ({"offset": 1 << 62}, (1 << 62) + 12288),
+        ({"block_stride": 1 << 62}, 11 * (1 << 62) + 1024),
+        ({"head_stride": 1 << 61}, 3 * (1 << 61) + 12288 - 48),
+        ({"token_axis": (Step(16, 1 << 60),)}, 15 * (1 << 60) + 12288 - 15 * 64),
+    ],
+)
+def test_refuses_a_plane_outside_its_region(changes: dict[str, object], end: int) -> None:
+    """Also where the sum does not fit 64 bits."""
+    with engine_of(build(Shape())) as engine:
+        pool = with_plane(engine.held.pool, name="the first", **changes)
+        before = [maps_of(fd) for fd in engine.fds]
+        with pytest.raises(EngineError, match=f"the first: ends at byte {end}, region 0 has 12288 bytes") as caught:
+            AttachedPool.open(pool, engine.handles, engine.fds)
+        assert caught.value.code == "plane_outside_region"
+        assert [maps_of(fd) for fd in engine.fds] == before
+
+
+def test_refuses_a_pool_that_cannot_be() -> None:
+    with engine_of(build(Shape())) as engine:
+        pool = with_plane(engine.held.pool, token_axis=(Step(8, 64),))
+        with pytest.raises(EngineError, match=r"counts 8, block_tokens 16") as caught:
+            AttachedPool.open(pool, engine.handles, engine.fds)
+        assert caught.value.code == "bad_pool"
+        for wrong in ({"region": 9}, {"group": 3}):
+            with pytest.raises(EngineError) as caught:
+                AttachedPool.open(with_plane(engine.held.pool, **wrong), engine.handles, engine.fds)
+            assert caught.value.code == "bad_plane"
+
+
+@pytest.mark.parametrize("offset", [0, 64])
+def test_refuses_planes_on_top_of_each_other(offset: int) -> None:
+    """V where K is, or a token further: rows of one would be written over rows of the other, and nobody would know."""
+    with engine_of(build(Shape())) as engine:
+        key, value, *others = engine.held.pool.planes
+        value = replace(value, region=key.region, offset=offset, block_stride=key.block_stride)
+        pool = replace(engine.held.pool, planes=(key, value, *others))
+        before = [maps_of(fd) for fd in engine.fds]
+        if offset:
+            pool = replace(pool, groups=(replace(pool.groups[0], blocks=11),))
+        with pytest.raises(
+            EngineError, match=f"layer 0 k and layer 0 v: both hold byte {offset} of region 0"
+        ) as caught:
+            AttachedPool.open(pool, engine.handles, engine.fds)
+        assert caught.value.code == "planes_overlap"
+        assert [maps_of(fd) for fd in engine.fds] == before
+
+
+def test_refuses_an_fd_that_holds_less_than_the_region() -> None:
+    with engine_of(build(Shape())) as engine:
+        small = os.memfd_create("small")
+        os.ftruncate(small, 12287)
+        with pytest.raises(EngineError, match="ends at byte 12288, its fd has 12287") as caught:
+            AttachedPool.open(engine.held.pool, engine.handles, (small, *engine.fds[1:]))
+        assert caught.value.code == "region_too_small"
+        os.close(small)
+
+
+def test_refuses_an_offset_that_leaves_too_little() -> None:
+    with engine_of(build(Shape())) as engine:
+        moved = (replace(engine.handles[0], offset=1), *engine.handles[1:])
+        with pytest.raises(EngineError, match="ends at byte 12289, its fd has 12288"):
+            AttachedPool.open(engine.held.pool, moved, engine.fds)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 100, 4096, 5000])
+def test_a_region_may_begin_inside_its_allocation(offset: int) -> None:
+    held = build(Shape())
+    with engine_of(held) as engine:
+        inside = os.memfd_create("inside")
+        os.write(inside, bytes(offset) + bytes(range(256)) * 49)
+        handles = (replace(engine.handles[0], offset=offset), *engine.handles[1:])
+        with AttachedPool.open(held.pool, handles, (inside, *engine.fds[1:])) as pool, pool.hold() as regions:
+            assert regions.memories[0].numel() == 12288
+            assert np.array_equal(regions.memories[0][:256].numpy(), np.arange(256))
+        os.close(inside)
+
+
+def test_refuses_an_fd_that_is_no_memory() -> None:
+    reading, writing = os.pipe()
+    with engine_of(build(Shape())) as engine, pytest.raises(EngineError) as caught:
+        AttachedPool.open(engine.held.pool, engine.handles, (reading, *engine.fds[1:]))
+    assert caught.value.code == "region_unmappable"
+    os.close(reading), os.close(writing)
+
+
+def test_refuses_an_fd_that_cannot_be_written() -> None:
+    with engine_of(build(Shape())) as engine:
+        readonly = os.open(f"/proc/self/fd/{engine.fds[0]}", os.O_RDONLY)
+        with pytest.raises(EngineError, match="Permission denied") as caught:
+            AttachedPool.open(engine.held.pool, engine.handles, (readonly, *engine.fds[1:]))
+        assert caught.value.code == "region_unmappable"
+        os.close(readonly)
+
+
+def test_refuses_handles_that_do_not_match_the_regions() -> None:
+    with engine_of(build(Shape())) as engine:
+        first, *others = engine.handles
+        cases: list[tuple[list[Handle], tuple[int, ...], str]] = [
+            (others, engine.fds, "handle_missing"),
+            ([first, first, *others], engine.fds, "handle_repeated"),
+            ([first, *others, replace(first, region=7)], engine.fds, "handle_missing"),
+            ([first, *others], engine.fds[:1], "fd_missing"),
+            ([replace(first, fd=None), *others], engine.fds, "fd_missing"),
+        ]
+        before = [maps_of(fd) for fd in engine.fds]
+        for handles, fds, code in cases:
+            with pytest.raises(EngineError) as caught:
+                AttachedPool.open(engine.held.pool, handles, fds)
+            assert caught.value.code == code
+        assert [maps_of(fd) for fd in engine.fds] == before
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "vmm_fd"])
+def test_refuses_gpu_memory_on_a_cpu_and_says_which_device_it_takes(kind: str) -> None:
+    with engine_of(build(Shape())) as engine:
+        handles = (replace(engine.handles[0], kind=kind, device="GPU-1"), *engine.handles[1:])
+        expected = f"handle kind: {kind}, this agent on cpu opens shm_fd; start the agent with --device GPU-1"
+        with pytest.raises(OperatorError, match=expected) as caught:
+            AttachedPool.open(engine.held.pool, handles, engine.fds)
+        assert caught.value.code == "handle_kind_unsupported"
+
+
+IPC = Handle(region=2, kind="cuda_ipc", device="GPU-1", payload=bytes(64))
+SHM = Handle(region=2, kind="shm_fd", fd=0)
+
+
+@pytest.mark.parametrize(
+    ("check", "code", "reason"),
+    [
+        (
+            lambda: mapping.check_kind(SHM, "cuda:1"),
+            "handle_kind_unsupported",
+            "shm_fd, this agent on cuda:1 opens cuda_ipc and vmm_fd; start the agent with --device cpu",
+        ),
+        (
+            lambda: mapping.check_device(IPC, "GPU-2"),
+            "wrong_device",
+            "region 2: lies on GPU-1, this agent serves GPU-2; .* start this one with --device GPU-1",
+        ),
+        (
+            lambda: mapping.check_payload(replace(IPC, payload=bytes(63))),
+            "region_unmappable",
+            "payload of region 2: 63 bytes, must be 64",
+        ),
+        (
+            lambda: mapping.check_end(replace(IPC, offset=1 << 62), 512, 1024, "its allocation"),
+            "region_too_small",
+            f"region 2: ends at byte {(1 << 62) + 512}, its allocation has 1024",
+        ),
+        (
+            lambda: mapping.check_peer("GPU-1", "GPU-2", False, "slots of agent b"),
+            "no_peer_access",
+            "slots of agent b: GPU-1 cannot access the memory of GPU-2; use the route",
+        ),
+    ],
+)
+def test_refuses_a_gpu_handle_before_any_cuda_call(check: Callable[[], None], code: str, reason: str) -> None:
+    with pytest.raises(KVBridgeError, match=reason) as caught:
+        check()
+    assert caught.value.code == code
+
+
+def test_lets_right_gpu_handles_through() -> None:
+    for kind in ("cuda_ipc", "vmm_fd"):
+        mapping.check_kind(replace(IPC, kind=kind), "cuda:0")
+    mapping.check_device(IPC, "GPU-1")
+    mapping.check_payload(IPC)
+    mapping.check_end(replace(IPC, offset=512), 512, 1024, "its allocation")
+    for can_access in (True, None):  # None: its device is hidden from us, opening it will tell
+        mapping.check_peer("GPU-1", "GPU-2", can_access, "slots")
+
+
+def test_names_a_machine_without_a_gpu_to_attach_on() -> None:
+    code = """if True:
+        from kvbridge.device.driver import Gpu
+        from kvbridge.errors import OperatorError
+        try:
+            Gpu.open("cuda:0")
+        except OperatorError as error:
+            print(error.code, error)
+        """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert done.stdout.startswith("cuda_unavailable "), done.stdout

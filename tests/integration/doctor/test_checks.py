@@ -1,0 +1,246 @@
+"""`kvbridge doctor`: what it looks at is broken, one thing after the other, and it says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from kvbridge_proto.status import Status
+
+from kvbridge.commands.doctor import CHECKS, looked
+from kvbridge.config import load
+from kvbridge.doctor import machine, neighbours, peer, settings
+from kvbridge.doctor.finding import Finding, Outcome, Subject
+from kvbridge.doctor.routes import carried, written_by
+from kvbridge.errors import OperatorError
+from kvbridge.transport.keys import write_pair
+from tests.integration.agent.harness import SyntheticEngine, agent
+from tests.support.oracle import Shape, build
+from tests.unit.proto.samples import TO_ENGINE
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/troubleshooting.md").read_text()
+
+
+def subject(folder: Path, address: str = "", **options: Any) -> Subject:
+    said = {"socket": str(folder / "ours.sock"), "device": "cpu"} | {
+        name: str(value) for name, value in options.items()
+    }
+    return Subject(load(flags=said, environment={}), None, {}, address)
+
+
+def doctor(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvbridge.cli", "doctor", *map(str, arguments)]
+    wide = {**os.environ, "COLUMNS": "160", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=wide)
+
+
+def test_every_check_has_its_anchor_and_every_anchor_its_check() -> None:
+    checks = PAGE.partition("\n## Checks\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^### (.*)$", checks, re.M) == [check.name for check in CHECKS]
+
+
+def test_too_little_shared_memory_fails(tmp_path: Path) -> None:
+    assert machine.shm(subject(tmp_path), str(tmp_path), 1).outcome is Outcome.OK
+    found = machine.shm(subject(tmp_path), str(tmp_path), 1 << 60)
+    assert found.outcome is Outcome.FAILED and "--shm-size" in found.remedy
+
+
+def is_unshared() -> bool:
+    return shutil.which("unshare") is not None and subprocess.run(["unshare", "-rm", "true"]).returncode == 0
+
+
+@pytest.mark.skipif(not is_unshared(), reason="no user namespaces here")
+def test_a_container_with_the_shared_memory_that_docker_gives_is_told_to_take_more() -> None:
+    script = f"mount -t tmpfs -o size=64m none /dev/shm && exec {sys.executable} -m kvbridge.cli doctor --only shm"
+    told = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 1 and "docs/troubleshooting.md#shm" in told.stdout, told.stderr
+    assert "check_failed: 1 of 1 checks: shm" in told.stderr
+
+
+def test_a_driver_without_a_gpu_is_no_machine_without_gpus(tmp_path: Path) -> None:
+    (tmp_path / "version").write_text("NVRM version: 1\n")
+    any_device = subject(tmp_path, device="auto")
+    if machine.chosen_gpu("auto") is None:
+        assert machine.gpu(any_device, tmp_path / "version").outcome is Outcome.FAILED
+        assert machine.gpu(any_device, tmp_path / "none").outcome is Outcome.NOT_HERE
+    assert machine.gpu(subject(tmp_path)).outcome is Outcome.NOT_HERE
+
+
+def test_expandable_segments_are_seen(tmp_path: Path) -> None:
+    said = Subject(subject(tmp_path).config, None, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"})
+    assert machine.allocator(said).outcome is Outcome.WARNING
+
+
+def beside(engine_pid: int, folder: Path) -> Subject:
+    """With an agent that has an engine of this PID."""
+    (status,) = (each for each in TO_ENGINE if isinstance(each, Status))
+    assert status.engine is not None
+    engine = msgspec.structs.replace(status.engine, pid=engine_pid)
+    return Subject(subject(folder).config, msgspec.structs.replace(status, engine=engine), {})
+
+
+@pytest.mark.skipif(not is_unshared(), reason="no user namespaces here")
+def test_an_engine_in_another_container_is_seen_and_so_is_its_allocator(tmp_path: Path) -> None:
+    assert machine.namespaces(beside(os.getpid(), tmp_path)).outcome is Outcome.OK
+    settings_of_engine = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    command = ["unshare", "-r", "--ipc", "sh", "-c", "echo; exec sleep 60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=settings_of_engine) as engine:
+        assert engine.stdout is not None and engine.stdout.readline()
+        there = beside(engine.pid, tmp_path)
+        found = machine.namespaces(there)
+        assert found.outcome is Outcome.WARNING and "other namespaces than this one: ipc" in found.text
+        assert "of the engine" in machine.allocator(there).text
+        engine.kill()
+    assert machine.namespaces(there).outcome is Outcome.WARNING, "it is gone"
+
+
+def test_memory_of_another_process_is_read_and_one_that_is_gone_fails(tmp_path: Path) -> None:
+    assert machine.ptrace(subject(tmp_path)).outcome is Outcome.OK
+    with neighbours.lender("lend") as (pid, address):
+        pass
+    with pytest.raises(OperatorError, match="No such process"):
+        neighbours.told("read", str(pid), address)
+
+
+def test_a_key_that_others_may_read_fails_and_one_that_is_ours_does_not(tmp_path: Path) -> None:
+    key = tmp_path / "a.key"
+    write_pair(key)
+    assert settings.keys(subject(tmp_path, key=key)).outcome is Outcome.OK
+    key.chmod(0o644)
+    found = settings.keys(subject(tmp_path, key=key))
+    assert found.outcome is Outcome.FAILED and "mode 0644" in found.text and "chmod 600" in found.text
+
+
+def test_modes_of_the_socket_and_its_folder(tmp_path: Path) -> None:
+    ours = subject(tmp_path)
+    assert settings.sockets(ours).outcome is Outcome.OK
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(ours.config.socket)
+    os.chmod(ours.config.socket, 0o600)
+    assert settings.sockets(ours).outcome is Outcome.OK
+    os.chmod(ours.config.socket, 0o666)
+    assert "mode 0666, should be 0600" in settings.sockets(ours).text
+    tmp_path.chmod(0o777)
+    assert settings.sockets(ours).outcome is Outcome.FAILED
+    tmp_path.chmod(0o700)
+    assert "No such file" in settings.sockets(subject(tmp_path / "none")).text
+
+
+def test_a_port_that_is_taken_fails(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        ours = subject(tmp_path, listen=f"tcp://{place}", metrics=place)
+        for look in (settings.listen, settings.metrics):
+            assert look(ours).outcome is Outcome.FAILED and "Address already in use" in look(ours).text
+    assert settings.listen(ours).outcome is settings.metrics(ours).outcome is Outcome.OK
+
+
+def test_a_check_that_cannot_look_has_failed(tmp_path: Path) -> None:
+    ours = subject(tmp_path, device="cuda:0")
+    if machine.chosen_gpu("auto") is None:
+        ((_, found),) = looked([check for check in CHECKS if check.name == "gpu"], ours)
+        assert found.outcome is Outcome.FAILED and "cuda_unavailable" in found.text
+
+
+TABLE = """\
+[1.2] [vm:3:0]   | 051d intra-node cfg#1                    |
+[1.2] [vm:3:0]   | remote memory write by ucp_put*(multi) from {where} |
+[1.2] [vm:3:0]   +--------+-------------+------------------+
+[1.2] [vm:3:0]   | Range  | Description |      Config      |
+[1.2] [vm:3:0]   |  0..99 | short       | {small} |
+[1.2] [vm:3:0]   | 100..inf | zero-copy   | {large} |
+[1.2] [vm:3:0]   | active message by ucp_am_send* from host memory |
+[1.2] [vm:3:0]   |      0 | short              | tcp/lo        |
+"""
+
+
+def test_what_ucx_writes_with_is_read_off_its_tables_and_what_it_speaks_with_is_not() -> None:
+    def found(small: str, large: str, where: str = "host memory to host") -> set[str]:
+        return set(written_by(TABLE.format(small=small, large=large, where=where)))
+
+    assert found("cma/memory", "cma/memory") == {"cma/memory"}
+    assert found("tcp/lo", "cma/memory") == {"cma/memory"}
+    assert found("cma/memory", "tcp/lo") == {"tcp/lo"}
+    assert found("cuda_ipc/cuda", "cuda_ipc/cuda", "cuda/GPU0 to cuda/dev[1]") == {"cuda_ipc/cuda"}
+    assert found("tcp/lo", "tcp/lo", "host memory to cuda/dev[1]") == set()
+    assert written_by("") == frozenset()
+
+
+def test_ucx_that_falls_back_to_tcp_fails_and_is_ok_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = carried("nixl", subject(tmp_path))
+    assert found.outcome is Outcome.OK and "by cma/memory" in found.text, found
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    found = carried("nixl", replace(subject(tmp_path), environment={"UCX_TLS": "tcp"}))
+    assert found.outcome is Outcome.FAILED, found
+    assert "by tcp/lo" in found.text and "UCX_TLS=tcp is set" in found.text
+
+
+def test_what_failed_is_the_exit_code_and_json_names_every_check(tmp_path: Path) -> None:
+    only = ("--only", "route-host", "--only", "sockets", "--device", "cpu", "--json")
+    told = doctor(*only, "--socket", tmp_path / "none" / "a.sock")
+    assert told.returncode == 1 and "check_failed: 1 of 2 checks: sockets" in told.stderr
+    assert [(each["check"], each["outcome"], each["see"]) for each in json.loads(told.stdout)] == [
+        ("route-host", "not here", "docs/troubleshooting.md#route-host"),
+        ("sockets", "failed", "docs/troubleshooting.md#sockets"),
+    ]
+    assert doctor(*only, "--socket", tmp_path / "a.sock").returncode == 0
+
+
+def test_what_is_no_check_is_refused_with_the_nearest_name() -> None:
+    told = doctor("--only", "root-nixl")
+    assert told.returncode == 2 and "did you mean route-nixl?" in told.stderr
+
+
+# Another agent:
+
+
+def test_a_peer_is_reached_and_judged_and_one_that_is_stopped_or_gone_is_told_apart(tmp_path: Path) -> None:
+    key = tmp_path / "fleet.key"
+    write_pair(key)
+    with agent(tmp_path, "other", key=key) as other:
+        address = other.address
+        found = look(tmp_path, address, key)
+        assert found.outcome is Outcome.FAILED and "refuses: no_engine" in found.text
+        engine = SyntheticEngine(other, build(Shape()))
+        engine.attach()
+        found = look(tmp_path, address, key)
+        assert found.outcome is Outcome.WARNING and "its engine is attached; no engine of ours" in found.text
+        with agent(tmp_path, "ours", key=key) as ours:
+            same = SyntheticEngine(ours, build(Shape(layout="hnd", block_tokens=64)))
+            same.attach()
+            found = look(tmp_path, address, key)
+            assert found.outcome is Outcome.OK and "its engine's pool fits ours" in found.text, found
+            same.close()
+        stranger, known = tmp_path / "stranger.key", tmp_path / "known"
+        known.write_text(f"other {address.partition('#')[2]}\nus {write_pair(stranger)}\n")
+        assert "key_refused" in look(tmp_path, address, stranger, peers=known).text
+        other_key = look(tmp_path, address.partition("#")[0], stranger)
+        assert "peer_unreachable" in other_key.text and "another key than the address says" in other_key.remedy
+        other.process.send_signal(signal.SIGSTOP)
+        stopped = look(tmp_path, address, key)
+        assert "its port takes connections" in stopped.text and "may be stopped" in stopped.remedy, stopped
+        other.process.send_signal(signal.SIGCONT)
+        engine.close()
+    gone = look(tmp_path, address, key)
+    assert gone.outcome is Outcome.FAILED and "peer_unreachable" in gone.text and "takes" not in gone.text
+    assert "peer_not_allowed" in look(tmp_path, "tcp://192.0.2.1:7700", key).text
+
+
+def look(folder: Path, address: str, key: Path, **options: Path) -> Finding:
+    return peer.peer(subject(folder, address, key=key, connect_s=1, **options))
+
+
+def test_no_peer_is_not_here(tmp_path: Path) -> None:
+    assert peer.peer(subject(tmp_path)).outcome is Outcome.NOT_HERE

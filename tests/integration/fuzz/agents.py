@@ -1,0 +1,420 @@
+"""The real parts of an agent behind its sockets, hostile agents on three links, honest ones beside them.
+
+Control, mover and engine are played here. A frame is a script, as in machines.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from random import Random
+from typing import Annotated, Any
+
+import msgspec
+from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.engine import Done, Failed, Offer, ToEngine, Want
+from kvbridge_proto.peer import (
+    Body,
+    Claim,
+    Envelope,
+    FabricCard,
+    Hello,
+    Notice,
+    Probe,
+    Ready,
+    Refuse,
+    Welcome,
+)
+from kvbridge_proto.status import PeerStatus, TransferStatus
+from kvbridge_proto.words import OURS, Agent, Blocks, Rank
+from msgspec import Meta, Struct
+
+from kvbridge.agent.doors import NoDoors
+from kvbridge.agent.journal import Journal
+from kvbridge.agent.lives import Lives
+from kvbridge.agent.metrics import Metrics
+from kvbridge.agent.peers import Peers
+from kvbridge.agent.sink import Sink
+from kvbridge.agent.source import Source
+from kvbridge.agent.status import transfers
+from kvbridge.dataplane.receiving import Arrival
+from kvbridge.dataplane.routes.choice import Connected
+from kvbridge.dataplane.routes.staged import Landing
+from kvbridge.dataplane.sending import Departure
+from kvbridge.errors import PeerError
+from kvbridge.exchange.inbound import Inbound
+from kvbridge.exchange.outbound import Outbound
+from kvbridge.exchange.route import Routed, Site
+from kvbridge.exchange.session import Home
+from kvbridge.exchange.slots import SlotPool
+from kvbridge.transport.trust import Trust
+from tests.integration.agent.receiver import Receiver
+from tests.integration.fuzz.machines import ALL_ROWS, POOLS
+from tests.integration.fuzz.typed import TEXTS, drawer
+from tests.integration.fuzz.vary import varied
+from tests.unit.exchange.world import make_pool
+
+EVIL, GOOD = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
+OUR_POOL, GOOD_POOL = make_pool("ours", 0, 1, 4), POOLS["evil"]
+CARD = FabricCard(kind="world", name="boot", descriptor=b"", base=0, slot_bytes=1024, slots=8)
+DONE = 80  # tokens of the honest transfers
+
+
+class Say(Struct, frozen=True, tag="say"):
+    """On link 0 an agent of its own says it, on link 1 as if it were the honest one, on link 2 where it was dialled."""
+
+    link: Annotated[int, Meta(ge=0, lt=3)]
+    body: Body
+
+
+class Write(Struct, frozen=True, tag="write"):
+    notice: Notice
+
+
+class Do(Struct, frozen=True, tag="do"):
+    """0: time passes, 1: hostile links end, 2: our engine wants of the hostile agent, 3: its offer ends, 4: moves."""
+
+    what: Annotated[int, Meta(ge=0, lt=5)]
+
+
+Script = tuple[Say | Write | Do, ...]
+
+
+class Wire:
+    """A link; what is said on it must be what a peer would take."""
+
+    def __init__(self, address: str, boot: str, is_dialled: bool) -> None:
+        self.address, self.peer_boot, self.is_dialled = address, boot, is_dialled
+        self.version, self.is_lost, self.is_up, self.key, self.says_by_pipe = 1, False, True, "", False
+        self.heard: deque[Any] = deque(maxlen=32)
+
+    def send(self, body: Any) -> bool:
+        envelope = Envelope(version=self.version, sender="us", receiver=self.peer_boot, number=0, body=body)
+        assert decode(encode(envelope), Envelope).body == body
+        self.heard.append(body)
+        return not self.is_lost
+
+    def close(self) -> None:
+        self.is_lost = True
+
+    def last(self, kind: type) -> Any:
+        return next((body for body in reversed(self.heard) if isinstance(body, kind)), None)
+
+
+class Watched(Peers):
+    """Our own faults are what is looked for."""
+
+    def _fault(self, link: Any, what: str) -> None:
+        raise  # noqa: PLE0704 - called where the exception is handled
+
+
+class Besieged(Receiver):
+    """Our agent. It plays its own control and mover."""
+
+    trust = Trust()
+
+    def __init__(self) -> None:
+        self.now, self.serial, self.numbers = 0.0, 0, 0
+        self.told: list[Any] = []
+        self.wires: dict[str, Wire] = {}
+        super().__init__()
+        self.moves: deque[Departure | Arrival] = deque()
+        self.tasks: list[asyncio.Task[None]] = []
+        self.metrics = Metrics()
+        self.home = Home(self.agent("us"), 1, OUR_POOL, Site(CARD), ("sum",), (self.rank("us"),))
+        self.inbound = Inbound(SlotPool(8), self.new_id, lambda: self.new_id().encode().rjust(16))
+        self.outbound = Outbound()
+        self.peers = Watched(self, self, lambda: self.home, self.metrics, 5.0, NoDoors())  # type: ignore[arg-type]
+        clock = lambda: self.now  # noqa: E731
+        journal = Journal()
+        sinks, sources = Lives("sink", journal, self.metrics.lived), Lives("source", journal, self.metrics.lived)
+        self.sink = Sink(self.inbound, self.peers.dialling, self, self.metrics, sinks, self.tell, clock)  # type: ignore[arg-type]
+        home = lambda: self.home  # noqa: E731
+        source = Source(  # type: ignore[arg-type]
+            self.outbound, self.peers.accepting, self, self.metrics, sources, self.tell, home, lambda: None, clock
+        )
+        self.source = source
+        self.peers.dialling.sink, self.peers.accepting.source = self.sink, self.source
+        self.sink.attached = self.source.attached = object()  # type: ignore[assignment]
+
+    @staticmethod
+    def agent(boot: str) -> Agent:
+        return Agent(name=boot, boot=boot, address="tcp://127.0.0.1:3", version="1")
+
+    @staticmethod
+    def rank(address: str) -> Rank:
+        return Rank(tp_rank=0, pp_rank=0, address=address)
+
+    def new_id(self) -> str:
+        self.numbers += 1
+        return f"id{self.numbers}"
+
+    def tell(self, message: Any) -> None:
+        assert decode(encode(message), ToEngine) == message
+        self.told.append(message)
+
+    # As control:
+
+    def dial(self, address: str) -> Wire:
+        if not address.startswith("tcp://"):
+            raise PeerError("bad_address", address)
+        return self.wires.setdefault(address, Wire(address, "evil" if address == EVIL else "good", True))
+
+    def create_task(self, coroutine: Any) -> None:
+        self.tasks.append(asyncio.get_running_loop().create_task(coroutine))
+
+    async def settle(self) -> None:
+        """Let greetings end, and raise what they raise."""
+        while self.tasks:
+            tasks, self.tasks = self.tasks, []
+            await asyncio.gather(*tasks)
+
+    # As mover:
+
+    async def stage(self) -> None: ...
+
+    async def connect(self, landing: Landing) -> Connected:
+        await asyncio.sleep(0)
+        self.serial += 1
+        probe = Probe(lane=landing.lane, seed=1, size_bytes=64, bytes_per_s=1e9)
+        return Connected(Routed("nixl", "", probe), self.serial)
+
+    async def is_proved(self, *_: object) -> bool:
+        await asyncio.sleep(0)
+        return True
+
+    def disconnect(self, boot: str, serial: int) -> None: ...
+
+    def land(self, notice: Notice) -> bool:
+        arrival = self.receiving.landed(notice)
+        if arrival is not None:
+            self.moves.append(arrival)
+        self.report()
+        return arrival is not None
+
+    def move(self) -> None:
+        """Everything that was begun ends."""
+        self.begin()
+        while self.moves:
+            move = self.moves.popleft()
+            if isinstance(move, Departure):
+                self.sending.gathered(move)
+                self.sending.written(move, 0.0, None)
+            else:
+                self.receiving.scattered(move, None)
+            self.begin()
+        self.report()
+
+    def begin(self) -> None:
+        while (departure := self.sending.begin()) is not None:
+            self.moves.append(departure)
+
+    # What must be true after every message:
+
+    def check(self) -> None:
+        counts = self.inbound.slots.counts()
+        assert counts.free + counts.lent + counts.landed + counts.quarantined == 8
+        departures = sum(isinstance(move, Departure) for move in self.moves)
+        assert self.sending.slots.free + departures == 2
+        assert len(self.peers.accepting.sessions) <= 3
+        statuses = tuple(self.peers.statuses())
+        assert decode(encode(statuses), tuple[PeerStatus, ...]) == statuses
+        under_way = transfers(self.inbound, self.outbound, self.now)
+        assert decode(encode(under_way), tuple[TransferStatus, ...]) == under_way
+        assert len(self.metrics._codes) <= 200
+
+
+class Siege:
+    """A script is played against one agent; then its honest peers go on as if nothing had been."""
+
+    def __init__(self) -> None:
+        self.ours = Besieged()
+        self.honest = Wire("tcp://127.0.0.1:9", "good", False)
+        self.links = [Wire("tcp://127.0.0.1:8", "evil", False), Wire("tcp://127.0.0.1:7", "good", False)]
+
+    async def run(self, script: Script) -> int:
+        await self.begin()
+        self.ours.check()
+        for step in script:
+            await self.play(step)
+            self.ours.check()
+        await self.end()
+        return max(1, len(script))
+
+    async def hear(self, link: Wire, sender: str, body: Any) -> None:
+        self.ours.peers._take(self.ours, link, sender, body)  # type: ignore[arg-type]
+        await self.ours.settle()
+
+    def hello(self, boot: str, lane: int = 1) -> Hello:
+        agent = Besieged.agent(boot)
+        return Hello(
+            versions=OURS, agent=agent, epoch=1, pool=GOOD_POOL, fabric=CARD, digests=("sum",), probe_lane=lane
+        )
+
+    def welcome(self, asked: Hello, boot: str) -> Welcome:
+        return Welcome(
+            version=1,
+            agent=Besieged.agent(boot),
+            epoch=1,
+            pool=GOOD_POOL,
+            digest="sum",
+            slot_bytes=1024,
+            ranks=(Besieged.rank(GOOD),),
+            probe=Probe(lane=asked.probe_lane, seed=1, size_bytes=64, bytes_per_s=1e9),
+        )
+
+    async def begin(self) -> None:
+        ours = self.ours
+        blocks = (Blocks(0, 0, tuple(range(20))),)
+        want = Want(
+            request="honest", room="h", source=GOOD, first_token=0, end_token=DONE, blocks=blocks, deadline_s=1000
+        )
+        ours.sink.want(want, ours.home)
+        good = ours.wires[GOOD]
+        await self.hear(good, "good", self.welcome(good.last(Hello), "good"))
+        offer = Offer(room="o", request="offered", tokens=DONE, blocks=blocks, is_last=True, hold_s=10_000)
+        ours.source.offer(offer, ours.home)
+        await self.hear(self.honest, "good", self.hello("good"))
+        assert isinstance(self.honest.last(Welcome), Welcome) and isinstance(good.last(Claim), Claim)
+        ours.sink.want(msgspec.structs.replace(want, request="evil", source=EVIL), ours.home)
+
+    async def end(self) -> None:
+        """The honest source writes its chunks; the honest sink has its rows."""
+        ours = self.ours
+        ours.move()
+        good = ours.wires[GOOD]
+        claim, chunk = good.last(Claim), 0
+        intake = ours.inbound.wants["honest"].intakes[claim.transfer]
+        await self.hear(good, "good", Ready(transfer=claim.transfer, chunks=intake.plan.chunks))
+        while chunk < intake.plan.chunks:
+            leases = [lease for body in good.heard if hasattr(body, "leases") for lease in body.leases]
+            for lease in leases[chunk : intake.plan.chunks]:
+                assert ours.land(self.notice(claim, intake.plan.chunk(chunk).size_bytes, chunk, lease))
+                chunk += 1
+            ours.move()
+            if len([lease for body in good.heard if hasattr(body, "leases") for lease in body.leases]) == len(leases):
+                break
+        answer = [
+            message for message in ours.told if isinstance(message, Done | Failed) and message.request == "honest"
+        ]
+        has_slots = ours.inbound.slots.counts().quarantined + ours.inbound.slots.lent < 8
+        assert len(answer) == 1 and isinstance(answer[0], Done) if has_slots else not answer, answer
+        plan = ours.peers.accepting.sessions["good"].session.planner.plan(ALL_ROWS, 0, DONE, 1024)
+        await self.hear(self.honest, "good", self.claim(plan.digest))
+        assert "honest" in ours.outbound.outlets, self.honest.last(Refuse)
+
+    @staticmethod
+    def claim(digest: str) -> Claim:
+        return Claim(
+            transfer="honest",
+            want="good/w",
+            sink=0,
+            sinks=1,
+            room="honest room",
+            source_epoch=1,
+            sink_epoch=1,
+            first_token=0,
+            end_token=DONE,
+            takes=ALL_ROWS,
+            plan=digest,
+            token=b"t" * 16,
+            leases=(),
+            deadline_s=100.0,
+        )
+
+    @staticmethod
+    def notice(claim: Claim, size_bytes: int, chunk: int, lease: Any) -> Notice:
+        return Notice(
+            transfer=claim.transfer,
+            token=claim.token,
+            source_boot="good",
+            sink_boot="us",
+            source_epoch=1,
+            sink_epoch=1,
+            slot=lease.slot,
+            generation=lease.generation,
+            chunk=chunk,
+            chunk_bytes=size_bytes,
+            digest=0,
+        )
+
+    # The script:
+
+    async def play(self, step: Say | Write | Do) -> None:
+        match step:
+            case Say(link=2, body=body):
+                wire = self.ours.dial(EVIL)
+                await self.hear(wire, "evil", self._fitting(wire, body, "evil"))
+            case Say(link=link, body=body):
+                wire = self.links[link]
+                # Who the honest one is, is for keys to prove: without them a Hello in its name is its own.
+                sender = "evil" if link == 0 or isinstance(body, Hello) else "good"
+                await self.hear(wire, sender, self._fitting(wire, body, sender))
+            case Write(notice=notice):
+                claim = self.ours.dial(EVIL).last(Claim)
+                is_own = claim is not None and notice.slot % 2
+                changes = {"transfer": claim.transfer, "token": claim.token} if is_own else {"transfer": "id1"}
+                changed = msgspec.structs.replace(notice, source_boot="evil", sink_boot="us", source_epoch=1, **changes)
+                self.ours.land(msgspec.structs.replace(changed, sink_epoch=1, chunk_bytes=1024))
+            case Do(what=what):
+                await self._happen(what)
+
+    async def _happen(self, what: int) -> None:
+        ours = self.ours
+        match what:
+            case 0:
+                ours.now += 1.0
+                ours.sink.tick()
+                ours.source.tick()
+            case 1:
+                for wire in (*self.links, ours.dial(EVIL)):
+                    ours.peers._lose(wire, "test")  # type: ignore[arg-type]
+                ours.wires.pop(EVIL)
+            case 2:
+                blocks = (Blocks(0, 0, tuple(range(20))),)
+                request = f"evil {ours.new_id()}"
+                want = Want(
+                    request=request, room="e", source=EVIL, first_token=0, end_token=DONE, blocks=blocks, deadline_s=5
+                )
+                ours.sink.want(want, ours.home)
+            case 3:
+                ours.source.withdraw("offered", "test")
+            case _:
+                ours.move()
+
+    def _fitting(self, wire: Wire, body: Any, boot: str) -> Any:
+        """Right where it must be right to get further, most times."""
+        if isinstance(body, Hello) and body.probe_lane % 2:
+            pool = varied(Random(body.epoch), GOOD_POOL, body.epoch % 3)
+            return msgspec.structs.replace(self.hello(boot, body.probe_lane), pool=pool, routes=body.routes)
+        asked = wire.last(Hello)
+        if isinstance(body, Welcome) and asked is not None and body.epoch % 2:
+            changes = {"ranks": body.ranks, "why": body.why, "slot_bytes": min(1024, body.slot_bytes)}
+            return msgspec.structs.replace(self.welcome(asked, boot), **changes)
+        claim = wire.last(Claim)
+        if claim is not None and hasattr(body, "transfer") and body.transfer in TEXTS:
+            return msgspec.structs.replace(body, transfer=claim.transfer)
+        return body
+
+
+class Agents:
+    """No exception; what our agent says can be read; the honest get theirs."""
+
+    name = "agents"
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._draws = [drawer(Say)] * 6 + [drawer(Write), drawer(Do), drawer(Do)]
+
+    def frame(self, random: Random) -> bytes:
+        return encode(tuple(random.choice(self._draws)(random) for _ in range(random.choice((3, 10, 30)))))
+
+    def run(self, frame: bytes) -> int:
+        try:
+            script = decode(frame, Script)
+        except BadFrame:
+            return 1
+        return self._loop.run_until_complete(Siege().run(script))
+
+    def close(self) -> None:
+        self._loop.close()

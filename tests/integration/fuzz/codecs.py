@@ -1,0 +1,193 @@
+"""Targets that read frames: the codec for every kind of message, the engine's stream, the adapter's client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from kvbridge_proto import codec, door, engine, peer
+from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.stream import FRAME_FDS, HEADER, StreamReader
+
+from kvbridge.adapters.engine.client import EngineClient
+from kvbridge.transport.framed import FrameReader
+from tests.integration.fuzz.mutate import Mutator
+from tests.unit.proto.samples import BODIES, FROM_DOOR, NOTICE, TO_AGENT, TO_DOOR, TO_ENGINE, enveloped
+
+CODES = {"frame_too_large", "frame_malformed", "frame_too_deep", "message_invalid"}
+STREAM_CODES = CODES | {"stray_fds", "too_many_fds"}
+KINDS: dict[str, tuple[Any, list[Any]]] = {
+    "envelope": (peer.Envelope, [enveloped(body) for body in BODIES]),
+    "notice": (peer.Notice, [NOTICE]),
+    "probe": (peer.Probe, [peer.Probe(lane=7, seed=99, size_bytes=65536, bytes_per_s=5.1e9)]),
+    "engine": (engine.ToAgent, list(TO_AGENT)),
+    "answer": (engine.ToEngine, list(TO_ENGINE)),
+    "door": (door.ToDoor, list(TO_DOOR)),
+    "memory": (door.FromDoor, list(FROM_DOOR)),
+}
+
+
+class Decoding:
+    """`decode` gives BadFrame, or a message that goes over the wire again unchanged; both of its ways agree."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._kind, messages = KINDS[name]
+        self._mutator = Mutator([encode(message) for message in messages], self._kind)
+
+    def frame(self, random: Random) -> bytes:
+        return self._mutator.frame(random)
+
+    def run(self, frame: bytes) -> int:
+        try:
+            message = decode(frame, self._kind)
+        except BadFrame as bad:
+            assert bad.code in CODES and str(bad), bad.code
+            return 1
+        again = encode(message)
+        assert encode(decode(again, self._kind)) == again
+        with contextlib.suppress(BadFrame):  # fields that nobody knows are looked at this way only
+            assert encode(codec.typed(codec.unpack(frame), self._kind)) == again
+        return 1
+
+    def close(self) -> None: ...
+
+
+class Stream:
+    """The engine's stream: cut anywhere it gives the same messages and the same end."""
+
+    name = "stream"
+
+    def __init__(self) -> None:
+        self._mutator = Mutator([encode(message) for message in TO_AGENT], engine.ToAgent)
+        self._good = [_framed(encode(message)) for message in TO_AGENT]
+
+    def frame(self, random: Random) -> bytes:
+        return streamed(random, self._good, self._mutator)
+
+    def run(self, frame: bytes) -> int:
+        whole = self._read(frame, len(frame) or 1)
+        for step in (1 + len(frame) % 7, 64):
+            assert self._read(frame, step) == whole
+        return max(1, len(whole[0]))
+
+    def _read(self, frame: bytes, step: int) -> tuple[list[bytes], str]:
+        reader: StreamReader[Any] = StreamReader(engine.ToAgent)
+        found: list[bytes] = []
+        try:
+            for at in range(0, len(frame), step):
+                found += map(encode, reader.feed(frame[at : at + step]))
+        except BadFrame as bad:
+            assert bad.code in CODES
+            return found, bad.code
+        assert len(reader._buffer) <= len(frame)
+        return found, ""
+
+    def close(self) -> None: ...
+
+
+class Descriptors:
+    """The same stream with descriptors beside it: each is handed out once with a message, or closed."""
+
+    name = "fds"
+
+    def __init__(self) -> None:
+        self._stream = Stream()
+        self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def frame(self, random: Random) -> bytes:
+        """The first byte says how it is cut and where descriptors come."""
+        return random.randbytes(1) + self._stream.frame(random)
+
+    def run(self, frame: bytes) -> int:
+        random, stream = Random(frame[:1]), frame[1:]
+        reader, given, got, count = FrameReader(engine.ToAgent, codec.LIMITS), [], [], 0
+        at = 0
+        try:
+            while at < len(stream):
+                size = random.choice((1, 3, 4, 5, 16, 100, 1000, 1 << 18))
+                fds = [os.dup(self._null) for _ in range(random.choice((0, 0, 1, 2, FRAME_FDS)))]
+                given += fds
+                reader.feed(stream[at : at + size], fds, is_cut=random.random() < 0.01)
+                at += size
+                while (found := reader.next()) is not None:
+                    count += 1
+                    got += found[1]
+        except BadFrame as bad:
+            assert bad.code in STREAM_CODES
+        reader.close()
+        left = {fd for fd in given if _is_open(fd)}
+        for fd in left:
+            os.close(fd)
+        assert sorted(got) == sorted(left), f"handed out {got}, still open {left}"
+        return max(1, count)
+
+    def close(self) -> None:
+        os.close(self._null)
+
+
+class Client:
+    """The adapter's end of the unix socket: whatever an agent says, `poll` raises nothing and the end is said."""
+
+    name = "client"
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        path = Path(self._folder.name) / "a.sock"
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind(str(path))
+        self._server.listen(8)
+        self._client = EngineClient(path)
+        self._mutator = Mutator([encode(message) for message in TO_ENGINE], engine.ToEngine)
+        self._good = [_framed(encode(message)) for message in TO_ENGINE]
+
+    def frame(self, random: Random) -> bytes:
+        return streamed(random, self._good, self._mutator)
+
+    def run(self, frame: bytes) -> int:
+        assert self._client.reconnect(), self._client.why
+        agent, _ = self._server.accept()
+        with agent:
+            agent.settimeout(5)
+            messages: list[Any] = []
+            for at in range(0, len(frame), 1 << 16):
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    agent.sendall(frame[at : at + (1 << 16)])
+                messages += self._client.poll()
+        while self._client.is_connected:
+            messages += self._client.poll()
+        assert self._client.why
+        return max(1, len(messages))
+
+    def close(self) -> None:
+        self._client.close()
+        self._server.close()
+        self._folder.cleanup()
+
+
+def streamed(random: Random, good: list[bytes], mutator: Mutator) -> bytes:
+    """Some good frames, then a bad one; now and then a bad length."""
+    parts = [random.choice(good) for _ in range(random.choice((0, 1, 1, 2, 3)))]
+    parts.append(_framed(mutator.frame(random)) if random.random() < 0.8 else random.choice(good))
+    stream = b"".join(parts)
+    if random.random() < 0.3:
+        at = random.randrange(len(stream))
+        stream = stream[:at] + random.randbytes(random.randrange(5)) + stream[at + random.randrange(5) :]
+    return stream
+
+
+def _framed(body: bytes) -> bytes:
+    return HEADER.pack(len(body)) + body
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

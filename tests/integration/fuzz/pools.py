@@ -1,0 +1,147 @@
+"""A peer's pool, whatever it claims, against one of ours: judged, planned and refused by name, in bounded time."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.peer import Take
+from kvbridge_proto.pool import Count, Pool
+from kvbridge_proto.words import Blocks
+
+from kvbridge.errors import KVBridgeError
+from kvbridge.geometry.comb import Comb
+from kvbridge.geometry.compat import Incompatible, check_pool, verdict
+from kvbridge.geometry.plan import Part, Plan, Planner
+from kvbridge.geometry.shard import assign, common
+from kvbridge.geometry.tokens import BlockTable
+from tests.integration.fuzz.mutate import Mutator
+from tests.integration.fuzz.typed import drawer
+from tests.integration.fuzz.vary import varied
+from tests.support.pools import Shape, describe, mla
+
+SLOT_BYTES = (1 << 12, 1 << 16, 4 << 20)
+SHAPES = (
+    Shape(),
+    Shape("hnd", block_tokens=32),
+    Shape("cross_layer", layers=3, codec="fp8_e4m3", scales={"k": (0.5,), "v": (0.25,)}),
+    Shape("packed", codec="int8", block_tokens=1),
+    Shape("cpu_vec", block_tokens=32),
+    Shape(codec="fp8_row_scale"),
+    Shape(kinds=("full", "sliding"), window=24),
+    Shape(kinds=("state", "full")),
+    Shape(tp_size=2),
+    Shape(layers=4, pp_size=2),
+    Shape(cp_size=2, cp_interleave=4),
+    mla(),
+    mla(codec="fp8_ds_mla"),
+)
+
+
+class Greeting(msgspec.Struct, frozen=True, array_like=True):
+    """One of our pools, theirs, and what is then asked for."""
+
+    ours: Count
+    is_source: bool
+    slot: Count
+    first_token: Count
+    end_token: Count
+    takes: tuple[Take, ...]
+    theirs: Pool
+
+
+class Pools:
+    """Nothing but named errors; chunks fit slots; what is read or written of ours lies in our blocks."""
+
+    name = "pools"
+
+    def __init__(self) -> None:
+        self._ours = [describe(shape) for shape in SHAPES]
+        self._takes, self._pool = drawer(tuple[Take, ...]), drawer(Pool)
+        self._mutator = Mutator([encode(self._greeting(Random(seed), pool)) for seed, pool in enumerate(self._ours)])
+
+    def _greeting(self, random: Random, theirs: Pool) -> Greeting:
+        first = random.choice((0, 0, 1, 16, 33, 1 << 20, 1 << 39))
+        end = first + random.choice((0, 1, 16, 100, 100, 1 << 20, 1 << 39))
+        takes = self._takes(random) if random.random() < 0.3 else ()
+        ours = random.randrange(len(self._ours)) if random.random() < 0.3 else self._index(theirs)
+        return Greeting(ours, random.random() < 0.5, random.randrange(3), first, end, takes, theirs)
+
+    def _index(self, pool: Pool) -> int:
+        return next((i for i, each in enumerate(self._ours) if each.model == pool.model), 0)
+
+    def frame(self, random: Random) -> bytes:
+        choice = random.random()
+        if choice < 0.1:
+            return self._mutator.frame(random)
+        theirs = self._pool(random) if choice < 0.15 else random.choice(self._ours)
+        return encode(self._greeting(random, varied(random, theirs, random.choice((0, 1, 1, 2, 3, 5)))))
+
+    def run(self, frame: bytes) -> int:
+        try:
+            said = decode(frame, Greeting)
+        except BadFrame:
+            return 1
+        ours = self._ours[said.ours % len(self._ours)]
+        source, sink = (ours, said.theirs) if said.is_source else (said.theirs, ours)
+        found = verdict(source, sink)
+        if isinstance(found, Incompatible):
+            assert found.reasons and all(0 < len(reason) <= 1024 for reason in found.reasons)
+            return 1
+        assert not check_pool(said.theirs)
+        slot_bytes = SLOT_BYTES[said.slot % len(SLOT_BYTES)]
+        planner = Planner(source, sink)
+        for part in planner.samples(slot_bytes, said.is_source):
+            _check_places(part, ours)
+        try:
+            assign([source], sink)
+        except KVBridgeError as error:
+            assert error.code in ("rows_not_held", "source_ranks_mismatch")
+        try:
+            takes = said.takes or common(source, sink)
+            plan = planner.plan(takes, said.first_token, said.end_token, slot_bytes)
+        except KVBridgeError as error:
+            assert error.code in ("bad_tokens", "bad_take", "slot_too_small"), error.code
+            return 1
+        assert Planner(source, sink).plan(takes, said.first_token, said.end_token, slot_bytes).digest == plan.digest
+        _check_chunks(plan, slot_bytes)
+        _check_parts(plan, ours, said.is_source)
+        return 1
+
+    def close(self) -> None: ...
+
+
+def _check_chunks(plan: Plan, slot_bytes: int) -> None:
+    for index in {0, 1, plan.chunks // 2, plan.chunks - 1}:
+        if 0 <= index < plan.chunks:
+            chunk = plan.chunk(index)
+            assert 0 < chunk.size_bytes <= slot_bytes and chunk.needs_tokens <= plan.end_token, chunk
+    if plan.chunks <= 64:
+        assert plan.total_bytes == sum(plan.chunk(index).size_bytes for index in range(plan.chunks))
+
+
+def _check_parts(plan: Plan, ours: Pool, is_source: bool) -> None:
+    """Where our blocks are enough for the tokens, nothing outside them is named."""
+    share = Comb.of(ours.shard)
+    entries = [-(-share.count(plan.end_token) // group.block_tokens) for group in ours.groups]
+    if max(entries) > 1000:
+        return
+    tables = {
+        index: BlockTable.of(group, Blocks(index, 0, tuple(i % group.blocks for i in range(count))), share=share)
+        for index, (group, count) in enumerate(zip(ours.groups, entries, strict=True))
+    }
+    for index in range(min(plan.chunks, 8)):
+        _check_places(Part(plan, plan.chunk(index), tables, is_source), ours)
+
+
+def _check_places(part: Part, ours: Pool) -> None:
+    for move in part.moves():
+        plane, group = move.plane, ours.groups[move.plane.group]
+        units = 1
+        for step in plane.token_axis:
+            units *= step.count
+        assert move.first_head >= 0 and move.first_head + move.heads <= plane.heads
+        if len(move.places):
+            assert move.places.min() >= 0 and move.places.max() < group.blocks * units, move
+        assert move.slot_offset + move.size_bytes <= part.chunk.size_bytes

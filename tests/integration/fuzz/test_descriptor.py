@@ -1,0 +1,88 @@
+"""What NIXL and UCX are told they believe, be it a peer's descriptor or a stranger's bytes: known weaknesses, in sight.
+
+What follows from them for who runs agents stands in docs/threat-model.md.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.transport.test_fabric_nixl import Remote
+
+ROOT = Path(__file__).parents[3]
+CONNECT = """
+import sys
+from kvbridge.errors import FabricError
+from kvbridge.transport.fabric_nixl import NixlFabric
+fabric = NixlFabric("us")
+try:
+    fabric.connect("them", bytes.fromhex(sys.stdin.read()))
+except FabricError as error:
+    print(error.code)
+else:
+    print("connected")
+fabric.close()
+"""
+
+
+def connected(descriptor: str) -> subprocess.CompletedProcess[str]:
+    """What becomes of a process that is given this descriptor."""
+    command = [sys.executable, "-c", CONNECT]
+    return subprocess.run(command, input=descriptor, capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+
+def test_a_descriptor_as_the_peer_made_it_connects() -> None:
+    with Remote("them") as peer:
+        assert connected(peer.descriptor).stdout == "connected\n"
+
+
+@pytest.mark.xfail(strict=True, reason="UCX (of nixl 1.5.1) asserts the version of an address and aborts")
+def test_a_descriptor_with_an_address_of_an_unknown_version_is_refused() -> None:
+    with Remote("them") as peer:
+        changed = bytearray.fromhex(peer.descriptor)
+        at = changed.index(b"UCX|c") + len(b"UCX|c") + 8  # behind the blob's length
+        changed[at] |= 0x0F
+        told = connected(changed.hex())
+        assert told.returncode == 0 and told.stdout == "descriptor_malformed\n", told
+
+
+@pytest.mark.xfail(strict=True, reason="UCX (of nixl 1.5.1) copies to whatever address a message over TCP names")
+def test_a_peer_whose_descriptor_was_changed_writes_no_more_than_was_registered() -> None:
+    """The bounds of what is registered are looked at by who writes, not by whose memory it is."""
+    by_tcp = {"UCX_TLS": "tcp"}
+    with Remote("them", environment=by_tcp) as them, Remote("us", environment=by_tcp) as us:
+        page = them.ask("unregistered")
+        told, registered = bytes.fromhex(them.descriptor), struct.pack("<Q", them.address)
+        assert told.count(registered) == 1
+        us.ask("connect", boot="them", descriptor=told.replace(registered, struct.pack("<Q", page)).hex())
+        us.ask("fill", offset=0, size=16, byte=0x5A)
+        us.ask("write", boot="them", offset=0, remote=page, size=16, notice="n", deadline_s=10)
+        us.ask("watch", for_s=30.0, until="wrote")
+        assert them.ask("read_unregistered") == bytes(16).hex()
+
+
+@pytest.mark.xfail(strict=True, reason="UCX (of nixl 1.5.1) asks nobody who connects to its port who that is")
+def test_a_stranger_at_the_port_of_the_data_ends_nobody() -> None:
+    greeting, put = struct.pack("<Q", 0xCAFEBABE12345678), 33  # uct/tcp/tcp.h: UCT_TCP_MAGIC_NUMBER, a write's request
+    with Remote("them") as them, socket.create_connection(("127.0.0.1", listened(them.pid)), 5) as stranger:
+        stranger.sendall(greeting + struct.pack("<BI", put, 20) + struct.pack("<QQI", 1, 64, 1) + bytes(64))
+        end, maps = time.monotonic() + 10.0, Path(f"/proc/{them.pid}/maps")
+        while time.monotonic() < end:
+            assert maps.read_text(), "it died"  # a zombie maps nothing
+            time.sleep(0.05)
+
+
+def listened(pid: int) -> int:
+    """The one TCP port that a process listens on."""
+    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    (port,) = {row[1].rpartition(":")[2] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links}
+    return int(port, 16)

@@ -1,0 +1,179 @@
+"""A live agent under fire at both its doors: it serves on, its memory stays flat, its descriptors come back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+
+import pytest
+from kvbridge_proto.codec import encode
+from kvbridge_proto.engine import Directory, Offer, Refused, ToAgent, Want
+from kvbridge_proto.peer import Envelope, Ping
+from kvbridge_proto.stream import pack
+from kvbridge_proto.words import Blocks, Rank
+
+from tests.integration.agent.harness import AgentProcess
+from tests.integration.agent.test_doors import Pair
+from tests.integration.fuzz.codecs import streamed
+from tests.integration.fuzz.mutate import Mutator
+from tests.integration.fuzz.zmtp import COMMAND, MORE, frame, greeting, ready
+from tests.unit.proto.samples import BODIES, TO_AGENT, enveloped
+
+WARM, ROUNDS = 500, 6000  # connections at each door
+GROWN_KIB = 24 << 10  # libzmq alone lost 37 MiB in so many before it was told what sockets.py tells it
+OPEN = 200  # at once
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(tmp_path_factory.mktemp("live"), stack)
+
+
+class Attacker:
+    """What is sent is drawn from the seed."""
+
+    def __init__(self, agent: AgentProcess, seed: int) -> None:
+        self.agent, self.random = agent, Random(seed)
+        host, _, port = agent.address.removeprefix("tcp://").partition(":")
+        self.port = host, int(port)
+        self.boot = agent.status.agent.boot
+        self.envelopes = Mutator([encode(enveloped(body)) for body in BODIES], Envelope)
+        self.messages = Mutator([encode(message) for message in TO_AGENT], ToAgent)
+        self.good = [pack(message) for message in TO_AGENT if type(message).__name__ in ("StatusQuery", "Withdraw")]
+
+    def to_port(self) -> tuple[bytes, bytes]:
+        """Garbage before, in, or after ZeroMQ's handshake: what is sent first, and once its greeting has come."""
+        random, noise = self.random, self.random.randbytes(self.random.choice((0, 1, 9, 64, 4096)))
+        shake = ready(identity=random.choice((b"", b"\0abcd", b"same", b"x" * 255)))
+        match random.randrange(8):
+            case 0:
+                return noise, b""
+            case 1:
+                return greeting()[: random.randrange(64)], b""
+            case 2:
+                return greeting(random.choice((b"PLAIN", b"CURVE", b"\xff" * 20)), random.choice((0, 1, 3, 255))), noise
+            case 3:
+                return greeting(), frame(noise, COMMAND, random.choice((None, 0, 1 << 31, (1 << 63) - 1)))
+            case 4:
+                announced = random.choice((None, 5 << 20, 1 << 62))
+                return greeting(), shake + frame(noise, random.choice((0, MORE, 8, 0xFF)), announced)
+            case 5:
+                return greeting(), shake + frame(b"", MORE) * random.randrange(200) + frame(noise)
+        return greeting(), shake + b"".join(frame(self.envelope()) for _ in range(random.randrange(1, 6)))
+
+    def envelope(self) -> bytes:
+        random = self.random
+        if random.random() < 0.5:
+            return self.envelopes.frame(random)
+        body = random.choice(BODIES) if random.random() < 0.8 else Ping(number=1)
+        boot = random.choice(("", self.boot, "other"))
+        return encode(Envelope(version=1, sender=f"b{random.randrange(9)}", receiver=boot, number=0, body=body))
+
+    def fire_at_port(self, connections: int) -> None:
+        held: list[socket.socket] = []
+        for _ in range(connections):
+            link = socket.create_connection(self.port, timeout=20)
+            held.append(link)
+            with contextlib.suppress(OSError):
+                self._say(link, *self.to_port())
+            if len(held) > OPEN or self.random.random() < 0.5:
+                held.pop(self.random.randrange(len(held))).close()
+        for link in held:
+            link.close()
+
+    def _say(self, link: socket.socket, first: bytes, then: bytes) -> None:
+        link.sendall(first)
+        if then:
+            link.recv(64, socket.MSG_WAITALL)
+            link.sendall(then)
+        if self.random.random() < 0.7:  # one that hangs up at once takes back what it sent
+            link.shutdown(socket.SHUT_WR)
+            while link.recv(1 << 12):
+                pass
+
+    def fire_at_socket(self, connections: int) -> None:
+        for _ in range(connections):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+                link.settimeout(30)
+                link.connect(str(self.agent.socket))
+                stream = streamed(self.random, self.good, self.messages)
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    if self.random.random() < 0.3:
+                        fds = [0] * self.random.choice((1, 3, 64))
+                        sent = socket.send_fds(link, [stream], fds)
+                        stream = stream[sent:]
+                    link.sendall(stream)
+                    link.shutdown(socket.SHUT_WR)
+                    while link.recv(1 << 16):
+                        pass
+
+
+def resident_kib(agent: AgentProcess) -> int:
+    lines = Path(f"/proc/{agent.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def descriptors(agent: AgentProcess) -> int:
+    return len(os.listdir(f"/proc/{agent.process.pid}/fd"))
+
+
+def at_rest(agent: AgentProcess, most: int, seconds: float = 20) -> int:
+    """How many descriptors are open once it is no more than so many, or time is up."""
+    end = time.monotonic() + seconds
+    while descriptors(agent) > most and time.monotonic() < end:
+        time.sleep(0.1)
+    return descriptors(agent)
+
+
+@pytest.mark.parametrize("door", ["port", "socket"])
+def test_thousands_of_hostile_connections_leave_nothing_behind(pair: Pair, door: str) -> None:
+    pair.works(f"before {door}")
+    attacker = Attacker(pair.source_agent, 7)
+    fire = attacker.fire_at_port if door == "port" else attacker.fire_at_socket
+    before = descriptors(pair.source_agent)
+    fire(WARM)
+    at_rest(pair.source_agent, before)
+    warm = resident_kib(pair.source_agent)
+    fire(ROUNDS)
+    assert at_rest(pair.source_agent, before) <= before
+    grown = resident_kib(pair.source_agent) - warm
+    assert grown < GROWN_KIB, f"{grown} KiB more after {ROUNDS} connections"
+    pair.works(f"after {door}")
+    text, counters = pair.source_agent.text(), pair.source_agent.status.counters
+    rejected = {name: count for name, count in counters.items() if "rejected" in name}
+    assert sum(rejected.values()) > ROUNDS / 10, rejected  # it was read, not only connected to
+    print(door, rejected, f"RSS +{grown} KiB")
+    assert "Traceback" not in text and "internal_error" not in str(counters), text[-3000:]
+
+
+def test_an_attached_engine_that_says_absurd_things_costs_itself_only(pair: Pair) -> None:
+    """Typed and within every bound, from the very engine that the agent serves."""
+    big, text = (1 << 40), "\x1b[2J\n"
+    said = [
+        Offer(room=text, request=text, tokens=big, blocks=(), is_last=True, hold_s=0.0, fence=0),
+        Offer(room="r", request="a", tokens=0, blocks=(Blocks(255, big, ()),), is_last=False, hold_s=86400.0),
+        Offer(room="r", request="b", tokens=1, blocks=(Blocks(0, big, (1,)),), is_last=False, hold_s=1.0, fence=big),
+        Offer(room="r", request="n", tokens=big, blocks=(), is_last=True, hold_s=1.0, first_token=big),
+        Offer(room="r", request="t", tokens=1, blocks=(), is_last=True, hold_s=1.0, first_token=big),
+        Want(request="c", room=text, source=text, first_token=0, end_token=0, blocks=(), deadline_s=0.0),
+        Want(
+            request="d", room="r", source="tcp://[::1%lo]:1", first_token=big, end_token=big, blocks=(), deadline_s=1.0
+        ),
+        Want(request="e", room="r", source="x" * 256, first_token=big, end_token=0, blocks=(), deadline_s=86400.0),
+        Directory(ranks=tuple(Rank(tp_rank=big, pp_rank=i, address=text) for i in range(1024))),
+    ]
+    for message in said * 50:
+        pair.source.client.send(message)
+        pair.sink.client.send(message)
+    for engine, agent in ((pair.source, pair.source_agent), (pair.sink, pair.sink_agent)):
+        engine.directory(agent)
+        assert "Traceback" not in agent.text(), agent.text()[-3000:]
+    assert not [message for message in pair.source.client.heard if isinstance(message, Refused) and not message.about]
+    pair.works("after all")

@@ -1,0 +1,129 @@
+"""`kvbridge proxy` as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.proxy.standins import world
+
+pytestmark = pytest.mark.timeout(60)
+COMMAND = [sys.executable, "-m", "kvbridge.cli", "proxy"]
+
+
+def test_serves_until_it_is_told_to_stop() -> None:
+    asyncio.run(asyncio.wait_for(_serves(), 40))
+
+
+async def _serves() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    async with world("vllm", "sglang") as w:
+        places = ("--prefill", f"vllm={w.prefill.url}", "--decode", f"sglang={w.decode.url}")
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, *places, "--listen", f"127.0.0.1:{port}", stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            assert process.stderr is not None
+            async with asyncio.timeout(30):
+                while b"is well" not in (await process.stderr.readline()):
+                    pass
+                while b"is well" not in (await process.stderr.readline()):
+                    pass
+            w.url = f"http://127.0.0.1:{port}"
+            status, answer = await w.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})
+            assert status == 200 and answer["choices"][0]["text"] == " 7 8 9"
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 10) == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+def test_reads_its_engines_again_when_told_to(tmp_path: Path) -> None:
+    asyncio.run(asyncio.wait_for(_reloads(tmp_path / "engines"), 40))
+
+
+def names(listed: Path, *engines: str) -> None:
+    listed.write_text("\n".join(engines))
+
+
+async def _reloads(listed: Path) -> None:
+    async with world("vllm", "vllm,vllm") as w:
+        one, other = (f"decode vllm={each.url}" for each in w.all("decode"))
+        prefill = f"prefill vllm={w.prefill.url}  # the only one"
+        names(listed, prefill, "", one)
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, "--engines", str(listed), "--listen", "127.0.0.1:0", stderr=asyncio.subprocess.PIPE
+        )
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(30):
+                while b"serving" not in (line := await process.stderr.readline()):
+                    assert line
+                w.url = re.search(r"http://\S+", line.decode())[0]  # type: ignore[index]
+                for engines, said in ((["prefill"], b"not reloaded"), ([prefill, other], b"reloaded: ")):
+                    names(listed, *engines)
+                    process.send_signal(signal.SIGHUP)
+                    while said not in (line := await process.stderr.readline()):
+                        assert line
+                while b"is well" not in (line := await process.stderr.readline()) or b"decode" not in line:
+                    assert line
+            assert (await w.ask("/v1/completions", {"prompt": "a", "max_tokens": 3}))[0] == 200
+            first, second = w.all("decode")
+            assert (len(first.got), len(second.got)) == (0, 1)
+        finally:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--prefill", "tgi=http://h:1", "--decode", "vllm=http://h:2"), "prefill: got 'tgi=http://h:1'"),
+        (("--prefill", "vllm=http://h:1", "--decode", "sglang=http://h:2,bootstrap=1"), "decode: got 'bootstrap=1'"),
+        (("--prefill", "vllm=http://h:1", "--decode", "vllm=http://h:2", "--listen", "8080"), "listen: got '8080'"),
+        (
+            ("--prefill", "vllm=http://h:1", "--prefill", "vllm=http://h:1", "--decode", "vllm=http://h:2"),
+            "named twice",
+        ),
+        (("--prefill", "vllm=http://h:1"), "decode: no engine is named"),
+        (("--engines", "/nowhere", "--prefill", "vllm=http://h:1"), "not both"),
+        (("--engines", "/nowhere"), "engines: cannot read /nowhere"),
+    ],
+)
+def test_a_command_line_that_cannot_be_is_exit_code_2(flags: tuple[str, ...], said: str) -> None:
+    told = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=40)
+    assert told.returncode == 2 and "kvbridge proxy: bad_option: " in told.stderr and said in told.stderr
+
+
+def test_without_aiohttp_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'aiohttp':\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+    )
+    told = subprocess.run(
+        [*COMMAND, "--prefill", "vllm=http://h:1", "--decode", "vllm=http://h:2"],
+        capture_output=True,
+        text=True,
+        timeout=40,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert told.returncode == 1
+    assert told.stderr == (
+        "kvbridge: this needs the packages of the proxy: pip install 'kvbridge[proxy]' (missing: aiohttp)\n"
+    )

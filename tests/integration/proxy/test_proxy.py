@@ -1,0 +1,667 @@
+"""The real proxy before stand-in engines: every pair, streams, failures, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from kvbridge.proxy.fleet import Role, read_engine
+from kvbridge.proxy.server import AT_ONCE
+from tests.integration.proxy.standins import AGENT, PROMPT, TOKENS, WAITS, World, named, stream, world
+
+pytestmark = pytest.mark.timeout(30)
+
+KINDS = ("vllm", "sglang")
+PAIRS = [(prefill, decode) for prefill in KINDS for decode in KINDS]
+TEXT = " 7 8 9"
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "m", "prompt": PROMPT, "max_tokens": 3},
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+    "/generate": {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3, "temperature": 0}},
+}
+COMPLETION = BODIES["/v1/completions"]
+
+
+def bounded(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(*args: Any, **named: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **named), 20))
+
+    return run
+
+
+def text_of(path: str, answer: Any) -> str:
+    if path == "/generate":
+        return str(answer["text"])
+    choice = answer["choices"][0]
+    return str(choice["message"]["content"] if "chat" in path else choice["text"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("pair", PAIRS, ids=">".join)
+@bounded
+async def test_answers_are_the_decode_engines(pair: tuple[str, str], path: str) -> None:
+    async with world(*pair) as w:
+        status, answer = await w.ask(path, BODIES[path], headers={"Authorization": "Bearer x"})
+        assert status == 200, answer
+        assert text_of(path, answer) == TEXT
+        if path == "/generate":
+            assert answer["output_ids"] == TOKENS
+            meta = answer["meta_info"]
+            assert (meta["prompt_tokens"], meta["completion_tokens"]) == (4, 3)
+            assert meta["finish_reason"] == {"type": "length", "length": 3} and meta["id"]
+        for engine in w.engines:
+            assert len(engine.got) == 1 and engine.got[0][2]["Authorization"] == "Bearer x"
+        rooms(w, *pair)
+
+
+def rooms(w: World, prefill: str, decode: str) -> None:
+    """Both legs name one room, each in its engine's words."""
+    first, second = w.prefill.body, w.decode.body
+    if prefill == "vllm":
+        room = first["kv_transfer_params"]["bootstrap_room"]
+        assert first["kv_transfer_params"] == {"do_remote_decode": True, "bootstrap_room": room}
+        assert first["max_tokens"] == 1 and first["return_token_ids"] is True and first["stream"] is False
+    else:
+        room = first["bootstrap_room"]
+        assert first["bootstrap_host"] == "127.0.0.1"
+    assert 1 <= room < 1 << 63
+    params = second.get("sampling_params") or second
+    told = params.get("custom_params", {}).get("kvbridge")
+    if decode == "vllm":
+        kv = second["kv_transfer_params"]
+        assert kv["do_remote_prefill"] is True and kv["bootstrap_room"] == room and told is None
+        if prefill == "vllm":
+            assert {name: kv[name] for name in AGENT} == AGENT and kv["remote_request_id"] == f"room/{room}/d1"
+        else:
+            assert (kv["remote_host"], kv["remote_port"]) == (f"10.0.0.{room % 2}", 7700) and kv["remote_key"] == "KEY"
+            custom = (first.get("sampling_params") or first)["custom_params"]
+            assert custom == {"kvbridge": {"fetched_by": "vllm"}} and "bootstrap_port" not in first
+    else:
+        assert second["bootstrap_room"] == room
+        if prefill == "vllm":
+            assert second["bootstrap_host"] == "kvbridge" and "bootstrap_port" not in second
+            source = {"source": "tcp://10.0.0.5:7700#KEY", "first_token": 7, "rendezvous": f"room/{room}/d1"}
+            assert told == source
+        else:
+            assert second["bootstrap_host"] == "127.0.0.1" and second["bootstrap_port"] == first["bootstrap_port"]
+            assert told is None
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("pair", PAIRS, ids=">".join)
+@bounded
+async def test_streams_come_event_by_event(pair: tuple[str, str], path: str) -> None:
+    body = BODIES[path] | {"stream": True}
+    body |= {} if path == "/generate" else {"stream_options": {"include_usage": True}, "min_tokens": 3}
+    async with world(*pair) as w:
+        status, said = await w.ask(path, body)
+        assert status == 200 and said[-1] == "[DONE]", said
+        events = [json.loads(each) for each in said[:-1]]
+        if path == "/generate":
+            assert [each["output_ids"] for each in events] == [TOKENS[:1], TOKENS[:2], TOKENS]
+            assert [each["meta_info"]["finish_reason"] is None for each in events] == [True, True, False]
+            assert events[-1]["text"] == TEXT
+        else:
+            choices = [each["choices"][0] for each in events]
+            assert "".join(c["delta"]["content"] if "delta" in c else c["text"] for c in choices) == TEXT
+        assert w.decode.body["stream"] is True and not w.prefill.body["stream"]
+        rooms(w, *pair)
+
+
+@bounded
+async def test_a_body_goes_to_the_decode_engine_as_it_came() -> None:
+    body = COMPLETION | {"temperature": 0.25, "stop": ["x"], "seed": 9, "unheard_of": {"a": [1.5, None, "ä"]}}
+    async with world("vllm", "vllm") as w:
+        assert (await w.ask("/v1/completions", body))[0] == 200
+        assert {name: value for name, value in w.decode.body.items() if name != "kv_transfer_params"} == body
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "count"),
+    [
+        ("/v1/completions", {"logprobs": 2}, 2),
+        ("/v1/completions", {"logprobs": 0}, 0),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2}, 2),
+        ("/generate", {"return_logprob": True, "top_logprobs_num": 2}, 2),
+        ("/generate", {"return_logprob": True}, 0),
+    ],
+)
+@bounded
+async def test_the_first_tokens_logprobs_go_along_to_sglang(path: str, more: dict[str, Any], count: int) -> None:
+    async with world("vllm", "sglang") as w:
+        assert (await w.ask(path, BODIES[path] | more))[0] == 200
+        decode = w.decode.body
+        told = (decode.get("sampling_params") or decode)["custom_params"]["kvbridge"]
+        assert told["logprob"] == -0.5
+        assert json.loads(told.get("top_logprobs", "[]")) == [[-0.5, 7], [-1.5, 6]][:count]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=">".join)
+@bounded
+async def test_batches_and_samples_have_a_room_each(pair: tuple[str, str]) -> None:
+    async with world(*pair) as w:
+        body = COMPLETION | {"prompt": [[1, 2], [3, 4], [5, 6]], "n": 2, "seed": 10}
+        status, answer = await w.ask("/v1/completions", body)
+        assert status == 200 and [each["index"] for each in answer["choices"]] == list(range(6))
+        assert answer["usage"] == {"prompt_tokens": 12, "completion_tokens": 18, "total_tokens": 30}
+        bodies = [body for _, body, _ in w.prefill.got]
+        assert sorted((b["prompt"][0], b["seed"], b["n"]) for b in bodies) == [
+            (p, s, 1) for p in (1, 3, 5) for s in (10, 11)
+        ]
+        assert len({b.get("bootstrap_room") or b["kv_transfer_params"]["bootstrap_room"] for b in bodies}) == 6
+
+
+@bounded
+async def test_no_more_of_a_batch_is_asked_at_once_than_there_are_places() -> None:
+    async with world("vllm", "vllm") as w:
+        at_once = most = 0
+
+        async def slow(request: web.Request, body: dict[str, Any]) -> None:
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            await asyncio.sleep(0.05)
+            at_once -= 1
+
+        w.decode.act = slow
+        body = COMPLETION | {"prompt": [PROMPT] * (2 * AT_ONCE + 1)}
+        status, answer = await w.ask("/v1/completions", body)
+        assert status == 200 and [each["index"] for each in answer["choices"]] == list(range(2 * AT_ONCE + 1))
+        assert most == AT_ONCE
+
+
+@bounded
+async def test_a_batch_of_generate_is_a_list() -> None:
+    async with world("sglang", "vllm") as w:
+        params = [{"max_new_tokens": 3}, {"max_new_tokens": 4}]
+        status, answer = await w.ask("/generate", {"text": ["a", "b"], "sampling_params": params, "rid": "r"})
+        assert status == 200 and [each["meta_info"]["id"] for each in answer] == ["r_0", "r_1"]
+        assert sorted((b["prompt"], b["max_tokens"]) for _, b, _ in w.decode.got) == [("a", 3), ("b", 4)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "said"),
+    [
+        ("/v1/completions", b"\x00garbage", "bad_json", "no JSON"),
+        ("/v1/completions", b"\xff\xfe", "bad_json", "no JSON"),
+        ("/v1/completions", b"[" * 100_000, "bad_json", "no JSON"),
+        ("/v1/completions", b'{"prompt": "a", "temperature": NaN}', "bad_json", "no JSON"),
+        ("/v1/completions", b'{"prompt": "a", "temperature": 1e999}', "bad_json", "cannot say"),
+        ("/v1/completions", b"[1]", "bad_json", "got a list"),
+        ("/v1/completions", b"", "bad_json", "no JSON"),
+        ("/v1/completions", {"prompt": []}, "bad_request", "prompt"),
+        ("/v1/completions", {"prompt": [1, "a"]}, "bad_request", "prompt"),
+        ("/v1/completions", {"prompt": "a", "n": 0}, "bad_request", "n must"),
+        ("/v1/completions", {"prompt": "a", "n": 257}, "too_many", "257"),
+        ("/v1/completions", {"prompt": "a", "stream": "yes"}, "bad_request", "stream"),
+        ("/v1/completions", {"prompt": "a", "custom_params": 3}, "bad_request", "custom_params"),
+        ("/v1/completions", {"prompt": "a", "stream": True, "n": 2}, "not_supported", "n > 1 with stream"),
+        ("/v1/completions", {"prompt": ["a", "b"], "stream": True}, "not_supported", "several prompts with stream"),
+        ("/v1/completions", {"prompt": "a", "use_beam_search": True}, "not_supported", "use_beam_search"),
+        ("/v1/chat/completions", {"messages": "hi"}, "bad_request", "messages"),
+        ("/generate", {"text": "a", "input_ids": [1]}, "bad_request", "one of text and input_ids"),
+        ("/generate", {"text": ["a"], "stream": True}, "not_supported", "batch with stream"),
+        (
+            "/generate",
+            {"text": "a", "sampling_params": {"custom_params": {"kvbridge": 1}}},
+            "has_transfer_params",
+            "kvb",
+        ),
+        ("/v1/completions", {"prompt": "a", "kv_transfer_params": {"x": 1}}, "has_transfer_params", "kv_transfer"),
+    ],
+)
+@bounded
+async def test_bad_input_is_refused_by_name_at_the_door(path: str, body: Any, code: str, said: str) -> None:
+    async with world("vllm", "sglang") as w:
+        status, answer = await w.ask(path, body)
+        assert (status, answer["error"]["code"]) == (400, code) and said in answer["error"]["message"], answer
+        assert not any(engine.got for engine in w.engines)
+        assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+
+
+@bounded
+async def test_parameters_of_both_styles_are_named() -> None:
+    async with world("vllm", "vllm") as w:
+        both = {"kv_transfer_params": {"do_remote_decode": True}, "bootstrap_host": "h", "bootstrap_room": 4}
+        status, answer = await w.ask("/v1/completions", COMPLETION | both)
+        message = answer["error"]["message"]
+        assert status == 400 and "two styles" in message and all(name in message for name in both)
+
+
+@bounded
+async def test_a_body_too_large_is_refused() -> None:
+    async with world("vllm", "vllm") as w:
+        status, answer = await w.ask("/v1/completions", b" " * ((64 << 20) + 1))
+        assert status == 413 and answer["error"]["code"] == "too_large"
+
+
+@bounded
+async def test_what_vllm_has_no_word_for_is_named() -> None:
+    async with world("sglang", "vllm") as w:
+        params = {"max_new_tokens": 3, "beam_width": 2, "stop_regex": "x", "frobnicate": 1, "structural_tag": None}
+        status, answer = await w.ask(
+            "/generate", {"text": "a", "return_hidden_states": True, "sampling_params": params}
+        )
+        message = answer["error"]["message"]
+        assert status == 400 and "structural_tag" not in message
+        named = ("return_hidden_states", *(f"sampling_params.{n}" for n in ("beam_width", "stop_regex", "frobnicate")))
+        assert all(name in message for name in named), message
+        assert not w.prefill.got and not w.decode.got
+
+
+async def _status(status: int) -> web.Response:
+    return web.json_response({"error": {"message": "no", "code": status}}, status=status)
+
+
+async def _raw(body: bytes) -> web.Response:
+    return web.Response(body=body)
+
+
+async def _gone(request: web.Request) -> web.Response:
+    assert request.transport is not None
+    request.transport.close()
+    await asyncio.sleep(5)
+    return web.Response()
+
+
+FAILURES: dict[str, Callable[[web.Request, Any], Awaitable[Any]]] = {
+    "500": lambda request, body: _status(500),
+    "429": lambda request, body: _status(429),
+    "garbage": lambda request, body: _raw(b"<html>"),
+    "a list": lambda request, body: _raw(b"[]" if "kv_transfer_params" in body else b"3"),
+    "nothing": lambda request, body: _raw(b""),
+    "gone": lambda request, body: _gone(request),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("kinds", ["vllm>vllm", "vllm>sglang", "sglang>vllm", "sglang>sglang"])
+@bounded
+async def test_a_failed_prefill_is_tried_elsewhere_in_another_room(kinds: str, is_stream: bool, failure: str) -> None:
+    prefill, decode = kinds.split(">")
+    async with world(f"{prefill},{prefill}", decode) as w:
+        bad, good = w.all("prefill")
+        bad.act = FAILURES[failure]
+        if prefill == "sglang":  # real ones answer when the prompt has come, which it does not
+            w.decode.act = lambda request, body: _slowly(bool(bad.got) and not good.got)
+        status, answer = await w.ask("/v1/completions", COMPLETION | {"stream": is_stream})
+        assert status == 200, answer
+        assert not is_stream or answer[-1] == "[DONE]"
+        assert len(bad.got) == 1 and len(good.got) == 1
+        found = [b.get("bootstrap_room") or b["kv_transfer_params"]["bootstrap_room"] for _, b, _ in bad.got + good.got]
+        assert len(set(found)) == 2
+        assert "kvbridge_proxy_retries_total 1.0" in await w.metrics()
+
+
+async def _slowly(is_stuck: bool) -> None:
+    if is_stuck:
+        await asyncio.sleep(5)
+
+
+@bounded
+async def test_a_prefill_that_failed_everywhere_is_a_502_that_names_it() -> None:
+    async with world("vllm,vllm", "vllm") as w:
+        for each in w.all("prefill"):
+            each.act = FAILURES["500"]
+        status, answer = await w.ask("/v1/completions", COMPLETION)
+        assert (status, answer["error"]["code"]) == (502, "engine_error")
+        assert "prefill engine vllm=http://127.0.0.1" in answer["error"]["message"]
+        assert [len(each.got) for each in w.all("prefill")] == [1, 1] and not w.decode.got
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("kinds", ["vllm>vllm", "vllm>sglang", "sglang>vllm", "sglang>sglang"])
+@bounded
+async def test_what_an_engine_refuses_goes_back_as_it_is(kinds: str, role: str) -> None:
+    prefill, decode = kinds.split(">")
+    async with world(f"{prefill},{prefill}", decode) as w:
+        for each in w.all(role):
+            each.act = lambda request, body: _status(422)
+        if role == "prefill":
+            w.decode.act = lambda request, body: _slowly(True)
+        status, answer = await w.ask("/v1/completions", COMPLETION)
+        assert (status, answer) == (422, {"error": {"message": "no", "code": 422}})
+        assert sum(len(each.got) for each in w.all("prefill")) == 1
+
+
+@bounded
+async def test_an_error_that_sglang_streams_first_is_an_answer_of_its_own() -> None:
+    async with world("sglang", "sglang") as w:
+        w.decode.act = lambda request, body: stream(request, [{"error": {"message": "too long", "code": 400}}])
+        status, answer = await w.ask("/generate", BODIES["/generate"] | {"stream": True})
+        assert (status, answer["error"]["message"]) == (400, "too long")
+
+
+@bounded
+async def test_vllm_that_offers_nothing_lets_vllm_compute_and_sglang_fail() -> None:
+    async with world("vllm", "vllm") as w:
+        w.prefill.act = lambda request, body: _raw(b'{"choices": [{"text": "x", "token_ids": [7]}]}')
+        assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+        assert "kv_transfer_params" not in w.decode.body
+        assert f'kvbridge_proxy_prefills_without_kv_total{{engine="{named(w.prefill)}"}} 1.0' in await w.metrics()
+    async with world("vllm", "sglang") as w:
+        w.prefill.act = lambda request, body: _raw(b'{"choices": [{"text": "x", "token_ids": [7]}]}')
+        status, answer = await w.ask("/v1/completions", COMPLETION)
+        assert (status, answer["error"]["code"]) == (502, "not_offered") and not w.decode.got
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@bounded
+async def test_a_failed_decode_is_an_error_of_this_request_only(is_stream: bool, failure: str) -> None:
+    async with world("vllm", "vllm") as w:
+        w.decode.act = FAILURES[failure]
+        status, answer = await w.ask("/v1/completions", COMPLETION | {"stream": is_stream})
+        assert status == 502 and answer["error"]["type"] == "engine_error", answer
+        w.decode.act = None
+        assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+
+
+CUT = {"id": "x", "choices": [{"index": 0, "text": " 7", "token_ids": [7], "finish_reason": None}]}
+CUT_NATIVE = {"text": " 7", "output_ids": [7], "meta_info": {"id": "r", "finish_reason": None}}
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["without [DONE]", "without finish_reason"])
+@pytest.mark.parametrize(
+    ("kind", "path"), [("vllm", "/v1/completions"), ("vllm", "/generate"), ("sglang", "/generate")]
+)
+@bounded
+async def test_a_stream_that_ends_early_ends_with_an_error(kind: str, path: str, is_done: bool) -> None:
+    said = CUT if kind == "vllm" else CUT_NATIVE
+    async with world("vllm", kind) as w:
+        w.decode.act = lambda request, body: stream(request, [said], is_done)
+        status, events = await w.ask(path, BODIES[path] | {"stream": True})
+        assert status == 200 and len(events) == 2 and "error" not in json.loads(events[0])
+        assert json.loads(events[1])["error"]["code"] == "ended_early"
+
+
+@bounded
+async def test_a_stream_that_breaks_off_or_falls_silent_ends_with_an_error() -> None:
+    async def broken(request: web.Request, body: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + json.dumps(CUT).encode() + b"\n\n")
+        await asyncio.sleep(0.05)
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with world("vllm", "vllm", replace(WAITS, answer_s=0.3)) as w:
+        for act, code in (
+            (broken, "ended_early"),
+            (lambda request, body: stream(request, [CUT, CUT], pause_s=1), "timed_out"),
+        ):
+            w.decode.act = act
+            _, events = await w.ask("/v1/completions", COMPLETION | {"stream": True})
+            assert json.loads(events[-1])["error"]["code"] == code and "[DONE]" not in events
+
+
+@bounded
+async def test_an_error_within_a_stream_is_passed_on_without_done() -> None:
+    async with world("vllm", "vllm") as w:
+        w.decode.act = lambda request, body: stream(request, [CUT, {"error": {"message": "broke", "code": 500}}])
+        _, events = await w.ask("/v1/completions", COMPLETION | {"stream": True})
+        assert "broke" in json.loads(events[-1])["error"]["message"] and "[DONE]" not in events
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("pair", PAIRS, ids=">".join)
+@bounded
+async def test_a_client_that_leaves_ends_both_legs(pair: tuple[str, str], is_stream: bool) -> None:
+    async def forever(request: web.Request, body: Any) -> None:
+        await asyncio.sleep(10)
+
+    async def trickle(request: web.Request, body: Any) -> web.StreamResponse:
+        return await stream(request, [CUT] * 1000, pause_s=0.05)
+
+    async with world(*pair) as w:
+        if pair[0] == "sglang":
+            w.prefill.act = forever
+        w.decode.act = trickle if is_stream else forever
+        asking = asyncio.create_task(w.ask("/v1/completions", COMPLETION | {"stream": is_stream}))
+        await asyncio.wait_for(w.decode.busy.wait(), 3)
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        slow = [w.decode] + ([w.prefill] if pair[0] == "sglang" else [])
+        await w.until(lambda: all(each.left == 1 for each in slow), 2.0)
+        await asyncio.sleep(0.05)
+        assert 'outcome="client_left",path="/v1/completions"} 1.0' in await w.metrics()
+
+
+@bounded
+async def test_a_client_that_leaves_during_prefill_ends_it() -> None:
+    async def forever(request: web.Request, body: Any) -> None:
+        await asyncio.sleep(10)
+
+    async with world("vllm", "sglang") as w:
+        w.prefill.act = forever
+        asking = asyncio.create_task(w.ask("/v1/completions", COMPLETION))
+        await asyncio.wait_for(w.prefill.busy.wait(), 3)
+        asking.cancel()
+        await w.until(lambda: w.prefill.left == 1, 2.0)
+        assert not w.decode.got
+
+
+@bounded
+async def test_an_engine_that_is_not_well_gets_nothing_until_it_is() -> None:
+    async with world("vllm,vllm", "vllm") as w:
+        sick, well = w.all("prefill")
+        sick.is_well = False
+        await asyncio.sleep(0.3)
+        for _ in range(4):
+            assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+        assert (len(sick.got), len(well.got)) == (0, 4)
+        assert f'kvbridge_proxy_engine_well{{engine="{named(sick)}",role="prefill"}} 0.0' in await w.metrics()
+        sick.is_well = True
+        await asyncio.sleep(0.3)
+        for _ in range(4):
+            await w.ask("/v1/completions", COMPLETION)
+        assert (len(sick.got), len(well.got)) == (2, 6)
+
+
+@bounded
+async def test_without_a_well_engine_requests_are_refused_and_health_says_so() -> None:
+    async with world("vllm", "vllm") as w:
+        async with w.http.get(w.url + "/health") as answer:
+            assert answer.status == 200
+        w.decode.is_well = False
+        await asyncio.sleep(0.3)
+        async with w.http.get(w.url + "/health") as answer:
+            assert answer.status == 503
+        status, answer = await w.ask("/v1/completions", COMPLETION)
+        assert (status, answer["error"]["code"]) == (503, "no_engine") and not w.prefill.got
+        w.decode.is_well = True
+
+
+@bounded
+async def test_an_engine_that_hangs_at_its_health_check_is_not_well() -> None:
+    async with world("vllm", "vllm", replace(WAITS, health_s=0.1)) as w:
+        hung = asyncio.Event()
+        w.prefill.hangs_until = hung
+        await asyncio.sleep(0.4)
+        assert (await w.ask("/v1/completions", COMPLETION))[0] == 503
+        hung.set()
+
+
+@bounded
+async def test_least_outstanding_comes_first() -> None:
+    gate = asyncio.Event()
+
+    async def wait(request: web.Request, body: Any) -> None:
+        await gate.wait()
+
+    async with world("vllm,vllm", "vllm") as w:
+        first, second = w.all("prefill")
+        first.act = second.act = wait
+        asking = [asyncio.create_task(w.ask("/v1/completions", COMPLETION)) for _ in range(6)]
+        await w.until(lambda: len(first.got) + len(second.got) == 6)
+        assert (len(first.got), len(second.got)) == (3, 3)
+        gate.set()
+        assert {status for status, _ in await asyncio.gather(*asking)} == {200}
+
+
+@bounded
+async def test_models_are_those_of_a_decode_engine() -> None:
+    async with world("vllm", "sglang") as w, w.http.get(w.url + "/v1/models") as answer:
+        assert (await answer.json())["data"] == [{"id": "sglang"}]
+
+
+@bounded
+async def test_a_prompt_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def quoting(request: web.Request, body: Any) -> web.StreamResponse:
+        if body.get("stream"):
+            return await stream(request, [{"error": {"message": "in 'a secret'", "code": 500}}])
+        return web.Response(text="cannot do 'a secret'", status=500)
+
+    caplog.set_level("DEBUG")
+    async with world("vllm", "vllm") as w:
+        w.decode.act = w.prefill.act = quoting
+        assert (await w.ask("/v1/completions", {"prompt": "a secret", "model": "m"}))[0] == 502
+        w.prefill.act = None
+        for path, name in (("/v1/completions", "prompt"), ("/generate", "text")):
+            status, said = await w.ask(path, {name: "a secret", "stream": True})
+            assert status == 502 and "a secret" in said["error"]["message"]
+        await w.ask("/v1/completions", b'{"prompt": "a secret", ')
+    assert "kvbridge" in caplog.text and "a secret" not in caplog.text
+
+
+@bounded
+async def test_a_bootstrap_server_that_tells_nothing_of_agents_is_named() -> None:
+    async with world("sglang", "vllm") as w:
+        w.prefill.agents = []
+        status, answer = await w.ask("/v1/completions", COMPLETION)
+        assert (status, answer["error"]["code"]) == (502, "no_bootstrap") and not w.prefill.got
+        assert "kvbridge backend" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=">".join)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@bounded
+async def test_an_engine_that_is_gone_is_left_out_at_once(pair: tuple[str, str], role: str) -> None:
+    prefill, decode = pair
+    kinds = (f"{prefill},{prefill}", decode) if role == "prefill" else (prefill, f"{decode},{decode}")
+    async with world(*kinds, replace(WAITS, health_every_s=30)) as w:
+        gone, there = w.all(role)
+        await gone.stop()
+        if role == "prefill" and prefill == "sglang":
+            w.decode.act = lambda request, body: _slowly(not there.got)
+        for _ in range(3):
+            status, answer = await w.ask("/v1/completions", COMPLETION)
+            assert status == 200, answer
+        assert len(there.got) == 3
+        if (role, *pair) != ("prefill", "sglang", "vllm"):  # there only its bootstrap server was asked for anything
+            assert "kvbridge_proxy_retries_total 1.0" in await w.metrics()
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@bounded
+async def test_a_decode_that_failed_for_want_of_its_prefill_is_tried_again(is_stream: bool) -> None:
+    """SGLang's decode server hears of a failed prefill before its client does."""
+    async with world("sglang,sglang", "sglang") as w:
+        bad, good = w.all("prefill")
+
+        async def late(request: web.Request, body: Any) -> web.Response:
+            await asyncio.sleep(0.2)
+            return await _status(500)
+
+        async def fails_with_it(request: web.Request, body: Any) -> web.StreamResponse | None:
+            if good.got:
+                return None
+            said = {"error": {"message": "KVTransferError", "code": 500}}
+            return await stream(request, [said]) if is_stream else web.json_response(said, status=500)
+
+        bad.act, w.decode.act = late, fails_with_it
+        status, answer = await w.ask("/v1/completions", COMPLETION | {"stream": is_stream})
+        assert status == 200, answer
+        assert len(bad.got) == len(good.got) == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"Content-Length: 100\r\n\r\n{", 408),
+        (b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd", 415),
+    ],
+)
+@bounded
+async def test_a_body_that_does_not_come_whole_harms_nobody(
+    raw: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world("vllm", "vllm", replace(WAITS, client_s=0.3)) as w:
+        place = w.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(place[0], int(place[1]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + raw)
+        said = await asyncio.wait_for(reader.readline(), 3)
+        assert f" {status} ".encode() in said, said
+        writer.close()
+        assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+        assert not w.prefill.got[1:]
+    assert "Traceback" not in caplog.text
+
+
+@bounded
+async def test_a_client_that_does_not_read_is_cut_off() -> None:
+    async with world("vllm", "vllm", replace(WAITS, client_s=0.3)) as w:
+        large = {"id": "x" * (1 << 20), "choices": [{"index": 0, "text": "", "finish_reason": None}]}
+        w.decode.act = lambda request, body: stream(request, [large] * 64)
+        async with w.http.post(w.url + "/v1/completions", json=COMPLETION | {"stream": True}):
+            await w.until(lambda: w.decode.left == 1, 5.0)
+
+
+@bounded
+async def test_an_engine_off_the_list_gets_nothing_new_and_finishes_what_it_has() -> None:
+    async with world("vllm", "vllm,vllm") as w:
+        goes_on = asyncio.Event()
+
+        async def waits(request: web.Request, body: dict[str, Any]) -> None:
+            await goes_on.wait()
+
+        leaving, staying = w.all("decode")
+        leaving.act = staying.act = waits
+        (prefill,) = w.fleet.well(Role.PREFILL)
+        before = {each.url: each for each in w.fleet.well(Role.DECODE)}
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(w.ask("/v1/completions", COMPLETION)) for _ in range(2)]
+            await asyncio.wait_for(leaving.busy.wait(), 3)
+            await asyncio.wait_for(staying.busy.wait(), 3)
+            w.fleet.replace([prefill, before[staying.url]])
+            staying.act = None
+            assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+            assert before[leaving.url].outstanding == 1
+            goes_on.set()
+        assert all(task.result()[0] == 200 for task in asked)
+        assert (len(leaving.got), len(staying.got)) == (1, 2)
+        again = read_engine(Role.DECODE, f"vllm={leaving.url}")
+        w.fleet.replace([prefill, again])
+        await w.until(lambda: again.is_well)
+        assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+        assert (len(leaving.got), len(staying.got)) == (2, 2)
+
+
+@bounded
+async def test_what_an_engine_says_of_one_prompt_comes_whole() -> None:
+    """Its usage too, with details that we do not know how to add up."""
+    usage = {
+        "prompt_tokens": 4,
+        "completion_tokens": 3,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    said = {"id": "x", "choices": [{"index": 0, "text": TEXT, "finish_reason": "length"}], "usage": usage, "more": 1}
+
+    async def answers(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response(said)
+
+    async with world("vllm", "vllm") as w:
+        w.decode.act = answers
+        assert await w.ask("/v1/completions", COMPLETION) == (200, said)

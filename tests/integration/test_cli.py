@@ -1,0 +1,760 @@
+"""The command line, by real processes: what is printed, where, and the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from kvbridge_proto.codec import encode
+from kvbridge_proto.engine import ToAgent
+from kvbridge_proto.status import PeerStatus, PoolQuery, StatusQuery, TransferStatus
+from kvbridge_proto.stream import HEADER, StreamReader, pack
+
+from kvbridge.commands import app
+from kvbridge.commands.keygen import run as keygen
+from kvbridge.options import options
+from kvbridge.transport.keys import load_keys
+from tests.support.oracle import Shape, build_all, describe
+from tests.unit.proto.samples import TO_ENGINE
+
+STATUS, POOL_STATUS, TRACE = TO_ENGINE[-3:]
+START_S = 30
+
+
+def kvbridge(*arguments: str | Path, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvbridge.cli", *map(str, arguments)]
+    wide = {**os.environ, "COLUMNS": "160", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=wide)
+
+
+def test_version() -> None:
+    for told in (kvbridge("--version"), kvbridge("--version", PYTHONPATH="/nowhere")):
+        assert (told.returncode, told.stdout) == (0, "kvbridge 0.1.0\n")
+
+
+def test_the_command_line_is_there_at_once() -> None:
+    before = os.times()
+    assert kvbridge("--help").returncode == 0
+    assert os.times().children_user - before.children_user < 1.5, "seconds of a processor, of which Python takes 0.3"
+
+
+def test_wrong_command_line_is_exit_code_2() -> None:
+    told = kvbridge("statsu")
+    assert told.returncode == 2
+    assert "statsu" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "extra"),
+    [
+        ("typer", ("status",), "agent"),
+        ("rich", ("status",), "agent"),
+        ("torch", ("agent", "--metrics", ""), "agent"),
+        ("opentelemetry", ("agent", "--otlp-endpoint", "http://127.0.0.1:4318/v1/traces"), "otel"),
+    ],
+)
+def test_base_install_says_what_a_command_needs(
+    package: str, command: tuple[str, ...], extra: str, tmp_path: Path
+) -> None:
+    """As in an engine's environment, where the package is not there: a finder that does not find it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] == {package!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+    )
+    told = kvbridge(*command, PYTHONPATH=str(tmp_path))
+    assert told.returncode == 1
+    assert told.stderr == (
+        f"kvbridge: this needs the packages of the {extra}: pip install 'kvbridge[{extra}]' (missing: {package})\n"
+    )
+
+
+def test_config_show_says_where_each_value_came_from(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("connect_s = 1\nsilence_s = 2\ndrain_s = 3\n")
+    said = ("--config", tmp_path / "a.toml", "--drain-s", "6", "--no-share-memory")
+    environment = {"KVBRIDGE_SILENCE_S": "4", "KVBRIDGE_DRAIN_S": "5"}
+    told = kvbridge("config", "show", *said, **environment)
+    assert told.returncode == 0, told.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in told.stdout.splitlines()}
+    assert list(rows) == ["option", *options()]
+    assert rows["connect_s"] == ["1.0", str(tmp_path / "a.toml")]
+    assert rows["silence_s"] == ["4.0", "KVBRIDGE_SILENCE_S"]
+    assert (rows["drain_s"], rows["share_memory"]) == (["6.0", "--drain-s"], ["false", "--no-share-memory"])
+    assert (rows["slot_bytes"], rows["peers"]) == (["by", "device", "default"], ["empty", "default"])
+    found = json.loads(kvbridge("config", "show", "--json", *said, **environment).stdout)
+    assert (found["code"], found["reasons"], list(found["options"])) == ("", [], list(options()))
+    assert found["options"]["drain_s"] == {"value": 6.0, "default": 10.0, "origin": "flag", "place": "--drain-s"}
+    assert found["options"]["slot_bytes"] == {"value": None, "default": None, "origin": "default", "place": ""}
+
+
+def test_config_show_refuses_what_the_agent_would_with_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("slot_byte = 4096\n")
+    reason = f"slot_byte: no such option in {tmp_path}/a.toml; did you mean slot_bytes?"
+    for command in (("agent",), ("config", "show"), ("config", "show", "--json")):
+        told = kvbridge(*command, "--config", tmp_path / "a.toml")
+        assert (told.returncode, told.stderr) == (2, f"kvbridge {' '.join(command[:2])}: bad_option: {reason}\n")
+    assert json.loads(told.stdout) == {"code": "bad_option", "reasons": [reason], "options": {}}
+    told = kvbridge("agent", "--slot-byte", "4096")
+    assert told.returncode == 2 and "--slot-bytes" in told.stderr
+
+
+@pytest.mark.parametrize("option", ["key", "peers"])
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_config_show_shows_no_key_set_in_the_place_of_its_files_name(
+    option: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    kvbridge("keygen", tmp_path / "a.key")
+    secret = (tmp_path / "a.key").read_text().splitlines()[-1]
+    key = {"KVBRIDGE_KEY": str(tmp_path / "a.key")}
+    told = kvbridge("config", "show", *flags, **{**key, f"KVBRIDGE_{option.upper()}": secret})
+    assert told.returncode == 0 and secret[:8] not in told.stdout + told.stderr and "not shown" in told.stdout
+    assert str(tmp_path / "a.key") in kvbridge("config", "show", *flags, **key).stdout
+
+
+def examples(command: str) -> list[list[str]]:
+    """What `--help` of a command gives as examples, in words."""
+    told = kvbridge(*command.split(), "--help")
+    assert told.returncode == 0, told.stderr
+    shown = told.stdout.partition("Examples:")[2].partition("╭")[0]
+    lines = re.sub(r"\\\s*\n\s*", "", shown).splitlines()  # a line that goes on below
+    return [shlex.split(line.partition(" >")[0]) for line in lines if line.strip()]
+
+
+COMMANDS = ("agent", "status", "trace", "doctor", "bench", "plan", "demo", "sim", "keygen", "proxy", "config show")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_that_the_command_takes(command: str) -> None:
+    shown = examples(command)
+    assert shown and all(words[: 1 + len(command.split())] == ["kvbridge", *command.split()] for words in shown)
+    for words in shown:
+        parse(words[1:])
+
+
+def parse(words: list[str]) -> None:
+    """Raises for a command line that kvbridge would refuse; runs nothing."""
+    command: Any = typer.main.get_command(app.build())
+    name, context = "kvbridge", None
+    while True:
+        context = command.make_context(name, words, parent=context)
+        if not hasattr(command, "commands"):
+            return
+        name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+
+
+@pytest.mark.parametrize("words", [["statsu"], ["agent", "--slot-byte", "1"], ["config", "show", "x"], ["plan", "a"]])
+def test_a_wrong_example_would_be_seen(words: list[str]) -> None:
+    with pytest.raises(Exception, match=r"No such|unexpected|Missing"):
+        parse(words)
+
+
+def test_every_command_has_its_examples_looked_at() -> None:
+    assert {command.split()[0] for command in COMMANDS} == set(typer.main.get_command(app.build()).commands)
+
+
+BASH = """
+eval "$(_KVBRIDGE_COMPLETE=source_bash kvbridge)"
+COMP_WORDS=({words}) COMP_CWORD={last}
+_kvbridge_completion kvbridge
+echo "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("kvbridge con", "config"),
+        ("kvbridge config ''", "show"),
+        ("kvbridge agent --sl", "--slot-bytes"),
+        ("kvbridge agent --no-s", "--no-share-memory"),
+        ("kvbridge agent --verify s", "sampled"),
+        ("kvbridge config show --routes ''", "direct host nixl pull"),
+    ],
+)
+def test_bash_completes_commands_flags_and_their_words(words: str, offered: str, tmp_path: Path) -> None:
+    (tmp_path / "kvbridge").write_text(f'#!/bin/sh\nexec {sys.executable} -m kvbridge.cli "$@"\n')
+    (tmp_path / "kvbridge").chmod(0o755)
+    script = BASH.format(words=words, last=len(shlex.split(words)) - 1)
+    paths = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    told = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, env=paths)
+    assert told.stdout.split() == offered.split(), told.stderr
+
+
+def test_agent_refuses_a_bad_option_naming_it() -> None:
+    told = kvbridge("agent", "--slot-bytes", "much")
+    assert told.returncode == 2
+    assert "bad_option: slot_bytes: got 'much' from --slot-bytes" in told.stderr
+    told = kvbridge("agent", KVBRIDGE_LOG_LEVEL="loud")
+    assert told.returncode == 2
+    assert "bad_option: log_level: got 'loud' from KVBRIDGE_LOG_LEVEL: must be one of debug, " in told.stderr
+    for command in ("agent", "demo"):
+        told = kvbridge(command, "--routes", "tcp")
+        assert told.returncode == 2 and "each one of direct, host, nixl" in told.stderr
+        told = kvbridge(command, "--device", "gpu")
+        assert told.returncode == 2 and "must be auto, cpu, cuda, cuda:N or a GPU's UUID" in told.stderr
+
+
+@pytest.mark.parametrize("pattern", ["10.0.0.0/24:7700", "*:7700", "prefill.internal:7700"])
+def test_an_agent_that_is_to_dial_other_hosts_without_a_key_does_not_start(pattern: str, tmp_path: Path) -> None:
+    places = ("--socket", tmp_path / "a.sock", "--metrics", "", "--listen", "tcp://127.0.0.1:0")
+    told = kvbridge("agent", *places, "--dial", f"127.0.0.1:7700,{pattern}")
+    assert told.returncode == 2 and not (tmp_path / "a.sock").exists()
+    assert f"bad_option: dial: {pattern} reaches beyond loopback, and no key is set" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "flags"),
+    [
+        ("wildcard_listen", 2, ("--listen", "tcp://0.0.0.0:0")),
+        ("no_net_devices", 2, ("--listen", "tcp://192.0.2.1:0", "--key", "a.key")),
+        ("bad_key", 1, ("--key", "none.key")),
+        ("socket_unavailable", 1, ("--socket", "none/a.sock")),
+    ],
+)
+def test_an_agent_that_cannot_start_says_by_its_exit_code_whether_trying_again_helps(
+    code: str, exit_code: int, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    if "a.key" in flags:
+        keygen(tmp_path / "a.key", "ours")
+    places = {"--socket": tmp_path / "a.sock", "--metrics": "", "--listen": "tcp://127.0.0.1:0"}
+    said = dict(zip(flags[::2], flags[1::2], strict=True))
+    said |= {flag: tmp_path / value for flag, value in said.items() if flag in ("--key", "--socket")}
+    told = kvbridge("agent", *(part for pair in {**places, **said}.items() for part in pair))
+    assert (told.returncode, f"kvbridge agent: {code}: " in told.stderr) == (exit_code, True), told.stderr
+
+
+def test_status_without_an_agent_says_so(tmp_path: Path) -> None:
+    told = kvbridge("status", "--socket", tmp_path / "none.sock")
+    assert told.returncode == 1
+    assert told.stderr == (f"kvbridge status: no_agent: no agent at {tmp_path}/none.sock: No such file or directory\n")
+
+
+def test_status_watches_through_an_agents_absence_until_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvbridge.cli", "status", "--watch", "--socket", str(tmp_path / "a.sock")]
+    terminal, end = os.openpty()
+    watching = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env={**os.environ, "TERM": "xterm"})
+    os.close(end)
+    seen = b""
+    with watching, Scripted(tmp_path / "a.sock", pack(STATUS)):
+        try:
+            while b"prefill-0" not in seen:
+                seen += os.read(terminal, 65536)
+            while b"no agent at" not in seen:  # it answers once
+                (tmp_path / "a.sock").unlink(missing_ok=True)
+                seen += os.read(terminal, 65536)
+            watching.send_signal(signal.SIGINT)
+            with contextlib.suppress(OSError):  # of a terminal nobody has open any more; whom nobody reads must wait
+                while said := os.read(terminal, 65536):
+                    seen += said
+            assert watching.wait(10) == 0
+        finally:
+            watching.kill()
+            os.close(terminal)
+    assert seen.index(b"\x1b[?1049h") < seen.index(b"prefill-0") < seen.index(b"\x1b[?1049l"), (
+        "the screen is given back"
+    )
+    assert b"Traceback" not in seen
+
+
+def test_status_takes_one_way_of_showing() -> None:
+    told = kvbridge("status", "--watch", "--json")
+    assert told.returncode == 2 and "--watch, --pool, --labels and --json: one of them" in told.stderr
+
+
+def test_status_of_a_stale_socket_says_that_nobody_listens(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "stale.sock"))
+    told = kvbridge("status", "--socket", tmp_path / "stale.sock")
+    assert told.returncode == 1
+    assert "no_agent" in told.stderr
+    assert "Connection refused" in told.stderr
+
+
+STATUS_QUERY = StatusQuery()
+
+
+class Scripted:
+    """Something that listens, reads one query and answers with fixed bytes."""
+
+    def __init__(self, path: Path, answer: bytes, query: StatusQuery | PoolQuery = STATUS_QUERY) -> None:
+        self.path = path
+        self._answer, self._query = answer, query
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(str(path))
+        self._listening.listen(1)
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> Scripted:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+        self._listening.close()
+
+    def _serve(self) -> None:
+        connection, _ = self._listening.accept()
+        with connection:
+            reader: StreamReader[ToAgent] = StreamReader(ToAgent)
+            while not any(message == self._query for message in reader.feed(connection.recv(4096))):
+                pass
+            connection.sendall(self._answer)
+
+
+def test_status_prints_what_the_agent_says(tmp_path: Path) -> None:
+    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
+        told = kvbridge("status", "--socket", agent.path)
+    assert told.returncode == 0, told.stderr
+    for words in (
+        "prefill-0",
+        "serving",
+        "vllm 0.32.0",
+        "pid 4242",
+        "decode-0",
+        "flowing",
+        "quarantined",
+        "cmpl-1-a",
+        "cannot be made anew",
+        "4 s ago",
+        "warning kvbridge.sink: failed: request=cmpl-1-b code=peer_lost",
+    ):
+        assert words in told.stdout
+
+
+def test_status_shows_names_that_are_markup_or_commands_as_they_are(tmp_path: Path) -> None:
+    odd = msgspec.structs.replace(STATUS.peers[0], name="[/x] [red]\x1b[2J")
+    with Scripted(tmp_path / "a.sock", pack(msgspec.structs.replace(STATUS, peers=(odd,)))) as agent:
+        told = kvbridge("status", "--socket", agent.path)
+    assert told.returncode == 0, told.stderr
+    assert "[/x]" in told.stdout and "\x1b" not in told.stdout
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_status_shows_no_terminal_what_others_would_command_it(flags: tuple[str, ...], tmp_path: Path) -> None:
+    forged = "x\x1b[2J\x9b2J\nkvbridge: all is well\u202e"
+    odd = msgspec.structs.replace(STATUS.peers[0], name=forged)
+    said = msgspec.structs.replace(STATUS, peers=(odd,), counters={f"kvbridge_failpoints_total{{armed={forged}}}": 1.0})
+    with Scripted(tmp_path / "a.sock", pack(said)) as agent:
+        told = kvbridge("status", "--socket", agent.path, *flags)
+    assert told.returncode == 0, told.stderr
+    assert all(line.isprintable() for line in told.stdout.split("\n"))
+    assert not any(line.startswith("kvbridge: all is well") for line in told.stdout.split("\n"))
+    if flags:
+        assert msgspec.json.decode(told.stdout, type=type(STATUS)) == said
+
+
+def test_an_error_that_quotes_others_is_plain(tmp_path: Path) -> None:
+    refused = msgspec.structs.replace(TO_ENGINE[2], reasons=("x\x1b[2J\nkvbridge: all is well",))
+    with Scripted(tmp_path / "a.sock", pack(refused)) as agent:
+        told = kvbridge("status", "--socket", agent.path)
+    assert told.returncode == 1
+    assert told.stderr.split("\n")[1] == "  kvbridge: all is well" and "\x1b" not in told.stderr
+
+
+def test_plan_of_a_file_nested_too_deep_says_so(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text('{"x":' * 100_000)
+    told = kvbridge("plan", tmp_path / "deep.json", tmp_path / "deep.json")
+    assert told.returncode == 1 and "bad_pool_file" in told.stderr
+
+
+def test_status_shows_a_key_as_it_is(tmp_path: Path) -> None:
+    """Z85 has brackets and colons, which would be markup and smileys to the library that prints."""
+    key = "[red]x[/]:smile:#0123456789012345678901234"
+    told_of = msgspec.structs.replace(STATUS, security=f"curve, own key {key}")
+    with Scripted(tmp_path / "a.sock", pack(told_of)) as agent:
+        told = kvbridge("status", "--socket", agent.path)
+    assert key in told.stdout and "loopback only" not in told.stdout
+
+
+def test_keygen_writes_a_secret_and_prints_the_line_for_others(tmp_path: Path) -> None:
+    told = kvbridge("keygen", tmp_path / "a.key", "--name", "prefill-0")
+    assert told.returncode == 0, told.stderr
+    (secret,) = (line for line in (tmp_path / "a.key").read_text().splitlines() if not line.startswith("#"))
+    assert (tmp_path / "a.key").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "peers").write_text(told.stdout)
+    (tmp_path / "peers").chmod(0o600)
+    keys = load_keys(str(tmp_path / "a.key"), str(tmp_path / "peers"))
+    assert keys.secret == secret and keys.names == {keys.public: "prefill-0"}
+    assert secret not in told.stdout + told.stderr
+    assert "copy it to every host" in told.stderr and "name them in `dial`" in told.stderr
+    assert "one agent's own key: let it not leave" in told.stderr
+
+
+@pytest.mark.parametrize("option", ["key", "peers"])
+def test_a_key_set_in_the_place_of_its_files_name_is_not_printed(option: str, tmp_path: Path) -> None:
+    """A common slip: KVBRIDGE_KEY="$(cat agent.key)", or only the key of it."""
+    kvbridge("keygen", tmp_path / "a.key")
+    content = (tmp_path / "a.key").read_text()
+    secret = content.splitlines()[-1]
+    key = {"KVBRIDGE_KEY": str(tmp_path / "a.key")} if option == "peers" else {}
+    config = tmp_path / "kvbridge.toml"
+    config.write_text(f"{option} = '{secret}'\n")
+    places = ("--socket", tmp_path / "a.sock", "--metrics", "", "--listen", "tcp://127.0.0.1:0")
+    for told, said in (
+        (kvbridge("agent", *places, **{**key, f"KVBRIDGE_{option.upper()}": content.strip()}), "got what is not shown"),
+        (kvbridge("agent", *places, f'--{option}="{secret}"', **key), "names a file"),
+        (kvbridge("agent", *places, "--config", config, **key), "names a file"),
+    ):
+        assert told.returncode == 2 and f"bad_option: {option}: {said}" in told.stderr
+        assert not any(secret[at : at + 8] in told.stdout + told.stderr for at in range(33))
+
+
+def test_keygen_refuses_to_write_over_a_key_and_a_name_that_no_list_can_have(tmp_path: Path) -> None:
+    kvbridge("keygen", tmp_path / "a.key")
+    before = (tmp_path / "a.key").read_text()
+    told = kvbridge("keygen", tmp_path / "a.key")
+    assert told.returncode == 1 and "key_exists" in told.stderr and not told.stdout
+    assert (tmp_path / "a.key").read_text() == before
+    told = kvbridge("keygen", tmp_path / "b.key", "--name", "two words")
+    assert told.returncode == 1 and "bad_name" in told.stderr and not (tmp_path / "b.key").exists()
+
+
+def test_status_as_json_is_the_message(tmp_path: Path) -> None:
+    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
+        told = kvbridge("status", "--socket", agent.path, "--json")
+    assert msgspec.json.decode(told.stdout, type=type(STATUS)) == STATUS
+
+
+def test_status_finds_the_agents_of_the_host_and_names_the_dead(tmp_path: Path) -> None:
+    beside = {"KVBRIDGE_SOCKET": str(tmp_path / "agent-0.sock")}
+    told = kvbridge("status", **beside)
+    assert told.returncode == 1 and f"{tmp_path}; name it with --socket" in told.stderr
+    other = msgspec.structs.replace(STATUS, agent=msgspec.structs.replace(STATUS.agent, name="decode-7"))
+    for as_json in ((), ("--json",)):
+        with Scripted(tmp_path / "agent-0.sock", pack(STATUS)), Scripted(tmp_path / "agent-1.sock", pack(other)):
+            told = kvbridge("status", *as_json, **beside)
+        assert told.returncode == 0, told.stderr
+        assert "prefill-0" in told.stdout and "decode-7" in told.stdout
+        assert all(f"{tmp_path}/agent-{number}.sock" in told.stdout for number in (0, 1))
+        (tmp_path / "agent-0.sock").unlink()
+        with Scripted(tmp_path / "agent-0.sock", pack(STATUS)):
+            told = kvbridge("status", *as_json, **beside)
+        assert told.returncode == 1 and "prefill-0" in told.stdout and "decode-7" not in told.stdout
+        assert f"no_agent: no agent at {tmp_path}/agent-1.sock: Connection refused" in told.stderr
+        for path in tmp_path.glob("*.sock"):
+            path.unlink()
+    alive, dead = json.loads(told.stdout)
+    assert msgspec.convert(alive["status"], type(STATUS)) == STATUS
+    assert (dead["socket"], dead["code"]) == (f"{tmp_path}/agent-1.sock", "no_agent")
+
+
+def test_status_of_several_named_agents_ends_with_1_if_one_is_gone(tmp_path: Path) -> None:
+    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
+        told = kvbridge("status", "--socket", agent.path, "--socket", tmp_path / "b.sock")
+    assert told.returncode == 1 and "prefill-0" in told.stdout and "b.sock: No such file" in told.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody who may not look")
+def test_status_says_that_it_may_not_look_for_agents() -> None:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:  # 0700
+        os.chmod(other, 0o755)
+        Path(other, "b.sock").touch()
+        program = (
+            "import os, sys\nfrom pathlib import Path\nfrom kvbridge.commands import status\n"
+            "os.setgid(65534), os.setuid(65534)\n"
+            "for folders in (sys.argv[1:2], sys.argv[1:]):\n"
+            "    status.socket_folders = lambda: map(Path, folders)\n"
+            "    try: print(status.found())\n"
+            "    except status.OperatorError as error: print(error)"
+        )
+        told = subprocess.run([sys.executable, "-c", program, folder, other], capture_output=True, text=True)
+    first, second = told.stdout.splitlines()
+    assert first == f"may not look for agents in {folder}: Permission denied; be of the agent's group, or root"
+    assert second == str([f"{other}/b.sock"]), "one that may not be read hides the other"
+
+
+KEY = "tcp://10.113.205.117:17700#" + "k" * 40
+ROUTE = "nixl 12.3 GB/s in 512 KiB (direct: the GPU of the other agent is not visible to this process)"
+LONG = msgspec.structs.replace(
+    STATUS,
+    agent=msgspec.structs.replace(STATUS.agent, address=KEY),
+    peers=(
+        PeerStatus(
+            name="decode-host-17-rank-3", address=KEY, boot="f" * 16, state="source open", route=ROUTE, verdict=ROUTE
+        ),
+    ),
+    transfers=(
+        TransferStatus(
+            role="sink",
+            request=f"cmpl-{'0123456789abcdef' * 2}-0",
+            room="r",
+            peer=KEY,
+            state="flowing",
+            chunks_done=1234,
+            chunks=5678,
+            age_s=12345.6,
+        ),
+    ),
+    counters={"kvbridge_wants_failed_total{code=peer_unreachable_for_a_long_time_and_more}": 123456789.0},
+)
+
+
+def test_status_is_readable_at_80_columns(tmp_path: Path) -> None:
+    with Scripted(tmp_path / "a.sock", pack(LONG)) as agent:
+        told = kvbridge("status", "--socket", agent.path, COLUMNS="80")
+    assert told.returncode == 0, told.stderr
+    lines = told.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(KEY in line for line in lines) == 2  # ours, the peer's: to be copied
+    (first,) = (number for number, line in enumerate(lines) if "nixl 12.3 GB/s" in line and "route" in line)
+    assert " ".join(" ".join(lines[first : first + 2]).split()) == f"route {ROUTE}"
+    assert "1234/5678" in told.stdout and "12345.6 s" in told.stdout
+    flat = "".join(told.stdout.split())
+    assert LONG.transfers[0].request in flat and next(iter(LONG.counters)) in flat
+    assert "…" not in told.stdout
+
+
+def test_status_shows_people_no_more_rows_than_they_read(tmp_path: Path) -> None:
+    transfers = tuple(msgspec.structs.replace(LONG.transfers[0], request=f"request-{n}") for n in range(1234))
+    with Scripted(tmp_path / "a.sock", pack(msgspec.structs.replace(LONG, transfers=transfers))) as agent:
+        told = kvbridge("status", "--socket", agent.path)
+    assert told.returncode == 0, told.stderr
+    assert "request-99," in told.stdout and "request-100," not in told.stdout
+    assert "and 1,134 more; --json has them all" in told.stdout
+
+
+def test_status_prints_the_pool_that_plan_reads(tmp_path: Path) -> None:
+    with Scripted(tmp_path / "a.sock", pack(POOL_STATUS), PoolQuery()) as agent:
+        told = kvbridge("status", "--socket", agent.path, "--pool")
+    assert told.returncode == 0, told.stderr
+    assert msgspec.json.decode(told.stdout, type=type(POOL_STATUS.pool)) == POOL_STATUS.pool
+
+
+def test_status_prints_labels_of_the_engine_for_schedulers(tmp_path: Path) -> None:
+    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
+        told = kvbridge("status", "--socket", agent.path, "--labels")
+    assert told.returncode == 0 and told.stdout.split() == [
+        "kvbridge/model-key=0123456789abcdef",
+        "kvbridge/engine=vllm",
+        "kvbridge/tp-size=2",
+        "kvbridge/pp-size=1",
+        "kvbridge/cp-size=1",
+        "kvbridge/block-tokens=16",
+        "kvbridge/dtype=bf16",
+    ]
+    with Scripted(tmp_path / "b.sock", pack(msgspec.structs.replace(STATUS, engine=None))) as agent:
+        told = kvbridge("status", "--socket", agent.path, "--labels")
+    assert told.returncode == 1 and "no engine is attached" in told.stderr and not told.stdout
+
+
+ANSWERS = {
+    "closed": (b"", "closed without an answer"),
+    "garbage": (HEADER.pack(3) + b"\xc1\xc1\xc1", "is no agent"),
+    "another message": (HEADER.pack(1) + encode({}), "is no agent"),
+    "refused": (pack(TO_ENGINE[2]), "a.sock: version_mismatch: versions: ours 1-1, theirs 2-3"),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_status_of_something_else_says_what_it_is(case: str, tmp_path: Path) -> None:
+    answer, words = ANSWERS[case]
+    with Scripted(tmp_path / "a.sock", answer) as agent:
+        told = kvbridge("status", "--socket", agent.path)
+    assert told.returncode == 1
+    assert words in told.stderr
+
+
+def write_pools(folder: Path, name: str, shape: Shape) -> Path:
+    pools = [held.pool for held in build_all(shape)]
+    path = folder / f"{name}.json"
+    path.write_bytes(msgspec.json.encode(pools if len(pools) > 1 else pools[0]))
+    return path
+
+
+def test_plan_shows_verdict_takes_and_chunks(tmp_path: Path) -> None:
+    source = write_pools(tmp_path, "source", Shape(layout="nhd", tp_size=2, block_tokens=16))
+    sink = write_pools(tmp_path, "sink", Shape(layout="hnd", block_tokens=64, codec="fp8_e4m3"))
+    told = kvbridge("plan", source, sink, "--tokens", "1000")
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith("Convertible\n")
+    assert "bf16" in told.stdout
+    assert "fp8_e4m3" in told.stdout
+    assert "tp 1/2" in told.stdout
+    found = json.loads(kvbridge("plan", source, sink, "--tokens", "1000", "--json").stdout)
+    assert found["verdict"] == "Convertible"
+    assert [part["takes"][0]["end_head"] for part in found["sources"]] == [2, 4]
+    assert all(part["chunks"] > 0 and part["bytes"] > 0 for part in found["sources"])
+
+
+def test_plan_says_what_each_change_means(tmp_path: Path) -> None:
+    source = write_pools(tmp_path, "source", Shape(codec="bf16", key_width=32, value_width=32))
+    sink = write_pools(tmp_path, "sink", Shape(codec="fp8_e4m3", key_width=32, value_width=32, tp_size=2))
+    told = kvbridge("plan", source, sink, "--rank", "1")
+    assert told.returncode == 0, told.stderr
+    assert "rows are quantized at the source; 32 bytes of a row cross, 64 there and 32 here" in told.stdout
+    assert "to nhd tp 1/2" in told.stdout
+    found = json.loads(kvbridge("plan", source, sink, "--json").stdout)
+    assert found["sink"] == "nhd tp 0/2 pp 0/1"
+    assert [(each["field"], each["source"], each["sink"]) for each in found["changes"][:2]] == [
+        ("tp_size", "1", "2"),
+        ("codec", "bf16", "fp8_e4m3"),
+    ]
+    assert all(each["words"] for each in found["changes"])
+    told = kvbridge("plan", source, sink, "--rank", "2")
+    assert told.returncode == 2 and "bad_option: rank: 2" in told.stderr
+
+
+def test_plan_of_equal_pools_is_same(tmp_path: Path) -> None:
+    pool = write_pools(tmp_path, "pool", Shape())
+    assert json.loads(kvbridge("plan", pool, pool, "--json").stdout)["verdict"] == "Same"
+
+
+def test_plan_refuses_planes_on_top_of_each_other(tmp_path: Path) -> None:
+    pool = describe(Shape(layout="two_first"))
+    key, value, *others = pool.planes
+    pool = msgspec.structs.replace(pool, planes=(key, msgspec.structs.replace(value, offset=key.offset), *others))
+    (tmp_path / "pool.json").write_bytes(msgspec.json.encode(pool))
+    told = kvbridge("plan", tmp_path / "pool.json", tmp_path / "pool.json")
+    assert told.returncode == 1 and "source layer 0 k and layer 0 v: both hold byte 0 of region 0" in told.stderr
+
+
+def test_plan_refuses_another_model_with_the_reasons(tmp_path: Path) -> None:
+    source = write_pools(tmp_path, "source", Shape(key_width=64))
+    sink = write_pools(tmp_path, "sink", Shape(key_width=96))
+    told = kvbridge("plan", source, sink)
+    assert told.returncode == 1
+    assert "incompatible" in told.stderr
+    assert "key_width: source 64, sink 96 (layer 0 and 1 more); needs the same model on both sides" in told.stderr
+    (change,) = json.loads(kvbridge("plan", source, sink, "--json").stdout)["changes"]
+    assert (change["needs"], change["words"]) == ("the same model on both sides", "")
+
+
+def test_plan_judges_every_rank_of_the_source(tmp_path: Path) -> None:
+    sink = write_pools(tmp_path, "sink", Shape())
+    pools = [held.pool for held in build_all(Shape(tp_size=2))]
+    odd = msgspec.structs.replace(pools[1], shard=msgspec.structs.replace(pools[1].shard, cp_size=1 << 20))
+    (tmp_path / "source.json").write_bytes(msgspec.json.encode([pools[0], odd]))
+    told = kvbridge("plan", tmp_path / "source.json", sink)
+    assert told.returncode == 1 and "incompatible" in told.stderr and "a period of 1048576 tokens" in told.stderr
+
+
+def test_plan_of_half_an_engine_says_that_rows_are_missing(tmp_path: Path) -> None:
+    held = build_all(Shape(tp_size=2))[0]
+    (tmp_path / "half.json").write_bytes(msgspec.json.encode(held.pool))
+    sink = write_pools(tmp_path, "sink", Shape())
+    told = kvbridge("plan", tmp_path / "half.json", sink)
+    assert told.returncode == 1
+    assert "rows_not_held" in told.stderr
+    assert "every rank" in told.stderr
+    told = kvbridge("plan", tmp_path / "half.json", sink, "--json")
+    assert told.returncode == 1 and "rows_not_held" in told.stderr
+    found = json.loads(told.stdout)
+    assert (found["verdict"], found["code"], found["sources"]) == ("Convertible", "rows_not_held", [])
+    assert "every rank" in found["reasons"][0] and found["changes"]
+
+
+def test_plan_with_slots_that_hold_no_row_says_so(tmp_path: Path) -> None:
+    pool = write_pools(tmp_path, "pool", Shape())
+    told = kvbridge("plan", pool, pool, "--slot-bytes", "1", "--json")
+    assert told.returncode == 1 and "slot_too_small" in told.stderr
+    found = json.loads(told.stdout)
+    assert found["code"] == "slot_too_small" and "slot_bytes: 1, a row of layer 0" in found["reasons"][0]
+
+
+def test_plan_as_json_says_whatever_it_fails_with(tmp_path: Path) -> None:
+    pool = write_pools(tmp_path, "pool", Shape())
+    cases = {"bad_pool_file": (tmp_path / "none.json", pool), "bad_option": (pool, pool, "--rank", "7")}
+    for code, arguments in cases.items():
+        found = json.loads(kvbridge("plan", *arguments, "--json").stdout)
+        assert found["code"] == code and found["reasons"]
+    assert json.loads(kvbridge("plan", pool, pool, "--json").stdout)["code"] == ""
+
+
+def test_plan_takes_files_with_commas_between_as_the_ranks_of_one_engine(tmp_path: Path) -> None:
+    for number, held in enumerate(build_all(Shape(tp_size=2))):
+        (tmp_path / f"{number}.json").write_bytes(msgspec.json.encode(held.pool))
+    sink = write_pools(tmp_path, "sink", Shape())
+    told = kvbridge("plan", f"{tmp_path}/0.json,{tmp_path}/1.json", sink, "--json")
+    assert told.returncode == 0 and len(json.loads(told.stdout)["sources"]) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"engine": 5}', "\xff"])
+def test_plan_refuses_a_file_that_is_no_pool(text: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    told = kvbridge("plan", tmp_path / "bad.json", tmp_path / "bad.json")
+    assert told.returncode == 1
+    assert "bad_pool_file" in told.stderr
+    assert "bad.json" in told.stderr
+
+
+def test_agent_starts_answers_status_and_stops(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+    (tmp_path / "kvbridge.toml").write_text('name = "from-file"\nmetrics = ""\nlisten = "tcp://127.0.0.1:0"\n')
+    flags = ("--config", tmp_path / "kvbridge.toml", "--socket", path, "--inbound-slots", "2", "--outbound-slots", "2")
+    command = [sys.executable, "-m", "kvbridge.cli", "agent", *map(str, flags)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as agent:
+        try:
+            end = time.monotonic() + START_S
+            while (told := kvbridge("status", "--socket", path, "--json")).returncode and time.monotonic() < end:
+                assert agent.poll() is None, agent.communicate()[1]
+                time.sleep(0.1)
+            status = json.loads(told.stdout)
+            assert (status["agent"]["name"], status["state"], status["fabric"]) == ("from-file", "serving", "nixl")
+            agent.send_signal(signal.SIGTERM)
+            assert agent.wait(20) == 0
+        finally:
+            agent.kill()
+    assert not path.exists()
+
+
+def test_a_hangup_while_it_starts_ends_no_agent_and_one_later_reads_the_peers_again(tmp_path: Path) -> None:
+    """`systemctl reload` sends it whenever it likes."""
+    ours = kvbridge("keygen", tmp_path / "a.key", "--name", "ours").stdout
+    (tmp_path / "peers").write_text(ours)
+    (tmp_path / "peers").chmod(0o600)
+    places = ("--socket", tmp_path / "a.sock", "--listen", "tcp://127.0.0.1:0", "--metrics", "")
+    keys = ("--key", tmp_path / "a.key", "--peers", tmp_path / "peers")
+    command = [sys.executable, "-m", "kvbridge.cli", "agent", *map(str, (*places, *keys))]
+    log = tmp_path / "log"
+    with log.open("wb") as written, subprocess.Popen(command, stderr=written) as agent:
+        try:
+            wait_for(lambda: takes_hangups(agent.pid), "SIGHUP is not its end")
+            assert "libtorch" not in Path(f"/proc/{agent.pid}/maps").read_text()
+            while "serving: " not in log.read_text():
+                assert agent.poll() is None, log.read_text()
+                agent.send_signal(signal.SIGHUP)
+                time.sleep(0.005)
+            theirs = kvbridge("keygen", tmp_path / "b.key", "--name", "theirs").stdout
+            (tmp_path / "peers").write_text(ours + theirs)
+            agent.send_signal(signal.SIGHUP)
+            wait_for(lambda: "peers read again: curve" in log.read_text(), "it reads them again")
+            wait_for(lambda: "2 keys allowed" in log.read_text(), "it knows both")
+            agent.send_signal(signal.SIGTERM)
+            assert agent.wait(20) == 0
+        finally:
+            agent.kill()
+
+
+def takes_hangups(pid: int) -> bool:
+    """Whether SIGHUP is ignored or caught there."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigIgn:", "SigCgt:"))]
+    return any(mask >> (signal.SIGHUP - 1) & 1 for mask in masks)
+
+
+def wait_for(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + START_S
+    while not is_so():
+        assert time.monotonic() < end, what
+        time.sleep(0.002)

@@ -1,0 +1,27 @@
+"""An agent's control in a process of its own. `python -m tests.integration.transport.control_peer BOOT LISTEN [DIAL]`.
+
+Prints its address, then answers each Cancel with a Drained of the same transfer. With DIAL it sends a Cancel there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from kvbridge_proto.peer import Cancel, Drained
+
+from kvbridge.transport.control import Arrived, Control
+
+
+async def main(boot: str, listen: str, dial: str = "") -> None:
+    async with Control(boot, listen) as control:
+        print(control.address, flush=True)
+        if dial:
+            control.dial(dial).send(Cancel(transfer=boot, code="hello"))
+        async for event in control.events():
+            if isinstance(event, Arrived) and isinstance(event.envelope.body, Cancel):
+                event.link.send(Drained(transfer=event.envelope.body.transfer))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

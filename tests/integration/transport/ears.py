@@ -1,0 +1,96 @@
+"""What listens to controls in tests: one that reads events, a second process, a stranger who says anything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import zmq
+from kvbridge_proto.codec import encode
+from kvbridge_proto.peer import Body, Cancel, Envelope
+
+from kvbridge.transport.control import Control, Event, Reached, Settings
+
+ROOT = Path(__file__).parents[3]
+LOOPBACK = "tcp://127.0.0.1:0"
+QUICK = Settings(connect_s=0.6, silence_s=0.8)
+Run = Callable[[Coroutine[Any, Any, None]], None]
+E = TypeVar("E", bound=Event)
+
+
+class Ear:
+    """Reads one control's events."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    async def next(self, within_s: float = 10.0) -> Event:
+        async with asyncio.timeout(within_s):
+            async for event in self._control.events():
+                if not isinstance(event, Reached):
+                    return event
+        raise AssertionError("the control closed")
+
+    async def hear(self, kind: type[E], within_s: float = 10.0) -> E:
+        """The next event, which must be of this kind."""
+        event = await self.next(within_s)
+        assert isinstance(event, kind), event
+        return event
+
+    async def silence(self, for_s: float) -> None:
+        with pytest.raises(TimeoutError):
+            raise AssertionError(await self.next(for_s))
+
+
+@contextlib.asynccontextmanager
+async def two(
+    settings: Settings | None = None, *, of_source: Settings | None = None
+) -> AsyncIterator[tuple[Control, Ear, Control, Ear]]:
+    """A sink and a source with these settings; the source may have others."""
+    own = of_source or settings
+    async with Control("sink", settings=settings) as sink, Control("source", LOOPBACK, settings=own) as source:
+        yield sink, Ear(sink), source, Ear(source)
+
+
+@contextlib.contextmanager
+def remote(boot: str, listen: str = LOOPBACK, dial: str = "") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A `control_peer.py`; ended, stopped or not, on leaving."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.integration.transport.control_peer",
+        boot,
+        listen,
+        *([dial] if dial else []),
+    ]
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        yield child, child.stdout.readline().decode().strip()
+    finally:
+        child.kill()
+        child.wait(10)
+
+
+@contextlib.contextmanager
+def stranger(address: str) -> Iterator[Callable[..., None]]:
+    """A socket that can say anything to a control."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 1000
+        dealer.connect(address)
+        yield lambda *frames: dealer.send_multipart(frames)
+
+
+def envelope(number: int = 0, body: Body | None = None, **other: Any) -> bytes:
+    fields = {"version": 1, "sender": "stranger", "receiver": "", "number": number, "body": body or cancel("t")}
+    return encode(Envelope(**{**fields, **other}))
+
+
+def cancel(transfer: str) -> Cancel:
+    return Cancel(transfer=transfer, code="c")

@@ -1,0 +1,302 @@
+"""The NIXL fabric between real processes: what arrives, what is late, what fails, and that idleness is cheap."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbridge.errors import FabricError
+from kvbridge.transport.fabric_nixl import HEAL_S, NixlFabric
+from tests.system.faults.processes import Held
+from tests.system.faults.world import UCX_KEEPS
+
+pytest.importorskip("nixl", reason="needs NIXL (extra `agent`)")
+
+KIB, MIB = 1 << 10, 1 << 20
+ROOT = Path(__file__).parents[3]
+
+
+class Remote:
+    """A `nixl_peer.py` and the pipe to it; ends it, stopped or not, on leaving."""
+
+    def __init__(self, boot: str, size: int = 8 * MIB, environment: dict[str, str] | None = None) -> None:
+        self.boot = boot
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.transport.nixl_peer", boot, str(size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+        )
+        self.descriptor, self.address = "", 0
+
+    def __enter__(self) -> Remote:
+        self.meet()
+        return self
+
+    def meet(self) -> None:
+        told = self._line()
+        self.descriptor, self.address = told["descriptor"], told["address"]
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        self.post(verb, **arguments)
+        return self.answer()
+
+    def post(self, verb: str, **arguments: Any) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(json.dumps([verb, arguments]).encode() + b"\n")
+        self._child.stdin.flush()
+
+    def answer(self) -> Any:
+        told = self._line()
+        if "error" in told:
+            raise FabricError(told["error"], told["text"])
+        return told["ok"]
+
+    def stop(self) -> None:
+        """As if it hung. Returns once every thread stands still: the signal alone takes its time."""
+        os.kill(self.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.pid}/task")
+        while any(not stat_of(task).startswith(" T") for task in tasks.iterdir()):
+            time.sleep(0.001)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait(10)
+
+    def _line(self) -> Any:
+        assert self._child.stdout is not None
+        assert select.select([self._child.stdout], [], [], 60)[0], f"{self.boot} does not answer"
+        return json.loads(self._child.stdout.readline() or "{}")
+
+    def write(self, to: Remote, *, size: int = 64 * KIB, notice: str = "n", deadline_s: float = 30, at: int = 0) -> int:
+        number: int = self.ask(
+            "write", boot=to.boot, offset=0, remote=to.address + at, size=size, notice=notice, deadline_s=deadline_s
+        )
+        return number
+
+
+@contextlib.contextmanager
+def two() -> Iterator[tuple[Remote, Remote]]:
+    with Remote("boot-source") as source, Remote("boot-sink") as sink:
+        source.ask("connect", boot=sink.boot, descriptor=sink.descriptor)
+        yield source, sink
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Remote, Remote]]:
+    """Shared by the tests that leave it whole: a process with NIXL takes seconds to start."""
+    with two() as sides:
+        yield sides
+
+
+@pytest.fixture
+def doomed() -> Iterator[tuple[Remote, Remote]]:
+    with two() as sides:
+        yield sides
+
+
+def wrote(source: Remote, within_s: float = 30) -> list[Any]:
+    events = source.ask("watch", for_s=within_s, until="wrote")
+    return [event[1:] for event in events]
+
+
+def test_data_and_then_its_notice_arrive(pair: tuple[Remote, Remote]) -> None:
+    source, sink = pair
+    for byte, size in enumerate((1, 4 * KIB, 4 * MIB), start=1):
+        expected = source.ask("fill", offset=0, size=size, byte=byte)
+        number = source.write(sink, size=size, notice=f"chunk {byte}", at=64)
+        assert wrote(source) == [["wrote", number, ""]]
+        assert [event[1:3] for event in sink.ask("watch", for_s=10, until="noticed")] == [["noticed", f"chunk {byte}"]]
+        assert sink.ask("sum", offset=64, size=size) == expected
+
+
+def test_a_stopped_target_makes_a_write_late_once_and_it_ends_when_the_target_goes_on(
+    pair: tuple[Remote, Remote],
+) -> None:
+    source, sink = pair
+    sink.stop()
+    number = source.write(sink, deadline_s=0.5)
+    assert [event[1:] for event in source.ask("watch", for_s=1.5)] == [["late", number, ""]]
+    sink.go_on()
+    assert wrote(source) == [["wrote", number, ""]]
+    assert sink.ask("watch", for_s=10, until="noticed")
+
+
+def test_a_killed_target_fails_the_writes_under_way_and_those_after(doomed: tuple[Remote, Remote]) -> None:
+    source, sink = doomed
+    source.write(sink)
+    wrote(source)
+    sink.stop()
+    numbers = [source.write(sink, size=4 * MIB) for _ in range(3)]
+    sink.kill()
+    ended = {event[2]: event[1] for event in source.ask("watch", for_s=3)}
+    assert ended == dict.fromkeys(numbers, "failed")
+    for _ in range(20):  # each as soon as the one before
+        with pytest.raises(FabricError) as raised:
+            source.write(sink)
+        assert raised.value.code == "peer_lost"
+    assert Held.by(source.pid).over <= UCX_KEEPS
+    time.sleep(HEAL_S)
+    with pytest.raises(FabricError, match="any more"):  # the way back is tried again
+        source.write(sink)
+
+
+def test_a_peer_that_restarted_with_a_new_boot_is_written_again(doomed: tuple[Remote, Remote]) -> None:
+    source, sink = doomed
+    source.write(sink)
+    wrote(source)
+    sink.kill()
+    source.write(sink)
+    source.ask("watch", for_s=20, until="failed")
+    source.ask("disconnect", boot=sink.boot)
+    with Remote("boot-sink-2") as again:
+        source.ask("connect", boot=again.boot, descriptor=again.descriptor)
+        number = source.write(again)
+        assert wrote(source) == [["wrote", number, ""]]
+
+
+def test_a_disconnect_waits_for_the_writes_under_way(pair: tuple[Remote, Remote]) -> None:
+    source, sink = pair
+    sink.stop()
+    number = source.write(sink)
+    source.ask("disconnect", boot=sink.boot)
+    with pytest.raises(FabricError) as raised:
+        source.write(sink)
+    assert raised.value.code == "peer_not_connected"
+    sink.go_on()
+    assert wrote(source) == [["wrote", number, ""]]
+    source.ask("connect", boot=sink.boot, descriptor=sink.descriptor)
+    number = source.write(sink)
+    assert wrote(source) == [["wrote", number, ""]]
+
+
+def test_closing_is_bounded_even_while_the_target_is_stopped(doomed: tuple[Remote, Remote]) -> None:
+    source, sink = doomed
+    source.write(sink)
+    wrote(source)
+    sink.stop()
+    source.write(sink, size=4 * MIB)
+    assert source.ask("close") < 5
+
+
+def test_refuses_descriptors_of_other_boots_and_garbage(pair: tuple[Remote, Remote]) -> None:
+    source, sink = pair
+    good = bytes.fromhex(sink.descriptor)
+    for boot, descriptor, code in (
+        ("boot-other", good, "descriptor_of_another_boot"),
+        ("boot-sin", good, "descriptor_of_another_boot"),
+        ("boot-source", bytes.fromhex(source.descriptor), "descriptor_of_another_boot"),
+        ("boot-other", b"", "descriptor_of_another_boot"),
+        ("boot-other", bytes(4) + b"nixlSerDes|Agent" + b"\xff" * 64, "descriptor_of_another_boot"),
+        ("boot-other", b"x" * (1 << 17), "descriptor_malformed"),
+        ("boot-sink2", good[:20] + b"\x0a" + good[21:28] + b"boot-sink2|Conns\x08", "descriptor_malformed"),
+    ):
+        with pytest.raises(FabricError) as raised:
+            source.ask("connect", boot=boot, descriptor=descriptor.hex())
+        assert raised.value.code == code, descriptor[:40]
+    number = source.write(sink)  # the honest peer was not touched
+    assert wrote(source) == [["wrote", number, ""]]
+
+
+def test_refuses_writes_outside_registered_memory(pair: tuple[Remote, Remote]) -> None:
+    source, sink = pair
+    for at, size in ((8 * MIB, 64), (8 * MIB - 32, 64), (-64, 64), (0, 8 * MIB + 1), (0, 0)):
+        with pytest.raises(FabricError) as raised:
+            source.write(sink, at=at, size=size)
+        assert raised.value.code == "memory_not_registered"
+        said = str(raised.value)
+        assert f"{size} bytes" in said and f"{sink.address:x}"[:6] not in said and f"{source.address:x}"[:6] not in said
+    with pytest.raises(FabricError) as raised:
+        source.ask("write", boot="nobody", offset=0, remote=sink.address, size=1, notice="", deadline_s=1)
+    assert raised.value.code == "peer_not_connected"
+
+
+def test_an_idle_pair_sleeps(pair: tuple[Remote, Remote]) -> None:
+    source, sink = pair
+    source.write(sink)
+    wrote(source)
+    shares = [idle_shares(pair) for _ in range(3)]  # what still ends with the write is in the first of them
+    for side, least in zip(pair, map(min, zip(*shares, strict=True)), strict=True):
+        assert least < 0.03, f"{side.boot} used {least:.1%} of a core while idle"
+
+
+def idle_shares(pair: tuple[Remote, Remote]) -> list[float]:
+    """Of a core, that each side uses in a while."""
+    begin, before = time.monotonic(), [cpu_s(side.pid) for side in pair]
+    time.sleep(1.5)
+    passed = time.monotonic() - begin
+    return [(cpu_s(side.pid) - spent) / passed for side, spent in zip(pair, before, strict=True)]
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of all threads of a process."""
+    fields = stat_of(Path(f"/proc/{pid}")).split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_listens_on_no_device_but_the_one_it_was_told(pair: tuple[Remote, Remote]) -> None:
+    _, sink = pair
+    held = {os.readlink(fd) for fd in Path(f"/proc/{sink.pid}/fd").iterdir() if fd.is_symlink()}
+    listening = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{sink.pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in held:
+                listening.append(local.partition(":")[0])
+    assert set(listening) == {"0100007F"}, listening  # 127.0.0.1
+
+
+def test_a_fabric_with_nothing_to_write_into_has_no_descriptor() -> None:
+    fabric = NixlFabric("boot-empty", net_devices="lo")
+    with pytest.raises(FabricError) as raised:
+        fabric.descriptor()
+    assert raised.value.code == "descriptor_failed"
+    fabric.close()
+    fabric.close()
+
+
+def test_forgets_those_that_were_left_longest_ago() -> None:
+    fabrics = [NixlFabric(f"boot-{name}", net_devices="lo", idle_peers=2) for name in "abcd"]
+    ours, *others = fabrics
+    memory = [np.zeros(4096, np.uint8) for _ in others]
+    for other, region in zip(others, memory, strict=True):
+        other.register(region.ctypes.data, region.size)
+        ours.connect(other._boot, other.descriptor())
+    for other in others:
+        ours.disconnect(other._boot)
+    assert ours.known == ["boot-c", "boot-d"]
+    ours.connect("boot-c", others[1].descriptor())
+    ours.connect("boot-b", others[0].descriptor())
+    for boot in ("boot-b", "boot-c"):
+        ours.disconnect(boot)
+    assert ours.known == ["boot-b", "boot-c"]
+    for fabric in fabrics:
+        fabric.close()
+
+
+def stat_of(task: Path) -> str:
+    """What the kernel says of a process or thread, from its state on."""
+    return (task / "stat").read_text().rpartition(")")[2]

@@ -1,0 +1,391 @@
+"""A pipe beside a link's connection, between agents of one host: one order, one end, whichever way envelopes come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from kvbridge_proto.codec import encode
+from kvbridge_proto.peer import Cancel, Drained, Envelope, Goodbye, Hold, Ping
+from kvbridge_proto.stream import framed
+
+from kvbridge.errors import PeerError
+from kvbridge.transport import control as control_module
+from kvbridge.transport.control import Arrived, Control, Lost, Rejected
+from kvbridge.transport.door import Door, Shared, open_memory
+from kvbridge.transport.events import Settings
+from kvbridge.transport.link import Link
+from kvbridge.transport.lock import Lock
+from tests.integration.transport.ears import Ear, Run, cancel, two
+
+
+def accepted(control: Control) -> Link:
+    (link,) = control.links
+    return link
+
+
+Joined = tuple[Link, Ear, Link, Ear, socket.socket, socket.socket]
+
+
+@asynccontextmanager
+async def joined(
+    settings: Settings | None = None,
+) -> AsyncIterator[tuple[Link, Ear, Link, Ear, socket.socket, socket.socket]]:
+    """Two agents with a link, each end and its ear, and the ends of a pipe that neither has taken yet."""
+    async with two(settings) as (sink, sink_ear, source, source_ear):
+        dialled = sink.dial(source.address)
+        dialled.send(cancel("first"))
+        await source_ear.hear(Arrived)
+        ours, theirs = socket.socketpair()
+        yield dialled, sink_ear, accepted(source), source_ear, ours, theirs
+
+
+async def until_by_pipe(link: Link) -> None:
+    async with asyncio.timeout(5):
+        while not link.says_by_pipe:  # noqa: ASYNC110 - a link has no event for it
+            await asyncio.sleep(0.001)
+
+
+def named(ear_heard: list[Arrived]) -> list[str]:
+    return [each.envelope.body.transfer for each in ear_heard if isinstance(each.envelope.body, Cancel | Drained)]
+
+
+@pytest.mark.parametrize("is_source_first", [True, False])
+@pytest.mark.parametrize("before", [0, 1, 300])
+def test_what_is_said_while_the_pipe_comes_keeps_its_order(run: Run, before: int, is_source_first: bool) -> None:
+    async def story() -> None:
+        async with joined() as (dialled, sink_ear, link, source_ear, ours, theirs):
+            count = 2 * before + 50
+            for number in range(count):
+                if number == before:
+                    both = [lambda: link.carry_by(theirs), lambda: dialled.carry_by(ours)]
+                    for take in both if is_source_first else reversed(both):
+                        take()
+                dialled.send(cancel(f"{number}"))
+                link.send(Drained(transfer=f"{number}"))
+                if number % 7 == 0:
+                    await asyncio.sleep(0)
+            there = [await source_ear.hear(Arrived) for _ in range(count)]
+            back = [await sink_ear.hear(Arrived) for _ in range(count)]
+            assert named(there) == named(back) == [f"{number}" for number in range(count)]
+            await until_by_pipe(link)
+            assert dialled.says_by_pipe and not link.outbox and not dialled.outbox
+
+    run(story())
+
+
+def test_by_the_pipe_no_message_takes_the_connection(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        async with joined() as (dialled, sink_ear, link, source_ear, ours, theirs):
+            link.carry_by(theirs)
+            dialled.carry_by(ours)
+            await until_by_pipe(link)
+            monkeypatch.setattr(control_module.Port, "send", lambda *_: pytest.fail("the connection was used"))
+            for number in range(20):
+                dialled.send(cancel(f"{number}"))
+                assert named([await source_ear.hear(Arrived)]) == [f"{number}"]
+                link.send(Drained(transfer=f"{number}"))
+                assert named([await sink_ear.hear(Arrived)]) == [f"{number}"]
+
+    run(story())
+
+
+def test_who_was_called_speaks_by_a_pipe_only_once_the_peer_has_it(run: Run) -> None:
+    async def story() -> None:
+        async with joined() as (dialled, sink_ear, link, source_ear, ours, theirs):
+            link.carry_by(theirs)
+            link.send(Drained(transfer="a"))
+            assert named([await sink_ear.hear(Arrived)]) == ["a"]
+            ours.close()  # the peer did not take it
+            await asyncio.sleep(0.05)
+            assert not link.is_lost and link.pipe is None
+            dialled.send(cancel("b"))
+            assert named([await source_ear.hear(Arrived)]) == ["b"]
+            other, another = socket.socketpair()  # so it may be given another one
+            link.carry_by(another)
+            dialled.carry_by(other)
+            await until_by_pipe(link)
+
+    run(story())
+
+
+@pytest.mark.parametrize("who", ["dialled", "accepted"])
+def test_the_end_of_a_pipe_that_was_used_is_the_links(run: Run, who: str) -> None:
+    async def story() -> None:
+        async with joined() as (dialled, sink_ear, link, source_ear, ours, theirs):
+            link.carry_by(theirs)
+            dialled.carry_by(ours)
+            await until_by_pipe(link)
+            (ours if who == "dialled" else theirs).shutdown(socket.SHUT_RDWR)
+            for ear in (sink_ear, source_ear):
+                assert (await ear.hear(Lost)).code == "peer_disconnected"
+            assert dialled.is_lost and link.is_lost and not dialled.send(cancel("late"))
+
+    run(story())
+
+
+def test_last_words_leave_by_it(run: Run) -> None:
+    async def story() -> None:
+        async with joined() as (dialled, _, link, source_ear, ours, theirs):
+            link.carry_by(theirs)
+            dialled.carry_by(ours)
+            await until_by_pipe(link)
+            for number in range(500):
+                dialled.send(cancel(f"{number}"))
+            dialled.send(Goodbye(reason="enough"))
+            dialled.close()
+            heard = [await source_ear.hear(Arrived) for _ in range(501)]
+            assert named(heard) == [f"{number}" for number in range(500)]
+            assert heard[-1].envelope.body == Goodbye(reason="enough")
+            assert (await source_ear.hear(Lost)).code == "peer_disconnected"
+
+    run(story())
+
+
+def garbage(link: Link) -> dict[str, tuple[bytes, str]]:
+    """What a peer must not say by a pipe, and why its link ends, if it does."""
+    end = Envelope(version=1, sender="sink", receiver="source", number=1, body=Ping(number=0))
+    twice = framed(encode(end)) * 2
+    return {
+        "no message": (framed(b"\x00"), ""),
+        "too long a frame": (b"\xff\xff\xff\xff", ""),
+        "a number twice": (twice, "messages_lost"),
+    }
+
+
+@pytest.mark.parametrize("what", ["no message", "too long a frame", "a number twice"])
+def test_what_is_no_envelope_costs_the_link_or_the_pipe_and_nobody_else(run: Run, what: str) -> None:
+    async def story() -> None:
+        async with joined() as (dialled, _, link, source_ear, ours, theirs):
+            link.carry_by(theirs)
+            said, code = garbage(link)[what]
+            ours.sendall(said)
+            event = await source_ear.hear(Rejected if not code else Lost)
+            assert not code or event.code == code
+            if not code:  # nothing was heard by it: the link goes on without
+                await asyncio.sleep(0.05)
+                assert link.pipe is None
+                dialled.send(cancel("on"))
+                assert named([await source_ear.hear(Arrived)]) == ["on"]
+            ours.close()
+
+    run(story())
+
+
+def test_numbers_that_never_come_end_the_link(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "BACKLOG", 10)
+
+    async def story() -> None:
+        async with joined() as (_, _, link, source_ear, ours, theirs):
+            link.carry_by(theirs)
+            for number in range(3, 20):
+                body = Envelope(version=1, sender="sink", receiver="source", number=number, body=cancel("x"))
+                ours.sendall(framed(encode(body)))
+            assert (await source_ear.hear(Lost)).code == "messages_lost"
+            assert not link.early
+            ours.close()
+
+    run(story())
+
+
+def test_a_number_that_never_comes_ends_the_link_though_pings_do(run: Run) -> None:
+    async def story() -> None:
+        async with joined(Settings(silence_s=0.5)) as (dialled, _, link, source_ear, ours, theirs):
+            dialled.pinged_at = link.pinged_at = float("inf")  # they say nothing themselves
+            link.carry_by(theirs)
+            pings = (
+                Envelope(version=1, sender="sink", receiver="source", number=number, body=Ping(number=0))
+                for number in itertools.count(dialled._sent + 1)
+            )
+            began = time.monotonic()
+            while not link.is_lost and time.monotonic() - began < 5:
+                ours.sendall(framed(encode(next(pings))))
+                await asyncio.sleep(0.05)
+            assert (await source_ear.hear(Lost)).code == "peer_silent"
+            ours.close()
+
+    run(story())
+
+
+def test_a_second_pipe_is_closed(run: Run) -> None:
+    async def story() -> None:
+        async with joined() as (dialled, _, link, _, ours, theirs):
+            link.carry_by(theirs)
+            dialled.carry_by(ours)
+            first = link.pipe
+            one, other = socket.socketpair()
+            link.carry_by(other)
+            assert link.pipe is first and one.recv(1) == b""
+            one.close()
+
+    run(story())
+
+
+def test_what_came_early_is_bounded_by_its_bytes(run: Run) -> None:
+    async def story() -> None:
+        bound = Settings(queue_bytes=1 << 20)
+        async with joined(bound) as (dialled, _, link, source_ear, ours, theirs):
+            link.carry_by(theirs)
+            ours.setblocking(False)
+            rooms = Hold(rooms=tuple(f"{number:0200}" for number in range(300)))
+            for number in range(dialled._sent + 1, dialled._sent + 40):
+                body = Envelope(version=1, sender="sink", receiver="", number=number, body=rooms)
+                with contextlib.suppress(OSError):  # it is lost on the way
+                    await asyncio.get_running_loop().sock_sendall(ours, framed(encode(body)))
+            assert (await source_ear.hear(Lost)).code == "messages_lost"
+            assert not link.early
+            ours.close()
+
+    run(story())
+
+
+async def longest_turn(seconds: float) -> float:
+    """How long the loop did not come round, at the longest."""
+    longest, ends = 0.0, time.monotonic() + seconds
+    while (before := time.monotonic()) < ends:
+        await asyncio.sleep(0.005)
+        longest = max(longest, time.monotonic() - before)
+    return longest
+
+
+def test_a_flood_by_the_pipe_leaves_the_loop_its_turns(run: Run) -> None:
+    """Of what is no event, so that no backlog slows it. The peer need not even read our pongs."""
+
+    async def story() -> None:
+        async with joined() as (dialled, _, link, _, ours, theirs):
+            link.carry_by(theirs)
+            pings = b"".join(
+                framed(encode(Envelope(version=1, sender="sink", receiver="", number=number, body=Ping(number=0))))
+                for number in range(dialled._sent, dialled._sent + 200_000)
+            )
+            flood = threading.Thread(target=_say, args=(ours, pings))
+            flood.start()
+            assert (longest := await longest_turn(2.0)) < 0.5, longest
+            ours.shutdown(socket.SHUT_RDWR)
+            flood.join()
+
+    run(story())
+
+
+def _say(to: socket.socket, all_of_it: bytes) -> None:
+    with contextlib.suppress(OSError):
+        to.sendall(all_of_it)
+
+
+def test_who_gave_a_pipe_cannot_make_its_other_end_block(run: Run) -> None:
+    """O_NONBLOCK is the socket's, and who made both ends may have kept one."""
+
+    async def story() -> None:
+        async with joined() as (dialled, _, _, _, ours, theirs):
+            kept = ours.dup()
+            dialled.carry_by(ours)
+            await asyncio.sleep(0.05)
+            fcntl.fcntl(kept, fcntl.F_SETFL, fcntl.fcntl(kept, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+            rescue = threading.Timer(1.5, theirs.shutdown, [socket.SHUT_RDWR])  # else for ever
+            rescue.start()
+            theirs.send(b"\0")
+            assert (longest := await longest_turn(1.0)) < 0.5, longest
+            for number in range(20_000):
+                dialled.send(Drained(transfer=f"{number}"))
+            assert (longest := await longest_turn(0.3)) < 0.25, longest
+            rescue.cancel()
+            kept.close()
+            theirs.close()
+
+    run(story())
+
+
+def test_a_pipe_that_nobody_reads_ends_with_its_link(run: Run) -> None:
+    async def story() -> None:
+        async with joined() as (dialled, _, _, _, ours, theirs):
+            dialled.carry_by(ours)
+            for number in range(20_000):
+                dialled.send(Drained(transfer=f"{number}"))
+            dialled.close()
+            assert dialled._control._pipes
+            await asyncio.sleep(1.0)
+            assert not dialled._control._pipes
+            theirs.close()
+
+    run(story())
+
+
+def test_any_two_ways_make_one_order() -> None:
+    """The first so many by the connection, the others by the pipe, in any order of the two."""
+    count = 6
+    for split in range(count + 1):
+        for places in itertools.combinations(range(count), split):
+            by_connection, by_pipe = iter(range(split)), iter(range(split, count))
+            heard: list[int] = []
+
+            class Hearing(Control):
+                def _heard(self, link: Link, envelope: Envelope) -> None:
+                    heard.append(envelope.number)  # noqa: B023
+
+                def _lose(self, link: Link, code: str, reason: str) -> None:
+                    raise AssertionError(f"{code}: {reason}")
+
+            control = Hearing("us")
+            link = Link(control, "there", b"id", 0.0)
+            for at in range(count):
+                number = next(by_connection if at in places else by_pipe)
+                body = Envelope(version=1, sender="them", receiver="us", number=number, body=Ping(number=0))
+                if at in places:
+                    assert control._count_in(link, body)
+                else:
+                    control._take_from_pipe(link, body)
+            assert heard == list(range(count)), (split, places)
+
+
+def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(run: Run, tmp_path: object) -> None:
+    async def story() -> None:
+        ends: list[socket.socket] = []
+        with contextlib.closing(Lock(f"{tmp_path}/a.sock", "boot")) as lock:
+            async with Door(lock) as door:
+                serving = asyncio.create_task(door.serve())
+                door.share(Shared(3, (), ()))
+                card = door.admit("decode-0", ends.append)
+                assert card is not None
+                with await open_memory(card, "decode-0") as handover:
+                    pipe = handover.take_pipe()
+                    assert pipe is not None and len(ends) == 1
+                    ends[0].sendall(b"hello")
+                    assert pipe.recv(5) == b"hello"
+                    pipe.close()
+                assert ends[0].recv(1) == b""
+                ends[0].close()
+                again = door.admit("decode-0")
+                assert again is not None
+                with await open_memory(again, "decode-0") as without:
+                    assert without.take_pipe() is None
+                serving.cancel()
+
+    run(story())
+
+
+def test_another_descriptor_is_no_pipe(run: Run, tmp_path: object) -> None:
+    async def story() -> None:
+        with contextlib.closing(Lock(f"{tmp_path}/a.sock", "boot")) as lock:
+            async with Door(lock) as door:
+                serving = asyncio.create_task(door.serve())
+                door.share(Shared(3, (), ()))
+                card = door.admit("decode-0", lambda end: end.close())
+                assert card is not None
+                with await open_memory(card, "decode-0") as handover:
+                    null = os.open("/dev/null", os.O_RDONLY)
+                    os.dup2(null, handover.fds[-1])
+                    os.close(null)
+                    with pytest.raises(PeerError, match="pipe"):
+                        handover.take_pipe()
+                serving.cancel()
+
+    run(story())

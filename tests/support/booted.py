@@ -1,0 +1,162 @@
+"""systemd itself, booted in namespaces of its own with nothing but the agent's units: what it makes of them is real.
+
+It has its own processes, network, /etc, /run, /tmp, /var/cache and control group; of the rest of the host it can change
+nothing that outlives it. Needs root, and a host that lets root have all that.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.sandbox import HOMES, ROOT, of_python
+
+DEPLOY = ROOT / "deploy" / "systemd"
+SYSTEMD = Path("/lib/systemd/systemd")
+TOOLS = ("unshare", "nsenter", "mount", "systemctl", "systemd-sysusers", "systemd-tmpfiles")
+UNITS = "/run/units"  # the only ones that it knows; the host's own would mount, load and clear away
+START_S = 20.0
+OF_NOBODY = "[Unit]\nDefaultDependencies=no\n"  # a target that pulls nothing in
+# Cgroups of version 2, alone or beside those of version 1.
+GROUPS = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
+
+
+def why_not() -> str:
+    """Why this machine cannot have it; empty if it can."""
+    if os.geteuid() != 0:
+        return "systemd in namespaces of its own needs root"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None] + ([] if SYSTEMD.exists() else [str(SYSTEMD)])
+    if missing:
+        return f"needs {' and '.join(missing)}"
+    if _groups() is None:
+        return "no control groups of version 2 that may be written"
+    tried = subprocess.run([*_unshared(), "mount", "-t", "tmpfs", "tmpfs", "/run"], capture_output=True, text=True)
+    return f"no namespaces can be made: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+class Booted:
+    """A systemd that runs. `root` is its file system as this process sees it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], pid: int) -> None:
+        self._process = process
+        self.pid = pid
+        self.root = Path(f"/proc/{pid}/root")
+
+    def run(self, *command: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """In there, as root."""
+        entered = ["nsenter", f"--target={self.pid}", "--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup"]
+        return subprocess.run([*entered, *command], capture_output=True, text=True, timeout=seconds)
+
+    def shows(self, unit: str, name: str) -> str:
+        """One property of a unit."""
+        return self.run("systemctl", "show", unit, f"--property={name}", "--value").stdout.strip()
+
+    def waits(self, unit: str, name: str, value: str, seconds: float) -> None:
+        """Until the property is this. Fails by the deadline, with what the unit says."""
+        end = time.monotonic() + seconds
+        while (found := self.shows(unit, name)) != value:
+            assert time.monotonic() < end, f"{name}={found}, not {value}\n{self.text(unit)}"
+            time.sleep(0.1)
+
+    def text(self, unit: str) -> str:
+        """What its process has written."""
+        path = self.root / f"run/log/{unit}"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+@contextmanager
+def booted(folder: Path, drop_in: str = "") -> Iterator[Booted]:
+    """A systemd with the agent's units, its user and its folders, as docs/systemd.md has them made.
+
+    The program is this Python's, the agent's words go to a file, and `drop_in` says what else differs.
+    """
+    groups = _groups()
+    assert groups is not None
+    group = groups / f"kvbridge-test-{os.getpid()}"
+    group.mkdir()
+    script = folder / "boot"
+    script.write_text("\n".join(_script(folder, drop_in)))
+    inside = f"echo $$ > {group}/cgroup.procs; exec {shlex.join([*_unshared(), 'bash', '-eu', str(script)])}"
+    process = subprocess.Popen(["bash", "-euc", inside], stderr=(folder / "boot.err").open("wb"))
+    try:
+        yield _once_up(process, folder)
+    finally:
+        process.kill()  # its child, pid 1 in there, goes with it, and all others with that
+        process.wait()
+        _remove(group)
+
+
+def _groups() -> Path | None:
+    return next((each for each in GROUPS if (each / "cgroup.controllers").exists() and os.access(each, os.W_OK)), None)
+
+
+def _unshared() -> list[str]:
+    kinds = ["--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup"]
+    return ["unshare", *kinds, "--propagation=private", "--fork", "--kill-child=SIGKILL", "--mount-proc"]
+
+
+def _script(folder: Path, drop_in: str) -> list[str]:
+    """Commands: what pid 1 finds, then pid 1."""
+    program = f"{sys.executable} -m kvbridge.cli"
+    unit = (DEPLOY / "kvbridge-agent@.service").read_text().replace("/opt/kvbridge/bin/kvbridge", program)
+    written = {
+        "kvbridge-agent@.service": unit,
+        "kvbridge-agent@.service.d/test.conf": f"[Service]\nStandardError=file:/run/log/%n\n{_seen()}{drop_in}",
+    }
+    written |= {f"{name}.target": OF_NOBODY for name in ("sysinit", "basic", "shutdown", "network-online", "test")}
+    for name, text in written.items():
+        path = folder / "units" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return [
+        "mount -t tmpfs tmpfs /sys/fs/cgroup && mount -t cgroup2 cgroup2 /sys/fs/cgroup",
+        "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys",
+        f"mkdir -p {folder}/etc && cp -a /etc/. {folder}/etc && mount --bind {folder}/etc /etc",
+        "mount -t tmpfs -o mode=0755 tmpfs /run && mkdir /run/log",
+        f"cp -r {folder}/units {UNITS}",
+        "mount -t tmpfs -o mode=0755 tmpfs /var/cache",
+        "mount -t tmpfs -o mode=1777 tmpfs /tmp",
+        f"systemd-sysusers {DEPLOY}/kvbridge.sysusers.conf",
+        f"systemd-tmpfiles --create {DEPLOY}/kvbridge.tmpfiles.conf",
+        f"export container=unshare SYSTEMD_UNIT_PATH={UNITS} SYSTEMD_GENERATOR_PATH=/run/none",
+        f"exec {SYSTEMD} --system --unit=test.target --log-target=null --show-status=no",
+    ]
+
+
+def _seen() -> str:
+    """Homes are as hidden, but for this Python, which an operator would have put elsewhere."""
+    inside = [path for path in of_python() if any(Path(home) in Path(path).parents for home in HOMES)]
+    return "ProtectHome=tmpfs\n" + "".join(f"BindReadOnlyPaths={path}\n" for path in inside) if inside else ""
+
+
+def _once_up(process: subprocess.Popen[bytes], folder: Path) -> Booted:
+    end = time.monotonic() + START_S
+    while True:
+        assert process.poll() is None and time.monotonic() < end, (folder / "boot.err").read_text()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        if children:
+            found = Booted(process, int(children[0]))
+            if found.run("systemctl", "is-active", "test.target").stdout.strip() == "active":
+                return found
+        time.sleep(0.05)
+
+
+def _remove(group: Path) -> None:
+    """With what systemd made inside; its processes may take a moment to be gone."""
+    end = time.monotonic() + START_S
+    while group.exists():
+        try:
+            for path in sorted(group.rglob("*"), reverse=True):
+                if path.is_dir():
+                    path.rmdir()
+            group.rmdir()
+        except OSError:
+            assert time.monotonic() < end, f"{group} is still in use"
+            time.sleep(0.05)

@@ -1,0 +1,376 @@
+"""What can be carried, as rows of cases: data only. `tests/unit/test_matrix.py` carries each, docs/convertible.md has
+all.
+
+A row is one line of that page. All of its cases have one verdict; a row where some can be carried and some cannot
+must be split.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.support.oracle import Shape, mla
+from tests.support.pools import ranks_of
+
+PLAIN = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8")
+ROW_SCALED = ("fp8_row_scale", "int8_row_scale")
+BLOCK_SCALED = ("mxfp8_e4m3", "nvfp4", "int4_row_scale")
+LATENT = ("bf16", "fp8_e4m3", "fp8_ds_mla")
+PACKED_LATENT = {"fp8_ds_v4": 512, "fp8_ds_v41": 512, "nvfp4_ds_mla": 576}
+LAYOUTS = ("nhd", "packed_hnd", "cross_layer", "cpu_vec")
+BLOCKS = (1, 16, 48)
+RANKS = (1, 2, 4, 8)
+SHARES = ((1, 1), (2, 1), (3, 16), (8, 3))
+WINDOW = 20
+HYBRID = ("full", "sliding")
+STATE = ("full", "sliding", "state")
+END = 70
+FIRSTS = (0, 5, 48)  # nothing is there yet, inside a block, on the border of each
+# `of` of each head where there are 4.
+SCALES: dict[str, dict[str, tuple[float, ...]] | None] = {
+    "none": None,
+    "plane": {"k": (0.5,), "v": (0.03,), "latent": (0.25,)},
+    "head": {"k": (0.5, 1.0, 0.3, 7.0), "v": (0.02, 2.0, 0.25, 1.0), "latent": (0.25,)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Tokens [first, end) from one engine to another."""
+
+    source: Shape
+    sink: Shape
+    first: int = 0
+    end: int = END
+    slot_bytes: int = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the page."""
+
+    name: str
+    words: str
+    cases: Callable[[], Iterable[Case]]
+    to_every_rank: bool = False
+
+    def ranks(self, case: Case, number: int) -> Sequence[int]:
+        """Which of the sink's ranks case `number` is carried to: one, another each time, or all."""
+        count = len(ranks_of(case.sink))
+        return range(count) if self.to_every_rank else [number % count]
+
+
+GQA = Shape(key_width=32, value_width=32, layers=2, blocks=8)
+LATENT_SHAPE = mla(layers=1, blocks=8)
+
+
+def sized(shape: Shape) -> Shape:
+    """With as many blocks as END tokens and a few more need."""
+    blocks = -(-END // min([shape.block_tokens, *shape.group_tokens.values()])) + 3
+    return replace(shape, blocks=blocks)
+
+
+def case(source: Shape, sink: Shape, number: int = 0) -> Case:
+    """The other axes change from case to case."""
+    first, slot_bytes = FIRSTS[number % 3], (1 << 14, 5000, 1 << 12, 1 << 17)[number % 4]
+    return Case(sized(source), sized(sink), first, END, slot_bytes)
+
+
+def product(shape: Shape, axis: str, values: Sequence[Any], **sink: Any) -> Iterator[Case]:
+    """Every value of an axis with every other."""
+    for number, (ours, theirs) in enumerate(itertools.product(values, values)):
+        one, other = ({axis: value} if axis else value for value in (ours, theirs))
+        yield case(replace(shape, **one), replace(shape, **{**sink, **other}), number)
+
+
+def equal() -> Iterator[Case]:
+    for codec in (*PLAIN, "opaque"):
+        for number, layout in enumerate(LAYOUTS):
+            shape = replace(GQA, codec=codec, layout=layout, scales=SCALES["head"])
+            yield case(shape, shape, number)
+
+
+def codecs() -> Iterator[Case]:
+    for number, (ours, theirs) in enumerate(itertools.product(PLAIN, PLAIN)):
+        layout, other = LAYOUTS[number % 4], LAYOUTS[number // 4 % 4]
+        yield case(replace(GQA, codec=ours, layout=layout), replace(GQA, codec=theirs, layout=other), number)
+
+
+def scales() -> Iterator[Case]:
+    eight = ("fp8_e4m3", "fp8_e5m2", "int8")
+    for number, (ours, theirs) in enumerate(itertools.product(itertools.product(eight, SCALES), repeat=2)):
+        if ours != theirs:
+            source, sink = (replace(GQA, codec=codec, scales=SCALES[name]) for codec, name in (ours, theirs))
+            yield case(source, replace(sink, tp_size=1 + number % 2), number)
+
+
+def row_scales() -> Iterator[Case]:
+    names = (*PLAIN, *ROW_SCALED)
+    for number, (ours, theirs) in enumerate(itertools.product(names, names)):
+        if ours != theirs and {ours, theirs} & set(ROW_SCALED):
+            source = replace(GQA, codec=ours, scales=SCALES["head"], layout=LAYOUTS[number % 3])
+            sink = replace(GQA, codec=theirs, scales=SCALES["plane"], block_tokens=32, tp_size=1 + number % 2)
+            yield case(source, sink, number)
+
+
+def equal_row_scales() -> Iterator[Case]:
+    for codec in (*ROW_SCALED, "int4_row_scale"):
+        for number, (layout, other, ranks) in enumerate(itertools.product(LAYOUTS[:3], LAYOUTS[:3], (1, 2))):
+            source = replace(GQA, codec=codec, layout=layout, tp_size=ranks)
+            yield case(source, replace(GQA, codec=codec, layout=other, block_tokens=BLOCKS[number % 3]), number)
+
+
+def tensor_parallel() -> Iterator[Case]:
+    for heads in (2, 7, 8):
+        yield from product(
+            replace(GQA, kv_heads=heads, key_width=16), "tp_size", RANKS, layout="packed", value_width=32
+        )
+
+
+def pipelines() -> Iterator[Case]:
+    splits = [{"pp_size": len(each), "pp_layers": each} for each in ((5,), (2, 3), (1, 3, 1), (3, 1, 1))]
+    yield from product(replace(GQA, layers=5, layout="cross_layer"), "", splits, layout="nhd", tp_size=2)
+
+
+def prefixes() -> Iterator[Case]:
+    for number, (first, ours, theirs) in enumerate(itertools.product((0, 1, 15, 16, 47, 48, 69), BLOCKS, BLOCKS)):
+        source, sink = replace(GQA, block_tokens=ours), replace(GQA, block_tokens=theirs)
+        yield replace(case(source, sink, number), first=first)
+
+
+def latent_ranks() -> Iterator[Case]:
+    yield from product(LATENT_SHAPE, "tp_size", RANKS, block_tokens=48)
+
+
+def latents() -> Iterator[Case]:
+    for share in ((1, 1), (8, 3)):
+        for number, (ours, theirs) in enumerate(itertools.product(LATENT, LATENT)):
+            source = replace(LATENT_SHAPE, codec=ours, scales=SCALES["plane"], cp_size=share[0], cp_interleave=share[1])
+            yield case(source, replace(LATENT_SHAPE, codec=theirs, tp_size=2), number)
+            yield case(replace(LATENT_SHAPE, codec=theirs, tp_size=2), source, number)
+
+
+def packed_latents() -> Iterator[Case]:
+    for codec, width in PACKED_LATENT.items():
+        shape = replace(LATENT_SHAPE, codec=codec, key_width=width)
+        yield case(shape, shape)
+        yield case(replace(shape, tp_size=2), replace(shape, block_tokens=48, cp_size=3, cp_interleave=16), 1)
+
+
+def other_packed_latents() -> Iterator[Case]:
+    for codec, width in PACKED_LATENT.items():
+        shape = replace(LATENT_SHAPE, codec=codec, key_width=width)
+        yield case(shape, replace(shape, codec="bf16"))
+        yield case(replace(shape, codec="bf16"), shape)
+
+
+def shares(shape: Shape) -> Iterator[Case]:
+    sizes = [{"cp_size": size, "cp_interleave": interleave} for size, interleave in SHARES]
+    yield from product(shape, "", sizes, block_tokens=48)
+    yield from product(replace(shape, tp_size=2), "", sizes)
+
+
+def windows() -> Iterator[Case]:
+    kinds = [{"kinds": kinds, "window": WINDOW} for kinds in (("sliding",), ("chunked",), HYBRID, ("chunked", "full"))]
+    for number, each in enumerate(kinds):
+        for block in BLOCKS:
+            sink = replace(GQA, layers=4, block_tokens=block, **each)
+            yield case(replace(sink, block_tokens=48), sink, number + block)
+            yield case(replace(GQA, layers=4, tp_size=2), sink, number + block)  # all tokens are kept there
+            wide = replace(sink, group_tokens={"sliding": 32, "chunked": 8})
+            yield case(replace(sink, block_tokens=16, cp_size=2), wide, number + block)
+            yield case(replace(sink, block_tokens=96, cp_interleave=16), replace(sink, cp_size=2), number + block)
+
+
+def odd_windows() -> Iterator[Case]:
+    for kinds in (("sliding",), HYBRID, ("chunked",)):
+        shape = replace(GQA, kinds=kinds, window=WINDOW)
+        for sink in (replace(shape, block_tokens=48), replace(shape, cp_size=3)):
+            yield replace(case(shape, sink), end=40)  # from the middle of a block of the sink on
+
+
+def lost_windows() -> Iterator[Case]:
+    for kinds in (("sliding",), HYBRID, ("chunked",)):
+        yield case(replace(GQA, kinds=kinds, window=WINDOW), GQA)
+
+
+def states() -> Iterator[Case]:
+    for ranks, block in itertools.product((1, 2), BLOCKS):
+        for number, codec in enumerate(("bf16", "fp32")):
+            sink = replace(GQA, layers=3, kinds=STATE, window=WINDOW, tp_size=ranks, codec=codec, block_tokens=block)
+            yield case(replace(sink, codec="bf16", block_tokens=48, group_tokens={"state": 64}), sink, number)
+
+
+def cut_states() -> Iterator[Case]:
+    source = replace(GQA, layers=3, kinds=STATE, window=WINDOW)
+    yield case(source, replace(source, tp_size=2))
+    yield case(replace(source, tp_size=4), replace(source, tp_size=2))
+
+
+def block_scales() -> Iterator[Case]:
+    for codec in BLOCK_SCALED:
+        yield from product(replace(GQA, codec=codec, layout="packed_hnd"), "tp_size", (1, 2, 4), layout="nhd")
+
+
+def other_block_scales() -> Iterator[Case]:
+    for codec in BLOCK_SCALED:
+        yield case(replace(GQA, codec=codec), GQA)
+        yield case(GQA, replace(GQA, codec=codec))
+
+
+def drafts() -> Iterator[Case]:
+    yield case(replace(GQA, layers=3), replace(GQA, tp_size=2))
+    yield case(replace(GQA, layers=3, layout="cross_layer", pp_size=2), GQA, 1)
+
+
+def more_drafts() -> Iterator[Case]:
+    yield case(GQA, replace(GQA, layers=3))
+
+
+def other_heads() -> Iterator[Case]:
+    yield case(GQA, replace(GQA, kv_heads=8))
+
+
+def other_widths() -> Iterator[Case]:
+    yield case(GQA, replace(GQA, key_width=64))
+
+
+AXES: dict[str, Sequence[Any]] = {
+    "heads": (1, 2, 4),
+    "first": FIRSTS,
+    "slot_bytes": (1 << 12, 1 << 15),
+    **{
+        f"{side}_{axis}": values
+        for side in ("source", "sink")
+        for axis, values in {
+            "layout": LAYOUTS,
+            "block_tokens": BLOCKS,
+            "tp_size": (1, 2, 8),
+            "split": ((4,), (1, 2, 1)),
+            "codec": PLAIN,
+            "scales": tuple(SCALES),
+        }.items()
+    },
+}
+ALL_AXES: dict[str, Sequence[Any]] = {
+    **AXES,
+    "kinds": (("full",), ("sliding",), HYBRID, STATE),
+    **{f"{side}_share": SHARES for side in ("source", "sink")},
+    **{f"{side}_codec": (*PLAIN, *ROW_SCALED) for side in ("source", "sink")},
+}
+
+
+def mixed(axes: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
+    """Every two values together at least once, where they can be together at all."""
+    for chosen in pairwise(axes):
+        kinds = chosen.get("kinds", ("full",))
+        has_state = "state" in kinds
+        sides = []
+        for side in ("source", "sink"):
+            split, share = chosen[f"{side}_split"], chosen.get(f"{side}_share", (1, 1))
+            scales = "plane" if chosen["heads"] != 4 else chosen[f"{side}_scales"]
+            layout, codec = chosen[f"{side}_layout"], chosen[f"{side}_codec"]
+            shape = replace(
+                GQA,
+                layers=4,
+                kv_heads=chosen["heads"],
+                kinds=kinds,
+                window=WINDOW if "sliding" in kinds else 0,
+                layout="hnd" if layout == "cpu_vec" and codec in ROW_SCALED else layout,
+                block_tokens=chosen[f"{side}_block_tokens"],
+                tp_size=chosen["source_tp_size" if has_state else f"{side}_tp_size"],
+                pp_size=len(split),
+                pp_layers=split,
+                codec=codec,
+                scales=SCALES[scales],
+                cp_size=1 if has_state else share[0],
+                cp_interleave=1 if has_state else share[1],
+            )
+            sides.append(shape)
+        source, sink = sides
+        if "sliding" in kinds:  # the source's block, of all its ranks, is a multiple of the sink's
+            whole = math.lcm(source.block_tokens * source.cp_size, sink.block_tokens * sink.cp_size)
+            source = replace(source, block_tokens=whole // source.cp_size)
+        yield Case(sized(source), sized(sink), chosen["first"], END, chosen["slot_bytes"])
+
+
+def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Choices of one value for each axis, so that every two values of every two axes are together in one of them."""
+    dice, names = random.Random(seed), list(axes)
+    missing = {
+        (one, i, other, j)
+        for one, other in itertools.combinations(names, 2)
+        for i in range(len(axes[one]))
+        for j in range(len(axes[other]))
+    }
+    chosen: list[dict[str, Any]] = []
+    while missing:
+        tries = []
+        for one, i, other, j in dice.sample(sorted(missing), min(8, len(missing))):
+            attempt = {name: dice.randrange(len(axes[name])) for name in names} | {one: i, other: j}
+            tries.append((len(missing & _pairs(names, attempt)), attempt))
+        best = max(tries, key=lambda each: each[0])[1]
+        missing -= _pairs(names, best)
+        chosen.append({name: axes[name][best[name]] for name in names})
+    return chosen
+
+
+def _pairs(names: Sequence[str], attempt: Mapping[str, int]) -> set[tuple[str, int, str, int]]:
+    return {(one, attempt[one], other, attempt[other]) for one, other in itertools.combinations(names, 2)}
+
+
+ROWS = (
+    Row("equal", "Equal pools, any layout and any dtype", equal),
+    Row("layouts", "Any layout to any other", lambda: product(GQA, "layout", LAYOUTS)),
+    Row("blocks", "Any block size to any other", lambda: product(GQA, "block_tokens", BLOCKS, layout="hnd")),
+    Row("prefixes", "From any token on: what the sink has in its prefix cache is not sent", prefixes),
+    Row("tensor parallel", "Any tensor parallel sizes, heads repeated on some ranks or not", tensor_parallel, True),
+    Row("pipelines", "Any pipeline parallel sizes, split evenly or not", pipelines),
+    Row("codecs", "bf16, fp16, fp32, fp8 e4m3, fp8 e5m2 and int8, each to each", codecs),
+    Row("scales", "fp8 and int8 under no scale, one for each layer or one for each head, each to each", scales),
+    Row(
+        "row scales", "Rows with a scale of their own (fp8, int8 per token and head) to and from all those", row_scales
+    ),
+    Row(
+        "row scales of equal sides",
+        "Rows with scales of their own (fp8, int8, int4) to the same, other layouts, blocks and ranks",
+        equal_row_scales,
+    ),
+    Row("block scales", "MXFP8, NVFP4 and int4 rows to the same dtype, any tensor parallel sizes", block_scales),
+    Row("other block scales", "MXFP8, NVFP4 or int4 rows to or from another dtype", other_block_scales),
+    Row("latent ranks", "MLA latents, any tensor parallel sizes", latent_ranks, True),
+    Row("latents", "MLA latents in bf16, fp8 or fp8_ds_mla, each to each, with context parallel ranks", latents),
+    Row("packed latents", "MLA latents of 584, 528 or 352 bytes a token to the same dtype", packed_latents),
+    Row("other packed latents", "MLA latents of 584, 528 or 352 bytes a token to or from bf16", other_packed_latents),
+    Row("context parallel", "Any context parallel sizes and interleaves, keys and values", lambda: shares(GQA), True),
+    Row(
+        "context parallel latents",
+        "Any context parallel sizes and interleaves, latents",
+        lambda: shares(LATENT_SHAPE),
+        True,
+    ),
+    Row("windows", "Sliding and chunked windows, alone or beside full attention; from full attention too", windows),
+    Row("odd windows", "A window at the source in blocks that are no multiple of the sink's", odd_windows),
+    Row("lost windows", "A window at the source, all tokens at the sink", lost_windows),
+    Row("states", "States of Mamba layers, equal tensor parallel sizes, other block sizes and dtypes", states),
+    Row("cut states", "States of Mamba layers, other tensor parallel sizes", cut_states),
+    Row("drafts", "A source with a draft model that the sink does not have", drafts),
+    Row("more drafts", "A sink with a draft model that the source does not have", more_drafts),
+    Row("other heads", "Models with other numbers of heads", other_heads),
+    Row("other widths", "Models with heads of other widths", other_widths),
+    Row(
+        "anything at once",
+        "All of layout, block, ranks, pipeline, dtype, scales and prefix at once",
+        lambda: mixed(AXES),
+    ),
+    Row(
+        "everything at once",
+        "The same with row scales, windows, states and context parallel ranks",
+        lambda: mixed(ALL_AXES),
+    ),
+)

@@ -1,0 +1,366 @@
+"""Pools whose every element knows its own (layer, part, head, token, element), and a mover in plain numpy.
+
+`tests.support.pools` makes a pool of a layout that an engine uses, poison in all of its memory; `fill` writes the rows
+of a request, every element a hash of its five coordinates; `mismatch` says which row of a pool is wrong and where what
+is there came from. `read` is the slow reference that everything else is measured by.
+
+Which tokens a rank keeps, and where, is said here once more in the plainest way, beside no code of ours: the one with
+`(token // interleave) % size == rank` of its context-parallel rank, in the order of the tokens; of a window the
+blocks of which the next query sees a token; of a state one row for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from kvbridge_proto.pool import Group, Plane, Pool, Shard, Step
+from kvbridge_proto.words import Blocks
+
+from kvbridge.geometry.comb import Comb
+from kvbridge.geometry.plan import Move, Part, Plan, plan
+from kvbridge.geometry.shard import assign
+from kvbridge.geometry.tokens import BlockTable
+from tests.support.pools import LAYOUTS as LAYOUTS
+from tests.support.pools import PARTS as PARTS
+from tests.support.pools import POISON as POISON
+from tests.support.pools import STATES, Held
+from tests.support.pools import Shape as Shape
+from tests.support.pools import build as build
+from tests.support.pools import build_all as build_all
+from tests.support.pools import describe as describe
+from tests.support.pools import mla as mla
+from tests.support.pools import split as split
+from tests.unit.kernels import slow_codecs
+
+ALL_PARTS = (*PARTS, "latent", *STATES, "k_scale", "v_scale", "latent_scale")
+# In a row of fp8_ds_mla.
+DS_SCALES, DS_ROPE = slice(512, 528), slice(528, 656)
+NAMES_OF_8_BITS = {
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+    "int8": "int8",
+    "fp8_row_scale": "fp8_e4m3",
+    "int8_row_scale": "int8",
+    "fp8_ds_mla": "fp8_e4m3",
+}
+
+# The blocks of a request from its first token on: of every group the same, or of each its own.
+Table = Sequence[int] | Mapping[int, Sequence[int]]
+
+
+def value(layer: int, part: str, head: Any, token: Any, element: Any) -> Any:
+    """The 64-bit number that element has; an element of n bytes keeps the lowest n."""
+    mixed: Any = np.uint64((layer * 16 + ALL_PARTS.index(part) + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
+    with np.errstate(over="ignore"):
+        for coordinate in (head, token, element):
+            mixed = (mixed ^ np.asarray(coordinate, np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = mixed ^ (mixed >> np.uint64(29))
+    return mixed
+
+
+def rows(plane: Plane, tokens: range | np.ndarray, is_tame: bool = False) -> np.ndarray:
+    """What the plane's heads must hold for these tokens: bytes [token, head, row]. Scales are powers of two.
+
+    Tame numbers are finite, and those of more than 8 bits in [-8, 8): there is more to lose by converting them.
+    """
+    codec = plane.codec
+    token = np.asarray(tokens, np.int64)[:, None, None]
+    head = np.arange(plane.first_head, plane.first_head + plane.heads)[None, :, None]
+    elements = np.arange(codec.row_bytes // codec.element_bytes)[None, None, :]
+    numbers = value(plane.layer, plane.part, head, token, elements)
+    if plane.part.endswith("_scale") and codec.name == "fp32":
+        return _scales(numbers)
+    whole = numbers.astype("<u8").view(np.uint8).reshape(*numbers.shape, 8)
+    found = whole[..., : codec.element_bytes].reshape(len(token), plane.heads, codec.row_bytes)
+    if is_tame and codec.element_bytes > 1:
+        found = _tame(numbers, codec.name)
+    elif is_tame and codec.name in NAMES_OF_8_BITS:
+        found = np.where(np.isfinite(slow_codecs.numbers(NAMES_OF_8_BITS[codec.name]))[found], found, 0x33)
+    if codec.name == "fp8_ds_mla":
+        found[..., DS_SCALES] = _scales(numbers[..., :4])
+        found[..., DS_ROPE] = _tame(numbers[..., :64], "bf16")
+    return found.astype(np.uint8)
+
+
+def _tame(numbers: np.ndarray, name: str) -> np.ndarray:
+    """Numbers in [-8, 8): bytes [..., element_bytes * numbers]."""
+    values = (numbers % np.uint64(1 << 16)).astype(np.float32) / 4096 - 8
+    stored = slow_codecs.encode(values, name)
+    return np.ascontiguousarray(stored.astype("<f4" if name == "fp32" else "<u2")).view(np.uint8)
+
+
+def _scales(numbers: np.ndarray) -> np.ndarray:
+    """One of eight fp32 scales for each number: bytes [..., 4 * numbers]."""
+    return np.ldexp(np.float32(1), (numbers % np.uint64(8)).astype(int) - 6).astype("<f4").view(np.uint8)
+
+
+def at(axis: Sequence[Step], index: int) -> int:
+    """Where place `index` of an axis is: a mixed radix number, outermost step first."""
+    offset = 0
+    for step in reversed(axis):
+        index, digit = divmod(index, step.count)
+        offset += digit * step.stride
+    return offset
+
+
+def read(held: Held, table: Sequence[int], layer: int, part: str, head: int, token: int) -> bytes:
+    """One row by the definition of a plane, byte by byte. `table` has the request's blocks from token 0 on."""
+    (plane,) = [each for each in held.pool.planes if (each.layer, each.part) == (layer, part)]
+    block_tokens = held.pool.groups[plane.group].block_tokens
+    row = bytearray()
+    for element in range(plane.codec.row_bytes // plane.codec.element_bytes):
+        where = (
+            plane.offset
+            + table[token // block_tokens] * plane.block_stride
+            + at(plane.token_axis, token % block_tokens)
+            + (head - plane.first_head) * plane.head_stride
+            + at(plane.element_axis, element)
+        )
+        row += held.memory[plane.region][where : where + plane.codec.element_bytes].tobytes()
+    return bytes(row)
+
+
+def _field(held: Held, plane: Plane) -> np.ndarray:
+    """The plane as an array: [block, *token axis, head, *element axis, byte]."""
+    codec, group = plane.codec, held.pool.groups[plane.group]
+    steps = [Step(group.blocks, plane.block_stride), *plane.token_axis, Step(plane.heads, plane.head_stride)]
+    steps += [*plane.element_axis, Step(codec.element_bytes, 1)]
+    shape, strides = [step.count for step in steps], [step.stride for step in steps]
+    end = plane.offset + 1 + sum((step.count - 1) * step.stride for step in steps)
+    assert end <= held.memory[plane.region].size, f"{plane} ends at {end}"
+    return np.lib.stride_tricks.as_strided(held.memory[plane.region][plane.offset :], shape, strides)
+
+
+def _index(plane: Plane, places: np.ndarray, heads: slice) -> tuple[Any, ...]:
+    counts = [step.count for step in plane.token_axis]
+    units = int(np.prod(counts))
+    return (places // units, *np.unravel_index(places % units, counts), heads)
+
+
+def take_rows(held: Held, plane: Plane, places: np.ndarray, heads: slice = slice(None)) -> np.ndarray:
+    """Rows at these places: bytes [place, head, row]."""
+    found = _field(held, plane)[_index(plane, places, heads)]
+    return found.reshape(len(places), found.shape[1], plane.codec.row_bytes)
+
+
+def put_rows(held: Held, plane: Plane, places: np.ndarray, what: np.ndarray, heads: slice = slice(None)) -> None:
+    """Write bytes [place, head, row] at these places."""
+    field = _field(held, plane)
+    field[_index(plane, places, heads)] = what.reshape(*what.shape[:2], *field.shape[2 + len(plane.token_axis) :])
+
+
+def places_of(table: Sequence[int], tokens: range, block_tokens: int) -> np.ndarray:
+    """Where tokens are, by the definition of a block table."""
+    token = np.arange(tokens.start, tokens.stop)
+    return np.asarray(table, np.int64)[token // block_tokens] * block_tokens + token % block_tokens
+
+
+def ids_of(table: Table, group: int) -> Sequence[int]:
+    """The blocks of one group."""
+    return table[group] if isinstance(table, Mapping) else table
+
+
+def is_own(shard: Shard, tokens: np.ndarray) -> np.ndarray:
+    """Which tokens are this context-parallel rank's."""
+    return (tokens // shard.cp_interleave) % shard.cp_size == shard.cp_rank
+
+
+def first_seen(group: Group, end_token: int, cp_size: int = 1) -> int:
+    """The first token of [0, end_token] in a block of which the next query, at `end_token`, sees any token."""
+    if group.kind == "full":
+        return 0
+    seen = end_token
+    while seen and is_seen(group, seen - 1, end_token):
+        seen -= 1
+    whole = group.block_tokens * cp_size
+    while seen % whole:
+        seen -= 1
+    return seen
+
+
+def is_seen(group: Group, token: int, query: int) -> bool:
+    """Whether a query sees a token before it."""
+    if group.kind == "chunked":
+        return token // group.window == query // group.window
+    return group.kind == "full" or query - token < group.window
+
+
+def rows_at(pool: Pool, group: int, table: Table, tokens: range) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of which a rank has rows in this group once it has computed or received `tokens`, and their places."""
+    kept, ids = pool.groups[group], np.asarray(ids_of(table, group), np.int64)
+    if not tokens:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    if kept.kind == "state":
+        return np.array([tokens.stop - 1]), ids[[(tokens.stop - 1) // kept.block_tokens]]
+    every = np.arange(tokens.stop)
+    own = is_own(pool.shard, every)
+    index = np.cumsum(own) - 1  # how many tokens of this rank's own are before each
+    token = every[own & (every >= max(tokens.start, first_seen(kept, tokens.stop, pool.shard.cp_size)))]
+    index = index[token]
+    return token, ids[index // kept.block_tokens] * kept.block_tokens + index % kept.block_tokens
+
+
+def fill(held: Held, table: Table, tokens: range, is_tame: bool = False) -> None:
+    """Write the rows of a request whose blocks from token 0 on are `table`, as this rank keeps them."""
+    for plane in held.pool.planes:
+        token, places = rows_at(held.pool, plane.group, table, tokens)
+        put_rows(held, plane, places, rows(plane, token, is_tame))
+
+
+def mismatch(held: Held, before: Held, table: Table, tokens: range, tail: range = range(0)) -> str:
+    """Empty if `held` is `before` with the rows of `tokens` written and nothing else; or what is wrong, in words.
+
+    Rows of `tail` (the rest of a last block) may hold anything where all tokens are kept.
+    """
+    expected = before.copy()
+    fill(expected, table, tokens)
+    return difference(held, expected, table, tokens, tail)
+
+
+def difference(held: Held, expected: Held, table: Table, tokens: range, tail: range = range(0)) -> str:
+    """Empty if the two hold the same; or what is wrong in `held`, in words."""
+    found, expected = held.copy(), expected.copy()
+    for each in (found, expected):
+        for plane in each.pool.planes:
+            places = _tail(each.pool, plane.group, table, tail)
+            put_rows(each, plane, places, np.zeros((len(places), plane.heads, plane.codec.row_bytes), np.uint8))
+    for region, (ours, theirs) in enumerate(zip(found.memory, expected.memory, strict=True)):
+        if not np.array_equal(ours, theirs):
+            wrong = _wrong_row(found, expected, table, tokens)
+            byte = int(np.flatnonzero(ours != theirs)[0])
+            return wrong or f"region {region} byte {byte}: wrote {ours[byte]:#x} outside of the wanted rows"
+    return ""
+
+
+def _tail(pool: Pool, group: int, table: Table, tail: range) -> np.ndarray:
+    """The places of those tokens that have a block."""
+    kept, ids = pool.groups[group], np.asarray(ids_of(table, group), np.int64)
+    if kept.kind != "full" or not tail:
+        return np.zeros(0, np.int64)
+    own = is_own(pool.shard, np.arange(tail.stop))
+    index = np.arange(np.count_nonzero(own[: tail.start]), np.count_nonzero(own))
+    index = index[index < len(ids) * kept.block_tokens]
+    return ids[index // kept.block_tokens] * kept.block_tokens + index % kept.block_tokens
+
+
+def _wrong_row(held: Held, expected: Held, table: Table, tokens: range) -> str:
+    known: dict[bytes, str] = {}
+    for plane in held.pool.planes:
+        token, places = rows_at(held.pool, plane.group, table, tokens)
+        for (which, head), _ in np.ndenumerate(np.zeros((len(token), plane.heads))):
+            row = take_rows(expected, plane, places[which : which + 1])[0, head]
+            known[row.tobytes()] = _name(plane, plane.first_head + head, int(token[which]))
+    for plane in held.pool.planes:
+        token, places = rows_at(held.pool, plane.group, table, tokens)
+        found, wanted = take_rows(held, plane, places), take_rows(expected, plane, places)
+        for which, head in np.argwhere((found != wanted).any(axis=2)):
+            row = found[which, head].tobytes()
+            source = known.get(row, "poison" if row == bytes([POISON]) * len(row) else row.hex())
+            return f"{_name(plane, plane.first_head + int(head), int(token[which]))} holds {source}"
+    return ""
+
+
+def _name(plane: Plane, head: int, token: int) -> str:
+    return f"layer {plane.layer} {plane.part} head {head} token {token}"
+
+
+def gather(held: Held, moves: Iterable[Move], slot: np.ndarray) -> None:
+    """Rows into the slot, bit for bit."""
+    for move in moves:
+        assert move.is_bitwise
+        heads = slice(move.first_head, move.first_head + move.heads)
+        found = take_rows(held, move.plane, move.places, heads).transpose(1, 0, 2)  # [head, place, row]
+        slot[move.slot_offset : move.slot_offset + move.size_bytes] = found.reshape(-1)
+
+
+def scatter(held: Held, moves: Iterable[Move], slot: np.ndarray) -> None:
+    """The slot into rows, bit for bit."""
+    for move in moves:
+        assert move.is_bitwise
+        heads = slice(move.first_head, move.first_head + move.heads)
+        found = slot[move.slot_offset : move.slot_offset + move.size_bytes]
+        found = found.reshape(move.heads, len(move.places), move.wire.row_bytes).transpose(1, 0, 2)
+        put_rows(held, move.plane, move.places, found, heads)
+
+
+def table_of(pool: Pool, tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """Blocks of the first group for so many tokens in a shuffled order."""
+    return _shuffled(pool, 0, tokens, seed)
+
+
+def tables_of(pool: Pool, tokens: int, seed: int = 0) -> dict[int, tuple[int, ...]]:
+    """Blocks of every group for so many tokens: the same for all ranks of an engine, as a scheduler gives them."""
+    return {group: _shuffled(pool, group, tokens, seed + 100 * group) for group in range(len(pool.groups))}
+
+
+def _shuffled(pool: Pool, group: int, tokens: int, seed: int) -> tuple[int, ...]:
+    kept, shard = pool.groups[group], pool.shard
+    if kept.kind != "state" and shard.cp_size > 1:
+        ranks = np.arange(tokens) // shard.cp_interleave % shard.cp_size
+        tokens = int(np.bincount(ranks, minlength=1).max()) if tokens else 0
+    needed = -(-tokens // kept.block_tokens)
+    assert needed <= kept.blocks, f"{needed} blocks needed, {kept.blocks} there"
+    return tuple(int(block) for block in np.random.default_rng(seed).permutation(kept.blocks)[:needed])
+
+
+def block_table(pool: Pool, table: Table, first_block: int = 0, end_token: int = 0) -> dict[int, BlockTable]:
+    """What the adapter would send: entries from `first_block` on.
+
+    With `end_token`, windows have the entries of the tokens that they keep, and no more; of states all entries are
+    there, so that it shows which one is taken.
+    """
+    tables = {}
+    for index, group in enumerate(pool.groups):
+        ids, first = ids_of(table, index), first_block
+        if group.kind in ("sliding", "chunked") and end_token:
+            before = np.count_nonzero(is_own(pool.shard, np.arange(first_seen(group, end_token, pool.shard.cp_size))))
+            first = max(first, before // group.block_tokens)
+        piece = Blocks(index, first, tuple(ids[first:]))
+        tables[index] = BlockTable.of(group, piece, share=Comb.of(pool.shard))
+    return tables
+
+
+def run(planned: Plan, source: Held, source_table: Table, sink: Held, sink_table: Table) -> None:
+    """Carry out a plan through one poisoned slot."""
+    ours = block_table(source.pool, source_table, 0, planned.end_token)
+    theirs = block_table(sink.pool, sink_table, 0, planned.end_token)
+    for index in range(planned.chunks):
+        chunk = planned.chunk(index)
+        slot = np.full(chunk.size_bytes, POISON, np.uint8)
+        gather(source, Part(planned, chunk, ours, True).moves(), slot)
+        scatter(sink, Part(planned, chunk, theirs, False).moves(), slot)
+
+
+def transfer(
+    sources: Sequence[Held], sinks: Sequence[Held], tokens: range, slot_bytes: int = 1 << 16, prompt: int = 0
+) -> str:
+    """Fill the sources, carry `tokens` to every sink, and say what is wrong there; empty if nothing is.
+
+    The prompt is `prompt` tokens long, or ends where `tokens` do.
+    """
+    end = max(prompt, tokens.stop)
+    source_table = tables_of(sources[0].pool, end, seed=1)
+    for source in sources:
+        fill(source, source_table, range(end))
+    for sink in sinks:
+        before, table = sink.copy(), tables_of(sink.pool, end, seed=2)
+        takes = assign([source.pool for source in sources], sink.pool)
+        for source, taken in zip(sources, takes, strict=True):
+            planned = plan(source.pool, sink.pool, taken, tokens.start, tokens.stop, slot_bytes)
+            run(planned, source, source_table, sink, table)
+        wrong = mismatch(sink, before, table, tokens, tail_of(sources, sink, table, tokens))
+        if wrong:
+            return f"{sink.pool.engine.id}: {wrong}"
+    return ""
+
+
+def tail_of(sources: Sequence[Held], sink: Held, table: Table, tokens: range) -> range:
+    """The tokens behind these in the sink's last blocks, if a source may send it whole blocks."""
+    shares = [(held.pool.shard.cp_size, held.pool.shard.cp_rank, held.pool.shard.cp_interleave) for held in sources]
+    shard = sink.pool.shard
+    if not tokens or (shard.cp_size, shard.cp_rank, shard.cp_interleave) not in shares:
+        return range(0)
+    longest = max(len(ids_of(table, i)) * group.block_tokens for i, group in enumerate(sink.pool.groups))
+    return range(tokens.stop, max(tokens.stop, (longest + shard.cp_interleave) * shard.cp_size))

@@ -1,0 +1,126 @@
+"""What rows become when they are converted, row by row and by definition: nothing here knows plans, facets or combs.
+
+A row's numbers are decoded from the bytes that the source has for its coordinates, and encoded again as the sink
+stores them. Where the sink makes scales of its own only the numbers are compared, within a bound: a number of 8 bits
+is off by half a step at most, a step being a part of the largest number of its row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from kvbridge_proto.pool import Plane, Pool
+
+from tests.support.oracle import Table, difference, put_rows, rows, rows_at, take_rows
+from tests.support.pools import Held, Shape, describe
+from tests.unit.kernels.slow_codecs import decode, encode, same
+
+ROW_SCALED = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
+WORDS = {"bf16": "<u2", "fp16": "<u2", "fp32": "<f4"}
+LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0}
+TILE, TILES, ROPE = 128, 4, 64  # numbers, in a row of fp8_ds_mla: 4 tiles of fp8, 4 scales, then rope in bf16
+FP32 = 2.0**-22  # what the arithmetic may be off by, of a number
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one plane, as bytes [token, head, row], and those of its scales."""
+
+    plane: Plane
+    stored: np.ndarray
+    scales: np.ndarray | None
+
+    def numbers(self) -> np.ndarray:
+        """fp32 [token, head, number]."""
+        name = self.plane.codec.name
+        if name == "fp8_ds_mla":
+            tiles = decode(self.stored[..., : TILE * TILES], "fp8_e4m3")
+            scales = np.repeat(_words(self.stored[..., 512:528], "fp32"), TILE, axis=2)
+            rope = decode(_words(self.stored[..., 528:], "bf16"), "bf16")
+            return np.concatenate((tiles * scales, rope), axis=2)
+        if name in ROW_SCALED:
+            assert self.scales is not None
+            return decode(self.stored, ROW_SCALED[name]) * _words(self.scales, "fp32")
+        return decode(_words(self.stored, name), name, _plane_scales(self.plane))
+
+
+def rows_of(held: Held, plane: Plane, places: np.ndarray) -> Rows:
+    """The rows at these places of a plane."""
+    scales = _scales_of(held.pool, plane)
+    return Rows(plane, take_rows(held, plane, places), None if scales is None else take_rows(held, scales, places))
+
+
+def twin_of(source: Shape, sink: Shape, ranks: tuple[int, int, int]) -> Pool:
+    """A rank that holds what this rank of the sink does, in the source's codec."""
+    return describe(replace(sink, codec=source.codec, scales=source.scales, layout="nhd"), *ranks)
+
+
+def wrong(twin: Pool, sink: Held, before: Held, table: Table, tokens: range, tail: range) -> str:
+    """Empty if the sink is as it was `before` with the rows of `tokens` that `twin` would have; or what is wrong."""
+    expected = before.copy()
+    theirs = {(plane.layer, plane.part): plane for plane in twin.planes}
+    for plane in sink.pool.planes:
+        if plane.part.endswith("_scale"):
+            continue
+        token, places = rows_at(sink.pool, plane.group, table, tokens)
+        ours = theirs[plane.layer, plane.part]
+        scales, our_scales = _scales_of(sink.pool, plane), _scales_of(twin, ours)
+        stored = rows(ours, token, is_tame=True)
+        given = Rows(ours, stored, None if our_scales is None else rows(our_scales, token, is_tame=True))
+        if ours.codec == plane.codec:
+            put_rows(expected, plane, places, given.stored)
+            if scales is not None:
+                assert given.scales is not None
+                put_rows(expected, scales, places, given.scales)
+            continue
+        found = rows_of(sink, plane, places)
+        if not_near := np.argwhere(~_is_right(given.numbers(), found)).tolist():
+            which, head, element = not_near[0]
+            values = given.numbers()[which, head, element], found.numbers()[which, head, element]
+            place = f"layer {plane.layer} {plane.part} head {plane.first_head + head} token {token[which]}"
+            return f"{place} element {element}: {values[0]} became {values[1]}, {len(not_near)} in all"
+        put_rows(expected, plane, places, found.stored)
+        if scales is not None:
+            assert found.scales is not None
+            put_rows(expected, scales, places, found.scales)
+    return difference(sink, expected, table, tokens, tail)
+
+
+def _is_right(values: np.ndarray, found: Rows) -> np.ndarray:
+    """Which numbers are what these became."""
+    name = found.plane.codec.name
+    if name in ROW_SCALED:
+        return _is_near(values, found.numbers(), ROW_SCALED[name])
+    if name == "fp8_ds_mla":
+        tiles, rope = np.split(values, [TILE * TILES], axis=2)
+        tile = (*tiles.shape[:2], TILES, TILE)
+        near = _is_near(tiles.reshape(tile), found.numbers()[..., : TILE * TILES].reshape(tile), "fp8_e4m3")
+        exact = same(_words(found.stored[..., 528:], "bf16"), encode(rope, "bf16"), "bf16")
+        return np.concatenate((near.reshape(tiles.shape), exact), axis=2)
+    return same(_words(found.stored, name), encode(values, name, _plane_scales(found.plane)), name)
+
+
+def _is_near(values: np.ndarray, found: np.ndarray, name: str) -> np.ndarray:
+    """Within half a step, each row under a scale of its own."""
+    scale = np.abs(values).max(axis=-1, keepdims=True) / LARGEST[name]
+    bound = scale / 2 if name == "int8" else np.abs(values) / 16 + scale / 1024
+    return np.abs(found - values) <= bound + np.abs(values) * FP32
+
+
+def _words(stored: np.ndarray, name: str) -> np.ndarray:
+    """Bytes as the patterns of a codec, an integer each (fp32: the numbers themselves)."""
+    if name not in WORDS:
+        return stored
+    found = np.ascontiguousarray(stored).view(WORDS[name])
+    return found if name == "fp32" else found.astype(np.int64)
+
+
+def _plane_scales(plane: Plane) -> np.ndarray | None:
+    """Shaped as [token, head, number]."""
+    scales = plane.codec.scales
+    return np.array(scales, np.float32)[None, :, None] if scales else None
+
+
+def _scales_of(pool: Pool, plane: Plane) -> Plane | None:
+    return next((p for p in pool.planes if (p.layer, p.part) == (plane.layer, f"{plane.part}_scale")), None)

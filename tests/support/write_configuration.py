@@ -1,0 +1,90 @@
+"""Writes deploy/kvbridge.toml and docs/configuration.md from what options.py says of each option."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvbridge.options import (
+    about,
+    allowed,
+    defaults,
+    flag_of,
+    off_flag_of,
+    options,
+    sample,
+    section_of,
+    variable_of,
+)
+
+ROOT = Path(__file__).parents[2]
+DEPLOYED = ROOT / "deploy" / "kvbridge.toml"
+PAGE = ROOT / "docs" / "configuration.md"
+COLUMNS = 118
+
+TOML_HEAD = """# One agent, beside one engine rank: `kvbridge agent --config /etc/kvbridge/agent-0.toml`.
+#
+# Every option is here with its default; take the "# " away to change one. The same option can be given as a flag
+# (--slot-bytes) or in the environment (KVBRIDGE_SLOT_BYTES); a flag beats the environment, which beats this file.
+# `kvbridge config show` prints what holds. Written by `python -m tests.support.write_configuration` (make golden).
+"""
+
+PAGE_HEAD = """# The options of an agent
+
+Written by `python -m tests.support.write_configuration` from [kvbridge/options.py](../kvbridge/options.py); do not
+edit.
+
+An option is given in a TOML file (`kvbridge agent --config FILE`; [a sample](../deploy/kvbridge.toml) has all of
+them), as a variable `KVBRIDGE_NAME`, or as a flag. A flag beats the environment, which beats the file, which beats
+the default. `kvbridge config show` takes what `kvbridge agent` takes, starts nothing, and prints every value with
+where it came from; `--json` for programs.
+
+In the environment and in flags a list has commas between its parts. A flag that is true or false is `--share-memory`
+or `--no-share-memory`. A name that nobody knows is refused, in the file, in the environment and among the flags, with
+the nearest one that there is; so is a value that is not allowed, with where it came from. The agent ends with 2 then.
+
+Variables that begin with `KVBRIDGE_ENGINE_` are of [SGLang's adapter](../kvbridge/adapters/sglang/options.py); vLLM's
+adapter has [options of its own](../kvbridge/adapters/vllm/options.py). Variables that Kubernetes sets for a service
+called `kvbridge` are passed over.
+"""
+
+
+def toml() -> str:
+    return TOML_HEAD + "".join(_toml_section(title, names) for title, names in _sections())
+
+
+def page() -> str:
+    return PAGE_HEAD + "".join(f"\n## {title}\n" + "".join(map(_entry, names)) for title, names in _sections())
+
+
+def _sections() -> Iterator[tuple[str, list[str]]]:
+    for title in dict.fromkeys(map(section_of, options())):
+        yield title, [name for name in options() if section_of(name) == title]
+
+
+def _toml_section(title: str, names: list[str]) -> str:
+    lines = []
+    for name in names:
+        comment = textwrap.wrap(_said(name), COLUMNS, break_on_hyphens=False, break_long_words=False)
+        lines += ["", *(f"# {line}" for line in comment), f"# {name} = {json.dumps(sample(name))}"]
+    return f"\n# --- {title} ---\n" + "\n".join(lines) + "\n"
+
+
+def _entry(name: str) -> str:
+    default = defaults()[name]
+    flags = f"`{flag_of(name)}`" + (f", `{off_flag_of(name)}`" if isinstance(default, bool) else "")
+    usual = "by device" if default is None else f"`{json.dumps(default)}`"
+    facts = f"{flags} · `{variable_of(name)}` · {allowed(name)} · default {usual}"
+    text = textwrap.fill(_said(name).replace("*", r"\*"), COLUMNS, break_on_hyphens=False, break_long_words=False)
+    return f"\n### `{name}`\n\n{facts}\n\n{text}\n"
+
+
+def _said(name: str) -> str:
+    return f"{options()[name]}. {about(name)}".strip()
+
+
+if __name__ == "__main__":
+    DEPLOYED.write_text(toml())
+    PAGE.write_text(page())

@@ -1,0 +1,57 @@
+"""Prefill in one engine, decode in the other: rows as the reference conversion has them, tokens as each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.system.cross.fleet import TOKENS, Cross
+from tests.system.sglang import rows
+from tests.system.sglang.fleet import Answer, assert_idle, assert_same_tokens, prompt
+
+pytestmark = [pytest.mark.cross, pytest.mark.timeout(400)]
+
+LENGTHS = (2, 15, 16, 17, 33, 64, 300, 700)
+
+
+@pytest.fixture(scope="module")
+def cross(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cross]:
+    with ExitStack() as stack:
+        yield Cross(tmp_path_factory.mktemp("cross"), stack)
+
+
+@pytest.mark.parametrize(("source", "sink"), [("small", "d16"), ("two", "d16"), ("large", "d16")])
+def test_vllm_prefills_and_sglang_decodes(cross: Cross, source: str, sink: str) -> None:
+    for number, length in enumerate(LENGTHS):
+        tokens = prompt(length, seed=_seed(source, sink, number))
+        answer, given, taken = cross.to_sglang(source, sink, tokens)
+        rows.assert_carried(given, taken)
+        _assert_as_each_alone(cross, tokens, answer.tokens)
+    assert_idle(cross.sglang, sink)
+    cross.vllm[source].wait_empty()
+
+
+@pytest.mark.parametrize(("source", "sink"), [("p16", "small"), ("p16-two", "small"), ("p16", "large")])
+def test_sglang_prefills_and_vllm_decodes(cross: Cross, source: str, sink: str) -> None:
+    cross.sglang.start(source)
+    for number, length in enumerate(LENGTHS):
+        tokens = prompt(length, seed=_seed(source, sink, number))
+        found, cached, given, taken = cross.to_vllm(source, sink, tokens)
+        assert cached == length - 1, "the prompt did not travel, it was computed again"
+        rows.assert_carried(given, taken)
+        _assert_as_each_alone(cross, tokens, tuple(found))
+    assert_idle(cross.sglang, source)
+    cross.vllm[sink].wait_empty()
+
+
+def _assert_as_each_alone(cross: Cross, tokens: list[int], found: tuple[int, ...]) -> None:
+    alone = cross.sglang.alone(tokens, TOKENS)
+    assert_same_tokens(alone, Answer(found, (), 0, None))
+    assert_same_tokens(alone, Answer(tuple(cross.vllm.alone(tokens, TOKENS)), (), 0, None))
+
+
+def _seed(source: str, sink: str, number: int) -> int:
+    """Prompts of different pairs share no prefix."""
+    return sum(map(ord, f"{source}>{sink}")) * 7919 + number * 31

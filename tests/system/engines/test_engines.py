@@ -1,0 +1,207 @@
+"""Two real engines that disagree: the tokens of one engine alone, and the KV bytes of the prefill side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from tests.integration.agent.harness import wait_for
+from tests.system.engines.fleet import (
+    PREFILL,
+    Fleet,
+    assert_crossed,
+    assert_equal_rows,
+    assert_same_as_alone,
+    bf16_values,
+    fp8_values,
+    needs_fp8,
+    prompt,
+    to_fp8,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
+        fleet.start("small", "large", "alone")
+        yield fleet
+
+
+@pytest.mark.parametrize(("source", "sink"), [("small", "large"), ("large", "small")], ids=["32 to 128", "128 to 32"])
+@pytest.mark.parametrize("length", [2, 33, 127, 128, 700])
+def test_decodes_what_an_engine_with_other_blocks_prefilled(fleet: Fleet, source: str, sink: str, length: int) -> None:
+    assert_same_as_alone(fleet, source, sink, prompt(length, seed=2 * length + (source == "large")))
+
+
+def test_engines_that_serve_both_roles_do_so_at_once_and_stay_attached(fleet: Fleet) -> None:
+    """Each prefills for the other and decodes what the other prefilled, side by side; no agent hears of a role."""
+    names = ("small", "large")
+    before = {name: [agent.status.engine for agent in fleet.agents[name]] for name in names}
+    tokens = {
+        name: [prompt(300 + seed, seed=60 + seed + 10 * (name == "large")) for seed in range(4)] for name in names
+    }
+    asked = {}
+    for source, sink in (names, names[::-1]):
+        for prefilled in [(each, fleet.prefill(source, each)[1]) for each in tokens[source]]:
+            asked[fleet.name(f"d-{sink}")] = (sink, *prefilled)
+    for request, (sink, each, prefilled) in asked.items():
+        fleet[sink].submit(request, each, 12, prefilled.params)
+    for request, (sink, each, _) in asked.items():
+        answer = fleet[sink].result(request)
+        assert answer.cached == len(each) - 1 and list(answer.tokens) == fleet.alone(each, 12)
+    after = {name: [agent.status.engine for agent in fleet.agents[name]] for name in names}
+    for name in names:
+        assert [(each.epoch, each.pid) for each in before[name]] == [(each.epoch, each.pid) for each in after[name]]
+
+
+@needs_fp8
+def test_narrows_bf16_to_fp8_by_the_reference_conversion(fleet: Fleet) -> None:
+    tokens = prompt(500, seed=1)
+    answer, ours, theirs = fleet.crossed("small", "fp8", tokens)
+    assert answer.cached == len(tokens) - 1 and len(answer.tokens) == 12
+    for key, rows in ours.rows.items():
+        expected = to_fp8(bf16_values(rows))
+        assert np.array_equal(expected, theirs.rows[key]), f"layer {key[0]} {key[1]}"
+
+
+@needs_fp8
+def test_widens_fp8_to_bf16_exactly(fleet: Fleet) -> None:
+    tokens = prompt(500, seed=2)
+    answer, ours, theirs = fleet.crossed("fp8", "small", tokens)
+    assert answer.cached == len(tokens) - 1 and len(answer.tokens) == 12
+    for key, rows in ours.rows.items():
+        assert np.array_equal(fp8_values()[rows], bf16_values(theirs.rows[key])), f"layer {key[0]} {key[1]}"
+
+
+def test_chunks_leave_while_the_prompt_is_being_prefilled(fleet: Fleet) -> None:
+    """Both engines get the request at once, as the push proxy does it; 256 tokens a step make several offers."""
+    tokens = prompt(1500, seed=3)
+    room, source = fleet.name("both"), fleet.agents["small"][0]
+    host, port = source.address.removeprefix("tcp://").split(":")
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "engine-small"}
+    params |= {"remote_host": host, "remote_port": int(port), "remote_request_id": room, "tp_size": 1, "pp_size": 1}
+    offers = source.text().count("offer: ")
+    fleet["large"].submit(f"cmpl-{room}-0", tokens, 12, params)
+    time.sleep(0.3)
+    fleet["small"].submit(f"cmpl-{room}-0", tokens, 1, dict(PREFILL))
+    answer = fleet["large"].result(f"cmpl-{room}-0")
+    assert fleet["small"].result(f"cmpl-{room}-0").reason
+    assert_crossed(fleet, "small", f"cmpl-{room}-0", "large", f"cmpl-{room}-0", len(tokens))
+    assert answer.cached == len(tokens) - 1
+    assert list(answer.tokens) == fleet.alone(tokens, 12)
+    lines = [line for line in source.text().splitlines() if f"room={room}/" in line and "offer: " in line]
+    assert len(lines) >= 5 and source.text().count("offer: ") - offers >= 5
+
+
+def test_a_prefix_that_the_decode_side_has_does_not_travel(fleet: Fleet) -> None:
+    head = prompt(256, seed=4)
+    first, second = head + prompt(90, seed=5), head + prompt(120, seed=6)
+    fleet.crossed("small", "large", first)
+    before = _wire_bytes(fleet, "large")
+    answer, ours, theirs = fleet.crossed("small", "large", second)
+    moved = _wire_bytes(fleet, "large") - before
+    assert answer.cached == len(second) - 1
+    assert_equal_rows(ours, theirs)
+    assert list(answer.tokens) == fleet.alone(second, 12)
+    row = 4 * 2 * 4 * 64  # layers, parts, heads, bytes
+    assert moved < (len(second) - 256 + 128) * row, f"{moved} bytes moved: the prefix travelled too"
+
+
+def _wire_bytes(fleet: Fleet, name: str) -> float:
+    return sum(a.status.counters.get("kvbridge_wire_bytes_total{role=sink}", 0.0) for a in fleet.agents[name])
+
+
+def test_the_agent_knows_which_share_of_the_prompts_came_and_why_the_rest_did_not(fleet: Fleet) -> None:
+    (agent,) = fleet.agents["large"]
+    before = agent.status.counters
+    fleet.crossed("small", "large", prompt(300, seed=45))
+    untagged = prompt(201, seed=46)
+    fleet["large"].run(fleet.name("untagged"), untagged, 4)
+    dead = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1, "remote_request_id": "dead"}
+    fleet["large"].run(fleet.name("dead"), prompt(101, seed=47), 4, dead)
+
+    def grown(name: str) -> float:
+        return agent.status.counters.get(name, 0.0) - before.get(name, 0.0)
+
+    wait_for(lambda: grown("kvbridge_prompts_computed_here_total{reason=untagged}") == 1)
+    assert grown("kvbridge_prompt_tokens_computed_here_total{reason=untagged}") == 200
+    assert grown("kvbridge_prompts_computed_here_total{reason=peer_unreachable}") == 1
+    assert grown("kvbridge_prompt_tokens_computed_here_total{reason=peer_unreachable}") == 100
+    assert grown("kvbridge_prompt_tokens_fetched_total") == 299
+    wait_for(lambda: "computed here lately, not fetched: " in agent.text())
+    assert "(they name nothing to fetch" in agent.text()
+
+
+def test_an_aborted_request_leaves_nothing_behind(fleet: Fleet) -> None:
+    tokens = prompt(600, seed=50)
+    host, port = fleet.agents["small"][0].address.removeprefix("tcp://").split(":")
+    params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port), "remote_request_id": "nobody"}
+    request = fleet.name("aborted")
+    fleet["large"].submit(request, tokens, 12, params | {"remote_engine_id": "engine-small"})
+    time.sleep(0.5)
+    assert fleet.agents["large"][0].status.transfers
+    fleet["large"].abort(request)
+    fleet["large"].wait_empty()
+    source = fleet.name("unwanted")
+    fleet["small"].submit(source, prompt(1500, seed=51), 1, dict(PREFILL))
+    fleet["small"].abort(source)
+    fleet["small"].wait_empty()
+    answer, ours, theirs = fleet.crossed("small", "large", prompt(100, seed=52))
+    assert answer.cached == 99
+    assert_equal_rows(ours, theirs)
+    assert not fleet.agents["large"][0].status.transfers
+
+
+def test_an_agent_killed_in_mid_transfer_costs_a_recomputation_and_nothing_else(fleet: Fleet) -> None:
+    tokens = prompt(900, seed=60)
+    host, port = fleet.agents["small"][0].address.removeprefix("tcp://").split(":")
+    params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port), "remote_request_id": "later"}
+    request = fleet.name("orphan")
+    fleet["large"].submit(request, tokens, 12, params | {"remote_engine_id": "engine-small"})
+    time.sleep(0.5)
+    assert fleet.agents["large"][0].status.transfers
+    fleet.agents["large"][0].kill()
+    answer = fleet["large"].result(request)
+    assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
+    fleet.start_agents("large")
+    wait_for(lambda: fleet.agents["large"][0].status.engine is not None, 3.0)
+    answer, ours, theirs = fleet.crossed("small", "large", prompt(200, seed=62))
+    assert answer.cached == 199
+    assert_equal_rows(ours, theirs)
+
+
+@pytest.mark.parametrize("side", ["small", "large"])
+def test_an_idle_engine_attaches_again_before_the_next_request(fleet: Fleet, side: str) -> None:
+    """It makes no step meanwhile; the request that wakes it is carried."""
+    fleet.crossed("small", "large", prompt(60, seed=63))
+    fleet[side].wait_empty()
+    log = fleet.folder / f"{side}.log"
+    before = log.read_text().count("lost the agent"), log.read_text().count("kvbridge: attached to")
+    time.sleep(1.5)
+    fleet.agents[side][0].kill()
+    wait_for(lambda: log.read_text().count("lost the agent") > before[0], 1.0)
+    time.sleep(1.0)
+    fleet.start_agents(side)
+    wait_for(lambda: fleet.agents[side][0].status.engine is not None, 3.0)
+    assert log.read_text().count("kvbridge: attached to") > before[1]
+    answer, ours, theirs = fleet.crossed("small", "large", prompt(200, seed=64 + (side == "small")))
+    assert answer.cached == 199
+    assert_equal_rows(ours, theirs)
+
+
+def test_a_dead_prefill_agent_costs_a_recomputation_and_nothing_else(fleet: Fleet) -> None:
+    tokens = prompt(400, seed=70)
+    _, prefilled = fleet.prefill("large", tokens)
+    fleet.agents["large"][0].kill()
+    answer = fleet["small"].run(fleet.name("orphan"), tokens, 12, prefilled.params)
+    assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
+    fleet["large"].wait_empty()
+    result = fleet["large"].run(fleet.name("alive"), tokens, 3)
+    assert len(result.tokens) == 3

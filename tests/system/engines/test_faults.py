@@ -1,0 +1,136 @@
+"""An agent that dies or stands still in the very middle of a real engine's request, at a named place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvbridge.failpoints import VARIABLE
+from tests.integration.agent.harness import wait_for
+from tests.system.engines.fleet import PREFILL, Fleet, assert_equal_rows, prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+DEADLINE_S = 5
+BACK_S = 40.0
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        options = {"kvbridge_deadline_s": DEADLINE_S}
+        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack, options=options, routes="nixl")
+        fleet.start("small", "large", "alone")
+        yield fleet
+
+
+def rearm(fleet: Fleet, name: str, armed: str) -> int:
+    """Have another agent beside this engine, which will fail as told; its pid."""
+    fleet.agents[name][0].stop()
+    os.environ[VARIABLE] = armed
+    try:
+        fleet.start_agents(name)
+    finally:
+        del os.environ[VARIABLE]
+    wait_attached(fleet, name)
+    assert "FAILPOINTS ARE ON" in fleet.agents[name][0].text()
+    return fleet.agents[name][0].process.pid
+
+
+def wait_attached(fleet: Fleet, name: str) -> None:
+    """The link attaches without a step; the scheduler hears of it in one.
+
+    For KNOWN_S (vllm/scheduler.py) after a step without an agent it would have the next request computed at once.
+    """
+    wait_for(lambda: fleet.agents[name][0].status.engine is not None, BACK_S)
+    fleet[name].run(fleet.name("step"), prompt(5, seed=1), 1)
+
+
+def travels(fleet: Fleet, seed: int) -> None:
+    """A request goes from one engine to the other, row for row."""
+    end = time.monotonic() + BACK_S
+    while True:
+        tokens = prompt(300, seed=seed)
+        answer, ours, theirs = fleet.crossed("small", "large", tokens)
+        assert list(answer.tokens) == fleet.alone(tokens, 12)
+        if answer.cached == len(tokens) - 1:
+            return assert_equal_rows(ours, theirs)
+        assert time.monotonic() < end, "requests do not travel again"
+        seed += 1000
+
+
+def fetched_while(fleet: Fleet, pid: int, tokens: list[int], state: str) -> str:
+    """Prefill, then decode; the decoding request's name, once that process is in that state."""
+    _, prefilled = fleet.prefill("small", tokens)
+    wanted = fleet.name("d-large")
+    fleet["large"].submit(wanted, tokens, 12, prefilled.params)
+    end = time.monotonic() + 20
+    while (found := state_of(pid)) != state:
+        assert time.monotonic() < end, f"the failpoint was not passed: the agent is in state {found}"
+        time.sleep(0.01)
+    return wanted
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_the_sinks_agent_is_killed_while_it_scatters(fleet: Fleet) -> None:
+    tokens = prompt(900, seed=80)
+    pid = rearm(fleet, "large", "sink.scatter_begun=kill")
+    wanted = fetched_while(fleet, pid, tokens, "Z")
+    answer = fleet["large"].result(wanted)
+    assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
+    fleet["small"].wait_empty()
+    fleet.start_agents("large")
+    wait_attached(fleet, "large")
+    travels(fleet, seed=81)
+
+
+def test_the_sources_agent_stands_still_while_it_writes(fleet: Fleet) -> None:
+    """It goes on after the want has failed: what it writes then counts for nothing."""
+    tokens = prompt(900, seed=90)
+    pid = rearm(fleet, "small", "source.write_begun=stop")
+    wanted = fetched_while(fleet, pid, tokens, "T")
+    answer = fleet["large"].result(wanted)
+    assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
+    os.kill(pid, signal.SIGCONT)
+    fleet["small"].wait_empty()
+    travels(fleet, seed=91)
+    assert fleet.agents["small"][0].process.poll() is None
+    slots = fleet.agents["large"][0].status.inbound
+    assert not slots.lent and not slots.quarantined, slots
+
+
+@pytest.mark.parametrize(("name", "place"), [("small", "source.gather_begun"), ("large", "sink.scatter_begun")])
+def test_an_engine_is_killed_while_its_agent_is_about_to_touch_its_blocks(fleet: Fleet, name: str, place: str) -> None:
+    """The agent stands still at that very moment; it lets go of the dead engine's memory and serves the next one."""
+    tokens = prompt(900, seed=len(place))
+    pid = rearm(fleet, name, f"{place}=stop")
+    wanted = fetched_while(fleet, pid, tokens, "T")
+    fleet.kill(name)
+    os.kill(pid, signal.SIGCONT)
+    (survivor,) = fleet.agents[name]
+    if name == "small":
+        assert list(fleet["large"].result(wanted).tokens) == fleet.alone(tokens, 12)
+    else:
+        fleet["small"].wait_empty()
+    wait_for(lambda: survivor.status.engine is None, 5)
+    fleet.start(name)
+    travels(fleet, seed=len(place) + 1)
+    assert survivor.process.pid == pid and survivor.process.poll() is None
+    for (agent,) in (fleet.agents[each] for each in ("small", "large")):
+        wait_for(lambda agent=agent: not (agent.status.inbound.quarantined or agent.status.outbound.quarantined))
+
+
+def test_the_prefilling_side_serves_all_the_while(fleet: Fleet) -> None:
+    """Neither engine was hurt by what came before."""
+    tokens = prompt(100, seed=95)
+    assert len(fleet["small"].run(fleet.name("p"), tokens, 3, dict(PREFILL)).tokens) >= 1
+    assert list(fleet["large"].run(fleet.name("d"), tokens, 12).tokens) == fleet.alone(tokens, 12)

@@ -1,0 +1,36 @@
+"""A real engine takes the scales of the one that prefills for it, and with them the bytes as they are."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.system.engines.fleet import Fleet, assert_equal_rows, needs_fp8, prompt
+from tests.system.engines.kinds import write_scaled
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), needs_fp8]
+
+
+def test_takes_the_scales_of_the_source_and_its_bytes(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        source = Fleet(tmp_path / "p", stack, write=write_scaled)
+        sink = Fleet(tmp_path / "d", stack, options={"kvbridge_scales": "adopt"})
+        source.start("fp8")
+        sink.start("large-fp8")
+        for seed, length in enumerate((300, 40)):
+            tokens = prompt(length, seed)
+            given, prefilled = source.prefill("fp8", tokens)
+            ours = source.rows("fp8", given, 0, length - 1)
+            wanted = sink.name("d")
+            answer = sink["large-fp8"].run(wanted, tokens, 12, prefilled.params)
+            theirs = sink.rows("large-fp8", wanted, 0, length - 1)
+            assert answer.cached == length - 1, "the prompt did not travel, it was computed again"
+            assert_equal_rows(ours, theirs)
+            assert theirs.codecs == ours.codecs
+            scales = {codec["scales"][0] for codec in ours.codecs.values()}
+            assert len(scales) == len(ours.codecs) and max(scales) < 0.2
+            ours_after = source["fp8"].run(source.name("same"), tokens, 12)
+            assert answer.tokens == ours_after.tokens
+        assert "adopt_refused" not in sink.agents["large-fp8"][0].text()

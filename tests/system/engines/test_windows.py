@@ -1,0 +1,71 @@
+"""Real engines of a model that keeps only a window of some layers: bytes and tokens, as for any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from kvbridge.demo.vllm_rows import LATER
+from tests.system.engines.engine_process import Rows
+from tests.system.engines.fleet import Fleet, prompt
+from tests.system.engines.kinds import WINDOW, write_windowed
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        fleet = Fleet(tmp_path_factory.mktemp("windows"), stack, write=write_windowed)
+        fleet.start("small", "large", "alone")
+        yield fleet
+
+
+@pytest.mark.parametrize("length", [2, WINDOW, WINDOW + 1, WINDOW + 127, 700])
+def test_decodes_from_the_windows_that_another_engine_kept(windows: Fleet, length: int) -> None:
+    tokens = prompt(length, seed=3 * length)
+    answer, ours, theirs = windows.crossed("large", "small", tokens)
+    assert answer.cached == length - 1, "the prompt did not travel, it was computed again"
+    assert list(answer.tokens) == windows.alone(tokens, 12)
+    assert_equal_where_kept(ours, theirs, length - 1)
+
+
+def test_a_sink_whose_block_is_larger_computes_by_itself(windows: Fleet) -> None:
+    """It would keep whole blocks of which the source has a part only."""
+    tokens = prompt(300, seed=98)
+    _, prefilled = windows.prefill("small", tokens)
+    answer = windows["large"].run(windows.name("refused"), tokens, 12, prefilled.params)
+    assert answer.cached == 0 and list(answer.tokens) == windows.alone(tokens, 12)
+    said = "block_tokens: source 32, sink 128 (layer 0 k"
+    assert any(said in agent.text() for agent in windows.agents["large"]), "refused, but not for this"
+
+
+def test_only_the_window_of_its_layers_travels(windows: Fleet) -> None:
+    tokens = prompt(1000, seed=99)
+    before = _wire_bytes(windows)
+    answer, ours, theirs = windows.crossed("large", "small", tokens)
+    moved = _wire_bytes(windows) - before
+    fetched = len(tokens) - 1
+    assert answer.cached == fetched
+    row = 2 * 4 * 64  # parts, heads, bytes
+    assert moved == 2 * fetched * row + 2 * (fetched - first_kept(fetched)) * row
+    assert_equal_where_kept(ours, theirs, fetched)
+
+
+def first_kept(fetched: int) -> int:
+    """Where a window begins that sees token `fetched`: on a border of the sink's blocks."""
+    return max(0, fetched + 1 - WINDOW) // 32 * 32
+
+
+def assert_equal_where_kept(ours: Rows, theirs: Rows, fetched: int) -> None:
+    for (layer, part), rows in theirs.rows.items():
+        first = 0 if layer % 2 else first_kept(fetched + LATER)  # as they are dumped
+        assert rows[:, first:].any(axis=(0, 2)).all(), f"layer {layer} {part}"
+        assert np.array_equal(ours.rows[layer, part][:, first:], rows[:, first:]), f"layer {layer} {part}"
+
+
+def _wire_bytes(fleet: Fleet) -> float:
+    return sum(a.status.counters.get("kvbridge_wire_bytes_total{role=sink}", 0.0) for a in fleet.agents["small"])

@@ -1,0 +1,282 @@
+"""Every failpoint, and each of the four processes killed and stopped while one of them is there: a story each.
+
+The process that passes it is started again with the failpoint armed, and requests flow until it fires. It is the victim
+itself; or it stands still there, the victim is killed or stopped, and it goes on beside a victim that nobody has missed
+yet. The others must bear it: what must hold is the oracle of `world.py`. Then the victim goes on or comes back, and
+requests succeed again.
+
+Places on the way of slots are passed in a world of agents with slots alone, those on that of pulls between agents that
+pull, and those on any way in both. At a place of pulls who is stopped stands still for longer than any lease lasts, and
+the source's engine takes its blocks back and uses them as soon as it may.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvbridge_proto.engine import READERS_S
+
+from kvbridge.exchange.reading import COUNTED_S
+from kvbridge.failpoints import PLACES, Way
+from tests.system.faults.processes import Agent, Engine
+from tests.system.faults.world import LIMITS, ROLES, Role, Side, World
+
+What = Literal["agent", "engine"]
+WHATS: tuple[What, ...] = ("agent", "engine")
+
+STOP_S = 3.0  # longer than any limit in force
+HOLD_S = 0.1  # far shorter than any: whoever is at the failpoint is not late by it
+# At places of pulls: longer than a lease, and than an engine waits that has given its agent up; but short enough for
+# sessions and requests to outlive the shorter one.
+PULL_STOP_S, PULL_HOLD_S = 1.6, 1.2
+assert COUNTED_S < READERS_S < PULL_HOLD_S < float(LIMITS["silence_s"]) < PULL_STOP_S
+FIRES_S = 8.0
+# Passed once in the life of a process or a session; others in the middle of the load.
+ONCE = ("attach", "leaving", "memory", "hello", "probed", "welcome", "detach")
+LATER = 3
+REFUSES = "agent.attaching"  # failing there is said to the engine that attaches, not to a request
+LEAVES = ("agent.leaving", "engine.detach_sent")
+ABANDONS = ("cancel", "drained", "abandon")
+WITHDRAWS = ("withdraw",)
+PACED = ("renewal", "withdraw_heard")  # where the half of a prompt must be read long before the rest is computed
+PACE_S = 0.3  # longer than half a lease, after which it is renewed
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """One of the four processes; whichever incarnation is there now."""
+
+    role: Role
+    what: What
+
+    def __str__(self) -> str:
+        return f"{self.role}'s {self.what}"
+
+    def side(self, world: World) -> Side:
+        return world.sides[self.role]
+
+    def process(self, world: World) -> Agent | Engine:
+        side = self.side(world)
+        return side.agent if self.what == "agent" else side.engine
+
+    def log(self, world: World) -> Path:
+        return self.process(world).log
+
+    def restart(self, world: World, armed: str = "") -> None:
+        """Another incarnation; armed, it may die as soon as it attaches."""
+        side = self.side(world)
+        if self.what == "agent":
+            world.restarts_agent(side, armed)
+        else:
+            side.engine.close()
+            side.start_engine(armed)
+
+
+ACTORS = tuple(Actor(role, what) for what in WHATS for role in ROLES)
+SOURCE_AGENT, SOURCE_ENGINE = Actor("source", "agent"), Actor("source", "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """At the failpoint `name`, which `passer` passes, this is done to `victim`."""
+
+    name: str
+    passer: Actor
+    victim: Actor
+    action: Literal["kill", "stop", "fail"]
+    way: Way = "slots"
+
+    @property
+    def id(self) -> str:
+        where = f"at {self.name}" if self.is_own else f"while the {self.passer} is at {self.name}"
+        return f"{self.action} the {self.victim} {where}" + (" (pull)" if self.way == "pull" else "")
+
+    @property
+    def is_own(self) -> bool:
+        return self.victim == self.passer
+
+    @property
+    def fires(self) -> str:
+        """What the passer does to itself: its own fault, or it holds the moment."""
+        return self.action if self.is_own else "stop"
+
+    @property
+    def armed(self) -> str:
+        return f"{self.name}={self.fires}@{1 if self._is_any(ONCE) else LATER}"
+
+    @property
+    def mark(self) -> bytes:
+        """What the passer leaves in its log when it fires."""
+        return f"failpoint {self.name}: {self.fires}\n".encode()
+
+    @property
+    def is_of_pull(self) -> bool:
+        """Whether a lease may be given where this is."""
+        return PLACES[self.name].way == "pull"
+
+    @property
+    def hold_s(self) -> float:
+        """How long the passer stands still there while another is hurt.
+
+        Who is killed is missed at once, by the end of its connections; who is stopped leaves a lease to be outlived.
+        """
+        return PULL_HOLD_S if self.is_of_pull and self.action == "stop" else HOLD_S
+
+    @property
+    def stop_s(self) -> float:
+        """How long the victim stands still, and in case of another one goes on to when the passer goes on."""
+        return PULL_STOP_S if self.is_of_pull else STOP_S
+
+    @property
+    def stands_still(self) -> tuple[Actor, ...]:
+        """Who does, for a while."""
+        return tuple({self.passer, self.victim} if self.action == "stop" else {self.passer} - {self.victim})
+
+    @property
+    def load(self) -> dict[str, float]:
+        """What requests are like."""
+        return {"abandon": self.abandon, "withdraw": self.withdraw, "pace_s": PACE_S if self._is_any(PACED) else 0.0}
+
+    @property
+    def abandon(self) -> float:
+        return 0.6 if self._is_any(ABANDONS) else 0.2
+
+    @property
+    def withdraw(self) -> float:
+        return 0.6 if self._is_any(WITHDRAWS) else 0.0
+
+    def _is_any(self, words: tuple[str, ...]) -> bool:
+        return any(word in self.name for word in words)
+
+
+def all_cases() -> Iterator[Case]:
+    for way in ("slots", "pull"):
+        yield from _cases(way)
+
+
+def _cases(way: Way) -> Iterator[Case]:
+    for name, place in PLACES.items():
+        if place.way not in (way, "any"):
+            continue
+        which, what = place.process.split()
+        for passer in (actor for actor in ACTORS if actor.what == what and which in ("either", actor.role)):
+            for victim in (passer, *(actor for actor in ACTORS if actor != passer)):
+                yield Case(name, passer, victim, "kill", way)
+                yield Case(name, passer, victim, "stop", way)
+            if place.error is not None:
+                yield Case(name, passer, passer, "fail", way)
+
+
+def tell(world: World, case: Case) -> str:
+    """The story of one case; in words what was measured. AssertionError if anything does not hold."""
+    world.calm()
+    log = case.passer.log(world)
+    since = log.stat().st_size
+    case.passer.restart(world, case.armed)
+    if case.victim.what == "agent" and case.action != "fail":
+        world.hurts(case.victim.side(world))
+    if case.is_of_pull and SOURCE_AGENT in case.stands_still:  # it will be given up
+        world.hurts(world.source)
+    told = _fails(world, case) if case.action == "fail" else _bears(world, case)
+    assert case.mark in log.read_bytes()[since:], f"{case.name} did not fire"
+    world.serves()
+    world.is_clean()
+    world.holds_no_more()
+    late = [f"{side.role}'s engine missed {len(side.late)} answers" for side in world.sides.values() if side.late]
+    foreign = [f"{len(rooms)} wants held foreign rows" for side in world.sides.values() if (rooms := side.foreign)]
+    return ", ".join([*([told] if told else []), *late, *foreign])
+
+
+def _bears(world: World, case: Case) -> str:
+    """The victim dies, or stands still and goes on."""
+    _until_fired(world, case)
+    if not case.is_own:
+        _strikes(world, case)
+    elif case.action == "stop" and case.is_of_pull:
+        _takes_back(world, case)
+    told = ""
+    if case.action == "kill":
+        told = _dies(world, case.victim)
+    else:
+        world.wakes(case.victim.process(world), case.stop_s)
+    world.finish()
+    return told
+
+
+def _until_fired(world: World, case: Case) -> None:
+    """Have requests flow until the failpoint fires."""
+    passer, process = case.passer.side(world), case.passer.process(world)
+    end, is_asked = time.monotonic() + FIRES_S, False
+    while not _has_fired(process, case):
+        assert time.monotonic() < end, f"{case.name} was not passed in {FIRES_S} s:\n{passer.agent.tail()}"
+        for side in world.sides.values():
+            if not side.engine.is_dead():
+                side.hear(0.01)
+        if world.is_attached(passer) and not world.is_busy():
+            if case.name in LEAVES and is_asked:
+                passer.engine.tell("detach")
+            world.begin(**case.load)
+            is_asked = True
+
+
+def _has_fired(process: Agent | Engine, case: Case) -> bool:
+    if case.fires == "kill":
+        return process.is_dead()
+    assert not process.is_dead(), "it died instead of standing still"
+    return process.is_stopped(0.02)
+
+
+def _strikes(world: World, case: Case) -> None:
+    """Kill or stop the victim while the passer stands still at the failpoint, and have the passer go on."""
+    victim = case.victim.process(world)
+    if case.action == "kill":
+        victim.kill()
+    else:
+        victim.send(signal.SIGSTOP)
+        assert victim.is_stopped(1.0), f"the {case.victim} does not stand still"
+    if case.is_of_pull:
+        _takes_back(world, case)
+    time.sleep(case.hold_s)
+    case.passer.process(world).send(signal.SIGCONT)
+    if not world.is_busy():  # as when it was attaching; those who live shall miss the victim
+        world.begin(**case.load)
+
+
+def _takes_back(world: World, case: Case) -> None:
+    """The source's engine wants its blocks while others stand still: it gives up an agent that does."""
+    if case.victim != SOURCE_ENGINE:
+        world.source.engine.tell("give_up" if SOURCE_AGENT in case.stands_still else "take_back")
+
+
+def _dies(world: World, victim: Actor) -> str:
+    """What must follow at once, and the next incarnation."""
+    side, told = victim.side(world), ""
+    if victim.what == "agent":
+        world.finish()  # both engines are told, by the other agent and by the end of their connection
+    else:
+        told = f"unmapped in {world.unmaps(side.job.name) * 1e3:.0f} ms"
+    victim.restart(world)
+    return told
+
+
+def _fails(world: World, case: Case) -> str:
+    """It goes on with its failure: some request fails by that name, or attaching is refused and tried again."""
+    world.wait_attached()
+    codes: list[str] = []
+    for _ in range(4):
+        world.begin(abandon=0.0)
+        world.finish()
+        codes += [str(each["code"]) for side in world.sides.values() for each in side.ends.values()]
+        if "failpoint" in codes:
+            break
+    if case.name == REFUSES:
+        told = case.victim.side(world).engine.log.read_text()
+        assert "refused by the agent: failpoint" in told, f"not refused: {told[-1000:]}"
+    else:
+        assert "failpoint" in codes, f"nobody was told of the failure: {sorted(set(codes))}"
+    return ""

@@ -1,0 +1,343 @@
+"""An engine rank that serves rooms, as a process: `python -m tests.system.faults.engine '<Job as JSON>'`.
+
+It speaks to its agent through the adapters' own link, as an engine's worker does, and uses its blocks as soon as the
+contract allows: what is not under way always has an owner, whose numbers are compared element by element. It is told
+in lines of JSON what to do, and says in lines of JSON how each room ended, what its agent was late with, and what is
+wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import random
+import select
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from kvbridge_proto.engine import (
+    Abandon,
+    Attach,
+    Detach,
+    Done,
+    Failed,
+    Offer,
+    Refused,
+    Released,
+    Want,
+    Withdraw,
+)
+from kvbridge_proto.pool import Handle
+from kvbridge_proto.words import OURS, Blocks
+
+from kvbridge.adapters.engine.client import EngineClient
+from kvbridge.adapters.engine.link import AgentLink, Over, ReadsOver
+from tests.system.faults.content import Content, Size
+
+LOOK_S = 0.05
+LEFT = "detached"  # why a connection is over that the engine has ended
+PATIENCE_S = 3.0  # an agent that is well answers by the deadline; so much is a busy machine's
+RETRY_S = 0.3
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds are the limits told to the agent."""
+
+    role: str
+    socket: str
+    name: str
+    seed: int = 0
+    tokens: int = 256
+    width: int = 32
+    prompts: int = 6
+    deadline_s: float = 2.0
+    is_brief: bool = False  # rooms that ended well are only counted
+    may_be_foreign: bool = False  # wants under way may hold anybody's rows: what was read too late does not count
+
+    @property
+    def size(self) -> Size:
+        return Size(self.tokens, self.width, self.prompts)
+
+
+@dataclass(slots=True)
+class Open:
+    """A room under way."""
+
+    room: int
+    blocks: list[int]
+    rows: np.ndarray
+    began: float
+    late_at: float = float("inf")
+    abandon_at: float = float("inf")
+    offered: int = 0  # blocks
+    rest_at: float = float("inf")  # when the rest of them is offered
+    is_nudged: bool = False
+    is_foreign: bool = False  # rows were in its blocks that are no room's of its name
+
+
+@dataclass(slots=True)
+class Told:
+    """Rooms that we were told of and have not begun, and how many of them will be given up after a moment.
+
+    `pace_s` is how long the second half of a prompt takes.
+    """
+
+    rooms: deque[int] = field(default_factory=deque)
+    source: str = ""
+    abandon: float = 0.0
+    pace_s: float = 0.0
+
+
+class Engine:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.content = Content(job.role, job.size)
+        self.fd = os.memfd_create(job.name)
+        os.ftruncate(self.fd, self.content.size_bytes)
+        self.memory = self.content.blocks_of(np.frombuffer(mmap.mmap(self.fd, self.content.size_bytes), np.uint8))
+        self.owned = np.zeros_like(self.memory)  # what each block that is not under way must hold
+        self.chance = random.Random(job.seed)
+        self.free = deque(range(self.content.shape.blocks))
+        self.open: dict[str, Open] = {}
+        self.told = Told()
+        self.begun = 0
+        self.ends: dict[str, int] = {}
+        self.patience_s = PATIENCE_S
+        self._stamps = 0
+        self._looked = self._read = 0.0
+        self._is_detaching = False
+        for block in self.free:
+            self._stamp([block])
+        handles = (Handle(region=0, kind="shm_fd", fd=0),)
+        attach = Attach(versions=OURS, pool=self.content.pool, handles=handles)
+        self.link = AgentLink(EngineClient(job.socket), attach, [self.fd], logging.getLogger("engine"))
+        self.was_attached = False
+
+    def serve(self) -> None:
+        os.set_blocking(0, False)
+        unread = b""
+        while True:
+            readable = [0] + ([fd] if (fd := self.link._client.fileno()) >= 0 else [])
+            ready, _, _ = select.select(readable, [], [], LOOK_S if self.open or not self.link.is_attached else 0.2)
+            if 0 in ready:
+                got = os.read(0, 1 << 16)
+                if not got:
+                    return
+                *lines, unread = (unread + got).split(b"\n")
+                for line in lines:
+                    told = json.loads(line)
+                    getattr(self, "do_" + told.pop("do"))(**told)
+            self._turn()
+            self._begin()
+            self._look()
+
+    # What we are told:
+
+    def do_run(self, first: int, count: int, source: str = "", abandon: float = 0.0, pace_s: float = 0.0) -> None:
+        self.told.rooms.extend(range(first, first + count))
+        self.told.source, self.told.abandon, self.told.pace_s = source, abandon, pace_s
+
+    def do_audit(self) -> None:
+        self._audit()
+        say("audited", open=len(self.open), waiting=len(self.told.rooms), begun=self.begun, ends=self.ends)
+
+    def do_bear(self, patience_s: float) -> None:
+        """So long after its deadline a room has our agent asked to stop, and after as long again given up."""
+        self.patience_s = patience_s
+
+    def do_forget(self) -> None:
+        """Rooms that were not begun will not be."""
+        self.told.rooms.clear()
+
+    def do_take_back(self) -> None:
+        """All that is offered. Its blocks are used again once our agent says so."""
+        for name, each in self.open.items():
+            self._withdraw(name, each)
+
+    def do_give_up(self) -> None:
+        """Our agent. What it reads, or promised, is used again as soon as the link says that nobody counts on it."""
+        self.link.give_up("as told")
+
+    def do_detach(self) -> None:
+        self._is_detaching = self.link.send(Detach())
+
+    # Rooms:
+
+    def _begin(self) -> None:
+        while self.told.rooms and not self.link.is_attached:
+            room = self.told.rooms.popleft()
+            say("ended", room=room, code="no_agent", reason=self.link.why, seconds=0.0)
+        while self.told.rooms and len(self.free) >= self.content.room_blocks:
+            room = self.told.rooms.popleft()
+            blocks = [self.free.popleft() for _ in range(self.content.room_blocks)]
+            began = Open(room, blocks, self.content.rows(room), began=time.monotonic())
+            if self.chance.random() < self.told.abandon:
+                began.abandon_at = began.began + self.chance.random() * 0.02
+            self.open[f"room-{room}"] = began
+            self.begun += 1
+            if self.job.role == "source":
+                self._offer(began)
+            else:
+                self._want(began)
+            # We may have been stopped before we had said it all.
+            began.late_at = time.monotonic() + self.job.deadline_s + self.patience_s
+
+    def _offer(self, began: Open) -> None:
+        """The prompt is computed, and offered in two pieces."""
+        if half := len(began.blocks) // 2:
+            self._offer_up_to(began, half)
+        began.rest_at = began.began + self.told.pace_s
+        if not self.told.pace_s:
+            self._offer_up_to(began, len(began.blocks))
+
+    def _offer_up_to(self, began: Open, upto: int) -> None:
+        name, given = f"room-{began.room}", began.offered
+        blocks = began.blocks[given:upto]
+        self.memory[blocks] = self.owned[blocks] = began.rows[given:upto]
+        began.offered, is_last = upto, upto == len(began.blocks)
+        if is_last:
+            began.rest_at = float("inf")
+        offer = Offer(
+            room=name,
+            request=name,
+            tokens=upto * self.content.shape.block_tokens,
+            blocks=(Blocks(0, given, tuple(blocks)),),
+            is_last=is_last,
+            hold_s=self.job.deadline_s,
+        )
+        self.link.send(offer)
+
+    def _withdraw(self, name: str, each: Open) -> None:
+        each.rest_at = float("inf")
+        self.link.send(Withdraw(request=name, reason="as we were told"))
+
+    def _want(self, began: Open) -> None:
+        name = f"room-{began.room}"
+        want = Want(
+            request=name,
+            room=name,
+            source=self.told.source,
+            first_token=0,
+            end_token=self.job.tokens,
+            blocks=(Blocks(0, 0, tuple(began.blocks)),),
+            deadline_s=self.job.deadline_s,
+        )
+        self.link.send(want)
+
+    def _end(self, name: str, code: str, reason: str = "") -> None:
+        """What an engine may do from now on, it does at once."""
+        ended = self.open.pop(name, None)
+        if ended is None:
+            return
+        if self.job.role == "sink" and not code:
+            self.owned[ended.blocks] = ended.rows
+            self._compare(ended.blocks, f"{name} is done")
+            self.free.extend(ended.blocks)  # these are looked at until they are somebody else's
+        else:
+            self._stamp(ended.blocks)
+            self.free.extend(ended.blocks)
+        self.ends[code] = self.ends.get(code, 0) + 1
+        if code or not self.job.is_brief:
+            say("ended", room=ended.room, code=code, reason=reason[:200], seconds=time.monotonic() - ended.began)
+
+    def _stamp(self, blocks: list[int]) -> None:
+        """Somebody else's numbers, no row of any room."""
+        self._stamps += 1
+        self.memory[blocks] = self.owned[blocks] = np.uint16(0x5A00 + self._stamps % 251)
+
+    # The agent:
+
+    def _turn(self) -> None:
+        self._read = time.monotonic()
+        for message in self.link.turn():
+            match message:
+                case Done(request=name):
+                    self._end(name, "")
+                case Failed(request=name, code=code, reason=reason):
+                    self._end(name, code or "failed", reason)
+                case Released(request=name, code=code, reason=reason):
+                    self._end(name, code, reason)
+                case Refused(about=name, code=code, reasons=reasons):
+                    self._end(name, f"refused {code}", "; ".join(reasons))
+                case ReadsOver(why=why) if self.job.role == "source":
+                    for name in list(self.open):
+                        self._end(name, "agent_gone", why)
+                case Over(why=why):
+                    for name in list(self.open):
+                        self._end(name, "agent_gone", LEFT if self._is_detaching else why)
+                    self._is_detaching = False
+        if self.link.state.name == "AWAY":  # an engine waits longer; a test does not
+            self.link._at = min(self.link._at, time.monotonic() + RETRY_S)
+        if self.link.is_attached and not self.was_attached:
+            say("attached", address=self.link.address)
+        self.was_attached = self.link.is_attached
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for name, each in list(self.open.items()):
+            if now > each.rest_at:
+                self._offer_up_to(each, len(each.blocks))
+            if now > each.abandon_at:
+                each.abandon_at = float("inf")
+                if self.job.role == "source":
+                    self._withdraw(name, each)
+                else:
+                    self.link.send(Abandon(request=name, reason="as the seed says"))
+            # What came while we were stopped is no less in time for being unread.
+            if self._read > each.late_at and not each.is_nudged and self.job.role == "sink":
+                each.is_nudged, each.late_at = True, now + self.patience_s
+                self.link.send(Abandon(request=name, reason="late"))
+                say("late", what=f"{name}: no answer {now - each.began:.1f} s after it was wanted; asked to stop")
+            elif self._read > each.late_at:
+                each.late_at = float("inf")
+                self.link.give_up(f"{name}: no answer in time")
+                say("late", what=f"{name}: no answer {now - each.began:.1f} s after it was told; the agent is given up")
+        if now > self._looked + LOOK_S * (20 if self.job.is_brief else 1):
+            self._looked = now
+            self._audit()
+
+    def _audit(self) -> None:
+        """Every element of all memory: its owner's, or if a want of it is under way the room's."""
+        under_way = [block for each in self.open.values() for block in each.blocks]
+        if self.job.role == "source" or not under_way:
+            self._compare(range(len(self.memory)), "audit")
+            return
+        still = np.ones(len(self.memory), bool)
+        still[under_way] = False
+        self._compare(np.flatnonzero(still), "audit")
+        for name, each in self.open.items():
+            found = self.memory[each.blocks]
+            wrong = (found != each.rows) & (found != self.owned[each.blocks])
+            if wrong.any() and not self.job.may_be_foreign:
+                say("wrong", what=f"{name} under way: {np.count_nonzero(wrong)} numbers are neither old nor the room's")
+            elif wrong.any() and not each.is_foreign:
+                each.is_foreign = True
+                say("foreign", room=each.room)
+
+    def _compare(self, blocks: Any, when: str) -> None:
+        blocks = np.asarray(blocks)
+        wrong = self.memory[blocks] != self.owned[blocks]
+        if wrong.any():
+            which = blocks[wrong.any(axis=1)]
+            first = np.argwhere(wrong)[0]
+            found = int(self.memory[blocks[first[0]], first[1]])
+            what = f"{when}: {np.count_nonzero(wrong)} numbers in blocks {which.tolist()[:8]}, first {found:#x}"
+            say("wrong", what=what)
+
+
+def say(event: str, **more: Any) -> None:
+    sys.stdout.write(json.dumps({"event": event, **more}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    engine = Engine(msgspec.json.decode(sys.argv[1], type=Job))
+    say("ready")
+    engine.serve()

@@ -1,0 +1,156 @@
+"""A slice of the matrix of `tests.system.faults.cases`, one half of it with keys; `make test-faults` tells all of it,
+three times, and the second time with keys."""
+
+from __future__ import annotations
+
+import io
+import signal
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+from rich.console import Console
+
+from kvbridge.commands.status import rendered
+from kvbridge.failpoints import PLACES
+from tests.system.faults.cases import ACTORS, all_cases
+from tests.system.faults.runner import Runner
+
+PLAIN = (
+    "kill the source's agent at source.gathered",
+    "kill the sink's agent at sink.notice_landed",
+    "kill the source's engine at engine.offer_sent",
+    "fail the source's agent at source.write_begun",
+    "kill the sink's engine while the source's agent is at source.write_posted",
+    "stop the source's agent while the sink's engine is at engine.want_sent",
+)
+KEYED = (
+    "kill the source's agent at source.drained_sent",
+    "stop the sink's agent at sink.scatter_begun",
+    "fail the sink's agent at sink.scatter_begun",
+    "kill the source's agent while the sink's agent is at sink.claim_sent",
+    "kill the sink's agent while the source's agent is at source.write_begun",
+    "kill the source's engine while the source's agent is at source.gather_begun",
+)
+PULL = (
+    "stop the source's agent while the sink's agent is at sink.read_begun (pull)",
+    "kill the source's engine while the sink's agent is at sink.read_begun (pull)",
+    "fail the sink's agent at sink.read_begun (pull)",
+    "stop the sink's agent at sink.read_ended (pull)",
+    "stop the source's agent at source.renewal_heard (pull)",
+)
+SLICE = PLAIN + KEYED + PULL
+CASES = {case.id: case for case in all_cases()}
+FOUR = ("source's agent", "sink's agent", "source's engine", "sink's engine")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner() as runner:
+        yield runner
+
+
+def test_the_matrix_has_all_four_killed_and_stopped_at_every_failpoint_by_whoever_passes_it() -> None:
+    assert {str(actor) for actor in ACTORS} == set(FOUR)
+    cases = [(case.way, case.name, str(case.passer), str(case.victim), case.action) for case in all_cases()]
+    assert len(cases) == len(CASES), "of two cases with one name only one is told"
+    for name, place in PLACES.items():
+        which, what = place.process.split()
+        for way in ("slots", "pull") if place.way == "any" else (place.way,):
+            for passer in (f"{role}'s {what}" for role in ("source", "sink") if which in (role, "either")):
+                told = {case[3:] for case in cases if case[:3] == (way, name, passer)}
+                assert set(product(FOUR, ("kill", "stop"))) <= told, f"{passer} at {name}"
+        assert (place.error is None) == all(case[4] != "fail" for case in cases if case[1] == name), name
+
+
+def test_the_slice_has_all_four_at_a_failpoint_and_hurt_while_another_is_there() -> None:
+    told = [CASES[case] for case in SLICE]
+    assert {case.passer for case in told} == set(ACTORS)
+    assert {case.victim for case in told if not case.is_own} == set(ACTORS)
+
+
+@pytest.mark.parametrize("told", [PLAIN, KEYED], ids=["plain", "keyed"])
+def test_with_keys_and_without_the_slice_has_agents_killed_and_stopped_and_made_to_fail(told: tuple[str, ...]) -> None:
+    hurt = {(case.action, case.victim) for case in map(CASES.__getitem__, told)}
+    assert {("kill", actor) for actor in ACTORS if actor.what == "agent"} <= hurt
+    assert {"stop", "fail"} <= {action for action, _ in hurt}
+
+
+@pytest.mark.parametrize("case", KEYED)
+def test_survives_with_keys(runner: Runner, case: str) -> None:
+    runner.tell(CASES[case], is_keyed=True)
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_survives(runner: Runner, case: str) -> None:
+    runner.tell(CASES[case])
+
+
+def test_an_engine_that_comes_back_costs_its_agents_nothing(runner: Runner) -> None:
+    """UCX kept a TCP connection for every time that a peer's engine came and went."""
+    world = runner.world()
+    before = world.held()
+    for _ in range(4):
+        world.source.engine.close()
+        world.source.start_engine()
+        world.serves()
+    for role, held in world.held().items():
+        assert held.is_within(before[role]), f"{role}: {before[role]} then {held}"
+
+
+def test_an_agent_that_answers_nothing_is_noticed(runner: Runner) -> None:
+    """Nobody has said that it would stand still."""
+    world = runner.world()
+    world.calm()
+    world.sink.agent.send(signal.SIGSTOP)
+    world.begin()
+    with pytest.raises(AssertionError, match="no answer"):
+        world.finish()
+    world.hurts(world.sink)
+    world.wakes(world.sink.agent, 0.0)
+    world.finish()
+    world.serves()
+    world.is_clean()
+
+
+def test_an_agent_says_that_it_was_started_to_fail(runner: Runner) -> None:
+    world, said = runner.world(), "source.drained_sent=pause@1000"
+    world.restarts_agent(world.source, "source.drained_sent=pause:0.1@1000")
+    status = world.source.agent.status()
+    assert status is not None and f"kvbridge_failpoints_total{{armed={said}}}" in status.counters
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(rendered(status))
+    assert f"FAILPOINTS ARE ON, this agent fails on purpose: {said}" in shown.getvalue()
+    assert "FAILPOINTS ARE ON" in world.source.agent.tail(200)
+    world.source.agent.end()
+    with pytest.raises(AssertionError, match="bad_failpoint"):
+        world.source.start_agent("nowhere=kill")
+        assert not world.source.agent.is_dead(), world.source.agent.tail(1)
+    world.restarts_agent(world.source)
+    world.serves()
+    unarmed = world.source.agent.status()
+    assert unarmed is not None and "FAILPOINTS" not in str(unarmed.counters)
+
+
+@pytest.mark.parametrize("case", PULL)
+def test_survives_while_it_pulls(runner: Runner, case: str) -> None:
+    told = runner.tell(CASES[case])
+    if "source's agent while" in case:  # or the story has not shown that what was read too late does not count
+        assert "foreign rows" in told
+
+
+def test_a_receiver_that_was_given_up_lets_go_of_the_memory(runner: Runner) -> None:
+    """It stood still when its session ended, and when its source's engine did: no message tells it afterwards."""
+    world = runner.world(way="pull")
+    world.calm()
+    world.hurts(world.sink)
+    world.sink.agent.send(signal.SIGSTOP)
+    world.source.becomes(lambda status: not status.peers, 5.0)
+    name = world.source.job.name
+    world.source.engine.close()
+    world.sink.agent.send(signal.SIGCONT)
+    world.unmaps(name)
+    world.source.start_engine()
+    world.serves()
+    world.is_clean()
+    world.holds_no_more()

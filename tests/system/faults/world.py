@@ -1,0 +1,330 @@
+"""A source and a sink, each an agent and an engine, and the oracle that holds whatever happens to any of the four."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from kvbridge_proto.status import Status
+
+from kvbridge.failpoints import Way
+from kvbridge.transport.keys import write_pair
+from tests.system.faults.engine import LEFT, PATIENCE_S, Job
+from tests.system.faults.processes import POOL, Agent, Engine, Held, Nursery, free_address, maps_pool
+
+Role = Literal["source", "sink"]
+ROLES: tuple[Role, ...] = ("source", "sink")
+
+# Short, so that what waits for them does not last; long enough for two busy cores.
+LIMITS = {"silence_s": "1.5", "connect_s": "1.5", "write_timeout_s": "1.5", "drain_s": "1"}
+# With "direct", which no CPU has, before "pull" an agent makes its slots at its start, and holds the same from then on.
+ROUTES: dict[Way, str] = {"slots": "nixl", "pull": "direct,pull,nixl,host"}
+# Of a row, in elements. Of the wider ones a chunk has half a prompt, which is read while the rest is computed.
+WIDTHS: dict[Way, int] = {"slots": 32, "pull": 64}
+FEW = {"slot_bytes": "65536", "inbound_slots": "6", "outbound_slots": "2", "device": "cpu"}
+DEADLINE_S = 2.0
+SLACK_S = 4.0  # beyond its deadline, for a request to end: the engine's patience, and a busy machine
+HASTY_S = 1.0  # patience with an agent that is stopped: shorter than it stands still, so that it is given up
+QUIET_S = 15.0  # slots in doubt are asked for every 5 s
+UNMAP_S = 1.0
+BACK_S = 20.0  # for an engine and its agent to find each other again
+BATCH = 12
+# Descriptors of ended connections that UCX does not close, at most, when a peer's process dies: one in ten times it is
+# one or two, once in a thousand three (nixl 1.5.1, 2026-11-22). Nothing of ours can reach them.
+UCX_KEEPS = 3
+TRIES = 5
+
+_numbers = count(1)
+
+
+@dataclass
+class Side:
+    """One agent and its engine. Both come back where they were, as new incarnations."""
+
+    nursery: Nursery
+    folder: Path
+    role: Role
+    options: dict[str, str]
+    job: Job
+    stuck_s: float = 0.0  # how long any of the two has stood still, lately
+    is_hurt: bool = False  # its agent was stopped or killed in this story: it need not answer in time
+    survived: int = 0  # deaths of the other agent, since this one was started
+    address: str = ""  # what it tells others: where it listens, and its key if it has one
+    rooms: set[int] = field(default_factory=set)  # told, and not ended
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    late: list[str] = field(default_factory=list)  # answers that the engine had to ask for, or to give up, lately
+    foreign: list[int] = field(default_factory=list)  # rooms whose blocks held others' rows for a while, lately
+
+    def start_agent(self, armed: str = "") -> None:
+        options = self.options | ({"listen": self.address.partition("#")[0]} if self.address else {})
+        self.agent = Agent(self.nursery, self.folder, self.role, options, armed)
+        self.agent.wait_serving()
+        self.address = self.address or self.agent.address
+        self.survived = 0
+
+    def start_engine(self, armed: str = "") -> None:
+        self.job = _renamed(self.job)
+        self.engine = Engine(self.job, self.folder / f"{self.role}-engine.log", armed)
+        self.rooms.clear()  # whoever was told of them is dead
+        self.ends.clear()
+
+    def wait_attached(self) -> None:
+        self.engine.wait("attached", 20.0)
+
+    def hear(self, seconds: float = 0.0) -> None:
+        """Keep how rooms ended; anything wrong ends the story, and so does an answer that an agent owes."""
+        self.engine.hear(seconds)
+        said, self.engine.said = self.engine.said, []
+        wrong = [each["what"] for each in said if each["event"] == "wrong" or is_owed(each, self)]
+        for each in said:
+            match each["event"]:
+                case "ended":
+                    self.rooms.discard(each["room"])
+                    self.ends[each["room"]] = each
+                case "foreign":
+                    self.foreign.append(each["room"])
+                case "late":
+                    self.late.append(each["what"])
+                case _:
+                    self.engine.said.append(each)
+        assert not wrong, f"{self.role} engine: {wrong[:3]}"
+        lost = {room: each["reason"] for room, each in self.ends.items() if each["code"] == "agent_gone"}
+        lost = {room: reason for room, reason in lost.items() if reason != LEFT}
+        assert self.is_hurt or not lost, f"{self.role}: the agent was neither stopped nor killed, and left {lost}"
+
+    def becomes(self, is_so: Callable[[Status], bool], seconds: float) -> Status:
+        end, status = time.monotonic() + seconds, None
+        while time.monotonic() < end:
+            assert not self.agent.is_dead(), f"{self.role} agent died:\n{self.agent.tail()}"
+            status = self.agent.status()
+            if status is not None and is_so(status):
+                return status
+            time.sleep(0.05)
+        raise AssertionError(f"{self.role}: not so in {seconds} s: {status}\n{self.agent.tail()}")
+
+    def close(self) -> None:
+        self.engine.close()
+        self.agent.end()
+
+
+def _renamed(job: Job) -> Job:
+    """Another engine process, whose memory has a name of its own."""
+    number = next(_numbers)
+    return msgspec.structs.replace(job, name=f"{POOL}-{number}-{time.time_ns()}", seed=job.seed + number)
+
+
+def _keys(folder: Path) -> dict[Role, dict[str, str]]:
+    """The options of two agents that know each other's key and no third."""
+    public = {role: write_pair(folder / f"{role}.key") for role in ROLES}
+    options: dict[Role, dict[str, str]] = {}
+    for role, other in zip(ROLES, reversed(ROLES), strict=True):
+        peers = folder / f"{role}.peers"
+        peers.write_text(f"{other} {public[other]}\n")
+        peers.chmod(0o600)  # whatever our umask is
+        options[role] = {"key": str(folder / f"{role}.key"), "peers": str(peers)}
+    return options
+
+
+def is_owed(said: dict[str, Any], side: Side) -> bool:
+    """Whether an engine says that it missed an answer which its agent was able to give."""
+    return said["event"] == "late" and not side.is_hurt
+
+
+def is_free(status: Status) -> bool:
+    """Nothing is under way, nothing is lent, nothing is in doubt."""
+    slots = (status.inbound, status.outbound)
+    return not status.transfers and not any(s.lent or s.landed or s.quarantined for s in slots)
+
+
+class World:
+    """`through` is what stands between the sink and the source's address, such as a proxy.
+
+    `apart` has agents that are forked elsewhere, with more options. `is_keyed` ones speak CURVE, each with a key of its
+    own and a list that has the other's alone. On which routes they go is `way`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nursery: Nursery,
+        *,
+        options: dict[str, str] | None = None,
+        through: Callable[[str], str] = lambda address: address,
+        apart: dict[Role, tuple[Nursery, dict[str, str]]] | None = None,
+        is_keyed: bool = False,
+        way: Way = "slots",
+        **job: Any,
+    ) -> None:
+        self.folder, self.through, self.is_keyed, self.way = folder, through, is_keyed, way
+        keys = _keys(folder) if is_keyed else {}
+        self._rooms = count(1)
+        self.sides: dict[Role, Side] = {}
+        self.base: dict[Role, Held] = {}  # of a fresh agent that has served
+        self.slots: dict[Role, tuple[int, int]] = {}  # free to be lent, and to gather into
+        for role in ROLES:
+            own, more = (apart or {}).get(role, (nursery, {}))
+            its = {"deadline_s": DEADLINE_S, "width": WIDTHS[way], "may_be_foreign": way == "pull", **job}
+            told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **its)
+            listen = {"listen": free_address()}
+            said = {**LIMITS, **FEW, "routes": ROUTES[way], **listen, **keys.get(role, {}), **(options or {}), **more}
+            side = Side(own, folder, role, said, told)
+            self.sides[role] = side
+            side.start_agent()
+            side.start_engine()
+        for side in self.sides.values():
+            side.wait_attached()
+        self.source, self.sink = self.sides["source"], self.sides["sink"]
+
+    def calm(self) -> None:
+        """Another story begins: nobody has been hurt."""
+        for side in self.sides.values():
+            side.stuck_s, side.is_hurt = 0.0, False
+            side.ends.clear()
+            side.late.clear()
+            side.foreign.clear()
+            side.engine.tell("bear", patience_s=PATIENCE_S)
+
+    def hurts(self, side: Side) -> None:
+        """This side's agent will be stopped or killed."""
+        side.is_hurt = True
+        side.engine.tell("bear", patience_s=HASTY_S)
+
+    def restarts_agent(self, side: Side, armed: str = "") -> None:
+        """Another incarnation, once the one before is dead."""
+        side.agent.end()
+        side.start_agent(armed)
+        for other in self.sides.values():
+            other.survived += other is not side
+
+    def meet(self) -> None:
+        """The first requests; what the agents hold from then on is what agents may hold, these and later ones."""
+        for _ in range(2):
+            self.begin(BATCH, abandon=0.3)
+            self.finish()
+        self.serves()
+        self.is_clean()
+        self.knows_its_peers()
+        self.base, self.slots = self.held(), self.free_slots()
+
+    def knows_its_peers(self) -> None:
+        """Either agent has one, whose key is the other's by our list, or none has a key."""
+        for role, other in zip(ROLES, reversed(ROLES), strict=True):
+            keys = [other if self.is_keyed else ""]
+            self.sides[role].becomes(lambda status, keys=keys: [peer.key for peer in status.peers] == keys, QUIET_S)
+
+    def begin(self, rooms: int = BATCH, abandon: float = 0.0, withdraw: float = 0.0, pace_s: float = 0.0) -> list[int]:
+        """Have both engines serve so many rooms."""
+        numbers = [next(self._rooms) for _ in range(rooms)]
+        place, mark, key = self.source.address.partition("#")
+        source = self.through(place) + mark + key
+        self.source.engine.tell("run", first=numbers[0], count=rooms, abandon=withdraw, pace_s=pace_s)
+        self.sink.engine.tell("run", first=numbers[0], count=rooms, source=source, abandon=abandon)
+        for side in self.sides.values():
+            side.rooms.update(numbers)
+        return numbers
+
+    def is_busy(self) -> bool:
+        """Whether a room is under way, as far as a living engine was told of it."""
+        return any(side.rooms for side in self.sides.values())
+
+    def finish(self, seconds: float = DEADLINE_S * 3 + SLACK_S) -> None:
+        """Wait until every room that a living engine knows has ended, each by its own deadline."""
+        end = time.monotonic() + seconds + max(side.stuck_s for side in self.sides.values())
+        while self.is_busy():
+            for side in self.sides.values():
+                assert not side.engine.is_dead(), f"{side.role} engine died"
+                side.hear(0.02)
+            rooms = {side.role: sorted(side.rooms)[:8] for side in self.sides.values()}
+            assert time.monotonic() < end, f"rooms that do not end: {rooms}"
+        for side in self.sides.values():
+            limit = side.job.deadline_s + SLACK_S + side.stuck_s
+            late = [each for each in side.ends.values() if each["seconds"] > limit]
+            assert not late, f"{side.role}: longer than {limit} s: {late[:3]}"
+
+    def serves(self, tries: int = TRIES) -> None:
+        """Requests succeed again: one whole batch of them, element for element, within so many."""
+        self.wait_attached()
+        for _ in range(tries):
+            rooms = self.begin(6)
+            self.finish()
+            codes = {side.role: [side.ends[room]["code"] for room in rooms] for side in self.sides.values()}
+            if not any(codes["source"] + codes["sink"]):
+                for side in self.sides.values():  # or that it is unmapped later proves nothing
+                    assert maps_pool(side.agent.pid, side.job.name), f"{side.job.name} is not mapped"
+                return
+            time.sleep(0.3)
+        raise AssertionError(f"requests do not succeed again: {codes}\n{self.sink.agent.tail()}")
+
+    def is_clean(self) -> None:
+        """Everything is free, in both agents, and every element of both pools its owner's."""
+        for side in self.sides.values():
+            side.becomes(is_free, QUIET_S)
+            side.engine.tell("audit")
+            side.engine.wait("audited", 10.0)
+            side.hear()
+            assert "Traceback" not in side.agent.log.read_text(errors="replace"), side.agent.tail(60)
+
+    def held(self) -> dict[Role, Held]:
+        return {role: Held.by(side.agent.pid) for role, side in self.sides.items()}
+
+    def free_slots(self) -> dict[Role, tuple[int, int]]:
+        free = {}
+        for role, side in self.sides.items():
+            status = side.becomes(is_free, QUIET_S)
+            free[role] = (status.inbound.free, status.outbound.free)
+        return free
+
+    def wait_attached(self) -> None:
+        """Until both engines are with their agents."""
+        end = time.monotonic() + BACK_S
+        while not all(self.is_attached(side) for side in self.sides.values()):
+            assert time.monotonic() < end, f"an engine does not come back:\n{self.sink.agent.tail()}"
+            time.sleep(0.05)
+
+    @staticmethod
+    def is_attached(side: Side) -> bool:
+        """Whether this engine, no former one, is with this agent."""
+        status = None if side.agent.is_dead() or side.agent.is_stopped(0.0) else side.agent.status()
+        return status is not None and status.engine is not None and status.engine.pid == side.engine.pid
+
+    def holds_no_more(self) -> None:
+        """Either agent, whatever happened to it, has no more descriptors, threads or mappings than a fresh one, nor
+        fewer slots. UCX lets go of a dead peer's when it next looks."""
+        end = time.monotonic() + QUIET_S
+        while True:
+            over = {
+                role: (self.base[role], now)
+                for role, now in self.held().items()
+                if not now.is_within(self.base[role], UCX_KEEPS * self.sides[role].survived)
+            }
+            if not over:
+                break
+            assert time.monotonic() < end, f"held by a fresh agent, and now: {over}"
+            time.sleep(0.1)
+        slots = self.free_slots()
+        assert slots == self.slots, f"free slots of fresh agents {self.slots}, now {slots}"
+
+    def unmaps(self, name: str) -> float:
+        """Seconds until no agent maps that dead engine's memory any more; fails at UNMAP_S."""
+        began = time.monotonic()
+        while holders := [role for role, side in self.sides.items() if maps_pool(side.agent.pid, name)]:
+            assert time.monotonic() - began < UNMAP_S, f"{name} is still mapped after {UNMAP_S} s by {holders}"
+            time.sleep(0.005)
+        return time.monotonic() - began
+
+    def wakes(self, process: Agent | Engine, seconds: float) -> None:
+        """It stands still already; it goes on after so long, and requests may end later by that."""
+        for each in self.sides.values():
+            each.stuck_s = seconds
+        time.sleep(seconds)
+        process.send(signal.SIGCONT)
+
+    def close(self) -> None:
+        for side in self.sides.values():
+            side.close()

@@ -1,0 +1,115 @@
+"""The fence on a GPU: not reached while the stream is at work, and what it stands for is there once it is."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+import torch
+
+from kvbridge.device.fence import EngineFence, FencePage
+from tests.system.gpu.engine import Engine, pattern
+from tests.system.gpu.test_attach import SHAPE, SIZES, attach
+
+pytestmark = pytest.mark.gpu
+
+LATE = 1_000_000_000  # about half a second at 1.98 GHz
+SOON_S = 0.15
+DEADLINE_S = 20.0
+
+
+def seconds_until(page: FencePage, count: int) -> float:
+    began = time.monotonic()
+    while not page.reached(count):
+        assert time.monotonic() - began < DEADLINE_S, f"count {count} was never reached"
+    return time.monotonic() - began
+
+
+def test_data_of_an_engine_at_work_is_there_only_behind_its_fence() -> None:
+    with Engine() as engine:
+        handles = engine.export("torch", SIZES)
+        engine.ask("fence_page")
+        page = FencePage(engine.fds[-1])
+        engine.ask("write", 1)
+        with attach(engine, handles) as attached, attached.hold() as regions:
+            memory = regions.memories[1]
+            old, new = pattern(SIZES[1], 2, "cuda"), pattern(SIZES[1], 21, "cuda")
+            torch.cuda.synchronize()
+            count = engine.ask("write_late", 20, LATE)
+            assert count == 1 and not page.reached(count)
+            assert torch.equal(memory, old), "the engine was not at work: this test shows nothing"
+            assert not page.reached(count)
+            assert seconds_until(page, count) > SOON_S
+            assert torch.equal(memory, new)  # a kernel of ours reads what theirs wrote
+        page.close()
+
+
+def test_a_mark_on_another_stream_stands_for_the_first_stream_too() -> None:
+    with Engine() as engine:
+        engine.export("torch", SIZES)
+        engine.ask("fence_page")
+        page = FencePage(engine.fds[-1])
+        assert engine.ask("write_late", 20, LATE) == 1
+        assert engine.ask("mark_aside") == 2
+        assert not page.reached(1) and not page.reached(2)
+        assert seconds_until(page, 2) > SOON_S
+        assert page.reached(1)
+        page.close()
+
+
+def test_a_dead_engines_fence_is_never_reached_and_holds_nothing_up() -> None:
+    with Engine() as engine:
+        engine.export("torch", SIZES)
+        engine.ask("fence_page")
+        page = FencePage(engine.fds[-1])
+        count = engine.ask("write_late", 20, 20 * LATE)
+        engine.kill()
+        assert not page.reached(count)
+        began = time.monotonic()
+        assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
+        print(f"our next kernel after the engine died: {(time.monotonic() - began) * 1e3:.1f} ms")
+        assert not page.reached(count)
+        page.close()
+
+
+def test_counts_go_up_and_the_last_is_reached_when_the_engine_closes() -> None:
+    fence = EngineFence("cuda:0")
+    page = FencePage(fence.fd)
+    began = time.monotonic()
+    counts = [fence.mark() for _ in range(200)]
+    cost_us = (time.monotonic() - began) / 200 * 1e6
+    assert counts == list(range(1, 201))
+    torch.cuda._sleep(LATE // 10)
+    last = fence.mark()
+    assert not page.reached(last)
+    fence.close()
+    assert page.reached(last) and not page.reached(last + 1)
+    print(f"one mark: {cost_us:.1f} us")
+    page.close()
+
+
+def test_a_synthetic_engine_keeps_a_region_for_each_layer() -> None:
+    """What it fills it finds again, on a GPU as on a CPU, to the byte."""
+    from kvbridge.demo.engine import Job, SyntheticEngine
+    from kvbridge.demo.pools import Request
+
+    shape = msgspec.structs.replace(SHAPE, codec="fp8_e4m3", scale=0.03125)
+    requests = [Request(name="one", tokens=700, seed=1), Request(name="two", tokens=333, first_token=100, seed=2)]
+    jobs = [
+        Job(role="source", shape=shape, rank=0, socket="", ranks=(), requests=requests, device=device, late_cycles=late)
+        for device, late in (("cpu", 0), ("cuda:0", 0), ("cuda:0", LATE // 10))
+    ]
+    engines = [SyntheticEngine(job) for job in jobs]
+    assert [len(engine.regions) for engine in engines] == [1, shape.layers, shape.layers]
+    late = engines[2]
+    assert late.fence is not None
+    page = FencePage(late.fence.fd)
+    for engine in engines:
+        engine.fill_own()
+    fences = [late._compute(request, 0, request.tokens) for request in requests]
+    assert not page.reached(fences[-1])
+    torch.cuda.synchronize()
+    assert page.reached(fences[-1])
+    assert len({engine.digest() for engine in engines}) == 1
+    page.close()

@@ -1,0 +1,70 @@
+"""Agents killed inside their kernels, as processes beside engines whose memory they have mapped by CUDA IPC.
+
+The engine reuses the blocks of an open want once its agent's process is gone: nothing is written there after that.
+Under MPS, where all share one context's faults, the engines and another tenant of the GPU go on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.agent.disturbed import Pair, Scale, pair_of, sinks_agent_dies, sources_agent_dies
+
+sys.path.append(str(Path(__file__).parents[3] / "bench"))
+
+from gpu_processes import Child, Problem, mps
+
+KILLS = 20
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
+
+
+def scale(route: str) -> Scale:
+    """A GiB in slots of 128 MiB, so that several scatters are queued at once."""
+    return Scale(("cuda:0", "cuda:0"), route, tokens=32768, slot_bytes=128 << 20, inbound_slots=6, outbound_slots=2)
+
+
+@pytest.mark.parametrize("route", ["direct", "pull"])
+def test_nothing_is_written_once_a_killed_agents_process_is_gone(tmp_path: Path, route: str) -> None:
+    with pair_of(tmp_path, scale(route)) as pair:
+        sinks_agent_dies(pair, seed=5, times=KILLS)
+        sinks_agent_dies(pair, seed=6, times=3, is_patient=False)
+    written = [each for each in pair.late if each]
+    print(f"blocks used again at the end of the socket: {len(written)} of {len(pair.late)} were written on: {written}")
+
+
+@pytest.fixture
+def under_mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is started from here on is a client of a daemon of our own."""
+    try:
+        with mps() as environment:
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            yield
+    except Problem as problem:
+        pytest.skip(f"no MPS here: {problem}")
+
+
+@pytest.mark.usefixtures("under_mps")
+@pytest.mark.parametrize("route", ["direct", "pull"])
+def test_engines_under_mps_outlive_agents_that_are_killed_in_transfers(tmp_path: Path, route: str) -> None:
+    """Beside another tenant that keeps the GPU full, which makes kernels longer. A fault would end them all."""
+    load = Child("gpu_load.py", ("cuda:0",), tmp_path / "load.log", {})
+    try:
+        with pair_of(tmp_path, scale(route)) as pair:
+            _is_under_mps(pair)
+            for kind, seed in (("decode", 7), ("gemm", 8)):
+                load.ask("start", kind=kind)
+                sinks_agent_dies(pair, seed, times=7)
+                sources_agent_dies(pair, seed, times=3)
+                assert load.ask("stop")["steps"]
+    finally:
+        load.end()
+
+
+def _is_under_mps(pair: Pair) -> None:
+    for side in (pair.source, pair.sink):
+        assert "(MPS)" in str(side.agent.status()), side.agent.status()

@@ -1,0 +1,85 @@
+"""Every case of the matrix on a GPU: the same bytes in the engine's memory as by the CPU's porter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvbridge.device import driver
+from kvbridge.device.porter import Moved
+from kvbridge.device.porter_gpu import GpuPorter
+from kvbridge.device.staging import Staging
+from kvbridge.geometry.compat import Incompatible, verdict
+from kvbridge.geometry.plan import Part
+from tests.support.carried import Mapped, OnCpu, carried, pools_of
+from tests.support.matrix import ROWS, Row
+from tests.support.pools import Held
+
+pytestmark = pytest.mark.gpu
+MOST_SLOT_BYTES = 1 << 20
+
+
+class OnGpu:
+    """By a GPU's porter, in copies of the pools' memory; what it writes is copied back."""
+
+    def __init__(self, porter: GpuPorter, slots: Staging) -> None:
+        self._porter = porter
+        self._slots = slots
+        self._mapped: dict[int, tuple[Held, Mapped]] = {}
+
+    def carry(self, source: Held, gather: Part, sink: Held, scatter: Part, slot_bytes: int) -> None:
+        slot = self._slots.span(0, slot_bytes)
+        self._porter.fill(slot, b"\xa5" * slot_bytes)
+        self._porter.gather(self._of(source), gather, slot, "sum64")
+        gathered = self._over()
+        target = self._of(sink)
+        self._porter.scatter(target, scatter, slot, "sum64", gathered.digest)
+        self._over()
+        for memory, on_gpu in zip(sink.memory, target.memories, strict=True):
+            memory[:] = on_gpu.cpu().numpy()
+
+    def forget(self) -> None:
+        for _, mapped in self._mapped.values():
+            self._porter.forget(mapped)
+
+    def _over(self) -> Moved:
+        while not (moved := self._porter.poll()):
+            pass
+        assert moved[0].failure is None, moved[0].failure
+        return moved[0]
+
+    def _of(self, held: Held) -> Mapped:
+        if id(held) not in self._mapped:
+            memories = [torch.from_numpy(region.copy()).cuda() for region in held.memory]
+            self._mapped[id(held)] = held, Mapped(held.pool, memories)
+        return self._mapped[id(held)][1]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[tuple[GpuPorter, Staging]]:
+    porter = GpuPorter(driver.Gpu.open("cuda:0"), 4)
+    with porter.staging(MOST_SLOT_BYTES, 1) as slots:
+        yield porter, slots
+    porter.close()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_gpu_writes_the_bytes_that_a_cpu_writes(row: Row, gpu: tuple[GpuPorter, Staging]) -> None:
+    for number, case in enumerate(row.cases()):
+        if isinstance(verdict(*pools_of(case, number)), Incompatible):
+            continue  # tests/unit/test_matrix.py shows that nothing can be carried
+        carrier = OnGpu(*gpu)
+        found, wrong = carried(case, number, carrier)
+        carrier.forget()
+        assert not wrong, f"case {number}: {wrong}\n{case.source}\n{case.sink}"
+        expected, _ = carried(case, number, OnCpu())
+        for region, (ours, theirs) in enumerate(zip(found.memory, expected.memory, strict=True)):
+            different = np.flatnonzero(ours != theirs)
+            assert not len(different), f"case {number}: region {region} from byte {different[0]} on\n{case}"
+
+
+def test_a_slot_of_a_gpu_holds_the_largest_chunk() -> None:
+    assert all(case.slot_bytes <= MOST_SLOT_BYTES for row in ROWS for case in row.cases())

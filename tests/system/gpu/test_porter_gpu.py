@@ -1,0 +1,205 @@
+"""The GPU's porter: nothing is over before its kernels are, and its digest is the CPU's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvbridge.device import driver
+from kvbridge.device.mapping import wrap
+from kvbridge.device.memory import Regions
+from kvbridge.device.porter import Compiling, Moved
+from kvbridge.device.porter_gpu import GpuPorter
+from kvbridge.device.staging import Staging
+from kvbridge.geometry.plan import plan
+from kvbridge.geometry.shard import assign
+from tests.integration.device.attached import attached
+from tests.integration.device.moving import Moves
+from tests.integration.device.moving import gather as gather_on_cpu
+from tests.support.oracle import Held, Shape, block_table, build, fill, table_of
+
+pytestmark = pytest.mark.gpu
+TOKENS = 75
+SPIN = 100_000_000  # 50 ms on an H200
+SHAPE = Shape(layout="nhd", key_width=16, value_width=32, block_tokens=16, blocks=8)
+
+
+class OnGpu:
+    """A pool whose memory is this process's own GPU memory: what AttachedPool is once it is open."""
+
+    def __init__(self, held: Held) -> None:
+        self.pool = held.pool
+        self.memories = [torch.from_numpy(region.copy()).cuda() for region in held.memory]
+
+    @contextmanager
+    def hold(self) -> Iterator[Regions]:
+        yield Regions(self.memories)
+
+
+@pytest.fixture
+def porter() -> Iterator[GpuPorter]:
+    porter = GpuPorter(driver.Gpu.open("cuda:0"), 4)
+    yield porter
+    porter.close()
+
+
+def one_chunk(held: Held) -> tuple[Moves, int]:
+    table = block_table(held.pool, table_of(held.pool, TOKENS, seed=1))
+    (takes,) = assign([held.pool], held.pool)
+    planned = plan(held.pool, held.pool, takes, 3, TOKENS, 1 << 20)
+    assert planned.chunks == 1
+    return Moves(planned.source_moves(planned.chunk(0), table)), planned.chunk(0).size_bytes
+
+
+def filled() -> Held:
+    held = build(SHAPE)
+    fill(held, table_of(held.pool, TOKENS, seed=1), range(TOKENS))
+    return held
+
+
+def over(porter: GpuPorter) -> Moved:
+    while not (moved := porter.poll()):
+        pass
+    return moved[0]
+
+
+@pytest.mark.parametrize("through_host", [False, True])
+def test_gathers_what_a_cpu_gathers_and_puts_it_back(porter: GpuPorter, through_host: bool) -> None:
+    held = filled()
+    moves, size = one_chunk(held)
+    wanted = torch.full((size,), 0xA5, dtype=torch.uint8)
+    with attached(held) as (_, pool):
+        digest = gather_on_cpu(pool, moves.moves(), wanted, "sum64")
+    source, sink = OnGpu(held), OnGpu(build(SHAPE))
+    with porter.staging(1 << 20, 2) as slots, Staging.pinned(1 << 20, 2) as host:
+        slot, pinned = slots.span(1, size), host.span(1, size) if through_host else None
+        porter.gather(source, moves, slot, "sum64", pinned)
+        moved = over(porter)
+        assert (moved.digest, moved.failure) == (digest, None)
+        found = pinned.on_cpu() if pinned else torch.frombuffer(bytearray(porter.read(slot)), dtype=torch.uint8)
+        assert torch.equal(found, wanted)
+        if pinned:
+            porter.fill(slot, bytes(size))  # it has to come from the host's slot
+        porter.scatter(sink, moves, slot, "sum64", digest, pinned)
+        assert over(porter).failure is None
+        porter.gather(sink, moves, slot, "sum64")
+        assert over(porter).digest == digest
+        porter.scatter(sink, moves, slot, "sum64", digest ^ 1)
+        assert over(porter).failure[0] == "digest_mismatch"
+
+
+def test_a_move_is_not_over_before_its_kernel(porter: GpuPorter) -> None:
+    held = filled()
+    moves, size = one_chunk(held)
+    source, sink = OnGpu(held), OnGpu(build(SHAPE))
+    before = [memory.clone() for memory in sink.memories]
+    with porter.staging(1 << 20, 1) as slots:
+        slot = slots.span(0, size)
+        porter.scatter(OnGpu(held), moves, slot, "sum64", 0)  # the kernels are compiled now
+        porter.gather(source, moves, slot, "sum64")
+        left = 2
+        while left:
+            left -= len(porter.poll())
+        assert all(map(torch.equal, before, sink.memories))
+        porter.fill(slot, bytes(size))
+        with torch.cuda.stream(porter._out):
+            torch.cuda._sleep(SPIN)
+        porter.gather(source, moves, slot, "sum64")
+        assert porter.poll() == [] and porter.is_using(source) and not any(porter.read(slot))
+        digest = over(porter).digest
+        assert not porter.is_using(source) and any(porter.read(slot))
+        with torch.cuda.stream(porter._in):
+            torch.cuda._sleep(SPIN)
+        porter.scatter(sink, moves, slot, "sum64", digest)
+        assert porter.poll() == [] and porter.is_using(sink)
+        assert all(map(torch.equal, before, sink.memories)), "written already: then this test proves nothing"
+        assert over(porter).failure is None
+        assert not all(map(torch.equal, before, sink.memories))
+
+
+def test_new_kernels_are_compiled_beside_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, new = filled(), build(replace(SHAPE, layout="hnd"))
+    (moves, size), (other, _) = one_chunk(known), one_chunk(new)
+    source, sink, porter = OnGpu(known), OnGpu(new), GpuPorter(driver.Gpu.open("cuda:0"), 2, aside=True)
+    with porter.staging(1 << 20, 2) as slots, closing(porter):
+        slot, far = slots.span(0, size), slots.span(1, size)
+        wait_for(lambda: porter.gather(source, moves, slot, "sum64"))
+        digest, took = over(porter).digest, []
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        with pytest.raises(Compiling) as compiling:
+            porter.scatter(sink, other, far, "sum64", 0)
+        began = time.perf_counter()
+        while not compiling.value.is_over():
+            at = time.perf_counter()
+            porter.gather(source, moves, slot, "sum64")
+            assert over(porter).digest == digest
+            took.append(time.perf_counter() - at)
+        compiled_s = time.perf_counter() - began
+        print(f"{len(took)} moves, the longest {max(took) * 1e3:.1f} ms, while {compiled_s * 1e3:.0f} ms were compiled")
+        assert compiled_s > 0.1, "it was compiled already: then this test proves nothing"
+        assert max(took) < compiled_s / 4
+        porter.scatter(sink, other, far, "sum64", 1)  # of zeros
+        assert over(porter).failure == ("digest_mismatch", f"digest: sent {1:016x}, landed {0:016x}")
+
+
+def wait_for(begin: Callable[[], int]) -> None:
+    """Begin this once its kernels are compiled."""
+    while True:
+        try:
+            begin()
+        except Compiling as compiling:
+            while not compiling.is_over():
+                time.sleep(0.001)
+        else:
+            return
+
+
+def test_slots_of_a_gpu_are_one_allocation_of_their_own(porter: GpuPorter) -> None:
+    with porter.staging(1 << 20, 3) as slots:
+        assert driver.range_of(slots.base) == (slots.base, slots.size_bytes)
+        assert len(driver.ipc_export(slots.base)) == 64
+        memory = wrap(slots.base, slots.size_bytes, driver.Gpu.open("cuda:0"))
+        porter.fill(slots.span(1), b"\x07" * 64)
+        assert np.array_equal(memory[1 << 20 : (1 << 20) + 64].cpu().numpy(), np.full(64, 7, np.uint8))
+
+
+def test_a_copy_brings_all_bytes(porter: GpuPorter) -> None:
+    with porter.staging(1 << 20, 2) as slots:
+        content = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8).numpy().tobytes()
+        porter.fill(slots.span(0), content)
+        porter.copy(slots.span(0), slots.span(1))
+        assert over(porter).failure is None
+        assert porter.read(slots.span(1)) == content
+
+
+def test_digests_of_one_bundle_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sums are never cleared: a digest is what a move has added, after others, a copy and a launch that failed."""
+    held = filled()
+    moves, size = one_chunk(held)
+    wanted = torch.empty(size, dtype=torch.uint8)
+    with attached(held) as (_, pool):
+        digest = gather_on_cpu(pool, moves.moves(), wanted, "sum64")
+    source, porter = OnGpu(held), GpuPorter(driver.Gpu.open("cuda:0"), 1)
+    with porter.staging(1 << 20, 2) as slots:
+        slot = slots.span(0, size)
+        for _ in range(2):
+            porter.gather(source, moves, slot, "sum64")
+            assert over(porter).digest == digest
+        porter.copy(slot, slots.span(1, size))
+        assert over(porter).digest == 0
+        porter.scatter(source, moves, slot, "sum64", digest)
+        assert over(porter) == Moved(4, digest)
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "copy_to_host", lambda *_: (_ for _ in ()).throw(RuntimeError("no copy")))
+            with pytest.raises(RuntimeError, match="no copy"):
+                porter.gather(source, moves, slot, "sum64")  # its kernel has run: what it added is not the next one's
+        porter.gather(source, moves, slot, "sum64")
+        assert over(porter).digest == digest
+    porter.close()

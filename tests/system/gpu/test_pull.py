@@ -1,0 +1,113 @@
+"""The pull kernel on a GPU against its twins through a slot, and reading the memory of another GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
+from kvbridge_kernels.field import Axis, Field, Mapped
+from kvbridge_kernels.places import Places
+from kvbridge_kernels.pull_recipe import PullRecipe
+from kvbridge_kernels.segment import Segment
+from kvbridge_kernels.tables import Work
+
+from tests.system.gpu.test_kernels import PAIRS, SCALES, every_pattern
+from tests.unit.kernels.chunks import Shape, assert_same_memory, on
+from tests.unit.kernels.pulls import PULLS, WIRES, check_pull, converted, ends_of
+from tests.unit.kernels.rows import WHERE, Rows, segment_of
+
+pytest.importorskip("triton")
+from kvbridge_kernels.gather import gather
+from kvbridge_kernels.pull import pull, warm
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+@pytest.mark.parametrize(("source", "sink"), PULLS, ids=str)
+def test_rows_are_pulled_bit_for_bit(source: Shape, sink: Shape, has_sums: bool) -> None:
+    check_pull(pull, ends_of([source], [sink], 17, 17), "cuda", gather, has_sums)
+
+
+@pytest.mark.parametrize("layouts", [("nhd", "hnd"), ("columns", "nhd"), ("nhd", "tiled")])
+@pytest.mark.parametrize("old", WIRES)
+@pytest.mark.parametrize("new", WIRES)
+def test_every_codec_becomes_every_other(old: str, new: str, layouts: tuple[str, str]) -> None:
+    for wire in {old, new, "fp32"}:
+        check_pull(pull, converted(old, new, wire, (2, 3), layouts), "cuda", gather)
+    check_pull(pull, converted(old, new, new, None, layouts), "cuda", gather, has_sums=False)
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+@pytest.mark.parametrize("is_dense", [True, False])
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_every_pattern_becomes_what_the_twins_make_of_it(old: str, new: str, is_dense: bool, has_sums: bool) -> None:
+    """Converted as they are read, into rows that are dense, and such as are not."""
+    size, heads = DTYPES[new].itemsize, len(SCALES)
+    scales = [torch.tensor([each]) for each in (SCALES[::-1], SCALES)]
+    (source,) = every_pattern(old, Cast(Number(old, scales[0]), Number(new, scales[1])), heads)
+    rows, row = source.places.count, 64 * size
+    memory = torch.full((heads * rows * row,), 0xA5, dtype=torch.uint8)
+    elements, stride = (Axis(64, size), row) if is_dense else (Axis(64, rows * size), size)
+    field = Field(memory, 0, Axis(1, 0), Axis(rows, stride), (Axis(1, 0),), Axis(heads, rows * row), (elements,), size)
+    sink = Segment(field, Places(torch.arange(rows).flip(0)), 0, 0)
+    check_pull(pull, ([source], [sink], source.plane_bytes), "cuda", gather, has_sums, new)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("fp8_e4m3", "int8"), ("int8", "fp8_e4m3")])
+@pytest.mark.parametrize("source", WHERE)
+@pytest.mark.parametrize("sink", WHERE)
+def test_rows_with_scales_of_their_own(source: str, sink: str, ours: str, theirs: str) -> None:
+    one, size = segment_of(Rows(source, planes=2, width=128), ours, Number("fp32"), 9, tame=True)
+    other, _ = segment_of(Rows(sink, planes=2, width=128, block_tokens=8), theirs, Number("fp32"), 9, seed=3)
+    check_pull(pull, ([one], [other], size), "cuda", gather)
+
+
+@pytest.mark.parametrize("programs", [1, 8, 33, 1000])
+def test_any_number_of_programs_walks_all_tiles(programs: int) -> None:
+    shapes = Shape("nhd", heads=8, width=128, planes=8), Shape("hnd", heads=8, width=128, planes=8)
+    ends = ends_of(shapes[:1], shapes[1:], 99, 300)
+    check_pull(lambda chunk, sums, work: pull(chunk, sums, work, None, programs), ends, "cuda", gather)
+
+
+def test_a_recipe_is_used_again_on_another_stream() -> None:
+    sources, sinks, size = ends_of([Shape("nhd", planes=4)], [Shape("hnd", planes=4)], 9, 21)
+    ours, theirs, work = on(sources, "cuda"), on(sinks, "cuda"), Work("cuda")
+    recipe, stream = PullRecipe(ours, theirs, size), torch.cuda.Stream()
+    warm(recipe.chunk, False, work)
+    torch.cuda.synchronize()
+    assert torch.equal(theirs[0].field.memory.cpu(), sinks[0].field.memory)
+    for seed in range(3):
+        index = torch.randperm(36, generator=torch.Generator().manual_seed(seed))[:21]
+        places = [Places(index)]
+
+        def again(_: object, sums: torch.Tensor | None, __: Work, places: list[Places] = places) -> None:
+            pull(recipe.at(places, places), sums, work, stream)
+            stream.synchronize()
+
+        again(None, None, work)
+        wanted = [replace(each[0], places=places[0]) for each in (sources, sinks)]
+        check_pull(pull, ([wanted[0]], [wanted[1]], size), "cuda", gather)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("programs", [None, 33])
+def test_rows_of_another_gpu_are_read_where_they_are(programs: int | None) -> None:
+    sources, sinks, size = ends_of([Shape("nhd", planes=4)], [Shape("hnd", planes=4, block_tokens=8)], 18, 60)
+    ours = sources[0].field.memory.to("cuda:0")
+    with torch.cuda.device(1):
+        torch.zeros(1, device="cuda:0").copy_(torch.ones(1, device="cuda:1"))  # torch lets 1 reach 0 by this
+        theirs = on(sinks, "cuda:1")
+        foreign = Mapped(ours.data_ptr(), ours.numel(), 1)
+        far = [replace(each, field=replace(each.field, memory=foreign)) for each in sources]
+        torch.cuda.synchronize(0)
+        sums = torch.full((1,), 77, dtype=torch.int64, device="cuda:1")
+        pull(PullRecipe(far, theirs, size).chunk, sums, Work("cuda:1"), None, programs)
+        found = theirs[0].field.memory.cpu()
+    wanted, near = on(sinks, "cuda:0"), on(sources, "cuda:0")
+    again = torch.full((1,), 77, dtype=torch.int64, device="cuda:0")
+    pull(PullRecipe(near, wanted, size).chunk, again, Work("cuda:0"))
+    assert_same_memory(sinks, found, wanted[0].field.memory.cpu())
+    assert int(sums) == int(again) and not torch.equal(found, sinks[0].field.memory)

@@ -1,0 +1,225 @@
+"""Real SGLang servers, each rank beside a real agent, kept for a module of tests; and one server alone as reference."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvbridge_proto.status import Status
+
+from tests.integration.agent.harness import AgentProcess, agent, wait_for
+from tests.system.engines.fleet import prompt
+from tests.system.engines.model import write_model
+from tests.system.sglang import rows
+from tests.system.sglang.server import Server, ServerConfig
+
+__all__ = ["Answer", "Fleet", "assert_idle", "prompt"]
+
+TOKENS = 12  # decoded of each prompt
+MOST = 7  # servers at a time: a GiB each
+# fp32 engines that compute in other orders differ by 1e-4 at most; below that greedy tokens may part.
+CLOSE = 0.01
+CONFIGS = {
+    "p16": ServerConfig("prefill"),
+    "p32": ServerConfig("prefill", page_size=32),
+    "p1": ServerConfig("prefill", page_size=1),
+    "p16-two": ServerConfig("prefill", tensor_parallel_size=2),
+    "p16-stages": ServerConfig("prefill", pipeline_parallel_size=2),
+    "d16-stages": ServerConfig("decode", pipeline_parallel_size=2),
+    "p16-bf16": ServerConfig("prefill", dtype="bfloat16"),
+    "d16": ServerConfig("decode"),
+    "d16-small": ServerConfig("decode", max_total_tokens=1280),
+    "d32": ServerConfig("decode", page_size=32),
+    "p16-replicas": ServerConfig("prefill", tensor_parallel_size=2, data_parallel_size=2),
+    "d32-replicas": ServerConfig("decode", page_size=32, tensor_parallel_size=2, data_parallel_size=2),
+    "p16-replicas-of-two": ServerConfig("prefill", tensor_parallel_size=4, data_parallel_size=2),
+    "d64": ServerConfig("decode", page_size=64),
+    "d16-two": ServerConfig("decode", tensor_parallel_size=2),
+    "d16-bf16": ServerConfig("decode", kv_cache_dtype="bf16"),
+    "d64-bf16": ServerConfig("decode", page_size=64, kv_cache_dtype="bf16"),
+    "d16-fp8": ServerConfig("decode", dtype="bfloat16", kv_cache_dtype="fp8_e4m3"),
+    "alone": ServerConfig("alone"),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one prompt. `gaps` are the differences of the two best log-probabilities, one a token."""
+
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]
+    cached: int
+    reason: Any
+
+
+class Fleet:
+    """Servers by name, started when first asked for; the one that was longest not asked for makes room."""
+
+    def __init__(
+        self,
+        folder: Path,
+        stack: ExitStack,
+        write: Callable[[Path], Path] = write_model,
+        changes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.kept = folder / "rows"
+        self.kept.mkdir(parents=True)
+        self._stack = stack
+        self._model = str(write(folder / "model"))
+        self._changes = changes or {}  # of every server's configuration
+        self._servers: dict[str, Server] = {}
+        self.agents: dict[str, list[AgentProcess]] = {}
+        self._rooms = itertools.count(random.SystemRandom().getrandbits(40) << 16)
+
+    def start(self, *names: str) -> None:
+        """Have these servers ready; their start-ups overlap."""
+        for name in names:
+            if name in self._servers:
+                self._servers[name] = self._servers.pop(name)  # the last one to go
+        new = [name for name in dict.fromkeys(names) if name not in self._servers]
+        for name in list(self._servers)[: max(0, len(self._servers) + len(new) - MOST)]:
+            if name not in names:
+                self._servers.pop(name).close()
+                for running in self.agents.pop(name, []):
+                    running.stop()
+        for name in new:
+            self._servers[name] = self._start(name)
+        for name in new:
+            self._servers[name].wait_ready()
+
+    def __getitem__(self, name: str) -> Server:
+        self.start(name)
+        return self._servers[name]
+
+    def kill(self, name: str) -> None:
+        """The server and its workers, by SIGKILL; another one is started beside the same agents when asked for."""
+        self._servers.pop(name).kill()
+
+    def room(self) -> int:
+        """A rendezvous that was not used before."""
+        return next(self._rooms)
+
+    def body(self, source: str, tokens: Sequence[Any], room: Any, count: int = TOKENS, **more: Any) -> dict[str, Any]:
+        """The same for both servers of a pair; a prompt and a room, or as many of each."""
+        return {
+            "input_ids": tokens,
+            "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self[source].bootstrap_port,
+            "bootstrap_room": room,
+            **more,
+        }
+
+    def both(self, source: str, sink: str, body: dict[str, Any]) -> tuple[tuple[int, Any], tuple[int, Any]]:
+        """What the prefilling server says to it, and what the decoding one."""
+        self.start(source, sink)
+        with ThreadPoolExecutor(2) as pool:
+            given, taken = (pool.submit(self[name].generate, body) for name in (source, sink))
+            return given.result(), taken.result()
+
+    def ask(
+        self, source: str, sink: str, prompts: Sequence[list[int]], count: int = TOKENS
+    ) -> list[tuple[int, Answer]]:
+        """Each prompt's room and the decoding server's answer; several go as arrays of one request."""
+        rooms = [self.room() for _ in prompts]
+        self.start(source, sink)
+        body = self.body(source, prompts, rooms, count)
+        (_, given), (status, taken) = self.both(source, sink, body)
+        assert status == 200, (taken, given)
+        return list(zip(rooms, (answer_of(each) for each in taken), strict=True))
+
+    def rows(self, source: str, sink: str, room: int) -> tuple[rows.Rows, rows.Rows]:
+        """What was given and what was taken."""
+        shards = [CONFIGS[name].shards for name in (source, sink)]
+        given = rows.load(self.kept, "prefill", room, shards[0])
+        return given, rows.load(self.kept, "decode", room, shards[1])
+
+    def crossed(self, source: str, sink: str, *prompts: list[int], count: int = TOKENS) -> list[Answer]:
+        """Prompts go from one server to the other; the rows that arrive are the reference conversion of those sent."""
+        answers = self.ask(source, sink, prompts, count)
+        for room, answer in answers:
+            assert len(answer.tokens) == count, answer
+            self.assert_carried(*self.rows(source, sink, room))
+        return [answer for _, answer in answers]
+
+    @staticmethod
+    def assert_carried(given: rows.Rows, taken: rows.Rows) -> None:
+        rows.assert_carried(given, taken)
+
+    def alone(self, tokens: list[int], count: int = TOKENS) -> Answer:
+        """What one server says by itself."""
+        body = self.body("alone", tokens, None, count, bootstrap_host=None, bootstrap_port=None)
+        status, said = self["alone"].generate(body)
+        assert status == 200, said
+        return answer_of(said)
+
+    def assert_same_as_alone(self, tokens: list[int], answer: Answer) -> None:
+        assert_same_tokens(self.alone(tokens, len(answer.tokens)), answer)
+
+    def start_agents(self, name: str) -> None:
+        """One agent for each rank, on the address its predecessor had, if there was one."""
+        before = self.agents.get(name, [])
+        size = CONFIGS[name].ranks
+        addresses = [old.listen for old in before] or ["tcp://127.0.0.1:0"] * size
+        self.agents[name] = [
+            self._stack.enter_context(
+                agent(
+                    self.folder,
+                    f"{name}-{rank}",
+                    listen=addresses[rank],
+                    slot_bytes=1 << 20,
+                    inbound_slots=16,
+                    log_level="debug",
+                )
+            )
+            for rank in range(size)
+        ]
+        for running in self.agents[name]:
+            running.listen = running.address
+
+    def _start(self, name: str) -> Server:
+        config = replace(CONFIGS[name], **self._changes)
+        told = {"KVBRIDGE_TEST_ROWS": str(self.kept)}
+        if config.role != "alone" and config.backend == "kvbridge":
+            told["KVBRIDGE_ENGINE_SOCKET"] = str(self.folder / f"{name}-{{rank}}.sock")
+            if name not in self.agents:
+                self.start_agents(name)
+        config = replace(config, environment=told | config.environment)
+        return self._stack.enter_context(Server(config, self._model, self.folder, name))
+
+
+def assert_idle(fleet: Fleet, *names: str, timeout_s: float = 20.0) -> None:
+    """Nothing is held for any request: not by the servers, not by their agents."""
+    for name in names:
+        fleet[name].wait_empty(timeout_s)
+    for running in (each for name in names for each in fleet.agents.get(name, ())):
+        wait_for(lambda running=running: _is_idle(running.status), timeout_s)
+
+
+def _is_idle(status: Status) -> bool:
+    slots = (status.inbound, status.outbound)
+    return not (status.offers or status.transfers or any(each.lent or each.quarantined for each in slots))
+
+
+def answer_of(said: dict[str, Any]) -> Answer:
+    meta = said["meta_info"]
+    gaps = tuple(best[0] - second[0] for best, second in meta.get("output_top_logprobs") or ())
+    return Answer(tuple(said["output_ids"]), gaps, meta.get("cached_tokens", 0), meta["finish_reason"])
+
+
+def assert_same_tokens(alone: Answer, answer: Answer) -> None:
+    """They may part where the two best tokens are as good as equal."""
+    for i, (expected, found) in enumerate(zip(alone.tokens, answer.tokens, strict=True)):
+        if expected == found:
+            continue
+        assert alone.gaps[i] < CLOSE, f"token {i} is {found}, alone {expected} (best by {alone.gaps[i]:.3f}): {answer}"
+        return

@@ -1,0 +1,99 @@
+"""What the tests put into SGLang's processes, by its own plugins: it keeps the KV rows of prompts, and transfer times.
+
+Nothing of it ships: `server.py` makes the entry point, in a folder of its own on PYTHONPATH. `KVBRIDGE_TEST_ROWS` names
+a folder: there the prefilling side writes a prompt's rows when it sends its last chunk, the decoding side when it has
+taken the transfer for good; none while the folder has a file `pause`. `KVBRIDGE_TEST_TIMES` names a file that gets a
+line of JSON when either happens, what SGLang itself reports of the transfer, and what `tests.system.engines.marks`
+notes. `KVBRIDGE_TEST_SEED` makes the weights of a model that is only a config.json.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from kvbridge.demo.sglang_rows import keep, watch
+from tests.system.engines import marks, weights
+
+PAUSE = "pause"
+SEEDED = "kvbridge_test: seeded"  # what a rank says whose weights were made
+
+
+def register() -> None:
+    """SGLang calls it in each of its processes, before it makes an engine."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if os.environ.get("KVBRIDGE_TEST_DEVICE", "cpu") == "cpu":
+        from sglang.srt.models.deepseek_common import attention_backend_handler as latents
+
+        # There its own NIXL backend registers memory as a GPU's, and a latent's prefill reads keys that are not there.
+        nixl = "sglang.srt.disaggregation.nixl.conn"
+        HookRegistry.register(f"{nixl}._normalize_kv_mem_kinds", _dram, HookType.AROUND)
+        HookRegistry.register(f"{nixl}._homogeneous_kv_mem_kind", _any_ranks, HookType.AFTER)
+        latents.AttentionBackendRegistry.register("torch_native", latents._dispatch_mla_subtype)
+        # Attention that is parallel over data: its way for CPUs is there, for SGLang's CPU engine alone.
+        from sglang.srt.distributed import parallel_state
+        from sglang.srt.layers import dp_attention
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+        from sglang.srt.model_executor import forward_batch_info
+
+        parallel_state._is_cpu = forward_batch_info._is_cpu = True
+        group = parallel_state.GroupCoordinator
+        group.all_to_all_single = group._all_to_all_single
+        dp_attention.memcpy_func = dp_attention.memcpy_cpu
+        TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    if "KVBRIDGE_TEST_SEED" in os.environ:
+        HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _seeded, HookType.AROUND)
+    if "KVBRIDGE_TEST_ROWS" in os.environ or marks.VARIABLE in os.environ:
+        watch(_seen)
+    if marks.VARIABLE in os.environ:
+        marks.watch()
+        stats = "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.compute_and_observe_kv_transfer_metrics"
+        HookRegistry.register(stats, _timed, HookType.AFTER)
+
+
+def _dram(original: Any, kinds: Any, expected_len: int) -> list[str]:
+    return ["DRAM"] * expected_len
+
+
+class _Dram(str):
+    """Its way for unequal numbers of ranks refuses whatever is not a GPU's, and works with this."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def _any_ranks(kind: str, kinds: list[str], context: str) -> str:
+    return _Dram(kind) if context == "destination" else kind
+
+
+def _seeded(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Weights that any sharding of the model shares, through its own loader; SGLang's dummy ones if that fails."""
+    import torch
+
+    original(model, *args, **kwargs)
+    try:
+        with torch.no_grad():
+            like, seed = next(model.parameters()), int(os.environ["KVBRIDGE_TEST_SEED"])
+            model.load_weights(weights.seeded(model.config.to_dict(), like, seed))
+    except Exception:
+        logging.getLogger(__name__).exception("dummy weights stay")
+        return
+    print(SEEDED, flush=True)
+    if marks.VARIABLE in os.environ:
+        marks.note(side="weights", digests=weights.digests(model))
+
+
+def _seen(side: str, scheduler: Any, req: Any) -> None:
+    if marks.VARIABLE in os.environ:
+        marks.note(side=side, room=req.bootstrap_room, at_s=time.monotonic())
+    if (folder := os.environ.get("KVBRIDGE_TEST_ROWS")) and not Path(folder, PAUSE).exists():
+        keep(Path(folder), side, scheduler, req)
+
+
+def _timed(result: Any, stats: Any, metric: Any) -> None:
+    if result:
+        marks.note(side="reported", **result)

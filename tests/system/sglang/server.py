@@ -1,0 +1,235 @@
+"""A real SGLang server, on the CPU or on GPUs, in processes of its own, asked over HTTP.
+
+The test's side needs nothing of SGLang. `python` must have it; what the server says goes to `log`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.system.engines.engine_process import EngineDied
+
+ROOT = Path(__file__).resolve().parents[3]
+PLUGIN = "kvbridge_test"
+LAUNCHERS = {"cpu": "kvbridge.demo.sglang_cpu", "cuda": "sglang.launch_server"}
+# As tests.system.gpu.sglang_pairs needs them; the torch backends need no compiler.
+GPU_FLAGS = (
+    *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.85"),
+    *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled", "--disable-custom-all-reduce"),
+)
+# NVLink multicast stays off, and servers may share GPUs.
+GPU_ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+}
+# A prompt whose other half never comes is given up after so long.
+PATIENCE_S = 20
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How the server is started. `role` is "alone", "prefill" or "decode"; `backend` SGLang's name of what carries."""
+
+    role: str = "alone"
+    gpus: tuple[int, ...] = ()  # the machine's numbers of them, one a rank; none: on the CPU
+    page_size: int = 16
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1  # of attention: the tensor parallel ranks are shared out over so many replicas
+    dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
+    chunked_prefill_size: int = 256
+    max_total_tokens: int = 16384
+    backend: str = "kvbridge"
+    keeps_prefixes: bool = True  # a radix cache, on the decoding side too
+    cores: str = ""  # pinned, one a rank ("0" or "0|1")
+    has_tokenizer: bool = False  # else it is asked in token ids
+    flags: tuple[str, ...] = ()  # any other
+    environment: dict[str, str] = field(default_factory=dict)  # beside this process's
+
+    @property
+    def ranks(self) -> int:
+        """Processes, each with an agent of its own."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def shards(self) -> int:
+        """Ranks that have a part of one request's rows."""
+        return self.ranks // self.data_parallel_size
+
+
+class Server:
+    """Start it, `wait_ready`, use it, `close` it (or use `with`). `folder` gets its log and its test plugin."""
+
+    def __init__(self, config: ServerConfig, model: str, folder: Path, name: str, python: str = sys.executable) -> None:
+        self.config = config
+        self.log = folder / f"{name}.log"
+        self.port, self.bootstrap_port = free_port(), free_port()
+        command = [python, "-m", LAUNCHERS[_device(config)], *_flags(config, model, self)]
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | _environment(config, folder) | config.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait_ready(self, timeout_s: float = 300.0) -> None:
+        end = time.monotonic() + timeout_s
+        while not self.is_ready():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise EngineDied(f"the server does not serve (exit {self.process.poll()})\n{self.tail()}")
+            time.sleep(0.2)
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self.ask("GET", "/health", timeout_s=5.0)[0] == 200
+        return False
+
+    def generate(self, body: dict[str, Any], timeout_s: float = 90.0) -> tuple[int, Any]:
+        """The HTTP status and what came with it."""
+        return self.ask("POST", "/generate", body, timeout_s)
+
+    def ask(self, verb: str, path: str, body: Any = None, timeout_s: float = 30.0) -> tuple[int, Any]:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
+            sent = None if body is None else json.dumps(body)
+            connection.request(verb, path, sent, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+        try:
+            return answer.status, json.loads(text)
+        except ValueError:
+            return answer.status, text.decode(errors="replace")
+
+    def begin(self, body: dict[str, Any]) -> http.client.HTTPConnection:
+        """Send the request and do not wait; whoever closes the connection has gone away."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90.0)
+        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
+    def abort(self, rid: str) -> None:
+        assert self.ask("POST", "/abort_request", {"rid": rid})[0] == 200
+
+    def held(self) -> dict[str, int]:
+        """What the scheduler still has for requests; all zeros when it has nothing to do."""
+        status, said = self.ask("GET", "/v1/loads")
+        assert status == 200, said
+        counts = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
+        held: Counter[str] = Counter()
+        for load in said["loads"]:  # one a replica
+            held.update({key: load[key] for key in counts})
+            held.update({key: value for key, value in load["disaggregation"].items() if key.endswith("_reqs")})
+        return held
+
+    def wait_empty(self, timeout_s: float = 30.0) -> None:
+        end = time.monotonic() + timeout_s
+        while any((held := self.held()).values()):
+            if time.monotonic() > end:
+                raise EngineDied(f"not empty within {timeout_s} s: {held}\n{self.tail()}")
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """As `kill`: asked nicely it takes five seconds, and has nothing to put away."""
+        self.kill()
+
+    def kill(self) -> None:
+        """The server and its workers, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def tail(self, lines: int = 60) -> str:
+        return "\n".join(self.text().splitlines()[-lines:])
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def _device(config: ServerConfig) -> str:
+    return "cuda" if config.gpus else "cpu"
+
+
+def _flags(config: ServerConfig, model: str, server: Server) -> list[str]:
+    flags = ["--model-path", model, "--host", "127.0.0.1", "--port", str(server.port)]
+    flags += [] if config.has_tokenizer else ["--skip-tokenizer-init"]
+    flags += GPU_FLAGS if config.gpus else ["--sleep-on-idle", "--mem-fraction-static", "0.1"]
+    flags += ["--skip-server-warmup", "--dtype", config.dtype]
+    flags += ["--page-size", str(config.page_size), "--tp-size", str(config.tensor_parallel_size)]
+    flags += ["--pp-size", str(config.pipeline_parallel_size)]
+    if config.data_parallel_size > 1:
+        flags += ["--dp-size", str(config.data_parallel_size), "--enable-dp-attention"]
+    flags += ["--kv-cache-dtype", config.kv_cache_dtype, "--max-total-tokens", str(config.max_total_tokens)]
+    flags += ["--chunked-prefill-size", str(config.chunked_prefill_size), "--max-running-requests", "32"]
+    if config.role != "alone":
+        flags += ["--disaggregation-mode", config.role, "--disaggregation-transfer-backend", config.backend]
+        flags += ["--disaggregation-bootstrap-port", str(server.bootstrap_port)]
+    if config.role == "decode":
+        flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"] * (not config.gpus)
+        flags += ["--disaggregation-decode-enable-radix-cache"] * config.keeps_prefixes
+    elif not config.keeps_prefixes:
+        flags += ["--disable-radix-cache"]
+    return [*flags, *config.flags]
+
+
+def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
+    """Without these a two-core machine stalls at random, or start-up looks for a network."""
+    paths = [str(_plugin(folder)), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    said = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "PYTHONUNBUFFERED": "1",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(PATIENCE_S),
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(PATIENCE_S),
+        "KVBRIDGE_TEST_DEVICE": _device(config),
+    }
+    if config.gpus:
+        return said | GPU_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.gpus))}
+    cores = config.cores or "|".join(str(rank % 2) for rank in range(config.ranks))
+    if config.cores or config.ranks > 1:
+        said["SGLANG_CPU_OMP_THREADS_BIND"] = cores
+    return said
+
+
+def _plugin(folder: Path) -> Path:
+    """A folder for PYTHONPATH that says that tests.system.sglang.plugin is a plugin of SGLang's."""
+    path = folder / "plugins"
+    told = path / f"{PLUGIN}-0.dist-info"
+    told.mkdir(parents=True, exist_ok=True)
+    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
+    (told / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{PLUGIN} = tests.system.sglang.plugin:register\n")
+    return path

@@ -1,0 +1,142 @@
+"""What a request, a peer or an operator may do to a server: it costs that request, and the server goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.agent.harness import wait_for
+from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, prompt
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+# Another set of auxiliary fields, a server that would give pages away half a second after an abort, and
+# one with room for so few tokens that running requests are retracted.
+OTHERS = {
+    "d16-masks": replace(CONFIGS["d16"], environment={"SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1"}),
+    "d16-hasty": replace(
+        CONFIGS["d16"], environment={"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "0.5"}
+    ),
+    "d16-small": replace(
+        CONFIGS["d16"], max_total_tokens=1024, keeps_prefixes=False, flags=("--schedule-conservativeness", "0.0")
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        for name, config in OTHERS.items():
+            patch.setitem(CONFIGS, name, config)
+        yield Fleet(folder, stack)
+
+
+def reason(answer: tuple[int, Any]) -> str:
+    status, said = answer
+    assert status != 200, said
+    return str(said)
+
+
+def works(fleet: Fleet, source: str, sink: str, seed: int) -> None:
+    tokens = prompt(100, seed=seed)
+    (answer,) = fleet.crossed(source, sink, tokens)
+    fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, source, sink)
+
+
+def test_a_room_that_is_in_use_is_refused_to_the_next(fleet: Fleet) -> None:
+    """A client may choose any number. Whose request came first keeps it."""
+    fleet.start("p16", "d16", "alone")
+    room, first, second = fleet.room(), prompt(700, seed=1), prompt(90, seed=2)
+    bodies = [fleet.body("p16", tokens, room) for tokens in (first, second)]
+    with ThreadPoolExecutor(4) as pool:
+        waits = pool.submit(fleet["d16"].generate, bodies[0])  # its prompt is asked for, and nobody prefills it yet
+        wait_for(lambda: fleet["d16"].held()["decode_transfer_queue_reqs"], 10)
+        refused = fleet["d16"].generate(bodies[1])
+        fleet["p16"].generate(bodies[0])
+        status, said = waits.result()
+    assert "in use by another request" in reason(refused)
+    assert status == 200, said
+    works(fleet, "p16", "d16", seed=3)
+
+
+def test_requests_of_one_room_and_other_prompts_do_not_meet(fleet: Fleet) -> None:
+    room = fleet.room()
+    bodies = {name: fleet.body("p16", prompt(90, seed=seed), room) for name, seed in (("p16", 11), ("d16", 12))}
+    with ThreadPoolExecutor(2) as pool:
+        given, taken = (pool.submit(fleet[name].generate, body) for name, body in bodies.items())
+        assert "another prompt" in reason(taken.result()) and given.result()[0] != 200
+    works(fleet, "p16", "d16", seed=13)
+
+
+def test_an_auxiliary_row_of_another_size_is_named(fleet: Fleet) -> None:
+    _, taken = fleet.both("p16", "d16-masks", fleet.body("p16", prompt(90, seed=31), fleet.room()))
+    assert "auxiliary row" in reason(taken)
+    works(fleet, "p16", "d16", seed=32)
+
+
+def test_pages_that_an_agent_may_write_are_not_given_back_because_time_has_passed(fleet: Fleet) -> None:
+    """The agent is stopped in the middle of a transfer, and cannot say that it is over."""
+    fleet.start("p16", "d16-hasty", "alone")
+    works(fleet, "p16", "d16-hasty", seed=61)
+    (agent,) = fleet.agents["d16-hasty"]
+    body = fleet.body("p16", prompt(6000, seed=62), fleet.room(), rid="stopped")
+    with ThreadPoolExecutor(2) as pool:
+        taken = pool.submit(fleet["d16-hasty"].generate, body)
+        wait_for(lambda: fleet["d16-hasty"].held()["decode_transfer_queue_reqs"], 10)
+        os.kill(agent.process.pid, signal.SIGSTOP)
+        try:
+            given = pool.submit(fleet["p16"].generate, body)
+            time.sleep(0.5)
+            fleet["d16-hasty"].abort("stopped")
+            assert taken.result()[0] != 200
+            time.sleep(3.0)
+            assert fleet["d16-hasty"].held()["num_used_tokens"] >= 6000
+        finally:
+            os.kill(agent.process.pid, signal.SIGCONT)
+        assert given.result()[0] != 200
+    assert_idle(fleet, "p16", "d16-hasty")
+    works(fleet, "p16", "d16-hasty", seed=63)
+
+
+def test_requests_that_are_retracted_go_on_where_they_were(fleet: Fleet) -> None:
+    """The decoding server gives their pages away, and takes them back from its own copy."""
+    fleet.start("p16", "d16-small", "alone")
+    prompts = [prompt(200, seed=41 + i) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda tokens: fleet.ask("p16", "d16-small", [tokens], 160)[0][1], prompts))
+    assert "retract" in fleet["d16-small"].text().lower()
+    for tokens, answer in zip(prompts, answers, strict=True):
+        fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, "p16", "d16-small")
+
+
+@pytest.mark.parametrize("name", ["p16", "d16"])
+def test_memory_is_given_back_and_taken_again(fleet: Fleet, name: str) -> None:
+    works(fleet, "p16", "d16", seed=51)
+    (agent,) = fleet.agents[name]
+    assert fleet[name].ask("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})[0] == 200
+    assert agent.status.engine is None, "the agent still has the memory"
+    assert fleet[name].ask("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})[0] == 200
+    wait_for(lambda: agent.status.engine is not None, 10)
+    works(fleet, "p16", "d16", seed=52 + len(name))
+
+
+def test_a_name_that_nobody_knows_in_the_environment_stops_the_server(fleet: Fleet, tmp_path: Path) -> None:
+    """Loudly: SGLang only logs what goes wrong in a plugin, so it must not go wrong there."""
+    from tests.system.sglang.server import EngineDied, Server
+
+    config = replace(CONFIGS["p16"], environment={"KVBRIDGE_ENGINE_SOKET": "/x"})
+    with Server(config, fleet._model, tmp_path, "misspelt") as server, pytest.raises(EngineDied) as died:
+        server.wait_ready()
+    assert "KVBRIDGE_ENGINE_SOKET: not an option" in str(died.value)

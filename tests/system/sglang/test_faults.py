@@ -1,0 +1,212 @@
+"""A client, an agent or a server goes away in the middle: the request ends, nothing is held, the next one works."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.agent.harness import wait_for
+from tests.system.engines.model import write_model
+from tests.system.sglang.fleet import Fleet, assert_idle, prompt
+from tests.system.sglang.server import PATIENCE_S
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+LONG = 4000  # tokens, in chunks of 256: the prompt takes a second or more
+SOURCE, SINK = "p16", "d32"
+LATE_S = PATIENCE_S + 25
+OWN = {SOURCE: 0, SINK: 1, "prefill": 0, "decode": 1}  # no prompt is used twice
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
+        fleet.start(SOURCE, SINK, "alone")
+        yield fleet
+
+
+def works(fleet: Fleet, seed: int) -> None:
+    """Nothing is held, and the next prompt is carried."""
+    assert_idle(fleet, SOURCE, SINK, timeout_s=LATE_S)
+    tokens = prompt(100, seed=seed)
+    (answer,) = fleet.crossed(SOURCE, SINK, tokens)
+    fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, SOURCE, SINK)
+
+
+class Asked:
+    """One long prompt, asked of both servers; `taken` and `given` are their answers when they have ended."""
+
+    def __init__(self, fleet: Fleet, seed: int, tokens: int = LONG) -> None:
+        self.room = fleet.room()
+        self.rid = f"asked-{self.room}"
+        self._pool = ThreadPoolExecutor(2)
+        body = fleet.body(SOURCE, prompt(tokens, seed=seed), self.room, rid=self.rid)
+        self.taken: Future[Any] = self._pool.submit(_ask, fleet, SINK, body)
+        self.given: Future[Any] = self._pool.submit(_ask, fleet, SOURCE, body)
+        wait_for(lambda: fleet[SINK].held()["decode_transfer_queue_reqs"], 10)
+
+    def ended(self, timeout_s: float = LATE_S) -> tuple[Any, Any]:
+        return self.given.result(timeout_s), self.taken.result(timeout_s)
+
+
+def _ask(fleet: Fleet, name: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """0 and why where the server did not answer."""
+    try:
+        return fleet[name].generate(body, LATE_S + 10)
+    except (OSError, http.client.HTTPException) as error:
+        return 0, error
+
+
+def failed(answer: tuple[int, Any]) -> bool:
+    status, said = answer
+    return status != 200 or (isinstance(said, dict) and said["meta_info"]["finish_reason"]["type"] == "abort")
+
+
+@pytest.mark.parametrize(("name", "queue"), [(SINK, "decode"), (SOURCE, "prefill")])
+def test_a_client_goes_away_while_one_side_waits_for_the_other(fleet: Fleet, name: str, queue: str) -> None:
+    body = fleet.body(SOURCE, prompt(200, seed=1 + OWN[queue]), fleet.room())
+    connection = fleet[name].begin(body)
+    wait_for(lambda: _waits(fleet, name, queue), 10)
+    connection.close()
+    works(fleet, seed=4 + OWN[queue])
+
+
+@pytest.mark.parametrize(("name", "queue"), [(SINK, "decode"), (SOURCE, "prefill")])
+def test_a_request_is_aborted_while_one_side_waits_for_the_other(fleet: Fleet, name: str, queue: str) -> None:
+    rid = f"waits-{queue}"
+    body = fleet.body(SOURCE, prompt(200, seed=11 + OWN[queue]), fleet.room(), rid=rid)
+    connection = fleet[name].begin(body)
+    wait_for(lambda: _waits(fleet, name, queue), 10)
+    fleet[name].abort(rid)
+    with contextlib.closing(connection):
+        connection.getresponse().read()
+    works(fleet, seed=14 + OWN[queue])
+
+
+def _waits(fleet: Fleet, name: str, queue: str) -> int:
+    return sum(count for key, count in fleet[name].held().items() if key.startswith(queue))
+
+
+@pytest.mark.parametrize("name", [SOURCE, SINK])
+def test_a_request_is_aborted_while_it_travels(fleet: Fleet, name: str) -> None:
+    """The side that is told ends at once, the other one when it has heard of it."""
+    asked = Asked(fleet, seed=20 + OWN[name])
+    time.sleep(0.3)
+    fleet[name].abort(asked.rid)
+    began = time.monotonic()
+    given, taken = asked.ended()
+    assert failed(taken), (given, taken)
+    assert time.monotonic() - began < LATE_S
+    works(fleet, seed=30 + OWN[name])
+
+
+@pytest.mark.parametrize("name", [SOURCE, SINK])
+def test_a_client_goes_away_while_its_request_travels(fleet: Fleet, name: str) -> None:
+    other = SINK if name == SOURCE else SOURCE
+    body = fleet.body(SOURCE, prompt(LONG, seed=40 + OWN[name]), fleet.room())
+    leaves = fleet[name].begin(body)
+    answers: list[Any] = []
+    stays = threading.Thread(target=lambda: answers.append(_ask(fleet, other, body)))
+    stays.start()
+    wait_for(lambda: fleet[SINK].held()["decode_transfer_queue_reqs"], 10)
+    time.sleep(0.3)
+    leaves.close()
+    stays.join(LATE_S + 15)
+    assert answers
+    works(fleet, seed=50 + OWN[name])
+
+
+@pytest.mark.parametrize("name", [SOURCE, SINK])
+def test_an_agent_is_killed_while_a_request_travels(fleet: Fleet, name: str) -> None:
+    """The request fails, the servers stay; with the next agent the next one is carried."""
+    asked = Asked(fleet, seed=60 + OWN[name])
+    time.sleep(0.3)
+    fleet.agents[name][0].kill()
+    _, taken = asked.ended()
+    assert failed(taken), taken
+    for side in (SOURCE, SINK):
+        assert fleet[side].process.poll() is None
+        fleet[side].wait_empty(LATE_S)
+    fleet.start_agents(name)
+    wait_for(lambda: fleet.agents[name][0].status.engine is not None, 10)
+    wait_for(lambda: _carries(fleet, seed=70 + OWN[name]), LATE_S)
+    works(fleet, seed=80 + OWN[name])
+
+
+@pytest.mark.parametrize("name", [SOURCE, SINK])
+def test_an_idle_server_attaches_again_before_the_next_request(fleet: Fleet, name: str) -> None:
+    works(fleet, seed=90 + OWN[name])
+    fleet.agents[name][0].kill()
+    time.sleep(1.0)
+    fleet.start_agents(name)
+    wait_for(lambda: fleet.agents[name][0].status.engine is not None, 10)
+    wait_for(lambda: _carries(fleet, seed=100 + OWN[name]), LATE_S)
+    works(fleet, seed=110 + OWN[name])
+
+
+def _carries(fleet: Fleet, seed: int) -> bool:
+    """Peers may need a moment to find each other again."""
+    room = fleet.room()
+    _, taken = fleet.both(SOURCE, SINK, fleet.body(SOURCE, prompt(50, seed=seed), room))
+    return not failed(taken)
+
+
+def test_a_room_that_nobody_has_costs_that_request_only(fleet: Fleet) -> None:
+    tokens = prompt(150, seed=120)
+    lost = fleet[SINK].begin(fleet.body(SOURCE, tokens, fleet.room()))
+    wait_for(lambda: _waits(fleet, SINK, "decode"), 10)
+    (answer,) = fleet.crossed(SOURCE, SINK, prompt(150, seed=121))
+    assert answer.tokens
+    with contextlib.closing(lost):
+        answered = lost.getresponse()
+        said = answered.read().decode()
+    assert answered.status != 200, said
+    works(fleet, seed=122)
+
+
+def test_an_array_of_rooms_with_a_hole_costs_that_request_only(fleet: Fleet) -> None:
+    body = fleet.body(SOURCE, [prompt(90, seed=130), prompt(90, seed=131)], [fleet.room(), None])
+    given, taken = fleet.both(SOURCE, SINK, body)
+    assert taken[0] != 200, (given, taken)
+    works(fleet, seed=132)
+
+
+def test_a_decode_server_of_another_model_is_refused_by_the_request(fleet: Fleet, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        other = Fleet(tmp_path / "other", stack, write=partial(write_model, num_hidden_layers=2))
+        other.start("d16")
+        body = fleet.body(SOURCE, prompt(100, seed=180), fleet.room())
+        with ThreadPoolExecutor(2) as pool:
+            given, taken = pool.submit(_ask, fleet, SOURCE, body), pool.submit(_ask, other, "d16", body)
+        assert failed(taken.result()), (given.result(), taken.result())
+        works(fleet, seed=181)
+        assert_idle(other, "d16", timeout_s=LATE_S)
+        assert other["d16"].process.poll() is None
+
+
+# The last ones: they start servers anew.
+@pytest.mark.parametrize("name", [SINK, SOURCE])
+def test_a_server_is_killed_while_a_request_travels(fleet: Fleet, name: str) -> None:
+    other = SINK if name == SOURCE else SOURCE
+    asked = Asked(fleet, seed=140 + OWN[name])
+    time.sleep(0.3)
+    fleet.kill(name)
+    given, taken = asked.ended()
+    assert failed(taken), (given, taken)
+    fleet[other].wait_empty(LATE_S)
+    assert fleet[other].process.poll() is None
+    fleet.start(name)
+    wait_for(lambda: _carries(fleet, seed=150 + OWN[name]), LATE_S)
+    works(fleet, seed=160 + OWN[name])

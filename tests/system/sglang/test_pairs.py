@@ -1,0 +1,133 @@
+"""Real SGLang servers that disagree: the rows that arrive are the reference conversion of those that were sent.
+
+Where both sides keep KV as the prefilling server computed it, the tokens are those that one server alone says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from tests.system.sglang.fleet import Fleet, assert_idle, prompt
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+LENGTHS = (1, 15, 16, 17, 64, 300, 700)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
+        fleet.start("p16", "d16", "p16-two", "d32", "alone")
+        yield fleet
+
+
+@pytest.mark.parametrize(("source", "sink"), [("p16", "d16"), ("p16-two", "d16"), ("p16", "d32")])
+def test_says_what_one_server_alone_says(fleet: Fleet, source: str, sink: str) -> None:
+    says_the_same(fleet, source, sink)
+
+
+@pytest.mark.parametrize(("source", "sink"), [("p16-stages", "d16"), ("p16", "d16-stages")])
+def test_pipeline_stages_of_one_side_are_nothing_to_the_other(fleet: Fleet, source: str, sink: str) -> None:
+    says_the_same(fleet, source, sink)
+
+
+@pytest.mark.parametrize("length", [257, 512, 513, 1500])
+def test_a_prompt_that_is_computed_in_chunks(fleet: Fleet, length: int) -> None:
+    tokens = prompt(length, seed=4000 + length)
+    before = fleet["p16"].text().count("Prefill batch")
+    (answer,) = fleet.crossed("p16", "d32", tokens)
+    assert fleet["p16"].text().count("Prefill batch") - before >= -(-length // 256)
+    fleet.assert_same_as_alone(tokens, answer)
+
+
+@pytest.mark.parametrize(("source", "sink"), [("p16", "d16"), ("p16", "d32"), ("p16-two", "d16")])
+def test_a_prefix_that_the_decoding_side_has_does_not_travel(fleet: Fleet, source: str, sink: str) -> None:
+    head = prompt(256, seed=_seed(source, sink, 5))
+    first, second = head + prompt(90, seed=6), head + prompt(120, seed=7)
+    fleet.crossed(source, sink, first)
+    before = moved_bytes(fleet, sink)
+    (answer,) = fleet.crossed(source, sink, second)
+    moved = moved_bytes(fleet, sink) - before
+    fleet.assert_same_as_alone(second, answer)
+    row = 4 * 2 * 4 * 128  # layers, parts, heads, bytes
+    assert 0 < moved < (len(second) - 256 + 32) * row, f"{moved} bytes moved: the prefix travelled too"
+
+
+def test_a_prefix_that_the_prefilling_side_has_is_carried_as_well(fleet: Fleet) -> None:
+    """It is sent early, before the rest is computed."""
+    head = prompt(300, seed=4100)
+    fleet.crossed("p16", "d16", head)
+    tokens = head + prompt(200, seed=4101)
+    (answer,) = fleet.crossed("p16", "d32", tokens)
+    fleet.assert_same_as_alone(tokens, answer)
+
+
+@pytest.mark.parametrize(("source", "sink"), [("p16", "d16"), ("p16", "d32"), ("p16-two", "d16")])
+def test_sixteen_requests_at_once(fleet: Fleet, source: str, sink: str) -> None:
+    prompts = [prompt(40 + 23 * i, seed=_seed(source, sink, 1000 + i)) for i in range(16)]
+    fleet.start(source, sink, "alone")
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda tokens: fleet.crossed(source, sink, tokens)[0], prompts))
+    for tokens, answer in zip(prompts, answers, strict=True):
+        fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, source, sink)
+
+
+def test_a_batch_has_a_room_for_each_of_its_prompts(fleet: Fleet) -> None:
+    prompts = [prompt(30 + 50 * i, seed=4200 + i) for i in range(8)]
+    for tokens, answer in zip(prompts, fleet.crossed("p16", "d32", *prompts), strict=True):
+        fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, "p16", "d32")
+
+
+def test_one_prompt_several_times_in_one_request(fleet: Fleet) -> None:
+    """As a router asks for n > 1: the prompt as often, each with a room of its own."""
+    tokens = prompt(200, seed=4300)
+    answers = fleet.crossed("p16", "d16", *[tokens] * 4)
+    for answer in answers:
+        fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, "p16", "d16")
+
+
+# The last ones: their servers are of no use to others, and push those out.
+@pytest.mark.parametrize(("source", "sink"), [("p16", "d16-two"), ("p32", "d16"), ("p1", "d64")])
+def test_says_the_same_whatever_the_two_disagree_on(fleet: Fleet, source: str, sink: str) -> None:
+    says_the_same(fleet, source, sink)
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "codecs"),
+    [("p16", "d16-bf16", ("fp32", "bf16")), ("p16-bf16", "d16-fp8", ("bf16", "fp8_e4m3"))],
+)
+def test_rows_are_converted_on_the_way(fleet: Fleet, source: str, sink: str, codecs: tuple[str, str]) -> None:
+    for length in LENGTHS:
+        ((room, answer),) = fleet.ask(source, sink, [prompt(length, seed=_seed(source, sink, length))])
+        given, taken = fleet.rows(source, sink, room)
+        assert (given.codec, taken.codec) == codecs
+        fleet.assert_carried(given, taken)
+        assert len(set(answer.tokens)) > 3, answer
+    assert_idle(fleet, source, sink)
+
+
+def says_the_same(fleet: Fleet, source: str, sink: str) -> None:
+    fleet.start(source, sink, "alone")
+    for length in LENGTHS:
+        tokens = prompt(length, seed=_seed(source, sink, length))
+        (answer,) = fleet.crossed(source, sink, tokens)
+        fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, source, sink)
+
+
+def moved_bytes(fleet: Fleet, name: str) -> float:
+    counters = [running.status.counters for running in fleet.agents[name]]
+    return sum(each.get("kvbridge_wire_bytes_total{role=sink}", 0.0) for each in counters)
+
+
+def _seed(source: str, sink: str, number: int) -> int:
+    """Prompts of different pairs share no prefix."""
+    return sum(map(ord, f"{source}>{sink}")) * 7919 + number * 31

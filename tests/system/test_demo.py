@@ -1,0 +1,177 @@
+"""The demo carries real bytes between real processes, and would notice a wrong one."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from msgspec import structs
+from rich.console import Console
+
+from kvbridge.demo import run as synthetic
+from kvbridge.demo.cross import PAIRS, Outcome, compare, conclude, report
+from kvbridge.demo.cross_engines import Engine
+from kvbridge.demo.engine import Job, SyntheticEngine
+from kvbridge.demo.pools import POISON, Request, Shape, describe, fill, first_difference, tables
+from kvbridge.demo.rows import write
+from kvbridge.demo.upgrade import Answer, Seen
+from kvbridge.demo.upgrade import conclude as conclude_upgrade
+from kvbridge.geometry.compat import check_pool
+from tests.integration.test_cli import kvbridge
+
+SMALL = Shape(name="small", axes="LPBTHE", block_tokens=16, blocks=12, layers=2, kv_heads=4, width=8)
+SHAPES = [
+    SMALL,
+    Shape(name="hnd", axes="LPBHTE", block_tokens=8, blocks=20, layers=2, kv_heads=4, width=8, tp_size=2),
+    Shape(name="packed", axes="LBHTPE", block_tokens=32, blocks=6, layers=2, kv_heads=4, width=8),
+    Shape(name="cross", axes="BLPTHE", block_tokens=48, blocks=4, layers=2, kv_heads=4, width=8, codec="fp8_e4m3"),
+]
+REQUESTS = [Request(name="one", tokens=40, seed=1), Request(name="two", tokens=33, first_token=16, seed=2)]
+CROSSED = [pair for pairs in PAIRS.values() for pair in pairs]
+AS_ALONE = Outcome(*CROSSED[0], 40, 163840.0, ((5, 6), (5, 6)), (5, 6), "", 0.5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_synthetic_pools_are_pools(shape: Shape) -> None:
+    for rank in range(shape.tp_size):
+        assert check_pool(describe(shape, rank)) == ()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_planes_of_a_synthetic_pool_cover_its_memory_once(shape: Shape) -> None:
+    memory = torch.full((shape.rank_bytes,), POISON, dtype=torch.uint8)
+    whole = Request(name="whole", tokens=shape.blocks * shape.block_tokens)
+    fill(memory, shape, 0, list(range(shape.blocks)), whole, "bf16")
+    assert len(set(tables(shape, [whole])["whole"])) == shape.blocks
+    again = memory.clone()
+    fill(again, shape, 0, list(range(shape.blocks)), whole, "bf16")
+    assert first_difference(memory, again, shape, 0) == ""
+
+
+def engine(shape: Shape, rank: int = 0) -> SyntheticEngine:
+    addresses = ("tcp://127.0.0.1:1",) * shape.tp_size
+    job = Job(role="sink", shape=shape, rank=rank, socket="/nowhere", ranks=addresses, requests=REQUESTS)
+    return SyntheticEngine(job)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_verify_finds_every_changed_byte(shape: Shape) -> None:
+    sink = engine(shape, shape.tp_size - 1)
+    for request in REQUESTS:
+        fill(sink.memory, shape, sink.job.rank, sink.tables[request.name], request, "bf16")
+    assert sink.verify() == ""
+    for place in range(0, shape.rank_bytes, shape.rank_bytes // 97):
+        sink.memory[place] ^= 1
+        assert "1 elements differ" in sink.verify()
+        sink.memory[place] ^= 1
+    assert sink.verify() == ""
+
+
+def test_verify_says_where_it_is_wrong() -> None:
+    sink = engine(SMALL)
+    for request in REQUESTS:
+        fill(sink.memory, SMALL, 0, sink.tables[request.name], request, "bf16")
+    table = sink.tables["two"]
+    rows = SMALL.kv_heads * SMALL.width * 2
+    sink.memory[table[1] * 16 * rows + 3 * rows + 2 * SMALL.width * 2] ^= 1  # layer 0 k, token 19, head 2
+    assert f"layer 0 k head 2 block {table[1]} token 3 element 0" in sink.verify()
+
+
+def test_a_slow_machine_does_not_push_the_verdict_out() -> None:
+    names = ("K|V packed HND", "cross-layer NHD")
+    shapes = [structs.replace(SMALL, name=name, codec="fp8_e4m3", tp_size=2) for name in names]
+    changes = ("codec: source bf16, sink fp8_e4m3",)
+    outcome = synthetic.Outcome(*shapes, changes, 160 << 20, 1.0, 123.456, ("a" * 16,), "")
+    screen = StringIO()
+    synthetic._report(Console(file=screen, width=80), [outcome], 200.0)
+    assert "exact" in screen.getvalue() and "123456" in screen.getvalue(), screen.getvalue()
+
+
+def test_the_whole_demo() -> None:
+    told = kvbridge("demo", timeout_s=100, COLUMNS="80")
+    assert told.returncode == 0, told.stderr + told.stdout
+    assert told.stdout.count("exact") == 3
+    assert "WRONG" not in told.stdout
+    assert "codec bf16 -> fp8_e4m3" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        (AS_ALONE, ""),
+        (replace(AS_ALONE, carried=(5, 7)), "decoded (5, 7), each engine alone (5, 6) and (5, 6)"),
+        (replace(AS_ALONE, alone=((5, 6), (5, 7))), "decoded (5, 6), each engine alone (5, 6) and (5, 7)"),
+        (replace(AS_ALONE, difference="layer 0 k: 1 of 160 rows differ"), "layer 0 k: 1 of 160 rows differ"),
+        (replace(AS_ALONE, moved_bytes=0.0), "nothing was carried"),
+    ],
+    ids=["right", "token", "one engine alone", "row", "nothing"],
+)
+def test_cross_demo_ends_with_1_if_anything_is_wrong(outcome: Outcome, says: str) -> None:
+    console = Console(file=StringIO(), width=120)
+    report(console, "both ways", [AS_ALONE, outcome])
+    told = console.file.getvalue()
+    assert ("WRONG" in told) == (says not in ("", "nothing was carried"))
+    assert not says or f"40 tokens, block 32 TP 1 to page 32 TP 1: {says}" in told
+    with pytest.raises(typer.Exit) if says else nullcontext() as ended:
+        conclude(console, [AS_ALONE, outcome])
+    assert not says or ended.value.exit_code == 1
+
+
+@pytest.mark.parametrize(("source", "sink"), CROSSED, ids=lambda engine: engine.name)
+def test_cross_demo_sees_a_wrong_row(source: Engine, sink: Engine, tmp_path: Path) -> None:
+    """Where vLLM decodes, the prompt's last token is its own."""
+    values = np.random.default_rng(1).normal(0, 1, (40, 4, 8)).astype("<f4").view(np.uint8)
+    changed, last_changed = values.copy(), values.copy()
+    changed[38, 3, 5] ^= 1
+    last_changed[39, 3, 5] ^= 1
+    is_last_seen = sink.kind == "sglang"
+    for taken, says in ((values, ""), (changed, "1 of"), (last_changed, "1 of" * is_last_seen), (values[:30], "of 40")):
+        for side, engine, rows in (("prefill", source, values), ("decode", sink, taken)):
+            for rank, part in enumerate(np.split(rows, engine.files, axis=1)):
+                write(tmp_path, side, 7, rank, "fp32", {"0.k": part})
+        said = compare(tmp_path, source, sink, 40)
+        assert bool(said) == bool(says) and (says in said or "were given" in said), said
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("flag", "engine"), [("--vllm", "vllm"), ("--cross", "vllm"), ("--cross", "sglang")])
+def test_demo_of_real_engines_says_what_it_needs(tmp_path: Path, flag: str, engine: str) -> None:
+    others = [] if engine == "vllm" else ["--vllm-python", _python(tmp_path / "good", 0)]
+    told = kvbridge("demo", flag, *others, f"--{engine}-python", tmp_path / "python")
+    assert told.returncode == 1
+    assert f"no_{engine}: no Python at {tmp_path}/python" in told.stderr
+    told = kvbridge("demo", flag, *others, f"--{engine}-python", _python(tmp_path / "bare", 1))
+    assert told.returncode == 1
+    assert f"does not have both {engine} and kvbridge" in told.stderr
+
+
+def _python(path: Path, code: int) -> Path:
+    """Says whether it has what it is asked for, by its exit code."""
+    path.write_text(f"#!/bin/sh\nexit {code}\n")
+    path.chmod(0o755)
+    return path
+
+
+GOOD = Answer(0.3, tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("step", "is_good", "said"),
+    [
+        (Seen((GOOD, GOOD), 150.0), True, "25% of the prompts computed again"),
+        (Seen((GOOD, GOOD), 0.0), False, "62% of the prompts computed again"),  # nothing was carried after this step
+        (Seen((GOOD, replace(GOOD, is_wrong=True)), 200.0), False, "1 wrong"),
+        (Seen((GOOD, Answer(9.5, failure="502")), 100.0), False, "4 requests: 1 failed, 0 wrong, slowest 9.5 s"),
+    ],
+)
+def test_an_upgrade_is_good_if_nothing_failed_and_each_step_carried(step: Seen, is_good: bool, said: str) -> None:
+    out = StringIO()
+    with nullcontext() if is_good else pytest.raises(typer.Exit):
+        conclude_upgrade(Console(file=out), [Seen((GOOD, GOOD), 150.0), step])
+    assert said in out.getvalue()

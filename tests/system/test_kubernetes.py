@@ -1,0 +1,178 @@
+"""Each overlay is built by kubectl, is what Kubernetes takes, and its agent starts as the pod says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbridge.config import load
+from kvbridge.transport.keys import write_pair
+from tests.integration.agent.harness import START_S
+
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+ROUTERS = (KUBERNETES.parents[1] / "docs" / "routers.md").read_text()
+OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
+VERSIONS = ("1.34", "1.37")  # the oldest with resource.k8s.io/v1, and the newest that the validator knows
+OURS = ("prefill", "decode")
+OF_OPERATORS = "monitoring.coreos.com/v1"  # no package of the registries has its schema
+LOOPBACK = f"127.{os.getpid() >> 8 & 255}.{os.getpid() & 255}.9"  # of this test alone: its ports are the pod's
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (constraints.txt)")
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="not installed (constraints.txt)")
+pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+
+
+@cache
+def built(overlay: str) -> list[dict[str, Any]]:
+    told = subprocess.run(
+        ["kubectl", "kustomize", str(KUBERNETES / "overlays" / overlay)], capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr
+    return list(yaml.safe_load_all(told.stdout))
+
+
+def named(overlay: str, kind: str, name: str) -> dict[str, Any]:
+    (found,) = [
+        each for each in built(overlay) if each["kind"] == kind and each["metadata"]["name"].split("-")[0] == name
+    ]
+    return found
+
+
+def pod(overlay: str, role: str) -> dict[str, Any]:
+    template: dict[str, Any] = named(overlay, "Deployment", role)["spec"]["template"]
+    return template
+
+
+def container(overlay: str, role: str, name: str) -> dict[str, Any]:
+    spec = pod(overlay, role)["spec"]
+    (found,) = [each for each in [*spec.get("initContainers", []), *spec["containers"]] if each["name"] == name]
+    return dict(found)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kubernetes_takes_the_overlay(overlay: str, version: str) -> None:
+    left = []
+    for resource in built(overlay):
+        if resource["apiVersion"] == OF_OPERATORS:
+            left.append(resource["kind"])
+        else:
+            kubernetes_validate.validate(resource, version, strict=True)
+    assert left == ["PodMonitor"]
+
+
+def test_the_schemas_see_a_wrong_field() -> None:
+    wrong = json.loads(json.dumps(named("vllm", "Deployment", "prefill")))
+    wrong["spec"]["template"]["spec"]["initContainers"][1]["restartPolicies"] = "Always"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, VERSIONS[0], strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("role", OURS)
+def test_the_agent_is_a_sidecar_that_sees_the_engine_and_its_gpu(overlay: str, role: str) -> None:
+    sidecar, engine = (container(overlay, role, name) for name in ("agent", "engine"))
+    spec = pod(overlay, role)["spec"]
+    assert sidecar["restartPolicy"] == "Always" and spec["shareProcessNamespace"] is True
+    shared = {"name": "run", "mountPath": "/run/kvbridge"}
+    assert shared in sidecar["volumeMounts"] and shared in engine["volumeMounts"]
+    if overlay.endswith("device-plugin"):
+        assert engine["resources"]["limits"] == {"nvidia.com/gpu": "1"} and spec["nodeSelector"]
+    else:
+        claims = {"name": "gpu"}
+        assert claims in sidecar["resources"]["claims"] and claims in engine["resources"]["claims"]
+    named_socket = load_of(sidecar).socket.replace("-0", "-{rank}")
+    assert named_socket in json.dumps(engine)
+
+
+def load_of(sidecar: dict[str, Any]) -> Any:
+    """The options that the sidecar's file and environment give."""
+    return load(str(KUBERNETES / "base" / "agent.toml"), environment=environment(sidecar, "10.1.2.3"))
+
+
+def environment(sidecar: dict[str, Any], pod_ip: str) -> dict[str, str]:
+    fields = {"status.podIP": pod_ip, "metadata.name": "prefill-0"}
+    found: dict[str, str] = {}
+    for each in sidecar["env"]:
+        value = each["value"] if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        found[each["name"]] = value.replace("$(POD_IP)", pod_ip)
+    return found
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_are_found_by_services_policies_and_prometheus(overlay: str) -> None:
+    for role in OURS:
+        labels = pod(overlay, role)["metadata"]["labels"]
+        for name in (role, "router"):
+            selector = named(overlay, "Service", name)["spec"]["selector"]
+            assert (selector.items() <= labels.items()) == (name == role)
+        ports = {port["name"] for name in ("agent", "engine") for port in container(overlay, role, name)["ports"]}
+        monitor, policy = named(overlay, "PodMonitor", "kvbridge"), named(overlay, "NetworkPolicy", "kvbridge")
+        assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} <= ports
+        for selector in (monitor["spec"]["selector"], policy["spec"]["podSelector"]):
+            assert selector.get("matchLabels", {}).items() <= labels.items()
+            assert all(labels[each["key"]] in each["values"] for each in selector["matchExpressions"])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_router_is_started_as_it_was_tested(overlay: str) -> None:
+    """docs/routers.md has the command lines that `make test-routers` drives; addresses are the pods' own here."""
+    router = container(overlay, "router", "router")
+    said = " ".join([*router["command"], *router["args"]]).removesuffix(" --host=0.0.0.0 --port=30000")
+    tested = re.sub(r"http://(PREFILL|DECODE):\d+", lambda found: f"http://{found[1].lower()}:8000", ROUTERS)
+    assert said.replace("python3", "python") in tested.splitlines()
+
+
+@pytest.fixture
+def inside(tmp_path: Path) -> Callable[[str], str]:
+    """Paths of the pod as paths of this test. The volume is as the kubelet makes one: anybody may write it."""
+    volume = tmp_path / "run"
+    volume.mkdir()
+    volume.chmod(0o2777)
+    places = {"/run/kvbridge": str(volume), "/etc/kvbridge-key": str(tmp_path), "/etc/kvbridge": str(tmp_path)}
+
+    def found(text: str) -> str:
+        for place, path in places.items():
+            text = text.replace(place, path)
+        return text
+
+    return found
+
+
+def test_an_agent_starts_as_the_pod_says_and_the_probe_tells(tmp_path: Path, inside: Callable[[str], str]) -> None:
+    sidecar, folder = container("vllm", "prefill", "agent"), container("vllm", "prefill", "folder")
+    subprocess.run([*map(inside, folder["command"])], check=True)
+    text = (KUBERNETES / "base/agent.toml").read_text()
+    assert '"eth0"' in text
+    (tmp_path / "agent.toml").write_text(inside(text).replace('"eth0"', '"lo"'))
+    write_pair(tmp_path / "fleet.key")
+    kvbridge = [sys.executable, "-m", "kvbridge.cli"]
+    program, *asked = map(inside, sidecar["livenessProbe"]["exec"]["command"])
+    assert program == "kvbridge"
+    probe = lambda: subprocess.run([*kvbridge, *asked], capture_output=True, text=True)  # noqa: E731
+    assert probe().returncode == 1
+    said = {**os.environ, **environment(sidecar, LOOPBACK), "KVBRIDGE_DEVICE": "cpu"}
+    with (
+        (tmp_path / "log").open("wb") as log,
+        subprocess.Popen([*kvbridge, *map(inside, sidecar["args"])], env=said, stderr=log) as process,
+    ):
+        try:
+            end = time.monotonic() + START_S
+            while (told := probe()).returncode:
+                assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
+            assert json.loads(told.stdout)["state"] == "serving"
+            assert json.loads(told.stdout)["agent"]["address"].startswith(f"tcp://{LOOPBACK}:7700#")
+        finally:
+            process.kill()
+    assert probe().returncode == 1

@@ -1,0 +1,170 @@
+"""The wheel, built from the sdist, in a clean environment that has what the metadata asks for and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "kvbridge", "proto/kvbridge_proto", "kernels/kvbridge_kernels")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Only machines with a GPU need them: constraints.txt leaves them out.
+FOR_GPUS = {"cuda-bindings", "nixl-cu12"}
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
+
+# `kvbridge demo` with one pair and one prompt; test_demo.py runs the whole of it.
+TRANSFER = "from kvbridge.demo.run import PAIRS, REQUESTS, run; run(PAIRS[:1], REQUESTS[:1])"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as pip would: an sdist of the sources, then a wheel of the unpacked sdist. Never from a used `build/`."""
+    folder = tmp_path_factory.mktemp("package")
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / name, folder / "tree" / name)
+    with tarfile.open(folder / _built("sdist", folder / "tree", folder)) as sdist:
+        sdist.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return folder / _built("wheel", unpacked, folder)
+
+
+def _built(kind: str, tree: Path, folder: Path) -> str:
+    told = subprocess.run([sys.executable, "-c", BUILD, kind, folder], cwd=tree, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    return told.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of an environment with the wheel and what its extra `agent` names, by links to ours."""
+    return environment(tmp_path_factory.mktemp("clean"), wheel, "agent")
+
+
+def environment(folder: Path, wheel: Path, extra: str) -> Path:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name in needed(extra):
+        for part in {file.parts[0] for file in distribution(name).files or () if file.parts[0] not in ("..", "bin")}:
+            place = Path(str(distribution(name).locate_file(part)))
+            if place.exists() and part != "__pycache__" and not (site / part).exists():
+                (site / part).symlink_to(place)
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "--disable-pip-version-check", "install"]
+    subprocess.run([*pip, "--quiet", "--no-index", "--no-deps", wheel], check=True)
+    return folder / "bin"
+
+
+def needed(extra: str) -> list[str]:
+    """Every package that `kvbridge[extra]` asks for, and those ask for. Raises for one that this environment lacks."""
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"].get(extra, ())]
+    found: dict[str, None] = {}
+    while wanted:
+        requirement = Requirement(wanted.pop())
+        name = canonicalize_name(requirement.name)
+        asked = requirement.marker is None or any(requirement.marker.evaluate({"extra": each}) for each in ("", extra))
+        if name in found or name in FOR_GPUS or not asked:
+            continue
+        try:
+            wanted += distribution(name).requires or ()
+        except PackageNotFoundError:
+            raise AssertionError(f"{requirement} is not here") from None
+        found[name] = None
+    return list(found)
+
+
+def told(command: list[str | Path], folder: Path, timeout_s: float = 60) -> str:
+    """What it prints, run away from this checkout and without a word of it in the environment."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVBRIDGE"))}
+    done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def test_wheel_has_all_of_ours_and_nothing_else(wheel: Path) -> None:
+    roots = (ROOT, ROOT / "proto", ROOT / "kernels")
+    ours = {
+        str(path.relative_to(root))
+        for root, name in zip(roots, ("kvbridge", "kvbridge_proto", "kvbridge_kernels"), strict=True)
+        for path in (root / name).rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert inside == ours and sum(name.endswith("py.typed") for name in ours) == 3
+
+
+def test_the_version_is_written_once(wheel: Path, clean: Path, tmp_path: Path) -> None:
+    version = PROJECT["version"]
+    assert wheel.name == f"kvbridge-{version}-py3-none-any.whl"
+    assert told([clean / "kvbridge", "--version"], tmp_path) == f"kvbridge {version}\n"
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == version
+
+
+def test_the_wheel_answers_and_carries(clean: Path, tmp_path: Path) -> None:
+    where = told([clean / "python", "-c", "import kvbridge.cli as c; print(c.__file__)"], tmp_path).strip()
+    assert Path(where).is_relative_to(clean.parent)
+    assert "Commands" in told([clean / "kvbridge", "--help"], tmp_path)
+    found = json.loads(told([clean / "kvbridge", "config", "show", "--json"], tmp_path))
+    assert found["options"]["name"]["value"] == "agent-0"
+    assert told([clean / "python", "-c", TRANSFER], tmp_path, timeout_s=100).count("exact") == 1
+
+
+def test_doctor_of_the_wheel_moves_something_by_a_route(clean: Path, tmp_path: Path) -> None:
+    only = [part for name in ("shm", "nixl", "route-pull") for part in ("--only", name)]
+    found = json.loads(told([clean / "kvbridge", "doctor", *only, "--json"], tmp_path, timeout_s=100))
+    outcomes = {each["check"]: each["outcome"] for each in found}
+    assert outcomes["route-pull"] == "ok" and "failed" not in outcomes.values(), found
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_every_python_that_is_named_installs_the_wheel(version: str, wheel: Path, tmp_path: Path) -> None:
+    """Without what it needs: that is not here for other Pythons. Each of its files is Python to this one."""
+    assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+    python = python_of(version)
+    subprocess.run([python, "-m", "venv", "--without-pip", tmp_path / "clean"], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", tmp_path / "clean/bin/python", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", wheel], check=True)
+    assert told([tmp_path / "clean/bin/kvbridge", "--version"], tmp_path) == f"kvbridge {PROJECT['version']}\n"
+    told(
+        [tmp_path / "clean/bin/python", "-m", "compileall", "-q", "-f", *(tmp_path / "clean").glob("lib/*/*")], tmp_path
+    )
+
+
+def python_of(version: str) -> str:
+    """A Python of this version. Skips where there is none."""
+    for found in filter(None, (shutil.which(f"python{version}"), sys.executable)):
+        asked = [found, "-c", "import sys; print(sys.executable, *sys.version_info[:2])"]
+        path, *numbers = subprocess.run(asked, capture_output=True, text=True).stdout.split() or [""]
+        if ".".join(numbers) == version:
+            return path
+    pytest.skip(f"no Python {version} here")
+
+
+def test_the_base_install_is_what_an_engine_needs(wheel: Path, tmp_path: Path) -> None:
+    base = environment(tmp_path / "base", wheel, "")
+    assert sorted(needed("")) == ["msgpack", "msgspec"]
+    told([base / "python", "-c", "import kvbridge_proto.engine, kvbridge.config, kvbridge.errors"], tmp_path)
+    done = subprocess.run([base / "kvbridge", "status"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "pip install 'kvbridge[agent]'" in done.stderr
+
+
+def test_the_wheel_tells_type_checkers_its_types(clean: Path, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("from kvbridge.errors import meant\nmeant(5, [])\n")
+    command = [sys.executable, "-m", "mypy", "--python-executable", clean / "python", "--cache-dir", tmp_path / "cache"]
+    done = subprocess.run([*command, "program.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert 'Argument 1 to "meant" has incompatible type "int"' in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,82 @@
+"""The unit under systemd itself: started once it serves, watched, in its sandbox, stopped in order."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvbridge.commands.status import ask
+from tests.support.booted import Booted, booted, why_not
+from tests.support.sandbox import ROOT
+
+REASON = why_not()
+pytestmark = [pytest.mark.systemd, pytest.mark.skipif(bool(REASON), reason=REASON)]
+
+CONFIG = 'listen = "tcp://127.0.0.1:{port}"\nmetrics = ""\ndevice = "cpu"\n'
+UNIT = "kvbridge-agent@{}.service"
+
+
+def configured(systemd: Booted, number: int) -> str:
+    """One GPU's instance, as docs/systemd.md has it made. Its name."""
+    (systemd.root / f"etc/kvbridge/agent-{number}.toml").write_text(CONFIG.format(port=7700 + number))
+    return UNIT.format(number)
+
+
+def test_an_agent_for_each_gpu_is_started_once_it_serves_and_stops_in_order(tmp_path: Path) -> None:
+    with booted(tmp_path) as systemd:
+        units = [configured(systemd, number) for number in range(2)]
+        told = systemd.run("systemctl", "start", *units)
+        assert told.returncode == 0, [systemd.text(unit) for unit in units]
+        for number, unit in enumerate(units):
+            assert ask(str(systemd.root / f"run/kvbridge/agent-{number}.sock")).state == "serving"
+            assert systemd.shows(unit, "StatusText") == "serving"
+        folder = (systemd.root / "run/kvbridge").stat()
+        assert folder.st_mode & 0o777 == 0o750 and folder.st_uid != 0
+        assert systemd.run("systemctl", "stop", *units).returncode == 0
+        for unit in units:
+            assert systemd.shows(unit, "Result") == "success" and "draining" in systemd.text(unit)
+        assert (systemd.root / "run/kvbridge/agent-0.sock.lock").exists()  # the next start learns whose life is over
+
+
+def test_an_agent_that_cannot_serve_is_not_started(tmp_path: Path) -> None:
+    with booted(tmp_path) as systemd:
+        unit = configured(systemd, 0)
+        (systemd.root / "etc/kvbridge/agent-0.toml").write_text('slot_bytes = "many"\n')
+        assert systemd.run("systemctl", "start", unit).returncode != 0
+        assert systemd.shows(unit, "ExecMainStatus") == "2" and systemd.shows(unit, "NRestarts") == "0"
+
+
+def test_an_agent_that_stands_still_is_ended_and_started_again(tmp_path: Path) -> None:
+    """What ends the feeding is a test of its own (agent/test_supervisor.py); here the whole process stands still."""
+    with booted(tmp_path, drop_in="WatchdogSec=3\nTimeoutAbortSec=1\n") as systemd:
+        unit = configured(systemd, 0)
+        assert systemd.run("systemctl", "start", unit).returncode == 0, systemd.text(unit)
+        first = systemd.shows(unit, "MainPID")
+        time.sleep(4)
+        assert systemd.shows(unit, "MainPID") == first  # it is fed
+        systemd.run("kill", "-STOP", first)
+        systemd.waits(unit, "NRestarts", "1", 20)
+        systemd.waits(unit, "ActiveState", "active", 40)
+        assert systemd.shows(unit, "StatusText") == "serving" and systemd.shows(unit, "MainPID") != first
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="compiles C: needs a compiler, as an agent beside a GPU does")
+def test_a_kernel_and_its_launcher_are_compiled_in_the_sandbox_that_systemd_makes(tmp_path: Path) -> None:
+    instead = f"ExecStart={sys.executable} {ROOT}/tests/sandboxed.py {ROOT}"
+    drop_in = f"Type=oneshot\nRestart=no\nWatchdogSec=0\nStandardOutput=file:/run/log/said\nExecStart=\n{instead}\n"
+    with booted(tmp_path, drop_in) as systemd:
+        unit = configured(systemd, 0)
+        assert systemd.run("systemctl", "start", unit).returncode == 0, systemd.text(unit)
+        found = json.loads((systemd.root / "run/log/said").read_text())
+        assert found.pop("compiled").endswith(" bytes"), found
+        assert found == {
+            "stored": "/var/cache/kvbridge/tmp",
+            "at_home": "/var/cache/kvbridge",
+            "launched": "42",
+            "outside": "",
+        }

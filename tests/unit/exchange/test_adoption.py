@@ -1,0 +1,205 @@
+"""A sink that would take its source's scales: its engine is asked once, and what it says holds for all who wait."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from kvbridge_proto.engine import Adopt, Done, Failed, Refused
+
+from tests.unit.exchange.world import World, make_pool
+
+WHY = "scales: requests have been computed under ours"
+
+
+def adopting(*sources: float, ranks: int = 1, seed: int = 0) -> World:
+    """Sources under these scales (each an engine, or ranks of one), and a sink under 1 that asks for theirs."""
+    if len(sources) == 1:
+        pools = [make_pool("prefill", rank, ranks, 4, sources[0]) for rank in range(ranks)]
+    else:
+        pools = [make_pool(f"prefill-{index}", 0, 1, 4, scale) for index, scale in enumerate(sources)]
+    world = World(pools, [make_pool("decode", 0, 1, 16, 1.0)], seed=seed)
+    if len(sources) > 1:
+        for node, rank in zip(world.sources, world.sources[0].home.ranks, strict=True):
+            node.home = replace(node.home, ranks=(rank,))
+    (sink,) = world.sinks
+    sink.home = replace(sink.home, policy="adopt")
+    return world
+
+
+def asked(world: World) -> list[Adopt]:
+    return [message for message in world.sinks[0].told if isinstance(message, Adopt)]
+
+
+def decline(world: World, revision: int) -> None:
+    (sink,) = world.sinks
+    world.do(sink, sink.inbound.declined(revision, WHY, world.now))
+
+
+def assert_taken_over(world: World) -> None:
+    """Every row lay under one and the same scale when it was read and when it was written, and moved as it was."""
+    assert len({plane.codec.scales for _, _, pool in world.moved for plane in pool.planes}) == 1
+    for strips, _, _ in world.moved:
+        assert all(strip.source.codec.scales == strip.sink.codec.scales for strip in strips)
+
+
+def test_the_engine_is_asked_once_and_all_who_waited_go_on() -> None:
+    world = adopting(0.5, ranks=2)
+    for request in ("a", "b"):
+        world.want(request, 40)
+        world.offer(request, 40, 12)
+    world.run()
+    assert not world.answers() and not world.moved
+    (question,) = asked(world)
+    assert question.revision == 1
+    assert {(each.layer, each.part) for each in question.scales} == {(0, "k"), (0, "v"), (1, "k"), (1, "v")}
+    assert {each.scales for each in question.scales} == {(0.5,)}
+    world.rescale(world.sinks[0], 0.5, question.revision)
+    world.run()
+    world.want("c", 40)
+    world.offer("c", 40, 12)
+    world.run()
+    assert {type(answer) for answer in world.answers().values()} == {Done} and len(world.answers()) == 3
+    assert len(asked(world)) == 1
+    assert_taken_over(world)
+    world.check_rest()
+
+
+def test_a_decline_fails_all_who_wait_by_name_and_is_remembered() -> None:
+    world = adopting(0.5)
+    for request in ("a", "b"):
+        world.want(request, 40)
+        world.offer(request, 40, 12)
+    world.run()
+    decline(world, 1)
+    world.want("c", 40)
+    world.offer("c", 40, 12)
+    world.run()
+    for request in "abc":
+        failed = world.answers()[request]
+        assert isinstance(failed, Failed) and failed.code == "adopt_refused"
+        assert failed.reason == f"scales: source 0.5, sink 1 (layer 0 k); needs scales=requantize ({WHY})"
+        assert world.released()[request].code == ""  # the source was told that nothing is needed
+    assert len(asked(world)) == 1 and not world.moved
+    world.check_rest()
+
+
+def test_an_engine_that_takes_yet_others_is_not_asked_again() -> None:
+    world = adopting(0.5)
+    world.want("r", 40)
+    world.offer("r", 40, 12)
+    world.run()
+    world.rescale(world.sinks[0], 0.125, 1)
+    world.run()
+    failed = world.answers()["r"]
+    assert isinstance(failed, Failed) and failed.code == "adopt_refused"
+    assert "source 0.5, sink 0.125 (layer 0 k)" in failed.reason and "took others" in failed.reason
+    assert len(asked(world)) == 1 and not world.moved
+    world.check_rest()
+
+
+@pytest.mark.parametrize("source", [0.0, 1.0])
+def test_nothing_is_asked_where_there_is_nothing_to_take(source: float) -> None:
+    world = adopting(source)
+    world.want("r", 40)
+    world.want("none", 0)
+    world.offer("r", 40, 12)
+    world.offer("none", 40, 12)
+    world.run()
+    assert isinstance(world.answers()["r"], Done) and isinstance(world.answers()["none"], Done)
+    assert not asked(world)
+
+
+def test_who_needs_no_rows_need_not_agree() -> None:
+    world = adopting(0.5)
+    world.want("none", 0)
+    world.offer("none", 40, 12)
+    world.run()
+    assert isinstance(world.answers()["none"], Done) and not asked(world)
+    world.check_rest()
+
+
+def test_another_engine_is_asked_anew() -> None:
+    world = adopting(0.5)
+    world.want("r", 40)
+    world.run()
+    decline(world, 1)
+    (sink,) = world.sinks
+    world.do(sink, sink.inbound.engine_left(world.now))
+    world.want("again", 40)
+    world.run()
+    assert [question.revision for question in asked(world)] == [1, 1]
+
+
+def test_the_want_of_an_engine_that_does_not_answer_ends_by_its_deadline() -> None:
+    world = adopting(0.5)
+    world.want("r", 40)
+    world.offer("r", 40, 12)
+    world.run()
+    world.pass_time(50)
+    world.run()
+    failed = world.answers()["r"]
+    assert isinstance(failed, Failed) and failed.code == "deadline" and "agreeing" in failed.reason
+    world.check_rest()
+
+
+def test_an_answer_that_nobody_asked_for_is_refused() -> None:
+    world = adopting(0.5)
+    decline(world, 7)
+    (said,) = world.sinks[0].told
+    assert isinstance(said, Refused) and said.code == "stale_revision" and said.about == "decline 7"
+
+
+def test_a_second_source_of_yet_other_scales_is_declined_alone() -> None:
+    world = adopting(0.5, 0.25)
+    for number, source in enumerate(("P0", "P1", "P1", "P0")):
+        world.want(f"r{number}", 40, source=source)
+        world.offer(f"r{number}", 40, 12)
+        world.run()
+        if number == 0:
+            world.rescale(world.sinks[0], 0.5, 1)
+        elif number == 1:
+            decline(world, 2)  # rows of the first are there
+        world.run()
+    assert [question.revision for question in asked(world)] == [1, 2]
+    answers = world.answers()
+    assert [type(answers[f"r{number}"]) for number in range(4)] == [Done, Failed, Failed, Done]
+    assert {answers[name].code for name in ("r1", "r2")} == {"adopt_refused"}
+    assert "source 0.25, sink 0.5 (layer 0 k)" in answers["r2"].reason
+    assert_taken_over(world)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_whatever_comes_first_nothing_is_requantized_or_mixed(seed: int) -> None:
+    """The engine takes the first scales that it is asked about, and answers when it likes."""
+    world = adopting(0.5, 0.25, seed=seed)
+    (sink,) = world.sinks
+    answered = 0
+
+    def answer() -> None:
+        nonlocal answered
+        for question in asked(world)[answered:]:
+            answered += 1
+            if question.revision == 1:
+                world.rescale(sink, question.scales[0].scales[0], 1)
+            else:
+                decline(world, question.revision)
+
+    for number in range(8):
+        world.want(f"r{number}", 40 + number, source=f"P{world.random.randrange(2)}")
+        world.offer(f"r{number}", 40 + number, 12)
+        for _ in range(world.random.randrange(20)):
+            world.later("answer", answer)
+    world.run()
+    while answered < len(asked(world)):
+        answer()
+        world.run()
+    answers = world.answers()
+    assert len(answers) == 8 and any(isinstance(each, Done) for each in answers.values())
+    assert {each.code for each in answers.values() if isinstance(each, Failed)} <= {"adopt_refused"}
+    assert len(asked(world)) <= 2
+    assert_taken_over(world)
+    for _ in range(3):
+        world.pass_time(50)
+        world.run()
+    world.check_rest()

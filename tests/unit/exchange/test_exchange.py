@@ -1,0 +1,365 @@
+"""Two machines (or more) back to back, through every order of events that a seed can make."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvbridge_proto.engine import Done, Failed, Offer, Refused, Released
+from kvbridge_proto.peer import Cancel
+from kvbridge_proto.words import Blocks
+from msgspec.structs import replace
+
+from kvbridge.exchange.actions import Send, Tell
+from kvbridge.exchange.orders import Dropped
+from tests.unit.exchange.world import World
+
+SEEDS = range(25)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("sources", "sinks"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_carries_requests_whatever_the_order(sources: int, sinks: int, seed: int) -> None:
+    world = World(sources, sinks, seed=seed)
+    for i in range(6):
+        if (seed + i) % 2:
+            world.want(f"r{i}", 40 + i)
+        world.offer(f"r{i}", 40 + i, 12)
+        if not (seed + i) % 2:
+            world.want(f"r{i}", 40 + i)
+    world.run()
+    for sink in range(sinks):
+        assert all(isinstance(answer, Done) for answer in world.answers(sink).values())
+        assert len(world.answers(sink)) == 6
+    for source in range(sources):
+        assert len(world.released(source)) == 6
+    world.check_rest()
+
+
+def test_ships_while_the_prompt_is_computed() -> None:
+    world = World(slots=8)
+    world.want("r", 64)
+    world.offer("r", 32, 8, last=False)
+    world.run()
+    early = sum(world.scatters.values())
+    assert early > 0 and not world.answers()
+    world.offer("r", 64, 8, first=8)
+    world.run()
+    assert isinstance(world.answers()["r"], Done) and sum(world.scatters.values()) > early
+    world.check_rest()
+
+
+def test_blocks_are_released_before_the_network_is_through() -> None:
+    world = World(slots=8, local=8)
+    world.offer("r", 8, 2)
+    world.want("r", 8)
+    world.hold = {"write"}
+    world.run()
+    assert "r" in world.released() and not world.answers()
+    world.hold = set()
+    world.run()
+    world.check_rest()
+
+
+def test_an_empty_want_releases_the_offer() -> None:
+    world = World(sources=2)
+    world.offer("r", 16, 4)
+    world.want("r", 16, first=16)
+    world.run()
+    assert isinstance(world.answers()["r"], Done) and world.released(0) and world.released(1)
+    world.check_rest()
+
+
+def test_a_prefix_on_the_sink_is_not_sent() -> None:
+    world = World()
+    world.offer("r", 48, 12)
+    world.want("r", 48, first=32)
+    world.run()
+    done = world.answers()["r"]
+    assert isinstance(done, Done) and done.moved_bytes == 16 * 2 * 2 * 4 * 16
+    world.check_rest()
+
+
+def test_equal_rooms_are_served_one_offer_each() -> None:
+    world = World()
+    for i in range(3):
+        world.offer(f"p{i}", 16, 4, room="same")
+        world.want(f"d{i}", 16, room="same")
+    world.run()
+    assert all(isinstance(a, Done) for a in world.answers().values()) and len(world.released()) == 3
+    world.check_rest()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_abandoned_want_is_answered_once_and_quarantines_until_drained(seed: int) -> None:
+    world = World(seed=seed)
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"write"}
+    world.run()
+    world.abandon("r")
+    world.hold = {"write", "message"}
+    world.run()
+    counts = world.sinks[0].inbound.slots.counts()
+    assert isinstance(world.answers()["r"], Failed) and counts.quarantined > 0 and counts.lent == 0
+    world.hold = set()
+    world.run()
+    world.check_rest()
+
+
+def test_quarantined_slots_are_not_lent_again_by_time() -> None:
+    world = World(slots=2)
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"write"}
+    world.run()
+    world.abandon("r")
+    world.run()
+    world.offer("s", 16, 4)
+    world.want("s", 16)
+    world.run()
+    world.pass_time(40)
+    world.run()
+    assert "s" not in world.answers() and world.sinks[0].inbound.slots.free == 0
+    world.hold = set()
+    world.run()
+    assert isinstance(world.answers()["s"], Done)
+    world.check_rest()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_dead_source_fails_the_want_and_its_slots_wait_for_proof(seed: int) -> None:
+    world = World(sources=2, seed=seed)
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"write"}
+    world.run()
+    world.kill("P1")
+    world.hold = set()
+    world.run()
+    answer = world.answers()["r"]
+    assert isinstance(answer, Failed) and answer.code == "peer_lost"
+    inbound = world.sinks[0].inbound
+    assert not inbound.wants
+    boot = world.nodes["P1"].home.agent.boot
+    asked = [action.body for action in inbound.refused("P1", "next") if isinstance(action, Send)]
+    assert bool(asked) == bool(inbound.slots.counts().quarantined)
+    for body in asked:
+        assert isinstance(body, Cancel) and body.boot == boot
+        inbound.drained("next", body.transfer, "", "", world.now)
+    world.check_rest()
+
+
+def test_a_want_without_offer_ends_by_its_deadline() -> None:
+    world = World()
+    world.want("r", 16, deadline=5)
+    world.run()
+    world.pass_time(6)
+    world.run()
+    answer = world.answers()["r"]
+    assert isinstance(answer, Failed) and answer.code == "deadline"
+    world.check_rest()
+
+
+def test_an_offer_nobody_wants_is_released_by_its_hold() -> None:
+    world = World()
+    world.offer("r", 16, 4)
+    world.run()
+    world.pass_time(101)
+    assert world.released()["r"].code == "offer_expired"
+    world.check_rest()
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_what_is_said_of_an_offer_that_has_expired_is_no_new_offer(is_last: bool) -> None:
+    """Its engine has the blocks back: it would not wait for whoever read them now."""
+    world = World()
+    world.offer("r", 8, 2, last=False)
+    world.run()
+    world.pass_time(101)
+    assert world.released()["r"].code == "offer_expired"
+    outbound = world.sources[0].outbound
+    world.want("r", 16)
+    more = Offer(room="r", request="r", tokens=16, blocks=(Blocks(0, 0, (0, 1, 2, 3)),), is_last=is_last, hold_s=100.0)
+    for _ in range(2 - is_last):
+        (said,) = outbound.offer(more, world.sources[0].home, world.now)
+        assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "offer_over"
+    assert not outbound.offers
+    (said,) = outbound.withdraw("r", "over", 0.0)
+    assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "unknown_offer"
+    outbound.offer(more, world.sources[0].home, world.now)
+    assert "r" in outbound.offers, "a new life of that name"
+
+
+def test_a_want_for_more_than_was_offered_fails_with_both_numbers() -> None:
+    world = World()
+    world.offer("r", 16, 4)
+    world.want("r", 20)
+    world.run()
+    answer = world.answers()["r"]
+    assert isinstance(answer, Failed) and answer.code == "tokens_missing" and "20" in answer.reason
+    world.check_rest() if not world.sources[0].outbound.offers else world.pass_time(101)
+
+
+def test_withdrawn_offer_waits_for_its_gathers() -> None:
+    world = World()
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"gather"}
+    world.run()
+    world.withdraw("r")
+    world.run()
+    assert not world.released()
+    world.hold = set()
+    world.run()
+    assert world.released()["r"].code == "withdrawn"
+    assert isinstance(world.answers()["r"], Failed)
+    world.check_rest()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 3).filter(lambda n: n != 3),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 6),
+    st.integers(0, 10**9),
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["abandon", "withdraw", "time"])), max_size=4),
+)
+def test_every_request_ends_once_and_nothing_leaks(
+    sources: int, sinks: int, slots: int, seed: int, faults: list[tuple[int, str]]
+) -> None:
+    world = World(sources, sinks, slots=slots, seed=seed)
+    for i in range(6):
+        if seed % 2:
+            world.want(f"r{i}", 24)
+        world.offer(f"r{i}", 24, 6)
+        if not seed % 2:
+            world.want(f"r{i}", 24)
+        for at, fault in faults:
+            if at == i and fault == "abandon":
+                world.abandon(f"r{i}")
+            elif at == i and fault == "withdraw":
+                world.withdraw(f"r{i}")
+            elif at == i:
+                world.pass_time(1)
+    world.run()
+    world.pass_time(200)
+    world.run()
+    for sink in range(sinks):
+        assert len(world.answers(sink)) == 6
+    for source in range(sources):
+        assert len(world.released(source)) == 6
+    world.check_rest()
+
+
+NOTICE_LIES = {
+    "transfer": "t999",
+    "token": b"\0" * 16,
+    "source_boot": "another",
+    "sink_boot": "another",
+    "source_epoch": 7,
+    "sink_epoch": 7,
+    "slot": 99,
+    "generation": 99,
+    "chunk": 77,
+    "chunk_bytes": 1,
+}
+
+
+@pytest.mark.parametrize("field", NOTICE_LIES)
+def test_a_landed_chunk_counts_only_if_every_field_matches(field: str) -> None:
+    world = World()
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"notice"}
+    world.run()
+    receiving, true = world.sinks[0].receiving, world.notices[0]
+    lie = replace(true, **{field: NOTICE_LIES[field]})
+    assert receiving.landed(lie) is None and receiving.scattering == 0
+    arrival = receiving.landed(true)
+    assert arrival is not None and arrival.notice == true
+    again = replace(true, slot=world.notices[1].slot, generation=1)
+    assert receiving.landed(again) is None  # the same chunk in another slot
+    assert receiving.take_reports() == [Dropped(lie.transfer, lie.slot), Dropped(again.transfer, again.slot)]
+
+
+@pytest.mark.parametrize("hold", ["hello", "gather", "scatter"])
+def test_a_request_wanted_twice_goes_on_and_another_under_its_name_is_refused(hold: str) -> None:
+    world = World()
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {hold}
+    world.run()
+    (sink,) = world.sinks
+    world.want("r", 64)
+    assert not sink.told
+    world.want("r", 48)
+    (refused,) = sink.told
+    assert isinstance(refused, Refused) and (refused.code, refused.about) == ("duplicate_request", "want r")
+    world.hold = set()
+    world.run()
+    assert isinstance(world.answers()["r"], Done)
+    world.check_rest()
+
+
+def test_a_want_that_fails_before_its_claim_lets_the_reached_ranks_go() -> None:
+    world = World(sources=2)
+    world.offer("r", 64, 16)
+    world.nodes["P1"].is_dead = True
+    world.want("r", 64, first=37)
+    world.run()
+    answer = world.answers()["r"]
+    assert isinstance(answer, Failed) and answer.code == "peer_unreachable"
+    assert world.released(0)["r"].code == ""
+    assert not world.refused
+
+
+def test_a_source_that_lost_us_still_answers_the_cancel_of_what_it_was_writing() -> None:
+    world = World()
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"write"}
+    world.run()
+    source, sink = world.sources[0], world.sinks[0]
+    world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
+    world.do(source, source.outbound.lost(sink.home.agent.boot))
+    world.settle()
+    assert isinstance(world.answers()["r"], Failed) and sink.inbound.slots.counts().quarantined
+    world.pass_time(6)  # nobody wants anything of it: the sink looks for it on account of its slots alone
+    world.run()
+    assert sink.inbound.slots.counts().quarantined, "writes are under way"
+    world.hold = set()
+    world.run()
+    world.check_rest()
+
+
+def test_a_source_that_lost_us_does_not_call_drained_what_it_is_writing() -> None:
+    """Whoever asks without a session must not hear that nothing is written while something is."""
+    world = World()
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"write"}
+    world.run()
+    source, sink = world.sources[0].outbound, world.sinks[0]
+    (transfer,) = source.outlets
+    world.do(world.sources[0], source.lost(sink.home.agent.boot))
+    assert not source.renounce(sink.home.agent.boot, Cancel(transfer=transfer, code=""))
+    world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "link ended", world.now))
+    world.hold = set()
+    world.run()
+    for each in (transfer, "never heard of"):
+        assert source.renounce(sink.home.agent.boot, Cancel(transfer=each, code=""))
+
+
+def test_ranks_of_two_engines_are_not_taken_for_one() -> None:
+    world = World(sources=2)
+    other = world.nodes["P1"]
+    pool = replace(other.home.pool, engine=replace(other.home.pool.engine, id="stranger"))
+    other.home = dataclasses.replace(other.home, pool=pool)
+    world.offer("r", 16, 4)
+    world.want("r", 16)
+    world.run()
+    answer = world.answers()["r"]
+    assert isinstance(answer, Failed) and answer.code == "source_ranks_mismatch" and "stranger" in answer.reason

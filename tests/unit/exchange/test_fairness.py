@@ -1,0 +1,75 @@
+"""Slots are few: whoever has waited longest for one goes first, at the sink as at the source."""
+
+from __future__ import annotations
+
+import pytest
+from kvbridge_proto.engine import Done
+
+from tests.unit.exchange.world import World
+
+LONG = 240
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("slots", "local"), [(2, 2), (1, 4), (4, 1), (8, 2)])
+def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(slots: int, local: int, seed: int) -> None:
+    world = World(1, 1, slots=slots, local=local, seed=seed)
+    inbound = world.sinks[0].inbound
+    world.offer("long", LONG, LONG // 4)
+    world.want("long", LONG)
+    for _ in range(25):
+        world.step()
+    (long,) = inbound.wants["long"].intakes.values()
+    before, chunks = long.scattered, long.plan.chunks
+    world.offer("short", 16, 4)
+    world.want("short", 16)
+    while "short" not in world.answers():
+        assert world.step()
+    assert isinstance(world.answers()["short"], Done)
+    assert chunks == LONG // 4 and long.scattered - before < chunks // 2
+    world.run()
+    assert isinstance(world.answers()["long"], Done)
+    world.check_rest()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("short", "slots", "local"), [(4, 2, 8), (12, 2, 8), (12, 160, 1)])
+def test_a_long_prompt_gets_its_turn_however_many_short_ones_come(
+    short: int, slots: int, local: int, seed: int
+) -> None:
+    """Who has just come has not waited longest: each round of all is one chunk for the long one as well."""
+    world = World(1, 1, slots=slots, local=local, seed=seed)
+    inbound = world.sinks[0].inbound
+    world.offer("long", LONG, LONG // 4)
+    world.want("long", LONG)
+    for _ in range(40):
+        world.step()
+    begun = ended = 0
+    while ended < 10 * short:
+        ended = len(world.answers()) - ("long" in world.answers())
+        while begun - ended < short:
+            world.offer(f"short {begun}", 4, 1)
+            world.want(f"short {begun}", 4)
+            begun += 1
+        assert world.step()
+    (long,) = inbound.wants["long"].intakes.values() if "long" in inbound.wants else (None,)
+    assert long is None or long.scattered >= 16
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_get_on_at_one_pace(seed: int) -> None:
+    """At any moment nobody is more than a few chunks ahead, however the slots become free."""
+    world = World(1, 1, slots=3, local=2, seed=seed)
+    inbound = world.sinks[0].inbound
+    names = [f"r{i}" for i in range(5)]
+    for name in names:
+        world.offer(name, 80, 20)
+        world.want(name, 80)
+    most = 0
+    while world.step():
+        intakes = [intake for name in names if name in inbound.wants for intake in inbound.wants[name].intakes.values()]
+        if len(intakes) == len(names):
+            landed = [intake.scattered for intake in intakes]
+            most = max(most, max(landed) - min(landed))
+    assert len(world.answers()) == len(names) and 0 < most <= 5
+    world.check_rest()

@@ -1,0 +1,104 @@
+"""How many others are open makes no difference to what one transfer costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+
+import pytest
+from kvbridge_proto.engine import Want
+from kvbridge_proto.peer import Cancel, Claim
+from kvbridge_proto.words import Blocks
+from msgspec import structs
+
+from kvbridge.exchange.actions import Send
+from kvbridge.exchange.turns import Turns
+from tests.unit.exchange.world import World
+
+FEW, MANY = 64, 4096
+MOST = 8  # times as long with 64 times as many: looking at each would take some 64 times as long
+
+
+class Crowd:
+    """So many wants of a sink, and as many claims of a source's that wait for offers."""
+
+    def __init__(self, others: int) -> None:
+        world = World()
+        world.want("first", 16)
+        world.run()
+        (self.sink,), (self.source,) = world.sinks, world.sources
+        self.sink.inbound._new_id = map("t{}".format, count()).__next__
+        self.session = self.source.accepted[self.sink.home.agent.boot]
+        self.outbound, self.inbound = self.source.outbound, self.sink.inbound
+        self.numbers = count()
+        for _ in range(others):
+            self.claim()
+
+    def claim(self) -> Claim:
+        """One more want, claimed of its source."""
+        number = next(self.numbers)
+        want = Want(
+            request=f"r{number}",
+            room=f"r{number}",
+            source="P0",
+            first_token=0,
+            end_token=16,
+            blocks=(Blocks(0, 0, (0,)),),
+            deadline_s=100.0,
+        )
+        *_, send = self.inbound.want(want, self.sink.home, 0.0)
+        assert isinstance(send, Send) and isinstance(send.body, Claim)
+        peer = structs.replace(self.session.peer, boot=f"sink {number % 8}")
+        self.outbound.claim(send.body, replace(self.session, peer=peer), self.source.home, 0.0)
+        return send.body
+
+    def cancelled(self) -> Iterator[Callable[[], object]]:
+        """What makes the source forget a transfer."""
+        for number, transfer in enumerate(list(self.outbound.outlets)):
+            boot = self.outbound.outlets[transfer].boot
+            yield lambda b=boot, t=transfer: self.outbound.cancel(b, Cancel(transfer=t, code="cancelled"))
+            if number == 20:
+                return
+
+    def ready(self) -> Iterator[Callable[[], object]]:
+        """What makes the sink look for slots."""
+        boot = self.source.home.agent.boot
+        for transfer in list(self.inbound._wanted_by)[:20]:
+            yield lambda t=transfer: self.inbound.ready(boot, t, 4)
+
+
+def seconds(events: Iterator[Callable[[], object]]) -> float:
+    """What the quickest of them takes."""
+    found = []
+    for event in events:
+        began = time.perf_counter()
+        event()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [lambda crowd: (crowd.claim for _ in range(20)), Crowd.cancelled, Crowd.ready],
+    ids=["a claim", "a cancel", "ready"],
+)
+def test_what_one_costs_does_not_grow_with_the_others(
+    events: Callable[[Crowd], Iterator[Callable[[], object]]],
+) -> None:
+    few, many = (seconds(events(Crowd(others))) for others in (FEW, MANY))
+    assert many < MOST * few
+
+
+def test_turns_come_in_order_and_what_is_gone_is_not_kept() -> None:
+    turns: Turns[str] = Turns()
+    for name, turn in (("c", 3), ("a", 1), ("b", 1), ("a", 0)):
+        turns.add(name, turn, name.upper())
+    turns.discard("a")
+    turns.add("a", 2, "A again")
+    assert [turns.take() for _ in range(4)] == ["B", "A again", "C", None]
+    for number in range(10_000):
+        turns.add(f"gone {number}", number, "")
+        turns.discard(f"gone {number}")
+    assert not turns and len(turns._heap) < 100

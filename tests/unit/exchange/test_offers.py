@@ -1,0 +1,86 @@
+"""When an offer is over: its blocks are nobody's to read any more, and its name may come again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from kvbridge_proto.engine import Failed
+from kvbridge_proto.words import Blocks
+
+from tests.unit.exchange.world import World
+
+SEEDS = range(25)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_wants_again_what_it_gave_up_reads_blocks_that_are_still_there(seed: int) -> None:
+    world = World(slots=8, local=2, seed=seed)
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    for _ in range(8 + seed % 12):
+        world.step()
+    world.abandon("r")
+    for _ in range(seed % 3):
+        world.step()
+    world.want("r", 64)  # the world sees to it that nothing is read of an offer that is released
+    world.run()
+    world.pass_time(101)
+    world.run()
+    world.check_rest()
+
+
+def expired(world: World) -> None:
+    """Two chunks of r are being gathered, and nobody waits for more."""
+    world.hold.add("gather")
+    world.offer("r", 64, 16, last=False)
+    world.want("r", 64)
+    world.run()
+    world.pass_time(101)
+    assert world.sources[0].sending.moving == 2 and "r" in world.sources[0].outbound.offers
+
+
+def told_out(world: World) -> None:
+    expired(world)
+    world.offer("r", 64, 0)
+
+
+def without_engine(world: World) -> None:
+    """It hears nothing any more."""
+    expired(world)
+    world.do(world.sources[0], world.sources[0].outbound.engine_left(world.now))
+
+
+def wrong(world: World) -> None:
+    world.offer_pieces("r", 16, (Blocks(0, 0, (10**6,)),))
+
+
+@pytest.mark.parametrize("end", [told_out, without_engine, wrong])
+def test_a_name_of_which_its_engine_has_said_all_may_come_again(end: Callable[[World], None]) -> None:
+    world = World()
+    end(world)
+    world.hold.clear()
+    world.run()
+    outbound = world.sources[0].outbound
+    assert not outbound.offers
+    world.offer("r", 16, 4, room="another")
+    assert "r" in outbound.offers
+
+
+def test_open_offers_and_wants_of_an_engine_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbridge.exchange.outbound.MOST_OFFERS", 3)
+    monkeypatch.setattr("kvbridge.exchange.inbound.MOST_WANTS", 3)
+    world = World()
+    for number in range(5):
+        world.offer(f"o{number}", 16, 4)
+        world.want(f"w{number}", 16)
+    assert {name: said.code for name, said in world.released().items()} == dict.fromkeys(
+        ("o3", "o4"), "too_many_offers"
+    )
+    answers = {name: said.code for name, said in world.answers().items() if isinstance(said, Failed)}
+    assert answers == dict.fromkeys(("w3", "w4"), "too_many_wants")
+    world.offer("o0", 16, 4)  # one that is known may grow
+    world.offer("o5", 8, 2, last=False)
+    world.withdraw("o1")
+    world.offer("o5", 16, 4)
+    assert "o5" not in world.sources[0].outbound.offers, "the rest of one that was refused is no new one"

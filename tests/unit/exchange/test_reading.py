@@ -1,0 +1,114 @@
+"""What a sender tells of its blocks is what its receiver needs for every chunk that it may read by then."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from kvbridge_proto.peer import Tables
+from kvbridge_proto.words import Blocks
+
+from kvbridge.errors import KVBridgeError
+from kvbridge.exchange.reading import COUNTED_S, HEARD_S, LEASE_S, Lease, Promise, Reading
+from kvbridge.exchange.tables import ready_chunks
+from kvbridge.geometry.plan import plan
+from kvbridge.geometry.shard import assign
+from tests.integration.device.test_pulls import CASES
+from tests.support.oracle import block_table, build_all, tables_of
+
+SLOT_BYTES = 1 << 14
+
+
+def reading_of(pool: Any) -> Reading:
+    return Reading(Lease(0.0), cast(Any, SimpleNamespace(peer_pool=pool)))
+
+
+@pytest.mark.parametrize("tokens", [range(75), range(37, 75), range(33, 34)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_receiver_is_told_all_that_it_may_read(case: str, tokens: range) -> None:
+    """In one piece, and as the prompt is computed."""
+    ours, theirs = CASES[case]
+    sources, end = build_all(ours), tokens.stop
+    ids = tables_of(sources[0].pool, end, seed=1)
+    for steps in ([end], [*range(8, end, 13), end], [end, end]):
+        for sink in build_all(theirs):
+            takes = assign([source.pool for source in sources], sink.pool)
+            for source, taken in zip(sources, takes, strict=True):
+                planned = plan(source.pool, sink.pool, taken, tokens.start, end, SLOT_BYTES)
+                promise, reading, read = Promise(), reading_of(source.pool), 0
+                for number, there in enumerate(steps):
+                    is_last = number == len(steps) - 1
+                    tables = block_table(source.pool, ids, 0, there)
+                    told = promise.answer("t", planned, tables, there, is_last)
+                    reading.learn(told, planned)
+                    ready = ready_chunks(planned, told.tokens, told.is_last)
+                    assert promise.ready == ready
+                    for index in range(read, ready):
+                        chunk = planned.chunk(index)
+                        right = planned.source_moves(chunk, block_table(source.pool, ids, 0, end))
+                        found = planned.source_moves(chunk, reading.tables)
+                        for one, other in zip(right, found, strict=True):
+                            assert one.places.tolist() == other.places.tolist()
+                    read = ready
+                assert read == planned.chunks
+
+
+def test_nothing_is_told_twice() -> None:
+    source, sink = build_all(CASES["tensor parallel"][0])[0], build_all(CASES["tensor parallel"][1])[0]
+    (taken, *_) = assign([each.pool for each in build_all(CASES["tensor parallel"][0])], sink.pool)
+    planned = plan(source.pool, sink.pool, taken, 0, 64, SLOT_BYTES)
+    tables = block_table(source.pool, tables_of(source.pool, 64, seed=1), 0, 64)
+    promise = Promise()
+    first, second = promise.answer("t", planned, tables, 40, False), promise.answer("t", planned, tables, 64, True)
+    assert [len(piece.ids) for piece in first.blocks] == [3] and [len(piece.ids) for piece in second.blocks] == [1]
+    assert promise.answer("t", planned, tables, 64, True).blocks == ()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "code"),
+    [
+        ((Blocks(7, 0, (1,)),), "unknown_group"),
+        ((Blocks(0, 0, (1 << 20,)),), "block_out_of_range"),
+        ((Blocks(0, 0, (1,)), Blocks(0, 2, (1,))), "blocks_not_contiguous"),
+        ((Blocks(0, 0, (1, 2, 3, 4)), Blocks(0, 4, (5,))), "blocks_too_many"),
+    ],
+)
+def test_blocks_that_the_senders_pool_or_the_plan_does_not_have_are_refused(
+    pieces: tuple[Blocks, ...], code: str
+) -> None:
+    sources, sink = build_all(CASES["tensor parallel"][0]), build_all(CASES["tensor parallel"][1])[0]
+    (taken, *_) = assign([each.pool for each in sources], sink.pool)
+    planned = plan(sources[0].pool, sink.pool, taken, 0, 64, SLOT_BYTES)
+    reading = reading_of(sources[0].pool)
+    with pytest.raises(KVBridgeError) as caught:
+        reading.learn(Tables(transfer="t", tokens=16, is_last=False, renewal=0, blocks=pieces), planned)
+    assert caught.value.code == code
+
+
+def test_a_lease_begins_when_it_is_asked_for_and_counts_once_it_is_answered() -> None:
+    lease = Lease(10.0)
+    assert not lease.counts(10.0)
+    lease.answered(0)
+    assert lease.counts(10.0 + COUNTED_S - 1e-6) and not lease.counts(10.0 + COUNTED_S)
+    number = lease.renew(10.3)
+    assert not lease.counts(10.5)
+    lease.answered(number)
+    assert lease.counts(10.3 + COUNTED_S - 1e-6) and not lease.counts(10.3 + LEASE_S)
+
+
+def test_answers_out_of_order_or_to_nothing_asked_shorten_no_lease_and_lengthen_none() -> None:
+    lease = Lease(0.0)
+    first, second = lease.renew(1.0), lease.renew(2.0)
+    lease.answered(second)
+    lease.answered(first)  # comes late
+    lease.answered(second)  # comes twice
+    lease.answered(99)
+    assert lease.ends == 2.0 + COUNTED_S
+
+
+def test_a_receivers_lease_ends_before_the_senders_whatever_their_clocks_do() -> None:
+    """It begins no later, and is shorter by more than two clocks of a thousandth off can make of it."""
+    slow, fast = 1 - 1e-3, 1 + 1e-3
+    assert COUNTED_S / slow < LEASE_S / fast
+    assert HEARD_S < LEASE_S

@@ -1,0 +1,185 @@
+"""Scales change while requests are under way: what was planned under the old ones fails, nothing is mixed."""
+
+from __future__ import annotations
+
+import pytest
+from kvbridge_proto.engine import Done, Failed
+from msgspec import structs
+
+from kvbridge.exchange.orders import Dropped
+from kvbridge.exchange.session import Session, answer, hello
+from tests.unit.exchange.world import Node, World, make_pool
+
+SAYS = {"rescaled", "peer_left", "peer_lost", "no_session", "stale_epoch", "deadline", "offer_expired"}
+
+
+def scaled(sources: int = 1, seed: int = 0) -> World:
+    """fp8 under 0.5 at the source, under 1 at the sink."""
+    pools = [make_pool("prefill", rank, sources, 4, 0.5) for rank in range(sources)]
+    return World(pools, [make_pool("decode", 0, 1, 16, 1.0)], seed=seed)
+
+
+def assert_never_mixed(world: World) -> None:
+    """Every move went by a plan that knew the scales which its rows had, or were to have, when it began."""
+    for strips, is_source, pool in world.moved:
+        (held,) = {plane.codec.scales for plane in pool.planes}
+        assert {(strip.source if is_source else strip.sink).codec.scales for strip in strips} == {held}
+
+
+def rescale_after(world: World, node: Node, events: int) -> None:
+    """When about so many other things have happened."""
+    if events and len(world.events) > 1:
+        world.later("rescale", lambda: rescale_after(world, node, events - 1))
+    else:
+        world.rescale(node, {"P": 0.125, "D": 0.0625}[node.name[0]])
+
+
+@pytest.mark.parametrize("who", ["P", "D", "PD"])
+@pytest.mark.parametrize("seed", range(50))
+def test_what_was_planned_before_fails_and_never_mixes(seed: int, who: str) -> None:
+    world = scaled(2, seed)
+    for i in range(6):
+        world.want(f"r{i}", 40 + i)
+        world.offer(f"r{i}", 40 + i, 12)
+    for node in world.nodes.values():
+        if node.name[0] in who:
+            rescale_after(world, node, world.random.randrange(150))
+    world.run()
+    for _ in range(4):  # deadlines, and slots that only a new session can clear
+        world.pass_time(50)
+        world.run()
+    world.want("after", 40)
+    world.offer("after", 40, 12)
+    world.run()
+    answers = world.answers()
+    assert len(answers) == 7 and isinstance(answers["after"], Done)
+    assert {answer.code for answer in answers.values() if isinstance(answer, Failed)} <= SAYS
+    for source in range(2):
+        assert len(world.released(source)) == 7
+    assert_never_mixed(world)
+    world.check_rest()
+
+
+def test_a_plan_of_the_old_scales_ends_with_the_code_and_a_new_want_gets_through() -> None:
+    world = scaled()
+    world.want("old", 40)
+    world.run()  # claimed, nothing offered yet
+    world.rescale(world.sinks[0], 0.25)
+    world.run()
+    assert isinstance(failed := world.answers()["old"], Failed) and failed.code == "rescaled"
+    world.want("new", 40)
+    world.offer("new", 40, 12)
+    world.run()
+    assert isinstance(world.answers()["new"], Done)
+    assert_never_mixed(world)
+    world.check_rest()
+
+
+def test_offers_of_a_source_whose_scales_changed_are_over() -> None:
+    world = scaled()
+    world.offer("r", 40, 12)
+    world.rescale(world.sources[0], 0.25)
+    assert world.released()["r"].code == "rescaled"
+    world.want("again", 40)
+    world.offer("again", 40, 12)
+    world.run()
+    assert isinstance(world.answers()["again"], Done)
+    assert_never_mixed(world)
+    world.check_rest()
+
+
+def test_a_want_that_was_reaching_goes_on() -> None:
+    world = scaled()
+    world.want("r", 40)
+    world.hold.add("hello")
+    world.run()
+    assert not world.answers()
+    world.rescale(world.sinks[0], 0.25)
+    world.hold.clear()
+    world.offer("r", 40, 12)
+    world.run()
+    assert isinstance(world.answers()["r"], Done)
+    assert_never_mixed(world)
+    world.check_rest()
+
+
+@pytest.mark.parametrize("has_claimed", [False, True])
+def test_a_want_of_which_nothing_came_reaches_a_source_of_new_scales_again(has_claimed: bool) -> None:
+    """Its claim, or its greeting, crosses the goodbye of the source, and is under the scales from before."""
+    world = scaled()
+    world.want("before", 40)
+    world.offer("before", 40, 12)
+    world.run()
+    world.hold |= {"message", "hello"}
+    if not has_claimed:
+        (sink,) = world.sinks
+        world.do(sink, sink.inbound.unreachable("P0", "peer_lost", "test", world.now))
+    world.rescale(world.sources[0], 0.25)
+    world.want("after", 40)  # the sink has not heard of it
+    world.offer("after", 40, 12)
+    world.hold.clear()
+    world.run()
+    assert isinstance(answer := world.answers()["after"], Done), answer
+    assert answer.moved_bytes == world.answers()["before"].moved_bytes  # type: ignore[attr-defined]
+    assert_never_mixed(world)
+    world.check_rest()
+
+
+def test_a_claim_of_the_epoch_before_is_refused_though_its_sink_has_greeted_anew() -> None:
+    """It comes late, by a link that was given up; its plan is the same, for only the revision is new."""
+    world = scaled()
+    world.want("before", 40)
+    world.offer("before", 40, 12)
+    world.run()
+    (source,), (sink,) = world.sources, world.sinks
+    world.hold.add("message")
+    world.want("r", 40)
+    world.rescale(source, 0.5)
+    session = answer(hello(sink.home), source.home)
+    assert isinstance(session, Session)
+    source.accepted[sink.home.agent.boot] = session
+    world.hold.clear()
+    world.offer("r", 40, 12)
+    world.run()
+    assert [refuse.code for refuse in world.refused] == ["stale_epoch"] and not sink.dropped
+    assert isinstance(world.answers()["r"], Done)
+    world.check_rest()
+
+
+@pytest.mark.parametrize("field", ["source_epoch", "sink_epoch"])
+def test_a_chunk_of_another_epoch_does_not_count(field: str) -> None:
+    world = scaled()
+    world.want("r", 40)
+    world.offer("r", 40, 12)
+    world.hold.add("notice")
+    world.run()
+    receiving, true = world.sinks[0].receiving, world.notices[0]
+    lie = structs.replace(true, **{field: 2})
+    assert receiving.landed(lie) is None and receiving.take_reports() == [Dropped(lie.transfer, lie.slot)]
+    world.hold.clear()
+    world.run()
+    assert isinstance(world.answers()["r"], Done)
+    world.check_rest()
+
+
+def test_a_want_fails_when_its_source_leaves_in_the_middle_of_its_rows() -> None:
+    world = scaled()
+    world.want("r", 240)
+    world.offer("r", 120, 30, last=False)
+    world.run()
+    assert world.scatters and not world.answers()
+    (sink,) = world.sinks
+    world.do(sink, sink.inbound.unreachable("P0", "peer_left", "test", world.now))
+    world.settle()
+    assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "peer_left"
+
+
+def test_a_want_ends_when_the_source_that_said_goodbye_is_gone() -> None:
+    world = scaled()
+    world.want("r", 40)
+    world.run()
+    (sink,) = world.sinks
+    world.nodes["P0"].is_dead = True
+    world.do(sink, sink.inbound.unreachable("P0", "peer_left", "test", world.now))
+    world.run()
+    assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "peer_unreachable"

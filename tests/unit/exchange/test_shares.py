@@ -1,0 +1,150 @@
+"""Engines whose ranks hold every n-th run of tokens: each is asked for its own, and ships when it has it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from kvbridge_proto.engine import Done, Failed, Offer, Want
+from kvbridge_proto.pool import Pool, Shard
+from kvbridge_proto.words import Blocks
+from msgspec.structs import replace
+
+from kvbridge.errors import EngineError
+from kvbridge.exchange.tables import tables_of
+from kvbridge.geometry.comb import Comb
+from tests.unit.exchange.world import World, make_pool
+
+INTERLEAVE = 4
+TOKEN_BYTES = 2 * 2 * 4 * 16  # layers x parts x heads x row
+
+
+def ranks(engine: str, cp_size: int, interleave: int, block_tokens: int) -> list[Pool]:
+    whole = make_pool(engine, 0, 1, block_tokens)
+    return [
+        replace(
+            whole,
+            shard=Shard(tp_rank=rank, tp_size=cp_size, cp_rank=rank, cp_size=cp_size, cp_interleave=interleave),
+        )
+        for rank in range(cp_size)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("ours", "theirs"), list(itertools.product((1, 2, 3), (1, 2))))
+def test_carries_requests_whatever_the_order(ours: int, theirs: int, seed: int) -> None:
+    world = World(ranks("prefill", ours, INTERLEAVE, 4), ranks("decode", theirs, 1, 16), seed=seed)
+    for i in range(4):
+        if (seed + i) % 2:
+            world.want(f"r{i}", 40 + i)
+        world.offer(f"r{i}", 40 + i, 12)
+        if not (seed + i) % 2:
+            world.want(f"r{i}", 40 + i)
+    world.run()
+    for sink in range(theirs):
+        assert [type(answer) for answer in world.answers(sink).values()] == [Done] * 4
+    for source in range(ours):
+        assert len(world.released(source)) == 4
+    moved = [sum(answer.moved_bytes for answer in world.answers(sink).values()) for sink in range(theirs)]
+    assert sum((40 + i) * TOKEN_BYTES for i in range(4)) <= sum(moved)
+    world.check_rest()
+
+
+def test_each_rank_ships_its_tokens_while_the_prompt_is_computed() -> None:
+    """After 6 tokens with runs of 4 the first rank has one run and the second half of one."""
+    world = World(ranks("prefill", 2, INTERLEAVE, 4), 1, slots=16)
+    world.want("r", 64)
+    world.offer("r", 6, 1, last=False)
+    world.run()
+    assert not world.scatters
+    world.offer("r", 32, 3, first=1, last=False)
+    world.run()
+    early = sum(world.scatters.values())
+    assert early >= 2 and not world.answers()
+    world.offer("r", 64, 4, first=4)
+    world.run()
+    assert isinstance(world.answers()["r"], Done) and sum(world.scatters.values()) > early
+    world.check_rest()
+
+
+def test_a_rank_without_a_token_of_the_prompt_is_told_and_released() -> None:
+    world = World(ranks("prefill", 3, INTERLEAVE, 4), 1)
+    world.offer("r", 7, 1)
+    world.want("r", 7)
+    world.run()
+    assert isinstance(world.answers()["r"], Done)
+    assert [world.released(source)["r"].code for source in range(3)] == ["", "", ""]
+    world.check_rest()
+
+
+def test_a_rank_offers_blocks_for_its_own_tokens_only() -> None:
+    world = World(ranks("prefill", 2, INTERLEAVE, 4), 1)
+    world.offer("r", 13, 2)
+    world.want("r", 13)
+    world.run()
+    assert isinstance(world.answers()["r"], Done)
+    world.offer("s", 17, 2)  # the first rank has 9 of 17, in three blocks
+    world.want("s", 17)
+    world.run()
+    assert world.released(0)["s"].code == "blocks_too_few"
+    assert "[0, 9)" in world.released(0)["s"].reason and "[0, 8)" in world.released(0)["s"].reason
+    world.pass_time(200)
+    world.run()
+    assert isinstance(world.answers()["s"], Failed)
+    world.check_rest()
+
+
+def pieces_of(pool: Pool, first: int, end: int) -> tuple[Blocks, ...]:
+    """The entries that hold this rank's own of tokens [first, end); no word of a group in which there are none."""
+    own, size = Comb.of(pool.shard), pool.groups[0].block_tokens
+    begin, stop = own.count(first), own.count(end)
+    if begin == stop:
+        return ()
+    entries = range(begin // size, -(-stop // size))
+    return (Blocks(0, entries.start, tuple(entries)),)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_rank_names_blocks_beyond_those_of_its_own_tokens(seed: int) -> None:
+    """Neither side: a rank that has none of the tokens sends no table at all."""
+    world = World(ranks("prefill", 3, INTERLEAVE, 4), ranks("decode", 4, 2, 16), seed=seed)
+    first = (0, 3, 24)[seed % 3]
+    end = first + 1 + seed % 4
+    names = dict(room="r", request="r")
+    silent = 0
+    for node in world.sources:
+        blocks = pieces_of(node.home.pool, 0, end)
+        offer = Offer(**names, tokens=end, blocks=blocks, is_last=True, hold_s=100)
+        world.do(node, node.outbound.offer(offer, node.home, world.now))
+    for node in world.sinks:
+        blocks = pieces_of(node.home.pool, first, end)
+        silent += not blocks
+        want = Want(**names, source="P0", first_token=first, end_token=end, blocks=blocks, deadline_s=50)
+        world.do(node, node.inbound.want(want, node.home, world.now))
+    assert silent, "every rank has some"
+    world.run()
+    answers = [world.answers(sink)["r"] for sink in range(4)]
+    assert [type(answer) for answer in answers] == [Done] * 4
+    assert sum(answer.moved_bytes for answer in answers) >= (end - first) * TOKEN_BYTES
+    assert [world.released(source)["r"].code for source in range(3)] == [""] * 3
+    world.check_rest()
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "entries"), [(10, 39, (0, 1)), (32, 39, (1,)), (0, 39, (0, 1)), (32, 33, ()), (0, 2, (0,))]
+)
+def test_a_wants_table_counts_the_tokens_that_its_rank_keeps(first: int, end: int, entries: tuple[int, ...]) -> None:
+    """The example that `Want` and docs/adapters.md give: rank 1 of 2 keeps tokens 1, 3, 5, ..., in blocks of 16."""
+    pool = ranks("decode", 2, 1, 16)[1]
+    assert pieces_of(pool, first, end) == ((Blocks(0, entries[0], entries),) if entries else ())
+    world = World(1, ranks("decode", 2, 1, 16))
+    home = world.sinks[1].home
+    right = tuple(Blocks(0, entry, (40 + entry,)) for entry in entries)
+    tables = tables_of(home, right, first, end)
+    for token in range(first | 1, end, 2):
+        entry, offset = divmod(token // 2, 16)
+        place = tables[0].at(Comb.of(pool.shard), token // 2, token // 2 + 1)
+        assert place.tolist() == [(40 + entry) * 16 + offset]
+    for lacking in (right[1:], right[:-1]) if entries else ():
+        with pytest.raises(EngineError):
+            tables_of(home, lacking, first, end)

@@ -1,0 +1,288 @@
+"""Pulled chunks are compared with the sender's: what each side says and keeps, also to a peer that lies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from kvbridge_proto.engine import Done, Failed, Released, Want
+from kvbridge_proto.peer import MAX_SUMS, Cancel, Check, Checked, Claim, Failing, Renew, Settled, Sum, Tables
+from kvbridge_proto.words import Blocks
+
+from kvbridge.exchange import outbound as sending
+from kvbridge.exchange.actions import Action, Send, Tell
+from kvbridge.exchange.inbound import CHECK_S, Inbound
+from kvbridge.exchange.orders import Digest, Digested, Failure, Pull, Pulled
+from kvbridge.exchange.outbound import Outbound
+from kvbridge.exchange.reading import LEASE_S, Sampling
+from kvbridge.exchange.route import Routed
+from kvbridge.exchange.session import Session, accept, answer, hello, welcome
+from kvbridge.exchange.slots import SlotPool
+from tests.unit.exchange.test_hostile_peer import Scene
+from tests.unit.exchange.world import World
+
+NOW = 10.0
+
+
+def sent(actions: list[Action]) -> list[Any]:
+    return [each.body for each in actions if isinstance(each, Send)]
+
+
+def told(actions: list[Action]) -> list[Any]:
+    return [each.message for each in actions if isinstance(each, Tell)]
+
+
+@pytest.mark.parametrize(
+    ("every", "chosen"),
+    [(0, []), (1, list(range(200))), (64, [0, 64, 128, 192]), (7, list(range(0, 200, 7)))],
+)
+def test_one_in_so_many_is_compared_the_first_among_them(every: int, chosen: list[int]) -> None:
+    """However the chunks are read: at once, or one after another."""
+    assert sorted(Sampling(every).choose(0, 200)) == chosen
+    sampling = Sampling(every)
+    ends = [0, 1, 2, 3, 70, 71, 130, 193, 200]
+    found: list[int] = []
+    for first, end in pairwise(ends):
+        some = sampling.choose(first, end)
+        assert all(first <= each < end for each in some)
+        found += sorted(some)
+    assert found == chosen
+
+
+class Sender:
+    """One that has promised the blocks of all chunks of transfer "x"."""
+
+    def __init__(self) -> None:
+        scene = Scene()
+        scene.session = replace(scene.session, routed=Routed("pull"))
+        scene.say(scene.claim())
+        self.outbound: Outbound = scene.source.outbound
+        self.boot, self.now = scene.sink.home.agent.boot, scene.world.now
+        self.outbound.answers(self.now, self.now, lambda count: True)
+        self.chunks = self.outbound.outlets["x"].plan.chunks
+
+    def check(self, *chunks: int, boot: str = "", transfer: str = "x") -> list[Action]:
+        sums = tuple(Sum(chunk, 1000 + chunk) for chunk in chunks)
+        return self.outbound.check(boot or self.boot, Check(transfer=transfer, digests=sums))
+
+    def digested(self, digest: Action, failure: Failure = None) -> list[Action]:
+        assert isinstance(digest, Digest)
+        return self.outbound.hear([Digested("x", Sum(digest.read.chunk, 7), digest.read, failure)])
+
+    def is_free(self) -> bool:
+        return not self.outbound.outlets and not self.outbound.offers
+
+
+def test_a_sender_digests_what_it_is_asked_and_answers_once() -> None:
+    sender = Sender()
+    assert sender.chunks > 3
+    first, second, third = sender.check(0, 1, 2)
+    assert isinstance(first, Digest) and isinstance(second, Digest)
+    assert (first.request, first.read, second.read) == ("r", Sum(0, 1000), Sum(1, 1001))
+    assert sender.digested(first) == sender.digested(second) == []
+    (answer,) = sent(sender.digested(third))
+    assert answer == Checked(transfer="x", digests=(Sum(0, 7), Sum(1, 7), Sum(2, 7)))
+    said = sender.outbound.settled(sender.boot, "x")
+    assert [type(each) for each in told(said)] == [Released] and sender.is_free()
+
+
+def test_few_chunks_are_digested_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "MOST_DIGESTS", 2)
+    sender = Sender()
+    first, second = sender.check(0, 1, 2)
+    (third,) = sender.digested(first)
+    assert sender.digested(second) == []
+    assert len(sent(sender.digested(third))[0].digests) == 3
+
+
+@pytest.mark.parametrize("end", ["cancel", "withdraw", "lost", "lease", "left", "settled", "failed"])
+def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the transfer ends meanwhile, at the sender or at its receiver."""
+    monkeypatch.setattr(sending, "MOST_DIGESTS", 1)
+    sender = Sender()
+    outbound, boot, now = sender.outbound, sender.boot, sender.now
+    (digest,) = sender.check(0, 1)
+    match end:
+        case "cancel":
+            said = outbound.cancel(boot, Cancel(transfer="x", code="aborted"))
+        case "withdraw":
+            said = outbound.withdraw("r", "test", now) + outbound.cancel(boot, Cancel(transfer="x", code="withdrawn"))
+        case "lost":
+            said = outbound.lost(boot) + outbound.tick(now + LEASE_S + 0.01)
+        case "lease":
+            said = outbound.tick(now + LEASE_S + 0.01) + outbound.withdraw("r", "test", now)
+        case "left":
+            said = outbound.engine_left(now) + outbound.tick(now + LEASE_S + 0.01)
+        case "settled":
+            said = outbound.settled(boot, "x")
+            assert outbound.check(boot, Check(transfer="x", digests=(Sum(2, 1),))) == []
+            outbound.renew(boot, Renew(transfer="x", number=1))
+            assert not outbound.is_owing and not outbound.is_promised
+        case _:
+            said = []
+    assert not told(said) and outbound.outlets["x"].is_reading
+    said = sender.digested(digest, ("gather_failed", "test") if end == "failed" else None)
+    assert not any(isinstance(each, Digest) for each in said), "nobody wants to know any more"
+    if end == "failed":
+        assert [each.code for each in sent(said)] == ["gather_failed"]
+        outbound.cancel(boot, Cancel(transfer="x", code="gather_failed"))
+    assert sender.is_free() or end == "left"
+    assert not outbound.outlets
+    assert not any(isinstance(each, Checked) for each in sent(said))
+
+
+def test_who_asks_for_what_it_was_not_told_fails_its_transfer() -> None:
+    for chunks in ([99], [0, 0], [1 << 40]):
+        sender = Sender()
+        said = sender.check(*chunks)
+        assert [each.code for each in sent(said) if isinstance(each, Failing)] == ["bad_check"]
+        assert not any(isinstance(each, Digest) for each in said)
+        sender.outbound.cancel(sender.boot, Cancel(transfer="x", code="bad_check"))
+        assert sender.is_free()
+
+
+def test_who_asks_again_fails_its_transfer() -> None:
+    sender = Sender()
+    (digest,) = sender.check(0)
+    assert [each.code for each in sent(sender.check(0))] == ["bad_check"]
+    sender.digested(digest)
+    sender.outbound.cancel(sender.boot, Cancel(transfer="x", code="bad_check"))
+    assert sender.is_free()
+
+
+def test_nobody_is_answered_about_a_transfer_that_is_not_its_own_or_has_slots() -> None:
+    sender = Sender()
+    assert sender.check(0, transfer="y") == [] and sender.check(0, boot="another") == []
+    assert not sender.outbound.outlets["x"].asked
+    scene = Scene()
+    scene.say(scene.claim())
+    check = Check(transfer="x", digests=(Sum(0, 1),))
+    assert scene.source.outbound.check(scene.sink.home.agent.boot, check) == []
+
+
+class Receiver:
+    """One that wants 64 tokens of P0, was told of all their blocks and is to read them."""
+
+    def __init__(self, check_every: int = 1) -> None:
+        world = World()
+        home, theirs = world.sinks[0].home, world.sources[0].home
+        self.inbound = Inbound(SlotPool(4), lambda: "x", lambda: b"t" * 16, check_every)
+        self.boot = theirs.agent.boot
+        session = answer(hello(home), theirs)
+        assert isinstance(session, Session)
+        agreed = accept(welcome(session, theirs), home)
+        assert isinstance(agreed, Session)
+        self.inbound.opened("P0", replace(agreed, routed=Routed("pull")), NOW)
+        blocks = (Blocks(0, 0, (0, 1, 2, 3)),)
+        want = Want(request="r", room="r", source="P0", first_token=0, end_token=64, blocks=blocks, deadline_s=50.0)
+        (claim,) = sent(self.inbound.want(want, home, NOW))
+        assert isinstance(claim, Claim)
+        told = Tables(transfer="x", tokens=64, is_last=True, renewal=0, blocks=(Blocks(0, 0, tuple(range(16))),))
+        *_, pull = self.inbound.tables(self.boot, told, NOW)
+        assert isinstance(pull, Pull)
+        self.pull = pull
+
+    def pulled(self) -> list[Action]:
+        digests = {chunk: 100 + chunk for chunk in self.pull.compared}
+        return self.inbound.hear([Pulled("x", self.pull.end_chunk, 1, 1, digests, None)], NOW)
+
+    def checked(self, *digests: Sum, boot: str = "", transfer: str = "x") -> list[Action]:
+        return self.inbound.checked(boot or self.boot, Checked(transfer=transfer, digests=digests), NOW)
+
+
+def test_done_is_said_once_the_sender_has_the_same() -> None:
+    receiver = Receiver()
+    said = receiver.pulled()
+    (check,) = [each for each in sent(said) if isinstance(each, Check)]
+    assert check.digests == tuple(Sum(chunk, 100 + chunk) for chunk in range(receiver.pull.plan.chunks))
+    assert not told(said) and not any(isinstance(each, Settled) for each in sent(said))
+    *others, last = check.digests
+    assert receiver.checked(*others) == []
+    said = receiver.checked(last)
+    assert [type(each) for each in (*told(said), *sent(said))] == [Done, Settled]
+    assert not receiver.inbound.wants and receiver.inbound.compared == len(check.digests)
+    assert receiver.inbound.differing == 0 and receiver.inbound.tick(NOW + LEASE_S) == []
+
+
+def test_what_is_not_the_senders_fails_with_both_values() -> None:
+    receiver = Receiver()
+    receiver.pulled()
+    said = receiver.checked(Sum(0, 100), Sum(1, 0xBAD))
+    (failed,) = told(said)
+    assert isinstance(failed, Failed) and failed.code == "digest_mismatch"
+    assert failed.reason == f"chunk 1: the sender has digest {0xBAD:016x}, read was {101:016x}"
+    assert [(type(each), each.code) for each in sent(said)] == [(Cancel, "digest_mismatch")]
+    assert (receiver.inbound.compared, receiver.inbound.differing) == (2, 1)
+    assert not receiver.inbound.wants and receiver.checked(Sum(2, 102)) == []
+
+
+@pytest.mark.parametrize(("every", "is_patient"), [(64, False), (1, True)])
+def test_a_sample_that_the_sender_cannot_digest_does_not_cost_the_request(every: int, is_patient: bool) -> None:
+    receiver = Receiver(check_every=every)
+    receiver.pulled()
+    asked = len(receiver.pull.compared)
+    said = receiver.inbound.tick(NOW + CHECK_S / 2)
+    assert not told(said)
+    said = receiver.inbound.tick(NOW + CHECK_S)
+    if is_patient:
+        assert not told(said) and receiver.inbound.uncompared == 0
+        return
+    assert [type(each) for each in told(said)] == [Done] and isinstance(sent(said)[-1], Settled)
+    assert receiver.inbound.uncompared == asked == 1 and not receiver.inbound.wants
+    assert receiver.checked(Sum(0, 0xBAD)) == [], "too late to matter"
+
+
+def test_nothing_is_asked_where_nothing_is_compared() -> None:
+    receiver = Receiver(check_every=0)
+    assert not receiver.pull.compared
+    said = receiver.pulled()
+    assert [type(each) for each in (*told(said), *sent(said))] == [Done, Settled]
+
+
+def test_the_lease_is_kept_while_the_sender_compares() -> None:
+    """Or the sender would say that its receivers do not come back."""
+    receiver = Receiver()
+    receiver.pulled()
+    assert not [each for each in sent(receiver.inbound.tick(NOW + LEASE_S / 4)) if isinstance(each, Renew)]
+    assert [each for each in sent(receiver.inbound.tick(NOW + LEASE_S / 2)) if isinstance(each, Renew)]
+
+
+def test_digests_that_nobody_asked_for_change_nothing() -> None:
+    """Before the read has ended, of other chunks, of another's transfer, twice."""
+    receiver = Receiver()
+    assert receiver.checked(Sum(0, 5)) == []
+    receiver.pulled()
+    assert receiver.checked(Sum(99, 5), Sum(1 << 62, 5)) == []
+    assert receiver.checked(Sum(0, 5), boot="another") == [] and receiver.checked(Sum(0, 5), transfer="y") == []
+    assert receiver.checked(Sum(0, 100)) == [] and receiver.checked(Sum(0, 5)) == []
+    assert "r" in receiver.inbound.wants and receiver.inbound.compared == 1
+
+
+@pytest.mark.parametrize("end", ["abandon", "lost", "failing", "deadline", "left"])
+def test_no_want_waits_for_a_sender_that_does_not_answer(end: str) -> None:
+    receiver = Receiver()
+    receiver.pulled()
+    inbound, boot = receiver.inbound, receiver.boot
+    match end:
+        case "abandon":
+            said = inbound.abandon("r", NOW)
+        case "lost":
+            said = inbound.unreachable("P0", "peer_silent", "test", NOW)
+        case "failing":
+            said = inbound.failing(boot, "x", "withdrawn", "test", NOW)
+        case "left":
+            said = inbound.engine_left(NOW)
+        case _:
+            said = inbound.tick(NOW + 50.0)
+    assert [type(each) for each in told(said)] == ([] if end == "left" else [Failed])
+    assert not inbound.wants and receiver.checked(Sum(0, 100)) == []
+
+
+def test_many_digests_go_in_several_messages() -> None:
+    receiver = Receiver()
+    intake = receiver.inbound.wants["r"].intakes["x"]
+    assert intake.reading is not None
+    checks = sent(receiver.inbound._check(intake, intake.reading, {i: i for i in range(MAX_SUMS + 1)}, NOW))
+    assert [len(each.digests) for each in checks] == [MAX_SUMS, 1]

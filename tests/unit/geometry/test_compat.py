@@ -1,0 +1,285 @@
+"""Verdicts: what is the same, what can be converted, and refusals that name the field and both values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from kvbridge_proto.pool import Pool, Step
+
+from kvbridge.geometry.check import MOST_REASONS
+from kvbridge.geometry.compat import Convertible, Incompatible, Same, check_pool, verdict
+from tests.support.oracle import LAYOUTS, Shape, describe, mla
+
+SHAPE = Shape(key_width=32, value_width=16)
+change = msgspec.structs.replace
+
+
+def reasons(source: Pool, sink: Pool) -> tuple[str, ...]:
+    found = verdict(source, sink)
+    assert isinstance(found, Incompatible), found
+    return found.reasons
+
+
+def with_layers(pool: Pool, **changes: Any) -> Pool:
+    return change(pool, model=change(pool.model, layers=tuple(change(layer, **changes) for layer in pool.model.layers)))
+
+
+def with_planes(pool: Pool, **changes: Any) -> Pool:
+    return change(pool, planes=tuple(change(plane, **changes) for plane in pool.planes))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_a_pool_that_can_be(layout: str) -> None:
+    for changes in ({}, {"tp_size": 3, "kv_heads": 7}, {"pad_bytes": 100}):
+        pool = describe(replace(SHAPE, layout=layout, **changes))
+        assert check_pool(pool) == ()
+        assert verdict(pool, pool) == Same()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"block_tokens": 32}, "block_tokens: source 16, sink 32 (layer 0 k and 3 more)"),
+        ({"codec": "fp8_e4m3"}, "codec: source bf16, sink fp8_e4m3 (layer 0 k and 3 more)"),
+        ({"tp_size": 2}, "tp_size: source 1, sink 2"),
+        ({"pp_size": 2}, "pp_size: source 1, sink 2"),
+        (
+            {"layout": "hnd"},
+            "layout: source block > token > head > element, sink block > head > token > element (layer 0 k and 3 more)",
+        ),
+    ],
+)
+def test_says_what_is_converted(changes: dict[str, Any], expected: str) -> None:
+    found = verdict(describe(SHAPE), describe(replace(SHAPE, **changes)))
+    assert isinstance(found, Convertible)
+    assert expected in found.changes
+
+
+def test_says_that_scales_are_not_the_same() -> None:
+    source, sink = (
+        describe(replace(SHAPE, codec="int8", scales=scales)) for scales in (None, {"k": (2.0,), "v": (2.0,)})
+    )
+    found = verdict(source, sink)
+    assert found == Convertible(("scales: source none, sink 2 (layer 0 k and 3 more)",))
+
+
+SAME_MODEL = "; needs the same model on both sides"
+SAME_CODEC = "; needs the same kv_cache_dtype on both sides"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"key_width": 64}, f"key_width: source 32, sink 64 (layer 0 and 1 more){SAME_MODEL}"),
+        ({"value_width": 64}, f"value_width: source 16, sink 64 (layer 0 and 1 more){SAME_MODEL}"),
+        ({"kv_heads": 8}, f"kv_heads: source 4, sink 8 (layer 0 and 1 more){SAME_MODEL}"),
+        ({"model": "other"}, f"model: source oracle, sink other{SAME_MODEL}"),
+        ({"codec": "opaque"}, f"codec: source bf16, sink opaque of 32 bytes (layer 0 k and 1 more){SAME_CODEC}"),
+    ],
+)
+def test_refuses_another_model(changes: dict[str, Any], expected: str) -> None:
+    ours, theirs = describe(SHAPE), describe(replace(SHAPE, **changes))
+    assert expected in reasons(ours, theirs)
+
+
+def test_refuses_a_model_of_another_depth_though_it_has_all_layers_that_are_asked_for() -> None:
+    """A draft model's layers may be there on one side only; the model's own may not."""
+
+    def deep(layers: int, depth: int) -> Pool:
+        pool = describe(replace(SHAPE, layers=layers))
+        return msgspec.structs.replace(pool, model=msgspec.structs.replace(pool.model, depth=depth))
+
+    assert reasons(deep(4, 4), deep(2, 2)) == (f"depth: source 4, sink 2{SAME_MODEL}",)
+    for source, sink in ((deep(4, 0), deep(2, 2)), (deep(4, 2), deep(2, 0)), (deep(3, 2), deep(2, 2))):
+        assert not isinstance(verdict(source, sink), Incompatible)
+
+
+def test_refuses_layers_of_another_kind() -> None:
+    pool = describe(SHAPE)
+    assert reasons(pool, with_layers(pool, rope_width=64)) == (
+        f"rope_width: source 0, sink 64 (layer 0 and 1 more){SAME_MODEL}",
+    )
+    assert reasons(pool, with_layers(pool, kind="mla")) == (
+        f"kind: source full, sink mla (layer 0 and 1 more){SAME_MODEL}",
+    )
+    assert reasons(with_layers(pool, window=64), with_layers(pool, window=128)) == (
+        f"window: source 64, sink 128 (layer 0 and 1 more){SAME_MODEL}",
+    )
+
+
+def test_context_parallel_sizes_are_said() -> None:
+    pool = describe(SHAPE)
+    split = describe(replace(SHAPE, cp_size=2, cp_interleave=16))
+    assert verdict(pool, split) == Convertible(("tp_size: source 1, sink 2", "cp_size: source 1, sink 2"))
+    other = describe(replace(SHAPE, cp_size=2, cp_interleave=3), cp_rank=1)
+    assert verdict(split, other) == Convertible(("cp_interleave: source 16, sink 3",))
+
+
+def test_refuses_interleaves_that_are_never_in_step() -> None:
+    source, sink = (describe(replace(SHAPE, cp_size=2, cp_interleave=il)) for il in (1021, 1019))
+    assert reasons(source, sink) == (
+        "cp_interleave: source 1021 x 2 ranks, sink 1019 x 2 ranks; "
+        "needs interleaves whose common period is below 65536 tokens",
+    )
+
+
+HYBRID = "the hybrid KV cache manager on the sink, or off at the source"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        (("full", 0), ("sliding", 64), Convertible(("kind: source full, sink sliding 64 (layer 0 k and 3 more)",))),
+        (("full", 0), ("chunked", 64), Convertible(("kind: source full, sink chunked 64 (layer 0 k and 3 more)",))),
+        (("sliding", 64), ("sliding", 64), Same()),
+        (("sliding", 64), ("full", 0), f"kind: source sliding 64, sink full (layer 0 k and 3 more); needs {HYBRID}"),
+        (
+            ("sliding", 64),
+            ("chunked", 64),
+            f"kind: source sliding 64, sink chunked 64 (layer 0 k and 3 more); needs {HYBRID}",
+        ),
+        (
+            ("chunked", 64),
+            ("chunked", 32),
+            f"kind: source chunked 64, sink chunked 32 (layer 0 k and 3 more); needs {HYBRID}",
+        ),
+    ],
+)
+def test_a_window_comes_from_all_tokens_or_from_the_same_window(
+    ours: tuple[Any, int], theirs: tuple[Any, int], expected: Any
+) -> None:
+    source, sink = (describe(replace(SHAPE, kinds=(kind,), window=window)) for kind, window in (ours, theirs))
+    assert (expected in reasons(source, sink)) if isinstance(expected, str) else verdict(source, sink) == expected
+
+
+def test_a_state_is_carried_between_equal_ranks_only() -> None:
+    shape = replace(SHAPE, kinds=("full", "state"))
+    pool, other = describe(shape), describe(replace(shape, tp_size=2))
+    assert check_pool(pool) == () and verdict(pool, pool) == Same()
+    assert reasons(pool, other) == (
+        "tp_size: source 1, sink 2 (layer 1 conv and 1 more); "
+        "needs equal tensor parallel sizes: a state is cut by rank",
+    )
+    split = describe(replace(shape, cp_size=2))
+    assert reasons(split, split) == (
+        "cp_size: source 2, sink 2 (layer 1 conv and 1 more); "
+        "needs no context parallel ranks where layers keep a state",
+    )
+
+
+def test_refuses_a_state_of_another_width() -> None:
+    pool = describe(replace(SHAPE, kinds=("full", "state")))
+    conv = pool.planes[2]
+    narrow = change(
+        conv, codec=change(conv.codec, width=12, row_bytes=24), element_axis=(Step(12, conv.element_axis[0].stride),)
+    )
+    other = change(pool, planes=(*pool.planes[:2], narrow, *pool.planes[3:]))
+    assert reasons(pool, other) == (f"width: source 24, sink 12 (layer 1 conv){SAME_MODEL}",)
+
+
+def test_a_layer_that_one_side_does_not_know_is_not_compared() -> None:
+    """A rank knows the layers of its own pipeline stage only."""
+    first, last = (describe(replace(SHAPE, pp_size=2), pp_rank=rank) for rank in range(2))
+    mine = change(first, model=change(first.model, layers=(first.model.layers[0], None)))
+    yours = change(last, model=change(last.model, layers=(None, last.model.layers[1])))
+    assert check_pool(mine) == check_pool(yours) == ()
+    assert not isinstance(verdict(mine, yours), Incompatible)
+    wide = describe(replace(SHAPE, key_width=96))
+    assert f"key_width: source 32, sink 96 (layer 0){SAME_MODEL}" in reasons(mine, wide)
+
+
+def test_a_packed_row_moves_to_its_like_only() -> None:
+    latent, opaque = describe(mla("fp8_ds_v4", key_width=512)), describe(mla("opaque", key_width=576))
+    assert verdict(latent, latent) == verdict(opaque, opaque) == Same()
+    other = describe(mla("bf16", key_width=512))
+    assert reasons(latent, other) == (
+        f"codec: source fp8_ds_v4 of 576 bytes, sink bf16 (layer 0 latent and 1 more){SAME_CODEC}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "expected"),
+    [
+        ((16, 1), (32, 1), "source 16, sink 32"),
+        ((48, 1), (32, 1), "source 48, sink 32"),
+        ((16, 1), (16, 2), "source 16, sink 16 x 2 ranks"),
+        ((16, 2), (16, 3), "source 16 x 2 ranks, sink 16 x 3 ranks"),
+        ((16, 2), (32, 1), ""),
+        ((64, 1), (16, 2), ""),
+    ],
+)
+def test_windows_need_a_block_that_is_a_multiple(source: tuple[int, int], sink: tuple[int, int], expected: str) -> None:
+    """What the source keeps begins on a border of its own blocks; of those with all tokens any block will do."""
+    needs = "a block at the source that is a multiple of the sink's, where layers keep a window"
+    for kinds in (("sliding",), ("chunked",), ("full",)):
+        shape = replace(SHAPE, kinds=kinds, window=64)
+        ours, theirs = (describe(replace(shape, block_tokens=block, cp_size=size)) for block, size in (source, sink))
+        if expected and kinds != ("full",):
+            assert reasons(ours, theirs) == (f"block_tokens: {expected} (layer 0 k and 3 more); needs {needs}",)
+        else:
+            assert isinstance(verdict(ours, theirs), Convertible)
+        from_all = describe(replace(SHAPE, block_tokens=source[0], cp_size=source[1]))
+        assert isinstance(verdict(from_all, theirs), Convertible)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp8_e4m3"])
+def test_a_latent_of_656_bytes_becomes_a_plain_one_and_back(codec: Any) -> None:
+    packed, plain = describe(mla("fp8_ds_mla")), describe(mla(codec))
+    expected = f"codec: source fp8_ds_mla of 656 bytes, sink {codec} (layer 0 latent and 1 more)"
+    found = verdict(packed, plain)
+    assert isinstance(found, Convertible) and expected in found.changes
+    assert isinstance(verdict(plain, packed), Convertible)
+
+
+def test_a_latent_is_cut_only_where_its_numbers_lie_side_by_side() -> None:
+    size = 1 << 21
+    spread = with_planes(describe(mla(blocks=1)), element_axis=(Step(288, 4), Step(2, 2)))
+    spread = change(spread, regions=(change(spread.regions[0], size_bytes=size),) * 2)
+    assert check_pool(spread) == ()
+    assert reasons(spread, describe(mla("fp8_ds_mla"))) == (
+        "codec: source bf16, 2 bytes apart, sink fp8_ds_mla of 656 bytes (layer 0 latent and 1 more); "
+        "needs rows whose numbers lie side by side",
+    )
+
+
+@pytest.mark.parametrize("one", ["fp8_row_scale", "int8_row_scale", "bf16", "int8"])
+def test_rows_with_scales_of_their_own_become_any_plain_rows(one: Any) -> None:
+    for other in ("fp8_row_scale", "int8_row_scale", "fp8_e5m2", "fp32"):
+        source, sink = describe(replace(SHAPE, codec=one)), describe(replace(SHAPE, codec=other))
+        found = verdict(source, sink)
+        assert found == Same() if one == other else isinstance(found, Convertible)
+
+
+@pytest.mark.parametrize("one", ["mxfp8_e4m3", "nvfp4", "int4_row_scale"])
+def test_block_scaled_rows_move_to_their_like_only(one: Any) -> None:
+    shape = replace(SHAPE, codec=one, value_width=32)
+    assert verdict(describe(shape), describe(shape)) == Same()
+    assert isinstance(verdict(describe(shape), describe(replace(shape, tp_size=2))), Convertible)
+    found = reasons(describe(shape), describe(replace(shape, codec="bf16")))
+    assert found[0].endswith(f", sink bf16 (layer 0 k and 3 more){SAME_CODEC}") and len(found) == 1
+
+
+def test_refuses_a_source_that_lacks_a_part() -> None:
+    pool = describe(SHAPE)
+    keys = change(pool, planes=tuple(plane for plane in pool.planes if plane.part == "k"))
+    assert reasons(keys, pool) == (f"parts: source k, sink k v (layer 0 and 1 more){SAME_MODEL}",)
+    assert verdict(pool, keys) == Same()
+
+
+def test_reasons_fit_a_message() -> None:
+    pool = with_planes(describe(replace(SHAPE, layers=100)), group=5)
+    found = check_pool(pool)
+    assert len(found) == MOST_REASONS + 1 <= 64
+    assert found[-1] == f"and {200 - MOST_REASONS} reasons more"
+    assert all(len(reason) <= 1024 for reason in reasons(pool, pool))
+
+
+def test_a_reason_fits_a_message() -> None:
+    """Each part may have a name of 32 letters, and a layer as many parts as a pool has planes."""
+    pool = describe(replace(SHAPE, layers=1))
+    planes = tuple(change(pool.planes[0], part=f"{index:032}") for index in range(200))
+    (found,) = reasons(pool, change(pool, planes=planes))
+    assert found.startswith("parts: source k v, sink 000") and found.endswith("...") and len(found) == 1024

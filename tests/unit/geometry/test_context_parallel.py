@@ -1,0 +1,187 @@
+"""Ranks that hold every n-th run of tokens: each gives what another lacks, and nothing else is written."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from kvbridge_proto.pool import Pool, Shard
+
+from kvbridge.errors import PeerError
+from kvbridge.geometry.comb import Comb
+from kvbridge.geometry.compat import Convertible, verdict
+from kvbridge.geometry.plan import Planner, plan
+from kvbridge.geometry.shard import assign
+from tests.support.oracle import Shape, build_all, is_own, transfer
+from tests.support.pools import Held
+
+SIZES = (1, 2, 3, 8)
+INTERLEAVES = ((1, 1), (1, 3), (3, 1), (16, 1), (3, 16), (16, 16), (64, 64), (16, 64))
+REPLICATED = Shape(layers=1, kv_heads=1, blocks=14)
+GROUPED = Shape(layers=1, kv_heads=2, tp_size=2, blocks=14)
+
+
+def engine(shape: Shape, cp_size: int, interleave: int) -> list[Held]:
+    return build_all(replace(shape, cp_size=cp_size, cp_interleave=interleave))
+
+
+def tokens_of(pool: Pool, tokens: range) -> list[int]:
+    """The tokens that a rank holds."""
+    return [token for token in tokens if is_own(pool.shard, np.asarray(token))]
+
+
+def carry(sources: list[Held], sinks: list[Held], tokens: range, slot_bytes: int = 1 << 12) -> None:
+    wrong = transfer(sources, sinks, tokens, slot_bytes)
+    assert not wrong, f"{wrong}\n{sources[0].pool.shard}\n{sinks[0].pool.shard}"
+
+
+@pytest.mark.parametrize(("ours", "theirs"), list(itertools.product(SIZES, SIZES)))
+@pytest.mark.parametrize("shape", [REPLICATED, GROUPED], ids=["replicated", "grouped"])
+def test_context_parallel_sizes(ours: int, theirs: int, shape: Shape) -> None:
+    firsts = itertools.cycle((0, 5, 0, 64, 33))
+    layouts = itertools.cycle(("nhd", "hnd", "packed_hnd"))
+    for mine, yours in INTERLEAVES:
+        first = next(firsts)
+        sources = engine(replace(shape, layout=next(layouts)), ours, mine)
+        sinks = engine(replace(shape, layout=next(layouts), block_tokens=16 + 16 * (mine > yours)), theirs, yours)
+        carry(sources, sinks, range(first, 150))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1), (8, 1), (1, 8), (2, 8), (8, 3)])
+def test_head_and_token_splits_are_independent(ours: int, theirs: int) -> None:
+    """Fewer and more heads a rank on the other side, blocks of other sizes, and a slot that holds a few rows."""
+    shape = Shape(layers=2, kv_heads=4, blocks=20)
+    for one, other in ((1, 4), (4, 1), (2, 4)):
+        sources = engine(replace(shape, tp_size=one, layout="cross_layer"), ours, 3)
+        sinks = engine(replace(shape, tp_size=other, block_tokens=8), theirs, 16)
+        carry(sources, sinks, range(7, 93), 512)
+
+
+def test_equal_splits_take_from_their_like_in_whole_blocks() -> None:
+    sources, sinks = (engine(replace(REPLICATED, layout="hnd"), 4, 16) for _ in range(2))
+    carry(sources, sinks, range(130))
+    for index, sink in enumerate(sinks):
+        takes = assign([source.pool for source in sources], sink.pool)
+        assert [bool(taken) for taken in takes] == [number == index for number in range(4)]
+        planned = plan(sources[index].pool, sink.pool, takes[index], 0, 130, 1 << 12)
+        assert {strip.unit_tokens for strip in planned.strips} == {16}
+
+
+def test_other_splits_are_never_joined_over_a_block() -> None:
+    """Also where the blocks are alike: their tokens are not."""
+    for other in ((4, 1), (2, 16), (1, 1)):
+        sources, (sink, *_) = engine(REPLICATED, 4, 16), engine(REPLICATED, *other)
+        takes = assign([source.pool for source in sources], sink.pool)
+        planned = plan(sources[0].pool, sink.pool, takes[0], 0, 130, 1 << 12)
+        assert planned.chunks and {strip.unit_tokens for strip in planned.strips} == {1}
+
+
+def test_ranks_without_common_tokens_give_each_other_nothing() -> None:
+    sources, sinks = engine(REPLICATED, 4, 16), engine(REPLICATED, 2, 32)
+    takes = assign([source.pool for source in sources], sinks[0].pool)
+    assert [bool(taken) for taken in takes] == [True, True, False, False]
+    forced = plan(sources[3].pool, sinks[0].pool, takes[0], 0, 200, 1 << 12)
+    assert (forced.chunks, forced.total_bytes) == (0, 0)
+
+
+def test_a_short_prompt_has_no_tokens_for_the_last_ranks() -> None:
+    sources, (sink,) = engine(REPLICATED, 4, 16), engine(REPLICATED, 1, 1)
+    carry(sources, [sink], range(17))
+    takes = assign([source.pool for source in sources], sink.pool)
+    plans = [plan(each.pool, sink.pool, taken, 0, 17, 1 << 12) for each, taken in zip(sources, takes, strict=True)]
+    assert [planned.chunks for planned in plans] == [1, 1, 0, 0]
+
+
+def test_a_chunk_needs_the_tokens_up_to_its_own_last() -> None:
+    sources, (sink,) = engine(replace(REPLICATED, blocks=64), 4, 16), engine(replace(REPLICATED, blocks=64), 1, 1)
+    for rank, source in enumerate(sources):
+        takes = assign([each.pool for each in sources], sink.pool)
+        planned = plan(source.pool, sink.pool, takes[rank], 0, 1000, 1 << 9)
+        own = tokens_of(source.pool, range(1000))
+        for index in range(planned.chunks):
+            chunk = planned.chunk(index)
+            assert chunk.needs_tokens == own[chunk.end_mark - 1] + 1 and not chunk.is_late
+
+
+def test_each_row_of_each_token_is_taken_once() -> None:
+    for (ours, theirs), (mine, yours) in itertools.product(itertools.product(SIZES, SIZES), ((1, 3), (16, 3), (1, 16))):
+        sources, sinks = engine(replace(GROUPED, tp_size=1), ours, mine), engine(GROUPED, theirs, yours)
+        for sink in sinks:
+            found: Counter[tuple[int, int]] = Counter()
+            for source, taken in zip(sources, assign([each.pool for each in sources], sink.pool), strict=True):
+                both = set(tokens_of(source.pool, range(100))) & set(tokens_of(sink.pool, range(100)))
+                found += Counter(
+                    (head, token) for take in taken for head in range(take.first_head, take.end_head) for token in both
+                )
+            (plane, *_) = sink.pool.planes
+            needed = itertools.product(
+                range(plane.first_head, plane.first_head + plane.heads), tokens_of(sink.pool, range(100))
+            )
+            assert found == Counter(needed)
+
+
+def test_sinks_spread_over_the_holders_of_their_tokens() -> None:
+    """Eight ranks with all heads, four of them with each half of the tokens."""
+    sources, sinks = engine(replace(REPLICATED, tp_size=4), 2, 16), engine(replace(REPLICATED, tp_size=8), 1, 1)
+    asked: Counter[int] = Counter()
+    for sink in sinks:
+        asked.update(index for index, taken in enumerate(assign([each.pool for each in sources], sink.pool)) if taken)
+    assert asked == dict.fromkeys(range(8), 2)
+
+
+def test_names_the_tokens_that_nobody_holds() -> None:
+    sources, (sink,) = engine(REPLICATED, 8, 16), engine(REPLICATED, 1, 1)
+    with pytest.raises(PeerError) as refused:
+        assign([source.pool for source in sources if source.pool.shard.cp_rank != 3], sink.pool)
+    assert refused.value.code == "rows_not_held"
+    assert refused.value.reasons == (
+        "layers: the sink needs [0, 1), heads [0, 1), parts k v, tokens: cp rank 3 of 8 (interleave 16); "
+        "none of 7 sources holds them",
+    )
+
+
+def test_refuses_ranks_that_split_tokens_differently() -> None:
+    sources = [engine(REPLICATED, 2, 16)[0].pool, engine(REPLICATED, 2, 8)[1].pool]
+    with pytest.raises(PeerError) as refused:
+        assign(sources, engine(REPLICATED, 1, 1)[0].pool)
+    assert refused.value.code == "source_ranks_mismatch"
+    assert refused.value.reasons == (
+        "cp_size: 2, cp_interleave 8 at some ranks",
+        "cp_size: 2, cp_interleave 16 at some ranks",
+    )
+
+
+def test_the_split_of_tokens_is_in_the_digest() -> None:
+    (sink,) = engine(REPLICATED, 1, 1)
+    found = set()
+    for size, interleave, rank in ((1, 1, 0), (2, 1, 0), (2, 1, 1), (2, 3, 0), (4, 1, 0)):
+        source = engine(REPLICATED, size, interleave)[rank]
+        taken = assign([each.pool for each in engine(REPLICATED, size, interleave)], sink.pool)[rank]
+        found.add(plan(source.pool, sink.pool, taken, 0, 120, 1 << 12).digest)
+    assert len(found) == 5
+
+
+def test_an_interleave_says_nothing_where_there_is_one_rank() -> None:
+    pool = engine(REPLICATED, 1, 1)[0].pool
+    other = msgspec.structs.replace(pool, shard=Shard(cp_interleave=16))
+    assert Comb.of(other.shard) == Comb.of(pool.shard)
+    assert len(assign([other], pool)) == 1 and len(assign([pool, other], pool)) == 2
+
+
+def test_samples_are_of_tokens_that_both_hold() -> None:
+    sources, sinks = engine(REPLICATED, 4, 16), engine(REPLICATED, 2, 16)
+    for source, sink in itertools.product(sources, sinks):
+        for is_source in (True, False):
+            parts = Planner(source.pool, sink.pool).samples(1 << 12, is_source)
+            assert bool(parts) == (source.pool.shard.cp_rank % 2 == sink.pool.shard.cp_rank)
+            assert all(len(move.places) for part in parts for move in part.moves())
+
+
+def test_the_verdict_names_the_split_of_tokens() -> None:
+    found = verdict(engine(REPLICATED, 8, 16)[0].pool, engine(REPLICATED, 1, 1)[0].pool)
+    assert isinstance(found, Convertible)
+    assert "cp_size: source 8, sink 1" in found.changes

@@ -1,0 +1,154 @@
+"""Folding makes rows longer where both sides agree, and never changes what arrives (test_transfer shows that)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from kvbridge_proto.pool import Step
+
+from kvbridge.geometry import plan as plans
+from kvbridge.geometry.fold import LONGEST_BYTES, fold
+from kvbridge.geometry.shard import assign
+from kvbridge.geometry.strip import Strip, pair
+from tests.support.oracle import LAYOUTS, Shape, build_all, describe, transfer
+
+SHAPE = Shape(layers=3, kv_heads=4, key_width=32, value_width=16, block_tokens=16)
+KEY, VALUE = 64, 32  # bytes of a row
+
+
+def folded(source: Shape, sink: Shape, first_token: int = 0, slot_bytes: int = 1 << 20) -> list[Strip]:
+    ours, theirs = describe(source), describe(sink)
+    (takes,) = assign([ours], theirs)
+    return fold(pair(ours, theirs, takes), ours, theirs, first_token, slot_bytes)
+
+
+def forms(strips: list[Strip]) -> list[tuple[int, int, int]]:
+    """(heads, row bytes, tokens of a unit) of each different strip."""
+    return sorted({(strip.heads, strip.wire.row_bytes, strip.unit_tokens) for strip in strips})
+
+
+BLOCK = 16 * 4 * (KEY + VALUE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "strips", "expected"),
+    [
+        ("nhd", 6, [(1, 16 * 4 * VALUE, 16), (1, 16 * 4 * KEY, 16)]),
+        ("hnd", 6, [(1, 16 * 4 * VALUE, 16), (1, 16 * 4 * KEY, 16)]),
+        ("two_first", 6, [(1, 16 * 4 * VALUE, 16), (1, 16 * 4 * KEY, 16)]),
+        ("block_first", 3, [(1, BLOCK, 16)]),
+        ("packed", 3, [(1, BLOCK, 16)]),
+        ("packed_hnd", 3, [(1, BLOCK, 16)]),
+        ("cross_layer", 1, [(1, 3 * BLOCK, 16)]),
+        ("cross_layer_hnd", 1, [(1, 3 * BLOCK, 16)]),
+        ("token_outer", 1, [(1, 3 * BLOCK, 16)]),
+        ("cpu_vec", 3, [(1, BLOCK, 16)]),
+        ("cpu_amx", 3, [(1, BLOCK, 16)]),
+    ],
+)
+def test_equal_sides_move_whole_blocks(layout: str, strips: int, expected: list[tuple[int, int, int]]) -> None:
+    shape = replace(SHAPE, layout=layout)
+    found = folded(shape, shape)
+    assert len(found) == strips and forms(found) == expected
+    for strip in found:
+        assert strip.source.codec.name == "opaque" and strip.source.token_axis == (Step(1, 0),)
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "first_token", "expected"),
+    [
+        # Another block size or a first token inside a block: whole tokens of all heads.
+        ({"layout": "nhd"}, {"layout": "nhd", "block_tokens": 32}, 0, [(1, 4 * VALUE, 1), (1, 4 * KEY, 1)]),
+        ({"layout": "nhd"}, {"layout": "nhd"}, 5, [(1, 4 * VALUE, 1), (1, 4 * KEY, 1)]),
+        ({"layout": "packed"}, {"layout": "packed"}, 5, [(1, 4 * (KEY + VALUE), 1)]),
+        ({"layout": "packed_hnd"}, {"layout": "packed_hnd", "block_tokens": 32}, 0, [(4, KEY + VALUE, 1)]),
+        ({"layout": "nhd"}, {"layout": "nhd"}, 32, [(1, 64 * VALUE, 16), (1, 64 * KEY, 16)]),
+        # K and V apart on one side, together on the other: planes stay apart.
+        ({"layout": "nhd"}, {"layout": "block_first"}, 0, [(1, 64 * VALUE, 16), (1, 64 * KEY, 16)]),
+        # Some of the heads: whole blocks of a head where heads are outside of tokens, else one token of those heads.
+        ({"layout": "hnd"}, {"layout": "hnd", "tp_size": 2}, 0, [(1, 32 * VALUE, 16), (1, 32 * KEY, 16)]),
+        ({"layout": "nhd"}, {"layout": "nhd", "tp_size": 2}, 0, [(1, 2 * VALUE, 1), (1, 2 * KEY, 1)]),
+        # Nothing in common but the rows.
+        ({"layout": "nhd"}, {"layout": "hnd"}, 0, [(4, VALUE, 1), (4, KEY, 1)]),
+        # A row that is not dense and no whole block: as it was.
+        ({"layout": "cpu_vec"}, {"layout": "cpu_vec"}, 1, [(4, VALUE, 1), (4, KEY, 1)]),
+        ({"layout": "cpu_vec"}, {"layout": "nhd"}, 0, [(4, VALUE, 1), (4, KEY, 1)]),
+        # Padding between blocks does not matter, conversion does.
+        ({"layout": "nhd", "pad_bytes": 64}, {"layout": "nhd"}, 0, [(1, 64 * VALUE, 16), (1, 64 * KEY, 16)]),
+        ({"layout": "nhd"}, {"layout": "nhd", "codec": "fp8_e4m3"}, 0, [(4, VALUE // 2, 1), (4, KEY // 2, 1)]),
+    ],
+)
+def test_folds_as_far_as_both_sides_agree(source, sink, first_token, expected) -> None:
+    assert forms(folded(replace(SHAPE, **source), replace(SHAPE, **sink), first_token)) == expected
+
+
+def test_other_scales_are_not_folded_equal_ones_are() -> None:
+    shape = replace(SHAPE, codec="fp8_e4m3", scales={"k": (0.5,), "v": (1.0, 2.0, 3.0, 4.0)})
+    other = replace(shape, scales={"k": (0.5, 0.5, 0.5, 0.5), "v": (1.0, 2.0, 3.0, 5.0)})
+    by_part = {strip.sink.part: strip.wire.name for strip in folded(shape, other)}
+    assert by_part == {"k": "opaque", "v": "fp8_e4m3"}
+
+
+def test_no_row_is_longer_than_a_slot_or_the_limit() -> None:
+    shape = replace(SHAPE, layout="cross_layer", layers=64)
+    for slot_bytes in (100, 1000, 10_000, 1 << 20):
+        for strip in folded(shape, shape, slot_bytes=slot_bytes):
+            assert strip.wire.row_bytes <= min(max(slot_bytes, KEY), LONGEST_BYTES)
+
+
+def test_a_slot_smaller_than_a_block_is_filled_by_tokens() -> None:
+    shape = replace(SHAPE, block_tokens=48)
+    planned = plans.plan(describe(shape), describe(shape), assign([describe(shape)], describe(shape))[0], 0, 96, 2048)
+    assert planned.chunks and {strip.unit_tokens for strip in planned.strips} == {1}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_folded_rows_arrive(layout: str) -> None:
+    shape = replace(SHAPE, layout=layout)
+    assert transfer(build_all(shape), build_all(shape), range(32, 90), 1 << 16, prompt=100) == ""
+    assert transfer(build_all(shape), build_all(replace(shape, tp_size=4)), range(32, 90), 1 << 16) == ""
+
+
+def test_the_last_block_travels_whole_and_no_further() -> None:
+    """Nobody else's block is touched: what is behind the last block stays poison (`mismatch` sees to it)."""
+    for end in (33, 47, 48, 49):
+        assert transfer(build_all(SHAPE), build_all(SHAPE), range(16, end), prompt=end) == ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "first_token", "field", "value"),
+    [
+        ("packed_hnd", 5, "head_stride", 3200),
+        ("packed_hnd", 5, "token_axis", (Step(16, 192),)),
+        ("packed", 5, "token_axis", (Step(16, 768),)),
+        ("packed", 0, "block_stride", 1 << 16),
+        ("packed", 0, "region", 7),
+    ],
+)
+def test_planes_that_only_begin_side_by_side_stay_apart(layout, first_token, field, value) -> None:
+    """V follows K at the first row, on both sides; at a later row, head or block it does not on one of them."""
+    shape = replace(SHAPE, layers=1, layout=layout)
+    whole = describe(shape)
+    key, kept = whole.planes
+    apart = msgspec.structs.replace(whole, planes=(key, msgspec.structs.replace(kept, **{field: value})))
+    (takes,) = assign([whole], whole)
+    for source, sink, count in ((whole, whole, 1), (whole, apart, 2), (apart, whole, 2), (apart, apart, 2)):
+        strips = fold(pair(source, sink, takes), source, sink, first_token, 1 << 20)
+        assert len(strips) == count
+
+
+def test_a_block_that_is_tiled_otherwise_is_moved_row_by_row() -> None:
+    """Elements lie alike on both sides and both blocks are dense, but tokens follow another order."""
+    shape = replace(SHAPE, layers=1, kv_heads=1, layout="cpu_vec")
+    source = describe(shape)
+    key = source.planes[0]
+    turned = msgspec.structs.replace(key, token_axis=(Step(8, 2), Step(2, 16)))
+    sink = msgspec.structs.replace(source, planes=(turned, source.planes[1]))
+    (takes,) = assign([source], sink)
+    assert {strip.wire.name for strip in fold(pair(source, source, takes), source, source, 0, 1 << 20)} == {"opaque"}
+    assert {strip.wire.name for strip in fold(pair(source, sink, takes), source, sink, 0, 1 << 20)} == {
+        "bf16",
+        "opaque",
+    }

@@ -1,0 +1,277 @@
+"""The grid of chunks, what a chunk says, the wire codec, and the digest that two agents compare."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvbridge_proto.peer import Take
+from kvbridge_proto.words import Blocks
+
+from kvbridge.errors import OperatorError, PeerError
+from kvbridge.geometry.plan import ALIGN, Plan, plan
+from kvbridge.geometry.shard import assign
+from kvbridge.geometry.tokens import BlockTable
+from tests.support.oracle import Shape, block_table, build, describe, fill, read, rows, run, table_of
+
+SHAPE = Shape(layers=3, key_width=16, value_width=24)
+
+
+def plan_between(source: Shape, sink: Shape, tokens: range, slot_bytes: int = 4096) -> Plan:
+    ours, theirs = describe(source), describe(sink)
+    (takes,) = assign([ours], theirs)
+    return plan(ours, theirs, takes, tokens.start, tokens.stop, slot_bytes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    layouts=st.tuples(*[st.sampled_from(["nhd", "hnd", "cpu_vec", "cross_layer", "packed"])] * 2),
+    blocks=st.tuples(*[st.sampled_from([1, 8, 16, 48, 128])] * 2),
+    first=st.integers(0, 200),
+    tokens=st.integers(1, 800),
+    slot_bytes=st.integers(48, 1 << 18),
+)
+def test_the_grid_covers_every_token_of_every_strip_once(layouts, blocks, first, tokens, slot_bytes) -> None:
+    shapes = [replace(SHAPE, layout=one, block_tokens=two, blocks=4) for one, two in zip(layouts, blocks, strict=True)]
+    planned = plan_between(*shapes, range(first, first + tokens), slot_bytes)
+    counted = np.zeros((len(planned.strips), 2), np.int64)
+    counted[:, 1] = first
+    total, end_token = 0, 0
+    for index in range(planned.chunks):
+        chunk = planned.chunk(index)
+        band = counted[chunk.first_strip : chunk.end_strip]
+        assert len(band) and (band[:, 1] == chunk.first_mark).all() and chunk.first_mark < chunk.end_mark
+        band[:, 1] = chunk.end_mark
+        assert 0 < chunk.size_bytes <= slot_bytes
+        assert chunk.needs_tokens >= end_token, "a later chunk must not be ready before an earlier one"
+        end_token = chunk.needs_tokens
+        total += chunk.size_bytes
+    assert (counted[:, 1] == first + tokens).all()
+    assert total == planned.total_bytes
+    heads_bytes = sum((16 + 24) * 2 * SHAPE.kv_heads for _ in range(SHAPE.layers))
+    tail = max(strip.unit_tokens for strip in planned.strips)
+    assert tokens * heads_bytes <= total <= (tokens + tail) * heads_bytes + planned.chunks * len(planned.strips) * ALIGN
+
+
+def test_a_long_prompt_fills_its_slots() -> None:
+    shape = Shape(layers=32, kv_heads=8, key_width=128, value_width=128, blocks=4096)
+    planned = plan_between(shape, replace(shape, block_tokens=32), range(8000), 4 << 20)
+    whole = planned.total_bytes / (4 << 20)
+    assert whole <= planned.chunks <= 1.15 * whole
+
+
+def test_the_first_chunks_need_only_the_first_tokens() -> None:
+    shape = Shape(layers=32, kv_heads=8, key_width=128, value_width=128, blocks=4096)
+    planned = plan_between(shape, replace(shape, block_tokens=32), range(8000), 4 << 20)
+    assert planned.chunk(0).needs_tokens <= 512
+    assert planned.chunk(planned.chunks - 1).needs_tokens == 8000
+
+
+def test_chunks_are_arithmetic() -> None:
+    shape = Shape(layers=64, kv_heads=8, key_width=128, value_width=128, blocks=1 << 20)
+    planned = plan_between(shape, replace(shape, layout="hnd"), range(1 << 40), 4 << 20)
+    assert planned.chunks > 1 << 30
+    assert planned.chunk(planned.chunks - 1).needs_tokens == 1 << 40
+    with pytest.raises(IndexError, match=f"chunk: {planned.chunks} of {planned.chunks}"):
+        planned.chunk(planned.chunks)
+
+
+def test_strips_of_a_chunk_are_aligned_and_apart() -> None:
+    shape = replace(SHAPE, key_width=5, value_width=3)
+    planned = plan_between(shape, replace(shape, layout="hnd", block_tokens=32), range(33), 1 << 12)
+    sink = describe(shape)
+    for index in range(planned.chunks):
+        chunk = planned.chunk(index)
+        end = 0
+        for move in planned.source_moves(chunk, block_table(sink, table_of(sink, 33))):
+            assert move.slot_offset % ALIGN == 0 and end <= move.slot_offset < end + ALIGN
+            end = move.slot_offset + move.size_bytes
+        assert end <= chunk.size_bytes < end + ALIGN
+
+
+def test_only_the_blocks_of_a_chunk_are_needed() -> None:
+    """A progressive source gathers the first chunk while later blocks do not exist yet."""
+    held = build(replace(SHAPE, blocks=40))
+    planned = plan_between(replace(SHAPE, blocks=40), replace(SHAPE, layout="hnd"), range(600), 1 << 14)
+    chunk = planned.chunk(0)
+    blocks = -(-chunk.needs_tokens // 16)
+    assert blocks < 38
+    assert planned.source_moves(chunk, block_table(held.pool, table_of(held.pool, blocks * 16)))
+
+
+def test_nothing_to_take_is_a_plan_without_chunks() -> None:
+    pool = describe(SHAPE)
+    for planned in (plan(pool, pool, (), 0, 100, 4096), plan_between(SHAPE, SHAPE, range(7, 7))):
+        assert (planned.chunks, planned.total_bytes) == (0, 0)
+        assert len(planned.digest) == 32
+
+
+NARROW = {"codec": "fp8_e4m3", "scales": {"k": (0.5,), "v": (1.0, 2.0, 3.0, 4.0)}}
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "key_wire", "value_wire"),
+    [
+        ({}, {}, ("bf16", ()), ("bf16", ())),
+        ({}, NARROW, ("fp8_e4m3", (0.5,)), ("fp8_e4m3", (3.0, 4.0))),
+        (NARROW, {}, ("fp8_e4m3", (0.5,)), ("fp8_e4m3", (3.0, 4.0))),
+        (NARROW, {"codec": "fp8_e5m2"}, ("fp8_e4m3", (0.5,)), ("fp8_e4m3", (3.0, 4.0))),
+        ({"codec": "fp16"}, {}, ("fp16", ()), ("fp16", ())),
+        ({}, {"codec": "fp32"}, ("bf16", ()), ("bf16", ())),
+    ],
+)
+def test_the_narrower_codec_crosses_with_the_scales_of_its_heads(source, sink, key_wire, value_wire) -> None:
+    ours = describe(replace(SHAPE, **source))
+    theirs = describe(replace(SHAPE, tp_size=2, block_tokens=32, **sink), tp_rank=1)
+    (takes,) = assign([ours], theirs)
+    planned = plan(ours, theirs, takes, 3, 40, 1 << 20)
+    tables = block_table(ours, table_of(ours, 40)), block_table(theirs, table_of(theirs, 40))
+    gathers = planned.source_moves(planned.chunk(0), tables[0])
+    scatters = planned.sink_moves(planned.chunk(0), tables[1])
+    for gather, scatter in zip(gathers, scatters, strict=True):
+        assert gather.wire == scatter.wire and gather.heads == scatter.heads
+        assert gather.is_bitwise == (gather.wire.name == gather.plane.codec.name)
+        assert scatter.is_bitwise == (scatter.wire.name == scatter.plane.codec.name)
+        if not gather.plane.name:
+            expected = key_wire if gather.plane.part == "k" else value_wire
+            assert (gather.wire.name, gather.wire.scales) == expected
+
+
+def test_other_scales_are_not_bitwise() -> None:
+    ours = replace(SHAPE, **NARROW)
+    planned = plan_between(ours, replace(ours, scales={"k": (0.25,), "v": (1.0, 2.0, 3.0, 4.0)}), range(16), 1 << 20)
+    sink = describe(ours)
+    moves = planned.sink_moves(planned.chunk(0), block_table(sink, table_of(sink, 16)))
+    assert {(move.plane.part, move.is_bitwise) for move in moves if not move.plane.name} == {("k", False)}
+    assert {move.is_bitwise for move in moves if move.plane.name} == {True}
+
+
+def test_planes_of_other_groups_use_their_own_tables() -> None:
+    """Source: K in a group of 16, V in one of 8. The sink has one group; each side looks only at its own."""
+    small = build(replace(SHAPE, block_tokens=8, blocks=20))
+    mixed = build(SHAPE)
+    value_planes = [each for each in small.pool.planes if each.part == "v"]
+    planes = [each for each in mixed.pool.planes if each.part == "k"]
+    planes += [msgspec.structs.replace(each, group=1, region=each.region + 6) for each in value_planes]
+    pool = msgspec.structs.replace(
+        mixed.pool,
+        groups=mixed.pool.groups + small.pool.groups,
+        regions=mixed.pool.regions + small.pool.regions,
+        planes=tuple(planes),
+    )
+    sink = describe(SHAPE)
+    (takes,) = assign([pool], sink)
+    planned = plan(pool, sink, takes, 0, 24, 1 << 20)
+    tables = {**block_table(pool, (3, 1)), 1: BlockTable.of(pool.groups[1], Blocks(1, 0, (9, 7, 5)))}
+    moves = planned.source_moves(planned.chunk(0), tables)
+    for move in moves:
+        first = 9 * 8 if move.plane.group else 3 if move.plane.name else 3 * 16
+        assert move.places[0] == first
+
+
+@pytest.mark.parametrize(
+    ("takes", "reason"),
+    [
+        ((Take(0, 4, 0, 4),), "take: layers [0, 4) heads [0, 4), the sink holds no layer 3"),
+        ((Take(0, 1 << 40, 0, 4),), f"take: layers [0, {1 << 40}) heads [0, 4), the sink holds no layer 3"),
+        ((Take(0, 3, 0, 5),), "take: layers [0, 3) heads [0, 5), the source holds heads [0, 4) of layer 0 k"),
+        ((Take(0, 3, 2, 2),), "take: layers [0, 3) heads [2, 2) is empty"),
+        ((Take(2, 1, 0, 2),), "take: layers [2, 1) heads [0, 2) is empty"),
+        (
+            (Take(0, 3, 0, 2), Take(2, 3, 1, 3)),
+            "take: layers [2, 3) heads [1, 3) overlaps layers [0, 3) heads [0, 2)",
+        ),
+    ],
+)
+def test_refuses_takes_that_cannot_be(takes: tuple[Take, ...], reason: str) -> None:
+    pool = describe(SHAPE)
+    with pytest.raises(PeerError) as refused:
+        plan(pool, pool, takes, 0, 10, 4096)
+    assert (refused.value.code, refused.value.reasons) == ("bad_take", (reason,))
+
+
+def test_refuses_a_take_of_rows_that_the_sink_lacks() -> None:
+    with pytest.raises(PeerError, match=r"the sink holds heads \[2, 4\) of layer 0 k"):
+        plan(describe(SHAPE), describe(replace(SHAPE, tp_size=2), 1), (Take(0, 3, 0, 2),), 0, 10, 4096)
+
+
+@pytest.mark.parametrize("tokens", [(10, 9), (-1, 4)])
+def test_refuses_tokens_that_cannot_be(tokens: tuple[int, int]) -> None:
+    pool = describe(SHAPE)
+    with pytest.raises(PeerError, match=f"end_token: {tokens[1]}, first_token: {tokens[0]}"):
+        plan(pool, pool, (Take(0, 3, 0, 4),), *tokens, 4096)
+
+
+def test_refuses_a_slot_that_holds_no_row() -> None:
+    pool = describe(SHAPE)
+    with pytest.raises(OperatorError) as refused:
+        plan(pool, pool, (Take(0, 3, 0, 4),), 0, 10, 47)
+    assert refused.value.code == "slot_too_small"
+    assert refused.value.reasons == ("slot_bytes: 47, a row of layer 0 v has 48 bytes",)
+
+
+DIGEST = """
+from tests.unit.geometry.test_plan import *
+shape = replace(SHAPE, layout="packed", kv_heads=7, layers=9, **NARROW)
+sources = [describe(replace(shape, tp_size=3, layout="cpu_vec"), rank) for rank in range(3)]
+sink = describe(replace(shape, tp_size=2, pp_size=2), 1, 1)
+takes = assign(sources, sink)
+print([plan(pool, sink, each, 16, 5000, 9000).digest for pool, each in zip(sources, takes)])
+"""
+
+
+def test_another_process_derives_the_same_plan() -> None:
+    root = Path(__file__).resolve().parents[3]
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", DIGEST],
+            cwd=root,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{root}:{root}/kernels:{root}/proto"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1 and said.pop().count(",") == 2
+
+
+def test_whatever_a_slot_depends_on_changes_the_digest() -> None:
+    sink = replace(SHAPE, block_tokens=32)
+    plans = [
+        plan_between(SHAPE, sink, range(100)),
+        plan_between(SHAPE, sink, range(101)),
+        plan_between(SHAPE, sink, range(1, 100)),
+        plan_between(SHAPE, sink, range(100), 8192),
+        plan_between(replace(SHAPE, codec="fp16"), replace(sink, codec="fp16"), range(100)),
+        plan_between(SHAPE, replace(sink, codec="fp8_e4m3"), range(100)),
+        plan_between(SHAPE, replace(sink, codec="fp8_e4m3", scales={"k": (2.0,)}), range(100)),
+        plan_between(SHAPE, SHAPE, range(100)),
+        plan_between(SHAPE, replace(sink, tp_size=2), range(100)),
+        plan_between(SHAPE, replace(sink, pp_size=2), range(100)),
+    ]
+    assert len({planned.digest for planned in plans}) == len(plans)
+    assert plan_between(SHAPE, sink, range(100)).digest == plans[0].digest
+
+
+def test_the_slow_way_agrees() -> None:
+    """One transfer compared row by row with the definition, so that the fast comparison is not the only witness."""
+    source, sink = build(replace(SHAPE, layout="cpu_vec")), build(replace(SHAPE, layout="hnd", block_tokens=32))
+    tables = table_of(source.pool, 50, 1), table_of(sink.pool, 50, 2)
+    fill(source, tables[0], range(50))
+    planned = plan_between(replace(SHAPE, layout="cpu_vec"), replace(SHAPE, layout="hnd", block_tokens=32), range(50))
+    run(planned, source, tables[0], sink, tables[1])
+    for layer, part, head, token in [(0, "k", 0, 0), (2, "v", 3, 49), (1, "k", 2, 31), (1, "v", 1, 32)]:
+        row = read(sink, tables[1], layer, part, head, token)
+        assert row == read(source, tables[0], layer, part, head, token)
+        (plane,) = [each for each in sink.pool.planes if (each.layer, each.part) == (layer, part)]
+        assert row == rows(plane, range(token, token + 1))[0, head].tobytes()

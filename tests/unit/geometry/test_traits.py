@@ -1,0 +1,60 @@
+"""A key that never keeps apart what can be carried, and tells models apart; traits that a label can have."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import msgspec
+
+from kvbridge.geometry.compat import Incompatible, verdict
+from kvbridge.geometry.traits import MOST_VALUE, model_key, traits
+from tests.support.pools import Shape, build_all, mla
+
+BASE = Shape("nhd", layers=4)
+ALIKE = [
+    BASE,
+    *(replace(BASE, layout=layout) for layout in ("hnd", "packed", "cross_layer", "cpu_vec")),
+    *(replace(BASE, block_tokens=size) for size in (1, 64)),
+    *(replace(BASE, tp_size=size) for size in (2, 4)),
+    replace(BASE, pp_size=2),
+    replace(BASE, codec="fp8_e4m3"),
+    replace(BASE, kinds=("full", "sliding"), window=64),
+    replace(BASE, kinds=("sliding",), window=64),
+]
+OTHERS = [
+    replace(BASE, kv_heads=8),
+    replace(BASE, key_width=16),
+    replace(BASE, value_width=16),
+    replace(BASE, model="another"),
+    mla(layers=4),
+]
+
+
+def test_what_can_be_carried_has_one_key_on_every_rank() -> None:
+    carried = 0
+    for one, other in itertools.product(ALIKE, ALIKE):
+        for source, sink in itertools.product(build_all(one), build_all(other)):
+            if not isinstance(verdict(source.pool, sink.pool), Incompatible):
+                assert model_key(source.pool) == model_key(sink.pool), (one, other)
+                carried += 1
+    assert carried > 200
+
+
+def test_other_models_have_other_keys() -> None:
+    keys = [{model_key(held.pool) for held in build_all(shape)} for shape in (BASE, *OTHERS)]
+    assert all(len(each) == 1 for each in keys) and len(set.union(*keys)) == len(keys)
+    for other in OTHERS:
+        source, sink = build_all(BASE)[0].pool, build_all(other)[0].pool
+        assert isinstance(verdict(source, sink), Incompatible)
+
+
+def test_traits_are_of_all_ranks_and_can_be_labels() -> None:
+    for shape in ALIKE:
+        (said,) = {traits(held.pool) for held in build_all(shape)}
+        for value in map(str, msgspec.to_builtins(said).values()):
+            assert re.fullmatch(r"[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9])?", value) and len(value) <= MOST_VALUE, value
+    assert traits(build_all(replace(BASE, tp_size=2))[0].pool).tp_size == 2
+    windowed = replace(BASE, kinds=("full", "sliding"), window=64, group_tokens={"sliding": 32})
+    assert traits(build_all(windowed)[0].pool).block_tokens == "16_32"

@@ -1,0 +1,101 @@
+"""Rows arrive where they belong and nothing else is written: each kind of disagreement, against the oracle."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from kvbridge.geometry.compat import Incompatible, verdict
+from tests.support.oracle import LAYOUTS, Shape, build_all, transfer
+
+RANKS = (1, 2, 3, 4, 8)
+BLOCKS = (1, 8, 16, 32, 48, 64, 128)
+TOKENS = (1, 15, 16, 17, 1000)
+WIDTHS = (64, 80, 96, 128)
+
+
+def shape_for(tokens: int, **changes: object) -> Shape:
+    """A shape with room for so many tokens and two blocks more."""
+    shape = replace(Shape(), **changes)
+    return replace(shape, blocks=-(-tokens // shape.block_tokens) + 2)
+
+
+def fits(shape: Shape) -> bool:
+    return shape.layout != "cpu_amx" or (shape.block_tokens % 16 == 0 and shape.value_width % 16 == 0)
+
+
+def check(source: Shape, sink: Shape, tokens: range, slot_bytes: int = 1 << 14, prompt: int = 0) -> None:
+    sources, sinks = build_all(source), build_all(sink)
+    found = verdict(sources[0].pool, sinks[-1].pool)
+    assert not isinstance(found, Incompatible), found
+    wrong = transfer(sources, sinks, tokens, slot_bytes, prompt)
+    assert not wrong, f"{wrong}\n{source}\n{sink}\n{tokens} slot_bytes={slot_bytes}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_to_any_layout(layout: str) -> None:
+    for other, (ours, theirs) in itertools.product(LAYOUTS, [(16, 16), (16, 32), (48, 16)]):
+        widths = {"key_width": 32, "value_width": 16, "pad_bytes": 64}
+        source = shape_for(70, layout=layout, block_tokens=ours, **widths)
+        check(source, shape_for(70, layout=other, block_tokens=theirs, **widths), range(70))
+        check(source, shape_for(70, layout=other, block_tokens=theirs, **widths), range(16, 61), 1 << 10)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 7, 8])
+def test_tensor_parallel_sizes(kv_heads: int) -> None:
+    layouts = itertools.cycle(itertools.product(["nhd", "packed", "cross_layer_hnd", "cpu_vec"], repeat=2))
+    for ours, theirs in itertools.product(RANKS, RANKS):
+        one, other = next(layouts)
+        source = shape_for(40, layout=one, kv_heads=kv_heads, tp_size=ours)
+        check(source, shape_for(40, layout=other, kv_heads=kv_heads, tp_size=theirs, block_tokens=32), range(3, 40))
+
+
+@pytest.mark.parametrize("layers", [7, 8])
+def test_pipeline_parallel_sizes(layers: int) -> None:
+    ranks = [size for size in RANKS if size <= layers]
+    for ours, theirs in itertools.product(ranks, ranks):
+        source = shape_for(20, layout="cross_layer", layers=layers, pp_size=ours, tp_size=2)
+        check(source, shape_for(20, layers=layers, pp_size=theirs, tp_size=1), range(20))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_token_counts(tokens: int) -> None:
+    for ours, theirs in itertools.product((1, 16, 48, 128), repeat=2):
+        source = shape_for(tokens, layout="hnd", kv_heads=2, block_tokens=ours)
+        check(source, shape_for(tokens, layout="packed", kv_heads=2, block_tokens=theirs), range(tokens))
+
+
+@pytest.mark.parametrize("first", [1, 5, 15, 16, 17, 33, 48, 64])
+def test_a_prefix_that_the_sink_has_already_is_not_touched(first: int) -> None:
+    for ours, theirs in itertools.product((8, 16, 48, 64), repeat=2):
+        source = shape_for(100, layout="block_first", block_tokens=ours)
+        sink = shape_for(100, layout="two_first", block_tokens=theirs)
+        check(source, sink, range(first, 90), prompt=100)
+        check(replace(source, layout="nhd"), replace(sink, layout="nhd"), range(first, 90), prompt=100)
+
+
+@pytest.mark.parametrize(("key_width", "value_width"), list(itertools.product(WIDTHS, WIDTHS)))
+def test_head_widths_also_different_for_keys_and_values(key_width: int, value_width: int) -> None:
+    widths = {"key_width": key_width, "value_width": value_width, "kv_heads": 2}
+    for one, other in (("nhd", "hnd"), ("packed", "cpu_vec"), ("cpu_amx", "cross_layer"), ("packed_hnd", "packed_hnd")):
+        source = shape_for(35, layout=one, **widths)
+        check(source, shape_for(35, layout=other, block_tokens=32, tp_size=2, **widths), range(35))
+
+
+@pytest.mark.parametrize("codec", ["fp8_e4m3", "int8", "fp16", "fp32", "opaque"])
+def test_other_element_sizes(codec: str) -> None:
+    for one, other in itertools.product(["nhd", "packed", "cpu_vec"], repeat=2):
+        scales = {"k": (0.5, 4.0, 1.0, 2.0), "v": (1.0, 2.0, 3.0, 4.0)}
+        source = shape_for(35, layout=one, codec=codec, scales=scales, key_width=7, value_width=9)
+        check(source, replace(source, layout=other, tp_size=2), range(35))
+        check(source, replace(source, layout=other, tp_size=2), range(3, 35))
+
+
+@pytest.mark.parametrize("slot_bytes", [64, 70, 128, 512, 4096, 1 << 20])
+def test_any_slot_that_holds_a_row(slot_bytes: int) -> None:
+    for one, other in itertools.product(["nhd", "cpu_vec", "cross_layer", "packed_hnd"], repeat=2):
+        source = shape_for(45, layout=one, kv_heads=3, key_width=32, value_width=16)
+        check(source, replace(source, layout=other), range(45), slot_bytes)
+        check(source, replace(source, layout=other, block_tokens=32, tp_size=3), range(7, 45), slot_bytes)

@@ -1,0 +1,259 @@
+"""Layers that do not keep every token: what the next query sees travels, and nothing else is read or written."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from kvbridge_proto.pool import Group, Region, Shard, Step
+
+from kvbridge.geometry.leg import kept
+from kvbridge.geometry.plan import ALIGN, Part, Plan, Planner, plan
+from kvbridge.geometry.shard import assign
+from tests.support.oracle import (
+    POISON,
+    Shape,
+    block_table,
+    build,
+    build_all,
+    describe,
+    fill,
+    first_seen,
+    mismatch,
+    places_of,
+    rows,
+    rows_at,
+    run,
+    tables_of,
+    take_rows,
+    transfer,
+)
+from tests.support.pools import STATE_WIDTHS, STATES, Held
+
+ROW_BYTES = 4 * (8 + 8) * 2  # of a token and layer: heads, K and V, bf16
+HYBRID = Shape(layers=4, kinds=("full", "sliding"), window=20)
+STATEFUL = Shape(layers=3, kinds=("full", "state", "sliding"), window=20)
+
+
+def carry(source: Shape, sink: Shape, tokens: range, slot_bytes: int = 1 << 12, prompt: int = 0) -> None:
+    wrong = transfer(build_all(source), build_all(sink), tokens, slot_bytes, prompt)
+    assert not wrong, f"{wrong}\n{source}\n{sink}\n{tokens}"
+
+
+def planned_for(source: Shape, sink: Shape, tokens: range, slot_bytes: int = 1 << 12) -> Plan:
+    ours, theirs = describe(source), describe(sink)
+    (takes,) = assign([ours], theirs)
+    return plan(ours, theirs, takes, tokens.start, tokens.stop, slot_bytes)
+
+
+@pytest.mark.parametrize("first", [0, 16, 40, 61, 70])
+def test_only_the_window_travels(first: int) -> None:
+    """80 tokens: the query at 80 sees 61 and on, from the block that begins at 48."""
+    for sink in (HYBRID, replace(HYBRID, layout="hnd", tp_size=2)):
+        carry(HYBRID, sink, range(first, 80))
+    planned = planned_for(HYBRID, HYBRID, range(first, 80))
+    assert planned.total_bytes == ROW_BYTES * 2 * (80 - first + 80 - max(first, 48))
+
+
+@pytest.mark.parametrize("end", [1, 19, 20, 21, 64, 65])
+def test_a_window_begins_with_the_prompt_or_later(end: int) -> None:
+    wide = replace(HYBRID, block_tokens=32)
+    carry(wide, replace(HYBRID, layout="packed"), range(end))
+    (full, window) = planned_for(wide, HYBRID, range(end)).legs
+    assert (full.first, full.end) == (0, end) and (window.first, window.end) == (max(0, end - 19) // 16 * 16, end)
+
+
+@pytest.mark.parametrize(("source", "sink"), [(16, 16), (32, 16), (48, 8), (16, 1)])
+@pytest.mark.parametrize("kind", ["sliding", "chunked"])
+def test_no_row_of_a_block_that_is_kept_stays_as_it_was(kind: str, source: int, sink: int) -> None:
+    """At any length: what the sink keeps it may take for other requests, whole."""
+    shape = Shape(layers=1, kv_heads=1, kinds=(kind,), window=32, blocks=90)
+    for end in range(1, 80):
+        ours, theirs = build(replace(shape, block_tokens=source)), build(replace(shape, block_tokens=sink))
+        tables = tables_of(ours.pool, end, 1), tables_of(theirs.pool, end, 2)
+        fill(ours, tables[0], range(end))
+        (takes,) = assign([ours.pool], theirs.pool)
+        run(plan(ours.pool, theirs.pool, takes, 0, end, 1 << 12), ours, tables[0], theirs, tables[1])
+        needed = max(0, end - 31) if kind == "sliding" else end // 32 * 32
+        for entry in range(needed // sink, -(-end // sink)):
+            tokens = range(entry * sink, min(end, (entry + 1) * sink))
+            for plane in theirs.pool.planes:
+                found = take_rows(theirs, plane, places_of(tables[1][0], tokens, sink))
+                assert np.array_equal(found, rows(plane, tokens)), (end, entry)
+
+
+def test_blocks_before_the_window_are_not_read() -> None:
+    """Neither side's table has entries there."""
+    source, sink = build(HYBRID), build(replace(HYBRID, block_tokens=8, blocks=24))
+    tables = tables_of(source.pool, 80, 1), tables_of(sink.pool, 80, 2)
+    ours, theirs = block_table(source.pool, tables[0], 0, 80), block_table(sink.pool, tables[1], 0, 80)
+    assert (ours[1].first_token, theirs[1].first_token) == (48, 56) and ours[0].first_token == 0
+    planned = planned_for(HYBRID, replace(HYBRID, block_tokens=8, blocks=24), range(80))
+    for index in range(planned.chunks):
+        chunk = planned.chunk(index)
+        for table, moves in ((ours, planned.source_moves(chunk, ours)), (theirs, planned.sink_moves(chunk, theirs))):
+            for move in moves:
+                units = sink.pool.groups[0].block_tokens if table is theirs else 16
+                assert move.plane.group != 1 or set(move.places // units) <= set(table[1].ids)
+
+
+@pytest.mark.parametrize(("end", "first"), [(31, 0), (32, None), (33, 32), (63, 32), (64, None), (65, 64), (70, 64)])
+def test_chunked_borders(end: int, first: int | None) -> None:
+    """A query at the first token of a chunk sees nothing before."""
+    shape = replace(HYBRID, kinds=("full", "chunked"), window=32)
+    carry(replace(shape, block_tokens=48), replace(shape, layout="hnd", block_tokens=24), range(end))
+    legs = planned_for(shape, shape, range(end)).legs
+    assert [(leg.kind, leg.first, leg.end) for leg in legs[1:]] == ([] if first is None else [("chunked", first, end)])
+
+
+def test_a_want_of_nothing_but_a_past_chunk_has_no_chunks() -> None:
+    shape = Shape(kinds=("chunked",), window=32)
+    planned = planned_for(shape, shape, range(64))
+    assert (planned.chunks, planned.total_bytes, planned.legs) == (0, 0, ())
+    carry(shape, shape, range(64))
+
+
+@pytest.mark.parametrize("end", [1, 16, 17, 79, 80])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_state_takes_one_row(end: int, tp_size: int) -> None:
+    shape = replace(STATEFUL, tp_size=tp_size)
+    carry(shape, replace(shape, layout="hnd", group_tokens={"state": 48}), range(end))
+    planned = planned_for(replace(shape, tp_size=1), replace(shape, tp_size=1), range(end))
+    state = planned.legs[-1]
+    assert (state.kind, state.first, state.end) == ("state", 0, 1)
+    assert {strip.sink.part for strip in state.strips} == set(STATES)
+    assert state.total_bytes == sum(-(-2 * STATE_WIDTHS[part] // ALIGN) * ALIGN for part in STATES)
+
+
+def test_a_state_moves_whole_however_much_of_the_prompt_is_there() -> None:
+    carry(STATEFUL, STATEFUL, range(64, 80))
+    legs = planned_for(STATEFUL, STATEFUL, range(79, 80)).legs
+    assert [(leg.kind, leg.end - leg.first) for leg in legs] == [("full", 1), ("sliding", 1), ("state", 1)]
+
+
+def test_one_recipe_does_for_every_state() -> None:
+    """A state's form says nothing of the prompt's length; its place does."""
+    pool = describe(STATEFUL)
+    planner, (takes,) = Planner(pool, pool), assign([pool], pool)
+    table, parts = tables_of(pool, 80), []
+    for end in (32, 64):
+        planned = planner.plan(takes, 0, end, 1 << 12)
+        last = planned.chunk(planned.chunks - 1)
+        parts.append(Part(planned, last, block_table(pool, table, 0, end), is_source=True))
+    assert {part.plan.legs[part.chunk.leg].kind for part in parts} == {"state"}
+    assert parts[0].form == parts[1].form
+    assert [part.places(1, 1).tolist() for part in parts] == [[table[1][1]], [table[1][3]]]
+
+
+@pytest.mark.parametrize("kind", ["sliding", "chunked"])
+def test_a_source_that_keeps_everything_gives_a_window(kind: str) -> None:
+    full = Shape(layers=2)
+    for end in (10, 47, 80):
+        carry(full, replace(full, kinds=(kind,), window=30, layout="hnd"), range(end))
+        carry(full, replace(full, kinds=("full", kind), window=30), range(5, end))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), list(itertools.product(((1, 1), (2, 1), (3, 16), (8, 3)), repeat=2)))
+def test_windows_under_context_parallelism(ours: tuple[int, int], theirs: tuple[int, int]) -> None:
+    shape = replace(HYBRID, layers=2, window=37, blocks=100)
+    whole = math.lcm(16 * ours[0], 16 * theirs[0])  # a block of all ranks of the source
+    source = replace(shape, cp_size=ours[0], cp_interleave=ours[1], block_tokens=whole // ours[0])
+    sink = replace(shape, cp_size=theirs[0], cp_interleave=theirs[1], layout="hnd")
+    carry(source, sink, range(90))
+    carry(source, sink, range(60, 90))
+
+
+def test_late_legs_come_last_and_need_all_tokens() -> None:
+    planned = planned_for(STATEFUL, replace(STATEFUL, block_tokens=32), range(7, 80), 512)
+    chunks = [planned.chunk(index) for index in range(planned.chunks)]
+    assert [leg.kind for leg in planned.legs] == ["full", "sliding", "state"]
+    assert [chunk.is_late for chunk in chunks] == [index >= planned.early_chunks for index in range(planned.chunks)]
+    assert 1 < planned.early_chunks < planned.chunks
+    assert {chunk.needs_tokens for chunk in chunks[planned.early_chunks :]} == {80}
+    assert chunks[0].needs_tokens < 80
+    needs = [chunk.needs_tokens for chunk in chunks]
+    assert needs == sorted(needs)
+    assert sum(chunk.size_bytes for chunk in chunks) == planned.total_bytes
+    covered = [(chunk.leg, strip) for chunk in chunks for strip in range(chunk.first_strip, chunk.end_strip)]
+    assert {strip for _, strip in covered} == set(range(len(planned.strips)))
+    assert all(strip in planned.legs[leg].strips for leg, at in covered for strip in [planned.strips[at]])
+
+
+def test_groups_of_one_window_are_one_leg_and_others_are_not() -> None:
+    pool = describe(replace(HYBRID, kinds=("full", "sliding", "chunked"), layers=3))
+    group = pool.groups[1]
+    for window, block, legs in ((20, 16, 3), (40, 16, 4), (20, 8, 4)):
+        other = msgspec.structs.replace(group, window=window, block_tokens=block)
+        planes = tuple(
+            msgspec.structs.replace(plane, group=3, token_axis=(Step(block, plane.token_axis[0].stride),))
+            if (plane.layer, plane.part) == (1, "v")
+            else plane
+            for plane in pool.planes
+        )
+        both = msgspec.structs.replace(pool, groups=(*pool.groups, other), planes=planes)
+        (takes,) = assign([both], both)
+        assert len(plan(both, both, takes, 0, 81, 1 << 12).legs) == legs
+
+
+def test_the_window_is_in_the_digest() -> None:
+    whole = replace(HYBRID, window=200)
+    digests = {planned_for(Shape(layers=4), each, range(80)).digest for each in (Shape(layers=4), whole, HYBRID)}
+    assert len(digests) == 3
+
+
+def overlaid(held: Held) -> Held:
+    """All layers in one region for each part, blocks as large as the largest: each group uses blocks of its own."""
+    pool = held.pool
+    stride = max(plane.block_stride for plane in pool.planes)
+    regions = {part: index for index, part in enumerate(sorted({plane.part for plane in pool.planes}))}
+    planes = tuple(
+        msgspec.structs.replace(plane, region=regions[plane.part], offset=0, block_stride=stride)
+        for plane in pool.planes
+    )
+    size = stride * pool.groups[0].blocks
+    whole = msgspec.structs.replace(pool, planes=planes, regions=(Region(size),) * len(regions))
+    return Held(whole, tuple(np.full(size, POISON, np.uint8) for _ in regions))
+
+
+def test_groups_with_other_block_sizes_overlay_the_same_bytes() -> None:
+    """vLLM's hybrid pools: one buffer, and a block of it belongs to whichever group took it."""
+    shape = replace(HYBRID, layers=2, group_tokens={"sliding": 32}, blocks=20)
+    ours = {0: (3, 9, 0, 7, 12), 1: (1, 15, 2)}
+    theirs = {0: (4, 2, 11, 10, 19), 1: (0, 18, 5, 6, 8, 13, 14, 16, 17, 1)}
+    source, sink = (
+        overlaid(build(each)) for each in (shape, replace(shape, layout="hnd", group_tokens={"sliding": 8}))
+    )
+    fill(source, ours, range(80))
+    before = sink.copy()
+    (takes,) = assign([source.pool], sink.pool)
+    run(plan(source.pool, sink.pool, takes, 0, 80, 1 << 12), source, ours, sink, theirs)
+    assert not mismatch(sink, before, theirs, range(80))
+
+
+def test_samples_have_a_chunk_of_every_leg() -> None:
+    for source, sink in ((STATEFUL, STATEFUL), (STATEFUL, replace(STATEFUL, block_tokens=32))):
+        for is_source in (True, False):
+            parts = Planner(describe(source), describe(sink)).samples(1 << 12, is_source)
+            kinds = {part.plan.legs[part.chunk.leg].kind for part in parts}
+            assert kinds == {"full", "sliding", "state"}
+            assert all(len(move.places) for part in parts for move in part.moves())
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "chunked"])
+def test_what_is_kept_is_what_the_oracle_says(kind: str) -> None:
+    for window, end in itertools.product((1, 7, 16, 100), range(60)):
+        group = Group(kind=kind, block_tokens=16, blocks=10, window=window)
+        for size in (1, 2):
+            assert kept(group, end, Shard(cp_size=size)) == first_seen(group, end, size)
+
+
+def test_a_state_is_in_the_entry_of_its_last_token() -> None:
+    pool = describe(STATEFUL)
+    for end in (1, 16, 17, 80):
+        table = tables_of(pool, 80)
+        assert block_table(pool, table, 0, end)[1].last(end).tolist() == rows_at(pool, 1, table, range(end))[1].tolist()
+        assert kept(pool.groups[1], end, pool.shard) // 16 == (end - 1) // 16

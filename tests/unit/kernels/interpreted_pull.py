@@ -1,0 +1,138 @@
+"""The pull kernel under the interpreter of Triton; run by test_kernels.py, with the bounds of interpreted.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kvbridge_kernels import pull_ref
+from kvbridge_kernels.codecs_ref import Number
+from kvbridge_kernels.places import Places
+from kvbridge_kernels.pull import pull, warm
+from kvbridge_kernels.pull_recipe import PullRecipe
+from kvbridge_kernels.segment import Segment
+from triton.runtime.interpreter import GridExecutor
+
+from tests.unit.kernels.chunks import MOVES, Shape, chunk_of, on, work_on
+from tests.unit.kernels.interpreted import CASTS
+from tests.unit.kernels.pulls import PULLS, check_pull, converted, ends_of
+from tests.unit.kernels.rows import Rows, segment_of
+
+
+@pytest.mark.parametrize(("source", "sink"), PULLS[::8], ids=str)
+def test_rows_are_pulled_bit_for_bit(source: Shape, sink: Shape) -> None:
+    check_pull(pull, ends_of([source], [sink], 3, 7))
+
+
+@pytest.mark.parametrize("shape", [MOVES[0], MOVES[8]], ids=str)
+def test_no_digest_is_taken_where_none_is_wanted(shape: Shape) -> None:
+    check_pull(pull, ends_of([shape], [replace(shape, layout="hnd")], 3, 7), has_sums=False)
+
+
+def test_a_chunk_of_several_forms_on_either_side() -> None:
+    sources = [Shape("nhd", planes=3), Shape("hnd"), Shape("folded"), Shape("nhd", shift=1), Shape("nhd")]
+    sinks = [Shape("hnd", planes=3), Shape("hnd", shift=2), Shape("folded"), Shape("columns"), Shape("nhd")]
+    check_pull(pull, ends_of(sources, sinks, 3, 5))
+
+
+@pytest.mark.parametrize(("old", "new"), CASTS)
+def test_numbers_become_what_the_twins_make_of_them(old: str, new: str) -> None:
+    check_pull(pull, converted(old, new, old, (2, 3), ("columns", "hnd")))
+    check_pull(pull, converted(old, new, new, (2, 3), ("nhd", "columns")))
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+@pytest.mark.parametrize("scales", [None, (1, 1), (2, 1), (1, 3)])
+def test_scales_of_every_shape(scales: tuple[int, int] | None, has_sums: bool) -> None:
+    check_pull(pull, converted("fp8_e4m3", "bf16", "fp8_e4m3", scales, ("nhd", "hnd")), has_sums=has_sums)
+    check_pull(pull, converted("bf16", "fp8_e4m3", "fp8_e4m3", scales, ("hnd", "nhd")), has_sums=has_sums)
+
+
+ROW_SCALED = [
+    (Rows("behind", planes=2), Rows("token", planes=2, heads=6)),
+    (Rows("head", width=24), Rows("before", width=24, block_tokens=8)),
+    (Rows("token", width=128, heads=4, moved=range(0, 4)), Rows("head", width=128, heads=4, moved=range(0, 4))),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("fp8_e4m3", "int8"), ("int8", "fp8_e4m3")])
+@pytest.mark.parametrize(("source", "sink"), ROW_SCALED, ids=str)
+def test_rows_with_scales_of_their_own_at_both_ends(source: Rows, sink: Rows, ours: str, theirs: str) -> None:
+    one, size = segment_of(source, ours, Number("fp32"), 9, tame=True, is_exact=True)
+    other, _ = segment_of(sink, theirs, Number("fp32"), 9, seed=3)
+    check_pull(pull, ([one], [other], size))
+
+
+@pytest.mark.parametrize("is_source", [True, False])
+@pytest.mark.parametrize("plain", ["fp32", "fp16", "fp8_e5m2"])
+def test_rows_with_scales_of_their_own_at_one_end(plain: str, is_source: bool) -> None:
+    """The plain side keeps the rows as they are on the way."""
+    own, size = segment_of(Rows("token", width=40), "fp8_e4m3", Number(plain), 9, tame=True, is_exact=True)
+    sizes = {"fp32": 4, "fp16": 2, "fp8_e5m2": 1}
+    sources, _ = chunk_of([Shape("hnd", width=40, size=sizes[plain])], 3, 9, tame=True)
+    plainly = replace(sources[0], slot_offset=own.slot_offset, slot_pitch=own.slot_pitch)
+    check_pull(pull, ([own], [plainly], size) if is_source else ([plainly], [own], size))
+
+
+def test_planes_meet_however_they_are_cut() -> None:
+    sources, sinks, size = ends_of([Shape("nhd", planes=5)], [Shape("hnd", planes=5)], 3, 7)
+    (whole,) = sinks
+    check_pull(pull, (sources, apart(whole), size))
+    check_pull(pull, (apart(sources[0]), [whole], size))
+
+
+def apart(segment: Segment) -> list[Segment]:
+    """A plane each."""
+    stride = segment.field.planes.stride
+    return [
+        replace(
+            segment,
+            field=replace(
+                segment.field, offset=segment.field.offset + i * stride, planes=segment.field.planes._replace(count=1)
+            ),
+            slot_offset=segment.slot_offset + i * segment.slot_pitch,
+        )
+        for i in range(segment.field.planes.count)
+    ]
+
+
+@pytest.mark.parametrize("programs", [1, 3, 1000])
+def test_any_number_of_programs_walks_all_tiles(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = []
+    run = GridExecutor.__call__
+
+    def noted(executor: GridExecutor, *arguments: object, **constants: object) -> object:
+        grids.append(executor.grid[0])
+        return run(executor, *arguments, **constants)
+
+    monkeypatch.setattr(GridExecutor, "__call__", noted)
+    ends = ends_of([Shape("nhd", planes=4, heads=8)], [Shape("hnd", planes=4, heads=8)], 5, 19)
+    check_pull(lambda chunk, sums, work: pull(chunk, sums, work, None, programs), ends)
+    assert len(grids) > 1 and max(grids) <= programs
+
+
+def test_a_recipe_is_used_with_other_places() -> None:
+    shapes = [Shape("nhd", planes=2), Shape("folded")], [Shape("hnd", planes=2), Shape("folded")]
+    sources, sinks, size = ends_of(*shapes, 3, 2)
+    recipe, work, memory = PullRecipe(sources, sinks, size), work_on("cpu"), sinks[0].field.memory
+    before = memory.clone()
+    for step in range(3):
+        chunk = recipe.at(
+            *([Places((each.index + step) % 3) for each in end.places] for end in (recipe.source, recipe.sink))
+        )
+        found = []
+        for run in (pull, pull_ref.pull):
+            memory.copy_(before)
+            run(chunk, None, work)
+            found.append(memory.clone())
+        assert torch.equal(*found) and not torch.equal(found[0], before)
+    with pytest.raises(ValueError, match="3 places, the recipe is for 2"):
+        recipe.at([Places(torch.arange(3))] * 2, recipe.sink.places)
+
+
+def test_warming_writes_nothing() -> None:
+    sources, sinks, size = ends_of([Shape("nhd")], [Shape("columns")], 3, 5)
+    before = on(sinks, "cpu")[0].field.memory
+    warm(PullRecipe(sources, sinks, size).chunk, True, work_on("cpu"))
+    assert torch.equal(sinks[0].field.memory, before)

@@ -1,0 +1,106 @@
+"""Random chunks as both ends see them, and what a pull is held against: gather and scatter with a slot between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from kvbridge_kernels import gather_ref, scatter_ref
+from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
+from kvbridge_kernels.pull_recipe import PullChunk, PullRecipe
+from kvbridge_kernels.segment import Segment
+from kvbridge_kernels.tables import Work
+
+from tests.unit.kernels.chunks import (
+    LAYOUTS,
+    MOVES,
+    Kernel,
+    Shape,
+    added,
+    assert_same_memory,
+    chunk_of,
+    number,
+    on,
+    slot_on,
+    work_on,
+)
+
+Pull = Callable[[PullChunk, torch.Tensor | None, Work], None]
+Ends = tuple[list[Segment], list[Segment], int]
+
+# Every pair of layouts that rows can have at once, and every odd row with another layout and block at its other end.
+ROWS = [layout for layout in LAYOUTS if layout != "folded"]
+PULLS = [
+    *((Shape(ours, planes=2, skip=32), Shape(theirs, planes=2, block_tokens=8)) for ours in ROWS for theirs in ROWS),
+    *(
+        (shape, replace(shape, layout="hnd" if shape.layout == "nhd" else "nhd", block_tokens=6, shift=0, skip=0))
+        for shape in MOVES
+        if shape.layout != "folded"
+    ),
+    *((shape, replace(shape, shift=4)) for shape in MOVES if shape.layout == "folded"),
+    (Shape("nhd", width=9, size=1, shift=3), Shape("columns", width=9, size=1, shift=2)),
+]
+WIRES = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8")
+
+
+def ends_of(
+    source: Sequence[Shape],
+    sink: Sequence[Shape],
+    blocks: int,
+    wanted: int,
+    casts: tuple[Cast | None, Cast | None] = (None, None),
+    tame: bool = False,
+) -> Ends:
+    """Segments of both ends and the bytes of their slot."""
+    sources, size = chunk_of(source, blocks, wanted, casts[0], seed=0, tame=tame)
+    sinks, their_size = chunk_of(sink, blocks, wanted, casts[1], seed=5, tame=tame)
+    assert size == their_size
+    return sources, sinks, size
+
+
+def converted(old: str, new: str, wire: str, scales: tuple[int, int] | None, layouts: tuple[str, str]) -> Ends:
+    """Numbers of one codec in the source, of another in the sink; tame, and scaled where that has 8 bits."""
+    sides = []
+    for name, seed in ((old, 1), (new, 2)):
+        is_scaled = scales is not None and DTYPES[name].itemsize == 1
+        sides.append(number(name, scales if is_scaled else None, seed=seed, is_exact=True))
+    middle = sides[0] if wire == old else sides[1] if wire == new else number(wire, None)
+    casts = tuple(None if name == wire else Cast(side, middle) for name, side in zip((old, new), sides, strict=True))
+    shapes = [
+        Shape(layout, heads=3, width=40, size=DTYPES[name].itemsize, planes=2)
+        for layout, name in zip(layouts, (old, new), strict=True)
+    ]
+    return ends_of(shapes[:1], shapes[1:], 3, 5, casts, tame=True)
+
+
+def check_pull(
+    pull: Pull,
+    ends: Ends,
+    device: str = "cpu",
+    gather: Kernel = gather_ref.gather,
+    has_sums: bool = True,
+    name: str | None = None,
+) -> None:
+    """All of the sink's memory against the twins through a slot, and the digest against that of this gather.
+
+    `name` says what the sink's numbers are where it does not convert them: one NaN is as good as another.
+    """
+    sources, sinks, size = ends
+    _whole, span = slot_on("cpu", size)
+    gather_ref.gather(sources, span, None, Work("cpu"))
+    twins = on(sinks, "cpu")
+    scatter_ref.scatter(twins, span, None, Work("cpu"))
+    assert sinks[0].places.count == 0 or not torch.equal(twins[0].field.memory, sinks[0].field.memory)
+
+    ours, theirs = on(sources, device), on(sinks, device)
+    sums = torch.full((1,), 77, dtype=torch.int64, device=device)
+    pull(PullRecipe(ours, theirs, size).chunk, sums if has_sums else None, work_on(device))
+    named = [replace(sink, cast=Cast(Number(name), Number(name))) for sink in sinks] if name else sinks
+    assert_same_memory(named, theirs[0].field.memory.cpu(), twins[0].field.memory)
+    assert torch.equal(ours[0].field.memory.cpu(), sources[0].field.memory)
+    if has_sums:
+        wanted = torch.full_like(sums, 77)
+        _slot, span = slot_on(device, size)
+        gather(ours, span, wanted, work_on(device))
+        assert added(sums) == added(wanted)

@@ -1,0 +1,201 @@
+"""Gather and scatter against the definition of a field, for every shape of axis and of places."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from kvbridge_kernels.codecs_ref import Cast, Number
+from kvbridge_kernels.digest_ref import digest
+from kvbridge_kernels.field import Axis, Field
+from kvbridge_kernels.gather_ref import gather_rows
+from kvbridge_kernels.pieces import split
+from kvbridge_kernels.places import Places
+from kvbridge_kernels.scatter_ref import scatter_rows
+
+from tests.unit.kernels import slow_codecs as slow
+
+POISON = 0xA5
+BLOCKS, T, H, D = 6, 16, 3, 16
+FILLED = np.random.default_rng(7).integers(0, 256, 80_000).astype(np.uint8)
+
+
+def field_of(layout: str, size: int, planes: int = 1, shift: int = 0) -> Field:
+    """`size` is the bytes of an element, `shift` moves the whole field by single bytes."""
+    row = D * size
+    block = T * H * row
+    tokens, heads, elements = {
+        "nhd": ((Axis(T, H * row),), Axis(H, row), (Axis(D, size),)),
+        "hnd": ((Axis(T, row),), Axis(H, T * row), (Axis(D, size),)),
+        "columns": ((Axis(T, size),), Axis(H, T * row), (Axis(D, T * size),)),
+        "tiled": (
+            (Axis(T // 8, 8 * row), Axis(8, 2 * size)),
+            Axis(H, T * row),
+            (Axis(D // 2, 16 * size), Axis(2, size)),
+        ),
+        "spread": ((Axis(T, 2 * size),), Axis(H, 2 * T * row), (Axis(D, 2 * T * size),)),  # nothing is dense
+        "folded": ((Axis(1, 0),), Axis(1, 0), (Axis(block, 1),)),
+    }[layout]
+    wide = 2 if layout == "spread" else 1
+    block_stride = wide * block + 3 * row
+    memory = torch.from_numpy(np.copy(FILLED))
+    element_bytes = 1 if layout == "folded" else size
+    return Field(
+        memory,
+        shift,
+        Axis(planes, BLOCKS * block_stride),
+        Axis(BLOCKS, block_stride),
+        tokens,
+        heads,
+        elements,
+        element_bytes,
+    )
+
+
+def at(axes: Sequence[Axis], index: int) -> int:
+    offset = 0
+    for axis in reversed(axes):
+        index, digit = divmod(index, axis.count)
+        offset += digit * axis.stride
+    return offset
+
+
+def addresses(field: Field, places: Sequence[int]) -> np.ndarray:
+    """The byte in memory of every byte in the slot, by the definition: [plane, head, place, row]."""
+    elements = prod(axis.count for axis in field.elements)
+    row = [at(field.elements, e) + byte for e in range(elements) for byte in range(field.element_bytes)]
+    lines = range(field.planes.count * field.heads.count)
+    rows = [
+        field.offset + at((field.planes, field.heads), line) + block * field.blocks.stride + at(field.tokens, token)
+        for line, (block, token) in itertools.product(lines, [divmod(place, field.block_tokens) for place in places])
+    ]
+    found = np.asarray(rows, np.int64)[:, None] + np.asarray(row)[None, :]
+    return found.reshape(field.planes.count, len(rows) // field.planes.count * len(row))
+
+
+# Names say what the shape of a request is: blocks in any order, a prefix or a tail inside a block, anything at all.
+PLACES = {
+    "whole": [*range(32, 48), *range(0, 16), *range(64, 80)],
+    "one_block": [*range(16, 32)],
+    "tail": [*range(32, 48), *range(16, 20)],
+    "prefix": [*range(37, 48), *range(0, 16)],
+    "both": [*range(47, 48), *range(0, 16), *range(80, 83)],
+    "inside": [*range(19, 25)],
+    "single": [95],
+    "first": [0],
+    "next_blocks": [*range(0, 96)],
+    "every_third": [*range(0, 96, 3)],
+    "backwards": [*range(95, 40, -1)],
+    "cut_short": [5, 6, 7, 32, 33],
+    "borders_only": [0, 16, 32, 80],
+    "none": [],
+}
+LAYOUTS = ["nhd", "hnd", "columns", "tiled", "spread", "folded"]
+
+
+def places_for(field: Field, name: str) -> list[int]:
+    if field.block_tokens == T:
+        return PLACES[name]
+    return list(dict.fromkeys(place // T for place in PLACES[name]))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 6])
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PLACES)
+def test_rows_arrive_bit_for_bit_and_nothing_else_changes(
+    layout: str, size: int, planes: int, shift: int, name: str
+) -> None:
+    field = field_of(layout, size, planes, shift)
+    places = places_for(field, name)
+    where, index = addresses(field, places), Places(torch.tensor(places, dtype=torch.int64))
+    pitch = field.plane_bytes(len(places)) + 5 * size  # planes need not touch in a slot
+    whole = torch.full((planes * pitch + 1,), POISON, dtype=torch.uint8)
+    slot = whole.as_strided([planes, field.plane_bytes(len(places))], [pitch, 1])
+    gather_rows(field, index, slot)
+    before = field.memory.numpy().copy()
+    assert np.array_equal(slot.numpy(), before[where])
+    assert (whole.numpy() == POISON)[field.plane_bytes(len(places)) :][: 5 * size].all()
+
+    slot.copy_(slot ^ 0xFF)
+    scatter_rows(field, index, slot)
+    wanted = before.copy()
+    wanted[where] = before[where] ^ 0xFF
+    assert np.array_equal(field.memory.numpy(), wanted)
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("layout", ["nhd", "columns", "tiled"])
+@pytest.mark.parametrize(("inside", "outside"), [("bf16", "fp8_e4m3"), ("fp8_e4m3", "bf16"), ("fp16", "bf16")])
+def test_rows_are_converted_on_the_way(inside: str, outside: str, layout: str, planes: int) -> None:
+    sizes = {"bf16": 2, "fp16": 2, "fp8_e4m3": 1}
+    patterns = {1: np.uint8, 2: np.uint16}
+    field = field_of(layout, sizes[inside], planes)
+    places = PLACES["both"]
+    scale = torch.tensor([[0.5, 3.0, 0.07]])
+    conversion = Cast(Number(inside, scale), Number(outside, torch.tensor([[0.11]])))
+    size = field.plane_bytes(len(places)) // sizes[inside] * sizes[outside]
+    slot = torch.full((planes, size), POISON, dtype=torch.uint8)
+    gather_rows(field, Places(torch.tensor(places)), slot, conversion)
+    where = addresses(field, places)
+    shape = (planes, H, -1)
+    stored = field.memory.numpy()[where].view(patterns[sizes[inside]]).reshape(shape)
+    each = scale.numpy()[0][None, :, None]
+    wire = slow.encode(slow.decode(stored, inside, each), outside, 0.11)
+    found = slot.numpy().view(patterns[sizes[outside]]).astype(np.int64).reshape(shape)
+    assert slow.same(found, wire, outside).all()
+
+    before = field.memory.numpy().copy()
+    scatter_rows(field, Places(torch.tensor(places)), slot, conversion)
+    after = field.memory.numpy()
+    back = slow.encode(slow.decode(found, outside, 0.11), inside, each)
+    assert slow.same(after[where].view(patterns[sizes[inside]]).astype(np.int64).reshape(shape), back, inside).all()
+    untouched = np.ones(len(after), bool)
+    untouched[where] = False
+    assert np.array_equal(after[untouched], before[untouched])
+
+
+def test_whole_blocks_are_moved_as_blocks() -> None:
+    field = field_of("nhd", 2)
+    assert [len(piece.index) for piece in split(field, torch.tensor(PLACES["whole"]))] == [3]
+    assert [len(piece.index) for piece in split(field, torch.tensor(PLACES["both"]))] == [1, 1, 1]
+    assert [len(piece.index) for piece in split(field, torch.tensor(PLACES["every_third"]))] == [32]
+
+
+@pytest.mark.parametrize("places", [[-1], [BLOCKS * T], [0, 1 << 62]])
+def test_refuses_places_outside_the_field_before_anything_is_written(places: list[int]) -> None:
+    field = field_of("nhd", 2)
+    before = field.memory.clone()
+    slot = torch.full((1, field.plane_bytes(len(places))), POISON, dtype=torch.uint8)
+    for move in (gather_rows, scatter_rows):
+        with pytest.raises(ValueError, match=f"the field has {BLOCKS * T}"):
+            move(field, Places(torch.tensor(places)), slot)
+    assert torch.equal(field.memory, before)
+    assert (slot == POISON).all()
+
+
+def test_refuses_a_field_that_ends_outside_its_memory() -> None:
+    field = field_of("nhd", 2)
+    short = Field(
+        field.memory[: field.end - 1], 0, field.planes, field.blocks, field.tokens, field.heads, field.elements, 2
+    )
+    with pytest.raises(ValueError, match=f"ends at byte {field.end}, its memory has {field.end - 1}"):
+        gather_rows(short, Places(torch.tensor([0])), torch.zeros(1, field.plane_bytes(1), dtype=torch.uint8))
+
+
+def test_refuses_a_slot_of_another_size() -> None:
+    field = field_of("nhd", 2)
+    with pytest.raises(ValueError, match="slot must be uint8"):
+        gather_rows(field, Places(torch.tensor([0])), torch.zeros(1, field.plane_bytes(1) - 1, dtype=torch.uint8))
+
+
+def test_digest_is_of_the_bytes_in_order() -> None:
+    slot = torch.arange(256, dtype=torch.uint8)
+    assert digest(slot) == digest(slot.clone()) == digest(torch.cat([slot, slot])[:256])
+    assert digest(slot) != digest(slot.flip(0))
+    assert 0 <= digest(slot) < 1 << 64

@@ -1,0 +1,83 @@
+"""The twin of the pull kernel against a slot between; the kernel itself is in test_kernels.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from kvbridge_kernels import pull_ref
+from kvbridge_kernels.codecs_ref import Cast, Number
+from kvbridge_kernels.pull_recipe import PullRecipe
+
+from tests.unit.kernels.chunks import Shape, chunk_of
+from tests.unit.kernels.pulls import PULLS, WIRES, check_pull, converted, ends_of
+from tests.unit.kernels.rows import WHERE, Rows, segment_of
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(params=[1 << 10, pull_ref.TILE_BYTES], ids=["small tiles", "tiles"], autouse=True)
+def tile_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is moved at once says nothing about the result."""
+    monkeypatch.setattr(pull_ref, "TILE_BYTES", request.param)
+
+
+@pytest.mark.parametrize(("source", "sink"), PULLS, ids=str)
+def test_rows_are_pulled_bit_for_bit(source: Shape, sink: Shape) -> None:
+    check_pull(pull_ref.pull, ends_of([source], [sink], 12, 11))
+
+
+@pytest.mark.parametrize("layouts", [("nhd", "hnd"), ("columns", "tiled")])
+@pytest.mark.parametrize("old", WIRES)
+@pytest.mark.parametrize("new", WIRES)
+def test_every_codec_becomes_every_other(old: str, new: str, layouts: tuple[str, str]) -> None:
+    for wire in {old, new, "fp32"}:
+        for scales in (None, (2, 3)):
+            check_pull(pull_ref.pull, converted(old, new, wire, scales, layouts))
+
+
+@pytest.mark.parametrize("source", WHERE)
+@pytest.mark.parametrize("sink", WHERE)
+def test_rows_with_scales_of_their_own_at_both_ends(source: str, sink: str) -> None:
+    one, size = segment_of(Rows(source, planes=2), "fp8_e4m3", Number("fp32"), 9, tame=True)
+    other, _ = segment_of(Rows(sink, planes=2, block_tokens=8), "int8", Number("fp32"), 9, seed=3)
+    check_pull(pull_ref.pull, ([one], [other], size))
+
+
+@pytest.mark.parametrize("first", [0, 5, 16])
+def test_blocks_in_the_order_of_a_table(first: int) -> None:
+    """Consecutive tokens of random blocks, 4 and 16 long, from inside of both on."""
+    sources, sinks, size = ends_of([Shape("nhd", planes=2)], [Shape("hnd", planes=2, block_tokens=16)], 40, 100)
+    tokens = torch.arange(first, first + 100)
+    for segments, block_tokens in ((sources, 4), (sinks, 16)):
+        table = torch.randperm(40, generator=torch.Generator().manual_seed(block_tokens))
+        index = table[tokens // block_tokens % 40] * block_tokens + tokens % block_tokens
+        segments[0] = replace(segments[0], places=type(segments[0].places)(index))
+    check_pull(pull_ref.pull, (sources, sinks, size))
+
+
+def test_what_does_not_meet_is_refused() -> None:
+    sources, sinks, size = ends_of([Shape("nhd", planes=2)], [Shape("hnd", planes=2)], 3, 5)
+    late = replace(sinks[0], slot_offset=16)
+    fp8, fp16 = (Cast(Number("bf16"), Number(name)) for name in ("fp8_e4m3", "fp16"))
+    fewer, _ = chunk_of([Shape("nhd", planes=2)], 3, 4)
+    for theirs, reason in [
+        ([late], "source: a plane at byte 0 of the slot, the sink has none there"),
+        ([*sinks, replace(sinks[0], slot_offset=size)], f"sink: a plane at byte {size} of the slot"),
+        ([replace(sinks[0], cast=fp8)], r"\(2, 5, 128\) of the source, \(2, 5, 64\) of the sink"),
+        ([replace(sinks[0], places=fewer[0].places)], r"\(2, 5, 128\) of the source, \(2, 4, 128\) of the sink"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            PullRecipe(sources, theirs, 4 * size)
+    one = replace(sources[0], cast=fp16)
+    with pytest.raises(ValueError, match=r"on the way: \['bf16', 'fp16'\], the source's and the sink's must be one"):
+        PullRecipe([one], [replace(sinks[0], cast=Cast(Number("fp16"), Number("bf16")))], size)
+    narrow = replace(sources[0], field=replace(sources[0].field, offset=sources[0].field.memory.numel()))
+    with pytest.raises(ValueError, match="field ends at byte"):
+        PullRecipe([narrow], sinks, size)
+
+
+def test_no_places_are_fine() -> None:
+    check_pull(pull_ref.pull, ends_of([Shape("nhd")], [Shape("hnd")], 3, 0))

@@ -1,0 +1,531 @@
+"""Every safety rule, switched off: the real code as it would be without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+from kvbridge_proto.engine import Detached
+from kvbridge_proto.peer import Checked, Drained, Sum, Tables
+
+from kvbridge.agent.accepting import Accepting
+from kvbridge.agent.dialling import Dialled, Dialling
+from kvbridge.agent.engines import Engines
+from kvbridge.agent.rebuild import Rebuilder
+from kvbridge.agent.relations import Lanes
+from kvbridge.agent.source import Source
+from kvbridge.dataplane import receiving
+from kvbridge.dataplane.attachment import Attachment
+from kvbridge.dataplane.equipment import Docks
+from kvbridge.dataplane.jobs import Jobs
+from kvbridge.dataplane.mover import Mover
+from kvbridge.dataplane.receiving import Receiving
+from kvbridge.dataplane.routes.pull import Pulling
+from kvbridge.dataplane.sending import Sending
+from kvbridge.dataplane.waiting import WaitFence, WaitWord
+from kvbridge.device.porter import Moved
+from kvbridge.exchange import outbound
+from kvbridge.exchange.actions import Send
+from kvbridge.exchange.doubts import Doubts
+from kvbridge.exchange.inbound import Inbound
+from kvbridge.exchange.intake import IntakeEvent, IntakeState, WantState, failed
+from kvbridge.exchange.orders import Failure, Gathered, Landed, Quiet, StopReceiving, StopSending
+from kvbridge.exchange.outbound import Outbound
+from kvbridge.exchange.outlet import Offered, Outlet, OutState
+from kvbridge.exchange.reading import LEASE_S, Lease
+from kvbridge.exchange.rooms import Rooms
+from kvbridge.exchange.slots import SlotEvent, SlotPool, SlotState
+from kvbridge.sim import engine, matter, rank
+from kvbridge.sim.local import EngineSocket
+from kvbridge.sim.matter import SlotPorter
+from kvbridge.sim.process import Process
+from kvbridge.transport.fabric import Wrote
+from kvbridge.transport.link import Numbered
+
+Mutate = Callable[[Callable[[Any, str, Any], None]], None]
+
+
+def _generation(put: Callable[[Any, str, Any], None]) -> None:
+    right = receiving.matches
+
+    def matches(notice: Any, receipt: Any, order: Any) -> bool:
+        known = receipt.leases.get(notice.slot, notice.generation)
+        return right(msgspec.structs.replace(notice, generation=known), receipt, order)
+
+    put(receiving, "matches", matches)
+
+
+def _quarantine(put: Callable[[Any, str, Any], None]) -> None:
+    put(SlotPool, "doubt", lambda self, transfer: self._step_all(transfer, (SlotState.LENT,), SlotEvent.DRAIN) and 0)
+
+
+def _freed_in_place(put: Callable[[Any, str, Any], None]) -> None:
+    def rebuild(self: Engines, docks: Docks, reason: str) -> None:
+        self.peers.renew(reason)
+        self.sink.rebuilt(self._home)
+
+    put(Engines, "rebuild", rebuild)
+
+
+def _never_rebuilt(put: Callable[[Any, str, Any], None]) -> None:
+    async def look(self: Rebuilder) -> None: ...
+
+    put(Rebuilder, "look", look)
+
+
+def _stuck_outbound(put: Callable[[Any, str, Any], None]) -> None:
+    right = Rebuilder._reasons
+    put(Rebuilder, "_reasons", lambda self: [reason for reason in right(self) if "inbound" in reason])
+
+
+def _digest(put: Callable[[Any, str, Any], None]) -> None:
+    put(matter, "compared", lambda ticket, digest, expected: Moved(ticket, digest))
+    put(matter, "is_right", lambda found, expected: True)
+
+
+def _matches(*dropped: str) -> Mutate:
+    """`matches` without looking at these fields."""
+
+    def mutate(put: Callable[[Any, str, Any], None]) -> None:
+        right = receiving.matches
+
+        def matches(notice: Any, receipt: Any, order: Any) -> bool:
+            truth = {name: getattr(order, name) for name in dropped if name != "chunk_bytes"}
+            if "chunk_bytes" in dropped and notice.chunk < order.plan.chunks:
+                truth["chunk_bytes"] = order.plan.chunk(notice.chunk).size_bytes
+            return right(msgspec.structs.replace(notice, **truth), receipt, order)
+
+        put(receiving, "matches", matches)
+
+    return mutate
+
+
+def _twice(put: Callable[[Any, str, Any], None]) -> None:
+    right = receiving.matches
+
+    def matches(notice: Any, receipt: Any, order: Any) -> bool:
+        missing, receipt.missing = receipt.missing, set(range(order.plan.chunks))
+        try:
+            return right(notice, receipt, order)
+        finally:
+            receipt.missing = missing
+
+    put(receiving, "matches", matches)
+
+
+def _released_while_read(put: Callable[[Any, str, Any], None]) -> None:
+    put(Outlet, "is_reading", property(lambda self: self.is_promised or self.digesting > 0))
+
+
+def _fence(put: Callable[[Any, str, Any], None]) -> None:
+    put(Attachment, "has_reached", lambda self, count: True)
+
+
+def _nobody_listens(put: Callable[[Any, str, Any], None]) -> None:
+    def taken_back(self: Jobs, attachment: Attachment, request: str, asked_at: float) -> Generator[Any, Any, Failure]:
+        yield from ()
+        return None
+
+    put(Jobs, "_taken_back", taken_back)
+
+
+def _drained_too_soon(put: Callable[[Any, str, Any], None]) -> None:
+    right = Outbound._stop
+
+    def stop(self: Outbound, out: Any, code: str, reason: str) -> Any:
+        actions = right(self, out, code, reason)
+        if actions and out.state is OutState.STOPPING:
+            actions.append(Send(out.boot, Drained(transfer=out.transfer, code=code, reason=reason)))
+        return actions
+
+    put(Outbound, "_stop", stop)
+
+
+def _says_drained_always(put: Callable[[Any, str, Any], None]) -> None:
+    put(Outbound, "renounce", lambda self, boot, cancel: True)
+
+
+def _lost_is_gone(put: Callable[[Any, str, Any], None]) -> None:
+    right = Inbound._lose
+
+    def lose(self: Inbound, address: str, now: float) -> Any:
+        hurt = right(self, address, now)
+        for transfer in [transfer for transfer, (at, *_) in self._doubts._of.items() if at == address]:
+            self.slots.drain(transfer)
+        return hurt
+
+    put(Inbound, "_lose", lose)
+
+
+def _failed_while_scattering(put: Callable[[Any, str, Any], None]) -> None:
+    right = Inbound._fail
+
+    def fail(self: Inbound, wanted: Any, code: str, reason: str, now: float) -> Any:
+        is_open = wanted.state in (WantState.REACHING, WantState.FLOWING)
+        actions = right(self, wanted, code, reason, now)
+        if is_open and wanted.state is WantState.ENDING:
+            actions.append(failed(wanted.want.request, code, reason))
+        return actions
+
+    put(Inbound, "_fail", fail)
+
+
+def _quiet_at_once(put: Callable[[Any, str, Any], None]) -> None:
+    """The data plane says that it is quiet when it is told to stop, and goes on."""
+
+    def stop(self: Receiving, stop: StopReceiving) -> None:
+        self._reports.append(Quiet(stop.transfer))
+
+    put(Receiving, "stop", stop)
+
+
+def _quiet_while_sent(put: Callable[[Any, str, Any], None]) -> None:
+    """The same at the sender."""
+
+    def stop(self: Sending, stop: StopSending) -> None:
+        self._reports.append(Quiet(stop.transfer))
+
+    put(Sending, "stop", stop)
+
+
+def _gathered_at_once(put: Callable[[Any, str, Any], None]) -> None:
+    """It says that the blocks are read no more when it is told to stop, though a chunk is being gathered."""
+    right = Sending.stop
+
+    def stop(self: Sending, stop: StopSending) -> None:
+        if stop.transfer in self._open:
+            self._reports.append(Gathered(stop.transfer))
+        right(self, stop)
+
+    put(Sending, "stop", stop)
+
+
+def _drained_while_read(put: Callable[[Any, str, Any], None]) -> None:
+    put(Inbound, "_drain", lambda self, transfer: self.slots.drain(transfer))
+
+
+def _leave_at_once(put: Callable[[Any, str, Any], None]) -> None:
+    async def let_go(self: Mover, attachment: Attachment) -> bool:
+        return True
+
+    put(Mover, "let_go", let_go)
+
+
+def _leaves_without_a_word(put: Callable[[Any, str, Any], None]) -> None:
+    right = EngineSocket.send
+
+    def send(self: EngineSocket, message: Any) -> None:
+        if not isinstance(message, Detached):
+            right(self, message)
+
+    put(EngineSocket, "send", send)
+
+
+def _done_too_soon(put: Callable[[Any, str, Any], None]) -> None:
+    right = Inbound._landed
+
+    def landed(self: Inbound, report: Landed, now: float) -> Any:
+        wanted = self._wanted_by[report.transfer]
+        intake = wanted.intakes[report.transfer]
+        if intake.scattered + report.chunks == intake.plan.chunks - 1 and wanted.state is WantState.FLOWING:
+            intake.scattered += 1  # one is counted that has not come
+        return right(self, report, now)
+
+    put(Inbound, "_landed", landed)
+
+
+def _lost_leaves_no_doubt(put: Callable[[Any, str, Any], None]) -> None:
+    """A transfer whose link was lost is forgotten: its slots stay quarantined for ever."""
+    right = Inbound._end_intake
+
+    def end(self: Inbound, intake: Any, event: IntakeEvent, now: float) -> None:
+        right(self, intake, event, now)
+        if event is IntakeEvent.LOSE and intake.state is IntakeState.ENDED:
+            self._doubts.settle(intake.transfer)
+
+    put(Inbound, "_end_intake", end)
+
+
+def _refusal_is_the_end(put: Callable[[Any, str, Any], None]) -> None:
+    put(Inbound, "refused", lambda self, address, boot, key="": [])
+
+
+def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
+    def dial(self: Dialling, address: str) -> None:
+        self._serial += 1
+        self.sessions[address] = Dialled(address, self._control.dial(address), self._serial)
+        self.ask(address)
+
+    put(Dialling, "_dial", dial)
+
+
+def _silent(put: Callable[[Any, str, Any], None]) -> None:
+    right = Dialling._end
+
+    def end(self: Dialling, address: str, *args: Any, **more: Any) -> None:
+        link: Any = dialled.link if (dialled := self.sessions.get(address)) else None
+        if link is not None:
+            send, link.send = link.send, lambda body: None
+            try:
+                right(self, address, *args, **more)
+            finally:
+                link.send = send
+
+    put(Dialling, "_end", end)
+
+
+def _own_start_only(put: Callable[[Any, str, Any], None]) -> None:
+    put(Doubts, "can_settle", lambda self, transfer, boot, key: self._of.get(transfer, ("", ""))[1] == boot)
+
+
+def _slower_does_not_wait(put: Callable[[Any, str, Any], None]) -> None:
+    def sort_out(self: Dialling) -> None:
+        for dialled in [each for each in self.sessions.values() if each.known_boot]:
+            others = [own for own in self.sessions.values() if not own.known_boot and own.link.key == dialled.link.key]
+            same = [own for own in others if own.link.peer_boot == dialled.known_boot]
+            self._merge(dialled, same[0]) if same else self._insist(dialled)
+
+    put(Dialling, "_sort_out", sort_out)
+
+
+def _unnumbered(put: Callable[[Any, str, Any], None]) -> None:
+    def check(self: Numbered, envelope: Any) -> None:
+        self.peer_boot = envelope.sender
+
+    put(Numbered, "check", check)
+
+
+def _over_at_once(job: str, waits: str, ended: Callable[[Any, Any], Any]) -> Mutate:
+    """A job of that name does not wait in `waits` of the mover, but goes on with what `ended` says of mover and key."""
+
+    def mutate(put: Callable[[Any, str, Any], None]) -> None:
+        right = Mover._resume
+
+        def resume(self: Mover, going: Any, event: Any) -> None:
+            right(self, going, event)
+            left = getattr(self, waits)
+            for key in [key for key, each in left.items() if each is going and going.__name__ == job]:
+                left[key] = _heedless()
+                self._resume(going, ended(self, key))
+
+        put(Mover, "_resume", resume)
+
+    return mutate
+
+
+def _heedless() -> Generator[Any, Any, None]:
+    """A job that has begun, to be told of an end that nobody waits for."""
+
+    def job() -> Generator[Any, Any, None]:
+        yield
+
+    begun = job()
+    next(begun)
+    return begun
+
+
+def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
+    """The digest is then that of what lies in the slot already."""
+    right, digests = SlotPorter.gather, dict[tuple[Any, int], int]()
+
+    def gather(self: SlotPorter, pool: Any, part: Any, slot: Any, *args: Any) -> int:
+        count = slot.size_bytes // matter.CELL_BYTES
+        before = [*self._process.ram.get(slot.address, []), *[matter.NOTHING] * count][:count]
+        ticket = right(self, pool, part, slot, *args)
+        digests[self, ticket] = matter.digest_of(before)
+        return ticket
+
+    def ended(mover: Mover, ticket: int) -> Moved:
+        return Moved(ticket, digests[mover._at_work.porter, ticket])
+
+    put(SlotPorter, "gather", gather)
+    _over_at_once("send", "_moving", ended)(put)
+
+
+# The read lease (kvbridge/exchange/reading.py):
+
+
+def _begins_when_answered(put: Callable[[Any, str, Any], None]) -> None:
+    right = Inbound.tables
+
+    def tables(self: Inbound, boot: str, told: Tables, now: float, key: str = "") -> Any:
+        if (intake := self._intake(boot, told.transfer, key)) is not None and intake.reading is not None:
+            intake.reading.lease.ends = now + LEASE_S
+        return right(self, boot, told, now, key)
+
+    put(Inbound, "tables", tables)
+
+
+def _renewed_unheard(put: Callable[[Any, str, Any], None]) -> None:
+    right = Lease.renew
+
+    def renew(self: Lease, now: float) -> int:
+        self.ends = now + LEASE_S
+        return right(self, now)
+
+    put(Lease, "renew", renew)
+
+
+def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
+    """As if the clock were looked at when the read was begun."""
+    right, begun = SlotPorter.pull, WeakKeyDictionary[Any, float]()
+
+    def pull(self: SlotPorter, *args: Any) -> int:
+        begun[self] = self._process.world.clock.now
+        return right(self, *args)
+
+    def counted(self: Pulling, pull: Any, attachment: Any) -> Generator[Any, Any, Failure]:
+        at = begun.get(self._equipment.porter, float("inf"))
+        return None if pull.lease.counts(at) else ("lease_over", "")
+        yield
+
+    put(SlotPorter, "pull", pull)
+    put(Pulling, "_counted", counted)
+
+
+def _unmapped_while_read(put: Callable[[Any, str, Any], None]) -> None:
+    def close_parting(self: Pulling) -> None:
+        while self._parting:
+            self._unmap(*self._parting.pop())
+
+    put(Pulling, "close_parting", close_parting)
+
+
+def _not_compared(put: Callable[[Any, str, Any], None]) -> None:
+    """Whatever the sender finds is taken for what was read."""
+    right = Inbound.checked
+
+    def checked(self: Inbound, boot: str, told: Checked, now: float, key: str = "") -> Any:
+        intake = self._intake(boot, told.transfer, key)
+        if intake is not None and intake.reading is not None:
+            read = intake.reading.unchecked
+            told = msgspec.structs.replace(
+                told, digests=tuple(Sum(e.chunk, read.get(e.chunk, 0)) for e in told.digests)
+            )
+        return right(self, boot, told, now, key)
+
+    put(Inbound, "checked", checked)
+
+
+def _released_while_digested(put: Callable[[Any, str, Any], None]) -> None:
+    put(Outlet, "is_reading", property(lambda self: self.is_gathering or self.is_promised))
+
+
+def _unpromised(put: Callable[[Any, str, Any], None]) -> None:
+    put(Outlet, "is_promised", property(lambda self: False))
+
+
+def _stopped_in_time(put: Callable[[Any, str, Any], None]) -> None:
+    """What waits for the fence is not looked at again when it is to stop."""
+    put(WaitFence, "is_over", property(lambda self: self.attachment.has_reached(self.count)))
+
+
+def _unfenced(put: Callable[[Any, str, Any], None]) -> None:
+    def look(self: Offered, has_reached: Any) -> None:
+        self.steps.clear()
+        self.readable = self.tokens
+
+    put(Offered, "look", look)
+
+
+async def _at_once(self: Source) -> None: ...
+
+
+def _nothing(owner: Any, method: str) -> Mutate:
+    """The method of that name does nothing."""
+    return lambda put: put(owner, method, lambda self, *args: None)
+
+
+MUTATIONS: dict[str, Mutate] = {
+    "a lease's generation is not looked at": _generation,
+    "doubtful slots are free at once": _quarantine,
+    "no digest": _digest,
+    "a notice's token is not looked at": _matches("token"),
+    "a notice's source boot is not looked at": _matches("source_boot"),
+    "a notice's sink boot is not looked at": _matches("sink_boot"),
+    "a notice's source epoch is not looked at": _matches("source_epoch"),
+    "a notice's sink epoch is not looked at": _matches("sink_epoch"),
+    "a notice's size is not looked at": _matches("chunk_bytes"),
+    "blocks are released while they are read": _released_while_read,
+    "tokens before an offer are given": _nothing(outbound, "check_begin"),
+    "the fence is not waited for": _fence,
+    "what was read while nobody listened counts": _nobody_listens,
+    "what the engine has said is not waited for": lambda put: put(WaitWord, "is_over", property(lambda self: True)),
+    "drained is said while writes are under way": _drained_too_soon,
+    "drained is said of a lost session whatever it writes": _says_drained_always,
+    "a lost link counts as a dead source": _lost_is_gone,
+    "failed is said while rows are scattered": _failed_while_scattering,
+    "an engine is let go while its memory is used": _leave_at_once,
+    "an engine that has given its agent up waits for no reader": lambda put: put(rank, "READERS_S", 0.0),
+    "a killed agent's socket and its kernels end together": lambda put: put(rank, "GONE_S", 0.0),
+    "an agent lets go without a word": _leaves_without_a_word,
+    "done is said one chunk too soon": _done_too_soon,
+    "a lost transfer's slots are forgotten": _lost_leaves_no_doubt,
+    "a source that refuses is not asked": _refusal_is_the_end,
+    "an agent without an engine dials": _half_a_session,
+    "slots in doubt are freed where they are": _freed_in_place,
+    "whoever says Hello last has the session": lambda put: put(Accepting, "_may_replace", lambda *_: True),
+    "what has ended waits for a fence": _stopped_in_time,
+    "what a want that has ended was to receive is scattered": _quiet_at_once,
+    "what is to stop is sent": _quiet_while_sent,
+    "blocks are said to be read no more while they are": _gathered_at_once,
+    "offers that have ended are forgotten": _nothing(Rooms, "remember"),
+    "a route outlives its session": _nothing(Mover, "disconnect"),
+    "a probe's lane is kept": _nothing(Lanes, "take_back"),
+    "memory of an engine that left stays mapped": _nothing(Attachment, "close"),
+    "slots in doubt stay so while their source stands still": _never_rebuilt,
+    "slots to gather into stay stuck while their sink stands still": _stuck_outbound,
+    "messages are not counted": _unnumbered,
+    "a session is given up without a word": _silent,
+    "a successor is not believed": _own_start_only,
+    "of two addresses the slower does not wait": _slower_does_not_wait,
+    "a chunk is written before it is gathered": _gather_unwaited,
+    "a slot to gather into is used again before its write has ended": _over_at_once(
+        "send", "_writing", lambda mover, key: Wrote(key[1])
+    ),
+    "what was read after its lease counts": lambda put: put(Lease, "counts", lambda self, now: True),
+    "a lease begins when it is answered": _begins_when_answered,
+    "a renewal counts that nobody answered": _renewed_unheard,
+    "the clock is looked at before the read ends": _looks_before,
+    "a sender promises what it has not listened for": lambda put: put(outbound, "HEARD_S", float("inf")),
+    "a promise is not waited for": _unpromised,
+    "an engine detaches while it is read": lambda put: put(Source, "unread", _at_once),
+    "an engine whose agent died waits for no reader": lambda put: put(rank, "READERS_S", 0.0),
+    "an engine takes back sooner than it may": lambda put: put(engine, "READERS_S", 0.1),
+    "readers do not wait for the fence": _unfenced,
+    "memory is unmapped while it is read": _unmapped_while_read,
+    "what was read is not compared": _not_compared,
+    "blocks are released while they are digested": _released_while_digested,
+    "scattered is said before rows are": _over_at_once("scatter", "_moving", lambda mover, ticket: Moved(ticket)),
+}
+# Rules against a source that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
+# write finds its lease used up: so the simulator cannot miss this rule, and tests/unit/sim/test_exhaustive.py does.
+AGAINST_LIARS: dict[str, Mutate] = {"a chunk may land twice": _twice}
+# A rule that a moment decides which the simulator seldom meets; tests/unit/sim/test_exhaustive.py meets it.
+OF_A_MOMENT: dict[str, Mutate] = {"slots are free while what landed in them is read": _drained_while_read}
+# And one of the oracle's.
+OF_THE_ORACLE: dict[str, Mutate] = {
+    "slots of before a rebuild are those of after it": lambda put: put(
+        Process, "is_current", lambda self, address: True
+    )
+}
+
+
+@contextmanager
+def switched_off(name: str) -> Iterator[None]:
+    """The rule of this name does not hold inside."""
+    before: list[tuple[Any, str, Any]] = []
+
+    def put(owner: Any, attribute: str, value: Any) -> None:
+        before.append((owner, attribute, getattr(owner, attribute)))
+        setattr(owner, attribute, value)
+
+    (MUTATIONS | AGAINST_LIARS | OF_A_MOMENT | OF_THE_ORACLE)[name](put)
+    try:
+        yield
+    finally:
+        for owner, attribute, value in reversed(before):
+            setattr(owner, attribute, value)

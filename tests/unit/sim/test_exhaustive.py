@@ -1,0 +1,137 @@
+"""Every order in which a small transfer can go while an adversary cuts, restarts, cancels and delays: all states."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from kvbridge.exchange.table import IllegalEvent
+from tests.unit.sim.model import State, Wrong, begin
+from tests.unit.sim.mutations import switched_off
+
+ADVERSARY = ("cut", "restart", "abandon", "withdraw", "repeat", "fails", "remain", "late", "lie")
+MOST_STATES = 40_000
+
+
+def explore(first: State) -> tuple[int, int]:
+    """Go through all states that can be reached: how many, and in how many of them only the adversary could go on."""
+    seen, rests = {first.key}, 0
+    waiting = deque([first])
+    while waiting:
+        state = waiting.popleft()
+        moves = state.moves()
+        if all(move[0] in ADVERSARY for move in moves):
+            state.check_rest()
+            rests += 1
+        for move in moves:
+            following = state.after(move)
+            if (key := following.key) not in seen:
+                seen.add(key)
+                waiting.append(following)
+                assert len(seen) <= MOST_STATES, "more states than there should be"
+    return len(seen), rests
+
+
+def test_the_transfer_has_two_chunks() -> None:
+    state = begin(1, 8, slots=2, local=2, budget={})
+    while not state.outbound.outlets:
+        state.make(state.moves()[0])
+    assert [out.plan.chunks for out in state.outbound.outlets.values()] == [2]
+
+
+@pytest.mark.parametrize(
+    ("wants", "slots", "budget", "at_least"),
+    [
+        (1, 2, {"abandon": 1, "cut": 1, "restart": 1, "late": 1}, 2000),
+        (1, 2, {"abandon": 1, "cut": 1, "fails": 1, "repeat": 1}, 1000),
+        (1, 2, {"withdraw": 1, "cut": 1, "late": 1}, 500),
+        (2, 1, {"fails": 1, "remain": 1}, 150),
+        (2, 2, {"fails": 1, "remain": 1}, 200),
+        (1, 1, {"abandon": 1, "cut": 2, "restart": 1}, 200),
+        (2, 2, {"abandon": 1, "lie": 1}, 2000),
+        (2, 2, {"abandon": 1}, 2000),
+        (2, 1, {"cut": 1, "abandon": 1}, 200),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value),
+)
+def test_no_order_of_events_breaks_it(wants: int, slots: int, budget: dict[str, int], at_least: int) -> None:
+    """No slot under two leases, no row of another chunk, one answer; in the end everything is free again."""
+    states, rests = explore(begin(wants, 8, slots=slots, local=min(2, 3 - wants), budget=budget))
+    assert states >= at_least and rests
+
+
+@pytest.mark.parametrize(
+    ("lag", "slots", "budget", "at_least"),
+    [
+        ("sink", 1, {"abandon": 1}, 100),
+        ("sink", 1, {"abandon": 1, "cut": 1}, 500),
+        ("sink", 1, {"fails": 1, "remain": 1}, 70),
+        ("sink", 1, {"repeat": 1, "withdraw": 1}, 500),
+        ("sink", 2, {"abandon": 1}, 500),
+        ("source", 1, {"abandon": 1, "cut": 1}, 500),
+        ("source", 1, {"fails": 1, "remain": 1}, 100),
+        ("source", 1, {"withdraw": 1, "late": 1}, 100),
+        ("source", 2, {"abandon": 1, "restart": 1}, 1000),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value),
+)
+def test_no_order_of_events_breaks_it_when_the_data_plane_hears_and_is_heard_late(
+    lag: str, slots: int, budget: dict[str, int], at_least: int
+) -> None:
+    """Landings cross a stop, notices come between it and quiet, leases are taken back before they are heard of; chunks
+    are begun after the exchange has stopped them."""
+    states, rests = explore(begin(1, 8, slots=slots, local=1, budget=budget, lag=lag))
+    assert states >= at_least and rests
+
+
+@pytest.mark.parametrize(
+    ("lag", "rule"),
+    [
+        ("sink", "what a want that has ended was to receive is scattered"),
+        ("sink", "failed is said while rows are scattered"),
+        ("source", "what is to stop is sent"),
+        ("source", "blocks are said to be read no more while they are"),
+        ("source", "blocks are released while they are read"),
+    ],
+)
+def test_the_search_misses_this_rule_between_exchange_and_data_plane(lag: str, rule: str) -> None:
+    with switched_off(rule), pytest.raises((Wrong, IllegalEvent)):
+        explore(begin(1, 8, slots=1, local=1, budget={"abandon": 1, "cut": 1}, lag=lag))
+
+
+@pytest.mark.parametrize(
+    ("rule", "slots", "local"),
+    [
+        ("doubtful slots are free at once", 2, 2),
+        ("drained is said while writes are under way", 2, 2),
+        ("a lost link counts as a dead source", 2, 2),
+        ("blocks are released while they are read", 2, 2),
+        ("a lost transfer's slots are forgotten", 2, 2),
+        ("a chunk may land twice", 2, 1),  # the second lease waits for a local slot: it is free to lie with
+    ],
+)
+def test_the_search_misses_this_rule(rule: str, slots: int, local: int) -> None:
+    budget = {"abandon": 1, "cut": 1, "withdraw": 1, "repeat": 1, "lie": 1}
+    with switched_off(rule), pytest.raises((Wrong, IllegalEvent)):
+        explore(begin(1, 8, slots=slots, local=local, budget=budget))
+
+
+def test_a_slot_is_not_lent_to_another_while_what_landed_in_it_is_read() -> None:
+    with switched_off("slots are free while what landed in them is read"), pytest.raises(Wrong, match="has"):
+        explore(begin(2, 8, slots=2, local=1, budget={"fails": 1}))
+
+
+def test_a_chunk_that_landed_under_two_leases_is_not_another_chunk() -> None:
+    """The one thing that a lying source could gain without that rule: Done with rows that never came."""
+    with switched_off("a chunk may land twice"), pytest.raises(Wrong, match="is done without"):
+        explore(begin(1, 8, slots=2, local=1, budget={"lie": 1}))
+
+
+def test_a_repeated_notice_counts_once_by_either_of_two_rules() -> None:
+    """Its chunk has landed, and its lease is used up; without both, a slot is read that another chunk is written to."""
+    state = begin(1, 8, slots=1, local=2, budget={"repeat": 1})
+    with switched_off("a chunk may land twice"):
+        explore(state)
+        with switched_off("a lease's generation is not looked at"), pytest.raises((Wrong, IllegalEvent)):
+            explore(state)

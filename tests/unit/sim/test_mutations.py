@@ -1,0 +1,25 @@
+"""Each safety rule, switched off in the real code, is missed by the simulator at once or after some hundred seeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbridge.exchange.outbound import Outbound
+from kvbridge.sim.scenario import PULLED
+from tests.unit.sim.missed import KNOWN, Broken, missed
+from tests.unit.sim.mutations import MUTATIONS
+
+MOST = 1000
+
+
+@pytest.mark.parametrize("rule", MUTATIONS)
+def test_the_simulator_misses_this_rule(rule: str) -> None:
+    """By what goes wrong without it, and not by any failure."""
+    seed, how = KNOWN[rule]
+    assert missed(rule, 1, seed, how) or missed(rule, MOST, seed & PULLED, how)
+
+
+def test_code_that_does_not_fit_is_no_rule_that_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MUTATIONS, "broken", lambda put: put(Outbound, "claim", lambda self: []))
+    with pytest.raises(Broken, match="TypeError"):
+        missed("broken", 5)

@@ -1,0 +1,107 @@
+"""Simulated schedules: those that failed once, a fixed slice of all, and that a seed is all there is to one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvbridge.sim.minimise import minimised, told
+from kvbridge.sim.run import Listener, outcomes, play, prepared
+from kvbridge.sim.scenario import PULLED, Scenario, as_text, from_text, make
+from tests.unit.sim.missed import missed
+from tests.unit.sim.mutations import switched_off
+
+SLICE = 1200
+PULLED_SLICE = 400
+
+
+@pytest.fixture(scope="module")
+def listener() -> Iterator[Listener]:
+    with prepared() as heard:
+        yield heard
+
+
+class Kept(msgspec.Struct, forbid_unknown_fields=True):
+    """A scenario that failed once, or fails without a rule: what it is about, without which rule it fails, and how.
+
+    It is kept whole, for what a seed makes changes with kvbridge/sim/scenario.py. Its delays are drawn in the run: if
+    another order of these hides the failure, take another seed's (`python -m tests.unit.sim.missed`, `kvbridge sim`).
+    """
+
+    why: str
+    without: str
+    how: str
+    scenario: Scenario
+
+
+CORPUS = [msgspec.json.decode(line, type=Kept) for line in Path(__file__).with_name("corpus.jsonl").open()]
+
+
+@pytest.mark.parametrize("kept", CORPUS, ids=lambda kept: str(kept.scenario.seed))
+def test_what_failed_once_does_not_fail_again(listener: Listener, kept: Kept) -> None:
+    """And would without the rule: it is still about what it was kept for."""
+    assert not play(kept.scenario, listener).failure
+    with switched_off(kept.without):
+        assert re.search(kept.how, play(kept.scenario, listener).failure, re.DOTALL)
+
+
+def test_a_scenario_is_kept_as_text() -> None:
+    for seed in range(100):
+        assert from_text(as_text(make(seed))) == make(seed)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_nothing_is_lost_corrupted_or_stuck(part: int) -> None:
+    """A fixed slice; `kvbridge sim` plays more."""
+    ends: Counter[str] = Counter()
+    for seed, outcome in outcomes(part * SLICE // 6, SLICE // 6):
+        assert not outcome.failure, f"kvbridge sim --first {seed} --seeds 1"
+        ends.update(end for _, end in outcome.ends.values())
+    assert ends["done"] > SLICE // 6, "most wants come to nothing: these schedules test little"
+    assert len(ends) > 8, f"hardly anything goes wrong: {ends}"
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_what_is_pulled_is_not_lost_corrupted_or_stuck_either(part: int) -> None:
+    ends: Counter[str] = Counter()
+    for seed, outcome in outcomes(PULLED + part * PULLED_SLICE // 2, PULLED_SLICE // 2):
+        assert not outcome.failure, f"kvbridge sim --first {seed} --seeds 1"
+        ends.update(end for _, end in outcome.ends.values())
+    assert ends["done"] > PULLED_SLICE // 2 and len(ends) > 8, ends
+
+
+def test_a_seed_is_all_there_is_to_a_run() -> None:
+    """Another process, with other hashes and another clock, tells the same story to the last word."""
+    stories = []
+    for hashes in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvbridge.cli", "sim", "--story", "11"],
+            env=os.environ | {"PYTHONHASHSEED": hashes},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        )
+        stories.append(done.stdout)
+    assert stories[0] == stories[1] and "Claim" in stories[0]
+
+
+def test_a_failure_is_made_small_and_told(listener: Listener) -> None:
+    rule = "doubtful slots are free at once"
+    failing = missed(rule, 500)
+    assert failing is not None
+    scenario = make(failing[0])
+    with switched_off(rule):
+        smaller, outcome = minimised(scenario, listener)
+    assert outcome.failure and len(smaller.requests) <= len(scenario.requests)
+    assert len(smaller.requests) <= 2 and len(smaller.faults) <= 1
+    story = told(smaller, outcome)
+    assert re.search(r"d\d\d +-> p\d\d: Claim", story) and story.endswith(f"FAILED: {outcome.failure}")

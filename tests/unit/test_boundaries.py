@@ -1,0 +1,277 @@
+"""The import law, and what no file of ours may do. Reads the source as text: nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = ("kvbridge", "kvbridge_proto", "kvbridge_kernels")
+
+# What runs inside an engine may use of what runs beside it.
+INSIDE = {
+    "kvbridge_proto",
+    "kvbridge.errors",
+    "kvbridge.failpoints",
+    "kvbridge.oneline",
+    "kvbridge.prompt_share",
+    "kvbridge.device.handles",
+    "kvbridge.device.fence",
+}
+# Room -> what of ours it may import besides itself. A room inside another comes before it.
+MAY: dict[str, set[str]] = {
+    "kvbridge_proto": set(),
+    "kvbridge_kernels": set(),
+    "kvbridge.errors": set(),
+    "kvbridge.oneline": set(),
+    "kvbridge.prompt_share": set(),
+    "kvbridge.failpoints": {"kvbridge.errors"},
+    "kvbridge.options": {"kvbridge_proto"},
+    "kvbridge.config": {"kvbridge_proto", "kvbridge.errors", "kvbridge.options"},
+    "kvbridge.geometry": {"kvbridge_proto", "kvbridge.errors"},
+    "kvbridge.exchange": {"kvbridge_proto", "kvbridge.errors", "kvbridge.geometry"},
+    "kvbridge.device": {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"},
+    "kvbridge.transport": {"kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints"},
+    "kvbridge.adapters.engine": INSIDE,
+    "kvbridge.adapters.vllm": INSIDE | {"kvbridge.adapters.engine"},
+    "kvbridge.adapters.sglang": INSIDE | {"kvbridge.adapters.engine"},
+    "kvbridge.adapters": set(),
+    "kvbridge.dataplane": {
+        "kvbridge_proto",
+        "kvbridge.options",
+        "kvbridge.errors",
+        "kvbridge.failpoints",
+        "kvbridge.geometry",
+        "kvbridge.exchange",
+        "kvbridge.device",
+        "kvbridge.transport",
+    },
+    "kvbridge.agent": {
+        "kvbridge_proto",
+        "kvbridge.options",
+        "kvbridge.errors",
+        "kvbridge.failpoints",
+        "kvbridge.oneline",
+        "kvbridge.prompt_share",
+        "kvbridge.geometry",
+        "kvbridge.exchange",
+        "kvbridge.dataplane",
+        "kvbridge.device",
+        "kvbridge.transport",
+    },
+    "kvbridge.proxy": {"kvbridge.errors", "kvbridge.oneline"},
+    "kvbridge.sim": {
+        "kvbridge_proto",
+        "kvbridge.options",
+        "kvbridge.errors",
+        "kvbridge.geometry",
+        "kvbridge.exchange",
+        "kvbridge.device",
+        "kvbridge.transport",
+        "kvbridge.dataplane",
+        "kvbridge.agent",
+    },
+}
+TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.demo", "kvbridge.doctor", "kvbridge")  # may import any room
+
+# Room -> what of others it may import; None: anything.
+THIRD: dict[str, set[str] | None] = {
+    "kvbridge_proto": {"msgpack", "msgspec"},
+    "kvbridge_kernels": {"torch", "triton", "numpy", "xxhash"},
+    "kvbridge.errors": set(),
+    "kvbridge.oneline": set(),
+    "kvbridge.prompt_share": set(),
+    "kvbridge.failpoints": set(),
+    "kvbridge.options": {"msgspec"},
+    "kvbridge.config": {"msgspec"},
+    "kvbridge.geometry": {"numpy", "msgspec"},
+    "kvbridge.exchange": {"numpy", "msgspec"},
+    "kvbridge.device": {"torch", "numpy", "cuda"},
+    "kvbridge.transport": {"zmq", "nixl", "msgspec", "uvloop", "numpy"},
+    "kvbridge.dataplane": set(),
+    "kvbridge.agent": {"torch", "uvloop", "msgspec", "prometheus_client", "numpy", "opentelemetry"},
+    "kvbridge.proxy": {"aiohttp", "prometheus_client"},
+    "kvbridge.sim": {"msgspec"},
+    "kvbridge.adapters.engine": {"torch", "msgspec"},
+    "kvbridge.adapters.vllm": None,
+    "kvbridge.adapters.sglang": None,
+    "kvbridge.adapters": set(),
+}
+PURE = (
+    *("kvbridge_proto", "kvbridge.options", "kvbridge.geometry", "kvbridge.exchange"),
+    *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs")),
+)
+IMPURE = {
+    *("asyncio", "datetime", "logging", "os", "pathlib", "random", "secrets", "select", "signal", "socket"),
+    *("subprocess", "sys", "tempfile", "threading", "time", "uuid"),
+}
+LIGHT = (
+    "kvbridge_proto",
+    "kvbridge.errors",
+    "kvbridge.failpoints",
+    "kvbridge.device.handles",
+    "kvbridge.adapters.engine",
+)
+FORBIDDEN_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj", "deserialize_descs", "get_serialized_descs"}
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+READS = {"os.getenv", "os.environ.get", "os.environ.items", "os.environ.copy"}
+FUNCTION_LINES = 60
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] in ("proto", "kernels") else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {
+    _module(path): path
+    for folder in ("kvbridge", "proto/kvbridge_proto", "kernels/kvbridge_kernels")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+
+def _tree(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text(), str(FILES[module]))
+
+
+def _imports(module: str) -> Iterator[tuple[str, int]]:
+    """Every module that `module` imports anywhere in it, in full, with the line."""
+    package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            origin = ".".join(part for part in (base, node.module or "") if part)
+            for alias in node.names:
+                inner = f"{origin}.{alias.name}"
+                yield (inner if inner in FILES else origin), node.lineno
+
+
+def _called(node: ast.Call) -> str:
+    return ast.unparse(node.func)
+
+
+def _is_in(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
+def _room(module: str) -> str | None:
+    found = [room for room in MAY if _is_in(module, room)]
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_point_one_way(module: str) -> None:
+    room = _room(module)
+    if room is None:
+        assert any(_is_in(module, top) for top in TOP), f"{module} is in no room"
+        return
+    allowed = MAY[room] | {room}
+    wrong = [
+        f"{FILES[module].relative_to(ROOT)}:{line} imports {name}"
+        for name, line in _imports(module)
+        if name.split(".")[0] in OURS and not any(_is_in(name, place) for place in allowed)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_foreign_imports_are_the_ones_the_room_is_for(module: str) -> None:
+    allowed = THIRD.get(_room(module) or "")
+    if allowed is None:
+        return
+    wrong = [
+        f"{FILES[module].relative_to(ROOT)}:{line} imports {name}"
+        for name, line in _imports(module)
+        if (head := name.split(".")[0]) not in _stdlib() and head not in OURS and head not in allowed
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if any(_is_in(m, room) for room in PURE)])
+def test_pure_rooms_touch_no_clock_no_environment_no_loop(module: str) -> None:
+    assert not [f"line {line}: {name}" for name, line in _imports(module) if name.split(".")[0] in IMPURE]
+    assert not [node.lineno for node in ast.walk(_tree(module)) if isinstance(node, ast.Await | ast.AsyncFunctionDef)]
+    assert not [n.lineno for n in ast.walk(_tree(module)) if isinstance(n, ast.Call) and _called(n) == "print"]
+
+
+@pytest.mark.parametrize("module", [m for m in LIGHT if m in FILES or m in MAY])
+def test_what_runs_inside_an_engine_stays_light(module: str) -> None:
+    """These are imported in the engine's process: the base install and the engine's own torch must do."""
+    for name in (m for m in FILES if _is_in(m, module)):
+        foreign = {n.split(".")[0] for n, _ in _imports(name)} - _stdlib() - set(OURS)
+        assert foreign <= {"msgpack", "msgspec", "torch"}
+
+
+def test_adapters_know_one_engine_each() -> None:
+    engines = {"vllm", "sglang"}
+    for module in FILES:
+        if _is_in(module, "kvbridge.adapters"):
+            seen = {name.split(".")[0] for name, _ in _imports(module)} & engines
+            assert len(seen) <= 1, module
+            assert all(_is_in(module, f"kvbridge.adapters.{engine}") for engine in seen), module
+        else:
+            outside = {name.split(".")[0] for name, _ in _imports(module)} & engines
+            assert not outside or _is_in(module, "kvbridge.demo"), module
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_nothing_runs_what_it_was_sent(module: str) -> None:
+    assert not {name.split(".")[0] for name, _ in _imports(module)} & FORBIDDEN_MODULES
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Call):
+            called = _called(node)
+            is_method_eval = called.endswith(".eval")  # torch modules have one
+            assert called.rpartition(".")[2] not in FORBIDDEN_CALLS or is_method_eval, f"line {node.lineno}: {called}"
+            assert called != "torch.load", f"line {node.lineno}: {called}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_environment_is_read_in_config_only(module: str) -> None:
+    if module in ("kvbridge.config", "kvbridge.failpoints") or _is_in(module, "kvbridge.adapters"):
+        return
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in READS:
+            raise AssertionError(f"{FILES[module].relative_to(ROOT)}:{node.lineno} reads the environment")
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_file_says_what_it_is_for(module: str) -> None:
+    if FILES[module].read_text():
+        assert ast.get_docstring(_tree(module)), f"{FILES[module].relative_to(ROOT)} does not say what it is for"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_functions_fit_a_screen(module: str) -> None:
+    """Its parameters apart: a Triton kernel has one a line, and they are a list to look things up in."""
+    long = [
+        f"{FILES[module].relative_to(ROOT)}:{node.lineno} {node.name}: {size} lines"
+        for node in ast.walk(_tree(module))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (size := (node.end_lineno or node.lineno) - node.body[0].lineno + 1) > FUNCTION_LINES
+    ]
+    assert not long
+
+
+@pytest.mark.parametrize("folder", ["kernels", "proto"])
+def test_containers_are_no_packages(folder: str) -> None:
+    """The import names `kernels` and `proto` belong to others."""
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_every_room_is_watched() -> None:
+    """A check that finds no files proves nothing."""
+    for room in ("kvbridge_proto", "kvbridge.geometry", "kvbridge.exchange", "kvbridge.adapters.engine"):
+        assert sum(_is_in(module, room) for module in FILES) > 3, room
+
+
+def _stdlib() -> frozenset[str]:
+    return frozenset(sys.stdlib_module_names)

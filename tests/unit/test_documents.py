@@ -1,0 +1,127 @@
+"""What the pages name exists: tests by their whole path, links and anchors, options; and each page can be found."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+
+import pytest
+
+from kvbridge.options import options
+from tests.support.cited import ROOT, Cited, cited
+
+FILES = [*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/**/*.md")]  # environments begin with a dot
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
+LINK = re.compile(r'\]\(([^()\s]+)\)|\b(?:href|src|srcset)="([^"]+)"')
+
+
+def prose(page: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: str) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    names = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    seen: Counter[str] = Counter()
+    found = set()
+    for name in names:
+        found.add(f"{name}-{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return found
+
+
+def links(name: str) -> Iterator[tuple[str, str]]:
+    """Of each link of a page that leads into this repository: a path from its root, and an anchor or ""."""
+    for found in LINK.finditer(prose(PAGES[name])):
+        path, _, anchor = (found[1] or found[2]).partition("#")
+        if "://" not in path:
+            target = (ROOT / name).parent / path if path else ROOT / name
+            yield str(target.resolve().relative_to(ROOT)), anchor
+
+
+@pytest.mark.parametrize(("name", "at_least"), [("docs/threat-model.md", 30), ("docs/guarantees.md", 40)])
+def test_so_many_tests_are_named(name: str, at_least: int) -> None:
+    assert len(cited(PAGES[name])) >= at_least
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_test_that_is_named_is_there(name: str) -> None:
+    assert [each for each in cited(PAGES[name]) if not each.exists] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "exists"),
+    [
+        ("`tests/unit/proto/test_hostile.py::test_announced_lengths_cost_no_memory`", True),
+        ("`tests/unit/proto/test_hostile.py`", True),
+        ("`tests/unit/exchange/test_hostile.py::test_announced_lengths_cost_no_memory`", False),  # another of that name
+        ("`test_hostile.py::test_announced_lengths_cost_no_memory`", False),
+        ("`proto/test_hostile.py`", False),
+        ("`tests/unit/proto/test_hostile.py::test_announced_lengths`", False),  # the beginning of its name
+    ],
+)
+def test_a_test_is_there_only_under_its_whole_path(text: str, exists: bool) -> None:
+    (each,) = cited(text)
+    assert each.exists == exists
+
+
+@pytest.mark.parametrize(
+    ("text", "needs", "said"),
+    [
+        ("`tests/system/gpu/test_fence.py` (on a GPU)", "on a GPU", "on a GPU"),
+        ("`tests/system/gpu/test_carry.py::test_two_gpus`", "on two GPUs", ""),
+        ("`tests/system/gpu/test_carry.py::test_one_gpu`\n(on a GPU; by every route)", "on a GPU", "on a GPU"),
+        ("`tests/system/engines/test_faults.py` (which see)", "with vLLM", ""),
+        ("`tests/integration/agent/test_abandon.py`", "", ""),
+    ],
+)
+def test_what_a_test_needs_is_read_off_its_markers(text: str, needs: str, said: str) -> None:
+    (each,) = cited(text)
+    assert (each.needs, each.said) == (needs, said)
+
+
+def test_a_file_without_tests_is_none() -> None:
+    assert not Cited("tests/support/oracle.py", "", "").exists
+
+
+def test_every_threat_has_a_test() -> None:
+    rows = [line for line in PAGES["docs/threat-model.md"].splitlines() if line.startswith("| ")]
+    assert len(rows) > 15
+    assert [row for row in rows[1:] if not any(each.test for each in cited(row))] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_leads_somewhere(name: str) -> None:
+    assert [path for path, _ in links(name) if not (ROOT / path).exists()] == []
+    anchored = [(path, anchor) for path, anchor in links(name) if anchor]
+    assert [(path, anchor) for path, anchor in anchored if anchor not in anchors(PAGES[path])] == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, fresh = set[str](), {"README.md"}
+    while fresh:
+        reached |= fresh
+        fresh = {path for path, _ in chain.from_iterable(map(links, fresh)) if path in PAGES} - reached
+    assert PAGES.keys() - reached == set()
+
+
+@pytest.mark.parametrize(
+    ("heading", "anchor"),
+    [
+        ("## When it fails", "when-it-fails"),
+        ("### `log_format`", "log_format"),
+        ("### An agent's end, seen", "an-agents-end-seen"),
+        ("## A\n## A", "a-1"),
+    ],
+)
+def test_headings_are_anchored_as_github_does(heading: str, anchor: str) -> None:
+    assert anchor in anchors(heading)
+
+
+def test_every_option_that_is_shown_is_one() -> None:
+    shown = re.findall(r"^(\w+) = ", PAGES["SECURITY.md"], re.MULTILINE)
+    assert {"key", "peers"} <= set(shown) <= options().keys()

@@ -1,0 +1,97 @@
+"""Failpoints: every name has one place in the code and a line in the table, and does what it was told, once."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbridge import failpoints
+from kvbridge.errors import FabricError, OperatorError
+from kvbridge.failpoints import PLACES, arm, armed, failpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    arm("")
+
+
+def uses() -> list[str]:
+    """The name of every failpoint in the code, as often as it is passed there."""
+    found = []
+    for path in sorted((ROOT / "kvbridge").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "failpoint":
+                (name,) = node.args
+                assert isinstance(name, ast.Constant), f"{path.relative_to(ROOT)}:{node.lineno}: not a plain name"
+                found.append(name.value)
+    return found
+
+
+def test_every_name_is_in_the_code_once_and_in_the_table() -> None:
+    assert sorted(uses()) == sorted(PLACES)
+
+
+def test_fires_once_at_the_nth_pass() -> None:
+    assert arm("source.gather_begun=fail@2") == ("source.gather_begun=fail@2",)
+    failpoint("source.gather_begun")
+    failpoint("source.write_begun")
+    with pytest.raises(FabricError, match=r"source\.gather_begun"):
+        failpoint("source.gather_begun")
+    assert armed() == ()
+    failpoint("source.gather_begun")
+
+
+def test_pauses() -> None:
+    arm("sink.scattered=pause:0.05")
+    began = time.monotonic()
+    failpoint("sink.scattered")
+    assert time.monotonic() - began >= 0.05
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "nowhere=kill",
+        "source.gathered=explode",
+        "source.gathered=fail",
+        "source.gathered=kill@0",
+        "source.gathered=kill@x",
+        "source.gathered=kill:3",
+        "source.gathered=pause",
+        "source.gathered=pause:x",
+        "source.gathered",
+    ],
+)
+def test_refuses_what_it_does_not_know(said: str) -> None:
+    with pytest.raises(OperatorError, match="KVBRIDGE_FAILPOINTS"):
+        arm(said)
+
+
+def test_kills_its_own_process() -> None:
+    program = "from kvbridge.failpoints import *; arm_from_environment(); failpoint('sink.scattered'); print('alive')"
+    for said, code in (("sink.scattered=kill", -9), ("", 0)):
+        ended = subprocess.run(
+            [sys.executable, "-c", program], env={failpoints.VARIABLE: said, "PYTHONPATH": str(ROOT)}, timeout=20
+        )
+        assert ended.returncode == code
+
+
+def test_an_agent_does_not_start_with_a_name_that_it_does_not_know(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvbridge.cli", "agent", "--socket", str(tmp_path / "a.sock"), "--metrics", ""],
+        env=os.environ | {failpoints.VARIABLE: "nowhere=kill"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode not in (0, -9) and "no failpoint 'nowhere'" in ended.stderr

@@ -1,0 +1,78 @@
+"""Every case of the matrix: what the verdict says of it is what carrying it gives, and the page says the same."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from kvbridge_proto.pool import CodecName
+
+from kvbridge.adapters.vllm import dtypes
+from kvbridge.errors import KVBridgeError
+from kvbridge.geometry.compat import Incompatible, verdict
+from tests.support.carried import OnCpu, carried, pools_of
+from tests.support.matrix import ROWS, Row, pairwise
+from tests.support.pools import ranks_of
+from tests.support.write_matrix import PAGE, page
+
+REASON = re.compile(r"^\w+: source .+, sink .+; needs .+$")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_what_the_verdict_says_is_what_carrying_it_gives(row: Row) -> None:
+    for number, case in enumerate(row.cases()):
+        for rank in row.ranks(case, number):
+            found = verdict(*pools_of(case, rank))
+            if isinstance(found, Incompatible):
+                assert all(REASON.match(reason) for reason in found.reasons), found.reasons
+                with pytest.raises((KVBridgeError, ValueError)):  # ValueError: at the porter's door
+                    carried(case, rank, OnCpu())
+                continue
+            _, wrong = carried(case, rank, OnCpu())
+            assert not wrong, f"case {number}: {wrong}\n{case.source}\n{case.sink}\nfrom {case.first}, {found}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_all_of_a_row_can_be_carried_or_nothing(row: Row) -> None:
+    found = [
+        verdict(*pools_of(case, rank)) for number, case in enumerate(row.cases()) for rank in row.ranks(case, number)
+    ]
+    assert found
+    assert len({isinstance(each, Incompatible) for each in found}) == 1, found
+
+
+def test_every_two_values_are_together_in_some_choice() -> None:
+    axes = {"a": (1, 2, 3), "b": "xy", "c": (None, True, 0.5, 4), "d": (7,)}
+    chosen = pairwise(axes)
+    for one, other in itertools.combinations(axes, 2):
+        for pair in itertools.product(axes[one], axes[other]):
+            assert any((each[one], each[other]) == pair for each in chosen)
+    assert len(chosen) <= 3 * 4 * 2
+
+
+def test_the_page_is_fresh() -> None:
+    assert Path(PAGE).read_text() == page(), "python -m tests.support.write_matrix"
+
+
+def test_tokens_and_heads_that_are_split_are_carried_to_every_rank() -> None:
+    """Which rank of the sink has a gap, if one has, is not to be known beforehand."""
+    for row in ROWS:
+        if "parallel" in row.name or row.name == "latent ranks":
+            numbers = {len(row.ranks(case, 0)) for case in row.cases()}
+            assert max(numbers) == max(len(ranks_of(case.sink)) for case in row.cases()) > 1
+
+
+def test_the_page_says_what_the_adapter_refuses() -> None:
+    ours = set(get_args(CodecName)) - {"opaque"}
+    described = {*dtypes.PLAIN.values(), *dtypes.ROW_SCALED.values(), *dtypes.LATENT.values()}
+    assert ours - described == {"int8", "mxfp8_e4m3", "nvfp4"}
+    said = page().partition("## What adapters refuse")[2]
+    assert all(name in said for name in ("The vLLM adapter describes fewer", "Mamba", "MXFP8", "NVFP4"))
+    assert "Pairs that are refused are not carried" in page().split("|")[0]
+
+
+def test_rows_have_names_of_their_own() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)

@@ -1,0 +1,111 @@
+"""What converted rows are compared with must be right, and must find what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.oracle import Held, Shape, Table, build, fill, mla, put_rows, rows, rows_at, tables_of
+from tests.support.slow_rows import twin_of, wrong
+
+TOKENS = range(3, 40)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
+SHAPE = Shape(key_width=32, value_width=32, kv_heads=2)
+RANKS = (0, 0, 0)
+
+Convert = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+
+def converted(source: Shape, sink: Shape, convert: Convert) -> tuple[Held, Held, Table]:
+    """A sink with every row of a bf16 source written by `convert`, by torch; and the sink before."""
+    held = build(sink)
+    before, table = held.copy(), tables_of(held.pool, 40)
+    planes = {(plane.layer, plane.part): plane for plane in held.pool.planes}
+    for plane in twin_of(source, sink, RANKS).planes:
+        token, places = rows_at(held.pool, 0, table, TOKENS)
+        values = torch.from_numpy(rows(plane, token, is_tame=True)).view(torch.bfloat16).float()
+        for suffix, what in convert(values).items():
+            stored = what.contiguous().view(torch.uint8).numpy()
+            put_rows(held, planes[plane.layer, plane.part + suffix], places, stored)
+    return held, before, table
+
+
+def found_wrong(source: Shape, sink: Shape, case: tuple[Held, Held, Table]) -> str:
+    return wrong(twin_of(source, sink, RANKS), *case, TOKENS, range(0))
+
+
+def by_rows(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = values.abs().amax(-1, keepdim=True) / 448
+    return {"": (values / scale).to(torch.float8_e4m3fn), "_scale": scale}
+
+
+def in_one_row(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As vLLM lays out fp8_ds_mla."""
+    tiles = values[..., :512].unflatten(-1, (4, 128))
+    scale = tiles.abs().amax(-1, keepdim=True) / 448
+    quantized = (tiles / scale).to(torch.float8_e4m3fn).flatten(-2).view(torch.uint8)
+    rope = values[..., 512:].to(torch.bfloat16).contiguous().view(torch.uint8)
+    return {"": torch.cat((quantized, scale[..., 0].contiguous().view(torch.uint8), rope), -1)}
+
+
+CASES: dict[str, tuple[Shape, Shape, Convert]] = {
+    "fp16": (SHAPE, replace(SHAPE, codec="fp16"), lambda values: {"": values.half()}),
+    "fp8": (
+        SHAPE,
+        replace(SHAPE, codec="fp8_e4m3", scales={"k": (0.5,), "v": (0.5,)}),
+        lambda values: {"": (values / 0.5).to(torch.float8_e4m3fn)},
+    ),
+    "row scales": (SHAPE, replace(SHAPE, codec="fp8_row_scale", layout="packed_hnd"), by_rows),
+    "ds_mla": (mla(), mla("fp8_ds_mla"), in_one_row),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_that_were_converted_are_right(name: str) -> None:
+    source, sink, convert = CASES[name]
+    assert found_wrong(source, sink, converted(source, sink, convert)) == ""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_number_of_a_neighbour_is_found(name: str) -> None:
+    source, sink, convert = CASES[name]
+
+    def spoiled(values: torch.Tensor) -> dict[str, torch.Tensor]:
+        values = values.clone()
+        values[7, -1, 5] = values[7, -1, 9]
+        return convert(values)
+
+    assert "element 5: " in found_wrong(source, sink, converted(source, sink, spoiled))
+
+
+def test_scales_of_another_head_are_found() -> None:
+    source, sink, _ = CASES["row scales"]
+
+    def spoiled(values: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = by_rows(values)
+        return {"": found[""], "_scale": found["_scale"].flip(1)}
+
+    assert " became " in found_wrong(source, sink, converted(source, sink, spoiled))
+
+
+def test_a_byte_beside_the_rows_is_found() -> None:
+    source, sink, convert = CASES["row scales"]
+    held, before, table = converted(source, sink, convert)
+    held.memory[1][3] ^= 1
+    assert "outside of the wanted rows" in found_wrong(source, sink, (held, before, table))
+
+
+def test_equal_codecs_are_compared_bit_for_bit() -> None:
+    shape = replace(SHAPE, codec="int8_row_scale")
+    held = build(shape)
+    before, table = held.copy(), tables_of(held.pool, 40)
+    fill(held, table, TOKENS, is_tame=True)
+    assert found_wrong(shape, shape, (held, before, table)) == ""
+    scale = next(plane for plane in held.pool.planes if plane.part == "k_scale")
+    _, places = rows_at(held.pool, 0, table, TOKENS)
+    put_rows(held, scale, places[:1], np.zeros((1, 2, 4), np.uint8))
+    assert "k_scale head 0 token 3 holds" in found_wrong(shape, shape, (held, before, table))
