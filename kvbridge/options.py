@@ -66,8 +66,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Unix socket for the engine and `kvbridge status`",
             """
-            Its folder should be private (0750). The socket itself is 0600, or 0666 where `allowed_uids` names
-            somebody, whatever the umask: who may speak is decided by the caller's uid.
+            Its folder should be private (0750). The mode of the socket itself is 0600, or 0666 if `allowed_uids` names
+            somebody, whatever the umask. The caller's uid decides who may speak.
             """,
         ),
     ] = "/run/kvbridge/agent-0.sock"
@@ -76,8 +76,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Where other agents reach us; port 0 takes any",
             """
-            Loopback does for engines on one host. Across hosts name the address of one interface, and set `key`:
-            without one the agent refuses.
+            Loopback is enough for engines on one host. Across hosts name the address of one interface, and set `key`:
+            without a key the agent does not start.
             """,
         ),
     ] = "tcp://127.0.0.1:7700"
@@ -85,7 +85,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         _option(
             "The address told to others; empty: the one we listen on",
-            "For an address that others do not see as it is (NAT, a name, a wildcard).",
+            "Set it where others reach us at another address (NAT, a name, a wildcard).",
         ),
     ] = ""
     allow_wildcard: Annotated[
@@ -97,9 +97,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "File of our secret key (kvbridge keygen); empty: loopback only",
             """
-            Only its owner may read the file. With one, everything that agents say to each other is encrypted, and
-            spoken only with who proves a key of `peers`. The simplest fleet has one key pair, the same file on every
-            host, and needs no `peers`. (The KV bytes themselves are not encrypted: SECURITY.md.)
+            Only its owner may read the file. With a key, everything that agents say to each other is encrypted, and
+            said only to an agent that proves a key of `peers`. The simplest fleet has one key pair, the same file on
+            every host, and needs no `peers`. (KV bytes are not encrypted: SECURITY.md.)
             """,
             max_length=4096,
         ),
@@ -107,11 +107,11 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     peers: Annotated[
         str,
         _option(
-            "File or folder of public keys that may connect; empty: our own alone",
+            "File or folder of public keys that may connect; empty: only our own",
             """
-            A file of lines `NAME PUBLICKEY` (what keygen prints), or a folder of *.pub files with such lines. Only
-            root or our user may be able to write it. `systemctl reload`, which is SIGHUP, reads it again; who is not
-            on it any more is cut off at once.
+            A file of lines `NAME PUBLICKEY` (what keygen prints), or a folder of *.pub files with such lines. Only root
+            or our user may be able to write it. `systemctl reload` (SIGHUP) reads it again; a key that was taken off is
+            cut off at once.
             """,
             max_length=4096,
         ),
@@ -119,14 +119,14 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dial: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
         _option(
-            "HOST:PORT patterns: what may be dialled, nothing else; empty: loopback only",
+            "HOST:PORT patterns of what may be dialled; empty: loopback only",
             """
-            Requests name the agent to fetch from, so this says which ones they may name. Across hosts it must be set
-            where requests are decoded. HOST is an address, a network (10.1.0.0/16, [2001:db8::/32]), a name
-            (*.kv.internal) or * for any, and PORT a number or *. A network matches addresses only, never names. With
-            one pattern set, loopback too must be named to be dialled. ["10.1.0.0/16:7700"] are all agents of a pod
-            network; ["*:7700"] is any host, on that port. Beyond loopback it needs `key` as well (or
-            `allow_unauthenticated`), else the agent does not start.
+            Requests name the agent to fetch from, so this says which agents they may name. Across hosts set it on the
+            decode side. HOST is an address, a network (10.1.0.0/16, [2001:db8::/32]), a name (*.kv.internal) or * for
+            any. PORT is a number or *. A network matches addresses only, never names. Once a pattern is set, loopback
+            has to be named too. ["10.1.0.0/16:7700"] are all agents of a pod network; ["*:7700"] is any host, on that
+            port. Beyond loopback a `key` is needed as well (or `allow_unauthenticated`); otherwise the agent does not
+            start.
             """,
             max_length=256,
         ),
@@ -142,32 +142,34 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[Annotated[int, Meta(ge=0)], ...],
         _option(
             "Users whose engines may attach; empty: our own and root",
-            "An engine of another user must name ours in its turn: `kvbridge_agent_uids`.",
+            "An engine of another user must also name our uid, in `kvbridge_agent_uids`.",
             max_length=64,
         ),
     ] = ()
     share_memory: Annotated[
         bool,
         _option(
-            "Hand the engine's memory to agents of this host, which pull from it; off: to nobody",
+            "Hand the engine's memory to agents of this host, which pull from it",
             """
-            Agents of one host read each other's engine memory where they can, which is the fastest way there is. Each
-            must prove a session first, and be of the same user. Whoever is handed a GPU's memory can read all of that
-            engine's KV cache, and by legacy CUDA IPC write it too (docs/threat-model.md). Off, rows go by slots.
+            Agents of one host read each other's engine memory where they can: that is the fastest route. Each must
+            first prove a session, and be of the same user. Whoever is handed a GPU's memory can read all of that
+            engine's KV cache, and by legacy CUDA IPC write it too (docs/threat-model.md). If it is off, rows go by
+            slots.
             """,
         ),
     ] = True
     share_memory_uids: Annotated[
         tuple[Annotated[int, Meta(ge=0)], ...],
-        _option("Users whose agents it is handed to besides; empty: our own and root", max_length=64),
+        _option("Users whose agents may be handed that memory; empty: our own and root", max_length=64),
     ] = ()
     verify: Annotated[
         Verify,
         _option(
             "Which pulled chunks are compared with the sender's: always, sampled (1 in 64), never",
             """
-            A sample begins with the first. The digest is taken as the rows are read; the sender reads the same rows
-            again, which costs its processor or GPU that much. What differs fails its request with digest_mismatch.
+            A sample begins with the first chunk. The receiver takes the digest as it reads the rows. The sender reads
+            the same rows again, which costs its processor or GPU as much. If the digests differ, the request fails with
+            digest_mismatch.
             """,
         ),
     ] = "sampled"
@@ -187,9 +189,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Ways to a peer, the best first: pull, direct, nixl, host",
             """
-            Each is tried and measured before it is used. "pull" reads the engine's blocks of an agent of the same
-            host and user (see `share_memory`), "direct" writes the peer's slots over NVLink, "nixl" copies slot to
-            slot, "host" goes through pinned host memory. Name one alone to force it.
+            Each is tried and measured before it is used. "pull" reads the blocks of the peer's engine, on the same host
+            and of the same user (see `share_memory`). "direct" writes the peer's slots over NVLink. "nixl" copies slot
+            to slot. "host" goes through pinned host memory. Name one alone to force it.
             """,
             min_length=1,
             max_length=4,
@@ -198,10 +200,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pull_ctas: Annotated[
         Annotated[int, Meta(ge=1, le=65535)] | None,
         _option(
-            "CTAs of a kernel that pulls, at most; unset: 33 under MPS, beside the engine's, else all",
+            "CTAs of a kernel that pulls, at most; unset: 33 under MPS, else all",
             """
-            Under MPS it runs beside the engine's own: 33 reach nearly all of NVLink and leave it the rest. Without
-            MPS the two take turns, and few would only make its turn longer.
+            Under MPS the kernel runs beside the engine's own. 33 CTAs reach nearly all of NVLink and leave the engine
+            the rest. Without MPS the two take turns, and fewer CTAs would only make its turn longer.
             """,
             sample=33,
         ),
@@ -211,12 +213,12 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Size of a staging slot, the largest piece in flight; unset: 128 MiB on a GPU, else 4 MiB",
             """
-            A multiple of 4096. Staging takes (inbound_slots + outbound_slots + 2) * slot_bytes: 200 MiB of host memory
-            where there is no GPU. On one it takes 1.25 GiB of the GPU's memory and, unless `routes` leaves out "host",
-            as much pinned host memory. An agent whose first route is "pull" makes it when the first session needs it:
-            one that reads, or is read, never does. A plan's chunk never exceeds the smaller slot of the two agents.
-            Larger slots suit fast links; more slots suit many requests at once, and a slot that a stalled peer may
-            still write is set aside until the peer proves otherwise.
+            A multiple of 4096. Staging takes (inbound_slots + outbound_slots + 2) * slot_bytes. That is 200 MiB of
+            host memory without a GPU. On a GPU it is 1.25 GiB of its memory and, unless `routes` leaves out "host", as
+            much pinned host memory. An agent whose first route is "pull" makes it when the first session needs it. An
+            agent that only pulls, or is only pulled from, never makes it. A chunk never exceeds the smaller slot of
+            the two agents. Larger slots suit fast links; more slots suit many requests at once. A slot that a stalled
+            peer may still write is quarantined until there is proof that it cannot be.
             """,
             sample=4 << 20,
         ),
@@ -232,21 +234,21 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     net_devices: Annotated[
         str,
         _option(
-            "Network devices of the data, as UCX names them (a,b; all); empty: loopback, no other host",
+            "Network devices that carry KV, as UCX names them (a,b; all); empty: loopback only",
             """
-            Such as mlx5_0:1 or eth0. An agent that is to serve or dial other hosts refuses to start without: UCX
-            believes whoever reaches it, so name those of a network that only the fleet is on.
+            Such as mlx5_0:1 or eth0. An agent that is to serve or dial other hosts does not start without them. UCX
+            believes whoever reaches it, so name devices of a network that only the fleet is on.
             """,
             max_length=256,
         ),
     ] = ""
     connect_s: Annotated[float, _option("How long to try to reach another agent", gt=0, le=600)] = 5.0
-    silence_s: Annotated[float, _option("A peer silent for so long is lost", ge=1, le=600)] = 15.0
+    silence_s: Annotated[float, _option("A peer that is silent for so long counts as lost", ge=1, le=600)] = 15.0
     write_timeout_s: Annotated[
         float,
         _option(
-            "A write that takes longer fails its transfer; its slots stay locked",
-            "No deadline frees memory that may still be written; it only ends the waiting.",
+            "A write that takes longer fails its transfer; its slots are quarantined",
+            "A deadline only ends the wait. It never frees memory that may still be written.",
             gt=0,
             le=600,
         ),
@@ -254,11 +256,11 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rebuild_s: Annotated[
         float,
         _option(
-            "Once half the slots of one kind were quarantined so long, make all anew",
+            "After how long all slots are made anew, if half of one kind are quarantined",
             """
-            Quarantined is a slot that a peer may still write, or out of which a write is late. Where half of the
-            inbound or of the outbound ones are (a peer stands still, or went for good), the new ones are made beside
-            the engine, and the old ones are left behind.
+            A slot is quarantined while a peer may still write it, or while a write out of it is late. If half of the
+            inbound, or of the outbound, slots are (a peer stands still, or is gone for good), new ones are made beside
+            the same engine, and the old ones are left behind.
             """,
             gt=0,
             le=86400,
@@ -269,8 +271,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "How long threads look for more work before they sleep; unset: 0.03 on a GPU, else 0",
             """
-            A thread that sleeps is late by the time its processor takes to wake. It costs up to two cores while
-            requests come, none when they do not; without a GPU the cores are the engine's.
+            A thread that sleeps starts late, by the time that its processor takes to wake. Lingering costs up to two
+            cores while requests come, and none otherwise. Without a GPU these are the engine's cores.
             """,
             sample=0.0,
         ),
@@ -293,8 +295,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Where spans go, http://HOST:PORT/v1/traces; empty: none are made",
             """
-            By OTLP over HTTP, a span of each request and one of each of its stages; needs kvbridge[otel]. What cannot
-            be sent is dropped and counted (docs/metrics.md).
+            By OTLP over HTTP: a span of each request and one of each of its stages. Needs kvbridge[otel]. Spans that
+            cannot be sent are dropped and counted (docs/metrics.md).
             """,
             sample="http://127.0.0.1:4318/v1/traces",
             max_length=1024,
@@ -306,8 +308,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "text or json",
             """
-            One line an event on stderr. As JSON each value that a message names is a field as well: request, transfer,
-            code. Of lines that differ in their values alone 50 pass in 10 seconds; the next says how many did not.
+            One line an event, on stderr. In JSON each value that a message names is also a field: request, transfer,
+            code. Of lines that differ only in their values 50 are logged in 10 seconds; the next line says how many
+            were left out.
             """,
             sample="json",
         ),

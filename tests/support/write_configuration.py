@@ -37,17 +37,17 @@ Written by `python -m tests.support.write_configuration` from [kvbridge/options.
 edit.
 
 An option is given in a TOML file (`kvbridge agent --config FILE`; [a sample](../deploy/kvbridge.toml) has all of
-them), as a variable `KVBRIDGE_NAME`, or as a flag. A flag beats the environment, which beats the file, which beats
-the default. `kvbridge config show` takes what `kvbridge agent` takes, starts nothing, and prints every value with
-where it came from; `--json` for programs.
+them), as a variable `KVBRIDGE_NAME`, or as a flag. A flag beats the environment, the environment beats the file, the
+file beats the default. `kvbridge config show` takes the same arguments as `kvbridge agent`. It starts nothing, and
+prints every value and where it came from; `--json` is for programs.
 
-In the environment and in flags a list has commas between its parts. A flag that is true or false is `--share-memory`
-or `--no-share-memory`. A name that nobody knows is refused, in the file, in the environment and among the flags, with
-the nearest one that there is; so is a value that is not allowed, with where it came from. The agent ends with 2 then.
+In the environment and in flags the parts of a list are separated by commas. The flags of an option that is true or
+false are `--share-memory` and `--no-share-memory`. An unknown name is refused, wherever it stands, with the nearest
+known one. A value that is not allowed is refused, with the place that it came from. The agent then ends with 2.
 
-Variables that begin with `KVBRIDGE_ENGINE_` are of [SGLang's adapter](../kvbridge/adapters/sglang/options.py); vLLM's
-adapter has [options of its own](../kvbridge/adapters/vllm/options.py). Variables that Kubernetes sets for a service
-called `kvbridge` are passed over.
+Variables that begin with `KVBRIDGE_ENGINE_` are for [SGLang's adapter](../kvbridge/adapters/sglang/options.py).
+vLLM's adapter has [options of its own](../kvbridge/adapters/vllm/options.py). Variables that Kubernetes sets for a
+service called `kvbridge` are ignored.
 """
 
 
