@@ -11,23 +11,23 @@ from tests.support.matrix import ROWS, Row
 PAGE = Path(__file__).parents[2] / "docs/convertible.md"
 HEAD = """# What can be carried
 
-`kvbridge plan A.json B.json` says of two pools whether they fit, what would be converted and what that means. This page
-says it of kinds of pairs. [Rounding](#rounding), [scales](#scales) and [what adapters refuse](#what-adapters-refuse)
-stand below the table.
+Which pairs of caches can be converted. For two pools of your own, `kvbridge plan A.json B.json` says whether they
+fit, and what would be converted. Below the table: [rounding](#rounding), [scales](#scales), [what adapters
+refuse](#what-adapters-refuse).
 
-Written by `python -m tests.support.write_matrix`; do not edit. Each line stands for the cases that
+Written by `python -m tests.support.write_matrix`; do not edit. Each line stands for cases that
 `tests/unit/test_matrix.py` carries from one pool to another and compares, element by element, with a reference that
-knows no plan; `tests/system/gpu/test_matrix.py` sees a GPU write the same bytes. The verdict is the one that two agents
-reach when they meet. What differs is converted on the way. What stands in the way is named as below, with both values;
-in those texts `source` is the prefilling side and `sink` the decoding one. Pairs that are refused are not carried: the
-test sees that nothing moves them without an error.
+knows no plan; `tests/system/gpu/test_matrix.py` sees a GPU write the same bytes. The verdict is the one that two
+agents reach when they meet. What differs is converted on the way. What stands in the way is named as below, with both
+values; in those texts `source` is the prefill side and `sink` the decode side. Pairs that are refused are not
+carried: the test sees that nothing moves them without an error.
 
 """
 TAIL = """
-Where several ranks hold the same rows of a latent, each receiver takes them from one.
+Several ranks may hold the same rows of a latent. Then each receiver takes them from one of them.
 
-On equal sides whole blocks travel, so the unused end of a request's last block may carry what the sender's block held
-before. The engine never reads it: it is beyond the request's length, and is overwritten as the request grows.
+Between equal pools whole blocks travel. So the unused end of a request's last block may carry what the sender's block
+held before. The engine never reads it: it lies beyond the request's length, and is overwritten as the request grows.
 
 ## Rounding
 
@@ -39,24 +39,29 @@ Numbers of 8 bits are rounded to nearest even and saturate. Under a scale s a nu
 | fp8 e5m2 | \\|x\\|/8 + s/131072 | 57344 s |
 | int8 | s/2 | 127 s |
 
-s is of the plane, of the head or of the row, as the receiver keeps it. In fp16 and bf16 what is too large becomes an
-infinity, as in torch's own casts: an engine in bf16 may hold numbers that fp16 has not (65520 and more). fp8 on a GPU
-needs compute capability 8.9. vLLM's CPU backend rounds fp8 towards zero when it writes its cache; kvbridge rounds to
-nearest even.
+- s is the receiver's scale: of the plane, of the head or of the row.
+- In fp16 and bf16 a number that is too large becomes an infinity, as in torch's own casts. An engine in bf16 may hold
+  numbers that fp16 cannot (65520 and more).
+- fp8 on a GPU needs compute capability 8.9.
+- vLLM's CPU backend rounds fp8 towards zero when it writes its cache. kvbridge rounds to nearest even.
 
 ## Scales
 
-Rows of an fp8 cache whose scales differ are requantized to the receiver's (`kvbridge plan` says by how much they change
-at most). With `"kvbridge_scales": "adopt"` on the decode side, vLLM takes the scales of the first engine it fetches
-from, and the bytes come as they are. This works only before the first request is computed or received there, warm-up
-included, and with the backends `FLASH_ATTN`, `TRITON_ATTN` and `CPU_ATTN`. Otherwise vLLM keeps its own scales, and
-fetches of rows under others fail with `adopt_refused`, which names both.
+Rows of an fp8 cache whose scales differ are requantized to the receiver's. `kvbridge plan` says by how much they
+change at most.
+
+With `"kvbridge_scales": "adopt"` on the decode side, vLLM instead takes the scales of the first engine it fetches
+from, and the bytes come unchanged. This works only before the first request is computed or received there, warm-up
+included, and only with the backends `FLASH_ATTN`, `TRITON_ATTN` and `CPU_ATTN`. Otherwise vLLM keeps its own scales.
+Fetches of rows under other scales then fail with `adopt_refused`, which names both.
 
 ## What adapters refuse
 
-This page is of pools as agents see them. The vLLM adapter describes fewer: when an engine starts it refuses, by name,
-layers with recurrent state (Mamba), and caches in MXFP8 or NVFP4 other than the latent rows of 352 bytes; of int8 it
-knows rows with scales of their own only. SGLang's adapter: [its limits](sglang.md#limits).
+The table is about pools as agents see them. Adapters describe fewer kinds:
+
+- The vLLM adapter refuses, by name, when an engine starts: layers with recurrent state (Mamba), caches in MXFP8, and
+  caches in NVFP4 other than latent rows of 352 bytes. Of int8 it knows only rows with scales of their own.
+- The SGLang adapter: [its limits](sglang.md#limits).
 """
 
 
