@@ -26,6 +26,7 @@ import uvloop
 from kvbridge_proto.common import AgentCard as AgentCard
 from kvbridge_proto.status import SlotCounts, Status
 from msgspec import structs
+from prometheus_client import disable_created_metrics
 
 from ..dataplane.data_plane import DataPlane
 from ..dataplane.resources import open_resources
@@ -60,7 +61,7 @@ from .rebuild import Rebuilder
 from .receiver_runner import ReceiverRunner
 from .request_records import RequestRecord, RequestRecords
 from .sender_runner import SenderRunner
-from .status import offers, readers, transfers
+from .status import DAY_S, offers, readers, transfers
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def run(config: AgentConfig, stuck_s: float = STUCK_S, supervision: Supervision 
     """
     set_up(config.log_level, config.log_format, errors := LastErrors())
     faulthandler.enable()  # systemd's watchdog ends us by SIGABRT: the log says where each thread stood
+    disable_created_metrics()  # type: ignore[no-untyped-call] # a series more for each counter, and nobody looks at it
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
     uvloop.run(Agent(config, stuck_s=stuck_s, errors=errors, supervisor=Supervisor(supervision)).run())
@@ -416,4 +418,5 @@ class Agent:
             rebuild_refused=self.rebuilder.refused,
             readers=readers(self.doors.holders(), now),
             errors=self._errors.statuses(),
+            still_s=min(DAY_S, self.data_plane.still_s),
         )

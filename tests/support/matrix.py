@@ -359,10 +359,8 @@ ROWS = (
         True,
     ),
     Row("windows", "Sliding and chunked windows, alone or beside full attention; from full attention too", windows),
-    Row(
-        "odd windows", "A window on the send_orders side in blocks that are no multiple of the receiver's", odd_windows
-    ),
-    Row("lost windows", "A window on the send_orders side, all tokens on the receive_orders side", lost_windows),
+    Row("odd windows", "A window on the sending side in blocks that are no multiple of the receiver's", odd_windows),
+    Row("lost windows", "A window on the sending side, all tokens on the receiving side", lost_windows),
     Row("states", "States of Mamba layers, equal tensor parallel sizes, other block sizes and dtypes", states),
     Row("cut states", "States of Mamba layers, other tensor parallel sizes", cut_states),
     Row("drafts", "A sender with a draft model that the receiver does not have", drafts),
