@@ -280,7 +280,7 @@ def test_status_watches_through_an_agents_absence_until_ctrl_c(tmp_path: Path) -
 
 def test_status_takes_one_way_of_showing() -> None:
     told = kvbridge("status", "--watch", "--json")
-    assert told.returncode == 2 and "--watch, --pool, --labels and --json: one of them" in told.stderr
+    assert told.returncode == 2 and "--watch, --pool, --labels, --probe and --json: one of them" in told.stderr
 
 
 def test_status_of_a_stale_socket_says_that_nobody_listens(tmp_path: Path) -> None:

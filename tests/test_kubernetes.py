@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvbridge.commands.status import ask
 from kvbridge.config import load
 from kvbridge.transport.keys import write_pair
 
@@ -170,10 +171,10 @@ def test_an_agent_starts_as_the_pod_says_and_the_probe_tells(tmp_path: Path, ins
     ):
         try:
             end = time.monotonic() + START_S
-            while (told := probe()).returncode:
+            while probe().returncode:
                 assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
-            assert json.loads(told.stdout)["state"] == "serving"
-            assert json.loads(told.stdout)["agent"]["address"].startswith(f"tcp://{LOOPBACK}:7700#")
+            status = ask(inside("/run/kvbridge/private/agent-0.sock"))
+            assert status.state == "serving" and status.agent.address.startswith(f"tcp://{LOOPBACK}:7700#")
         finally:
             process.kill()
     assert probe().returncode == 1

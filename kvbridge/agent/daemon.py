@@ -60,7 +60,7 @@ from .peers import Peers
 from .rebuild import Rebuilder
 from .sink import Sink
 from .source import Source
-from .status import offers, readers, transfers
+from .status import DAY_S, offers, readers, transfers
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -397,4 +397,5 @@ class Agent:
             rebuild_refused=self.rebuilder.refused,
             readers=readers(self.doors.holders(), now),
             errors=self._errors.statuses(),
+            still_s=min(DAY_S, self.mover.still_s),
         )

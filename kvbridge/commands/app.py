@@ -286,6 +286,9 @@ def status(
     labels: Annotated[
         bool, typer.Option("--labels", help="Print labels for the pod of the attached engine instead.")
     ] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Say nothing: end with 1 unless the agents answer and can move bytes.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Draw it anew each second, until Ctrl-C.")] = False,
     as_json: JSON = False,
 ) -> None:
@@ -293,7 +296,8 @@ def status(
 
     Ends with 0 if all of them answer, 1 if one does not or there is none, 2 if the command line is wrong. With --json:
     the agent's message for one --socket, else a list of
-    {socket, status} or {socket, code, reasons}.
+    {socket, status} or {socket, code, reasons}. With --probe: also 1 where a data thread, which moves all bytes, has
+    not come round for 5 s. One that compiles or allocates may take 30 s: count several failures before you act.
 
     \b
     Examples:
@@ -302,14 +306,18 @@ def status(
       kvbridge status --watch
       kvbridge status --pool > prefill.json
       kvbridge status --labels
+      kvbridge status --probe --socket /run/kvbridge/agent-0.sock
     """
     with _told("status"):
+        from .status import probe as check
         from .status import show, show_labels, show_pools
         from .status import watch as follow
 
-        if watch + pool + labels + as_json > 1:
-            raise OperatorError("bad_option", "--watch, --pool, --labels and --json: one of them")
-        if watch:
+        if watch + pool + labels + probe + as_json > 1:
+            raise OperatorError("bad_option", "--watch, --pool, --labels, --probe and --json: one of them")
+        if probe:
+            check(socket or [])
+        elif watch:
             follow(socket or [])
         elif pool:
             show_pools(socket or [])

@@ -39,6 +39,7 @@ from ..oneline import plain
 ANSWER_S = 5.0
 LABELS = "kvbridge/"  # before the name of each label
 WATCH_S = 1.0
+STILL_S = 5.0  # a data thread that is well comes round every second
 ROWS = 100  # a section, at most: nobody reads more, and rich needs a second for a thousand
 RECEIVE_BYTES = 1 << 16
 
@@ -98,6 +99,13 @@ def _answered(answers: Mapping[str, Status | OperatorError]) -> list[RenderableT
 
 def _console() -> Console:
     return Console(markup=False, emoji=False, highlight=False)  # a key may look like markup
+
+
+def probe(named: Sequence[str]) -> None:
+    """Print nothing. Raises OperatorError unless all agents answer and their data threads come round."""
+    for path in named or found():
+        if (still_s := ask(path).still_s) > STILL_S:
+            raise OperatorError("mover_stuck", f"{path}: the data thread has not come round for {still_s:.0f} s")
 
 
 def show_labels(named: Sequence[str]) -> None:
@@ -233,6 +241,8 @@ def _agent(status: Status) -> list[RenderableType]:
     _add(rows, "address", agent.address)
     _add(rows, "links", status.security)
     _add(rows, "device", status.device)
+    if status.still_s > STILL_S:
+        _add(rows, "data thread", f"has not come round for {status.still_s:.0f} s")
     _add(rows, "fabric", status.fabric)
     if engine is None:
         _add(rows, "engine", "none attached")

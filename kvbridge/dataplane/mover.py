@@ -135,7 +135,7 @@ class Mover:
         self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbridge-mover", daemon=True)
-        self._watchdog = Watchdog(self._thread, stuck_s, end)
+        self._watchdog = Watchdog(self._thread, stuck_s, end, clock)
         self._equipment: Equipment | None = None
         self._jobs: Jobs
         self._pulling: Pulling
@@ -183,6 +183,11 @@ class Mover:
     def turns(self) -> int:
         """Grows as long as the thread comes round: at least once a second, or after the task that it has in hand."""
         return self._watchdog.beats
+
+    @property
+    def still_s(self) -> float:
+        """How long the thread has not come round."""
+        return self._watchdog.still_s
 
     def stir(self) -> None:
         """Something was heard, and more will be: the loop looks again for a while before it sleeps."""

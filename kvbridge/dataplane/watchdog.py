@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -34,15 +35,29 @@ def end_process(reason: str) -> NoReturn:
 class Watchdog:
     """Of a thread that says `beat` while it is well, by those who wait for it."""
 
-    def __init__(self, thread: threading.Thread, stuck_s: float, end: Callable[[str], NoReturn]) -> None:
+    def __init__(
+        self,
+        thread: threading.Thread,
+        stuck_s: float,
+        end: Callable[[str], NoReturn],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stuck_s = stuck_s
+        self._clock = clock
         self._thread = thread
         self._end = end
         self.beats = 0
+        self._beat_at = clock()
 
     def beat(self) -> None:
         """On the thread."""
         self.beats += 1
+        self._beat_at = self._clock()
+
+    @property
+    def still_s(self) -> float:
+        """How long ago the last beat was."""
+        return max(0.0, self._clock() - self._beat_at)
 
     async def until(self, done: Awaitable[T]) -> T:
         """What this gives, once it is done. Ends the process if the thread shows no life for so long meanwhile.

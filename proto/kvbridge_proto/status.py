@@ -118,7 +118,8 @@ class SlotCounts(Struct, frozen=True, kw_only=True):
 class Status(Struct, frozen=True, kw_only=True, tag="status"):
     """What an agent says of itself. `rebuild_refused` is why its slots cannot be made anew though they should.
 
-    `errors` are the last ones that it logged, the latest one last.
+    `errors` are the last ones that it logged, the latest one last. `still_s` is how long its data thread has not come
+    round, which takes it a second at most while it is well and has nothing long in hand.
     """
 
     agent: Agent
@@ -138,6 +139,7 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     offers: tuple[OfferStatus, ...] = ()
     readers: tuple[ReaderStatus, ...] = ()
     errors: Annotated[tuple[ErrorStatus, ...], Meta(max_length=MAX_ERRORS)] = ()
+    still_s: Seconds = 0.0
 
 
 class PoolQuery(Struct, frozen=True, kw_only=True, tag="pool?"):

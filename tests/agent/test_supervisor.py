@@ -7,6 +7,8 @@ import select
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.agent.supervisor import LOOKS
+from kvbridge.commands.status import STILL_S
 from kvbridge.config import supervision
 from kvbridge.options import Supervision
 
@@ -94,6 +97,24 @@ def test_says_nothing_while_its_data_thread_stands_still(
         while systemd.hears(pid, 2 * WATCHDOG_S):
             assert time.monotonic() - began < WATCHDOG_S, "fed though the thread stands still"
         assert source.status.state == "serving"  # its loop is well
+
+
+def test_the_probe_of_pods_fails_while_its_data_thread_stands_still_and_passes_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        running = paused(tmp_path, stack, monkeypatch, STILL_S + 4).agent
+        probe = [sys.executable, "-m", "kvbridge.cli", "status", "--probe", "--socket", str(running.socket)]
+        asked = lambda: subprocess.run(probe, capture_output=True, text=True)  # noqa: E731
+        assert asked().returncode == 0  # not yet
+        while running.status.still_s <= STILL_S:
+            time.sleep(0.1)
+        told = asked()
+        assert told.returncode == 1 and told.stderr.startswith(
+            f"kvbridge status: mover_stuck: {running.socket}: the data thread has not come round for "
+        )
+        time.sleep(4)
+        assert (asked().returncode, running.status.state) == (0, "serving")
 
 
 def test_ends_with_where_each_thread_stood(tmp_path: Path, systemd: Systemd) -> None:
