@@ -24,6 +24,8 @@ from ..options import flag_of
 
 START_S = 40.0
 STOP_S = 15.0
+# The kernel asks an agent to stop once the thread that started it has ended, by whatever (PR_SET_PDEATHSIG is 1).
+BOUND = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM); from kvbridge.cli import main; main()"
 # The environment of real engines. Without the first two, steps on a machine of two cores stall for 200 ms at random.
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
@@ -35,7 +37,7 @@ SETTINGS = {
 
 
 class AgentProcess:
-    """One `kvbridge agent`; `settings` are for its environment, beside this one's."""
+    """One `kvbridge agent`, which does not outlive us; `settings` are for its environment, beside this one's."""
 
     def __init__(
         self, folder: Path, name: str, options: dict[str, str], settings: Mapping[str, str] | None = None
@@ -48,7 +50,7 @@ class AgentProcess:
         flags = [part for option, value in said.items() for part in (flag_of(option), value)]
         with self.log.open("wb") as log:
             told = ["env", *(f"{key}={value}" for key, value in (settings or {}).items())]
-            command = [*told, sys.executable, "-m", "kvbridge.cli", "agent", *flags]
+            command = [*told, sys.executable, "-c", BOUND, "agent", *flags]
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         self.address = ""
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,29 @@ def test_a_route_is_slow_whose_largest_requests_are_below_the_floor() -> None:
     slow = Outcome("nixl", (small, good, bad))
     assert slow.is_bad and _said(slow).startswith("nixl: SLOW: 128 MiB at 0.040")
     assert Outcome("nixl", (good,), error="demo_engine: gone").is_bad
+
+
+def test_a_bench_that_is_killed_leaves_no_agent_behind(tmp_path: Path) -> None:
+    """Nor does `kvbridge doctor`, which starts its agents in the same way."""
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom kvbridge.demo.processes import agents\n"
+        "with agents(Path(sys.argv[1]), ['p', 'd']) as running:\n"
+        "    print(*(each.process.pid for each in running), flush=True)\n    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        process.kill()
+    assert len(pids) == 2
+    end = time.monotonic() + 15
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < end, f"still there: {pids}"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether it is there and not a zombie, which whoever reaps orphans here may leave for a while."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
