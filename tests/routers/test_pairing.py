@@ -1,0 +1,90 @@
+"""smg makes a pair of workers whose label `pairing_protocol` is the same, and of no others (docs/routers.md)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from kvbridge.demo.processes import free_port
+
+from .fleet import NAME, ROUTERS, Server
+
+pytestmark = [
+    pytest.mark.routers,
+    pytest.mark.skipif(not (ROUTERS / "python").exists(), reason="make .venv-routers/.ready"),
+]
+PAIR_S = 30.0
+
+
+class Worker(BaseHTTPRequestHandler):
+    """What smg asks of a vLLM server that has nothing to do."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        models = {"object": "list", "data": [{"id": NAME, "object": "model", "owned_by": "vllm", "root": NAME}]}
+        known = {"/health": {}, "/v1/models": models, "/version": {"version": "0.32.0"}}
+        self._answer(200 if self.path in known else 404, known.get(self.path, {}))
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        choice = {"index": 0, "text": "hi", "finish_reason": "stop", "logprobs": None}
+        usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+        said = {"id": "c", "object": "text_completion", "created": 1, "model": NAME}
+        self._answer(200, {**said, "choices": [choice], "usage": usage})
+
+    def _answer(self, status: int, body: object) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@contextmanager
+def worker() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Worker) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def smg(tmp_path: Path) -> Iterator[Server]:
+    port = free_port()
+    command = [ROUTERS / "python", "-m", "smg", "launch", "--pd-disaggregation", "--host", "127.0.0.1"]
+    ports = ["--port", str(port), "--prometheus-port", str(free_port())]
+    with (tmp_path / "smg.log").open("wb") as log:
+        process = subprocess.Popen([*command, *ports], stdout=log, stderr=subprocess.STDOUT)
+    try:
+        server = Server(process, port, tmp_path / "smg.log")
+        server.wait_up("/liveness")
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("keys", "status"), [(("a", "a"), 200), (("a", "b"), 503)])
+def test_smg_pairs_workers_of_one_model_key(smg: Server, keys: tuple[str, str], status: int) -> None:
+    with ExitStack() as stack:
+        for role, key in zip(("prefill", "decode"), keys, strict=True):
+            told = {"url": stack.enter_context(worker()), "worker_type": role, "runtime_type": "vllm"}
+            smg.ask("/workers", told | {"labels": {"pairing_protocol": key}})
+        end = time.monotonic() + PAIR_S
+        while [each["is_healthy"] for each in json.loads(smg.ask("/workers")[1])["workers"]] != [True, True]:
+            assert time.monotonic() < end, smg.log.read_text()
+            time.sleep(0.2)
+        answered, text = smg.ask("/v1/completions", {"model": NAME, "prompt": "to be", "max_tokens": 4})
+    assert answered == status and ("no_compatible_pd_pair" in text) == (status == 503), text
