@@ -80,6 +80,7 @@ def needed(extra: str) -> list[str]:
             continue
         try:
             wanted += distribution(name).requires or ()
+            assert requirement.specifier.contains(distribution(name).version, prereleases=True), requirement
         except PackageNotFoundError:
             raise AssertionError(f"{requirement} is not here") from None
         found[name] = None

@@ -199,3 +199,4 @@ def test_metrics_keep_prometheus_rules(server: Server) -> None:
     text = urllib.request.urlopen(f"http://{target['metric']['instance']}/metrics", timeout=5).read().decode()
     promtool("check", "metrics", given=text)
     assert 'kvbridge_build_info{version="' in text
+    assert "_created" not in text

@@ -26,6 +26,7 @@ import uvloop
 from kvbridge_proto.status import SlotCounts, Status
 from kvbridge_proto.words import Agent as AgentCard
 from msgspec import structs
+from prometheus_client import disable_created_metrics
 
 from ..dataplane.equipment import equip
 from ..dataplane.mover import Mover
@@ -82,6 +83,7 @@ def run(config: AgentConfig, stuck_s: float = STUCK_S, supervision: Supervision 
     """
     set_up(config.log_level, config.log_format, errors := LastErrors())
     faulthandler.enable()  # systemd's watchdog ends us by SIGABRT: the log says where each thread stood
+    disable_created_metrics()  # type: ignore[no-untyped-call] # a series more for each counter, and nobody looks at it
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
     uvloop.run(Agent(config, stuck_s=stuck_s, errors=errors, supervisor=Supervisor(supervision)).run())
