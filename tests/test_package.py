@@ -147,8 +147,9 @@ def test_every_python_that_is_named_installs_the_wheel(version: str, wheel: Path
 
 
 def python_of(version: str) -> str:
-    """A Python of this version. Skips where there is none."""
-    for found in filter(None, (shutil.which(f"python{version}"), sys.executable)):
+    """A Python of this version, of pyenv's too. Skips where there is none."""
+    kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python")
+    for found in filter(None, (shutil.which(f"python{version}"), sys.executable, *kept)):
         asked = [found, "-c", "import sys; print(sys.executable, *sys.version_info[:2])"]
         path, *numbers = subprocess.run(asked, capture_output=True, text=True).stdout.split() or [""]
         if ".".join(numbers) == version:
