@@ -152,7 +152,7 @@ class Bench:
         _wait(self._devices)
         sender = SyntheticEngine(self._job("sender", SENDER, between[0]), self._memory[0])
         receiver = SyntheticEngine(self._job("receiver", shape, between[1]), self._memory[1])
-        with closing(sender.client), closing(receiver.client):
+        with closing(sender), closing(receiver):
             for engine in (sender, receiver):
                 engine.attach()
             yield sender, receiver

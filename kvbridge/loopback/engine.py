@@ -146,7 +146,13 @@ class SyntheticEngine:
     def detach(self) -> None:
         self.client.send(Detach())
         self.wait(lambda message: isinstance(message, Detached))
+        self.close()
+
+    def close(self) -> None:
+        """Its connection, and its fence: the next engine's page may get the same address. Idempotent."""
         self.client.close()
+        if self.fence is not None:
+            self.fence.close()
 
     def fill_own(self) -> None:
         """Every prompt, all at once; with `late_cycles` each piece is computed when it is offered instead."""

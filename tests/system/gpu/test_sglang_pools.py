@@ -22,7 +22,7 @@ from kvbridge_proto.pool import Shard
 
 from demo.sglang_rows import DTYPES
 from tests.integration.agent.harness import agent
-from tests.system.sglang.rows import Rows
+from tests.system.sglang.rows import SavedRows
 
 LAYERS, HEADS, WIDTH, LATENT, ROPE = 3, 4, 128, 512, 64
 SLOTS = 16384  # a layer of the smallest pool is 16 MiB: torch gives each tensor an allocation, or a part of one
@@ -153,7 +153,7 @@ def test_rows_cross_from_page_16_to_page_64(tmp_path: Path, device: str, kind: s
         )
         ends = wait_end(given, taken)
         assert all(each.is_good for each in ends), ends
-    sent = Rows({key: as_bytes(values) for key, values in rows.items()}, "bf16").converted(DTYPES[str(dtype)])
+    sent = SavedRows({key: as_bytes(values) for key, values in rows.items()}, "bf16").converted(DTYPES[str(dtype)])
     for key, into in after.items():
         assert (as_bytes(into[slots[64]]) == sent.rows[key]).all(), key
         others = torch.ones(into.shape[0], dtype=torch.bool, device=device)

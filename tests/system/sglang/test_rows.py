@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvbridge.errors import OperatorError
-from tests.system.sglang.rows import Rows, assert_carried, load
+from tests.system.sglang.rows import SavedRows, assert_carried, load
 from tests.unit.kernels.slow_codecs import encode
 
 TOKENS, HEADS, WIDTH = 7, 4, 8
@@ -19,8 +19,8 @@ def floats(seed: int, heads: int = HEADS) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 200, (TOKENS, heads, WIDTH)).astype("<f4")
 
 
-def rows_of(values: np.ndarray, codec: str = "fp32") -> Rows:
-    return Rows({(0, "k"): values.view(np.uint8)}, codec)
+def rows_of(values: np.ndarray, codec: str = "fp32") -> SavedRows:
+    return SavedRows({(0, "k"): values.view(np.uint8)}, codec)
 
 
 def put(folder: Path, side: str, rank: int, codec: str = "fp32", **rows: np.ndarray) -> None:
