@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from kvbridge_proto.common import AgentCard as AgentCard
+from kvbridge_proto.common import AgentCard
 from kvbridge_proto.door import DoorCard
 from kvbridge_proto.engine import Attach
 from kvbridge_proto.peer import FabricCard

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import uvloop
-from kvbridge_proto.common import AgentCard as AgentCard
+from kvbridge_proto.common import AgentCard
 from kvbridge_proto.status import SlotCounts, Status
 from msgspec import structs
 from prometheus_client import disable_created_metrics

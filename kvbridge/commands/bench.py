@@ -127,7 +127,7 @@ def _show(console: Console, devices: tuple[str, str], outcomes: Sequence[BenchOu
                 f"{pace.p50_s * 1e3:.2f}",
                 f"{pace.p99_s * 1e3:.2f}",
                 f"{pace.bytes_per_s / 1e9:.2f}",
-                f"{pace.ceiling / 1e9:.1f}",
+                f"{pace.ceiling / 1e9:.3g}" if pace.ceiling < 1e12 else f"{pace.ceiling / 1e9:.0f}",
                 f"{pace.share:.3f}",
                 _verdict(pace),
             )

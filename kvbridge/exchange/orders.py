@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvbridge_proto.peer import Route, Sum
-from kvbridge_proto.peer import SlotLease as SlotLease
+from kvbridge_proto.peer import Route, SlotLease, Sum
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from kvbridge_proto.engine import Done, Expect, Refused, Want
-from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, Renew, Settled, Sum, Take
-from kvbridge_proto.peer import SlotLease as SlotLease
+from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, Renew, Settled, SlotLease, Sum, Take
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
