@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvbridge.loopback.processes import SETTINGS, AgentProcess, ServerProcess, agents, free_port, moved_bytes
 
+from .pythonpath import of_checkout
 from .vllm_cpu import SETTINGS as VLLM_SETTINGS
 
 START_S = 600.0  # of one that shares two busy cores with five others
@@ -88,7 +89,7 @@ class CrossFleet:
         command = ["nice", "-n", "10"] if engine.ranks > 1 else []
         command += [self._pythons[engine.kind], "-m", f"demo.{engine.kind}_rows"]
         command += [*flags, "--host", "127.0.0.1", "--port", str(port)]
-        server = ServerProcess(self.folder, engine.name, command, port, SETTINGS | settings)
+        server = ServerProcess(self.folder, engine.name, command, port, SETTINGS | settings | of_checkout())
         self._stack.callback(server.kill)
         return server
 

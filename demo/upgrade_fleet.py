@@ -16,6 +16,7 @@ from pathlib import Path
 from kvbridge.errors import OperatorError
 from kvbridge.loopback.processes import SETTINGS, AgentProcess, ServerProcess, end, free_port
 
+from .pythonpath import of_demo_alone
 from .vllm_cpu import SETTINGS as VLLM_SETTINGS
 
 START_S = 400.0  # of an engine that shares two busy cores with three others and their clients
@@ -23,8 +24,6 @@ STEP_S = 60.0  # for anything else that is waited for
 STOP_S = 30  # for an engine to finish what it has
 MOST_TOKENS = 1 << 14  # room for KV in each engine
 BLOCKS = {"prefill": 32, "decode": 64}  # tokens; on a CPU vLLM's are multiples of 32
-# An agent or engine must not find this kvbridge in the folder that it is started from.
-THIS_VERSION = {"PYTHONSAFEPATH": "1"}
 
 
 class UpgradeMember:
@@ -61,17 +60,19 @@ class UpgradeFleet:
         subprocess.run([python, "-m", "demo.model", model], check=True, capture_output=True)
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder / "wheel")
-        self._version = THIS_VERSION | {"PYTHONPATH": str(folder / "wheel")}
+        # An agent or engine must not find this kvbridge in the folder that it is started from.
+        self._of_wheel = of_demo_alone(folder, folder / "wheel")
+        self._of_this = of_demo_alone(folder)
         for each in (sys.executable, python):
             self._check(each)
 
     def start(self) -> None:
         """Have all of them ready, with the wheel's kvbridge; the proxy runs ours from the beginning."""
         for member in self.members:
-            self._start_agent(member, self._version)
+            self._start_agent(member, self._of_wheel)
         for member in self.members:
             member.agent.wait_serving()
-            self._start_engine(member, self._version)
+            self._start_engine(member, self._of_wheel)
         for member in self.members:
             member.engine.wait_well(START_S)
         self._list(self.members)
@@ -89,7 +90,7 @@ class UpgradeFleet:
         member.agent.process.terminate()
         wait(f"agent {member.name} to drain", lambda: member.agent.process.poll() is not None)
         drained = time.monotonic()
-        self._start_agent(member, THIS_VERSION)
+        self._start_agent(member, self._of_this)
         member.agent.wait_serving()
         wait(f"{member.name} to attach", lambda: member.agent.status().engine is not None)
         return drained - began, time.monotonic() - drained
@@ -103,7 +104,7 @@ class UpgradeFleet:
         finished = time.monotonic()
         end(member.engine.process)
         member.engine.kill()  # what it may have left
-        self._start_engine(member, THIS_VERSION)
+        self._start_engine(member, self._of_this)
         member.engine.wait_well(START_S)
         wait(f"{member.name} to attach", lambda: member.agent.status().engine is not None)
         self._list(self.members)
@@ -117,10 +118,10 @@ class UpgradeFleet:
 
     def _check(self, python: str) -> None:
         """Raises OperatorError (`demo_engine`) where this Python would not run the wheel's kvbridge."""
-        settings = [f"{key}={value}" for key, value in self._version.items()]
+        settings = [f"{key}={value}" for key, value in self._of_wheel.items()]
         asked = ["env", *settings, python, "-c", "import kvbridge; print(kvbridge.__file__)"]
         found = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
-        if not found.startswith(self._version["PYTHONPATH"]):
+        if not found.startswith(str(self._folder / "wheel")):
             raise OperatorError("demo_engine", f"{python} finds kvbridge at {found!r}, not in the wheel")
 
     def _start_agent(self, member: UpgradeMember, version: dict[str, str]) -> None:
