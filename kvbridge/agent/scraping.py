@@ -107,10 +107,10 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            is_rendezvous = len(self._open) < AT_ONCE
-            if is_rendezvous:
+            has_space = len(self._open) < AT_ONCE
+            if has_space:
                 self._open[request] = time.monotonic() + self._request_s
-        if is_rendezvous:
+        if has_space:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)

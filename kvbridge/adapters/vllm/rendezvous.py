@@ -22,7 +22,7 @@ RANDOM = re.compile(r"-[0-9a-fA-F]{8}\Z")
 PREFIX = re.compile(r"cmpl-|chatcmpl-|generate-tokens-")
 INDEX = re.compile(r"-(\d{1,9})\Z")
 ROOM = re.compile(rf"(.*)/(\d{{1,9}})/([0-9a-f]{{{2 * DIGEST_BYTES}}})\Z", re.DOTALL)
-PROMPT_ROOM = re.compile(rf"prompt-([0-9a-f]{{{2 * DIGEST_BYTES}}})\Z")
+PROMPT_RENDEZVOUS = re.compile(rf"prompt-([0-9a-f]{{{2 * DIGEST_BYTES}}})\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +46,24 @@ def named(request_id: str) -> Named:
     return Named(_short(text[: index.start()]), int(index.group(1)))
 
 
-def offered_room(request_id: str, digest: str) -> str:
+def offered_rendezvous(request_id: str, digest: str) -> str:
     """The room the prefill side offers."""
     who = named(request_id)
     return f"{who.external}/{who.index}/{digest}"
 
 
-def wanted_room(told: str, request_id: str, digest: str) -> str | None:
+def wanted_rendezvous(told: str, request_id: str, digest: str) -> str | None:
     """The room the decode side asks for; None if it was told that another prompt was prefilled for this one.
 
     `told` is what a proxy hands over (`remote_request_id`): the offered room (it waited for the prefill's answer) or
     the plain external id (it asks both engines at once). vLLM answers a call of several prompts with the room of the
-    first one alone; the others know their own places in it. A room of nobody's name (`prompt_room`) has no places.
+    first one alone; the others know their own places in it. A room of nobody's name (`prompt_rendezvous`) has no
+    places.
     """
-    shared = PROMPT_ROOM.match(told)
+    shared = PROMPT_RENDEZVOUS.match(told)
     if shared is not None and _short(told) != named(request_id).external:
         is_first = named(request_id).index == 0
-        return None if is_first and shared.group(1) != digest else prompt_room(digest)
+        return None if is_first and shared.group(1) != digest else prompt_rendezvous(digest)
     first, first_digest = _told(told, request_id)
     index = named(request_id).index or first.index
     if first_digest and index == first.index and first_digest != digest:
@@ -79,12 +80,12 @@ def is_for(told: str, request_id: str) -> bool:
     return bool(first_digest) and ours.external == first.external and ours.index in (0, first.index)
 
 
-def is_room(told: str) -> bool:
+def is_rendezvous(told: str) -> bool:
     """Whether this names one offer: not just a call, nor a prompt, whose other offers are for others."""
     return ROOM.match(told) is not None
 
 
-def prompt_room(digest: str) -> str:
+def prompt_rendezvous(digest: str) -> str:
     """The room of a request nobody named for both sides. Equal prompts share it, any of them will do."""
     return f"prompt-{digest}"
 

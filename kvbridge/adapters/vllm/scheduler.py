@@ -33,14 +33,14 @@ from .prompt_trim import can_be_short, shorten
 from .rendezvous import (
     has_media_hashes,
     is_for,
-    is_room,
+    is_rendezvous,
     message_name,
     named,
-    offered_room,
+    offered_rendezvous,
     prompt_digest,
-    prompt_room,
+    prompt_rendezvous,
     stays_here,
-    wanted_room,
+    wanted_rendezvous,
 )
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
 from .versions import transfer_tables
@@ -236,7 +236,7 @@ class SchedulerSide:
                 log.warning("%s: %s: not offered", message_name(request.request_id), error)
                 return
             digest, end = prompt_digest(request), request.num_prompt_tokens - 1
-            room = rendezvous(number, digest) if number else offered_room(request.request_id, digest)
+            room = rendezvous(number, digest) if number else offered_rendezvous(request.request_id, digest)
             # In a router's room another engine may go on with the token that follows the prompt: it must be the whole.
             if self._tables.has_windows and not number and can_be_short(request):
                 shorten(request)
@@ -274,7 +274,7 @@ class SchedulerSide:
                 if is_in(remote.request, remote.room):
                     self._decline(request.request_id, PromptWanted(remote.request, remote.sender))
             return
-        room = wanted_room(remote.request, request.request_id, digest)
+        room = wanted_rendezvous(remote.request, request.request_id, digest)
         self._rooms.append(room or remote.request)
         if room is None:
             log.warning(
@@ -299,13 +299,13 @@ class SchedulerSide:
             remote = read_remote(params)
         except EngineError:
             return
-        is_one = is_in(remote.request, remote.room) if remote.room else is_room(remote.request)
+        is_one = is_in(remote.request, remote.room) if remote.room else is_rendezvous(remote.request)
         if is_one and remote.request not in self._rooms:
             self._rooms.append(remote.request)
             self._decline(request.request_id, PromptWanted(remote.request, remote.sender))
 
     def _new_unnamed(self, request: Request) -> None:
-        room = prompt_room(prompt_digest(request))
+        room = prompt_rendezvous(prompt_digest(request))
         if self._wants_all:
             self._receive(request, room, self._options.prefill)
         elif request.max_tokens == 1 and self._tables.outlives(request.num_prompt_tokens):

@@ -19,7 +19,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from kvbridge.adapters.engine.prompts import DIGEST_BYTES, PromptDigest, rendezvous
-from kvbridge.adapters.vllm.rendezvous import offered_room, prompt_digest
+from kvbridge.adapters.vllm.rendezvous import offered_rendezvous, prompt_digest
 from tests.integration.adapters.fake_agent import squatter
 from tests.integration.adapters.world import BLOCK, HOOKS, World
 
@@ -159,7 +159,7 @@ def test_two_sides_of_a_proxy_meet_in_one_room(world: World) -> None:
     (agent,) = world.agents
     prompt = list(range(50))
     request = world.request(prompt=prompt)
-    prefilled = offered_room("cmpl-abc-0-11111111", prompt_digest(request))
+    prefilled = offered_rendezvous("cmpl-abc-0-11111111", prompt_digest(request))
     world.abort(request)
     world.decode(prompt=prompt, name="cmpl-abc-0-22222222", remote_request_id=prefilled)  # waited for the answer
     world.decode(prompt=prompt, name="cmpl-abc-0-33333333", remote_request_id="abc")  # asked both at once

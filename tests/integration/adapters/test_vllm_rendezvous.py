@@ -14,14 +14,14 @@ from kvbridge.adapters.vllm.rendezvous import (
     Named,
     has_media_hashes,
     is_for,
-    is_room,
+    is_rendezvous,
     message_name,
     named,
-    offered_room,
+    offered_rendezvous,
     prompt_digest,
-    prompt_room,
+    prompt_rendezvous,
     stays_here,
-    wanted_room,
+    wanted_rendezvous,
 )
 
 HEADER = "5d3c9f0e-8f1a-4a8e-9f0b-0a1b2c3d4e5f"
@@ -74,14 +74,14 @@ def test_finds_what_the_caller_named(request_id: str, expected: Named) -> None:
 @pytest.mark.parametrize("kind", ["cmpl-{}-0", "chatcmpl-{}", "{}"])
 def test_both_sides_meet_whichever_way_the_proxy_goes(kind: str) -> None:
     prefill, decode = (f"{kind.format(HEADER)}-{digits}" for digits in ("1a2b3c4d", "a1b2c3d4"))
-    offered = offered_room(prefill, PROMPT)
-    assert wanted_room(offered, decode, PROMPT) == offered, "in sequence: decode is told the offered room"
-    assert wanted_room(HEADER, decode, PROMPT) == offered, "at once: decode is told the header"
+    offered = offered_rendezvous(prefill, PROMPT)
+    assert wanted_rendezvous(offered, decode, PROMPT) == offered, "in sequence: decode is told the offered room"
+    assert wanted_rendezvous(HEADER, decode, PROMPT) == offered, "at once: decode is told the header"
 
 
 def test_a_proxy_may_name_the_two_requests_differently() -> None:
-    offered = offered_room("cmpl-prefill-77-0-1a2b3c4d", PROMPT)
-    assert wanted_room(offered, "cmpl-decode-78-0-a1b2c3d4", PROMPT) == offered
+    offered = offered_rendezvous("cmpl-prefill-77-0-1a2b3c4d", PROMPT)
+    assert wanted_rendezvous(offered, "cmpl-decode-78-0-a1b2c3d4", PROMPT) == offered
 
 
 # What the decode side does with what it was told: the room it wants (None: it computes at once), and whether it may
@@ -136,9 +136,9 @@ def test_what_a_request_wants_and_what_it_may_decline(
 ) -> None:
     of = {"A": PROMPT, "B": OTHER}
     told = told.format(**of)
-    assert wanted_room(told, request_id, of[digest]) == (wants and wants.format(**of))
+    assert wanted_rendezvous(told, request_id, of[digest]) == (wants and wants.format(**of))
     assert is_for(told, request_id) is may_decline
-    assert is_room(told) is ("/" in told)
+    assert is_rendezvous(told) is ("/" in told)
 
 
 # What prefill offered under its prompt alone, because nobody had tagged it, and a router hands on.
@@ -172,29 +172,29 @@ def test_a_prompt_that_was_offered_untagged_is_met_by_that_prompt_alone(
 ) -> None:
     of = {"A": PROMPT, "B": OTHER}
     told, request_id = told.format(**of), request_id.format(**of)
-    assert wanted_room(told, request_id, of[digest]) == (wants and wants.format(**of))
-    assert not is_for(told, request_id) and not is_room(told), "nobody declines for others of the same prompt"
+    assert wanted_rendezvous(told, request_id, of[digest]) == (wants and wants.format(**of))
+    assert not is_for(told, request_id) and not is_rendezvous(told), "nobody declines for others of the same prompt"
 
 
 @pytest.mark.parametrize("ids", [(HEADER, HEADER), ("made-by-prefill", "made-by-decode")], ids=["one id", "two ids"])
 @pytest.mark.parametrize("prompts", [([1, 2], [3, 4], [5, 6]), ([1, 2], [1, 2], [5, 6])], ids=["unlike", "alike"])
 def test_each_prompt_of_a_call_meets_its_own(ids: tuple[str, str], prompts: Any) -> None:
     digests = [digest(*prompt) for prompt in prompts]
-    offered = [offered_room(f"cmpl-{ids[0]}-{i}-1a2b3c4d", each) for i, each in enumerate(digests)]
+    offered = [offered_rendezvous(f"cmpl-{ids[0]}-{i}-1a2b3c4d", each) for i, each in enumerate(digests)]
     handed_on = offered[0]  # a completion's answer has the first prompt's parameters only
-    wanted = [wanted_room(handed_on, f"cmpl-{ids[1]}-{i}-a1b2c3d4", each) for i, each in enumerate(digests)]
+    wanted = [wanted_rendezvous(handed_on, f"cmpl-{ids[1]}-{i}-a1b2c3d4", each) for i, each in enumerate(digests)]
     assert wanted == offered and len(set(offered)) == 3
     assert not any(is_for(handed_on, f"cmpl-{ids[1]}-{i}-a1b2c3d4") for i in (1, 2)), "the first one's, not theirs"
 
 
 def test_a_name_used_twice_does_not_mix_two_prompts() -> None:
-    assert offered_room("chatcmpl-same-1a2b3c4d", PROMPT) != offered_room("chatcmpl-same-1a2b3c4d", OTHER)
+    assert offered_rendezvous("chatcmpl-same-1a2b3c4d", PROMPT) != offered_rendezvous("chatcmpl-same-1a2b3c4d", OTHER)
 
 
 def test_a_header_that_looks_like_a_room_is_a_name() -> None:
     header = f"a/1/{OTHER}"
-    offered = offered_room(f"chatcmpl-{header}-1a2b3c4d", PROMPT)
-    assert wanted_room(header, f"chatcmpl-{header}-a1b2c3d4", PROMPT) == offered
+    offered = offered_rendezvous(f"chatcmpl-{header}-1a2b3c4d", PROMPT)
+    assert wanted_rendezvous(header, f"chatcmpl-{header}-a1b2c3d4", PROMPT) == offered
     assert not is_for(header, f"chatcmpl-{header}-a1b2c3d4"), "whose room that would be nobody knows"
 
 
@@ -203,16 +203,16 @@ def test_a_told_room_of_any_length_makes_one_that_fits_a_message(index: str) -> 
     told = f"{index}/{PROMPT}"
     told = "x" * (256 - len(told) - 1) + "/" + told
     for place in (0, 1, 999_999_999):
-        room = wanted_room(told, f"cmpl-D-{place}-a1b2c3d4", PROMPT)
+        room = wanted_rendezvous(told, f"cmpl-D-{place}-a1b2c3d4", PROMPT)
         assert room and len(room) <= 256
 
 
 @pytest.mark.parametrize("header", ["x" * 5000, "naïve-日本語", f"a/1/{OTHER}", ""])
 def test_any_header_makes_a_room_that_fits_a_message(header: str) -> None:
-    offered = offered_room(f"chatcmpl-{header}-1a2b3c4d", PROMPT)
+    offered = offered_rendezvous(f"chatcmpl-{header}-1a2b3c4d", PROMPT)
     assert len(offered.encode()) <= 256
     for told in (offered, header):
-        assert wanted_room(told, f"chatcmpl-{header}-a1b2c3d4", PROMPT) == offered
+        assert wanted_rendezvous(told, f"chatcmpl-{header}-a1b2c3d4", PROMPT) == offered
     assert 1 <= len(message_name(f"chatcmpl-{header}-1a2b3c4d", 12)) <= 256
 
 
@@ -221,8 +221,8 @@ def test_any_header_makes_a_room_that_fits_a_message(header: str) -> None:
 def test_no_header_holds_the_engine_up(kind: str, header: str) -> None:
     began = time.process_time()
     request_id = kind.format(header) + "-1a2b3c4d"
-    offered = offered_room(request_id, PROMPT)
-    assert len(offered) <= 256 and wanted_room(offered, request_id, PROMPT) == offered
+    offered = offered_rendezvous(request_id, PROMPT)
+    assert len(offered) <= 256 and wanted_rendezvous(offered, request_id, PROMPT) == offered
     assert time.process_time() - began < 1, "half a minute, when each digit was looked at from each before it"
 
 
@@ -264,15 +264,15 @@ LIKE = {
 def test_no_two_requests_of_unlike_kv_meet_in_any_way() -> None:
     digests = [prompt_digest(each) for each in UNLIKE.values()]
     for of in (
-        prompt_room,
-        lambda digest: offered_room("chatcmpl-one-1a2b3c4d", digest),
-        lambda digest: wanted_room("one", "chatcmpl-one-1a2b3c4d", digest),
+        prompt_rendezvous,
+        lambda digest: offered_rendezvous("chatcmpl-one-1a2b3c4d", digest),
+        lambda digest: wanted_rendezvous("one", "chatcmpl-one-1a2b3c4d", digest),
     ):
         names = {name: of(each) for name, each in zip(UNLIKE, digests, strict=True)}
         assert len(set(names.values())) == len(UNLIKE), names
     for mine, theirs in product(digests, repeat=2):
-        for told in (offered_room("cmpl-one-0-1a2b3c4d", theirs), prompt_room(theirs)):
-            assert wanted_room(told, "cmpl-two-0-1a2b3c4d", mine) == (told if mine == theirs else None)
+        for told in (offered_rendezvous("cmpl-one-0-1a2b3c4d", theirs), prompt_rendezvous(theirs)):
+            assert wanted_rendezvous(told, "cmpl-two-0-1a2b3c4d", mine) == (told if mine == theirs else None)
 
 
 @pytest.mark.parametrize("name", LIKE)
