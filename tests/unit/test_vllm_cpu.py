@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch  # noqa: F401 - loads its libraries before the tests stand in for the loader
 
 from demo import vllm_cpu
 from demo.vllm_cpu import ask_for_tiles
@@ -94,7 +95,7 @@ def test_spawned_processes_run_the_main_module_under_a_name_that_asks(tmp_path: 
         text=True,
         cwd=tmp_path,
         timeout=60,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
     )
     said = [line for line in told.stdout.splitlines() if line.startswith("asks")]
     assert sorted(said) == ["asks as __main__", "asks as __mp_main__", "asks as __mp_main__"], told.stderr

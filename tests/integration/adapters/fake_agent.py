@@ -130,6 +130,7 @@ class FakeAgent:
         finally:
             stop.set()
             thread.join()
+            self.pump()  # what was said last
 
     def let_go(self) -> None:
         """As an agent that lives: the word, then the end."""
