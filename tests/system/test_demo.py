@@ -24,6 +24,7 @@ from demo.rows import write
 from demo.upgrade import Answer, Seen
 from demo.upgrade import conclude as conclude_upgrade
 from kvbridge.geometry.compat import check_pool
+from kvbridge.loopback.carry import PairOutcome
 from kvbridge.loopback.engine import Job, SyntheticEngine
 from kvbridge.loopback.pools import POISON, DemoRequest, Shape, describe, fill, first_difference, tables
 
@@ -97,7 +98,7 @@ def test_a_slow_machine_does_not_push_the_verdict_out() -> None:
     names = ("K|V packed HND", "cross-layer NHD")
     shapes = [structs.replace(SMALL, name=name, codec="fp8_e4m3", tp_size=2) for name in names]
     changes = ("codec: sender bf16, receiver fp8_e4m3",)
-    outcome = synthetic.DemoOutcome(*shapes, changes, 160 << 20, 1.0, 123.456, ("a" * 16,), "")
+    outcome = PairOutcome(*shapes, changes, 160 << 20, 1.0, 123.456, ("a" * 16,), "")
     screen = StringIO()
     synthetic._report(Console(file=screen, width=80), [outcome], 200.0)
     assert "exact" in screen.getvalue() and "123456" in screen.getvalue(), screen.getvalue()

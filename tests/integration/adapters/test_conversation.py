@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import threading
@@ -640,6 +641,7 @@ def test_without_a_fence_work_is_finished_when_its_call_returns(talk: Talk, agen
 def test_what_was_opened_for_the_agent_is_closed_with_the_conversation(tmp_path: Path) -> None:
     storage = torch.zeros(4096, dtype=torch.uint8).untyped_storage()
     storage._share_fd_cpu_()  # this one is the storage's
+    gc.collect()  # what earlier tests have left
     before = descriptors()
     with Conversation(
         EngineClient(tmp_path / "agent.sock"), Memory(POOL, (storage,)), logging.getLogger("test")
