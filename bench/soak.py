@@ -147,7 +147,7 @@ class Soak:
                 break
             assert time.monotonic() < end, f"requests do not succeed again: {ended}"
         for side in self.world.sides.values():
-            side.rooms.clear()
+            side.rendezvous_ids.clear()
             side.ends.clear()
 
     def _spoil(self, fault: str) -> str:

@@ -169,7 +169,7 @@ def test_a_prompt_in_chunks_is_one_offer_and_over_when_all_have_read_it() -> Non
     first, last = of.talk.said
     assert (first.tokens, first.is_last, first.blocks[0].ids) == (32, False, (3, 4))
     assert (last.tokens, last.is_last, last.blocks[0].first, last.blocks[0].ids) == (40, True, 2, (9,))
-    assert first.room == last.room and first.room.endswith("/ab")
+    assert first.rendezvous == last.rendezvous and first.rendezvous.endswith("/ab")
     assert told == [Row(room=ROOM, prompt="ab", fields=(bytes([4, 5, 6, 7]),))]
     assert made.poll() == WAITING, "somebody may be reading"
     of.talk.end(str(ROOM), "offer")

@@ -524,7 +524,7 @@ def test_a_room_that_was_prefilled_for_another_prompt_is_not_waited_for(world: W
     world.steps(3)
     assert request.num_computed_tokens >= 40
     declined = world.agents[0].one(Want)
-    assert (declined.room, declined.first_token, declined.end_token) == (f"room/7/{'0' * 40}", 0, 0)
+    assert (declined.rendezvous, declined.first_token, declined.end_token) == (f"room/7/{'0' * 40}", 0, 0)
     finish(world)
     world.assert_empty()
 
@@ -533,7 +533,7 @@ def test_later_prompts_of_a_call_in_a_room_go_by_their_own_digests(world: World)
     """A prefill's answer names the first prompt's offer alone."""
     request = world.decode(40, name="cmpl-call-1-1a2b3c4d", remote_request_id=f"room/7/{'0' * 40}", bootstrap_room=7)
     world.steps(3)
-    assert world.agents[0].one(Want).room == f"room/7/{prompt_digest(request)}"
+    assert world.agents[0].one(Want).rendezvous == f"room/7/{prompt_digest(request)}"
 
 
 @pytest.mark.parametrize(
@@ -556,7 +556,7 @@ def test_a_call_that_vllm_refuses_lets_go_of_what_was_offered_for_it_in_a_room(
         request = SimpleNamespace(request_id=name, num_prompt_tokens=1, abort_immediately=True)
         request.kv_transfer_params = params
         side.new_request(request)
-    assert [each.room for each in side._step.before] == [told] * is_declined
+    assert [each.rendezvous for each in side._step.before] == [told] * is_declined
 
 
 # What could have come by the bridge and did not:

@@ -135,7 +135,7 @@ def test_an_agent_that_comes_while_a_request_queues_is_told(tmp_path: Path) -> N
     (agent,) = world.agents
     world.clock.now += 2
     world.steps(3)
-    assert agent.one(Expect).room.startswith("theirs/")
+    assert agent.one(Expect).rendezvous.startswith("theirs/")
 
 
 def test_an_engine_that_takes_long_steps_is_not_idle(world: World) -> None:

@@ -172,7 +172,7 @@ def test_the_same_request_meets_itself_on_another_engine(tmp_path: Path) -> None
     params = prefill.step().outputs[0].kv_transfer_params
     decode.decode(prompt=PROMPT, name="chatcmpl-call-22222222", kv=theirs, **params)
     decode.step()
-    assert decode.agents[0].one(Want).room == prefill.agents[0].one(Offer).room
+    assert decode.agents[0].one(Want).rendezvous == prefill.agents[0].one(Offer).rendezvous
 
 
 @pytest.mark.parametrize("has_tokens", [False, True], ids=["embeddings", "text and embeddings"])
@@ -237,7 +237,7 @@ def test_a_refused_call_lets_go_of_what_was_offered_for_it_and_is_no_prompt(
     assert want.end_token == 0 and want.blocks == ()
     refuse(world, told("1" * 40), "")  # a client may choose this name, and no message holds an empty one
     world.run()
-    assert agent.one(Want).room == told("1" * 40)["remote_request_id"]
+    assert agent.one(Want).rendezvous == told("1" * 40)["remote_request_id"]
     refuse(world, params, "again")
     refuse(world, params | {"remote_request_id": "call"}, "both at once")  # no room: nothing can be named
     refuse(world, params | {"remote_host": ""}, "nowhere")

@@ -57,7 +57,7 @@ def test_offers_the_prompt_as_it_is_computed(world: World) -> None:
     last = agent.one(Offer)
     assert (last.tokens, last.is_last, last.hold_s) == (150, True, 30.0)
     assert [piece.first for piece in last.blocks] == [8]
-    assert last.room == f"name1/0/{prompt_digest(request)}"
+    assert last.rendezvous == f"name1/0/{prompt_digest(request)}"
 
 
 def test_keeps_the_blocks_until_the_agent_released_them(world: World) -> None:
@@ -172,7 +172,7 @@ def test_a_preempted_prompt_is_withdrawn_before_the_forward_and_offered_anew(tmp
     (withdrawn,) = [message for message in heard if isinstance(message, Withdraw)]
     assert withdrawn.reason == "preempted" and withdrawn.comes_again
     after = heard[heard.index(withdrawn) + 1 :]
-    anew = [m for m in after if isinstance(m, Offer) and m.room.startswith("name2/")]
+    anew = [m for m in after if isinstance(m, Offer) and m.rendezvous.startswith("name2/")]
     assert anew and all(message.request == f"{withdrawn.request}~1" for message in anew)
     assert anew[0].blocks[0].first == 0 and anew[-1].is_last
     agent.say(Released(request=withdrawn.request))  # the first attempt's; nobody waits for it
@@ -200,7 +200,7 @@ def test_a_preempted_prompt_that_is_aborted_is_not_waited_for(tmp_path: Path) ->
     assert [type(message) for message in said] == [Offer, Withdraw]
     nothing, withdrawn = said
     assert isinstance(nothing, Offer) and (nothing.tokens, nothing.blocks, nothing.is_last) == (0, (), True)
-    assert nothing.room.startswith("name2/") and nothing.request not in ("", preempted.request)
+    assert nothing.rendezvous.startswith("name2/") and nothing.request not in ("", preempted.request)
     assert isinstance(withdrawn, Withdraw) and withdrawn.request == nothing.request and not withdrawn.comes_again
     agent.die()
     world.run()
@@ -393,7 +393,7 @@ def test_a_producer_offers_unnamed_one_token_requests_under_their_prompt(tmp_pat
         world.step()
     offers = [offer for offer in agent.take(Offer) if offer.is_last]
     assert len(offers) == 3
-    assert offers[1].room == offers[2].room != offers[0].room
+    assert offers[1].rendezvous == offers[2].rendezvous != offers[0].rendezvous
     assert all(offer.rendezvous.startswith("prompt-") for offer in offers)
     for offer in offers:
         agent.say(Released(request=offer.request))
@@ -458,7 +458,7 @@ def test_a_room_that_a_router_gave_both_sides_is_where_they_meet(world: World) -
     request = world.prefill(40, bootstrap_room=number)
     output = [each for _ in range(4) if (step := world.step()) for each in step.outputs][-1]
     room = f"room/{number}/{prompt_digest(request)}"
-    assert world.agents[0].one(Offer).room == room
+    assert world.agents[0].one(Offer).rendezvous == room
     told = output.kv_transfer_params
     assert (told["bootstrap_room"], told["remote_request_id"]) == (number, room)
 
