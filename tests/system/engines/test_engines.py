@@ -100,7 +100,7 @@ def test_chunks_leave_while_the_prompt_is_being_prefilled(fleet: Fleet) -> None:
     assert_crossed(fleet, "small", f"cmpl-{room}-0", "large", f"cmpl-{room}-0", len(tokens))
     assert answer.cached == len(tokens) - 1
     assert list(answer.tokens) == fleet.alone(tokens, 12)
-    lines = [line for line in sender.text().splitlines() if f"room={room}/" in line and "offer: " in line]
+    lines = [line for line in sender.text().splitlines() if f"rendezvous={room}/" in line and "offer: " in line]
     assert len(lines) >= 5 and sender.text().count("offer: ") - offers >= 5
 
 

@@ -51,6 +51,7 @@ def test_the_quickstart_carries_a_prompt_through_its_router(tmp_path: Path) -> N
         pytest.skip(reason)
     (tmp_path / ".venv").symlink_to(Path(PYTHON).parents[1])
     (tmp_path / ".venv-vllm").symlink_to(sys.prefix)
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
     (tmp_path / "run").write_text(block("# CPUs") + block("agent()") + block("kill "))
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     with (tmp_path / "told").open("wb") as out:
