@@ -49,7 +49,7 @@ def test_engines_that_serve_both_roles_do_so_at_once_and_stay_attached(fleet: Fl
     names = ("small", "large")
     before = {name: [agent.status.engine for agent in fleet.agents[name]] for name in names}
     tokens = {
-        name: [prompt(300 + seed, seed=60 + seed + 10 * (name == "large")) for seed in range(4)] for name in names
+        name: [prompt(300 + seed, seed=901 + seed + 10 * (name == "large")) for seed in range(4)] for name in names
     }
     asked = {}
     for sender, receiver in (names, names[::-1]):
