@@ -44,7 +44,7 @@ def _left_over(world: World) -> Iterator[str]:
 
 def _kept(process: Process) -> Iterator[str]:
     receiving, sending, data_plane = process.receiving, process.sending, process.data_plane
-    slots, has_engine = receiving.slots.counts(), process.engines.engine is not None
+    slots, has_engine = receiving.slots.counts(), process.current.engine is not None
     if slots.free + (0 if has_engine else slots.quarantined) != len(receiving.slots):
         yield f"slots: {slots}"
     gathered = data_plane.send_orders.slots
@@ -81,9 +81,9 @@ def _kept(process: Process) -> Iterator[str]:
     for address, dialled in process.peers.outgoing.sessions.items():
         if dialled.state is not SessionState.OPEN:
             yield f"a session with {address} that is {dialled.state.name}"
-    if process.engines._leaving is not None:
+    if process.engines.leaving is not None:
         yield "an engine that is still leaving"
-    attached: Any = process.engines._attached
+    attached: Any = process.current.memory
     opened: dict[Any, Any] = dict(data_plane._pulling._peers)
     for memory in process.mapped:
         is_read = any(memory is each for each, _ in opened.values())

@@ -14,7 +14,6 @@ from kvbridge_proto.engine import Attach
 from kvbridge_proto.peer import FabricCard
 
 from kvbridge.agent.daemon import IDLE_TICK_S, TICK_S, Agent
-from kvbridge.agent.engines import Engines
 from kvbridge.agent.metrics import Gauges, Metrics
 from kvbridge.agent.request_records import RequestRecord
 from kvbridge.dataplane.attached import AttachedMemory, EngineLiveness
@@ -141,6 +140,14 @@ class SteppedDataPlane(DataPlane):
 
     def warm_pull(self, attachment: AttachedMemory, whose: Any, parts: Any, kinds: Any) -> None: ...
 
+    def open(self, attach: Attach, fds: list[int], epoch: int, heard_at: float) -> AttachedMemory:
+        """Memory is mapped by asking the world for it."""
+        blocks = self._process.world.blocks_of(attach.pool)
+        fence = None if attach.fence_fd is None else cast(FencePage, Fence(blocks))
+        memory = SimAttached(blocks)
+        self._process.mapped.append(memory)
+        return AttachedMemory(epoch, cast(AttachedPool, memory), fence, EngineLiveness(heard_at))
+
     async def _may_use(self, attachment: AttachedMemory) -> bool:
         return False if self._process.is_dead else await super()._may_use(attachment)
 
@@ -154,21 +161,6 @@ class _Alive:
 
     def is_alive(self) -> bool:
         return True
-
-
-class SimEngines(Engines):
-    """The real ones, but that memory is mapped by asking the world for it."""
-
-    def __init__(self, process: Process, *args: Any) -> None:
-        super().__init__(*args)
-        self._process = process
-
-    def _open(self, attach: Attach, fds: list[int]) -> AttachedMemory:
-        blocks = self._process.world.blocks_of(attach.pool)
-        fence = None if attach.fence_fd is None else cast(FencePage, Fence(blocks))
-        memory = SimAttached(blocks)
-        self._process.mapped.append(memory)
-        return AttachedMemory(self._epoch + 1, cast(AttachedPool, memory), fence, EngineLiveness(self._clock()))
 
 
 class Process(Agent):
@@ -234,11 +226,6 @@ class Process(Agent):
         self.card = AgentCard(name=name, incarnation=self.incarnation, address=self.links.address, version="1")
         self._assemble()
         self.loop.create_task(self.peers.serve())
-
-    def _assemble_engines(self) -> Engines:
-        return SimEngines(
-            self, lambda: self.card, self.data_plane, self.metrics, self.status, self.journal, self.clock_s
-        )
 
     # What the world does:
 
@@ -337,7 +324,7 @@ class Process(Agent):
     def listen(self) -> None:
         """What every tick does besides: most ticks would do no more and do not happen, see `_plan_tick`."""
         if not self.loop.is_frozen:
-            self.engines.listen()
+            self.current.listen()
 
     def _plan_look(self) -> None:
         """Whether slots must be made anew is looked at while some are in doubt, or it is about to be done."""
@@ -396,7 +383,7 @@ class SimDoors:
 
     def let_in(self, session: Session, link: object) -> DoorCard:
         token, epoch = self._process.world.entropy(32), session.our_epoch
-        self._shared[token] = cast(Any, self._process.engines._attached).memory
+        self._shared[token] = cast(Any, self._process.current.memory).memory
         return DoorCard(
             machine="one", path=self._process.name, session=session.peer.incarnation, epoch=epoch, token=token
         )

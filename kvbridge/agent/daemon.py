@@ -1,6 +1,6 @@
-"""The agent's record: start, serve, drain with a deadline, stop.
+"""The agent's life: start, serve, drain with a deadline, stop.
 
-Everything that decides records in exchange/; this file puts the parts together and takes them apart again, in order.
+Everything that decides lives in exchange/; this file puts the parts together and takes them apart again, in order.
 """
 
 from __future__ import annotations
@@ -50,13 +50,19 @@ from ..transport.keys import load_keys
 from ..transport.local import LocalConnection, LocalServer
 from ..transport.lock import Lock
 from ..transport.trust import Trust
+from .clients import Clients
+from .current_engine import CurrentEngine
 from .doors import Doors, LocalDoors, NoDoors
 from .engines import Engines
+from .incoming_peers import IncomingPeers
 from .journal import Journal
 from .last_errors import LastErrors
 from .logs import set_up
 from .metrics import Gauges, Metrics
+from .outgoing_peers import OutgoingPeers
+from .peer_records import ReceiverEvents, SenderEvents
 from .peers import Peers
+from .prompts import Prompts
 from .rebuild import Rebuilder
 from .receiver_runner import ReceiverRunner
 from .request_records import RequestRecord, RequestRecords
@@ -254,31 +260,36 @@ class Agent:
         check_every = CHECK_EVERY[config.verify]
         self.receiving = Receiver(self.slots, lambda: entropy(8).hex(), lambda: entropy(16), check_every)
         self.sending = Sender(before=self.before)
-        self.engines = self._assemble_engines()
-        self.engines.doors = self.doors
-        engine = lambda: self.engines.engine  # noqa: E731
-        self.peers = Peers(self.control, self.data_plane, engine, self.metrics, config.connect_s, self.doors, clock)
-        receivers, senders = (
-            RequestRecords("receiver", self.journal, self._look_back),
-            RequestRecords("sender", self.journal, self._look_back),
-        )
-        self.receiver = ReceiverRunner(
-            self.receiving, self.peers.outgoing, self.data_plane, self.metrics, receivers, self.engines.tell, clock
-        )
-        self.sender = SenderRunner(
-            self.sending,
-            self.peers.incoming,
+        prompts = Prompts(self.metrics)
+        current = CurrentEngine(prompts, clock)
+        self.current, self.prompts = current, prompts
+        self.receiver = self._receiver_runner(current)
+        self.sender = self._sender_runner(current)
+        outgoing, incoming = self.receiver.peers, self.sender.peers
+        self.peers = Peers(self.control, outgoing, incoming, self.data_plane, self.metrics, clock)
+        self.engines = Engines(
+            self.card,
+            current,
+            self.receiver,
+            self.sender,
+            self.peers,
             self.data_plane,
+            self.doors,
             self.metrics,
-            senders,
-            self.engines.tell,
-            engine,
-            self.engines.listen,
             clock,
         )
-        self.peers.outgoing.receiver = self.engines.receiver = self.receiver
-        self.peers.incoming.sender = self.engines.sender = self.sender
-        self.engines.peers = self.peers
+        self.clients = Clients(
+            current,
+            self.engines,
+            self.receiver,
+            self.sender,
+            prompts,
+            self.data_plane,
+            self.metrics,
+            self.journal,
+            self.status,
+            clock,
+        )
         self.rebuilder = Rebuilder(
             self.slots,
             self.data_plane.send_orders.slots,
@@ -289,6 +300,24 @@ class Agent:
             self._clock,
         )
         self.metrics.watch(self._gauges())
+
+    def _receiver_runner(self, current: CurrentEngine) -> ReceiverRunner:
+        def open_peers(receiver: ReceiverEvents) -> OutgoingPeers:
+            connect_s, enter = self.config.connect_s, self.doors.enter
+            engine = lambda: current.engine  # noqa: E731
+            return OutgoingPeers(
+                receiver, self.control, self.data_plane, engine, self.metrics, connect_s, self._clock, enter
+            )
+
+        records = RequestRecords("receiver", self.journal, self._look_back)
+        return ReceiverRunner(self.receiving, open_peers, self.data_plane, self.metrics, records, current, self._clock)
+
+    def _sender_runner(self, current: CurrentEngine) -> SenderRunner:
+        def open_peers(sender: SenderEvents) -> IncomingPeers:
+            return IncomingPeers(sender, self.data_plane, lambda: current.engine, self.metrics, self.doors)
+
+        records = RequestRecords("sender", self.journal, self._look_back)
+        return SenderRunner(self.sending, open_peers, self.data_plane, self.metrics, records, current, self._clock)
 
     def _gauges(self) -> Gauges:
         return Gauges(
@@ -313,7 +342,7 @@ class Agent:
                 ("sender", "open"): self.peers.count_accepted,
             },
             open_sessions={"receiver": self.peers.open_dialled, "sender": self.peers.open_accepted},
-            is_attached=lambda: self.engines.engine is not None,
+            is_attached=lambda: self.current.engine is not None,
             is_rebuild_refused=lambda: bool(self.rebuilder.refused),
             readers=self.doors.holders,
         )
@@ -330,9 +359,6 @@ class Agent:
         landed = min(counts.lent, self.data_plane.receive_orders.scattering)
         return structs.replace(counts, lent=counts.lent - landed, landed=landed)
 
-    def _assemble_engines(self) -> Engines:
-        return Engines(lambda: self.card, self.data_plane, self.metrics, self.status, self.journal, self._clock)
-
     # Serve:
 
     async def _serve_local(self, tasks: asyncio.TaskGroup) -> None:
@@ -344,7 +370,7 @@ class Agent:
 
     async def _serve_connection(self, connection: LocalConnection) -> None:
         try:
-            await self.engines.serve_connection(connection)
+            await self.clients.serve(connection)
         except Exception:
             log.exception("a client's connection failed: pid=%d", connection.pid)
         finally:
@@ -361,11 +387,11 @@ class Agent:
 
     def tick(self, late_s: float) -> None:
         """Time has passed. For so long we stood still: what others said meanwhile is not heard yet."""
-        self.engines.listen()
+        self.current.listen()
         self.peers.outgoing.tick(self._clock(), late_s)
         self.receiver.tick()
         self.sender.tick()
-        self.engines.prompts.tick(self._clock())
+        self.prompts.tick(self._clock())
 
     def on_send_orders(self, reports: Sequence[SendingReport]) -> None:
         self.sender.hear(reports)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 from weakref import WeakValueDictionary
 
 from kvbridge_proto.peer import (
@@ -48,38 +49,39 @@ TURN_S = 0.02
 
 
 class IncomingPeers:
-    """The sender's half of `Peers`. `fault` is told of what we do wrong: link, what it was."""
+    """The sender's half of `Peers`."""
 
     def __init__(
         self,
+        sender: SenderEvents,
         data_plane: DataPlane,
         engine: Callable[[], AttachedEngine | None],
         metrics: Metrics,
-        fault: Callable[[Link, str], None],
         doors: Doors,
     ) -> None:
-        self.sender: SenderEvents
         self.is_closing = False
         self.sessions: dict[str, IncomingPeer] = {}
+        self._sender = sender
         self._data_plane = data_plane
         self._engine = engine
         self._metrics = metrics
-        self._fault = fault
         self._doors = doors
         self._turn = asyncio.Lock()
         self._of_incarnation: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._greeted_by: dict[Link, Hello | None] = {}  # what is being answered; None: it has taken it back
 
-    def knocked(self, tasks: asyncio.TaskGroup, link: Link, sender: str, greeting: Hello) -> None:
-        """Each Hello may cost a connection to be made: so many wait at once, and one of a link."""
+    def knocked(self, link: Link, sender: str, greeting: Hello) -> Coroutine[Any, Any, None] | None:
+        """What answers this Hello, or None if it is refused at once or answered already.
+
+        Each may cost a connection to be made: so many wait at once, and one of a link.
+        """
         is_known = link in self._greeted_by
         if self._greeted_by.get(link) is not None or (not is_known and len(self._greeted_by) >= MOST_GREETINGS):
             reason = f"greetings: {len(self._greeted_by)} wait, limit {MOST_GREETINGS}, and one of a link"
             self._refuse(link, "busy", reason)
-            return
+            return None
         self._greeted_by[link] = greeting
-        if not is_known:
-            tasks.create_task(self._greet(link, sender))
+        return None if is_known else self._greet(link, sender)
 
     def send(self, incarnation: str, body: Body) -> None:
         if (accepted := self.sessions.get(incarnation)) is not None:
@@ -103,10 +105,10 @@ class IncomingPeers:
                     self._greeted_by[link] = None
                 if accepted is not None:
                     self._end(sender, body.reason)
-            case Claim() if accepted is not None and self.is_closing and self.sender.is_hopeless(body):
+            case Claim() if accepted is not None and self.is_closing and self._sender.is_hopeless(body):
                 link.send(Refuse(code="draining", reasons=("this agent is stopping",), about=body.transfer))
             case Claim() | Grant() | Renew() | Check() | Cancel() | Hold() | Settled() if accepted is not None:
-                self.sender.from_receiver(accepted.session, body)
+                self._sender.from_receiver(accepted.session, body)
             case Claim():
                 link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))
             case Cancel() if self._is_over(sender, body):
@@ -121,7 +123,7 @@ class IncomingPeers:
 
         It may have one by another link, and the claim may be on its way to us there.
         """
-        return (bool(cancel.incarnation) or sender not in self.sessions) and self.sender.renounce(sender, cancel)
+        return (bool(cancel.incarnation) or sender not in self.sessions) and self._sender.renounce(sender, cancel)
 
     def lose(self, link: Link, reason: str) -> None:
         for incarnation in [incarnation for incarnation, accepted in self.sessions.items() if accepted.link is link]:
@@ -146,8 +148,6 @@ class IncomingPeers:
                         await self._greeted(link, greeting)
                     if self._greeted_by[link] is greeting:  # else it has taken it back, and may have said another
                         break
-            except Exception:
-                self._fault(link, f"Hello of {sender}")
             finally:
                 del self._greeted_by[link]
 
@@ -172,7 +172,7 @@ class IncomingPeers:
             connected: Connected | None = known.connected
         else:  # it has forgotten what was proved before, or never knew
             if known is not None and known.link is not link:  # what it lent may be other slots in those proved now
-                self.sender.lost(incarnation)
+                self._sender.lost(incarnation)
             connected = await self._connect(link, greeting, engine)
             if connected is None and known is not None and self.sessions.get(incarnation) is known:
                 self._dismiss(incarnation, "its route was given up for another that could not be had")
@@ -187,12 +187,12 @@ class IncomingPeers:
             )
             warn_of_route(session.peer.name, session)
         elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
-            self.sender.lost(incarnation)
+            self._sender.lost(incarnation)
         if known is not None and connected.serial == NOT_CONNECTED:  # another that is connected takes its place itself
             self._data_plane.disconnect(incarnation, known.connected.serial)
         self.sessions[incarnation] = IncomingPeer(link, session, connected, greeting)
         if known is None or known.session.routed.route != session.routed.route:
-            self.sender.met(session)
+            self._sender.met(session)
         link.version = session.version
         door = self._doors.let_in(session, link) if session.routed.is_pulled else None
         link.send(welcome(session, engine, door))
@@ -285,6 +285,6 @@ class IncomingPeers:
         if (accepted := self.sessions.pop(incarnation, None)) is None:
             return
         log.info("session over: receiver=%s incarnation=%s %s", accepted.session.peer.name, incarnation, reason)
-        self.sender.lost(incarnation)
+        self._sender.lost(incarnation)
         self._data_plane.disconnect(incarnation, accepted.connected.serial)
         self._doors.see_off(accepted.session)

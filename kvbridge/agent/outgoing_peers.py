@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,6 +45,7 @@ class OutgoingPeers:
 
     def __init__(
         self,
+        receiver: ReceiverEvents,
         control: Control,
         data_plane: DataPlane,
         engine: Callable[[], AttachedEngine | None],
@@ -53,8 +54,8 @@ class OutgoingPeers:
         clock: Callable[[], float],
         open_door: Callable[[Session, DoorCard, Link, Ended], Awaitable[Rate | None]],
     ) -> None:
-        self.receiver: ReceiverEvents
         self.sessions: dict[str, OutgoingPeer] = {}
+        self._receiver = receiver
         self._control = control
         self._data_plane = data_plane
         self._engine = engine
@@ -73,12 +74,12 @@ class OutgoingPeers:
         """See to it that `opened` or `unreachable` is heard for this address."""
         dialled = self._at(address)
         if dialled is not None and dialled.state is SessionState.OPEN and dialled.session is not None:
-            self.receiver.opened(address, dialled.session)
+            self._receiver.opened(address, dialled.session)
         elif dialled is None:
             try:
                 self._dial(address)
             except PeerError as error:
-                self.receiver.unreachable(address, error.code, str(error))
+                self._receiver.unreachable(address, error.code, str(error))
 
     def ask(self, address: str) -> None:
         """Say Hello, the first time or again. A lane is lent only to who can be spoken to."""
@@ -193,11 +194,11 @@ class OutgoingPeers:
             self._metrics.greeted("receiver", "open")
             log.info("session open: peer=%s incarnation=%s %s", address, session.peer.incarnation, described(session))
             warn_of_route(address, session)
-            self.receiver.met(session)
+            self._receiver.met(session)
         dialled.session = session
         dialled.link.version = session.version
         for name in self._names(address):
-            self.receiver.opened(name, session)
+            self._receiver.opened(name, session)
         self._sort_out()
 
     def hear(
@@ -206,7 +207,7 @@ class OutgoingPeers:
         """A sender says something else than Welcome."""
         address = link.address
         if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):
-            self.receiver.from_sender(sender, link.key, body)  # Drained is of use when the session is over, too
+            self._receiver.from_sender(sender, link.key, body)  # Drained is of use when the session is over, too
         if (dialled := self._of(link)) is None:
             return
         match body:
@@ -216,7 +217,7 @@ class OutgoingPeers:
                 dialled.known_incarnation = sender
                 self._sort_out()
             case Refuse(about=""):
-                self.receiver.refused(address, sender, link.key)  # while there is a way to ask it
+                self._receiver.refused(address, sender, link.key)  # while there is a way to ask it
                 self._end(address, body.code, "; ".join(filter(None, (dialled.against_pull, *body.reasons))))
             case Refuse() if body.code in NOT_OPEN and dialled.session is not None:  # or it was of the one before
                 self._end(address, body.code, "; ".join(body.reasons))  # what we think is open is not
@@ -239,6 +240,11 @@ class OutgoingPeers:
             dialled.step(SessionEvent.LOSE)
             self._part(dialled.link, reason)
         return addresses
+
+    def give_up(self, addresses: Sequence[str], code: str, reason: str) -> None:
+        """Tell the receiver that nobody is reached at these."""
+        for address in addresses:
+            self._receiver.unreachable(address, code, reason)
 
     def _at(self, address: str) -> OutgoingPeer | None:
         return self.sessions.get(self._also.get(address, address))
@@ -300,22 +306,22 @@ class OutgoingPeers:
         """A session has one name more; where that is too many, an idle one goes for it."""
         if (count := len(self._names(own.address))) > MOST_NAMES and not self._give_up_name(name, own):
             # What is in doubt by this name is asked for all the same.
-            self.receiver.refused(name, own.link.peer_incarnation, own.link.key)
+            self._receiver.refused(name, own.link.peer_incarnation, own.link.key)
             del self._also[name]
             reason = f"{name} is {own.address}, by a name too many: got {count}, limit {MOST_NAMES}"
-            return self.receiver.unreachable(name, "too_many_names", reason)
+            return self._receiver.unreachable(name, "too_many_names", reason)
         log.info("one agent: %s is %s as well", name, own.address)
         if own.state is SessionState.OPEN and own.session is not None:
-            self.receiver.opened(name, own.session)
+            self._receiver.opened(name, own.session)
 
     def _give_up_name(self, new: str, own: OutgoingPeer) -> bool:
         """Whether there was another name, the oldest, that no want and no engine's rank has now. It may come again."""
         ranks = {rank.address for each in self.sessions.values() if each.session for rank in each.session.ranks}
         others = [name for name in self._names(own.address)[1:] if name != new and name not in ranks]
-        if (idle := next((name for name in others if not self.receiver.is_wanted(name)), None)) is None:
+        if (idle := next((name for name in others if not self._receiver.is_wanted(name)), None)) is None:
             return False
         del self._also[idle]
-        self.receiver.unreachable(idle, "too_many_names", f"{idle}: {new} is another name of this agent")
+        self._receiver.unreachable(idle, "too_many_names", f"{idle}: {new} is another name of this agent")
         return True
 
     def _give_up_lane(self, dialled: OutgoingPeer) -> None:
@@ -344,7 +350,7 @@ class OutgoingPeers:
         for name in names:
             self._also.pop(name, None)
         for name in names:
-            self.receiver.unreachable(name, code, reason)
+            self._receiver.unreachable(name, code, reason)
         self._sort_out()
 
     def _part(self, link: Link, reason: str) -> None:

@@ -30,12 +30,11 @@ from kvbridge_proto.peer import (
 from kvbridge_proto.status import PeerStatus
 
 from ..dataplane.data_plane import DataPlane
-from ..exchange.session import AttachedEngine, Session
+from ..exchange.session import Session
 from ..exchange.states import SessionState
 from ..transport.control import Control
 from ..transport.events import Arrived, Lost, Reached, Rejected
 from ..transport.link import Link
-from .doors import Doors
 from .incoming_peers import IncomingPeers
 from .metrics import Metrics
 from .outgoing_peers import OutgoingPeers
@@ -53,15 +52,14 @@ class Peers:
     def __init__(
         self,
         control: Control,
+        outgoing: OutgoingPeers,
+        incoming: IncomingPeers,
         data_plane: DataPlane,
-        engine: Callable[[], AttachedEngine | None],
         metrics: Metrics,
-        connect_s: float,
-        doors: Doors,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.outgoing = OutgoingPeers(control, data_plane, engine, metrics, connect_s, clock, doors.enter)
-        self.incoming = IncomingPeers(data_plane, engine, metrics, self._fault, doors)
+        self.outgoing = outgoing
+        self.incoming = incoming
         self._control = control
         self._data_plane = data_plane
         self._metrics = metrics
@@ -84,8 +82,7 @@ class Peers:
 
     def end_all(self, reason: str) -> None:
         """Our engine left or we are stopping: every session names an epoch that is over."""
-        for address in self.renew(reason):
-            self.outgoing.receiver.unreachable(address, "engine_left", reason)
+        self.outgoing.give_up(self.renew(reason), "engine_left", reason)
 
     def renew(self, reason: str) -> list[str]:
         """Another epoch of the same engine: sessions end, the receiver knows and asks anew for whom it needs."""
@@ -118,11 +115,14 @@ class Peers:
         """One message; what goes wrong with it costs its link and nothing else."""
         try:
             if isinstance(body, Hello):  # waits for the data plane; nobody else shall
-                self.incoming.knocked(tasks, link, sender, body)
+                if (answered := self.incoming.knocked(link, sender, body)) is not None:
+                    tasks.create_task(self._answer(link, f"Hello of {sender}", answered))
             elif isinstance(body, Welcome) and link.is_dialled:
                 tasks.create_task(self._welcome(link, body))
             elif (dialled := self._to_greet_again(link, body)) is not None:
-                tasks.create_task(self._answer(link, "Refuse", self.outgoing.greet_with_slots(dialled)))
+                tasks.create_task(
+                    self._answer(link, f"Refuse of {link.address}", self.outgoing.greet_with_slots(dialled))
+                )
             else:
                 if link.is_dialled or sender in self.incoming.sessions:
                     self._data_plane.stir()
@@ -137,13 +137,13 @@ class Peers:
 
     def _welcome(self, link: Link, greeting: Welcome) -> Coroutine[Any, Any, None]:
         """Answers whom we greet now: once this has its turn, that may be over, and the link greet for another."""
-        return self._answer(link, "Welcome", self.outgoing.welcomed(link, greeting))
+        return self._answer(link, f"Welcome of {link.address}", self.outgoing.welcomed(link, greeting))
 
     async def _answer(self, link: Link, what: str, answered: Coroutine[Any, Any, None]) -> None:
         try:
             await answered
         except Exception:
-            self._fault(link, f"{what} of {link.address}")
+            self._fault(link, what)
 
     def _hear(self, link: Link, sender: str, body: Body) -> None:
         match body:

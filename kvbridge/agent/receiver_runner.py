@@ -26,7 +26,6 @@ from kvbridge_proto.peer import (
 )
 from msgspec import structs
 
-from ..dataplane.attached import AttachedMemory
 from ..dataplane.data_plane import DataPlane
 from ..exchange.actions import Action, Ask, Reach, Send, Tell
 from ..exchange.orders import (
@@ -45,8 +44,10 @@ from ..exchange.receiver import CHECK_S, Receiver
 from ..exchange.session import AttachedEngine, Session
 from ..failpoints import failpoint
 from ..transport.endpoint import canonical
+from .current_engine import CurrentEngine
 from .metrics import Metrics
 from .outgoing_peers import OutgoingPeers
+from .peer_records import ReceiverEvents
 from .request_records import RequestRecords
 
 log = logging.getLogger("kvbridge.receiver")
@@ -55,25 +56,24 @@ WARN_S = 60.0
 
 
 class ReceiverRunner:
-    """Runs on the loop. `attached` is what the engine attached, or None."""
+    """Runs on the loop. It opens the sessions it needs: `peers`."""
 
     def __init__(
         self,
         receiving: Receiver,
-        peers: OutgoingPeers,
+        open_peers: Callable[[ReceiverEvents], OutgoingPeers],
         data_plane: DataPlane,
         metrics: Metrics,
         records: RequestRecords,
-        tell: Callable[[ToEngine], None],
+        current: CurrentEngine,
         clock: Callable[[], float],
     ) -> None:
-        self.attached: AttachedMemory | None = None
+        self.peers = open_peers(self)
         self._receiving = receiving
-        self._peers = peers
         self._data_plane = data_plane
         self._metrics = metrics
         self._records = records
-        self._tell = tell
+        self._current = current
         self._clock = clock
         self._warned = float("-inf")
 
@@ -132,15 +132,15 @@ class ReceiverRunner:
 
     def met(self, session: Session) -> None:
         """A sender we did not know: be ready for what it will bring."""
-        if self.attached is None:
+        if self._current.memory is None:
             return
         ours = session.planner.samples(session.slot_bytes, is_sender=False)
         if session.routed.is_pulled:
             theirs = session.planner.samples(session.slot_bytes, is_sender=True)
             pairs = list(zip(theirs, ours, strict=False))  # where one side cannot have such samples there are none
-            self._data_plane.warm_pull(self.attached, session.whose, pairs, self._receiving.sampling.kinds)
+            self._data_plane.warm_pull(self._current.memory, session.whose, pairs, self._receiving.sampling.kinds)
         else:
-            self._data_plane.warm(self.attached, ours)
+            self._data_plane.warm(self._current.memory, ours)
 
     def opened(self, address: str, session: Session) -> None:
         self._do(self._receiving.opened(address, session, self._clock()))
@@ -241,9 +241,9 @@ class ReceiverRunner:
         for action in actions:
             match action:
                 case Reach(address=address):
-                    self._peers.reach(address)
+                    self.peers.reach(address)
                 case Ask(address=address):
-                    self._peers.ask(address)
+                    self.peers.ask(address)
                 case Send(peer=address, body=body):
                     if isinstance(body, Claim):
                         request = self._receiving.request_of(body.transfer)
@@ -254,16 +254,16 @@ class ReceiverRunner:
                             rendezvous=body.rendezvous,
                             transfer=body.transfer,
                         )
-                    self._peers.send(address, body)
+                    self.peers.send(address, body)
                     _pass_sent(body)
                 case Tell(message=message):
-                    self._tell(message)
+                    self._current.tell(message)
                     self._told(message)
                 case ReceiveOrder() | Lend() | StopReceiving() | Pull():
                     if isinstance(action, Pull):
                         chunks = f"chunks [{action.first_chunk}, {action.end_chunk}) of {action.plan.chunks}"
                         self._records.note("reading", chunks, transfer=action.transfer)
-                    self._data_plane.give(action, self.attached)
+                    self._data_plane.give(action, self._current.memory)
 
     def _told(self, message: ToEngine) -> None:
         match message:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from kvbridge_proto.engine import Offer, Released, ToEngine
+from kvbridge_proto.engine import Offer, Released
 from kvbridge_proto.peer import (
     BlockTables,
     Body,
@@ -27,7 +27,6 @@ from kvbridge_proto.peer import (
     Settled,
 )
 
-from ..dataplane.attached import AttachedMemory
 from ..dataplane.data_plane import DataPlane
 from ..exchange.actions import Action, Send, Tell
 from ..exchange.orders import (
@@ -46,8 +45,10 @@ from ..exchange.orders import (
 from ..exchange.sender import Sender
 from ..exchange.session import AttachedEngine, Session
 from ..failpoints import failpoint
+from .current_engine import CurrentEngine
 from .incoming_peers import IncomingPeers
 from .metrics import Metrics
+from .peer_records import SenderEvents
 from .request_records import RequestRecords
 
 log = logging.getLogger("kvbridge.sender")
@@ -56,29 +57,24 @@ UNREAD_LOOK_S = 0.01
 
 
 class SenderRunner:
-    """Runs on the loop. `attached` is what the engine attached, or None."""
+    """Runs on the loop. It opens the sessions it needs: `peers`."""
 
     def __init__(
         self,
         sending: Sender,
-        peers: IncomingPeers,
+        open_peers: Callable[[SenderEvents], IncomingPeers],
         data_plane: DataPlane,
         metrics: Metrics,
         records: RequestRecords,
-        tell: Callable[[ToEngine], None],
-        engine: Callable[[], AttachedEngine | None],
-        listen: Callable[[], None],
+        current: CurrentEngine,
         clock: Callable[[], float],
     ) -> None:
-        self.attached: AttachedMemory | None = None
+        self.peers = open_peers(self)
         self._sending = sending
-        self._peers = peers
         self._data_plane = data_plane
         self._metrics = metrics
         self._records = records
-        self._tell = tell
-        self._engine = engine
-        self._listen = listen
+        self._current = current
         self._clock = clock
         self._watched = -1  # the count of our engine's fence that is looked out for
 
@@ -145,15 +141,15 @@ class SenderRunner:
 
     def met(self, session: Session) -> None:
         """A receiver we did not know: be ready for what it will take, or read itself and compare."""
-        if self.attached is not None:
-            self._data_plane.warm(self.attached, session.planner.samples(session.slot_bytes, is_sender=True))
+        if self._current.memory is not None:
+            self._data_plane.warm(self._current.memory, session.planner.samples(session.slot_bytes, is_sender=True))
 
     def from_receiver(self, session: Session, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled) -> None:
-        incarnation, engine = session.peer.incarnation, self._engine()
+        incarnation, engine = session.peer.incarnation, self._current.engine
         match body:
             case Claim() if engine is None:
                 refuse = Refuse(code="no_engine", reasons=("no engine is attached to this agent",), about=body.transfer)
-                self._peers.send(incarnation, refuse)
+                self.peers.send(incarnation, refuse)
             case Claim():
                 assert engine is not None
                 failpoint("sender.claim_received")
@@ -244,22 +240,22 @@ class SenderRunner:
 
     def _answer(self) -> None:
         """Tell receivers what they may read, if our engine has said nothing that we have not heard."""
-        if (attached := self.attached) is not None:
-            self._listen()
-            heard_at = attached.liveness.heard_at
-            self._perform(self._sending.answers(self._clock(), heard_at, attached.has_reached))
+        if (memory := self._current.memory) is not None:
+            self._current.listen()
+            heard_at = memory.liveness.heard_at
+            self._perform(self._sending.answers(self._clock(), heard_at, memory.has_reached))
 
     def _watch(self, fence: int) -> None:
-        if (self._watched < 0 or fence < self._watched) and self.attached is not None:
+        if (self._watched < 0 or fence < self._watched) and self._current.memory is not None:
             self._watched = fence
-            self._data_plane.give(Watch(fence), self.attached)
+            self._data_plane.give(Watch(fence), self._current.memory)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Send(peer=incarnation, body=body):
                     self._note_said(body)
-                    self._peers.send(incarnation, body)
+                    self.peers.send(incarnation, body)
                     _pass_sent(body)
                 case Tell(message=message):
                     if isinstance(message, Released):
@@ -267,15 +263,15 @@ class SenderRunner:
                         self._records.note("released", why, request=message.request)
                         log.debug("released: request=%s %s %s", message.request, message.code, message.reason)
                         self._metrics.offer_released(message.code, message.is_declined)
-                    self._tell(message)
+                    self._current.tell(message)
                     if isinstance(message, Released):
                         failpoint("sender.released_told")
                 case SendOrder(transfer=transfer, plan=plan, request=request):
                     size = f"{plan.chunks} chunks, {plan.total_bytes} bytes"
                     self._records.note("ordered", size, request=request, transfer=transfer)
-                    self._data_plane.give(action, self.attached)
+                    self._data_plane.give(action, self._current.memory)
                 case Progress() | Credit() | StopSending() | Digest():
-                    self._data_plane.give(action, self.attached)
+                    self._data_plane.give(action, self._current.memory)
                 case Watch(fence=fence):
                     self._watch(fence)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+
+from kvbridge_proto.engine import Attach
 
 from ..device.fence import FencePage
 from ..device.memory import AttachedPool
 from ..device.sharing import SharedHandles
+from ..errors import EngineError
+from ..failpoints import failpoint
 
 KEPT = 1024
 
@@ -51,6 +56,25 @@ class AttachedMemory:
     liveness: EngineLiveness = field(default_factory=EngineLiveness)
     shared: SharedHandles | None = None  # what receivers of this host open it by
 
+    @classmethod
+    def open(
+        cls, attach: Attach, fds: list[int], epoch: int, heard_at: float, device: str, is_shared: bool
+    ) -> AttachedMemory:
+        """Map what the engine sent, on `device`. Raises KVBridgeError; nothing stays mapped then.
+
+        With `is_shared` the handles are kept, for receivers of this host to open.
+        """
+        with ExitStack() as opened:
+            memory = AttachedPool.open(attach.pool, attach.handles, fds, device)
+            opened.callback(memory.close)
+            failpoint("agent.attaching")
+            fence = None if attach.fence_fd is None else FencePage(_fd(fds, attach.fence_fd))
+            if fence is not None:
+                opened.callback(fence.close)
+            shared = SharedHandles.keep(attach.handles, fds) if is_shared else None
+            opened.pop_all()
+        return cls(epoch, memory, fence, EngineLiveness(heard_at), shared)
+
     def has_reached(self, count: int) -> bool:
         """Whether the engine's stream has finished what it counted as `count`."""
         return self.fence is None or self.fence.reached(count)
@@ -61,3 +85,9 @@ class AttachedMemory:
             self.fence.close()
         if self.shared is not None:
             self.shared.close()
+
+
+def _fd(fds: list[int], index: int) -> int:
+    if index >= len(fds):
+        raise EngineError("fd_missing", f"fence_fd: {index}, {len(fds)} came with the message")
+    return fds[index]

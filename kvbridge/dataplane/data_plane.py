@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from kvbridge_proto.codec import BadFrame, Limits, decode
+from kvbridge_proto.engine import Attach
 from kvbridge_proto.peer import Notice, Probe, Route
 from kvbridge_proto.pool import Handle, Pool
 
@@ -158,6 +159,10 @@ class DataPlane:
         self._put(last)
         await self._watchdog.until(asyncio.to_thread(self._thread.join))
         os.close(self._wake)
+
+    def open(self, attach: Attach, fds: list[int], epoch: int, heard_at: float) -> AttachedMemory:
+        """Map what an engine sent. Raises KVBridgeError; nothing stays mapped then. Close it after `let_go`."""
+        return AttachedMemory.open(attach, fds, epoch, heard_at, self.device, bool(self.site.machine))
 
     async def stage(self) -> None:
         """Have slots, from the first call on. Raises FabricError `no_staging`; another call may do better.

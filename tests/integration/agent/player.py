@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from kvbridge_proto.peer import Cancel, Hello, Probe, Refuse, Welcome
 
 from kvbridge.agent.doors import NoDoors
+from kvbridge.agent.incoming_peers import IncomingPeers
 from kvbridge.agent.metrics import Metrics
+from kvbridge.agent.outgoing_peers import OutgoingPeers
 from kvbridge.agent.peers import Peers
 from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.dataplane.routes.staged import Landing
@@ -18,7 +21,39 @@ from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import AttachedEngine, Session, answer, hello, welcome
 from kvbridge.transport.trust import Trust
 from tests.integration.agent.wire import Wire
-from tests.unit.exchange.world import World
+from tests.unit.exchange.world import NOTHING, World
+
+
+def outgoing_of(
+    receiver: Any, player: Any, data_plane: Any, engine: Callable[[], AttachedEngine | None], connect_s: float
+) -> OutgoingPeers:
+    """Sessions that the receiver opens by the control of `player`."""
+    return OutgoingPeers(receiver, player, data_plane, engine, Metrics(), connect_s, time.monotonic, NoDoors().enter)
+
+
+def incoming_of(sender: Any, data_plane: Any, engine: Callable[[], AttachedEngine | None]) -> IncomingPeers:
+    return IncomingPeers(sender, data_plane, engine, Metrics(), NoDoors())
+
+
+def joined(player: Any, data_plane: Any, engine: Callable[[], AttachedEngine | None], connect_s: float) -> Peers:
+    """Peers whose control, receiver and sender are all `player`."""
+    outgoing = outgoing_of(player, player, data_plane, engine, connect_s)
+    return Peers(player, outgoing, incoming_of(player, data_plane, engine), data_plane, Metrics())
+
+
+class EngineTold:
+    """A CurrentEngine that keeps what it is told."""
+
+    def __init__(self, tell: Callable[[Any], None], engine: Callable[[], AttachedEngine | None]) -> None:
+        self.memory = NOTHING
+        self.tell = tell
+        self._engine = engine
+
+    @property
+    def engine(self) -> AttachedEngine | None:
+        return self._engine()
+
+    def listen(self) -> None: ...
 
 
 class Player:
@@ -37,8 +72,7 @@ class Player:
         self.drained = False
         self.opened_at: list[str] = []
         self.over: list[tuple[str, str]] = []
-        self.peers = Peers(self, self, lambda: self.engine, Metrics(), 0.2, NoDoors())
-        self.peers.outgoing.receiver = self.peers.incoming.sender = self
+        self.peers = joined(self, self, lambda: self.engine, 0.2)
 
     def stir(self) -> None: ...
 

@@ -12,14 +12,15 @@ from kvbridge_proto.peer import Cancel, Claim, Drained
 from kvbridge.agent.journal import Journal
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.outgoing_peers import MOST_NAMES
+from kvbridge.agent.peers import Peers
 from kvbridge.agent.receiver_runner import ReceiverRunner
 from kvbridge.agent.request_records import RequestRecords
 from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.session import AttachedEngine
 from kvbridge.exchange.slots import SlotPool
 from tests.integration.agent.order_taker import OrderTaker
-from tests.integration.agent.player import Player, knows, replace_struct, run, welcomed
-from tests.unit.exchange.world import NOTHING, World
+from tests.integration.agent.player import EngineTold, Player, knows, outgoing_of, replace_struct, run, welcomed
+from tests.unit.exchange.world import World
 
 
 class Fetching(Player, OrderTaker):
@@ -31,13 +32,14 @@ class Fetching(Player, OrderTaker):
         self.told: list[Any] = []
         numbers = count()
         self.receiving = Receiver(SlotPool(4), lambda: f"t{next(numbers)}", lambda: next(numbers).to_bytes(16, "big"))
-        outgoing = self.peers.outgoing
+        engine = lambda: self.engine  # noqa: E731
         clock = lambda: 0.0  # noqa: E731
         metrics = Metrics()
         records = RequestRecords("receiver", Journal(), metrics.lived)
-        self.receiver = ReceiverRunner(self.receiving, outgoing, self, metrics, records, self.told.append, clock)  # type: ignore[arg-type]
-        self.receiver.attached = NOTHING
-        outgoing.receiver = self.receiver
+        open_peers = lambda receiver: outgoing_of(receiver, self, self, engine, 0.2)  # noqa: E731
+        told: Any = EngineTold(self.told.append, engine)
+        self.receiver = ReceiverRunner(self.receiving, open_peers, self, metrics, records, told, clock)  # type: ignore[arg-type]
+        self.peers = Peers(self, self.receiver.peers, self.peers.incoming, self, metrics)
         self.may_prove.set()
 
     def want(self, sender: str) -> None:

@@ -9,11 +9,9 @@ from typing import Any
 from kvbridge_proto.common import Rank
 from kvbridge_proto.peer import Hello, Probe
 
-from kvbridge.agent.doors import NoDoors
-from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.peers import Peers
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, answer, welcome
+from tests.integration.agent.player import joined
 from tests.integration.agent.wire import Wire
 from tests.unit.exchange.world import World
 
@@ -48,8 +46,7 @@ async def story(change: str) -> Player:
     world, player = World(), Player()
     homes = [world.receivers[0].engine]
     sender = world.senders[0].engine
-    peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0, NoDoors())
-    peers.outgoing.receiver = player
+    peers = joined(player, player, lambda: homes[0], 5.0)
     peers.outgoing.reach("P0")
     (greeting,) = player.wire.sent
     assert isinstance(greeting, Hello)
@@ -100,8 +97,7 @@ def test_an_agent_without_an_engine_leaves_no_half_session_behind() -> None:
     """Else nobody would be greeted at that address once there is an engine: its wants would wait for nothing."""
     world, player = World(), Player()
     homes: list[Any] = [None]
-    peers = Peers(player, player, lambda: homes[0], Metrics(), 5.0, NoDoors())
-    peers.outgoing.receiver = player
+    peers = joined(player, player, lambda: homes[0], 5.0)
     peers.outgoing.reach("P0")
     assert player.over == ["not_attached"] and not player.wire.sent
     homes[0] = world.receivers[0].engine

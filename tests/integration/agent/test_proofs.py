@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 from kvbridge_proto.peer import PROBE_LANES, Hello, Refuse, Welcome
 
-from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.incoming_peers import MOST_GREETINGS, TURN_S
-from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.peers import Peers
 from kvbridge.dataplane.awaits import Job, WaitWrite
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.jobs import Jobs
@@ -29,7 +26,7 @@ from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.staging import Staging
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
-from tests.integration.agent.player import Player, greeting, replace_struct, run, settle
+from tests.integration.agent.player import Player, greeting, joined, replace_struct, run, settle
 from tests.integration.agent.wire import Wire
 from tests.unit.exchange.world import World
 
@@ -66,8 +63,7 @@ async def proving(network: Network, world: World) -> Any:
     player = Player(replace(world.senders[0].engine, site=network.sender.site))
     data_plane = DataPlane(lambda: network.sender, "a", player, 1.0)
     await data_plane.start()
-    player.peers = Peers(player, data_plane, lambda: player.engine, Metrics(), 5.0, NoDoors())
-    player.peers.outgoing.receiver = player.peers.incoming.sender = player
+    player.peers = joined(player, data_plane, lambda: player.engine, 5.0)
     try:
         yield player
     finally:

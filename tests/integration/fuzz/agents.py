@@ -29,7 +29,6 @@ from kvbridge_proto.peer import (
 from kvbridge_proto.status import PeerStatus, TransferStatus
 from msgspec import Meta, Struct
 
-from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.journal import Journal
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
@@ -49,6 +48,7 @@ from kvbridge.exchange.session import AttachedEngine
 from kvbridge.exchange.slots import SlotPool
 from kvbridge.transport.trust import Trust
 from tests.integration.agent.order_taker import OrderTaker
+from tests.integration.agent.player import EngineTold, incoming_of, outgoing_of
 from tests.integration.fuzz.machines import ALL_ROWS, POOLS
 from tests.integration.fuzz.typed import TEXTS, drawer
 from tests.integration.fuzz.vary import varied
@@ -124,23 +124,27 @@ class Besieged(OrderTaker):
         self.engine = AttachedEngine(self.agent("us"), 1, OUR_POOL, Site(CARD), ("sum",), (self.rank("us"),))
         self.receiving = Receiver(SlotPool(8), self.new_id, lambda: self.new_id().encode().rjust(16))
         self.sending = Sender()
-        self.peers = Watched(self, self, lambda: self.engine, self.metrics, 5.0, NoDoors())  # type: ignore[arg-type]
         clock = lambda: self.now  # noqa: E731
         journal = Journal()
         receivers, senders = (
             RequestRecords("receiver", journal, self.metrics.lived),
             RequestRecords("sender", journal, self.metrics.lived),
         )
-        self.receiver = ReceiverRunner(
-            self.receiving, self.peers.outgoing, self, self.metrics, receivers, self.tell, clock
-        )  # type: ignore[arg-type]
         engine = lambda: self.engine  # noqa: E731
-        sender = SenderRunner(  # type: ignore[arg-type]
-            self.sending, self.peers.incoming, self, self.metrics, senders, self.tell, engine, lambda: None, clock
+        told, us = EngineTold(self.tell, engine), self
+        self.receiver = ReceiverRunner(
+            self.receiving,
+            lambda receiver: outgoing_of(receiver, us, us, engine, 5.0),
+            self,
+            self.metrics,
+            receivers,
+            told,
+            clock,
+        )  # type: ignore[arg-type]
+        self.sender = SenderRunner(  # type: ignore[arg-type]
+            self.sending, lambda sender: incoming_of(sender, us, engine), self, self.metrics, senders, told, clock
         )
-        self.sender = sender
-        self.peers.outgoing.receiver, self.peers.incoming.sender = self.receiver, self.sender
-        self.receiver.attached = self.sender.attached = object()  # type: ignore[assignment]
+        self.peers = Watched(self, self.receiver.peers, self.sender.peers, self, self.metrics)  # type: ignore[arg-type]
 
     @staticmethod
     def agent(incarnation: str) -> AgentCard:

@@ -65,8 +65,8 @@ def _quarantine(put: Callable[[Any, str, Any], None]) -> None:
 
 def _freed_in_place(put: Callable[[Any, str, Any], None]) -> None:
     def rebuild(self: Engines, endpoints: StagingEndpoints, reason: str) -> None:
-        self.peers.renew(reason)
-        self.receiver.rebuilt(self._engine)
+        self._peers.renew(reason)
+        self._receiver.rebuilt(self._current.engine)
 
     put(Engines, "rebuild", rebuild)
 

@@ -1,0 +1,150 @@
+"""Who connects to the agent's socket: the engine, and commands that ask for status. Each connection is one client.
+
+The first client that attaches is the engine. The end of its connection is the end of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+
+from kvbridge_proto.codec import BadFrame
+from kvbridge_proto.engine import (
+    Abandon,
+    Attach,
+    Computed,
+    Decline,
+    Detach,
+    Directory,
+    Expect,
+    Offer,
+    Reclaim,
+    Refused,
+    Released,
+    Rescale,
+    ToAgent,
+    Want,
+    Withdraw,
+)
+from kvbridge_proto.engine import Failed as WantFailed
+from kvbridge_proto.status import PoolQuery, Status, StatusQuery, Trace, TraceQuery
+
+from ..dataplane.data_plane import DataPlane
+from ..transport.local import LocalConnection
+from .current_engine import CurrentEngine
+from .engines import Engines
+from .journal import Journal
+from .metrics import Metrics
+from .prompts import Prompts
+from .receiver_runner import ReceiverRunner
+from .sender_runner import SenderRunner
+
+log = logging.getLogger("kvbridge.engine")
+DETACHED = "detached"
+
+
+class Clients:
+    """Runs on the loop; `serve` is one task per client."""
+
+    def __init__(
+        self,
+        current: CurrentEngine,
+        engines: Engines,
+        receiver: ReceiverRunner,
+        sender: SenderRunner,
+        prompts: Prompts,
+        data_plane: DataPlane,
+        metrics: Metrics,
+        journal: Journal,
+        status: Callable[[], Status],
+        clock: Callable[[], float],
+    ) -> None:
+        self._current = current
+        self._engines = engines
+        self._receiver = receiver
+        self._sender = sender
+        self._prompts = prompts
+        self._data_plane = data_plane
+        self._metrics = metrics
+        self._journal = journal
+        self._status = status
+        self._clock = clock
+
+    async def serve(self, connection: LocalConnection) -> None:
+        """One client, from its first byte to its end."""
+        try:
+            while (received := await connection.receive()) is not None:
+                message, fds = received
+                if connection is self._current.connection:
+                    self._data_plane.stir()
+                try:
+                    await self._hear(connection, message, fds)
+                finally:
+                    for fd in fds:
+                        with contextlib.suppress(OSError):
+                            os.close(fd)
+        except BadFrame as error:
+            self._metrics.rejected(error.code)
+            log.warning("rejected a client: pid=%d code=%s %s", connection.pid, error.code, error)
+            connection.send(Refused(code=error.code, reasons=(str(error)[:1024],)))
+        finally:
+            if connection is self._current.connection or self._engines.leaving is not None:
+                await self._engines.leave("the engine's connection ended")
+
+    async def _hear(self, connection: LocalConnection, message: ToAgent, fds: list[int]) -> None:
+        engine = self._current.engine
+        match message:
+            case StatusQuery():
+                connection.send(self._status())
+            case PoolQuery():
+                connection.send(self._engines.pool_status())
+            case TraceQuery(names=names):
+                connection.send(Trace(agent=self._engines.card, entries=self._journal.about(names)))
+            case Attach():
+                self._engines.attach(connection, message, fds)
+            case _ if engine is None or connection is not self._current.connection:
+                if (leaving := self._engines.leaving) is not None:  # a refusal promises that nothing is touched
+                    await asyncio.shield(leaving)
+                about = getattr(message, "request", "")
+                connection.send(Refused(code="not_attached", reasons=("attach first",), about=about))
+            case Directory(ranks=ranks):
+                self._engines.name_ranks(engine, ranks)
+            case Offer() if self._engines.is_closing and not self._sender.is_due(message):
+                connection.send(Released(request=message.request, code="draining"))
+            case Offer(fence=fence) | Want(fence=fence) if fence and self._has_no_fence():
+                reason = f"fence: {fence}, but none came with attach"
+                connection.send(Refused(code="no_fence", reasons=(reason,), about=message.request))
+            case Offer():
+                self._prompts.offered(message, self._clock())
+                self._sender.offer(message, engine)
+            case Withdraw(request=request, reason=reason, comes_again=comes_again):
+                if (memory := self._current.memory) is not None:
+                    memory.liveness.withdrew(request, self._clock())
+                self._sender.withdraw(request, reason, comes_again)
+            case Reclaim(blocks=blocks):
+                self._sender.reclaim(blocks)
+            case Expect():
+                if not self._engines.is_closing:
+                    self._receiver.expect(message)
+            case Want() if self._engines.is_closing and not self._receiver.knows(message.request):
+                reason = "this agent is stopping"
+                connection.send(WantFailed(request=message.request, code="draining", reason=reason))
+            case Want():
+                self._receiver.want(message, engine)
+            case Abandon(request=request):
+                self._receiver.abandon(request)
+            case Computed():
+                self._prompts.computed(message, self._clock())
+            case Rescale():
+                self._engines.rescale(connection, message, engine)
+            case Decline(revision=revision, reason=reason):
+                self._receiver.declined(revision, reason)
+            case Detach():
+                await self._engines.leave(DETACHED)
+
+    def _has_no_fence(self) -> bool:
+        memory = self._current.memory
+        return memory is None or memory.fence is None
