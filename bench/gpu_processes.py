@@ -17,8 +17,8 @@ from typing import Any
 
 from kvbridge_proto.status import Status
 
-from kvbridge.commands.status import ask
 from kvbridge.errors import KVBridgeError
+from kvbridge.local_agents import ask
 from kvbridge.options import flag_of
 
 HERE = Path(__file__).resolve().parent

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-EXTRAS = {"aiohttp": "proxy", "opentelemetry": "otel"}
-EXTRA = "this needs the packages of the {0}: pip install 'kvbridge[{0}]' (missing: {1})"
+from .extras import missing
 
 
 def main() -> None:
@@ -27,14 +26,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         sys.exit(missing(error))
     app.build()(prog_name="kvbridge")
-
-
-def missing(error: ModuleNotFoundError) -> str:
-    """What to tell the operator. Raises the error again if a module of ours is not there: that is a bug."""
-    if error.name is None or error.name.partition(".")[0].startswith("kvbridge"):
-        raise error
-    extra = EXTRAS.get(error.name.partition(".")[0], "agent")
-    return f"kvbridge: {EXTRA.format(extra, error.name)}"
 
 
 if __name__ == "__main__":

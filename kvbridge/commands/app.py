@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cli import missing
 from ..config import load, supervision
 from ..errors import KVBridgeError, OperatorError
+from ..extras import missing
 from ..oneline import plain_lines
 from ..options import choices, defaults, flag_of, off_flag_of, options, section_of
 

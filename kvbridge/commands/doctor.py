@@ -15,8 +15,8 @@ from ..config import of_libraries, resolve
 from ..doctor import machine, peer, routes, settings
 from ..doctor.finding import CheckOutcome, DoctorCheck, Finding, Subject, failed
 from ..errors import KVBridgeError, OperatorError, meant
+from ..local_agents import ask
 from ..oneline import plain
-from .status import ask
 
 PAGE = "docs/troubleshooting.md"
 STYLES = {

@@ -23,8 +23,8 @@ from ..geometry.explain import sentence
 from ..geometry.overlap import overlaps
 from ..geometry.plan import Chunk, Plan, plan
 from ..geometry.shard import assign
+from ..local_agents import ask_pool
 from ..oneline import plain
-from .status import ask_pool
 
 SHOWN_CHUNKS = 8
 SLOT_BYTES = 4 << 20

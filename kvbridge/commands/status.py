@@ -4,46 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence, Sized
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any, NoReturn
 
 import msgspec
-from kvbridge_proto.codec import BadFrame
-from kvbridge_proto.engine import Refused, ToEngine
 from kvbridge_proto.pool import Pool
 from kvbridge_proto.status import (
     PeerStatus,
-    PoolQuery,
-    PoolStatus,
     SlotCounts,
     Status,
-    StatusQuery,
-    Trace,
-    TraceQuery,
     TransferStatus,
 )
-from kvbridge_proto.stream import StreamReader, pack
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..config import socket_folders
 from ..errors import OperatorError
+from ..local_agents import ask, ask_pool, found
 from ..oneline import plain
 
-ANSWER_S = 5.0
 LABELS = "kvbridge/"  # before the name of each label
 WATCH_S = 1.0
 STILL_S = 5.0  # a data thread that is well comes round every second
 ROWS = 100  # a section, at most: nobody reads more, and rich needs a second for a thousand
-RECEIVE_BYTES = 1 << 16
-
-Answer = TypeVar("Answer", Status, PoolStatus, Trace)
 
 
 def show(named: Sequence[str], as_json: bool) -> None:
@@ -71,12 +59,29 @@ def watch(named: Sequence[str], every_s: float = WATCH_S) -> None:
     """
     console = _console()
     with (
+        _interrupts() as interrupts,
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, screen=console.is_terminal, auto_refresh=False) as live,
     ):
-        while True:
+        while not interrupts:
             live.update(Group(*_seen(named)), refresh=True)
             time.sleep(every_s)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Each Ctrl-C, noted as well as raised: what is raised inside a finalizer is lost."""
+    interrupts: list[int] = []
+
+    def note(number: int, frame: object) -> NoReturn:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _seen(named: Sequence[str]) -> list[RenderableType]:
@@ -142,64 +147,6 @@ def show_pools(named: Sequence[str]) -> None:
 
 def _rank(pool: Pool) -> tuple[int, int]:
     return pool.shard.pp_rank, pool.shard.tp_rank
-
-
-def found() -> list[str]:
-    """The sockets of this host's agents, living or not. Raises OperatorError (`no_agent`) when there is none."""
-    sockets, forbidden = [], []
-    for folder in socket_folders():
-        try:
-            if folder.is_dir():
-                sockets += [str(path) for path in sorted(folder.iterdir()) if path.suffix == ".sock"]
-        except OSError as error:
-            forbidden.append(f"may not look for agents in {error.filename}: {error.strerror}")
-    if not sockets and forbidden:
-        raise OperatorError("no_agent", f"{'; '.join(forbidden)}; be of the agent's group, or root")
-    if not sockets:
-        where = " and ".join(map(str, socket_folders()))
-        raise OperatorError("no_agent", f"no agent's socket in {where}; name it with --socket")
-    return sockets
-
-
-def ask(path: str, answer_s: float = ANSWER_S) -> Status:
-    """The status of the agent at `path`. Raises OperatorError (`no_agent`, `agent_silent`, `agent_refused`)."""
-    return _asked(path, StatusQuery(), Status, answer_s)
-
-
-def ask_pool(path: str, answer_s: float = ANSWER_S) -> PoolStatus:
-    """The pool of the engine that is attached to the agent at `path`. Raises OperatorError as `ask` does."""
-    return _asked(path, PoolQuery(), PoolStatus, answer_s)
-
-
-def ask_trace(path: str, names: Sequence[str], answer_s: float = ANSWER_S) -> Trace:
-    """What the agent at `path` remembers of these. Raises OperatorError as `ask` does."""
-    return _asked(path, TraceQuery(names=tuple(names)), Trace, answer_s)
-
-
-def _asked(path: str, query: msgspec.Struct, kind: type[Answer], answer_s: float) -> Answer:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(answer_s)
-        try:
-            connection.connect(path)
-            connection.sendall(pack(query))
-            return _answer(connection, path, kind)
-        except TimeoutError:
-            raise OperatorError("agent_silent", f"the agent at {path} did not answer in {answer_s:g} s") from None
-        except OSError as error:
-            raise OperatorError("no_agent", f"no agent at {path}: {error.strerror or error}") from None
-        except BadFrame as error:
-            raise OperatorError("no_agent", f"what answers at {path} is no agent: {error}") from None
-
-
-def _answer(connection: socket.socket, path: str, kind: type[Answer]) -> Answer:
-    reader: StreamReader[ToEngine] = StreamReader(ToEngine)
-    while received := connection.recv(RECEIVE_BYTES):
-        for message in reader.feed(received):
-            if isinstance(message, kind):
-                return message
-            if isinstance(message, Refused):
-                raise OperatorError("agent_refused", f"{path}: {message.code}: {'; '.join(message.reasons)}")
-    raise OperatorError("no_agent", f"no agent at {path}: the connection was closed without an answer")
 
 
 def _tried(path: str) -> Status | OperatorError:

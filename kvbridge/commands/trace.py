@@ -18,8 +18,8 @@ from rich.text import Text
 
 from ..agent.journal import belongs, names_in
 from ..errors import OperatorError
+from ..local_agents import ask_trace, found
 from ..oneline import plain
-from .status import ask_trace, found
 
 MOST_ROUNDS = 8  # each agent tells others' names of the same request, of which more agents may know something
 

@@ -13,12 +13,12 @@ from kvbridge_proto.peer import FabricCard, Refuse, Welcome
 from kvbridge_proto.pool import Pool
 
 from ..agent.daemon import trust_of
-from ..commands.status import ask_pool
 from ..device.copier_cpu import CpuBlockCopier
 from ..errors import KVBridgeError, OperatorError
 from ..exchange.route import Site
 from ..exchange.session import AttachedEngine, hello
 from ..geometry.compat import Convertible, Incompatible, verdict
+from ..local_agents import ask_pool
 from ..loopback.pools import Shape, describe
 from ..oneline import plain
 from ..transport.control import Control

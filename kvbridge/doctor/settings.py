@@ -11,6 +11,7 @@ import zmq
 
 from ..agent.daemon import trust_of
 from ..errors import OperatorError
+from ..options import AgentConfig
 from ..transport.endpoint import check_metrics
 from ..transport.lock import check_folder
 from .finding import Finding, Subject, failed, ok, warning
@@ -42,6 +43,9 @@ def sockets(subject: Subject) -> Finding:
     except OperatorError as error:
         return failed(str(error), "give the folder to the agent's user, mode 0750")
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and config.socket == AgentConfig().socket:
+            reason = f"{path.parent} is not there: no agent starts with the default socket"
+            return warning(reason, "start agents by the systemd unit, which makes it, or name another --socket")
         return failed(f"{path.parent}: {error.strerror}", "make it, owned by the agent's user, mode 0750")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         return failed(f"{path.parent}: may not be written to by uid {os.geteuid()}", "run as the agent's user")

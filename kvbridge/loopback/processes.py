@@ -18,8 +18,8 @@ from typing import Any
 
 from kvbridge_proto.status import Status
 
-from ..commands.status import ask
 from ..errors import OperatorError
+from ..local_agents import ask
 from ..options import flag_of
 
 START_S = 40.0

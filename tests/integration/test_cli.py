@@ -29,6 +29,7 @@ from kvbridge_proto.stream import HEADER, StreamReader, pack
 
 from kvbridge.commands import app
 from kvbridge.commands.keygen import run as keygen
+from kvbridge.local_agents import found
 from kvbridge.options import options
 from kvbridge.transport.keys import load_keys
 from tests.support.oracle import Shape, build_all, describe
@@ -435,20 +436,50 @@ def test_status_as_json_is_the_message(tmp_path: Path) -> None:
     assert msgspec.json.decode(told.stdout, type=type(STATUS)) == STATUS
 
 
+NOBODY = "from pathlib import Path\nfrom kvbridge import local_agents\nlocal_agents.LISTENING = Path('/dev/null')\n"
+
+
+def on_another_host(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command where no agent but those of KVBRIDGE_SOCKET's folder listens: other tests run at the same time."""
+    program = (
+        "from pathlib import Path; from kvbridge import cli, local_agents; local_agents.LISTENING = Path('/dev/null')"
+    )
+    command = [sys.executable, "-c", f"{program}; cli.main()", *arguments]
+    wide = {**os.environ, "COLUMNS": "160", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=wide)
+
+
+def test_status_finds_an_agent_wherever_its_socket_is(tmp_path: Path) -> None:
+    """By the lock beside it, which is not another's."""
+    with socket.socket(socket.AF_UNIX) as agent, socket.socket(socket.AF_UNIX) as other:
+        for listener, name in ((agent, "agent"), (other, "other")):
+            listener.bind(str(tmp_path / name))
+            listener.listen()
+        Path(f"{tmp_path}/agent.lock").write_text("0" * 54)
+        assert f"{tmp_path}/agent" in found() and f"{tmp_path}/other" not in found()
+        Path(f"{tmp_path}/other.lock").write_text("of something else")
+        assert f"{tmp_path}/other" not in found()
+        Path(f"{tmp_path}/other.lock").write_text("0" * 54)
+        assert f"{tmp_path}/other" in found()
+        if os.getuid() == 0:
+            os.chown(f"{tmp_path}/other.lock", 65534, 65534)
+            assert f"{tmp_path}/other" not in found()
+
+
 def test_status_finds_the_agents_of_the_host_and_names_the_dead(tmp_path: Path) -> None:
     beside = {"KVBRIDGE_SOCKET": str(tmp_path / "agent-0.sock")}
-    told = kvbridge("status", **beside)
-    assert told.returncode == 1 and f"{tmp_path}; name it with --socket" in told.stderr
+    told = on_another_host("status", **beside)
+    assert told.returncode == 1 and f"{tmp_path}, none of yours elsewhere; name it with --socket" in told.stderr
     other = msgspec.structs.replace(STATUS, agent=msgspec.structs.replace(STATUS.agent, name="decode-7"))
     for as_json in ((), ("--json",)):
         with Scripted(tmp_path / "agent-0.sock", pack(STATUS)), Scripted(tmp_path / "agent-1.sock", pack(other)):
-            told = kvbridge("status", *as_json, **beside)
+            told = on_another_host("status", *as_json, **beside)
         assert told.returncode == 0, told.stderr
         assert "prefill-0" in told.stdout and "decode-7" in told.stdout
         assert all(f"{tmp_path}/agent-{number}.sock" in told.stdout for number in (0, 1))
         (tmp_path / "agent-0.sock").unlink()
         with Scripted(tmp_path / "agent-0.sock", pack(STATUS)):
-            told = kvbridge("status", *as_json, **beside)
+            told = on_another_host("status", *as_json, **beside)
         assert told.returncode == 1 and "prefill-0" in told.stdout and "decode-7" not in told.stdout
         assert f"no_agent: no agent at {tmp_path}/agent-1.sock: Connection refused" in told.stderr
         for path in tmp_path.glob("*.sock"):
@@ -470,12 +501,12 @@ def test_status_says_that_it_may_not_look_for_agents() -> None:
         os.chmod(other, 0o755)
         Path(other, "b.sock").touch()
         program = (
-            "import os, sys\nfrom pathlib import Path\nfrom kvbridge.commands import status\n"
+            f"{NOBODY}import os, sys\n"
             "os.setgid(65534), os.setuid(65534)\n"
             "for folders in (sys.argv[1:2], sys.argv[1:]):\n"
-            "    status.socket_folders = lambda: map(Path, folders)\n"
-            "    try: print(status.found())\n"
-            "    except status.OperatorError as error: print(error)"
+            "    local_agents.socket_folders = lambda: list(map(Path, folders))\n"
+            "    try: print(local_agents.found())\n"
+            "    except local_agents.OperatorError as error: print(error)"
         )
         told = subprocess.run([sys.executable, "-c", program, folder, other], capture_output=True, text=True)
     first, second = told.stdout.splitlines()

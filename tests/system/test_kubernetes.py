@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from kvbridge.commands.status import ask
 from kvbridge.config import load
+from kvbridge.local_agents import ask
 from kvbridge.transport.keys import write_pair
 from tests.integration.agent.harness import START_S
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.commands.status import ask
 from kvbridge.errors import OperatorError
+from kvbridge.local_agents import ask
 from tests.support.sandbox import NOBODY, ROOT, Sandbox, why_not
 
 START_S = 60

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.commands.status import ask
+from kvbridge.local_agents import ask
 from tests.support.booted import Booted, booted, why_not
 from tests.support.sandbox import ROOT
 

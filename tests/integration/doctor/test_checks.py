@@ -138,6 +138,13 @@ def test_modes_of_the_socket_and_its_folder(tmp_path: Path) -> None:
     assert "No such file" in settings.sockets(subject(tmp_path / "none")).text
 
 
+@pytest.mark.skipif(Path("/run/kvbridge").exists(), reason="agents of the default socket run here")
+def test_a_machine_without_the_default_folder_is_not_broken() -> None:
+    """It is where no agent is meant to have the default socket."""
+    found = settings.sockets(Subject(load(environment={}), None, {}))
+    assert found.outcome is CheckOutcome.WARNING and "/run/kvbridge is not there" in found.text
+
+
 def test_a_port_that_is_taken_fails(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 from kvbridge_proto.status import Status
 
-from kvbridge.commands.status import ask
 from kvbridge.errors import OperatorError
 from kvbridge.failpoints import VARIABLE
+from kvbridge.local_agents import ask
 from tests.system.faults.engine import Job
 
 START_S = 30.0

@@ -1,0 +1,112 @@
+"""The agents of this host: which there are, and what they answer over their unix sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from kvbridge_proto.codec import BadFrame
+from kvbridge_proto.engine import Refused, ToEngine
+from kvbridge_proto.status import PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuery
+from kvbridge_proto.stream import StreamReader, pack
+
+from .config import socket_folders
+from .errors import OperatorError
+
+ANSWER_S = 5.0
+RECEIVE_BYTES = 1 << 16
+LISTENING = Path("/proc/net/unix")
+ACCEPTS = 0x10000  # the kernel's flag of a socket that listens
+LOCK_LINE_BYTES = 54  # of the file beside an agent's socket, see transport.lock
+
+Answer = TypeVar("Answer", Status, PoolStatus, Trace)
+
+
+def found() -> list[str]:
+    """The sockets of this host's agents: all in the usual folders, living or not, and those that listen elsewhere.
+
+    Raises OperatorError (`no_agent`) when there is none.
+    """
+    sockets, forbidden = [], []
+    for folder in socket_folders():
+        try:
+            if folder.is_dir():
+                sockets += [str(path) for path in sorted(folder.iterdir()) if path.suffix == ".sock"]
+        except OSError as error:
+            forbidden.append(f"may not look for agents in {error.filename}: {error.strerror}")
+    sockets += [path for path in _elsewhere() if path not in sockets]
+    if not sockets and forbidden:
+        raise OperatorError("no_agent", f"{'; '.join(forbidden)}; be of the agent's group, or root")
+    if not sockets:
+        where = " and ".join(map(str, socket_folders()))
+        raise OperatorError("no_agent", f"no agent's socket in {where}, none of yours elsewhere; name it with --socket")
+    return sockets
+
+
+def _elsewhere() -> list[str]:
+    """Sockets that listen in our network namespace and have an agent's lock beside them, a file of our own user.
+
+    Other users' are left out: anybody may open a socket in a folder of his own and answer as he likes.
+    """
+    try:
+        lines = LISTENING.read_text(errors="replace").splitlines()[1:]
+    except OSError:
+        return []
+    fields = [line.split(maxsplit=7) for line in lines]
+    paths = {each[7] for each in fields if len(each) == 8 and int(each[3], 16) & ACCEPTS and each[7].startswith("/")}
+    return sorted(path for path in paths if _is_locked(path))
+
+
+def _is_locked(path: str) -> bool:
+    try:
+        found = Path(f"{path}.lock").stat()
+    except OSError:
+        return False
+    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    return is_ours and found.st_size > 0 and found.st_size % LOCK_LINE_BYTES == 0
+
+
+def ask(path: str, answer_s: float = ANSWER_S) -> Status:
+    """The status of the agent at `path`. Raises OperatorError (`no_agent`, `agent_silent`, `agent_refused`)."""
+    return _asked(path, StatusQuery(), Status, answer_s)
+
+
+def ask_pool(path: str, answer_s: float = ANSWER_S) -> PoolStatus:
+    """The pool of the engine that is attached to the agent at `path`. Raises OperatorError as `ask` does."""
+    return _asked(path, PoolQuery(), PoolStatus, answer_s)
+
+
+def ask_trace(path: str, names: Sequence[str], answer_s: float = ANSWER_S) -> Trace:
+    """What the agent at `path` remembers of these. Raises OperatorError as `ask` does."""
+    return _asked(path, TraceQuery(names=tuple(names)), Trace, answer_s)
+
+
+def _asked(path: str, query: msgspec.Struct, kind: type[Answer], answer_s: float) -> Answer:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(answer_s)
+        try:
+            connection.connect(path)
+            connection.sendall(pack(query))
+            return _answer(connection, path, kind)
+        except TimeoutError:
+            raise OperatorError("agent_silent", f"the agent at {path} did not answer in {answer_s:g} s") from None
+        except OSError as error:
+            raise OperatorError("no_agent", f"no agent at {path}: {error.strerror or error}") from None
+        except BadFrame as error:
+            raise OperatorError("no_agent", f"what answers at {path} is no agent: {error}") from None
+
+
+def _answer(connection: socket.socket, path: str, kind: type[Answer]) -> Answer:
+    reader: StreamReader[ToEngine] = StreamReader(ToEngine)
+    while received := connection.recv(RECEIVE_BYTES):
+        for message in reader.feed(received):
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, Refused):
+                raise OperatorError("agent_refused", f"{path}: {message.code}: {'; '.join(message.reasons)}")
+    raise OperatorError("no_agent", f"no agent at {path}: the connection was closed without an answer")
