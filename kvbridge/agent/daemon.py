@@ -344,8 +344,12 @@ class Agent:
             open_sessions={"receiver": self.peers.open_dialled, "sender": self.peers.open_accepted},
             is_attached=lambda: self.current.engine is not None,
             is_rebuild_refused=lambda: bool(self.rebuilder.refused),
+            still_s=self._still_s,
             readers=self.doors.holders,
         )
+
+    def _still_s(self) -> float:
+        return min(DAY_S, self.data_plane.still_s)
 
     def _look_back(self, record: RequestRecord) -> None:
         """A request is over."""
@@ -444,5 +448,5 @@ class Agent:
             rebuild_refused=self.rebuilder.refused,
             readers=readers(self.doors.holders(), now),
             errors=self._errors.statuses(),
-            still_s=min(DAY_S, self.data_plane.still_s),
+            still_s=self._still_s(),
         )

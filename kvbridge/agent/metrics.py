@@ -44,6 +44,7 @@ class Gauges:
     open_sessions: Mapping[Role, Callable[[], Iterable[Session]]]
     is_attached: Callable[[], bool]
     is_rebuild_refused: Callable[[], bool]
+    still_s: Callable[[], float]
     readers: Callable[[], list[Holder]]
 
 
@@ -125,6 +126,7 @@ class Metrics:
             ("offers_open", "Offers not yet released", gauges.offers),
             ("offers_unclaimed", "Prompts that are held and that nobody has asked for", gauges.unclaimed),
             ("engine_attached", "1 while an engine is attached", lambda: int(gauges.is_attached())),
+            ("data_plane_still_seconds", "Since the data thread last came round", gauges.still_s),
             ("rebuild_refused", "1 while slots cannot be made anew", lambda: int(gauges.is_rebuild_refused())),
         ):
             Gauge(f"kvbridge_{name}", text, registry=self.registry).set_function(read)
