@@ -3,6 +3,7 @@
 # make demo-cross    vLLM prefills and SGLang decodes, and the reverse (6 GB of packages the first time)
 # make demo-upgrade    four vLLM engines and their agents brought from an older kvbridge to this one, under traffic (FROM=COMMIT)
 # make test    lint, types and every test that needs no engine
+# make test-install    pip finds every package that kvbridge[agent,proxy,otel] asks for, of versions that go together
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time; VLLM_TESTS names some)
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
 # make test-cross    the tests that drive a vLLM engine and an SGLang server against each other
@@ -26,10 +27,11 @@ ENGINE = .venv-vllm/.ready
 SGLANG = .venv-sglang/.ready
 ROUTERS = .venv-routers/.ready
 PROMETHEUS = .prometheus/.ready
+PODMONITOR = .podmonitor/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 
-.PHONY: demo demo-vllm demo-cross demo-upgrade test lint unit fuzz fuzz-guided test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden clean
+.PHONY: demo demo-vllm demo-cross demo-upgrade test lint unit fuzz fuzz-guided test-install test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden clean
 
 demo: $(AGENT)
 	.venv/bin/python -m demo
@@ -61,7 +63,7 @@ ALONE = tests/system/faults tests/system/test_demo.py
 UNMARKED = -m "not vllm and not sglang and not cross and not routers and not systemd and not gpu and not multi_gpu"
 
 unit: $(AGENT)
-	-$(MAKE) --no-print-directory $(PROMETHEUS)
+	-$(MAKE) --no-print-directory --keep-going $(PROMETHEUS) $(PODMONITOR)
 	.venv/bin/python -m pytest $(UNMARKED) -n 2 tests/unit
 	.venv/bin/python -m pytest $(UNMARKED) -n 2 tests/integration tests/system $(ALONE:%=--ignore=%)
 	.venv/bin/python -m pytest $(UNMARKED) $(ALONE)
@@ -73,12 +75,22 @@ $(PROMETHEUS):
 	cd $(@D) && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
 	touch $@
 
+# The schema of PodMonitor, which is the Prometheus operator's: for the test of the manifests, which skips without it.
+$(PODMONITOR):
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(@D) @kubernetes-models/prometheus-operator@6.0.0
+	touch $@
+
 fuzz: $(AGENT)
 	.venv/bin/python -m tests.integration.fuzz $(or $(FUZZ),--each --jobs 2 --deep --frames 1000000000 --seconds 45)
 
 fuzz-guided: $(AGENT)
 	.venv/bin/python -c 'import atheris' 2>/dev/null || .venv/bin/$(PIP) install --no-deps 'atheris>=3,<4'
 	.venv/bin/python -m tests.integration.fuzz.guided $(or $(GUIDED),agents -max_total_time=60)
+
+test-install: $(AGENT)
+	rm -rf build/wheel build/lib build/bdist.*  # setuptools packs what an earlier build left there
+	.venv/bin/$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+	.venv/bin/$(PIP) install --dry-run --ignore-installed -c constraints.txt "$$(echo build/wheel/*.whl)[agent,proxy,otel]"
 
 test-vllm: $(AGENT) $(ENGINE)
 	.venv-vllm/bin/python -m pytest -m vllm $(or $(VLLM_TESTS),tests/integration/adapters tests/system/engines)
@@ -146,5 +158,5 @@ $(ROUTERS): constraints-routers.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-routers .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-vllm .venv-sglang .venv-routers .prometheus .podmonitor .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,7 +21,9 @@ from kvbridge.local_agents import ask
 from kvbridge.transport.keys import write_pair
 from tests.integration.agent.harness import START_S
 
-KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+ROOT = Path(__file__).parents[2]
+PODMONITOR = ROOT / ".podmonitor/node_modules"
+KUBERNETES = ROOT / "deploy" / "kubernetes"
 ROUTERS = (KUBERNETES.parents[1] / "docs" / "routers.md").read_text()
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
 VERSIONS = ("1.34", "1.37")  # the oldest with resource.k8s.io/v1, and the newest that the validator knows
@@ -71,6 +73,30 @@ def test_kubernetes_takes_the_overlay(overlay: str, version: str) -> None:
         else:
             kubernetes_validate.validate(resource, version, strict=True)
     assert left == ["PodMonitor"]
+
+
+def pod_monitor_faults(monitor: dict[str, Any]) -> str:
+    """What the Prometheus operator's schema has against it, or ""."""
+    if not PODMONITOR.is_dir():
+        pytest.skip("no schema of PodMonitor here: make .podmonitor/.ready (needs npm)")
+    program = (
+        'import {PodMonitor} from "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1/PodMonitor";'
+        "new PodMonitor(JSON.parse(process.argv[1])).validate()"
+    )
+    command = ["node", "--input-type=module", "-e", program, json.dumps(monitor)]
+    told = subprocess.run(command, cwd=PODMONITOR.parent, capture_output=True, text=True)
+    return told.stderr if told.returncode else ""
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_operator_takes_the_pod_monitor(overlay: str) -> None:
+    assert pod_monitor_faults(named(overlay, "PodMonitor", "kvbridge")) == ""
+
+
+def test_the_operators_schema_sees_a_wrong_value() -> None:
+    wrong = named("vllm", "PodMonitor", "kvbridge")
+    wrong["spec"]["podMetricsEndpoints"][0]["interval"] = "fifteen"
+    assert "interval" in pod_monitor_faults(wrong)
 
 
 def test_the_schemas_see_a_wrong_field() -> None:
