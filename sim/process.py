@@ -30,8 +30,8 @@ from kvbridge.errors import PeerError
 from kvbridge.exchange.route import Rate, Site
 from kvbridge.exchange.session import Session
 from kvbridge.exchange.slots import SlotPool
-from kvbridge.exchange.states import OutgoingState, WantState
 from kvbridge.options import AgentConfig
+from kvbridge.states import OfferState, OutgoingState, WantState
 from kvbridge.transport.control import Control
 from kvbridge.transport.door import Holder
 from kvbridge.transport.local import LocalConnection
@@ -341,8 +341,12 @@ class Process(Agent):
             transfer = wait.what.transfer
             if isinstance(wait.what, OrderedSend):
                 out = self.sending.outgoing_transfers.get(transfer)
-                offered = out and out.offered
-                is_over = out is None or out.state is OutgoingState.STOPPING or (offered and offered.over is not None)
+                offered = None if out is None else out.offered
+                is_over = (
+                    out is None
+                    or out.state is OutgoingState.STOPPING
+                    or (offered and offered.state is not OfferState.OPEN)
+                )
             else:
                 wanted = self.receiving._wanted_by.get(transfer)
                 is_over = wanted is None or wanted.state is not WantState.FLOWING

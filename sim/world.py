@@ -11,8 +11,8 @@ from typing import TypeVar
 from kvbridge_proto.peer import Body, Notice, Ping, Pong
 from kvbridge_proto.pool import Pool
 
-from kvbridge.exchange.states import SlotState
 from kvbridge.options import AgentConfig
+from kvbridge.states import SlotState
 
 from .check import look_for_leaks
 from .engine import Decode, HeldBlocks, Prefill, SimEngine, SimRank

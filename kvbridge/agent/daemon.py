@@ -38,9 +38,9 @@ from ..exchange.receiver import Receiver
 from ..exchange.route import Site
 from ..exchange.sender import Sender
 from ..exchange.slots import SlotPool
-from ..exchange.states import SessionState
 from ..failpoints import VARIABLE, arm_from_environment
 from ..options import AgentConfig, Supervision
+from ..states import SessionState
 from ..transport.control import Control
 from ..transport.descriptors import links, raised
 from ..transport.door import MemoryDoor

@@ -18,8 +18,8 @@ from ..errors import FabricError, KVBridgeError, PeerError
 from ..exchange.containers import Deadlines
 from ..exchange.route import Rate
 from ..exchange.session import AttachedEngine, Session, accept, hello
-from ..exchange.states import SessionEvent, SessionState
 from ..failpoints import failpoint
+from ..states import SessionEvent, SessionState
 from ..transport.control import Control
 from ..transport.endpoint import canonical
 from ..transport.link import Link

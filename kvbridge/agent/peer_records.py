@@ -26,7 +26,7 @@ from kvbridge_proto.peer import (
 
 from ..dataplane.routes.choice import Connected
 from ..exchange.session import Session, Whose
-from ..exchange.states import SESSION_TABLE, SessionEvent, SessionState
+from ..states import SESSION_TABLE, SessionEvent, SessionState
 from ..transport.link import Link
 
 

@@ -31,7 +31,7 @@ from kvbridge_proto.status import PeerStatus
 
 from ..dataplane.data_plane import DataPlane
 from ..exchange.session import Session
-from ..exchange.states import SessionState
+from ..states import SessionState
 from ..transport.control import Control
 from ..transport.events import Arrived, Lost, Reached, Rejected
 from ..transport.link import Link

@@ -10,13 +10,13 @@ from kvbridge_proto.peer import Claim, Grant, SlotLease, Take
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
+from ..states import IncomingState, WantState
 from .actions import Action, Send, Tell
 from .containers import Turns
 from .leases import Reading
 from .orders import Lend, Pull, ReceiveOrder
 from .session import AttachedEngine, Session, engine_ranks, rank_index
 from .slots import SlotPool
-from .states import IncomingState, WantState
 
 # How sessions end with a peer that may go on, under another epoch. If it does not, the next greeting tells.
 GOES_ON = ("peer_left", "stale_epoch")

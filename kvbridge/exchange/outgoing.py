@@ -10,9 +10,9 @@ from kvbridge_proto.peer import Claim, SlotLease, Sum
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
+from ..states import OfferState, OutgoingState
 from .leases import Promise
 from .session import Session
-from .states import OutgoingState
 
 
 @dataclass(slots=True)
@@ -35,7 +35,8 @@ class OpenOffer:
     outgoing_transfers: dict[str, OutgoingTransfer] = field(
         default_factory=dict, repr=False, compare=False
     )  # that read it, until they end
-    over: tuple[str, str] | None = None  # (code, reason): no new gathers
+    state: OfferState = OfferState.OPEN
+    over: tuple[str, str] | None = None  # (code, reason) why it ended early
     is_told_out: bool = False  # its engine says no more of it
     short: tuple[str, str] | None = None  # (code, reason): of the first transfer that ended without all its chunks
     began: float = 0.0

@@ -15,6 +15,7 @@ from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, R
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
+from ..states import INCOMING_TABLE, WANT_TABLE, IncomingEvent, IncomingState, WantEvent, WantState
 from .actions import Action, Ask, Reach, Send, Tell
 from .adoption import Adoption
 from .block_tables import ready_chunks, tables_of
@@ -39,7 +40,6 @@ from .orders import Broken, Landed, Lend, Pulled, Quiet, ReceivingReport, StopRe
 from .sender_sessions import SenderSessions, ShardAssignment, UndrainedTransfers
 from .session import AttachedEngine, Session
 from .slots import SlotPool
-from .states import INCOMING_TABLE, WANT_TABLE, IncomingEvent, IncomingState, WantEvent, WantState
 
 ASK_AGAIN_S = 0.1  # for ranks that the sender's engine has not named yet
 MOST_WANTS = 16384

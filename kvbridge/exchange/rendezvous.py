@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvbridge_proto.peer import Claim
 
+from ..states import OfferState
 from .containers import Recent
 from .outgoing import OpenOffer
 
@@ -66,7 +67,7 @@ class Rendezvous:
 
     def open_in(self, rendezvous: str) -> list[OpenOffer]:
         """Those that may be read, oldest first."""
-        return [each for each in self._offers.get(rendezvous, ()) if each.over is None]
+        return [each for each in self._offers.get(rendezvous, ()) if each.state is OfferState.OPEN]
 
     def await_in(self, rendezvous: str, incarnation: str, count: int, now: float) -> list[OpenOffer]:
         """So many requests of a receiver wait for offers under this id. Which offers are awaited, by whomever."""

@@ -30,6 +30,7 @@ from kvbridge_proto.peer import (
 
 from ..errors import EngineError, KVBridgeError, PeerError
 from ..geometry.plan import Plan
+from ..states import OFFER_TABLE, OUTGOING_TABLE, OfferEvent, OfferState, OutgoingEvent, OutgoingState
 from .actions import Action, Send, Tell
 from .block_tables import check_begin, check_late, extended, ready_chunks
 from .containers import Deadlines, Recent
@@ -52,7 +53,6 @@ from .orders import (
 from .outgoing import OpenOffer, OutgoingTransfer, ReceiverClaims
 from .rendezvous import ENDED_S, EndedOffer, Rendezvous
 from .session import AttachedEngine, Session
-from .states import OUTGOING_TABLE, OutgoingEvent, OutgoingState
 
 MOST_OFFERS = 16384
 MOST_CLAIMS = 2048  # open at once, of one receiver
@@ -92,7 +92,7 @@ class Sender:
     def offer(self, offer: Offer, engine: AttachedEngine, now: float) -> list[Action]:
         """Tokens are ready, the first time or more of them."""
         offered = self.offers.get(offer.request)
-        if offered is not None and offered.over is not None:
+        if offered is not None and offered.state is not OfferState.OPEN:
             offered.is_told_out |= offer.is_last
             return []
         if offer.request in self._rendezvous_ids.cut_short:
@@ -155,7 +155,7 @@ class Sender:
         found: list[OpenOffer] = []
         awaited: dict[str, int] = {}  # by rendezvous: of so many of those that follow
         for offered in list(self.offers.values()):
-            if offered.over is not None:
+            if offered.state is not OfferState.OPEN:
                 continue
             if offered.rendezvous not in awaited:
                 awaited[offered.rendezvous] = self._rendezvous_ids.awaited_in(offered.rendezvous, now)
@@ -471,7 +471,7 @@ class Sender:
         """There is something to tell it."""
         if out.promise is None or out.is_settled:
             return
-        if out.will_read and out.offered is not None and out.offered.over is None:
+        if out.will_read and out.offered is not None and out.offered.state is OfferState.OPEN:
             self._owed[out.transfer] = out
 
     def _take_back(self, out: OutgoingTransfer) -> None:
@@ -647,9 +647,9 @@ class Sender:
     def _end_offer(
         self, offered: OpenOffer, code: str, reason: str, now: float, comes_again: bool = False
     ) -> list[Action]:
-        if offered.over is not None:
+        if offered.state is not OfferState.OPEN:
             return []
-        offered.over = (code, reason)
+        offered.state, offered.over = OFFER_TABLE.after(offered.state, OfferEvent.END), (code, reason)
         actions: list[Action] = []
         heard = offered.served | {out.claim.receiver for out in offered.outgoing_transfers.values()}
         if len(heard) < offered.receivers or (offered.want is None and not comes_again):
@@ -672,13 +672,13 @@ class Sender:
     def _release_if_over(self, offered: OpenOffer) -> list[Action]:
         """Give the blocks back once nobody reads or will read them."""
         all_served = offered.want is not None and len(offered.served) == offered.receivers
-        is_known = self.offers.get(offered.request) is offered  # else it was released, and may be offered again
-        if not (offered.over or all_served) or not is_known:
+        if offered.state is OfferState.RELEASED or (offered.state is OfferState.OPEN and not all_served):
             return []
         if any(out.is_reading for out in offered.outgoing_transfers.values()):
             return []
-        if not offered.over and self._readers(offered):
+        if offered.state is OfferState.OPEN and self._readers(offered):
             return []
+        offered.state = OFFER_TABLE.after(offered.state, OfferEvent.RELEASE)
         del self.offers[offered.request]
         self._deadlines.clear(("offer", offered.request))
         self._rendezvous_ids.leave(offered)

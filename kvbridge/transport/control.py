@@ -22,6 +22,7 @@ from kvbridge_proto.common import OURS
 from kvbridge_proto.peer import Body, Envelope, Goodbye, Ping, Pong
 
 from ..errors import OperatorError, PeerError
+from ..states import PeerLinkEvent
 from .descriptors import are_short
 from .endpoint import is_ipv6
 from .events import Arrived, Event, Lost, Reached, Rejected, Settings
@@ -154,7 +155,8 @@ class Control:
         return True
 
     def _try(self, link: Link, endpoint: str) -> None:
-        link.is_tried, link.made_at = True, self._loop.time()
+        link.made_at = self._loop.time()
+        link.step(PeerLinkEvent.TRY)
         try:
             port = self._port(
                 zmq.DEALER, is_ipv6(endpoint), lambda: self._serve(link), lambda event: self._watched(link, event)
@@ -387,7 +389,7 @@ class Control:
         if link.is_lost:
             return
         if event == UP and not link.is_up:
-            link.is_up = True
+            link.step(PeerLinkEvent.CONNECT)
             del self._unreached[link]
             self._tell(Reached(link))
             link.heard_at = link.pinged_at = self._loop.time()
@@ -457,7 +459,7 @@ class Control:
         self._tell(Lost(link, code, reason))
 
     def _end(self, link: Link, linger_ms: int) -> None:
-        link.is_lost = True
+        link.step(PeerLinkEvent.LOSE)
         link.outbox.clear()
         link.early.clear()
         if link.pipe is not None and linger_ms:

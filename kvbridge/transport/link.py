@@ -10,6 +10,8 @@ from kvbridge_proto.codec import encode
 from kvbridge_proto.common import OURS
 from kvbridge_proto.peer import Body, Envelope
 
+from ..states import PEER_LINK_TABLE, PeerLinkEvent, PeerLinkState
+
 if TYPE_CHECKING:
     from .control import Control
     from .framed import Connection
@@ -62,11 +64,9 @@ class Link(Numbered):
         super().__init__()
         self.address = address
         self.key = key
-        self.is_up = identity is not None
-        self.is_lost = False
+        self.state = PeerLinkState.QUEUED if identity is None else PeerLinkState.UP
         self.failures = 0  # handshakes that failed before it was up
         self.is_refused = False  # a try to connect found nobody; others follow
-        self.is_tried = identity is not None
         self.identity = identity
         self.outbox: deque[bytes] = deque()
         self.waiting_bytes = 0
@@ -80,9 +80,25 @@ class Link(Numbered):
         self._control = control
 
     def __repr__(self) -> str:
-        state = "lost" if self.is_lost else "up" if self.is_up else "connecting"
         way, incarnation = "to" if self.is_dialled else "from", self.peer_incarnation or "?"
-        return f"<Link {way} {self.address} incarnation={incarnation} {state}>"
+        return f"<Link {way} {self.address} incarnation={incarnation} {self.state.name.lower()}>"
+
+    def step(self, event: PeerLinkEvent) -> None:
+        self.state = PEER_LINK_TABLE.after(self.state, event)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it was connected, and is not known to be lost."""
+        return self.state is PeerLinkState.UP
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether it had its turn to be connected."""
+        return self.state is not PeerLinkState.QUEUED
+
+    @property
+    def is_lost(self) -> bool:
+        return self.state is PeerLinkState.LOST
 
     @property
     def is_dialled(self) -> bool:

@@ -67,7 +67,7 @@ def test_an_agent_that_stands_still_is_ended_and_started_again(tmp_path: Path) -
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="compiles C: needs a compiler, as an agent beside a GPU does")
 def test_a_kernel_and_its_launcher_are_compiled_in_the_sandbox_that_systemd_makes(tmp_path: Path) -> None:
-    instead = f"ExecStart={sys.executable} {ROOT}/tests/sandboxed.py {ROOT}"
+    instead = f"ExecStart={sys.executable} {ROOT}/tests/support/sandboxed.py {ROOT}"
     drop_in = f"Type=oneshot\nRestart=no\nWatchdogSec=0\nStandardOutput=file:/run/log/said\nExecStart=\n{instead}\n"
     with booted(tmp_path, drop_in) as systemd:
         unit = configured(systemd, 0)

@@ -19,6 +19,7 @@ INSIDE = {
     "kvbridge.failpoints",
     "kvbridge.oneline",
     "kvbridge.prompt_share",
+    "kvbridge.states",
     "kvbridge.device.handles",
     "kvbridge.device.fence",
 }
@@ -35,9 +36,10 @@ MAY: dict[str, set[str]] = {
     "kvbridge.extras": set(),
     "kvbridge.local_agents": {"kvbridge_proto", "kvbridge.errors", "kvbridge.options", "kvbridge.config"},
     "kvbridge.geometry": {"kvbridge_proto", "kvbridge.errors"},
-    "kvbridge.exchange": {"kvbridge_proto", "kvbridge.errors", "kvbridge.geometry"},
+    "kvbridge.states": set(),
+    "kvbridge.exchange": {"kvbridge_proto", "kvbridge.errors", "kvbridge.states", "kvbridge.geometry"},
     "kvbridge.device": {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"},
-    "kvbridge.transport": {"kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints"},
+    "kvbridge.transport": {"kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints", "kvbridge.states"},
     "kvbridge.adapters.engine": INSIDE,
     "kvbridge.adapters.vllm": INSIDE | {"kvbridge.adapters.engine"},
     "kvbridge.adapters.sglang": INSIDE | {"kvbridge.adapters.engine"},
@@ -59,6 +61,7 @@ MAY: dict[str, set[str]] = {
         "kvbridge.failpoints",
         "kvbridge.oneline",
         "kvbridge.prompt_share",
+        "kvbridge.states",
         "kvbridge.geometry",
         "kvbridge.exchange",
         "kvbridge.dataplane",
@@ -81,6 +84,7 @@ THIRD: dict[str, set[str] | None] = {
     "kvbridge.config": {"msgspec"},
     "kvbridge.extras": set(),
     "kvbridge.local_agents": {"msgspec"},
+    "kvbridge.states": set(),
     "kvbridge.geometry": {"numpy", "msgspec"},
     "kvbridge.exchange": {"numpy", "msgspec"},
     "kvbridge.device": {"torch", "numpy", "cuda"},
@@ -94,7 +98,7 @@ THIRD: dict[str, set[str] | None] = {
     "kvbridge.adapters": set(),
 }
 PURE = (
-    *("kvbridge_proto", "kvbridge.options", "kvbridge.geometry", "kvbridge.exchange"),
+    *("kvbridge_proto", "kvbridge.options", "kvbridge.states", "kvbridge.geometry", "kvbridge.exchange"),
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "group_plans")),
 )
 IMPURE = {

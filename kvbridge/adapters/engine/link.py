@@ -14,7 +14,6 @@ is when a lost agent can no longer hurt.
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import select
@@ -29,6 +28,7 @@ from msgspec.structs import replace
 
 from ...errors import OperatorError
 from ...failpoints import VARIABLE, arm_from_environment
+from ...states import LINK_TABLE, LinkEvent, LinkState
 from .client import EngineClient
 
 RETRY_S = 1.0
@@ -38,15 +38,6 @@ GONE_S = 1.0  # after its socket's end a killed agent's process is gone, where n
 WATCH_S = 1.0  # how long the thread sleeps at most
 LEFT_S = 0.01  # how long it leaves the link to an engine that rests
 PASSING = frozenset({"draining", "engine_present", "not_attached", "too_many_connections"})  # refusals that pass
-
-
-class LinkState(enum.Enum):
-    """AWAY: no connection. ASKING: attach sent. HERE: attached. ENDING: lost, and the agent may still touch memory."""
-
-    AWAY = enum.auto()
-    ASKING = enum.auto()
-    HERE = enum.auto()
-    ENDING = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,16 +209,21 @@ class AgentLink:
         """The engine is leaving."""
         with self._lock:
             self._client.close("engine shut down")
-            self.state, self.attached, self._is_closed = LinkState.AWAY, None, True
+            self._step(LinkEvent.CLOSE)
+            self.attached, self._is_closed = None, True
 
     def drop_copy(self) -> None:
         """In a forked child: let go of what it inherited, or the agent could not see the engine die. Says nothing."""
         self._client.drop_copy()
         self._lock = threading.RLock()
-        self.state, self.attached, self._is_closed = LinkState.AWAY, None, True
+        self._step(LinkEvent.CLOSE)
+        self.attached, self._is_closed = None, True
         self.why = "forked: the connection is the parent's"
 
     # Under the lock:
+
+    def _step(self, event: LinkEvent) -> None:
+        self.state = LINK_TABLE.after(self.state, event)
 
     def _send(self, message: ToAgent) -> bool:
         is_sent = self._client.send(message)
@@ -250,7 +246,8 @@ class AgentLink:
             if self._client.is_foreign:
                 self._complain(self._client.why)
             return self._later(self._client.why)
-        self.state, self._at = LinkState.ASKING, self._clock() + ATTACH_S
+        self._step(LinkEvent.ASK)
+        self._at = self._clock() + ATTACH_S
         self._was_here, self._has_let_go, self._is_refused = False, True, False
         if not self._client.send(self._attach, self._fds):
             self._refused(f"attach cannot be sent: {self._client.why}")
@@ -279,7 +276,8 @@ class AgentLink:
             self._lose("the agent is gone")
 
     def _here(self, attached: Attached) -> None:
-        self.state, self.attached, self._told = LinkState.HERE, attached, ""
+        self._step(LinkEvent.ATTACH)
+        self.attached, self._told = attached, ""
         self._was_here, self._has_let_go, self._is_shared = True, False, attached.is_shared
         self._log.info("kvbridge: attached to %s at %s", attached.agent.name, self.address)
         for message in self._first():
@@ -291,11 +289,12 @@ class AgentLink:
         self._lose(why)
 
     def _lose(self, why: str) -> None:
-        if self.state not in (LinkState.ASKING, LinkState.HERE):
+        if not LINK_TABLE.allows(self.state, LinkEvent.LOSE):
             return
         what = "lost" if self.state is LinkState.HERE else "not attached to"
         self._client.hang_up(why)
-        self.state, self.attached, self.why = LinkState.ENDING, None, why
+        self._step(LinkEvent.LOSE)
+        self.attached, self.why = None, why
         self._unread_at, self._gone_at, self._is_unread = self._clock() + READERS_S, None, False
         self._complain(f"{what} the agent at {self._client.path}: {why}")
 
@@ -309,13 +308,14 @@ class AgentLink:
             self._client.close()
             if self._was_here:
                 self._heard.append(Over(self.why))
+            self._step(LinkEvent.LET_GO)
             self._later(self.why)
         elif is_unread and not self._is_unread:
             self._is_unread = True
             self._heard.append(ReadsOver(self.why))
 
     def _later(self, why: str) -> None:
-        self.state, self.why = LinkState.AWAY, why
+        self.why = why
         self._at = self._clock() + (REFUSED_RETRY_S if self._is_refused else RETRY_S)
 
     def _next_at(self) -> float | None:

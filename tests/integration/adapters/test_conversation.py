@@ -42,9 +42,10 @@ from msgspec.structs import replace
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.conversation import GRACE_S, Conversation, Ended
-from kvbridge.adapters.engine.link import RETRY_S, LinkState
+from kvbridge.adapters.engine.link import RETRY_S
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.device.fence import EngineFence
+from kvbridge.states import LinkState
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
 from tests.integration.adapters.test_link import POOL
 

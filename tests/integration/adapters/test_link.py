@@ -38,8 +38,9 @@ from kvbridge_proto.pool import (
 from msgspec.structs import replace
 
 from kvbridge.adapters.engine.client import EngineClient
-from kvbridge.adapters.engine.link import RETRY_S, AgentLink, LinkState, Over, ReadsOver
+from kvbridge.adapters.engine.link import RETRY_S, AgentLink, Over, ReadsOver
 from kvbridge.failpoints import VARIABLE, arm, armed
+from kvbridge.states import LinkState
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd, squatter
 
 POOL = Pool(

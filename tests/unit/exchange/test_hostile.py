@@ -13,7 +13,7 @@ from kvbridge.exchange.actions import Action, Send
 from kvbridge.exchange.containers import Deadlines
 from kvbridge.exchange.sender import MOST_LEASES, MOST_RENOUNCED, Sender
 from kvbridge.exchange.session import Session
-from kvbridge.exchange.states import IncomingState
+from kvbridge.states import IncomingState
 from tests.unit.exchange.world import World
 
 

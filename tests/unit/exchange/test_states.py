@@ -10,38 +10,41 @@ from kvbridge_proto.common import VersionRange
 from kvbridge_proto.peer import Refuse, SlotLease
 from msgspec.structs import replace
 
+from kvbridge import states as tables
 from kvbridge.exchange.containers import Deadlines
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import accept, answer, hello, welcome
 from kvbridge.exchange.slots import SlotPool
-from kvbridge.exchange.states import (
-    INCOMING_TABLE,
-    OUTGOING_TABLE,
-    SESSION_TABLE,
-    SLOT_TABLE,
-    WANT_TABLE,
+from kvbridge.states import (
     IllegalEvent,
-    IncomingEvent,
     IncomingState,
-    OutgoingEvent,
+    LinkState,
+    OfferState,
     OutgoingState,
-    SessionEvent,
+    PeerLinkState,
     SessionState,
     SlotEvent,
     SlotState,
     StateTable,
-    WantEvent,
     WantState,
 )
 from tests.unit.exchange.world import World
 
 MACHINES = [
-    (SLOT_TABLE, SlotState, SlotEvent, SlotState.FREE),
-    (SESSION_TABLE, SessionState, SessionEvent, SessionState.NEW),
-    (WANT_TABLE, WantState, WantEvent, WantState.REACHING),
-    (INCOMING_TABLE, IncomingState, IncomingEvent, IncomingState.CLAIMED),
-    (OUTGOING_TABLE, OutgoingState, OutgoingEvent, OutgoingState.WAITING),
+    (tables.SLOT_TABLE, SlotState, SlotEvent, SlotState.FREE),
+    (tables.SESSION_TABLE, SessionState, tables.SessionEvent, SessionState.NEW),
+    (tables.WANT_TABLE, WantState, tables.WantEvent, WantState.REACHING),
+    (tables.INCOMING_TABLE, IncomingState, tables.IncomingEvent, IncomingState.CLAIMED),
+    (tables.OUTGOING_TABLE, OutgoingState, tables.OutgoingEvent, OutgoingState.WAITING),
+    (tables.OFFER_TABLE, OfferState, tables.OfferEvent, OfferState.OPEN),
+    (tables.LINK_TABLE, LinkState, tables.LinkEvent, LinkState.AWAY),
+    (tables.PEER_LINK_TABLE, PeerLinkState, tables.PeerLinkEvent, PeerLinkState.QUEUED),
 ]
+
+
+def test_every_table_is_looked_at() -> None:
+    known = {id(each) for each in vars(tables).values() if isinstance(each, StateTable)}
+    assert {id(table) for table, *_ in MACHINES} == known
 
 
 @pytest.mark.parametrize(("table", "states", "events", "first"), MACHINES)

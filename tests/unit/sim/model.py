@@ -37,7 +37,7 @@ from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import SlotPool
-from kvbridge.exchange.states import SlotState
+from kvbridge.states import SlotState
 from tests.unit.exchange.world import NOTHING, World, notice_of, take_up
 
 Move = tuple[Any, ...]

@@ -38,7 +38,7 @@ from kvbridge.exchange.rendezvous import Rendezvous
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.sender_sessions import UndrainedTransfers
 from kvbridge.exchange.slots import SlotPool
-from kvbridge.exchange.states import IncomingEvent, IncomingState, OutgoingState, SlotEvent, SlotState, WantState
+from kvbridge.states import IncomingEvent, IncomingState, OutgoingState, SlotEvent, SlotState, WantState
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
 from sim import engine, matter, rank

@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from kvbridge.exchange.states import IllegalEvent
+from kvbridge.states import IllegalEvent
 from tests.unit.sim.model import State, Wrong, begin
 from tests.unit.sim.mutations import switched_off
 

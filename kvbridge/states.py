@@ -1,4 +1,4 @@
-"""Every state machine of the exchange as a table: what state follows, by (state, event). Pure."""
+"""Every state machine as a table: what state follows, by (state, event). Pure."""
 
 from __future__ import annotations
 
@@ -34,6 +34,63 @@ class StateTable(Generic[S, E]):
 
     def allows(self, state: S, event: E) -> bool:
         return (state, event) in self._rows
+
+
+# An engine's link to its agent:
+
+
+class LinkState(Enum):
+    AWAY = auto()  # no connection, and nobody touches the engine's memory
+    ASKING = auto()  # attach sent
+    HERE = auto()  # attached
+    ENDING = auto()  # lost, and the agent may still touch memory
+
+
+class LinkEvent(Enum):
+    ASK = auto()
+    ATTACH = auto()
+    LOSE = auto()
+    LET_GO = auto()  # by the agent, or it is gone
+    CLOSE = auto()  # the engine is leaving, or this is a fork of it
+
+
+LINK_TABLE = StateTable(
+    {
+        (LinkState.AWAY, LinkEvent.ASK): LinkState.ASKING,
+        (LinkState.ASKING, LinkEvent.ATTACH): LinkState.HERE,
+        (LinkState.ASKING, LinkEvent.LOSE): LinkState.ENDING,
+        (LinkState.HERE, LinkEvent.LOSE): LinkState.ENDING,
+        (LinkState.ENDING, LinkEvent.LET_GO): LinkState.AWAY,
+        **{(state, LinkEvent.CLOSE): LinkState.AWAY for state in LinkState},
+    }
+)
+
+
+# A connection to one incarnation of another agent:
+
+
+class PeerLinkState(Enum):
+    QUEUED = auto()  # dialled, but so many others are being tried that it waits for its turn
+    CONNECTING = auto()
+    UP = auto()
+    LOST = auto()
+
+
+class PeerLinkEvent(Enum):
+    TRY = auto()
+    CONNECT = auto()
+    LOSE = auto()  # by either side, or by silence
+
+
+PEER_LINK_TABLE = StateTable(
+    {
+        (PeerLinkState.QUEUED, PeerLinkEvent.TRY): PeerLinkState.CONNECTING,
+        (PeerLinkState.QUEUED, PeerLinkEvent.LOSE): PeerLinkState.LOST,
+        (PeerLinkState.CONNECTING, PeerLinkEvent.CONNECT): PeerLinkState.UP,
+        (PeerLinkState.CONNECTING, PeerLinkEvent.LOSE): PeerLinkState.LOST,
+        (PeerLinkState.UP, PeerLinkEvent.LOSE): PeerLinkState.LOST,
+    }
+)
 
 
 # Sessions:
@@ -123,6 +180,29 @@ INCOMING_TABLE = StateTable(
         (IncomingState.CLAIMED, IncomingEvent.LOSE): IncomingState.ENDED,
         (IncomingState.STOPPING, IncomingEvent.DRAIN): IncomingState.ENDED,
         (IncomingState.STOPPING, IncomingEvent.LOSE): IncomingState.ENDED,
+    }
+)
+
+
+# An offer of our engine:
+
+
+class OfferState(Enum):
+    OPEN = auto()
+    ENDING = auto()  # withdrawn, expired or failed: no new reads, and somebody may still be reading
+    RELEASED = auto()  # its blocks are the engine's again
+
+
+class OfferEvent(Enum):
+    END = auto()
+    RELEASE = auto()  # nobody reads or will read it
+
+
+OFFER_TABLE = StateTable(
+    {
+        (OfferState.OPEN, OfferEvent.END): OfferState.ENDING,
+        (OfferState.OPEN, OfferEvent.RELEASE): OfferState.RELEASED,  # all receivers were served
+        (OfferState.ENDING, OfferEvent.RELEASE): OfferState.RELEASED,
     }
 )
 
